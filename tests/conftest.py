@@ -1,0 +1,64 @@
+"""Small things to train on: tiny random models of every family, and token files made on the spot."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from twistlm import config
+from twistlm.data import TokenMeta, write_meta
+
+torch.set_num_threads(1)  # bitwise comparisons need equal threads; CI has two cores and two workers
+
+VOCAB = 64
+
+
+def make_tokens(stem: Path, n_tokens: int = 6000, seed: int = 0, vocab: int = VOCAB) -> str:
+    """A token file of a noisy walk: learnable, with no tokenizer behind it."""
+    rng = np.random.default_rng(seed)
+    steps = rng.choice([1, 2, 3, 11], size=n_tokens)
+    tokens = (np.cumsum(steps) % vocab).astype("<u2")
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    tokens.tofile(f"{stem}.bin")
+    write_meta(stem, TokenMeta(n_tokens, 1, vocab, int(tokens.max()), "uint16", "none", None, ["walk"]))
+    return str(stem)
+
+
+@pytest.fixture()
+def tokens(tmp_path: Path) -> str:
+    return make_tokens(tmp_path / "tokens")
+
+
+def tiny_table(tokens: str, out: Path, **sections: dict) -> dict:
+    """A config table of a 3-layer GPT-2 with 4 heads that trains in a second."""
+    table: dict = {
+        "model": {
+            "type": "gpt2",
+            "config": {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 16, "n_head": 4, "n_layer": 3},
+        },
+        "data": {"train": tokens, "valid": tokens, "seq_len": 16},
+        "blocks": {"n_ffn": 4, "k_attn": 2, "k_ffn": 3, "shared_first": 1, "shared_last": 0},
+        "train": {
+            "n_workers": 3, "rounds": 4, "interval": 3, "batch": 2, "lr": 1e-2,
+            "betas": [0.9, 0.95], "weight_decay": 0.1, "clip": 1.0,
+        },
+        "run": {
+            "out": str(out), "device": "cpu", "threads": 1, "eval_every": -1, "eval_ratios": ["2/4"],
+            "eval_n": 2, "save_every": 1,
+        },
+    }  # fmt: skip
+    for section, values in sections.items():
+        table[section] |= values
+    return table
+
+
+def tiny(tokens: str, out: Path, **sections: dict) -> config.Config:
+    return config.from_dict(tiny_table(tokens, out, **sections))

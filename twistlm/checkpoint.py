@@ -1,0 +1,261 @@
+"""Checkpoints: safetensors + JSON in one folder, written atomically, verified by sha256.
+
+    round-000120/
+      model.safetensors    weights by Hugging Face name (with config.json: a plain HF folder)
+      moments.safetensors  Adam's m/ and v/, when they are carried
+      outer.safetensors    the outer optimizer's momentum, when there is one
+      config.json          Hugging Face's
+      tokenizer.json
+      checkpoint.json      round, twistlm config, git hash, versions, sha256 of every file above
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from . import config as configs
+from .blocks import BlockMap, State
+from .central import Central, create
+from .config import Config
+from .data import file_sha256
+from .models import shapes as shapes_of
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def config(self) -> Config:
+        return configs.from_dict(self.manifest["config"])
+
+    @property
+    def round(self) -> int:
+        return self.manifest["round"]
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        return self.manifest["tokenizer_sha256"]
+
+
+def describe_run() -> dict[str, Any]:
+    """Command, code and machine: what a number needs beside it."""
+    packages = ("twistlm", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+    versions = {name: _version(name) for name in packages}
+    versions["python"] = platform.python_version()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "git": git_hash(),
+        "versions": versions,
+        "device": gpu or f"{platform.machine()} cpu, {torch.get_num_threads()} threads",
+    }
+
+
+def git_hash() -> str:
+    """Commit of the twistlm source, with `-dirty` when it was changed; `unknown` outside a clone."""
+    here = Path(__file__).parent
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return run.stdout.strip() if run.returncode == 0 else "unknown"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def save(
+    folder: Path,
+    central: Central,
+    cfg: Config,
+    model: PreTrainedModel,
+    tokenizer: Path | None,
+    keep: int,
+) -> Path:
+    """Write `folder/round-NNNNNN`; it appears whole or not at all, then older ones are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"round-{central.round:06d}"
+    draft = Path(tempfile.mkdtemp(dir=folder, prefix=".draft-"))
+    try:
+        views = [central.layout.views(row) for row in central.buffer]
+        _save_tensors(views[0], draft / "model.safetensors")
+        if len(views) > 1:
+            moments = {f"m/{name}": t for name, t in views[1].items()}
+            moments |= {f"v/{name}": t for name, t in views[2].items()}
+            _save_tensors(moments, draft / "moments.safetensors")
+        if central.velocity is not None:
+            _save_tensors(central.layout.views(central.velocity), draft / "outer.safetensors")
+        hf_config = copy.deepcopy(model.config)
+        hf_config.architectures = [type(model).__name__]
+        hf_config.dtype = central.buffer.dtype
+        hf_config.save_pretrained(draft)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, draft / "tokenizer.json")
+        manifest = {
+            "format": FORMAT,
+            "round": central.round,
+            "config": configs.to_dict(cfg),
+            "tokenizer_sha256": file_sha256(tokenizer) if tokenizer else None,
+            "held": central.held,
+            "rho": central.rho,
+            **describe_run(),
+            "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
+        }
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        for path in (*draft.iterdir(), draft):
+            _fsync(path)
+        os.chmod(draft, 0o755)  # mkdtemp's folder is private
+        if target.exists():  # a crash came between writing and the next round: the same bits again
+            shutil.rmtree(target)
+        os.rename(draft, target)
+        _fsync(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    for old in _numbered(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that verifies, and a sentence for each newer one that does not."""
+    broken = []
+    for path in reversed(_numbered(folder)):
+        try:
+            return verify(path), broken
+        except ValueError as error:
+            broken.append(str(error))
+    return None, broken
+
+
+def open_(path: str | Path) -> Checkpoint:
+    """A checkpoint folder, or the newest valid one of a run folder."""
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return verify(path)
+    found, broken = newest(path / "checkpoints")
+    if found is None:
+        why = f": {broken[0]}" if broken else f" (no {MANIFEST}, no checkpoints folder)"
+        raise ValueError(f"{path} holds no valid checkpoint{why}")
+    return found
+
+
+def verify(path: Path) -> Checkpoint:
+    """Read the manifest and compare every file's sha256: a flipped byte is refused."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files, version = manifest["files"], manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no checkpoint: {MANIFEST} cannot be read ({error!r})") from None
+    if version != FORMAT:
+        raise ValueError(f"{path} has checkpoint format {version}; this twistlm reads {FORMAT}")
+    for name, sha256 in files.items():
+        file = path / Path(name).name
+        if not file.is_file():
+            raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
+        if file_sha256(file) != sha256:
+            raise ValueError(f"checkpoint {path} is damaged: {name} does not match its sha256")
+    return Checkpoint(path, manifest)
+
+
+def template(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The checkpoint's model, with its weights."""
+    hf_config = AutoConfig.from_pretrained(checkpoint.path)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    weights = _load(checkpoint, "model.safetensors")
+    missing = set(shapes_of(model)) ^ set(weights)
+    if missing:
+        raise ValueError(f"{checkpoint.path}: weights and config.json disagree about {sorted(missing)[0]}")
+    dtype = next(iter(weights.values())).dtype
+    model.to(dtype)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if weights[name].shape != param.shape:
+                raise ValueError(f"{checkpoint.path}: {name} has shape {tuple(weights[name].shape)}")
+            param.copy_(weights[name])
+    return model.eval()
+
+
+def restore(checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap, device: torch.device) -> Central:
+    """The central model as it was saved; `model` must be the architecture it was saved from."""
+    want, weights = shapes_of(model), _load(checkpoint, "model.safetensors")
+    found = {name: tuple(t.shape) for name, t in weights.items()}
+    if want != found:
+        odd = next(n for n in sorted(want.keys() | found.keys()) if want.get(n) != found.get(n))
+        raise ValueError(
+            f"{checkpoint.path} is a checkpoint of another model: {odd} has shape {found.get(odd)} there "
+            f"and {want.get(odd)} here"
+        )
+    files = checkpoint.manifest["files"]
+    carry, outer = "moments.safetensors" in files, "outer.safetensors" in files
+    central = create(weights, want, block_map, carry=carry, outer=outer, device=device)
+    if carry:
+        moments = _load(checkpoint, "moments.safetensors")
+        for row, prefix in ((1, "m/"), (2, "v/")):
+            for name, view in central.layout.views(central.buffer[row]).items():
+                view.copy_(moments[prefix + name])
+    if central.velocity is not None:
+        saved = _load(checkpoint, "outer.safetensors")
+        for name, view in central.layout.views(central.velocity).items():
+            view.copy_(saved[name])
+    central.round = checkpoint.round
+    central.held |= checkpoint.manifest["held"]
+    central.rho = dict(checkpoint.manifest["rho"])
+    return central
+
+
+def _save_tensors(tensors: State, path: Path) -> None:
+    # views of one buffer are cloned one by one: safetensors refuses shared storage
+    save_file({name: t.detach().cpu().clone() for name, t in tensors.items()}, path, {"format": "pt"})
+
+
+def _load(checkpoint: Checkpoint, name: str) -> State:
+    try:
+        return load_file(checkpoint.path / name)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"checkpoint {checkpoint.path} is damaged: {name}: {error}") from None
+
+
+def _numbered(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("round-*") if p.is_dir())
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

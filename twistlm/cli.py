@@ -1,0 +1,155 @@
+"""The command line: commands, nothing else. `--help` imports no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="twistlm",
+    help="Train a language model once, deploy it at any size (TwIST).",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the config.", show_default=False),
+]
+
+
+@app.command(epilog="Example: twistlm demo --out runs/demo")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("runs/demo"),
+    n: Annotated[int, typer.Option(min=2, help="Random subnets behind each number.")] = 20,
+) -> None:
+    """Train a small GPT-2 twice on text that ships with Python, and compare random subnets.
+
+    Under 4 minutes on two CPU cores, no download.
+    """
+    from .demo import run
+
+    run(out, n)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm prepare wiki/*.parquet -o data/wiki-train --tokenizer gpt2\n\n"
+    "twistlm prepare book.txt -o data/book --tokenizer path/to/tokenizer.json\n\n"
+    "twistlm prepare hub:Salesforce/wikitext:wikitext-103-raw-v1:train -o data/wt103 --tokenizer gpt2"
+)
+def prepare(
+    sources: Annotated[
+        list[str], typer.Argument(help=".txt, .jsonl or .parquet files, or hub:NAME[:CONFIG[:SPLIT]].")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Stem of the token file to write.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="tokenizer.json, a folder with one, a hub id, or gguf:FILE.")
+    ] = "gpt2",
+    column: Annotated[str, typer.Option(help="Text column of .jsonl and .parquet.")] = "text",
+    eos: Annotated[
+        str | None, typer.Option(help="Token after each document; default: the tokenizer's own.")
+    ] = None,
+) -> None:
+    """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json)."""
+    from .prepare import prepare as prepare_
+    from .terminal import console
+
+    file = prepare_(sources, out, tokenizer, column=column, eos=eos)
+    meta = file.meta
+    console.print(
+        f"{file.stem}.bin: {meta.n_tokens:,} tokens of {meta.n_documents:,} documents, "
+        f"vocabulary {meta.vocab_size:,}"
+    )
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm train demo\n\n"
+    "twistlm train wiki-gpt2 data.train=data/wiki-train data.valid=data/wiki-test train.lr=5e-4\n\n"
+    "twistlm train my.toml --resume\n\n"
+    "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid"
+)
+def train(
+    preset: Annotated[str, typer.Argument(metavar="PRESET_OR_TOML", help="A preset or a TOML file.")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+) -> None:
+    """Train a parent in TwIST rounds (or the data-parallel control)."""
+    from . import config, rounds
+    from .cluster import on_central_rank
+    from .terminal import console
+
+    last = rounds.train(config.load(preset, overrides or []), resume=resume)
+    if on_central_rank():
+        console.print(f"checkpoint: {last}")
+
+
+@app.command(
+    name="eval",
+    epilog="Examples:\n\n"
+    "twistlm eval runs/demo/twist --ratio 6/12 --ratio 3/12 --n 20\n\n"
+    "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12 --data data/wiki-test",
+)
+def eval_(
+    ckpt: Annotated[Path, typer.Argument(help="A run folder or one of its checkpoints.")],
+    ratio: Annotated[
+        list[str] | None, typer.Option(help="Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable.")
+    ] = None,
+    n: Annotated[int, typer.Option(min=1, help="Random subnets behind each number.")] = 20,
+    data: Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random subnets.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")] = None,
+) -> None:
+    """Perplexity of the full model (no scale) and of random subnets (scaled)."""
+    from .score import score_checkpoint, table
+    from .terminal import console
+
+    scores = score_checkpoint(ckpt, ratio or ["6/12"], n, data=data, tokens=tokens, seed=seed, device=device)
+    console.print(table([scores]))
+    if json_out is not None:
+        json_out.write_text(json.dumps(scores.to_dict(), indent=1) + "\n")
+
+
+@app.command(epilog="Examples:\n\ntwistlm plan paper\n\ntwistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500")
+def plan(
+    preset: Annotated[str, typer.Argument(metavar="PRESET_OR_TOML", help="A preset or a TOML file.")],
+    overrides: Overrides = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")] = None,
+) -> None:
+    """Parameters, bytes and rounds of a config, before anything is trained."""
+    from . import config
+    from .plan import make, show
+
+    made = make(config.load(preset, overrides or []))
+    show(made)
+    if json_out is not None:
+        json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
+
+
+def main() -> None:
+    """Run a command; a user's mistake is one sentence and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        _fail(str(error), 2)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}", 2)
+    except FloatingPointError as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        _fail("interrupted; resume with --resume", 130)
+
+
+def _fail(sentence: str, code: int) -> None:
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(code)

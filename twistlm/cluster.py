@@ -1,0 +1,138 @@
+"""Who sits where, and how buffers travel between the central rank and the others.
+
+A variant is a seating table: which rank hosts which worker, and whether that worker trains a
+physical subnet, a masked copy of the full model, or the central weights themselves behind a mask.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SeatKind = Literal["physical", "masked", "central"]
+
+
+@dataclass(frozen=True)
+class Seating:
+    """Worker -> rank and kind of seat. Rank 0 always hosts the central model."""
+
+    ranks: tuple[int, ...]
+    kinds: tuple[SeatKind, ...]
+
+    @property
+    def n_workers(self) -> int:
+        return len(self.ranks)
+
+    def workers_of(self, rank: int) -> list[int]:
+        return [worker for worker, at in enumerate(self.ranks) if at == rank]
+
+
+def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physical") -> Seating:
+    """The seating table of the spec (section 1, Variants)."""
+    if variant == "local":
+        if world_size != 1:
+            raise ValueError(
+                f"run.variant = 'local' is one process, but torchrun started {world_size}: "
+                f"use masked, true or hybrid"
+            )
+        return Seating((0,) * n_workers, (kind,) * n_workers)
+    seats = world_size - 1 if variant == "true" else world_size
+    if n_workers != seats:
+        need = n_workers + 1 if variant == "true" else n_workers
+        raise ValueError(
+            f"run.variant = {variant!r} with train.n_workers = {n_workers} needs {need} ranks, but there "
+            f"{'is' if world_size == 1 else 'are'} {world_size}: start it with "
+            f"torchrun --nproc-per-node {need} -m twistlm train ..."
+        )
+    if variant == "true":
+        return Seating(tuple(range(1, world_size)), ("physical",) * n_workers)
+    if variant == "masked":
+        return Seating(tuple(range(world_size)), ("masked",) * n_workers)
+    return Seating(tuple(range(world_size)), ("central",) + ("physical",) * (n_workers - 1))
+
+
+def on_central_rank() -> bool:
+    """Whether this process speaks for the run (always, without torchrun)."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    if name == "auto":
+        name = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"run.device = {name!r}: use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        n_gpus = torch.cuda.device_count()
+        if device.index is None:
+            device = torch.device("cuda", local_rank)
+        if (device.index or 0) >= n_gpus:
+            raise ValueError(f"run.device = {name!r}: this machine has {n_gpus} CUDA devices")
+    return device
+
+
+class Cluster:
+    """This process's place in the run, and the transport (none for one process)."""
+
+    def __init__(self, variant: str, n_workers: int, kind: SeatKind, device: str):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.seating = seat(variant, n_workers, self.world_size, kind)
+        self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.bytes_sent = self.bytes_received = 0  # over the wire, seen from this rank
+        self._posted: list[tuple[dist.Work | None, Tensor]] = []
+        if self.world_size > 1:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    @property
+    def is_central(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def workers(self) -> list[int]:
+        """The workers that this rank plays."""
+        return self.seating.workers_of(self.rank)
+
+    def post(self, rank: int, tensor: Tensor) -> None:
+        """Start sending; the tensor is kept until `wait`."""
+        self._posted.append((dist.isend(tensor, rank), tensor))
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+
+    def wait(self) -> None:
+        for work, _ in self._posted:
+            if work is not None:
+                work.wait()
+        self._posted.clear()
+
+    def receive(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.recv(tensor, rank)
+        self.bytes_received += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def broadcast(self, values: list[float]) -> list[float]:
+        """The central rank's numbers on every rank."""
+        if self.world_size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.broadcast(tensor, 0)
+        return tensor.tolist()
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def close(self) -> None:
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,304 @@
+"""Every knob: frozen dataclasses, TOML presets, and `section.key=value` on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["attn", "ffn"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    weights: str = "random"
+    """`random`, a Hugging Face hub id, a local folder, or `gguf:FILE` / `gguf:package:FILE`."""
+    type: str = "gpt2"
+    """Hugging Face model_type; with `random` weights it is built, otherwise it is checked."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Hugging Face config attributes that differ from the type's defaults."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from: stems written by `twistlm prepare`, or `builtin:python-docs`."""
+
+    train: str = "builtin:python-docs"
+    """Stem of the training tokens (`STEM.bin` and `STEM.json`)."""
+    valid: str = "builtin:python-docs"
+    """Stem of the tokens that perplexity is measured on."""
+    seq_len: int = 1024
+    """Tokens in a sequence."""
+    planned_sequences: int = 0
+    """Training sequences that `twistlm plan` reckons with while the token file is not there."""
+
+
+@dataclass(frozen=True)
+class BlocksConfig:
+    """What is partitioned, and how it is dealt."""
+
+    setting: Literal["attn", "ffn", "both"] = "both"
+    """Which kinds of layer are partitioned."""
+    attn_by: Literal["auto", "head", "group", "query"] = "auto"
+    """An attention block is a head, a kv group, or one query head of every kv head."""
+    n_ffn: int = 12
+    """R: blocks in an FFN layer."""
+    k_attn: tuple[int, ...] = (6,)
+    """Attention blocks in a subnet: one K, several (cycled over rounds), or one per worker."""
+    k_ffn: tuple[int, ...] = (6,)
+    """FFN blocks in a subnet, likewise."""
+    widths: Literal["cycle", "worker"] = "cycle"
+    """Whether several K are cycled over rounds or belong to one worker each."""
+    common_attn: tuple[int, ...] = ()
+    """C: attention blocks that every worker holds."""
+    common_ffn: tuple[int, ...] = ()
+    """C: FFN blocks that every worker holds."""
+    shared_first: int = 2
+    """First layers that are not partitioned."""
+    shared_last: int = 2
+    """Last layers that are not partitioned."""
+    deal: Literal["random", "balanced"] = "random"
+    """Extra slots go to random blocks, or to those held least so far."""
+
+    def k(self, kind: Kind) -> tuple[int, ...]:
+        return self.k_attn if kind == "attn" else self.k_ffn
+
+    def common(self, kind: Kind) -> tuple[int, ...]:
+        return self.common_attn if kind == "attn" else self.common_ffn
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimization."""
+
+    method: Literal["twist", "dense"] = "twist"
+    """TwIST rounds, or plain data parallel on the same tokens (the control)."""
+    n_workers: int = 4
+    """S."""
+    rounds: int = 0
+    """Rounds to train; 0 takes them from `epochs`."""
+    epochs: float = 0.0
+    """Passes over the training tokens, used when `rounds` is 0."""
+    interval: int = 15
+    """Local steps of each worker in a round."""
+    batch: int = 2
+    """Sequences in a local step."""
+    lr: float = 1e-4
+    """Peak learning rate of the local AdamW."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: constant, or cosine down to a tenth over all local steps."""
+    warmup: int = 0
+    """Local steps of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices (never of biases and norms)."""
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 switches clipping off."""
+    moments: Literal["carry", "reset"] = "carry"
+    """Whether Adam's moments travel with their blocks or start anew in each round."""
+    outer: str = "none"
+    """`none` (the mean), or `nesterov(lr, momentum)` on the round's pseudo-gradient."""
+    scale: Literal["sqrt", "none", "inverse", "measured"] = "sqrt"
+    """What a subnet's layer output is multiplied by: sqrt(N/K), 1, N/K, or the measured ratio."""
+    precision: Literal["auto", "float32", "bf16", "float64"] = "auto"
+    """`bf16` is autocast over float32 weights; `auto` takes it on a GPU that has it."""
+
+    def nesterov(self) -> tuple[float, float] | None:
+        """(lr, momentum) of the outer optimizer, None for the plain mean."""
+        if self.outer == "none":
+            return None
+        number = r"\s*([0-9.eE+-]+)\s*"
+        match = re.fullmatch(rf"nesterov\({number},{number}\)", self.outer)
+        try:
+            lr, momentum = (float(x) for x in match.groups()) if match else (0.0, -1.0)
+        except ValueError:
+            lr, momentum = 0.0, -1.0
+        if lr <= 0 or not 0 <= momentum < 1:
+            raise ValueError(
+                f"train.outer = {self.outer!r}: use 'none' or 'nesterov(lr, momentum)' with lr > 0 and "
+                f"0 <= momentum < 1, for example 'nesterov(0.7, 0.6)'"
+            )
+        return lr, momentum
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where and how the rounds run."""
+
+    out: str = "runs/train"
+    """Folder of this run: checkpoints, metrics, config."""
+    seed: int = 0
+    """Initial weights, deals, batches and random subnets follow from it."""
+    variant: Literal["local", "masked", "true", "hybrid"] = "local"
+    """One process that plays all workers, or a seating of torchrun's ranks."""
+    seat: Literal["physical", "masked"] = "physical"
+    """What `local` workers train: a smaller dense model, or the full one with masks."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    threads: int = 0
+    """CPU threads; 0 leaves torch's choice. Bitwise equal runs need equal threads."""
+    eval_every: int = 0
+    """Rounds between evaluations; 0 evaluates at the end only, -1 never."""
+    eval_ratios: tuple[str, ...] = ("6/12",)
+    """Sizes of the random subnets that are evaluated."""
+    eval_n: int = 20
+    """Random subnets behind a number."""
+    eval_tokens: int = 0
+    """Tokens of the validation file to use; 0 takes all."""
+    save_every: int = 50
+    """Rounds between checkpoints; the last round is always saved, 0 saves only that."""
+    keep: int = 2
+    """Checkpoints to keep."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    blocks: BlocksConfig = field(default_factory=BlocksConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def check(self) -> Config:
+        """Refuse values that no model could make sense of; model-dependent ones are checked later."""
+        positive = {
+            "data.seq_len": self.data.seq_len,
+            "blocks.n_ffn": self.blocks.n_ffn,
+            "train.n_workers": self.train.n_workers,
+            "train.interval": self.train.interval,
+            "train.batch": self.train.batch,
+            "train.lr": self.train.lr,
+            "run.eval_n": self.run.eval_n,
+            "run.keep": self.run.keep,
+        }
+        at_least_zero = {
+            "data.planned_sequences": self.data.planned_sequences,
+            "train.rounds": self.train.rounds,
+            "train.epochs": self.train.epochs,
+            "train.warmup": self.train.warmup,
+            "train.weight_decay": self.train.weight_decay,
+            "train.clip": self.train.clip,
+            "run.save_every": self.run.save_every,
+            "run.eval_tokens": self.run.eval_tokens,
+            "run.threads": self.run.threads,
+        }
+        for name, value in positive.items():
+            if not value > 0:
+                raise ValueError(f"{name} = {value}: must be greater than 0")
+        for name, value in at_least_zero.items():
+            if not value >= 0:
+                raise ValueError(f"{name} = {value}: must not be negative")
+        if self.data.seq_len < 2:
+            raise ValueError(f"data.seq_len = {self.data.seq_len}: must be at least 2")
+        if not all(0 <= beta < 1 for beta in self.train.betas):
+            raise ValueError(f"train.betas = {list(self.train.betas)}: both must lie in [0, 1)")
+        if self.run.eval_every < -1:
+            raise ValueError(f"run.eval_every = {self.run.eval_every}: must be -1, 0 or a number of rounds")
+        self.train.nesterov()
+        return self
+
+
+def preset_names() -> list[str]:
+    folder = resources.files("twistlm") / "presets"
+    return sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load(source: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """A preset's or TOML file's config with `section.key=value` overrides applied."""
+    if source in preset_names():
+        text = (resources.files("twistlm") / "presets" / f"{source}.toml").read_text()
+    elif Path(source).is_file():
+        text = Path(source).read_text()
+    else:
+        raise ValueError(
+            f"{source!r} is neither a TOML file nor a preset; presets: {', '.join(preset_names())}"
+        )
+    try:
+        table = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{source} is not valid TOML: {error}") from None
+    for override in overrides:
+        path, equals, value = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or len(keys) < 2:
+            raise ValueError(f"{override!r}: overrides look like section.key=value, as in train.lr=3e-4")
+        spot = table
+        for key in keys[:-1]:
+            spot = spot.setdefault(key, {})
+            if not isinstance(spot, dict):
+                raise ValueError(f"{override!r}: {key} is a value, not a section")
+        spot[keys[-1]] = _parse_value(value.strip())
+    return from_dict(table)
+
+
+def from_dict(table: dict[str, Any]) -> Config:
+    return _build(Config, table, "").check()
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain data for JSON; `from_dict` reads it back."""
+    return dataclasses.asdict(config)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word is a string
+
+
+def _build(cls: type, table: Any, where: str) -> Any:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where.rstrip('.')} must be a section, not {table!r}")
+    hints = typing.get_type_hints(cls)
+    for key in table:
+        if key not in hints:
+            close = difflib.get_close_matches(key, hints, n=1)
+            hint = f"; did you mean {where}{close[0]}?" if close else ""
+            raise ValueError(f"unknown key {where}{key}{hint} Legal keys: {', '.join(hints)}")
+    values = {}
+    for key, value in table.items():
+        if dataclasses.is_dataclass(hints[key]):
+            values[key] = _build(typing.cast(type, hints[key]), value, f"{where}{key}.")
+        else:
+            values[key] = _coerce(value, hints[key], f"{where}{key}")
+    return cls(**values)
+
+
+def _coerce(value: Any, hint: Any, name: str) -> Any:
+    """Check one value against its annotation; a number stands for a list of one."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value not in args:
+            raise ValueError(f"{name} = {value!r}: use one of {', '.join(map(repr, args))}")
+        return value
+    if origin is tuple:
+        items = list(value) if isinstance(value, list | tuple) else [value]
+        inner = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
+        if len(items) != len(inner):
+            raise ValueError(f"{name} = {value!r}: needs {len(inner)} values")
+        return tuple(_coerce(item, kind, name) for item, kind in zip(items, inner, strict=True))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    plain = dict if origin is dict else hint
+    if not isinstance(value, plain) or (hint is int and isinstance(value, bool)):
+        expected = plain.__name__ if isinstance(plain, type | types.GenericAlias) else str(hint)
+        raise ValueError(f"{name} = {value!r}: must be {expected}, not {type(value).__name__}")
+    return value
+

@@ -1,0 +1,45 @@
+"""The control: plain data parallel over the same workers, batches, optimizer and checkpoints."""
+
+from __future__ import annotations
+
+import torch
+
+from .aggregator import Stats
+from .central import Central
+from .cluster import Cluster
+from .config import TrainConfig
+from .data import Batches
+from .subnet import next_token_loss
+from .worker import Seat, learning_rate, to_device
+
+
+def round_(
+    central: Central | None,
+    seat: Seat,
+    cluster: Cluster,
+    batches: Batches,
+    cfg: TrainConfig,
+    round: int,
+    total_steps: int,
+) -> Stats:
+    """`interval` steps, each with the mean gradient over all workers' batches.
+
+    Every rank holds the full seat; the one on the central rank is copied back at the end.
+    """
+    losses = torch.zeros((), dtype=torch.float64, device=seat.device)
+    first = round * cfg.interval
+    for step in range(first, first + cfg.interval):
+        seat.grad.zero_()
+        for worker in cluster.workers:
+            ids = to_device(batches(worker, step), seat.device)
+            with seat.autocast:
+                loss = next_token_loss(seat.subnet.model, ids)
+            (loss / cfg.n_workers).backward()
+            losses += loss.detach()
+        cluster.sum_(seat.grad)
+        seat.apply(learning_rate(cfg, step, total_steps), cfg.clip)
+    cluster.sum_(losses)
+    if central is not None:
+        central.buffer.copy_(seat.buffer[: central.buffer.shape[0]])
+    n_steps = cfg.interval * cfg.n_workers
+    return Stats(float(losses), n_steps, n_steps * batches.batch * batches.seq_len)

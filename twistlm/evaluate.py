@@ -1,0 +1,121 @@
+"""Perplexity of the full model, of one subnet, and of n random subnets."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from . import generator
+from .blocks import Blueprint, BlockMap, Widths
+from .central import Central
+from .data import TokenFile
+from .flat import block_index, gather_, layout
+from .subnet import Subnet, build, next_token_loss, scales
+from .worker import autocast, to_device
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The perplexities of n random subnets of one size."""
+
+    ratio: str
+    n_params: int
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def sd(self) -> float:
+        """Sample standard deviation; nan for a single subnet."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
+
+    @property
+    def worst(self) -> float:
+        return max(self.values)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What perplexity is measured on: the first `max_tokens` tokens in non-overlapping windows."""
+
+    file: TokenFile
+    seq_len: int
+    max_tokens: int = 0
+    batch: int = 16
+
+    @property
+    def n_sequences(self) -> int:
+        n = self.file.n_sequences(self.seq_len)
+        return min(n, max(1, self.max_tokens // self.seq_len)) if self.max_tokens else n
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, text: Text, precision: str = "auto") -> float:
+    """exp of the mean next-token loss over all windows (seq_len - 1 predictions in each)."""
+    device = model.device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for first in range(0, text.n_sequences, text.batch):
+        rows = list(range(first, min(first + text.batch, text.n_sequences)))
+        ids = to_device(text.file.sequences(rows, text.seq_len), device)
+        with autocast(precision, device):
+            total += next_token_loss(model, ids).double() * len(rows)
+    return math.exp(min(float(total) / text.n_sequences, 700.0))  # exp overflows beyond 709
+
+
+class Evaluator:
+    """Evaluates subnets of a central model; one model per width is built and refilled."""
+
+    def __init__(
+        self,
+        template: PreTrainedModel,
+        block_map: BlockMap,
+        central: Central,
+        text: Text,
+        *,
+        scale: str,
+        precision: str = "auto",
+    ):
+        self.template, self.block_map, self.central = template, block_map, central
+        self.text, self.scale, self.precision = text, scale, precision
+        self.full = build(template, block_map, central.layout, central.weights)
+        self._built: dict[tuple[int, ...], tuple[Subnet, torch.Tensor]] = {}
+
+    def full_perplexity(self) -> float:
+        """The full model, with no mask and no scale."""
+        return perplexity(self.full.model, self.text, self.precision)
+
+    def subnet(self, blueprint: Blueprint) -> Subnet:
+        """A physical subnet of the central model as it is now, with its activation scale."""
+        self.block_map.check_blueprint(blueprint)
+        widths = self.block_map.widths(blueprint)
+        where = layout(self.block_map, self.block_map.narrowed(self.central.layout.shapes, widths))
+        key = tuple(widths.values())
+        if key not in self._built:
+            weights = torch.empty(
+                where.n_params, dtype=self.central.buffer.dtype, device=self.central.buffer.device
+            )
+            self._built[key] = (build(self.template, self.block_map, where, weights), weights)
+        subnet, weights = self._built[key]
+        index = block_index(self.central.layout, self.block_map, blueprint, weights.device)
+        gather_(weights, self.central.weights, self.central.layout.n_shared, index)
+        subnet.scale_(scales(self.block_map, widths, self.scale, self.central.rho))
+        return subnet
+
+    def random_subnets(
+        self, ratio: str, widths: Widths, n: int, seed: int, tick: Callable[[], None] = lambda: None
+    ) -> Spread:
+        """n uniformly random subnets of these widths, scaled."""
+        values = []
+        for draw in range(n):
+            blueprint = generator.for_deployment(self.block_map, widths, seed=seed, draw=draw)
+            values.append(perplexity(self.subnet(blueprint).model, self.text, self.precision))
+            tick()
+        shapes = self.block_map.narrowed(self.central.layout.shapes, widths)
+        return Spread(ratio, sum(math.prod(s) for s in shapes.values()), tuple(values))

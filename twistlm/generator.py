@@ -1,0 +1,151 @@
+"""(2) The subnet generator: Algorithm 1 of the paper, with its three faults repaired.
+
+Every draw is a pure function of (seed, round, layer), so all ranks deal the same blueprints without
+a message. Each attention and each FFN layer draws its own deal.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from .blocks import Blueprint, BlockMap, Kind, Widths
+from .config import BlocksConfig
+
+Held = dict[str, list[int]]  # group name -> how often each block was dealt so far
+
+
+def legal_range(n_blocks: int, n_workers: int, n_common: int) -> tuple[int, int]:
+    """Legal K: ceil((N + (S-1)|C|)/S) <= K <= N (paper, section 3.1), and at least one block."""
+    least = -(-(n_blocks + (n_workers - 1) * n_common) // n_workers)
+    return max(1, least), n_blocks
+
+
+def deal(
+    rng: random.Random,
+    n_blocks: int,
+    widths: Sequence[int],
+    common: Sequence[int] = (),
+    held: Sequence[int] | None = None,
+) -> list[tuple[int, ...]]:
+    """Deal blocks to workers: all get `common`, every block goes to someone, worker s gets widths[s].
+
+    Extra slots are filled uniformly, or, where `held` gives the counts so far, with the blocks held
+    least.
+    """
+    n_workers = len(widths)
+    room = sum(k - len(common) for k in widths)
+    if any(not len(common) <= k <= n_blocks for k in widths) or room < n_blocks - len(common):
+        raise ValueError(
+            f"no deal of {n_blocks} blocks with {len(common)} common ones to workers of widths "
+            f"{list(widths)} covers every block"
+        )
+    hands: list[list[int]] = [list(common) for _ in widths]
+    rest = [block for block in range(n_blocks) if block not in set(common)]
+    rng.shuffle(rest)  # repair 1: the printed algorithm deals in index order
+    order = rng.sample(range(n_workers), n_workers)  # who is served first changes too
+    while rest:  # round robin over workers with room left
+        for s in order:
+            if rest and len(hands[s]) < widths[s]:
+                hands[s].append(rest.pop())
+    counts = list(held) if held is not None else None
+    if counts is not None:
+        for hand in hands:
+            for block in hand:
+                counts[block] += 1
+    for s in order:
+        # repair 2: lists, not a zero matrix that reads as "block 0 is here"
+        absent = [block for block in range(n_blocks) if block not in hands[s]]
+        n_extra = widths[s] - len(hands[s])  # repair 3: 0 means none, not "the whole row"
+        rng.shuffle(absent)
+        if counts is not None:
+            absent.sort(key=counts.__getitem__)  # a stable sort: ties stay shuffled
+        extra = absent[:n_extra]
+        hands[s] += extra
+        if counts is not None:
+            for block in extra:
+                counts[block] += 1
+    return [tuple(sorted(hand)) for hand in hands]
+
+
+def widths_in_round(blocks: BlocksConfig, kind: Kind, n_workers: int, round: int) -> list[int]:
+    """K of every worker: one K, a set cycled over rounds, or one per worker."""
+    ks = blocks.k(kind)
+    if blocks.widths == "worker":
+        return list(ks)
+    return [ks[round % len(ks)]] * n_workers
+
+
+def check(block_map: BlockMap, blocks: BlocksConfig, n_workers: int) -> None:
+    """Refuse settings that no deal can satisfy, with the legal range."""
+    for kind in ("attn", "ffn"):
+        n_blocks = block_map.n_blocks(kind)
+        if n_blocks == 0:
+            continue
+        ks, common = blocks.k(kind), blocks.common(kind)
+        if not ks:
+            raise ValueError(f"blocks.k_{kind} is empty: give at least one K in 1..{n_blocks}")
+        if len(set(common)) != len(common) or any(not 0 <= c < n_blocks for c in common):
+            raise ValueError(
+                f"blocks.common_{kind} = {list(common)}: needs distinct block ids in 0..{n_blocks - 1}"
+            )
+        least, most = legal_range(n_blocks, n_workers, len(common))
+        where = f"N = {n_blocks} {kind} blocks, S = {n_workers} workers, |C| = {len(common)}"
+        if blocks.widths == "worker":
+            if len(ks) != n_workers:
+                raise ValueError(
+                    f"blocks.k_{kind} = {list(ks)} with blocks.widths = 'worker' needs one K per worker: "
+                    f"{n_workers} of them"
+                )
+            room = sum(k - len(common) for k in ks)
+            low = max(1, len(common))
+            if any(not low <= k <= n_blocks for k in ks) or room < n_blocks - len(common):
+                raise ValueError(
+                    f"blocks.k_{kind} = {list(ks)} is infeasible for {where}: each K must lie in "
+                    f"{low}..{n_blocks} and their sum must be at least "
+                    f"{n_blocks + (n_workers - 1) * len(common)}, or a block is left out"
+                )
+        elif bad := [k for k in ks if not least <= k <= most]:
+            raise ValueError(
+                f"blocks.k_{kind} = {bad[0]} is infeasible for {where}: legal K are {least}..{most}"
+            )
+
+
+def for_training(
+    block_map: BlockMap,
+    n_workers: int,
+    blocks: BlocksConfig,
+    *,
+    seed: int,
+    round: int,
+    held: Held | None = None,
+) -> list[Blueprint]:
+    """One blueprint per worker for this round; `held` is read by the `balanced` deal only."""
+    blueprints: list[Blueprint] = [{} for _ in range(n_workers)]
+    for group in block_map.groups:
+        rng = random.Random(f"deal/{seed}/{round}/{group.name}")
+        widths = widths_in_round(blocks, group.kind, n_workers, round)
+        so_far = None
+        if blocks.deal == "balanced":
+            so_far = held[group.name] if held else [0] * group.n_blocks
+        hands = deal(rng, group.n_blocks, widths, blocks.common(group.kind), so_far)
+        for blueprint, hand in zip(blueprints, hands, strict=True):
+            blueprint[group.name] = hand
+    return blueprints
+
+
+def count_(held: Held, blueprints: Sequence[Blueprint]) -> None:
+    """Add one round's deal to the counts."""
+    for blueprint in blueprints:
+        for name, kept in blueprint.items():
+            for block in kept:
+                held[name][block] += 1
+
+
+def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int = 0) -> Blueprint:
+    """A single uniformly random subnet of these widths: the paper's random extraction (SE)."""
+    blueprint = {}
+    for group in block_map.groups:
+        rng = random.Random(f"ticket/{seed}/{draw}/{group.name}")
+        blueprint[group.name] = tuple(sorted(rng.sample(range(group.n_blocks), widths[group.name])))
+    return blueprint

@@ -1,0 +1,160 @@
+"""`twistlm plan`: what a config costs, counted from shapes alone, beside the paper's arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from . import families, generator, models
+from .blocks import KINDS, SETTINGS, BlockMap, Shapes, widths_of_ratio
+from .config import BlocksConfig, Config, ModelConfig
+from .data import open_tokens
+from .ledger import FLOAT32, count, paper_rounds, traffic, true_rounds
+from .terminal import console
+
+RATIOS = ("12/12", "10/12", "8/12", "6/12", "4/12", "3/12")
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One subnet size."""
+
+    setting: str
+    ratio: str
+    n_params: int
+    paper_bytes: int  # weights only, the paper's number of rounds
+    true_bytes: int  # weights only, rounds of `interval` local steps
+    carried_bytes: int  # weights and both moments, the same rounds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `twistlm plan` prints."""
+
+    model: str
+    n_params: int
+    n_workers: int
+    n_sequences: int
+    sequences_from: str
+    paper_rounds: int
+    true_rounds: int
+    legal_k: dict[str, tuple[int, int]]
+    rows: tuple[PlanRow, ...]
+    half: dict[str, dict[str, float]]  # asymptotic memory: model -> share of parameters
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make(cfg: Config) -> Plan:
+    """Count parameters on the meta device and multiply; nothing is downloaded or allocated."""
+    model = models.on_meta(models.planned_config(cfg.model))
+    shapes = models.shapes(model)
+    block_map = families.partition(model, cfg.blocks)
+    t = cfg.train
+    generator.check(block_map, cfg.blocks, t.n_workers)
+    n_sequences, source, epochs = _sequences(cfg)
+    in_paper = paper_rounds(n_sequences, epochs, t.batch, t.interval)
+    in_truth = true_rounds(n_sequences, epochs, t.batch, t.interval, t.n_workers)
+    rows = []
+    for setting in SETTINGS:
+        try:
+            cut = families.partition(model, replace(cfg.blocks, setting=setting))
+        except ValueError:
+            continue  # this kind cannot be cut in this family
+        rows += _rows(cut, shapes, setting, t.n_workers, in_paper, in_truth)
+    legal = {
+        kind: generator.legal_range(n, t.n_workers, len(cfg.blocks.common(kind)))
+        for kind in KINDS
+        if (n := block_map.n_blocks(kind))
+    }
+    sizes = families.GPT2_SIZES
+    same = any(size.type == cfg.model.type for size in sizes.values())
+    half = {name: _half(size, cfg.blocks) for name, size in sizes.items()} if same else {}
+    return Plan(
+        cfg.model.type, count(block_map, shapes, block_map.full_widths()), t.n_workers, n_sequences, source,
+        in_paper, in_truth, legal, tuple(rows), half,
+    )  # fmt: skip
+
+
+def _rows(
+    cut: BlockMap, shapes: Shapes, setting: str, n_workers: int, in_paper: int, in_truth: int
+) -> list[PlanRow]:
+    rows = []
+    for ratio in RATIOS:
+        try:
+            widths = widths_of_ratio(cut, ratio)
+        except ValueError:
+            continue  # no whole number of blocks
+        n = count(cut, shapes, widths)
+        paper = traffic(n, n_workers, in_paper)
+        rows.append(
+            PlanRow(setting, ratio, n, paper, traffic(n, n_workers, in_truth), traffic(n, n_workers, in_truth, 3))
+        )
+    return rows
+
+
+def _sequences(cfg: Config) -> tuple[int, str, float]:
+    """Training sequences, where that number comes from, and epochs over them."""
+    t = cfg.train
+    if t.rounds:
+        return t.rounds * t.interval * t.batch * t.n_workers, "train.rounds", 1.0
+    try:
+        return open_tokens(cfg.data.train).n_sequences(cfg.data.seq_len), cfg.data.train, t.epochs
+    except ValueError:
+        if not cfg.data.planned_sequences:
+            raise
+    return cfg.data.planned_sequences, "data.planned_sequences", t.epochs
+
+
+def _half(size: ModelConfig, blocks: BlocksConfig) -> dict[str, float]:
+    """Share of parameters that a subnet with half the blocks keeps (K = ceil(N/2), R = heads)."""
+    model = models.on_meta(models.planned_config(size))
+    shapes = models.shapes(model)
+    r = model.config.num_attention_heads
+    shares = {}
+    for name, first, last in (("shared layers", blocks.shared_first, blocks.shared_last), ("all layers cut", 0, 0)):
+        cut = families.partition(
+            model, replace(blocks, setting="both", n_ffn=r, shared_first=first, shared_last=last)
+        )
+        widths = {group.name: -(-group.n_blocks // 2) for group in cut.groups}
+        shares[name] = count(cut, shapes, widths) / count(cut, shapes, cut.full_widths())
+    return shares
+
+
+def show(plan: Plan) -> None:
+    """Print a plan as tables."""
+    console.print(f"{plan.model}: {plan.n_params:,} parameters, {plan.n_params * FLOAT32 / 1e6:,.1f} MB in float32")
+    for kind, (least, most) in plan.legal_k.items():
+        console.print(f"legal K for {kind} with S = {plan.n_workers}: {least}..{most}")
+    console.print(
+        f"{plan.n_sequences:,} sequences ({plan.sequences_from}): {plan.true_rounds:,} rounds of local steps; "
+        f"the paper's formula counts {plan.paper_rounds:,}"
+    )
+    table = Table(title="one subnet, and bytes both ways over all workers and rounds", title_justify="left")
+    table.add_column("setting")
+    table.add_column("blocks", justify="right")
+    table.add_column("parameters", justify="right")
+    table.add_column("of full", justify="right")
+    table.add_column("MB", justify="right")
+    table.add_column("paper's formula, TB", justify="right")
+    table.add_column("weights, TB", justify="right")
+    table.add_column("+ moments, TB", justify="right")
+    for row in plan.rows:
+        table.add_row(
+            row.setting, row.ratio, f"{row.n_params:,}", f"{row.n_params / plan.n_params:.1%}",
+            f"{row.n_params * FLOAT32 / 1e6:,.1f}", f"{row.paper_bytes / 1e12:.2f}",
+            f"{row.true_bytes / 1e12:.2f}", f"{row.carried_bytes / 1e12:.2f}",
+            end_section=row.ratio == RATIOS[-1],
+        )  # fmt: skip
+    console.print(table)
+    if plan.half:
+        table = Table(title="a subnet with half the blocks, as a share of its parent", title_justify="left")
+        table.add_column("parent")
+        for name in next(iter(plan.half.values())):
+            table.add_column(name, justify="right")
+        for parent, shares in plan.half.items():
+            table.add_row(parent, *(f"{share:.1%}" for share in shares.values()))
+        console.print(table)

@@ -1,0 +1,128 @@
+"""Perplexities of a checkpoint as one record and one table: what `eval` and `demo` print."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from . import checkpoint, families
+from .blocks import BlockMap, widths_of_ratio
+from .central import Central
+from .checkpoint import Checkpoint
+from .cluster import pick_device
+from .corpus import resolve
+from .data import open_tokens
+from .evaluate import Evaluator, Spread, Text
+from .terminal import progress
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Full-model perplexity and the spread of random subnets at each ratio."""
+
+    name: str
+    round: int
+    n_params: int
+    full: float
+    subnets: tuple[Spread, ...]
+    data: str
+    n_tokens: int
+    seed: int
+    run: dict[str, Any]  # command, git hash, versions, device
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = asdict(self)
+        for row, spread in zip(plain["subnets"], self.subnets, strict=True):
+            row |= {"mean": spread.mean, "sd": spread.sd, "worst": spread.worst}
+        return plain
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory."""
+
+    checkpoint: Checkpoint
+    template: PreTrainedModel
+    block_map: BlockMap
+    central: Central
+
+
+def load(path: Path, device: str = "auto") -> Loaded:
+    """Open, verify and restore a checkpoint."""
+    found = checkpoint.open_(path)
+    template = checkpoint.template(found)
+    block_map = families.partition(template, found.config.blocks)
+    return Loaded(found, template, block_map, checkpoint.restore(found, template, block_map, pick_device(device)))
+
+
+def evaluator(loaded: Loaded, data: str | None = None, tokens: int = 0) -> Evaluator:
+    """An evaluator on the run's own validation tokens, or on `data`."""
+    cfg = loaded.checkpoint.config
+    file = open_tokens(resolve(data or cfg.data.valid, "valid"))
+    vocab_size = loaded.template.get_input_embeddings().num_embeddings
+    file.check(cfg.data.seq_len, vocab_size, loaded.checkpoint.tokenizer_sha256)
+    text = Text(file, cfg.data.seq_len, tokens)
+    return Evaluator(
+        loaded.template, loaded.block_map, loaded.central, text,
+        scale=cfg.train.scale, precision=cfg.train.precision,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def score(
+    ready: Evaluator, loaded: Loaded, ratios: list[str], n: int, *, name: str, seed: int = 0, quiet: bool = False
+) -> Scores:
+    """Evaluate the full model and n random subnets per ratio."""
+    widths = {ratio: widths_of_ratio(loaded.block_map, ratio) for ratio in ratios}
+    with progress("eval", quiet) as bar:
+        task = bar.add_task(f"evaluate {name}", total=1 + n * len(ratios), note="")
+        full = ready.full_perplexity()
+        bar.advance(task)
+        subnets = tuple(
+            ready.random_subnets(ratio, widths[ratio], n, seed, lambda: bar.advance(task)) for ratio in ratios
+        )
+    text = ready.text
+    return Scores(
+        name, loaded.checkpoint.round, loaded.central.layout.n_params, full, subnets, text.file.stem,
+        text.n_sequences * text.seq_len, seed, checkpoint.describe_run(),
+    )  # fmt: skip
+
+
+def score_checkpoint(
+    path: Path,
+    ratios: list[str],
+    n: int,
+    *,
+    data: str | None = None,
+    tokens: int = 0,
+    seed: int = 0,
+    device: str = "auto",
+    name: str | None = None,
+) -> Scores:
+    loaded = load(path, device)
+    return score(evaluator(loaded, data, tokens), loaded, ratios, n, name=name or path.name, seed=seed)
+
+
+def table(rows: list[Scores]) -> Table:
+    """One column per parent: mean ± sd (worst) of the random subnets at each size."""
+    first = rows[0]
+    n = len(first.subnets[0].values) if first.subnets else 0
+    result = Table(
+        title=f"perplexity on {first.n_tokens:,} tokens; {n} random subnets: mean ± sd (worst)",
+        title_justify="left",
+    )
+    result.add_column("blocks")
+    result.add_column("parameters", justify="right")
+    for row in rows:
+        result.add_column(row.name, justify="right")
+    result.add_row("full", f"{first.n_params:,}", *(f"{row.full:.2f}" for row in rows))
+    for i, spread in enumerate(first.subnets):
+        cells = [row.subnets[i] for row in rows]
+        shown = (f"{s.mean:.2f} ± {s.sd:.2f} ({s.worst:.2f})" for s in cells)
+        result.add_row(spread.ratio, f"{spread.n_params:,}", *shown)
+    return result
