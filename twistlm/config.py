@@ -114,6 +114,8 @@ class TrainConfig:
     """What a subnet's layer output is multiplied by: sqrt(N/K), 1, N/K, or the measured ratio."""
     precision: Literal["auto", "float32", "bf16", "float64"] = "auto"
     """`bf16` is autocast over float32 weights; `auto` takes it on a GPU that has it."""
+    compile: bool = False
+    """torch.compile the local step (once per subnet width)."""
 
     def nesterov(self) -> tuple[float, float] | None:
         """(lr, momentum) of the outer optimizer, None for the plain mean."""

@@ -9,7 +9,6 @@ from .central import Central
 from .cluster import Cluster
 from .config import TrainConfig
 from .data import Batches
-from .subnet import next_token_loss
 from .worker import Seat, learning_rate, to_device
 
 
@@ -32,10 +31,7 @@ def round_(
         seat.grad.zero_()
         for worker in cluster.workers:
             ids = to_device(batches(worker, step), seat.device)
-            with seat.autocast:
-                loss = next_token_loss(seat.subnet.model, ids)
-            (loss / cfg.n_workers).backward()
-            losses += loss.detach()
+            losses += seat.backward(ids, share=1 / cfg.n_workers)
         cluster.sum_(seat.grad)
         seat.apply(learning_rate(cfg, step, total_steps), cfg.clip)
     cluster.sum_(losses)

@@ -57,6 +57,8 @@ class Seat:
             self.full_grad = torch.zeros(full.n_params, dtype=dtype, device=device)
             self.subnet = build(template, block_map, full, self.full_weights, self.full_grad)
         self.optimizer = self._adamw(cfg)
+        # storages never move, so a compiled graph outlives every repartition
+        self.forward = torch.compile(next_token_loss) if cfg.compile else next_token_loss
 
     def _adamw(self, cfg: TrainConfig) -> torch.optim.AdamW:
         """AdamW over flat slices, with its moments inside our buffer."""
@@ -98,10 +100,15 @@ class Seat:
     def step(self, ids: Tensor, lr: float, clip: float) -> Tensor:
         """One local step; returns the loss (on the device, no sync)."""
         self.full_grad.zero_()
-        with self.autocast:
-            loss = next_token_loss(self.subnet.model, ids)
-        loss.backward()
+        loss = self.backward(ids)
         self.apply(lr, clip)
+        return loss
+
+    def backward(self, ids: Tensor, share: float = 1.0) -> Tensor:
+        """Add the gradient of `share` times the loss to the buffers; returns the loss."""
+        with self.autocast:
+            loss = self.forward(self.subnet.model, ids)
+        (loss * share).backward()
         return loss.detach()
 
     def apply(self, lr: float, clip: float) -> None:
