@@ -28,11 +28,13 @@ def make_tokens(stem: Path, n_tokens: int = 6000, seed: int = 0, vocab: int = VO
     tokens = (np.cumsum(steps) % vocab).astype("<u2")
     stem.parent.mkdir(parents=True, exist_ok=True)
     tokens.tofile(f"{stem}.bin")
-    write_meta(stem, TokenMeta(n_tokens, 1, vocab, int(tokens.max()), "uint16", "none", None, ["walk"]))
+    write_meta(
+        stem, TokenMeta(n_tokens, 1, vocab, int(tokens.max()), "uint16", "none", None, ["walk"])
+    )
     return str(stem)
 
 
-@pytest.fixture()
+@pytest.fixture
 def tokens(tmp_path: Path) -> str:
     return make_tokens(tmp_path / "tokens")
 

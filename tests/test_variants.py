@@ -28,7 +28,16 @@ FILES = ("model.safetensors", "moments.safetensors", "outer.safetensors")
 
 def torchrun(n_ranks: int, *args: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n_ranks)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", "0", "--standalone", "-m", "twistlm", *args]
+    command += [
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        "0",
+        "--standalone",
+        "-m",
+        "twistlm",
+        *args,
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -38,7 +47,9 @@ def toml(path: Path, table: dict) -> str:
     lines = []
     for section, values in table.items():
         nested = {k: v for k, v in values.items() if isinstance(v, dict)}
-        lines += [f"[{section}]"] + [f"{k} = {json.dumps(v)}" for k, v in values.items() if k not in nested]
+        lines += [f"[{section}]"] + [
+            f"{k} = {json.dumps(v)}" for k, v in values.items() if k not in nested
+        ]
         for name, inner in nested.items():
             lines += [f"[{section}.{name}]"] + [f"{k} = {json.dumps(v)}" for k, v in inner.items()]
     path.write_text("\n".join(lines))

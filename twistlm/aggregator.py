@@ -22,7 +22,9 @@ class Stats:
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(
-            self.loss_sum + other.loss_sum, self.n_steps + other.n_steps, self.n_tokens + other.n_tokens
+            self.loss_sum + other.loss_sum,
+            self.n_steps + other.n_steps,
+            self.n_tokens + other.n_tokens,
         )
 
 

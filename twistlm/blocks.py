@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Kind = Literal["attn", "ffn"]
+from .config import Kind, Setting
+
 KINDS: tuple[Kind, ...] = ("attn", "ffn")
-SETTINGS: dict[str, tuple[Kind, ...]] = {"attn": ("attn",), "ffn": ("ffn",), "both": KINDS}
+SETTINGS: dict[Setting, tuple[Kind, ...]] = {"attn": ("attn",), "ffn": ("ffn",), "both": KINDS}
 
 State = dict[str, Tensor]  # trainable parameters by Hugging Face name; a tied one appears once
 Shapes = Mapping[str, tuple[int, ...]]  # the same, shapes only
@@ -60,7 +60,7 @@ class BlockMap:
     def __getitem__(self, name: str) -> BlockGroup:
         return next(group for group in self.groups if group.name == name)
 
-    def select(self, setting: str, shared_first: int = 0, shared_last: int = 0) -> BlockMap:
+    def select(self, setting: Setting, shared_first: int = 0, shared_last: int = 0) -> BlockMap:
         """Keep the kinds of `setting` and drop (that is, share) the first and last layers."""
         if setting not in SETTINGS:
             raise ValueError(f"blocks.setting = {setting!r}: use one of {', '.join(SETTINGS)}")
@@ -120,7 +120,11 @@ class BlockMap:
             raise ValueError(f"the blueprint does not fit this model: {_short(sorted(odd))}")
         for group in self.groups:
             kept = blueprint[group.name]
-            if not kept or list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < group.n_blocks:
+            if (
+                not kept
+                or list(kept) != sorted(set(kept))
+                or not 0 <= kept[0] <= kept[-1] < group.n_blocks
+            ):
                 raise ValueError(
                     f"blueprint[{group.name!r}] = {kept}: needs 1..{group.n_blocks} sorted, distinct "
                     f"block ids out of 0..{group.n_blocks - 1}"
@@ -167,7 +171,8 @@ def parse_ratio(text: str, n_blocks: int, kind: Kind) -> int:
 
 def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
     """Widths for `6/12` (every kind) or `attn=2/3,ffn=6/12` (each its own)."""
-    by_kind = dict(pair.split("=", 1) for pair in ratio.split(",")) if "=" in ratio else {}
+    pairs = [pair.partition("=") for pair in ratio.split(",")] if "=" in ratio else []
+    by_kind = {kind.strip(): text for kind, _, text in pairs}
     if by_kind and set(by_kind) - set(KINDS):
         raise ValueError(f"ratio {ratio!r}: the kinds are attn and ffn, as in attn=2/3,ffn=6/12")
     widths = {}

@@ -32,7 +32,13 @@ class Central:
 
 
 def create(
-    params: State, shapes: Shapes, block_map: BlockMap, *, carry: bool, outer: bool, device: torch.device
+    params: State,
+    shapes: Shapes,
+    block_map: BlockMap,
+    *,
+    carry: bool,
+    outer: bool,
+    device: torch.device,
 ) -> Central:
     """A central model that starts from `params`, with zero moments."""
     where = layout(block_map, shapes)

@@ -1,12 +1,12 @@
 """Checkpoints: safetensors + JSON in one folder, written atomically, verified by sha256.
 
-    round-000120/
-      model.safetensors    weights by Hugging Face name (with config.json: a plain HF folder)
-      moments.safetensors  Adam's m/ and v/, when they are carried
-      outer.safetensors    the outer optimizer's momentum, when there is one
-      config.json          Hugging Face's
-      tokenizer.json
-      checkpoint.json      round, twistlm config, git hash, versions, sha256 of every file above
+round-000120/
+  model.safetensors    weights by Hugging Face name (with config.json: a plain HF folder)
+  moments.safetensors  Adam's m/ and v/, when they are carried
+  outer.safetensors    the outer optimizer's momentum, when there is one
+  config.json          Hugging Face's
+  tokenizer.json
+  checkpoint.json      round, twistlm config, git hash, versions, sha256 of every file above
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def save(
     """Write `folder/round-NNNNNN`; it appears whole or not at all, then older ones are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"round-{central.round:06d}"
+    for dead in folder.glob(".draft-*"):  # of a process that was killed while it wrote
+        shutil.rmtree(dead, ignore_errors=True)
     draft = Path(tempfile.mkdtemp(dir=folder, prefix=".draft-"))
     try:
         views = [central.layout.views(row) for row in central.buffer]
@@ -152,7 +154,7 @@ def save(
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that verifies, and a sentence for each newer one that does not."""
-    broken = []
+    broken: list[str] = []
     for path in reversed(_numbered(folder)):
         try:
             return verify(path), broken
@@ -179,7 +181,9 @@ def verify(path: Path) -> Checkpoint:
         manifest = json.loads((path / MANIFEST).read_text())
         files, version = manifest["files"], manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no checkpoint: {MANIFEST} cannot be read ({error!r})") from None
+        raise ValueError(
+            f"{path} is no checkpoint: {MANIFEST} cannot be read ({error!r})"
+        ) from None
     if version != FORMAT:
         raise ValueError(f"{path} has checkpoint format {version}; this twistlm reads {FORMAT}")
     for name, sha256 in files.items():
@@ -198,18 +202,24 @@ def template(checkpoint: Checkpoint) -> PreTrainedModel:
     weights = _load(checkpoint, "model.safetensors")
     missing = set(shapes_of(model)) ^ set(weights)
     if missing:
-        raise ValueError(f"{checkpoint.path}: weights and config.json disagree about {sorted(missing)[0]}")
+        raise ValueError(
+            f"{checkpoint.path}: weights and config.json disagree about {sorted(missing)[0]}"
+        )
     dtype = next(iter(weights.values())).dtype
     model.to(dtype)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if weights[name].shape != param.shape:
-                raise ValueError(f"{checkpoint.path}: {name} has shape {tuple(weights[name].shape)}")
+                raise ValueError(
+                    f"{checkpoint.path}: {name} has shape {tuple(weights[name].shape)}"
+                )
             param.copy_(weights[name])
     return model.eval()
 
 
-def restore(checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap, device: torch.device) -> Central:
+def restore(
+    checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap, device: torch.device
+) -> Central:
     """The central model as it was saved; `model` must be the architecture it was saved from."""
     want, weights = shapes_of(model), _load(checkpoint, "model.safetensors")
     found = {name: tuple(t.shape) for name, t in weights.items()}
@@ -239,7 +249,9 @@ def restore(checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap,
 
 def _save_tensors(tensors: State, path: Path) -> None:
     # views of one buffer are cloned one by one: safetensors refuses shared storage
-    save_file({name: t.detach().cpu().clone() for name, t in tensors.items()}, path, {"format": "pt"})
+    save_file(
+        {name: t.detach().cpu().clone() for name, t in tensors.items()}, path, {"format": "pt"}
+    )
 
 
 def _load(checkpoint: Checkpoint, name: str) -> State:

@@ -20,13 +20,20 @@ app = typer.Typer(
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the config.", show_default=False),
+    typer.Argument(
+        metavar="[SECTION.KEY=VALUE]...", help="Changes to the config.", show_default=False
+    ),
 ]
 
 
-@app.command(epilog="Example: twistlm demo --out runs/demo")
+@app.command(
+    epilog="Examples:\n\ntwistlm demo\n\ntwistlm demo --out runs/tiny train.rounds=20 model.config.n_layer=4"
+)
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("runs/demo"),
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path(
+        "runs/demo"
+    ),
     n: Annotated[int, typer.Option(min=2, help="Random subnets behind each number.")] = 20,
 ) -> None:
     """Train a small GPT-2 twice on text that ships with Python, and compare random subnets.
@@ -35,7 +42,7 @@ def demo(
     """
     from .demo import run
 
-    run(out, n)
+    run(out, n, overrides or [])
 
 
 @app.command(
@@ -46,7 +53,8 @@ def demo(
 )
 def prepare(
     sources: Annotated[
-        list[str], typer.Argument(help=".txt, .jsonl or .parquet files, or hub:NAME[:CONFIG[:SPLIT]].")
+        list[str],
+        typer.Argument(help=".txt, .jsonl or .parquet files, or hub:NAME[:CONFIG[:SPLIT]]."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Stem of the token file to write.")],
     tokenizer: Annotated[
@@ -77,9 +85,13 @@ def prepare(
     "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid"
 )
 def train(
-    preset: Annotated[str, typer.Argument(metavar="PRESET_OR_TOML", help="A preset or a TOML file.")],
+    preset: Annotated[
+        str, typer.Argument(metavar="PRESET_OR_TOML", help="A preset or a TOML file.")
+    ],
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")
+    ] = False,
 ) -> None:
     """Train a parent in TwIST rounds (or the data-parallel control)."""
     from . import config, rounds
@@ -100,30 +112,43 @@ def train(
 def eval_(
     ckpt: Annotated[Path, typer.Argument(help="A run folder or one of its checkpoints.")],
     ratio: Annotated[
-        list[str] | None, typer.Option(help="Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable.")
+        list[str] | None,
+        typer.Option(help="Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable."),
     ] = None,
     n: Annotated[int, typer.Option(min=1, help="Random subnets behind each number.")] = 20,
-    data: Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Token file; default: the run's data.valid.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random subnets.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers here too.")
+    ] = None,
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled)."""
     from .score import score_checkpoint, table
     from .terminal import console
 
-    scores = score_checkpoint(ckpt, ratio or ["6/12"], n, data=data, tokens=tokens, seed=seed, device=device)
+    scores = score_checkpoint(
+        ckpt, ratio or ["6/12"], n, data=data, tokens=tokens, seed=seed, device=device
+    )
     console.print(table([scores]))
     if json_out is not None:
         json_out.write_text(json.dumps(scores.to_dict(), indent=1) + "\n")
 
 
-@app.command(epilog="Examples:\n\ntwistlm plan paper\n\ntwistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500")
+@app.command(
+    epilog="Examples:\n\ntwistlm plan paper\n\ntwistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500"
+)
 def plan(
-    preset: Annotated[str, typer.Argument(metavar="PRESET_OR_TOML", help="A preset or a TOML file.")],
+    preset: Annotated[
+        str, typer.Argument(metavar="PRESET_OR_TOML", help="A preset or a TOML file.")
+    ],
     overrides: Overrides = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers here too.")
+    ] = None,
 ) -> None:
     """Parameters, bytes and rounds of a config, before anything is trained."""
     from . import config

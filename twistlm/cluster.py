@@ -7,6 +7,7 @@ physical subnet, a masked copy of the full model, or the central weights themsel
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,11 +50,12 @@ def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physic
             f"{'is' if world_size == 1 else 'are'} {world_size}: start it with "
             f"torchrun --nproc-per-node {need} -m twistlm train ..."
         )
-    if variant == "true":
-        return Seating(tuple(range(1, world_size)), ("physical",) * n_workers)
-    if variant == "masked":
-        return Seating(tuple(range(world_size)), ("masked",) * n_workers)
-    return Seating(tuple(range(world_size)), ("central",) + ("physical",) * (n_workers - 1))
+    first: SeatKind = (
+        "physical" if variant == "true" else "masked" if variant == "masked" else "central"
+    )
+    others: SeatKind = "masked" if variant == "masked" else "physical"
+    ranks = range(1, world_size) if variant == "true" else range(world_size)
+    return Seating(tuple(ranks), (first,) + (others,) * (n_workers - 1))
 
 
 def on_central_rank() -> bool:
@@ -62,6 +64,7 @@ def on_central_rank() -> bool:
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of a config, ready for use."""
     if name == "auto":
         name = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
     try:
@@ -70,6 +73,10 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"run.device = {name!r}: use auto, cpu, cuda or cuda:N")
+    if device.type == "cpu" and platform.machine() in ("aarch64", "arm64"):
+        # oneDNN's path for a transposed matrix is 14x slower than OpenBLAS at small sizes on ARM and
+        # no faster at large ones (docs/log.md); every backward pass has one per linear
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment,unused-ignore]
     if device.type == "cuda":
         n_gpus = torch.cuda.device_count()
         if device.index is None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 Kind = Literal["attn", "ffn"]
+Setting = Literal["attn", "ffn", "both"]
+Method = Literal["twist", "dense"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class DataConfig:
 class BlocksConfig:
     """What is partitioned, and how it is dealt."""
 
-    setting: Literal["attn", "ffn", "both"] = "both"
+    setting: Setting = "both"
     """Which kinds of layer are partitioned."""
     attn_by: Literal["auto", "head", "group", "query"] = "auto"
     """An attention block is a head, a kv group, or one query head of every kv head."""
@@ -80,7 +82,7 @@ class BlocksConfig:
 class TrainConfig:
     """The optimization."""
 
-    method: Literal["twist", "dense"] = "twist"
+    method: Method = "twist"
     """TwIST rounds, or plain data parallel on the same tokens (the control)."""
     n_workers: int = 4
     """S."""
@@ -209,14 +211,18 @@ class Config:
         if not all(0 <= beta < 1 for beta in self.train.betas):
             raise ValueError(f"train.betas = {list(self.train.betas)}: both must lie in [0, 1)")
         if self.run.eval_every < -1:
-            raise ValueError(f"run.eval_every = {self.run.eval_every}: must be -1, 0 or a number of rounds")
+            raise ValueError(
+                f"run.eval_every = {self.run.eval_every}: must be -1, 0 or a number of rounds"
+            )
         self.train.nesterov()
         return self
 
 
 def preset_names() -> list[str]:
     folder = resources.files("twistlm") / "presets"
-    return sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return sorted(
+        Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".toml")
+    )
 
 
 def load(source: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -237,7 +243,9 @@ def load(source: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
         path, equals, value = override.partition("=")
         keys = path.strip().split(".")
         if not equals or len(keys) < 2:
-            raise ValueError(f"{override!r}: overrides look like section.key=value, as in train.lr=3e-4")
+            raise ValueError(
+                f"{override!r}: overrides look like section.key=value, as in train.lr=3e-4"
+            )
         spot = table
         for key in keys[:-1]:
             spot = spot.setdefault(key, {})
@@ -303,4 +311,3 @@ def _coerce(value: Any, hint: Any, name: str) -> Any:
         expected = plain.__name__ if isinstance(plain, type | types.GenericAlias) else str(hint)
         raise ValueError(f"{name} = {value!r}: must be {expected}, not {type(value).__name__}")
     return value
-

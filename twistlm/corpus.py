@@ -7,9 +7,11 @@ Foundation's (PSF licence); nothing of it is stored in this project.
 from __future__ import annotations
 
 import ast
+import json
 import platform
 import random
 import sysconfig
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +25,13 @@ from .terminal import console
 
 NAME = "builtin:python-docs"
 EOS = "<|endoftext|>"
-VOCAB_SIZE = 1024
+VOCAB_SIZE = 512
 VALID_SHARE = 0.05  # of the documents
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
 
 
 def documents() -> list[str]:
-    """All documents, longest duplicates removed, in an order that depends on nothing but the text."""
+    """All documents once, in an order that depends on nothing but the text."""
     texts = [text for text in topics.topics.values() if text.strip()]
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
@@ -69,9 +71,6 @@ def train_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
 
 def build(folder: Path, quiet: bool = False) -> dict[str, TokenFile]:
     """Token files `train` and `valid` of the built-in corpus, and the BPE behind them."""
-    import json
-    import tempfile
-
     texts = documents()
     random.Random(0).shuffle(texts)
     n_valid = max(1, int(len(texts) * VALID_SHARE))
@@ -98,7 +97,7 @@ def resolve(stem: str, split: str) -> str:
         return stem
     if stem != NAME:
         raise ValueError(f"data.{split} = {stem!r}: the only built-in corpus is {NAME}")
-    folder = Path("runs") / f"python-docs-{platform.python_version()}"
+    folder = Path("runs") / f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}"
     try:
         open_tokens(str(folder / split))
     except ValueError:

@@ -23,15 +23,18 @@ def round_(
 ) -> Stats:
     """`interval` steps, each with the mean gradient over all workers' batches.
 
-    Every rank holds the full seat; the one on the central rank is copied back at the end.
+    A rank's workers are one larger batch: that is what data parallel means in one process. Every
+    rank holds the full seat; the one on the central rank is copied back at the end.
     """
     losses = torch.zeros((), dtype=torch.float64, device=seat.device)
     first = round * cfg.interval
     for step in range(first, first + cfg.interval):
         seat.grad.zero_()
-        for worker in cluster.workers:
-            ids = to_device(batches(worker, step), seat.device)
-            losses += seat.backward(ids, share=1 / cfg.n_workers)
+        mine = cluster.workers
+        ids = torch.cat([batches(worker, step) for worker in mine])
+        losses += seat.backward(to_device(ids, seat.device), share=len(mine) / cfg.n_workers) * len(
+            mine
+        )
         cluster.sum_(seat.grad)
         seat.apply(learning_rate(cfg, step, total_steps), cfg.clip)
     cluster.sum_(losses)

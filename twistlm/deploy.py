@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import families, models
-from .blocks import Blueprint, BlockMap
+from .blocks import BlockMap, Blueprint
 from .central import Central
 from .checkpoint import describe_run
 from .dispatcher import cut
@@ -23,7 +23,11 @@ from .subnet import build, fold_, scales
 
 @torch.no_grad()
 def extract(
-    template: PreTrainedModel, block_map: BlockMap, central: Central, blueprint: Blueprint, scale: str
+    template: PreTrainedModel,
+    block_map: BlockMap,
+    central: Central,
+    blueprint: Blueprint,
+    scale: str,
 ) -> PreTrainedModel:
     """A stand-alone dense model: physically narrow, scale folded into the output projections."""
     block_map.check_blueprint(blueprint)
@@ -71,7 +75,9 @@ def load_ticket(folder: Path) -> PreTrainedModel:
     if not (folder / "ticket.json").is_file():
         raise ValueError(f"{folder} is no ticket: it has no ticket.json")
     with torch.device("cpu"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32
+        )
     ticket = json.loads((folder / "ticket.json").read_text())
     kinds = {name.rpartition(".")[2] for name in ticket["blueprint"]}
     whole = families.block_map(model, kinds.pop() if len(kinds) == 1 else "both")

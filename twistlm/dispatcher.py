@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blocks import Blueprint, BlockMap
+from .blocks import BlockMap, Blueprint
 from .central import Central
 from .cluster import Cluster
 from .flat import Layout, block_index, gather_, layout

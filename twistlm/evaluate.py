@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import generator
-from .blocks import Blueprint, BlockMap, Widths
+from .blocks import BlockMap, Blueprint, Widths
 from .central import Central
 from .data import TokenFile
 from .flat import block_index, gather_, layout

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from .blocks import BlockGroup, BlockMap, Kind, Partition
-from .config import BlocksConfig, ModelConfig
+from .config import BlocksConfig, ModelConfig, Setting
 
 ATTN_BY = ("auto", "head", "group", "query")
 
@@ -29,7 +30,7 @@ class Sublayer:
     fused: int = 1  # matrices side by side in one of `ins`
     transposed: bool = False  # weights are stored [in, out] (Conv1D), not [out, in] (Linear)
     # (module, attribute, value from the narrowed module): what the forward pass reads besides weights
-    follows: tuple[tuple[str, str, Callable[[nn.Module], int]], ...] = ()
+    follows: tuple[tuple[str, str, Callable[[Any], int]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,11 @@ ROWS: dict[str, Family] = {
             ins=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             out="self_attn.out_proj",
             follows=(
-                ("self_attn", "num_heads", lambda attn: attn.q_proj.weight.shape[0] // attn.head_dim),
+                (
+                    "self_attn",
+                    "num_heads",
+                    lambda attn: attn.q_proj.weight.shape[0] // attn.head_dim,
+                ),
             ),
         ),
         ffn=Sublayer(ins=("fc1",), out="fc2"),
@@ -121,14 +126,14 @@ def _derive(plan: dict[str, str], module: str, model_type: str) -> Sublayer | st
     # repeat_kv reads this attribute; all head counts are inferred from head_dim
     query, key = (name.split(".")[-1] for name in ins[:2])
 
-    def queries_per_kv(attn: nn.Module) -> int:
+    def queries_per_kv(attn: Any) -> int:
         rows = [attn.get_submodule(name).weight.shape[0] for name in (query, key)]
         return rows[0] // rows[1]
 
     return Sublayer(ins, outs[0], follows=((module, "num_key_value_groups", queries_per_kv),))
 
 
-def block_map(model: PreTrainedModel, setting: str = "both", attn_by: str = "auto") -> BlockMap:
+def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = "auto") -> BlockMap:
     """The map of a model: attention by head, kv group or query head; FFN by single neuron.
 
     Only the kinds of `setting` are looked at, so a family whose attention cannot be cut still
@@ -142,7 +147,9 @@ def block_map(model: PreTrainedModel, setting: str = "both", attn_by: str = "aut
     for layer in range(model.config.num_hidden_layers):
         prefix = f"{described.layers}.{layer}"
         if setting in ("attn", "both"):
-            groups.append(_attn_group(model, _cuttable(described.attn, "attn"), prefix, layer, attn_by))
+            groups.append(
+                _attn_group(model, _cuttable(described.attn, "attn"), prefix, layer, attn_by)
+            )
         if setting in ("ffn", "both"):
             sub = _cuttable(described.ffn, "ffn")
             dim = 0 if sub.transposed else 1
@@ -157,7 +164,9 @@ def block_map(model: PreTrainedModel, setting: str = "both", attn_by: str = "aut
 def partition(model: PreTrainedModel, blocks: BlocksConfig) -> BlockMap:
     """The block map that a config describes for a model."""
     cut = block_map(model, blocks.setting, blocks.attn_by)
-    return cut.select(blocks.setting, blocks.shared_first, blocks.shared_last).coarsen("ffn", blocks.n_ffn)
+    return cut.select(blocks.setting, blocks.shared_first, blocks.shared_last).coarsen(
+        "ffn", blocks.n_ffn
+    )
 
 
 def refit_(model: PreTrainedModel, cut: BlockMap) -> None:
@@ -167,7 +176,7 @@ def refit_(model: PreTrainedModel, cut: BlockMap) -> None:
         sub = _cuttable(described.attn if group.kind == "attn" else described.ffn, group.kind)
         layer = model.get_submodule(f"{described.layers}.{group.layer}")
         for name in (*sub.ins, sub.out):
-            module = layer.get_submodule(name)
+            module: Any = layer.get_submodule(name)
             if isinstance(module, nn.Linear):
                 module.out_features, module.in_features = module.weight.shape
             else:  # transformers' Conv1D
@@ -180,7 +189,9 @@ def refit_(model: PreTrainedModel, cut: BlockMap) -> None:
 def _cuttable(sub: Sublayer | str, kind: Kind) -> Sublayer:
     if isinstance(sub, str):
         other = "ffn" if kind == "attn" else "attn"
-        raise ValueError(f"{kind} layers of this model cannot be cut: {sub}; try blocks.setting = {other!r}")
+        raise ValueError(
+            f"{kind} layers of this model cannot be cut: {sub}; try blocks.setting = {other!r}"
+        )
     return sub
 
 
@@ -188,7 +199,9 @@ def _attn_group(
     model: PreTrainedModel, sub: Sublayer, prefix: str, layer: int, attn_by: str
 ) -> BlockGroup:
     config = model.config
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith(prefix)}
+    shapes = {
+        name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith(prefix)
+    }
     n_query = config.num_attention_heads
     n_kv = getattr(config, "num_key_value_heads", None) or n_query
     dh = getattr(config, "head_dim", None) or config.hidden_size // n_query
@@ -203,8 +216,12 @@ def _attn_group(
     per_kv = n_query // n_kv
     if attn_by == "query":  # kv heads are shared; block i is the i-th query head of every kv head
         if len(sub.ins) != 3:
-            raise ValueError(f"blocks.attn_by = 'query': {config.model_type} has fused q, k, v; use 'head'")
-        return _group(shapes, sub, prefix, "attn", layer, per_kv, {sub.ins[0]: dh}, dh, sections=n_kv)
+            raise ValueError(
+                f"blocks.attn_by = 'query': {config.model_type} has fused q, k, v; use 'head'"
+            )
+        return _group(
+            shapes, sub, prefix, "attn", layer, per_kv, {sub.ins[0]: dh}, dh, sections=n_kv
+        )
     chunks = dict.fromkeys(sub.ins, dh)
     chunks[sub.ins[0]] = per_kv * dh
     return _group(shapes, sub, prefix, "attn", layer, n_kv, chunks, per_kv * dh)

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .blocks import Blueprint, BlockMap, Shapes, State, positions
+from .blocks import BlockMap, Blueprint, Shapes, State, positions
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Layout:
 
     def views(self, buffer: Tensor) -> State:
         """Each parameter as a view of `buffer`."""
-        assert buffer.numel() == self.n_params and buffer.is_contiguous()
+        assert buffer.numel() == self.n_params
+        assert buffer.is_contiguous()
         flat = buffer.view(-1)
         return {
             name: flat[self.offsets[name] : self.offsets[name] + math.prod(shape)].view(shape)
@@ -71,7 +72,9 @@ def layout(block_map: BlockMap, shapes: Shapes) -> Layout:
     )
 
 
-def block_index(full: Layout, block_map: BlockMap, blueprint: Blueprint, device: torch.device) -> Tensor:
+def block_index(
+    full: Layout, block_map: BlockMap, blueprint: Blueprint, device: torch.device
+) -> Tensor:
     """Central positions of a subnet's block elements, in the subnet's buffer order.
 
     `central[n_shared:][index]` is what follows the shared part in the subnet's buffer. int64, one

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from .blocks import Blueprint, BlockMap, Kind, Widths
+from .blocks import BlockMap, Blueprint, Kind, Widths
 from .config import BlocksConfig
 
 Held = dict[str, list[int]]  # group name -> how often each block was dealt so far
@@ -48,11 +48,8 @@ def deal(
         for s in order:
             if rest and len(hands[s]) < widths[s]:
                 hands[s].append(rest.pop())
+    # the pass above gave every block once (common ones are never extras): it shifts no comparison
     counts = list(held) if held is not None else None
-    if counts is not None:
-        for hand in hands:
-            for block in hand:
-                counts[block] += 1
     for s in order:
         # repair 2: lists, not a zero matrix that reads as "block 0 is here"
         absent = [block for block in range(n_blocks) if block not in hands[s]]

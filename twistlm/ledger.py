@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from .blocks import BlockMap, Shapes, Widths
 
@@ -13,6 +16,21 @@ FLOAT32 = 4  # bytes
 def count(block_map: BlockMap, shapes: Shapes, widths: Widths) -> int:
     """Parameters of a subnet with these widths."""
     return sum(math.prod(shape) for shape in block_map.narrowed(shapes, widths).values())
+
+
+def layer_params(d: int, d_attn: int, d_ffn: int) -> int:
+    """One GPT-2 layer by the paper's appendix: N_attn + N_ffn + two layer norms."""
+    n_attn = 4 * d_attn * d + 3 * d_attn + d
+    n_ffn = 2 * d_ffn * d + d_ffn + d
+    return n_attn + n_ffn + 2 * (2 * d)
+
+
+def gpt2_params(
+    n_layers: int, d: int, vocab: int, positions: int, *, n_cut: int = 0, share: float = 1.0
+) -> int:
+    """GPT-2 by the appendix's formulas, with `n_cut` layers that keep `share` of their blocks."""
+    whole, cut = layer_params(d, d, 4 * d), layer_params(d, int(share * d), int(share * 4 * d))
+    return (vocab + positions) * d + (n_layers - n_cut) * whole + n_cut * cut + 2 * d
 
 
 def paper_rounds(n_sequences: int, epochs: float, batch: int, interval: int) -> int:
@@ -40,3 +58,22 @@ class Traffic:
     down: int
     up: int
     wire: int  # the part of both that crossed a process boundary
+
+
+class Metrics:
+    """`metrics.jsonl`: one line per round; on resume, lines of rounds that will run again are dropped."""
+
+    def __init__(self, out: Path, start: int):
+        self.path = out / "metrics.jsonl"
+        kept = []
+        if self.path.is_file():
+            for line in self.path.read_text().splitlines():
+                try:
+                    kept += [line] if json.loads(line)["round"] <= start else []
+                except ValueError:
+                    continue  # a line cut short by a crash
+        self.path.write_text("".join(f"{line}\n" for line in kept))
+
+    def write(self, row: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")

@@ -6,10 +6,17 @@ import copy
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as hf_logging
 
 from .blocks import State
@@ -24,7 +31,9 @@ def planned_config(cfg: ModelConfig) -> PretrainedConfig:
     try:
         config = AutoConfig.for_model(cfg.type)
     except ValueError:
-        raise ValueError(f"model.type = {cfg.type!r}: transformers knows no such model type") from None
+        raise ValueError(
+            f"model.type = {cfg.type!r}: transformers knows no such model type"
+        ) from None
     for key, value in cfg.config.items():
         if not hasattr(config, key):
             raise ValueError(f"model.config.{key} = {value!r}: {cfg.type} has no such attribute")
@@ -32,7 +41,9 @@ def planned_config(cfg: ModelConfig) -> PretrainedConfig:
         return AutoConfig.for_model(cfg.type, **cfg.config)
     except (TypeError, ValueError) as error:
         raise ValueError(f"model.config does not make a {cfg.type}: {error}") from None
-    except Exception as error:  # huggingface_hub's strict dataclasses have their own exception types
+    except (
+        Exception
+    ) as error:  # huggingface_hub's strict dataclasses have their own exception types
         raise ValueError(f"model.config does not make a {cfg.type}: {error}") from None
 
 
@@ -112,6 +123,11 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(param.shape) for name, param in model.named_parameters()}
 
 
+def vocab_size(model: PreTrainedModel) -> int:
+    embeddings: Any = model.get_input_embeddings()
+    return embeddings.weight.shape[0]
+
+
 def clone_structure(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with its own modules and buffers whose parameters are still the original's."""
     return copy.deepcopy(model, {id(param): param for param in model.parameters()})
@@ -125,6 +141,6 @@ def bind_(model: nn.Module, params: State, grads: State | None = None) -> None:
         if grads is not None:
             fresh[id(old)].grad = grads[name]
     for module in model.modules():
-        for attribute, old in module._parameters.items():
-            if old is not None:
-                module._parameters[attribute] = fresh[id(old)]
+        for attribute, current in module._parameters.items():
+            if current is not None:
+                module._parameters[attribute] = fresh[id(current)]

@@ -8,13 +8,13 @@ from typing import Any
 from rich.table import Table
 
 from . import families, generator, models
-from .blocks import KINDS, SETTINGS, BlockMap, Shapes, widths_of_ratio
+from .blocks import KINDS, SETTINGS, BlockMap, Kind, Shapes, widths_of_ratio
 from .config import BlocksConfig, Config, ModelConfig
 from .data import open_tokens
-from .ledger import FLOAT32, count, paper_rounds, traffic, true_rounds
+from .ledger import FLOAT32, count, gpt2_params, paper_rounds, traffic, true_rounds
 from .terminal import console
 
-RATIOS = ("12/12", "10/12", "8/12", "6/12", "4/12", "3/12")
+RATIOS = ("10/12", "8/12", "6/12", "4/12", "3/12")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Plan:
     sequences_from: str
     paper_rounds: int
     true_rounds: int
-    legal_k: dict[str, tuple[int, int]]
+    legal_k: dict[Kind, tuple[int, int]]
     rows: tuple[PlanRow, ...]
     half: dict[str, dict[str, float]]  # asymptotic memory: model -> share of parameters
 
@@ -58,7 +58,16 @@ def make(cfg: Config) -> Plan:
     n_sequences, source, epochs = _sequences(cfg)
     in_paper = paper_rounds(n_sequences, epochs, t.batch, t.interval)
     in_truth = true_rounds(n_sequences, epochs, t.batch, t.interval, t.n_workers)
-    rows = []
+    rows = [
+        _row(
+            "full",
+            "12/12",
+            count(block_map, shapes, block_map.full_widths()),
+            t.n_workers,
+            in_paper,
+            in_truth,
+        )
+    ]
     for setting in SETTINGS:
         try:
             cut = families.partition(model, replace(cfg.blocks, setting=setting))
@@ -88,12 +97,13 @@ def _rows(
             widths = widths_of_ratio(cut, ratio)
         except ValueError:
             continue  # no whole number of blocks
-        n = count(cut, shapes, widths)
-        paper = traffic(n, n_workers, in_paper)
-        rows.append(
-            PlanRow(setting, ratio, n, paper, traffic(n, n_workers, in_truth), traffic(n, n_workers, in_truth, 3))
-        )
+        rows.append(_row(setting, ratio, count(cut, shapes, widths), n_workers, in_paper, in_truth))
     return rows
+
+
+def _row(setting: str, ratio: str, n: int, n_workers: int, in_paper: int, in_truth: int) -> PlanRow:
+    paper, weights = traffic(n, n_workers, in_paper), traffic(n, n_workers, in_truth)
+    return PlanRow(setting, ratio, n, paper, weights, traffic(n, n_workers, in_truth, rows=3))
 
 
 def _sequences(cfg: Config) -> tuple[int, str, float]:
@@ -110,30 +120,38 @@ def _sequences(cfg: Config) -> tuple[int, str, float]:
 
 
 def _half(size: ModelConfig, blocks: BlocksConfig) -> dict[str, float]:
-    """Share of parameters that a subnet with half the blocks keeps (K = ceil(N/2), R = heads)."""
-    model = models.on_meta(models.planned_config(size))
-    shapes = models.shapes(model)
-    r = model.config.num_attention_heads
-    shares = {}
-    for name, first, last in (("shared layers", blocks.shared_first, blocks.shared_last), ("all layers cut", 0, 0)):
-        cut = families.partition(
-            model, replace(blocks, setting="both", n_ffn=r, shared_first=first, shared_last=last)
-        )
-        widths = {group.name: -(-group.n_blocks // 2) for group in cut.groups}
-        shares[name] = count(cut, shapes, widths) / count(cut, shapes, cut.full_widths())
-    return shares
+    """Share of parameters that a subnet with half the blocks keeps, by the paper's formulas."""
+    config = models.planned_config(size)
+    shape = (
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.vocab_size,
+        config.max_position_embeddings,
+    )
+    n_layers, full = shape[0], gpt2_params(*shape)
+    cut_layers = {
+        f"first {blocks.shared_first} and last {blocks.shared_last} layers shared": n_layers
+        - blocks.shared_first
+        - blocks.shared_last,
+        "all layers cut": n_layers,
+    }
+    return {name: gpt2_params(*shape, n_cut=n, share=0.5) / full for name, n in cut_layers.items()}
 
 
 def show(plan: Plan) -> None:
     """Print a plan as tables."""
-    console.print(f"{plan.model}: {plan.n_params:,} parameters, {plan.n_params * FLOAT32 / 1e6:,.1f} MB in float32")
+    console.print(
+        f"{plan.model}: {plan.n_params:,} parameters, {plan.n_params * FLOAT32 / 1e6:,.1f} MB in float32"
+    )
     for kind, (least, most) in plan.legal_k.items():
         console.print(f"legal K for {kind} with S = {plan.n_workers}: {least}..{most}")
     console.print(
         f"{plan.n_sequences:,} sequences ({plan.sequences_from}): {plan.true_rounds:,} rounds of local steps; "
         f"the paper's formula counts {plan.paper_rounds:,}"
     )
-    table = Table(title="one subnet, and bytes both ways over all workers and rounds", title_justify="left")
+    table = Table(
+        title="one subnet, and bytes both ways over all workers and rounds", title_justify="left"
+    )
     table.add_column("setting")
     table.add_column("blocks", justify="right")
     table.add_column("parameters", justify="right")
@@ -147,11 +165,13 @@ def show(plan: Plan) -> None:
             row.setting, row.ratio, f"{row.n_params:,}", f"{row.n_params / plan.n_params:.1%}",
             f"{row.n_params * FLOAT32 / 1e6:,.1f}", f"{row.paper_bytes / 1e12:.2f}",
             f"{row.true_bytes / 1e12:.2f}", f"{row.carried_bytes / 1e12:.2f}",
-            end_section=row.ratio == RATIOS[-1],
+            end_section=row.ratio in ("12/12", RATIOS[-1]),
         )  # fmt: skip
     console.print(table)
     if plan.half:
-        table = Table(title="a subnet with half the blocks, as a share of its parent", title_justify="left")
+        table = Table(
+            title="a subnet with half the blocks, as a share of its parent", title_justify="left"
+        )
         table.add_column("parent")
         for name in next(iter(plan.half.values())):
             table.add_column(name, justify="right")

@@ -35,7 +35,9 @@ def load_tokenizer(source: str) -> Tokenizer:
     try:
         return Tokenizer.from_pretrained(source)
     except Exception as error:
-        raise ValueError(f"tokenizer {source!r} is no local file and the hub gave none: {error}") from None
+        raise ValueError(
+            f"tokenizer {source!r} is no local file and the hub gave none: {error}"
+        ) from None
 
 
 def documents(source: str, column: str = "text") -> Iterator[str]:
@@ -62,7 +64,9 @@ def _txt(path: Path, column: str) -> Iterator[str]:
     with path.open(encoding="utf-8", newline="") as file:
         while chunk := _read(file, path):
             pending += chunk
-            while len(pending) > PIECE and (cut := re.compile(r"\S\n(?=\S)").search(pending, PIECE)):
+            while len(pending) > PIECE and (
+                cut := re.compile(r"\S\n(?=\S)").search(pending, PIECE)
+            ):
                 yield pending[: cut.end()]
                 pending = pending[cut.end() :]
     if pending:
@@ -91,7 +95,9 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
                     f"{path}, line {number}: not a JSON object with {column!r} ({error!r})"
                 ) from None
             if not isinstance(text, str):
-                raise ValueError(f"{path}, line {number}: {column!r} is {type(text).__name__}, not text")
+                raise ValueError(
+                    f"{path}, line {number}: {column!r} is {type(text).__name__}, not text"
+                )
             yield text
 
 
@@ -115,8 +121,10 @@ def _hub(source: str, column: str) -> Iterator[str]:
     try:
         from datasets import load_dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
-        raise ValueError(f"{source} needs the datasets library: pip install 'twistlm[hub]'") from None
-    name, config, split = (source.removeprefix("hub:").split(":") + ["", ""])[:3]
+        raise ValueError(
+            f"{source} needs the datasets library: pip install 'twistlm[hub]'"
+        ) from None
+    name, config, split = ([*source.removeprefix("hub:").split(":"), "", ""])[:3]
     try:
         rows = load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as error:
@@ -148,12 +156,14 @@ def prepare(
         draft = Path(folder) / "tokens"
         n_documents = n_tokens = 0
         max_id = -1
-        with Path(f"{draft}.bin").open("wb") as file, progress("prepare", quiet=quiet) as bar:
+        with Path(f"{draft}.bin").open("wb") as file, progress(quiet) as bar:
             for source in sources:
                 task = bar.add_task(f"tokenize {Path(source).name}", total=None, note="")
                 for pieces, ends in _batches(documents(source, column), source):
                     for ids, end in zip(_encode(tok, pieces), ends, strict=True):
-                        array = np.array(ids + [eos_id] if end and eos_id is not None else ids, dtype)
+                        array = np.array(
+                            [*ids, eos_id] if end and eos_id is not None else ids, dtype
+                        )
                         array.tofile(file)
                         n_tokens += array.size
                         n_documents += end
@@ -168,7 +178,11 @@ def prepare(
             n_tokens, n_documents, vocab_size, max_id, dtype.name, sha256, eos_id, names
         )
         write_meta(draft, meta)
-        for suffix in (".tokenizer.json", ".bin", ".json"):  # the description last: it says "complete"
+        for suffix in (
+            ".tokenizer.json",
+            ".bin",
+            ".json",
+        ):  # the description last: it says "complete"
             os.replace(f"{draft}{suffix}", f"{stem}{suffix}")
     return open_tokens(str(stem))
 

@@ -2,68 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from . import aggregator, checkpoint, dense, dispatcher, families, generator, models, worker
-from . import central as centrals
-from . import config as configs
+from . import aggregator, checkpoint, dense, dispatcher, generator, worker
 from .aggregator import Result, Stats
-from .blocks import Blueprint, BlockMap, widths_of_ratio
-from .central import Central
-from .cluster import Cluster
+from .blocks import Blueprint, widths_of_ratio
+from .cluster import Cluster, SeatKind
 from .config import Config
-from .corpus import resolve
-from .data import Batches, TokenFile, open_tokens
-from .evaluate import Evaluator, Text
-from .flat import Layout, layout
-from .ledger import Traffic
+from .flat import Layout, block_index, layout
+from .ledger import Metrics, Traffic
+from .startup import Run, set_up
 from .subnet import measure_rho, scales
 from .terminal import console, progress
 from .worker import Seat
 
 RHO_DECAY = 0.9  # of the running rho per layer
-
-
-@dataclass
-class Run:
-    """Everything one process holds during a run; `central` is on the central rank only."""
-
-    cfg: Config
-    cluster: Cluster
-    template: PreTrainedModel
-    block_map: BlockMap
-    full: Layout
-    central: Central | None
-    batches: Batches
-    valid: TokenFile
-    n_rounds: int
-    start: int
-    held: generator.Held
-    rho: dict[str, float]
-    seats: dict[tuple, Seat]
-    evaluator: Evaluator | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.cfg.train.precision == "float64" else torch.float32
-
-    @property
-    def rows(self) -> int:
-        carry = self.cfg.train.moments == "carry" or self.cfg.train.method == "dense"
-        return len(centrals.ROWS) if carry else 1
-
-    @property
-    def total_steps(self) -> int:
-        return self.n_rounds * self.cfg.train.interval
 
 
 def train(cfg: Config, *, resume: bool = False, quiet: bool = False) -> Path:
@@ -77,69 +36,19 @@ def train(cfg: Config, *, resume: bool = False, quiet: bool = False) -> Path:
         cluster.close()
 
 
-def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
-    """Model, data, block map and central state, all checked before the first step."""
-    if cfg.train.method == "dense" and cfg.run.variant == "true":
-        raise ValueError("train.method = 'dense' trains on every rank: use run.variant local, masked or hybrid")
-    out = Path(cfg.run.out)
-    folder = out / "checkpoints"
-    if not resume and any(folder.glob("round-*")):
-        raise ValueError(f"run.out = {cfg.run.out!r} already holds a run: add --resume, or choose another folder")
-    saved = _find(folder, cfg, quiet) if resume and cluster.is_central else None
-    template = models.load(cfg.model, cfg.run.seed) if saved is None else checkpoint.template(saved)
-    if cfg.train.precision == "float64":
-        template = template.double()
-    block_map = families.partition(template, cfg.blocks)
-    if cfg.train.method == "twist":
-        generator.check(block_map, cfg.blocks, cfg.train.n_workers)
-    for ratio in cfg.run.eval_ratios:
-        widths_of_ratio(block_map, ratio)
-    data, valid = open_tokens(resolve(cfg.data.train, "train")), open_tokens(resolve(cfg.data.valid, "valid"))
-    vocab_size = template.get_input_embeddings().num_embeddings
-    tokenizer = saved.tokenizer_sha256 if saved else data.meta.tokenizer_sha256
-    data.check(cfg.data.seq_len, vocab_size, tokenizer)
-    valid.check(cfg.data.seq_len, vocab_size, tokenizer)
-    t = cfg.train
-    batches = Batches(data, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed)
-    n_rounds = t.rounds or batches.n_rounds(t.epochs, t.interval)
-    if n_rounds < 1:
-        raise ValueError(
-            f"train.rounds = {t.rounds} and train.epochs = {t.epochs} make no round: one round is "
-            f"{t.n_workers} workers x {t.interval} steps x {t.batch} sequences, the data has "
-            f"{data.n_sequences(cfg.data.seq_len)}"
-        )
-    shapes = models.shapes(template)
-    run = Run(
-        cfg, cluster, template, block_map, layout(block_map, shapes), None, batches, valid, n_rounds,
-        0, {g.name: [0] * g.n_blocks for g in block_map.groups}, {}, {},
-    )  # fmt: skip
-    if cluster.is_central:
-        outer = t.method == "twist" and t.nesterov() is not None
-        if saved is not None:
-            run.central = checkpoint.restore(saved, template, block_map, cluster.device)
-        else:
-            run.central = centrals.create(
-                models.state(template), shapes, block_map, carry=run.rows > 1, outer=outer, device=cluster.device
-            )
-            _write_config(out, cfg)
-        run.held, run.rho, run.start = run.central.held, run.central.rho, run.central.round
-        text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
-        run.evaluator = Evaluator(
-            template, block_map, run.central, text, scale=t.scale, precision=t.precision
-        )
-    _share_start(run)
-    return run
-
-
 def _train(run: Run, quiet: bool) -> Path:
     cfg, central = run.cfg, run.central
     metrics = Metrics(Path(cfg.run.out), run.start) if central is not None else None
     last = None
-    with progress("train", quiet) as bar:
-        task = bar.add_task(f"{cfg.train.method} rounds", total=run.n_rounds, completed=run.start, note="")
+    with progress(quiet) as bar:
+        task = bar.add_task(
+            f"{cfg.train.method} rounds", total=run.n_rounds, completed=run.start, note=""
+        )
         for r in range(run.start, run.n_rounds):
             began = time.perf_counter()
-            stats, traffic = dense_round(run, r) if cfg.train.method == "dense" else twist_round(run, r)
+            stats, traffic = (
+                dense_round(run, r) if cfg.train.method == "dense" else twist_round(run, r)
+            )
             if central is None or metrics is None:
                 continue
             central.round = r + 1
@@ -150,10 +59,12 @@ def _train(run: Run, quiet: bool) -> Path:
                     f"train.clip; the last checkpoint is unharmed"
                 )
             seconds = time.perf_counter() - began
-            row = {
+            row: dict[str, Any] = {
                 "round": r + 1,
                 "loss": loss,
-                "lr": worker.learning_rate(cfg.train, (r + 1) * cfg.train.interval - 1, run.total_steps),
+                "lr": worker.learning_rate(
+                    cfg.train, (r + 1) * cfg.train.interval - 1, run.total_steps
+                ),
                 "n_steps": stats.n_steps,
                 "n_tokens": stats.n_tokens,
                 "seconds": seconds,
@@ -210,7 +121,9 @@ def _local_results(run: Run, blueprints: list[Blueprint], r: int) -> Iterator[Re
         run.central, run.full, run.block_map, blueprints, cluster, run.rows, run.dtype
     ):
         seat = seat_for(run, parcel.worker, parcel.layout)
-        factors = scales(run.block_map, run.block_map.widths(parcel.blueprint), cfg.train.scale, run.rho)
+        factors = scales(
+            run.block_map, run.block_map.widths(parcel.blueprint), cfg.train.scale, run.rho
+        )
         seat.load(parcel, factors, step=r * cfg.train.interval)
         result = worker.train(seat, run.batches, cfg.train, r, run.total_steps)
         if not cluster.is_central:
@@ -234,7 +147,7 @@ def _results(run: Run, blueprints: list[Blueprint], r: int) -> Iterator[Result]:
         widths = run.block_map.widths(blueprints[i])
         where = layout(run.block_map, run.block_map.narrowed(run.full.shapes, widths))
         buffer = cluster.receive(rank, (run.rows, where.n_params), run.dtype)
-        index = dispatcher.block_index(run.full, run.block_map, blueprints[i], cluster.device)
+        index = block_index(run.full, run.block_map, blueprints[i], cluster.device)
         yield Result(i, buffer, index, Stats(told[0], int(told[1]), int(told[2])))
 
 
@@ -268,10 +181,18 @@ def seat_for(run: Run, i: int, where: Layout) -> Seat:
     return run.seats[key]
 
 
-def _new_seat(run: Run, where: Layout, kind) -> Seat:
+def _new_seat(run: Run, where: Layout, kind: SeatKind) -> Seat:
     weights = run.central.weights if run.central is not None else None
     return Seat(
-        run.template, run.block_map, run.full, where, kind, run.cfg.train, run.cluster.device, run.dtype, weights
+        run.template,
+        run.block_map,
+        run.full,
+        where,
+        kind,
+        run.cfg.train,
+        run.cluster.device,
+        run.dtype,
+        weights,
     )
 
 
@@ -282,7 +203,12 @@ def evaluate(run: Run) -> dict[str, Any]:
     for ratio in run.cfg.run.eval_ratios:
         widths = widths_of_ratio(run.block_map, ratio)
         spread = run.evaluator.random_subnets(ratio, widths, run.cfg.run.eval_n, run.cfg.run.seed)
-        result[ratio] = {"mean": spread.mean, "sd": spread.sd, "worst": spread.worst, "n": len(spread.values)}
+        result[ratio] = {
+            "mean": spread.mean,
+            "sd": spread.sd,
+            "worst": spread.worst,
+            "n": len(spread.values),
+        }
     return result
 
 
@@ -305,60 +231,3 @@ def _update_rho(run: Run, r: int) -> None:
             run.rho[name] = RHO_DECAY * old + (1 - RHO_DECAY) * fresh[name]
     values = run.cluster.broadcast([run.rho.get(name, 1.0) for name in names])
     run.rho.update(zip(names, values, strict=True))
-
-
-def _share_start(run: Run) -> None:
-    """Tell every rank where to begin: the round and how often each block was dealt."""
-    counts = [float(count) for group in run.block_map.groups for count in run.held[group.name]]
-    values = run.cluster.broadcast([float(run.start), *counts])
-    run.start = int(values[0])
-    told = iter(values[1:])
-    for group in run.block_map.groups:
-        run.held[group.name][:] = [int(next(told)) for _ in range(group.n_blocks)]
-
-
-def _find(folder: Path, cfg: Config, quiet: bool) -> checkpoint.Checkpoint | None:
-    """The newest valid checkpoint to resume from, refusing one of another run."""
-    found, broken = checkpoint.newest(folder)
-    for sentence in broken:
-        console.print(f"skipped: {sentence}", style="yellow")
-    if found is None:
-        if broken:
-            raise ValueError(f"no checkpoint in {folder} is valid: {broken[0]}")
-        return None
-    old, new = configs.to_dict(found.config), configs.to_dict(cfg)
-    free = {("run", key) for key in new["run"]} - {("run", "seed")}
-    for section in new:
-        for key, value in new[section].items():
-            if (section, key) not in free and old[section][key] != value:
-                raise ValueError(
-                    f"cannot resume {found.path}: {section}.{key} was {old[section][key]!r} and is now {value!r}"
-                )
-    if not quiet:
-        console.print(f"resuming from {found.path}")
-    return found
-
-
-def _write_config(out: Path, cfg: Config) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    described = {"config": configs.to_dict(cfg), **checkpoint.describe_run()}
-    (out / "run.json").write_text(json.dumps(described, indent=1) + "\n")
-
-
-class Metrics:
-    """`metrics.jsonl`: one line per round; on resume, lines of rounds that will run again are dropped."""
-
-    def __init__(self, out: Path, start: int):
-        self.path = out / "metrics.jsonl"
-        kept = []
-        if self.path.is_file():
-            for line in self.path.read_text().splitlines():
-                try:
-                    kept += [line] if json.loads(line)["round"] <= start else []
-                except ValueError:
-                    continue  # a line cut short by a crash
-        self.path.write_text("".join(f"{line}\n" for line in kept))
-
-    def write(self, row: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")

@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from . import checkpoint, families
+from . import checkpoint, families, models
 from .blocks import BlockMap, widths_of_ratio
 from .central import Central
 from .checkpoint import Checkpoint
@@ -57,14 +57,19 @@ def load(path: Path, device: str = "auto") -> Loaded:
     found = checkpoint.open_(path)
     template = checkpoint.template(found)
     block_map = families.partition(template, found.config.blocks)
-    return Loaded(found, template, block_map, checkpoint.restore(found, template, block_map, pick_device(device)))
+    return Loaded(
+        found,
+        template,
+        block_map,
+        checkpoint.restore(found, template, block_map, pick_device(device)),
+    )
 
 
 def evaluator(loaded: Loaded, data: str | None = None, tokens: int = 0) -> Evaluator:
     """An evaluator on the run's own validation tokens, or on `data`."""
     cfg = loaded.checkpoint.config
     file = open_tokens(resolve(data or cfg.data.valid, "valid"))
-    vocab_size = loaded.template.get_input_embeddings().num_embeddings
+    vocab_size = models.vocab_size(loaded.template)
     file.check(cfg.data.seq_len, vocab_size, loaded.checkpoint.tokenizer_sha256)
     text = Text(file, cfg.data.seq_len, tokens)
     return Evaluator(
@@ -75,16 +80,24 @@ def evaluator(loaded: Loaded, data: str | None = None, tokens: int = 0) -> Evalu
 
 @torch.no_grad()
 def score(
-    ready: Evaluator, loaded: Loaded, ratios: list[str], n: int, *, name: str, seed: int = 0, quiet: bool = False
+    ready: Evaluator,
+    loaded: Loaded,
+    ratios: list[str],
+    n: int,
+    *,
+    name: str,
+    seed: int = 0,
+    quiet: bool = False,
 ) -> Scores:
     """Evaluate the full model and n random subnets per ratio."""
     widths = {ratio: widths_of_ratio(loaded.block_map, ratio) for ratio in ratios}
-    with progress("eval", quiet) as bar:
+    with progress(quiet) as bar:
         task = bar.add_task(f"evaluate {name}", total=1 + n * len(ratios), note="")
         full = ready.full_perplexity()
         bar.advance(task)
         subnets = tuple(
-            ready.random_subnets(ratio, widths[ratio], n, seed, lambda: bar.advance(task)) for ratio in ratios
+            ready.random_subnets(ratio, widths[ratio], n, seed, lambda: bar.advance(task))
+            for ratio in ratios
         )
     text = ready.text
     return Scores(
@@ -105,7 +118,9 @@ def score_checkpoint(
     name: str | None = None,
 ) -> Scores:
     loaded = load(path, device)
-    return score(evaluator(loaded, data, tokens), loaded, ratios, n, name=name or path.name, seed=seed)
+    return score(
+        evaluator(loaded, data, tokens), loaded, ratios, n, name=name or path.name, seed=seed
+    )
 
 
 def table(rows: list[Scores]) -> Table:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import models
-from .blocks import Blueprint, BlockGroup, BlockMap, State, Widths, positions
+from .blocks import BlockGroup, BlockMap, Blueprint, State, Widths, positions
 from .families import refit_
 from .flat import Layout
 
@@ -65,12 +66,16 @@ class Subnet:
 
 
 def build(
-    template: PreTrainedModel, block_map: BlockMap, layout: Layout, weights: Tensor, grads: Tensor | None = None
+    template: PreTrainedModel,
+    block_map: BlockMap,
+    layout: Layout,
+    weights: Tensor,
+    grads: Tensor | None = None,
 ) -> Subnet:
     """A model with `layout`'s widths whose parameters are views of `weights`."""
     model = models.clone_structure(template)
     models.bind_(model, layout.views(weights), layout.views(grads) if grads is not None else None)
-    model.to(weights.device)  # parameters are there already; this moves buffers
+    nn.Module.to(model, weights.device)  # parameters are there already; this moves buffers
     refit_(model, block_map)
     gates = {}
     for group in block_map.groups:
@@ -96,7 +101,9 @@ def activation_scale(mode: str, n_blocks: int, k: int, rho: float = 1.0) -> floa
     return 1 / math.sqrt((p - p2) / rho + p2)
 
 
-def scales(block_map: BlockMap, widths: Widths, mode: str, rho: Rho | None = None) -> dict[str, float]:
+def scales(
+    block_map: BlockMap, widths: Widths, mode: str, rho: Rho | None = None
+) -> dict[str, float]:
     """The activation scale of every group of a subnet."""
     return {
         g.name: activation_scale(mode, g.n_blocks, widths[g.name], (rho or {}).get(g.name, 1.0))
@@ -119,7 +126,7 @@ def measure_rho(full: Subnet, ids: Tensor) -> Rho:
     for group in full.block_map.groups:
         module = full.model.get_submodule(group.out[0].rpartition(".")[0])
 
-        def measure(module: nn.Module, args: tuple[Tensor], group: BlockGroup = group) -> None:
+        def measure(module: Any, args: tuple[Tensor], group: BlockGroup = group) -> None:
             part = group.out_part
             cut = (part.sections, group.n_blocks, part.chunk)
             inputs = args[0].reshape(-1, *cut).float()

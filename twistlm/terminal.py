@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
-console = Console()
-errors = Console(stderr=True)
+# a pipe or a log file has no width of its own: give tables room
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
-def progress(title: str, quiet: bool = False) -> Progress:
-    """A bar with a free `note` field; silent ranks and tests pass `quiet`."""
+def progress(quiet: bool = False) -> Progress:
+    """A bar whose tasks have a free `note` field; silent ranks and tests pass `quiet`."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -20,5 +29,4 @@ def progress(title: str, quiet: bool = False) -> Progress:
         TextColumn("{task.fields[note]}"),
         console=console,
         disable=quiet,
-        transient=not console.is_terminal,
     )

@@ -128,7 +128,9 @@ class Seat:
         """The trained buffer, with as many rows as came. A central seat puts the central weights back."""
         carried = self.parcel.buffer.shape[0]
         if self.kind == "central":
-            scatter_(self.full_weights, self.parcel.buffer[0], self.layout.n_shared, self.parcel.index)
+            scatter_(
+                self.full_weights, self.parcel.buffer[0], self.layout.n_shared, self.parcel.index
+            )
         return self.buffer[:carried]
 
     def _to_model(self) -> None:
@@ -144,7 +146,9 @@ def train(seat: Seat, batches: Batches, cfg: TrainConfig, round: int, total_step
         ids = to_device(batches(parcel.worker, step), seat.device)
         losses += seat.step(ids, learning_rate(cfg, step, total_steps), cfg.clip)
     n_tokens = cfg.interval * batches.batch * batches.seq_len
-    return Result(parcel.worker, seat.result(), parcel.index, Stats(float(losses), cfg.interval, n_tokens))
+    return Result(
+        parcel.worker, seat.result(), parcel.index, Stats(float(losses), cfg.interval, n_tokens)
+    )
 
 
 def learning_rate(cfg: TrainConfig, step: int, total_steps: int) -> float:

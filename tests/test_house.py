@@ -1,0 +1,76 @@
+"""The architecture holds itself: import direction, where model names may stand, light imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import twistlm
+
+PACKAGE = Path(twistlm.__file__).parent
+SOURCES = {path.stem: path.read_text() for path in PACKAGE.glob("*.py")}
+
+LAYERS = [  # a module imports only from layers above its own
+    {"__init__", "config", "terminal"},
+    {"blocks"},
+    {"generator", "flat", "data", "cluster", "families", "models", "ledger"},
+    {"prepare", "subnet"},
+    {"central", "corpus"},
+    {"dispatcher", "aggregator", "checkpoint"},
+    {"worker"},
+    {"evaluate", "dense", "deploy"},
+    {"startup", "plan"},
+    {"rounds", "score"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
+]
+
+
+def imports(source: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            found |= {node.module} if node.module else {alias.name for alias in node.names}
+    return found
+
+
+def test_every_module_has_its_layer():
+    assert set(SOURCES) == set().union(*LAYERS)
+
+
+def test_import_direction():
+    level = {name: i for i, names in enumerate(LAYERS) for name in names}
+    for name, source in SOURCES.items():
+        for other in imports(source):
+            assert level[other] < level[name], f"{name} imports {other}"
+
+
+def test_model_names_stand_in_families_alone():
+    """A model type may be named in help, defaults, formulas and messages; a module name never."""
+    types = r"gpt2|llama|mistral|qwen|gemma|smollm|\bopt\b|\bphi\b"
+    modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
+    may_name_types = {"families", "cli", "config", "ledger", "models", "plan"}
+    for name, source in SOURCES.items():
+        code = re.sub(r'"""(.|\n)*?"""|#.*', "", source)
+        assert name == "families" or not re.findall(modules, code), name
+        assert name in may_name_types or not re.findall(types, code), name
+
+
+def test_torch_distributed_is_imported_in_cluster_only():
+    for name, source in SOURCES.items():
+        assert ("torch.distributed" in source) == (name == "cluster"), name
+
+
+def test_the_training_path_needs_no_extra():
+    """datasets, pydantic, tensorboard and gguf are optional: importing must work without them."""
+    code = (
+        "import sys\n"
+        "for name in ('datasets', 'pydantic', 'tensorboard', 'gguf', 'matplotlib'): sys.modules[name] = None\n"
+        "import twistlm.rounds, twistlm.score, twistlm.demo, twistlm.prepare\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

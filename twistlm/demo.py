@@ -1,0 +1,149 @@
+"""`twistlm demo`: one model trained twice, and what is left of it when blocks go missing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import time
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from . import config, deploy, generator, rounds, score
+from .blocks import widths_of_ratio
+from .checkpoint import describe_run
+from .config import Config, Method
+from .corpus import build
+from .score import Scores
+from .terminal import console, progress
+
+PARENTS: dict[str, Method] = {"data parallel": "dense", "TwIST": "twist"}
+TICKET = "4/12"
+PROMPT = "Return the"
+
+
+def run(out: Path, n: int, overrides: list[str]) -> None:
+    """Corpus, two trainings side by side, the table, one ticket, one line of text."""
+    began = time.perf_counter()
+    cfg = config.load("demo", overrides)
+    _fresh(out)
+    files = build(out / "text")
+    configs = {
+        name: replace(
+            cfg,
+            data=replace(cfg.data, train=files["train"].stem, valid=files["valid"].stem),
+            train=replace(cfg.train, method=method),
+            run=replace(cfg.run, out=str(out / method), threads=1, eval_every=-1),
+        )
+        for name, method in PARENTS.items()
+    }
+    t = cfg.train
+    n_tokens = t.rounds * t.interval * t.n_workers * t.batch * cfg.data.seq_len
+    console.print(
+        f"a {cfg.model.config['n_layer']}-layer GPT-2 with 12 heads and 12 FFN blocks in every layer, trained "
+        f"twice on the same {n_tokens:,} tokens with S = {t.n_workers} workers: data parallel, and TwIST "
+        f"with subnets of {cfg.blocks.k_attn[0]} blocks"
+    )
+    train_side_by_side(configs)
+    scores = []
+    for name, parent in configs.items():
+        loaded = score.load(Path(parent.run.out), "cpu")
+        ready = score.evaluator(loaded, tokens=cfg.run.eval_tokens)
+        scores.append(score.score(ready, loaded, list(cfg.run.eval_ratios), n, name=name))
+    console.print(score.table(scores))
+    console.print(reading(scores))
+    (out / "scores.json").write_text(json.dumps([s.to_dict() for s in scores], indent=1) + "\n")
+    write_ticket(loaded, out / "ticket")
+    console.print(f"everything is in {out}/   ({time.perf_counter() - began:.0f} s)")
+
+
+def _fresh(out: Path) -> None:
+    """An empty folder; an earlier demo is replaced, anything else is left alone."""
+    mark = out / "demo.json"
+    if out.exists() and any(out.iterdir()):
+        if not mark.is_file():
+            raise ValueError(
+                f"--out {out} is not empty and was not made by the demo: choose another folder"
+            )
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    mark.write_text(json.dumps(describe_run(), indent=1) + "\n")
+
+
+def train_side_by_side(configs: dict[str, Config]) -> None:
+    """One process and one thread per parent: this model is too small to use two threads."""
+    context = multiprocessing.get_context("spawn")
+    jobs: dict[str, BaseProcess] = {}
+    for name, cfg in configs.items():
+        jobs[name] = context.Process(target=_train, args=(config.to_dict(cfg),), daemon=True)
+        jobs[name].start()
+    with progress() as bar:
+        tasks = {
+            name: bar.add_task(f"train {name}", total=cfg.train.rounds, note="starting")
+            for name, cfg in configs.items()
+        }
+        while any(job.is_alive() for job in jobs.values()):
+            time.sleep(0.5)
+            for name, cfg in configs.items():
+                _follow(bar, tasks[name], Path(cfg.run.out) / "metrics.jsonl")
+    for name, job in jobs.items():
+        job.join()
+        if job.exitcode != 0:
+            raise RuntimeError(f"training {name} failed (exit code {job.exitcode})")
+
+
+def _train(table: dict) -> None:
+    rounds.train(config.from_dict(table), quiet=True)
+
+
+def _follow(bar, task, metrics: Path) -> None:
+    """Move a bar to the last complete line of a metrics file that another process writes."""
+    if not metrics.is_file():
+        return
+    lines = metrics.read_text().split("\n")[:-1]
+    if lines:
+        row = json.loads(lines[-1])
+        bar.update(task, completed=row["round"], note=f"loss {row['loss']:.3f}")
+
+
+def reading(scores: list[Scores]) -> str:
+    """One sentence under the table, from its own numbers."""
+    dense, twist = scores
+    small = -1
+    d, t = dense.subnets[small], twist.subnets[small]
+    wins = [b.ratio for a, b in zip(dense.subnets, twist.subnets, strict=True) if b.mean < a.mean]
+    return (
+        f"With {d.ratio} of the blocks the data-parallel parent is {d.mean / dense.full:.1f}x worse than whole, "
+        f"the TwIST parent {t.mean / twist.full:.1f}x. TwIST's random tickets win at "
+        f"{', '.join(wins) or 'no size'}; the full data-parallel model is "
+        f"{'better' if dense.full < twist.full else 'worse'} than the full TwIST model."
+    )
+
+
+def write_ticket(loaded: score.Loaded, folder: Path) -> None:
+    """Extract one random ticket, load it back from disk and let it write."""
+    cfg = loaded.checkpoint.config
+    widths = widths_of_ratio(loaded.block_map, TICKET)
+    blueprint = generator.for_deployment(loaded.block_map, widths, seed=cfg.run.seed)
+    model = deploy.extract(
+        loaded.template, loaded.block_map, loaded.central, blueprint, cfg.train.scale
+    )
+    tokenizer = loaded.checkpoint.path / "tokenizer.json"
+    deploy.save_ticket(model, loaded.block_map, blueprint, folder, tokenizer)
+    ticket: Any = deploy.load_ticket(folder)
+    tok = Tokenizer.from_file(str(tokenizer))
+    ids = torch.tensor([tok.encode(PROMPT).ids])
+    torch.manual_seed(cfg.run.seed)
+    written = ticket.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=True, top_k=20, temperature=0.8,
+        pad_token_id=0,
+    )  # fmt: skip
+    n_params = sum(p.numel() for p in ticket.parameters())
+    text = tok.decode(written[0].tolist()).replace("\n", " ")
+    console.print(f"a ticket with {TICKET} of the blocks ({n_params:,} parameters, dense) writes:")
+    console.print(text, style="italic", markup=False, highlight=False)

@@ -1,0 +1,171 @@
+"""Before the first round: model, data, block map and central state, all checked or resumed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from . import central as centrals
+from . import checkpoint, families, generator, models
+from . import config as configs
+from .blocks import BlockMap, widths_of_ratio
+from .central import Central
+from .cluster import Cluster
+from .config import Config
+from .corpus import resolve
+from .data import Batches, open_tokens
+from .evaluate import Evaluator, Text
+from .flat import Layout, layout
+from .subnet import Rho
+from .terminal import console
+from .worker import Seat
+
+
+@dataclass
+class Run:
+    """Everything one process holds during a run; `central` is on the central rank only."""
+
+    cfg: Config
+    cluster: Cluster
+    template: PreTrainedModel
+    block_map: BlockMap
+    full: Layout
+    central: Central | None
+    batches: Batches
+    n_rounds: int
+    held: generator.Held
+    rho: Rho = field(default_factory=dict)
+    start: int = 0  # the first round to run
+    seats: dict[tuple, Seat] = field(default_factory=dict)  # by kind and shape
+    evaluator: Evaluator | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.cfg.train.precision == "float64" else torch.float32
+
+    @property
+    def rows(self) -> int:
+        carry = self.cfg.train.moments == "carry" or self.cfg.train.method == "dense"
+        return len(centrals.ROWS) if carry else 1
+
+    @property
+    def total_steps(self) -> int:
+        return self.n_rounds * self.cfg.train.interval
+
+
+def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
+    """Model, data, block map and central state, all checked before the first step."""
+    if cfg.train.method == "dense" and cfg.run.variant == "true":
+        raise ValueError(
+            "train.method = 'dense' trains on every rank: use run.variant local, masked or hybrid"
+        )
+    out = Path(cfg.run.out)
+    folder = out / "checkpoints"
+    if not resume and any(folder.glob("round-*")):
+        raise ValueError(
+            f"run.out = {cfg.run.out!r} already holds a run: add --resume, or choose another folder"
+        )
+    saved = _find(folder, cfg, quiet) if resume and cluster.is_central else None
+    template = models.load(cfg.model, cfg.run.seed) if saved is None else checkpoint.template(saved)
+    if cfg.train.precision == "float64":
+        template = template.double()
+    block_map = families.partition(template, cfg.blocks)
+    if cfg.train.method == "twist":
+        generator.check(block_map, cfg.blocks, cfg.train.n_workers)
+    for ratio in cfg.run.eval_ratios:
+        widths_of_ratio(block_map, ratio)
+    data = open_tokens(resolve(cfg.data.train, "train"))
+    valid = open_tokens(resolve(cfg.data.valid, "valid"))
+    tokenizer = saved.tokenizer_sha256 if saved else data.meta.tokenizer_sha256
+    for file in (data, valid):
+        file.check(cfg.data.seq_len, models.vocab_size(template), tokenizer)
+    t = cfg.train
+    batches = Batches(data, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed)
+    n_rounds = t.rounds or batches.n_rounds(t.epochs, t.interval)
+    if n_rounds < 1:
+        raise ValueError(
+            f"train.rounds = {t.rounds} and train.epochs = {t.epochs} make no round: one round is "
+            f"{t.n_workers} workers x {t.interval} steps x {t.batch} sequences, the data has "
+            f"{data.n_sequences(cfg.data.seq_len)}"
+        )
+    shapes = models.shapes(template)
+    nothing_held = {group.name: [0] * group.n_blocks for group in block_map.groups}
+    full = layout(block_map, shapes)
+    run = Run(cfg, cluster, template, block_map, full, None, batches, n_rounds, nothing_held)
+    if cluster.is_central:
+        outer = t.method == "twist" and t.nesterov() is not None
+        if saved is not None:
+            run.central = checkpoint.restore(saved, template, block_map, cluster.device)
+        else:
+            run.central = centrals.create(
+                models.state(template),
+                shapes,
+                block_map,
+                carry=run.rows > 1,
+                outer=outer,
+                device=cluster.device,
+            )
+            _write_config(out, cfg)
+        run.held, run.rho, run.start = run.central.held, run.central.rho, run.central.round
+        text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
+        run.evaluator = Evaluator(
+            template, block_map, run.central, text, scale=t.scale, precision=t.precision
+        )
+    _share_start(run)
+    return run
+
+
+def _share_start(run: Run) -> None:
+    """Tell every rank where to begin: the round and how often each block was dealt."""
+    counts = [float(count) for group in run.block_map.groups for count in run.held[group.name]]
+    values = run.cluster.broadcast([float(run.start), *counts])
+    run.start = int(values[0])
+    told = iter(values[1:])
+    for group in run.block_map.groups:
+        run.held[group.name][:] = [int(next(told)) for _ in range(group.n_blocks)]
+
+
+def _find(folder: Path, cfg: Config, quiet: bool) -> checkpoint.Checkpoint | None:
+    """The newest valid checkpoint to resume from, refusing one of another run."""
+    found, broken = checkpoint.newest(folder)
+    for sentence in broken:
+        console.print(f"skipped: {sentence}", style="yellow")
+    if found is None:
+        if broken:
+            raise ValueError(f"no checkpoint in {folder} is valid: {broken[0]}")
+        return None
+    old, new = configs.to_dict(found.config), configs.to_dict(cfg)
+    for section in ("model", "data", "blocks", "train"):
+        for key, value in new[section].items():
+            was = old[section][key]
+            if was == value:
+                continue
+            name = f"{section}.{key}"
+            outer_appears = key == "outer" and "none" in (was, value)
+            if (
+                section in ("model", "data")
+                or key in ("method", "moments", "precision")
+                or outer_appears
+            ):
+                raise ValueError(
+                    f"cannot resume {found.path}: {name} was {was!r} and is now {value!r}"
+                )
+            if not quiet:
+                console.print(f"{name} was {was!r} and is now {value!r}", style="yellow")
+    if old["run"]["seed"] != cfg.run.seed:
+        raise ValueError(
+            f"cannot resume {found.path}: run.seed was {old['run']['seed']} and is now {cfg.run.seed}"
+        )
+    if not quiet:
+        console.print(f"resuming from {found.path}")
+    return found
+
+
+def _write_config(out: Path, cfg: Config) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    described = {"config": configs.to_dict(cfg), **checkpoint.describe_run()}
+    (out / "run.json").write_text(json.dumps(described, indent=1) + "\n")
