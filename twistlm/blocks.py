@@ -85,7 +85,7 @@ class BlockMap:
             if n_blocks < 1 or group.n_blocks % n_blocks:
                 raise ValueError(
                     f"{group.name}: {group.n_blocks} {kind} blocks cannot be merged into {n_blocks} "
-                    f"equal ones; legal: {_short(_divisors(group.n_blocks))}"
+                    f"equal ones (blocks.n_{kind} = {n_blocks}); legal: {_short(_divisors(group.n_blocks))}"
                 )
             factor = group.n_blocks // n_blocks
             parts = tuple(replace(part, chunk=part.chunk * factor) for part in group.parts)

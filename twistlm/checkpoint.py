@@ -12,6 +12,7 @@ round-000120/
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -35,6 +36,7 @@ from .central import Central, create
 from .config import Config
 from .data import file_sha256
 from .models import shapes as shapes_of
+from .terminal import console
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
@@ -136,6 +138,7 @@ def save(
             **describe_run(),
             "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
         }
+        manifest["sha256"] = _own_sha256(manifest)
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         for path in (*draft.iterdir(), draft):
             _fsync(path)
@@ -147,7 +150,8 @@ def save(
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    for old in _numbered(folder)[:-keep]:
+    until_now = [path for path in _numbered(folder) if _round(path) <= central.round]
+    for old in until_now[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -172,6 +176,8 @@ def open_(path: str | Path) -> Checkpoint:
     if found is None:
         why = f": {broken[0]}" if broken else f" (no {MANIFEST}, no checkpoints folder)"
         raise ValueError(f"{path} holds no valid checkpoint{why}")
+    for sentence in broken:
+        console.print(f"skipped: {sentence}", style="yellow", markup=False, soft_wrap=True)
     return found
 
 
@@ -179,13 +185,15 @@ def verify(path: Path) -> Checkpoint:
     """Read the manifest and compare every file's sha256: a flipped byte is refused."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files, version = manifest["files"], manifest["format"]
+        files, version = dict(manifest["files"]), manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no checkpoint: {MANIFEST} cannot be read ({error!r})"
         ) from None
     if version != FORMAT:
         raise ValueError(f"{path} has checkpoint format {version}; this twistlm reads {FORMAT}")
+    if manifest.get("sha256") != _own_sha256(manifest):
+        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} does not match its own sha256")
     for name, sha256 in files.items():
         file = path / Path(name).name
         if not file.is_file():
@@ -242,7 +250,9 @@ def restore(
         for name, view in central.layout.views(central.velocity).items():
             view.copy_(saved[name])
     central.round = checkpoint.round
-    central.held |= checkpoint.manifest["held"]
+    for name, counts in checkpoint.manifest["held"].items():
+        if len(counts) == len(central.held.get(name, ())):  # other blocks are counted anew
+            central.held[name] = counts
     central.rho = dict(checkpoint.manifest["rho"])
     return central
 
@@ -262,7 +272,17 @@ def _load(checkpoint: Checkpoint, name: str) -> State:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("round-*") if p.is_dir())
+    found = (p for p in folder.glob("round-*") if p.is_dir() and p.name[6:].isdigit())
+    return sorted(found, key=_round)
+
+
+def _round(path: Path) -> int:
+    return int(path.name[6:])
+
+
+def _own_sha256(manifest: dict[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _fsync(path: Path) -> None:

@@ -171,7 +171,9 @@ def main() -> None:
         _fail(f"{where}{error.strerror or error}", 2)
     except FloatingPointError as error:
         _fail(str(error), 1)
-    except KeyboardInterrupt:
+    except SystemExit as stop:
+        if stop.code != 130:  # typer's word for Ctrl-C
+            raise
         _fail("interrupted; resume with --resume", 130)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import tomllib
 import types
@@ -129,7 +130,7 @@ class TrainConfig:
             lr, momentum = (float(x) for x in match.groups()) if match else (0.0, -1.0)
         except ValueError:
             lr, momentum = 0.0, -1.0
-        if lr <= 0 or not 0 <= momentum < 1:
+        if not 0 < lr < math.inf or not 0 <= momentum < 1:
             raise ValueError(
                 f"train.outer = {self.outer!r}: use 'none' or 'nesterov(lr, momentum)' with lr > 0 and "
                 f"0 <= momentum < 1, for example 'nesterov(0.7, 0.6)'"
@@ -195,11 +196,16 @@ class Config:
             "train.epochs": self.train.epochs,
             "train.warmup": self.train.warmup,
             "train.weight_decay": self.train.weight_decay,
+            "train.eps": self.train.eps,
+            "run.seed": self.run.seed,
             "train.clip": self.train.clip,
             "run.save_every": self.run.save_every,
             "run.eval_tokens": self.run.eval_tokens,
             "run.threads": self.run.threads,
         }
+        for name, value in (positive | at_least_zero).items():
+            if value == math.inf and name != "train.clip":
+                raise ValueError(f"{name} = {value}: must be finite")
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(f"{name} = {value}: must be greater than 0")
@@ -228,15 +234,15 @@ def preset_names() -> list[str]:
 def load(source: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """A preset's or TOML file's config with `section.key=value` overrides applied."""
     if source in preset_names():
-        text = (resources.files("twistlm") / "presets" / f"{source}.toml").read_text()
+        data = (resources.files("twistlm") / "presets" / f"{source}.toml").read_bytes()
     elif Path(source).is_file():
-        text = Path(source).read_text()
+        data = Path(source).read_bytes()
     else:
         raise ValueError(
             f"{source!r} is neither a TOML file nor a preset; presets: {', '.join(preset_names())}"
         )
     try:
-        table = tomllib.loads(text)
+        table = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source} is not valid TOML: {error}") from None
     for override in overrides:
@@ -278,7 +284,7 @@ def _build(cls: type, table: Any, where: str) -> Any:
     for key in table:
         if key not in hints:
             close = difflib.get_close_matches(key, hints, n=1)
-            hint = f"; did you mean {where}{close[0]}?" if close else ""
+            hint = f"; did you mean {where}{close[0]}?" if close else "."
             raise ValueError(f"unknown key {where}{key}{hint} Legal keys: {', '.join(hints)}")
     values = {}
     for key, value in table.items():
@@ -293,6 +299,8 @@ def _coerce(value: Any, hint: Any, name: str) -> Any:
     """Check one value against its annotation; a number stands for a list of one."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
+        if isinstance(value, bool):  # `run.variant=true` is a word, not TOML's boolean
+            value = str(value).lower()
         if value not in args:
             raise ValueError(f"{name} = {value!r}: use one of {', '.join(map(repr, args))}")
         return value

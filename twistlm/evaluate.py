@@ -32,13 +32,21 @@ class Spread:
         return statistics.fmean(self.values)
 
     @property
-    def sd(self) -> float:
-        """Sample standard deviation; nan for a single subnet."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
+    def sd(self) -> float | None:
+        """Sample standard deviation; a single subnet has none."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     @property
     def worst(self) -> float:
         return max(self.values)
+
+    def summary(self) -> dict[str, float | int | None]:
+        return {"mean": self.mean, "sd": self.sd, "worst": self.worst, "n": len(self.values)}
+
+    def __str__(self) -> str:
+        """`mean ± sd (worst)`."""
+        spread = "" if self.sd is None else f" ± {self.sd:.2f} ({self.worst:.2f})"
+        return f"{self.mean:.2f}{spread}"
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,10 @@ def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = 
     """
     if attn_by not in ATTN_BY:
         raise ValueError(f"blocks.attn_by = {attn_by!r}: use one of {', '.join(ATTN_BY)}")
+    if model.config.num_hidden_layers < 1:
+        raise ValueError(
+            f"model.config: a model of {model.config.num_hidden_layers} layers has nothing to cut"
+        )
     described = family(model)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     groups: list[BlockGroup] = []

@@ -39,18 +39,18 @@ def planned_config(cfg: ModelConfig) -> PretrainedConfig:
             raise ValueError(f"model.config.{key} = {value!r}: {cfg.type} has no such attribute")
     try:
         return AutoConfig.for_model(cfg.type, **cfg.config)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"model.config does not make a {cfg.type}: {error}") from None
-    except (
-        Exception
-    ) as error:  # huggingface_hub's strict dataclasses have their own exception types
-        raise ValueError(f"model.config does not make a {cfg.type}: {error}") from None
+    except Exception as error:  # strict dataclasses have exception types of their own
+        raise ValueError(f"model.config does not make a {cfg.type}: {_one_line(error)}") from None
 
 
 def on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The model without storage: for shapes and counts."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # constructors fail in their own ways: ZeroDivisionError, KeyError
+        what = f"model.config does not make a {config.model_type}"
+        raise ValueError(f"{what}: {_one_line(error)}") from None
 
 
 def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
@@ -60,8 +60,9 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
         torch.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"model.config does not make a {cfg.type}: {error}") from None
+        except Exception as error:
+            what = f"model.config does not make a {cfg.type}"
+            raise ValueError(f"{what}: {_one_line(error)}") from None
     elif cfg.weights.startswith("gguf:"):
         path = gguf_path(cfg.weights)
         model = AutoModelForCausalLM.from_pretrained(
@@ -144,3 +145,7 @@ def bind_(model: nn.Module, params: State, grads: State | None = None) -> None:
         for attribute, current in module._parameters.items():
             if current is not None:
                 module._parameters[attribute] = fresh[id(current)]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -17,11 +17,16 @@ from .terminal import progress
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
 PIECE = 1 << 20  # characters of one .txt piece handed to the tokenizer
+CUT = re.compile(r"\S(?= \S)|\S\n(?=\S)")
 BATCH = 256  # documents per call into the tokenizer, which is parallel inside
 
 
 def load_tokenizer(source: str) -> Tokenizer:
     """A tokenizer from tokenizer.json, a folder that has one, or the hub."""
+    if source.startswith("gguf:"):
+        from .models import gguf_tokenizer
+
+        return gguf_tokenizer(source)
     path = Path(source)
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -64,9 +69,7 @@ def _txt(path: Path, column: str) -> Iterator[str]:
     with path.open(encoding="utf-8", newline="") as file:
         while chunk := _read(file, path):
             pending += chunk
-            while len(pending) > PIECE and (
-                cut := re.compile(r"\S\n(?=\S)").search(pending, PIECE)
-            ):
+            while len(pending) > PIECE and (cut := CUT.search(pending, PIECE)):
                 yield pending[: cut.end()]
                 pending = pending[cut.end() :]
     if pending:
@@ -98,7 +101,8 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
                 raise ValueError(
                     f"{path}, line {number}: {column!r} is {type(text).__name__}, not text"
                 )
-            yield text
+            if text:
+                yield text
 
 
 def _parquet(path: Path, column: str) -> Iterator[str]:
@@ -107,13 +111,21 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
 
     try:
         file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a Parquet file: {error}") from None
     if column not in file.schema_arrow.names:
         names = ", ".join(file.schema_arrow.names)
         raise ValueError(f"{path} has no column {column!r}; it has {names}: use --column")
-    for batch in file.iter_batches(batch_size=BATCH, columns=[column]):
-        yield from (text for text in batch.column(0).to_pylist() if text)
+    kind = file.schema_arrow.field(column).type
+    if not (
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    ):
+        raise ValueError(f"{path}: column {column!r} is {kind}, not text: use --column")
+    try:
+        for batch in file.iter_batches(batch_size=BATCH, columns=[column]):
+            yield from (text for text in batch.column(0).to_pylist() if text)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _hub(source: str, column: str) -> Iterator[str]:
@@ -149,7 +161,7 @@ def prepare(
     tok.no_truncation()
     tok.no_padding()
     eos_id = _eos_id(tok, eos)
-    vocab_size = tok.get_vocab_size(with_added_tokens=True)
+    vocab_size = 1 + max(tok.get_vocab(with_added_tokens=True).values(), default=0)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     stem.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=stem.parent, prefix=f".{stem.name}-") as folder:

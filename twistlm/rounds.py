@@ -77,9 +77,9 @@ def _train(run: Run, quiet: bool) -> Path:
             bar.update(task, completed=r + 1, note=note)
             every = cfg.run.eval_every
             if (final and every >= 0) or (every > 0 and (r + 1) % every == 0):
-                row["eval"] = evaluate(run)
+                row["eval"], line = evaluate(run)
                 if not quiet:
-                    console.print(_eval_line(r + 1, loss, row["eval"]))
+                    console.print(f"round {r + 1}: loss {loss:.3f}   {line}")
             metrics.write(row)
             if final or (cfg.run.save_every and (r + 1) % cfg.run.save_every == 0):
                 tokenizer = run.batches.file.tokenizer_path
@@ -196,27 +196,18 @@ def _new_seat(run: Run, where: Layout, kind: SeatKind) -> Seat:
     )
 
 
-def evaluate(run: Run) -> dict[str, Any]:
-    """Full model and random subnets of the configured ratios, now."""
+def evaluate(run: Run) -> tuple[dict[str, Any], str]:
+    """Full model and random subnets of the configured ratios, now: for the metrics and for a person."""
     assert run.evaluator is not None
-    result: dict[str, Any] = {"full": run.evaluator.full_perplexity()}
+    full = run.evaluator.full_perplexity()
+    scores: dict[str, Any] = {"full": full}
+    line = f"perplexity full {full:.2f}"
     for ratio in run.cfg.run.eval_ratios:
         widths = widths_of_ratio(run.block_map, ratio)
         spread = run.evaluator.random_subnets(ratio, widths, run.cfg.run.eval_n, run.cfg.run.seed)
-        result[ratio] = {
-            "mean": spread.mean,
-            "sd": spread.sd,
-            "worst": spread.worst,
-            "n": len(spread.values),
-        }
-    return result
-
-
-def _eval_line(r: int, loss: float, scores: dict[str, Any]) -> str:
-    subnets = "   ".join(
-        f"{ratio} {s['mean']:.2f} ± {s['sd']:.2f}" for ratio, s in scores.items() if ratio != "full"
-    )
-    return f"round {r}: loss {loss:.3f}   perplexity full {scores['full']:.2f}   {subnets}"
+        scores[ratio] = spread.summary()
+        line += f"   {ratio} {spread}"
+    return scores, line
 
 
 def _update_rho(run: Run, r: int) -> None:

@@ -38,7 +38,7 @@ class Scores:
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)
         for row, spread in zip(plain["subnets"], self.subnets, strict=True):
-            row |= {"mean": spread.mean, "sd": spread.sd, "worst": spread.worst}
+            row |= spread.summary()
         return plain
 
 
@@ -137,7 +137,6 @@ def table(rows: list[Scores]) -> Table:
         result.add_column(row.name, justify="right")
     result.add_row("full", f"{first.n_params:,}", *(f"{row.full:.2f}" for row in rows))
     for i, spread in enumerate(first.subnets):
-        cells = [row.subnets[i] for row in rows]
-        shown = (f"{s.mean:.2f} ± {s.sd:.2f} ({s.worst:.2f})" for s in cells)
-        result.add_row(spread.ratio, f"{spread.n_params:,}", *shown)
+        cells = (str(row.subnets[i]) for row in rows)
+        result.add_row(spread.ratio, f"{spread.n_params:,}", *cells)
     return result

@@ -81,6 +81,9 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
     data = open_tokens(resolve(cfg.data.train, "train"))
     valid = open_tokens(resolve(cfg.data.valid, "valid"))
     tokenizer = saved.tokenizer_sha256 if saved else data.meta.tokenizer_sha256
+    positions = getattr(template.config, "max_position_embeddings", None)
+    if positions is not None and cfg.data.seq_len > positions:
+        raise ValueError(f"data.seq_len = {cfg.data.seq_len}: the model has {positions} positions")
     for file in (data, valid):
         file.check(cfg.data.seq_len, models.vocab_size(template), tokenizer)
     t = cfg.train
@@ -91,6 +94,10 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
             f"train.rounds = {t.rounds} and train.epochs = {t.epochs} make no round: one round is "
             f"{t.n_workers} workers x {t.interval} steps x {t.batch} sequences, the data has "
             f"{data.n_sequences(cfg.data.seq_len)}"
+        )
+    if saved is not None and saved.round > n_rounds:
+        raise ValueError(
+            f"{saved.path} has done {saved.round} rounds already, more than train.rounds = {n_rounds}"
         )
     shapes = models.shapes(template)
     nothing_held = {group.name: [0] * group.n_blocks for group in block_map.groups}

@@ -15,14 +15,14 @@ from rich.progress import (
 )
 
 # a pipe or a log file has no width of its own: give tables room
-console = Console(width=None if sys.stdout.isatty() else 120)
+console = Console(markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
 
 
 def progress(quiet: bool = False) -> Progress:
     """A bar whose tasks have a free `note` field; silent ranks and tests pass `quiet`."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
