@@ -23,7 +23,7 @@ from .score import Scores
 from .terminal import console, progress
 
 PARENTS: dict[str, Method] = {"data parallel": "dense", "TwIST": "twist"}
-TICKET = "4/12"
+TICKET = "6/12"
 PROMPT = "Return the"
 
 
@@ -140,7 +140,7 @@ def write_ticket(loaded: score.Loaded, folder: Path) -> None:
     ids = torch.tensor([tok.encode(PROMPT).ids])
     torch.manual_seed(cfg.run.seed)
     written = ticket.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=True, top_k=20, temperature=0.8,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=True, top_k=10, temperature=0.6,
         pad_token_id=0,
     )  # fmt: skip
     n_params = sum(p.numel() for p in ticket.parameters())

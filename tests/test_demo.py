@@ -1,0 +1,89 @@
+"""The first command, made small: every stage of it runs, and its artefacts hold together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from twistlm import deploy, score
+
+SMALL = ["train.rounds=3", "train.interval=2", "model.config.n_layer=2", "run.eval_tokens=640"]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("demo") / "demo"
+    command = [sys.executable, "-m", "twistlm", "demo", "--out", str(out), "--n", "3", *SMALL]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out, done.stdout
+
+
+def test_it_says_what_it_does(demo):
+    _, printed = demo
+    for words in (
+        "reference-manual topics and standard-library docstrings",
+        "data parallel",
+        "TwIST",
+        "3 random subnets: mean ± sd (worst)",
+        "9/12", "6/12", "4/12", "3/12",
+        "a ticket with 6/12 of the blocks",
+    ):  # fmt: skip
+        assert words in printed, words
+
+
+def test_both_parents_saw_the_same_tokens(demo):
+    out, _ = demo
+    sums = {}
+    for method in ("dense", "twist"):
+        rows = [
+            json.loads(line) for line in (out / method / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert [row["round"] for row in rows] == [1, 2, 3]
+        sums[method] = sum(row["n_tokens"] for row in rows)
+    assert sums["dense"] == sums["twist"] == 3 * 2 * 4 * 64
+
+
+def test_the_scores_on_disk_are_those_of_eval(demo):
+    out, _ = demo
+    saved = json.loads((out / "scores.json").read_text())
+    assert [row["name"] for row in saved] == ["data parallel", "TwIST"]
+    again = score.score_checkpoint(
+        out / "twist", ["6/12"], 3, data=str(out / "text/valid"), tokens=640, device="cpu"
+    )
+    assert again.full == pytest.approx(saved[1]["full"], rel=1e-6)
+    assert again.subnets[0].mean == pytest.approx(saved[1]["subnets"][1]["mean"], rel=1e-6)
+
+
+def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
+    """Folded, saved and loaded from disk, it gives the logits of the scaled subnet."""
+    out, _ = demo
+    ticket = deploy.load_ticket(out / "ticket")
+    blueprint = json.loads((out / "ticket/ticket.json").read_text())["blueprint"]
+    loaded = score.load(out / "twist", "cpu")
+    ready = score.evaluator(loaded, data=str(out / "text/valid"), tokens=640)
+    subnet = ready.subnet({name: tuple(kept) for name, kept in blueprint.items()})
+    ids = ready.text.file.sequences([0, 1], 64)
+    with torch.no_grad():
+        difference = (ticket(input_ids=ids).logits - subnet.model(input_ids=ids).logits).abs().max()
+    assert difference < 1e-5
+    assert sum(p.numel() for p in ticket.parameters()) < loaded.central.layout.n_params
+
+
+def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path, monkeypatch, capsys):
+    from twistlm import cli
+
+    (tmp_path / "precious.txt").write_text("keep me")
+    monkeypatch.setattr("sys.argv", ["twistlm", "demo", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert "not made by the demo" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
