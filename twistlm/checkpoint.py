@@ -67,9 +67,11 @@ def describe_run() -> dict[str, Any]:
     packages = ("twistlm", "torch", "transformers", "tokenizers", "safetensors", "numpy")
     versions = {name: _version(name) for name in packages}
     versions["python"] = platform.python_version()
+    program = Path(sys.argv[0]).stem
+    program = "twistlm" if program == "__main__" else program  # python -m twistlm
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([program, *sys.argv[1:]]),
         "git": git_hash(),
         "versions": versions,
         "device": gpu or f"{platform.machine()} cpu, {torch.get_num_threads()} threads",

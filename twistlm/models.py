@@ -64,12 +64,7 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
             what = f"model.config does not make a {cfg.type}"
             raise ValueError(f"{what}: {_one_line(error)}") from None
     elif cfg.weights.startswith("gguf:"):
-        path = gguf_path(cfg.weights)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.float32
-        )
-        model.config.quantization_config = None  # the weights are float32 now
-        del model.config.quantization_config
+        model = from_gguf(gguf_path(cfg.weights))
     else:
         model = from_folder_or_hub(cfg.weights)
     if model.config.model_type != cfg.type:
@@ -85,6 +80,27 @@ def from_folder_or_hub(source: str) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"model.weights = {source!r} could not be loaded: {reason}") from None
+
+
+def from_gguf(path: Path) -> PreTrainedModel:
+    """A GGUF file's model, dequantised to float32 (from_pretrained would ask for accelerate)."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)[
+            "tensors"
+        ]
+    except Exception as error:  # truncated files fail deep inside the reader
+        raise ValueError(f"{path} could not be read as GGUF: {_one_line(error)}") from None
+    params = state(model)
+    if missing := sorted(params.keys() - tensors.keys()):
+        raise ValueError(f"{path} holds no weights for {missing[0]} ({len(missing)} are missing)")
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(tensors[name])
+    return model
 
 
 def gguf_path(weights: str) -> Path:
