@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from .config import preset_names
+
 app = typer.Typer(
     name="twistlm",
     help="Train a language model once, deploy it at any size (TwIST).",
@@ -18,11 +20,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+Preset = Annotated[
+    str,
+    typer.Argument(
+        metavar="PRESET_OR_TOML", help=f"A TOML file, or a preset: {', '.join(preset_names())}."
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[SECTION.KEY=VALUE]...", help="Changes to the config.", show_default=False
-    ),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the config.", show_default=False),
 ]
 
 
@@ -85,9 +91,7 @@ def prepare(
     "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid"
 )
 def train(
-    preset: Annotated[
-        str, typer.Argument(metavar="PRESET_OR_TOML", help="A preset or a TOML file.")
-    ],
+    preset: Preset,
     overrides: Overrides = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")
@@ -142,9 +146,7 @@ def eval_(
     epilog="Examples:\n\ntwistlm plan paper\n\ntwistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500"
 )
 def plan(
-    preset: Annotated[
-        str, typer.Argument(metavar="PRESET_OR_TOML", help="A preset or a TOML file.")
-    ],
+    preset: Preset,
     overrides: Overrides = None,
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers here too.")
