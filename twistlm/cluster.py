@@ -135,6 +135,10 @@ class Cluster:
         dist.broadcast(tensor, 0)
         return tensor.tolist()
 
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
     def sum_(self, tensor: Tensor) -> Tensor:
         if self.world_size > 1:
             dist.all_reduce(tensor)

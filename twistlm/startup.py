@@ -78,8 +78,12 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
         generator.check(block_map, cfg.blocks, cfg.train.n_workers)
     for ratio in cfg.run.eval_ratios:
         widths_of_ratio(block_map, ratio)
+    if not cluster.is_central:
+        cluster.barrier()  # the central rank goes first: it makes the built-in corpus once for all
     data = open_tokens(resolve(cfg.data.train, "train"))
     valid = open_tokens(resolve(cfg.data.valid, "valid"))
+    if cluster.is_central:
+        cluster.barrier()
     tokenizer = saved.tokenizer_sha256 if saved else data.meta.tokenizer_sha256
     positions = getattr(template.config, "max_position_embeddings", None)
     if positions is not None and cfg.data.seq_len > positions:
