@@ -56,10 +56,10 @@ def toml(path: Path, table: dict) -> str:
     return str(path)
 
 
-def distance(a: Path, b: Path) -> float:
+def distance(a: Path, b: Path, files: tuple[str, ...] = FILES) -> float:
     """Largest difference of any central weight, moment or outer momentum between two checkpoints."""
     worst = 0.0
-    for name in FILES:
+    for name in files:
         left, right = load_file(a / name), load_file(b / name)
         assert left.keys() == right.keys()
         assert all(t.dtype == torch.float64 for t in left.values())
@@ -86,3 +86,14 @@ def test_ranks_equal_local(local, tmp_path, variant, n_ranks):
     table = tiny_table(tokens, tmp_path / "run", train=TRAIN, run={"variant": variant})
     torchrun(n_ranks, "train", toml(tmp_path / "config.toml", table))
     assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
+
+
+def test_data_parallel_ranks_equal_local(tmp_path):
+    """The control too is one loop: summed gradients of three ranks are those of one joint batch."""
+    tokens = make_tokens(tmp_path / "tokens")
+    train = TRAIN | {"method": "dense", "outer": "none"}
+    reference = rounds.train(tiny(tokens, tmp_path / "local", train=train), quiet=True)
+    table = tiny_table(tokens, tmp_path / "run", train=train, run={"variant": "hybrid"})
+    torchrun(3, "train", toml(tmp_path / "config.toml", table))
+    ranks = tmp_path / "run/checkpoints/round-000004"
+    assert distance(reference, ranks, FILES[:2]) < 1e-10
