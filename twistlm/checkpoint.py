@@ -21,6 +21,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,32 @@ def _version(name: str) -> str:
         return "unknown"
 
 
+def save_tensors(tensors: State, path: Path) -> None:
+    """Write safetensors that transformers reads."""
+    # views of one buffer are cloned one by one: safetensors refuses shared storage
+    save_file(
+        {name: t.detach().cpu().clone() for name, t in tensors.items()}, path, {"format": "pt"}
+    )
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A draft to fill; `target` then appears (or is replaced) whole, or the draft is gone."""
+    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=".draft-"))
+    try:
+        yield draft
+        for path in (*draft.iterdir(), draft):
+            _fsync(path)
+        os.chmod(draft, 0o755)  # mkdtemp's folder is private
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(draft, target)
+        _fsync(target.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
 def save(
     folder: Path,
     central: Central,
@@ -114,16 +142,15 @@ def save(
     target = folder / f"round-{central.round:06d}"
     for dead in folder.glob(".draft-*"):  # of a process that was killed while it wrote
         shutil.rmtree(dead, ignore_errors=True)
-    draft = Path(tempfile.mkdtemp(dir=folder, prefix=".draft-"))
-    try:
+    with whole_folder(target) as draft:
         views = [central.layout.views(row) for row in central.buffer]
-        _save_tensors(views[0], draft / "model.safetensors")
+        save_tensors(views[0], draft / "model.safetensors")
         if len(views) > 1:
             moments = {f"m/{name}": t for name, t in views[1].items()}
             moments |= {f"v/{name}": t for name, t in views[2].items()}
-            _save_tensors(moments, draft / "moments.safetensors")
+            save_tensors(moments, draft / "moments.safetensors")
         if central.velocity is not None:
-            _save_tensors(central.layout.views(central.velocity), draft / "outer.safetensors")
+            save_tensors(central.layout.views(central.velocity), draft / "outer.safetensors")
         hf_config = copy.deepcopy(model.config)
         hf_config.architectures = [type(model).__name__]
         hf_config.dtype = central.buffer.dtype
@@ -142,16 +169,6 @@ def save(
         }
         manifest["sha256"] = _own_sha256(manifest)
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        for path in (*draft.iterdir(), draft):
-            _fsync(path)
-        os.chmod(draft, 0o755)  # mkdtemp's folder is private
-        if target.exists():  # a crash came between writing and the next round: the same bits again
-            shutil.rmtree(target)
-        os.rename(draft, target)
-        _fsync(folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     until_now = [path for path in _numbered(folder) if _round(path) <= central.round]
     for old in until_now[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
@@ -257,13 +274,6 @@ def restore(
             central.held[name] = counts
     central.rho = dict(checkpoint.manifest["rho"])
     return central
-
-
-def _save_tensors(tensors: State, path: Path) -> None:
-    # views of one buffer are cloned one by one: safetensors refuses shared storage
-    save_file(
-        {name: t.detach().cpu().clone() for name, t in tensors.items()}, path, {"format": "pt"}
-    )
 
 
 def _load(checkpoint: Checkpoint, name: str) -> State:

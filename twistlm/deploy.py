@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import families, models
 from .blocks import BlockMap, Blueprint
 from .central import Central
-from .checkpoint import describe_run
+from .checkpoint import describe_run, save_tensors, whole_folder
 from .dispatcher import cut
-from .flat import layout
 from .subnet import build, fold_, scales
 
 
@@ -32,7 +29,7 @@ def extract(
     """A stand-alone dense model: physically narrow, scale folded into the output projections."""
     block_map.check_blueprint(blueprint)
     widths = block_map.widths(blueprint)
-    where = layout(block_map, block_map.narrowed(central.layout.shapes, widths))
+    where = central.layout.narrowed(block_map, widths)
     weights = cut(central, block_map, blueprint, rows=1)[0][0]
     fold_(where.views(weights), block_map, scales(block_map, widths, scale, central.rho))
     return build(template, block_map, where, weights).model
@@ -47,27 +44,19 @@ def save_ticket(
 ) -> None:
     """Write the ticket's folder, whole or not at all: weights, HF config, blueprint, tokenizer."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
-        tensors = {name: t.detach().cpu().clone() for name, t in models.state(model).items()}
-        save_file(tensors, draft / "model.safetensors", {"format": "pt"})
+    with whole_folder(folder) as draft:
+        params = models.state(model)
+        save_tensors(params, draft / "model.safetensors")
         model.config.save_pretrained(draft)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, draft / "tokenizer.json")
         ticket = {
-            "n_params": sum(t.numel() for t in tensors.values()),
+            "n_params": sum(t.numel() for t in params.values()),
             "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in block_map.groups},
             "blueprint": blueprint,
             **describe_run(),
         }
         (draft / "ticket.json").write_text(json.dumps(ticket, indent=1) + "\n")
-        os.chmod(draft, 0o755)  # mkdtemp's folder is private
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(draft, folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def load_ticket(folder: Path) -> PreTrainedModel:

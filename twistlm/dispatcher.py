@@ -11,7 +11,7 @@ from torch import Tensor
 from .blocks import BlockMap, Blueprint
 from .central import Central
 from .cluster import Cluster
-from .flat import Layout, block_index, gather_, layout
+from .flat import Layout, block_index, gather_
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def dispatch(
                 cluster.post(rank, cut(central, block_map, blueprints[worker])[0])
     for worker in cluster.workers:
         blueprint = blueprints[worker]
-        where = layout(block_map, block_map.narrowed(full.shapes, block_map.widths(blueprint)))
+        where = full.narrowed(block_map, block_map.widths(blueprint))
         if central is not None:
             buffer, index = cut(central, block_map, blueprint)
         else:

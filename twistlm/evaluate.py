@@ -14,7 +14,7 @@ from . import generator
 from .blocks import BlockMap, Blueprint, Widths
 from .central import Central
 from .data import TokenFile
-from .flat import block_index, gather_, layout
+from .flat import block_index, gather_
 from .subnet import Subnet, build, next_token_loss, scales
 from .worker import autocast, to_device
 
@@ -103,7 +103,7 @@ class Evaluator:
         """A physical subnet of the central model as it is now, with its activation scale."""
         self.block_map.check_blueprint(blueprint)
         widths = self.block_map.widths(blueprint)
-        where = layout(self.block_map, self.block_map.narrowed(self.central.layout.shapes, widths))
+        where = self.central.layout.narrowed(self.block_map, widths)
         key = tuple(widths.values())
         if key not in self._built:
             weights = torch.empty(
@@ -125,5 +125,5 @@ class Evaluator:
             blueprint = generator.for_deployment(self.block_map, widths, seed=seed, draw=draw)
             values.append(perplexity(self.subnet(blueprint).model, self.text, self.precision))
             tick()
-        shapes = self.block_map.narrowed(self.central.layout.shapes, widths)
-        return Spread(ratio, sum(math.prod(s) for s in shapes.values()), tuple(values))
+        where = self.central.layout.narrowed(self.block_map, widths)
+        return Spread(ratio, where.n_params, tuple(values))

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .blocks import BlockMap, Blueprint, Shapes, State, positions
+from .blocks import BlockMap, Blueprint, Shapes, State, Widths, positions
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Layout:
     @property
     def n_params(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def narrowed(self, block_map: BlockMap, widths: Widths) -> Layout:
+        """The layout of a subnet with these widths, cut from a model with this one."""
+        return layout(block_map, block_map.narrowed(self.shapes, widths))
 
     def views(self, buffer: Tensor) -> State:
         """Each parameter as a view of `buffer`."""

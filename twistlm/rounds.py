@@ -15,7 +15,7 @@ from .aggregator import Result, Stats
 from .blocks import Blueprint, widths_of_ratio
 from .cluster import Cluster, SeatKind
 from .config import Config
-from .flat import Layout, block_index, layout
+from .flat import Layout, block_index
 from .ledger import Metrics, Traffic
 from .startup import Run, set_up
 from .subnet import measure_rho, scales
@@ -106,7 +106,7 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         return Stats(0.0, 0, 0), Traffic(0, 0, 0)
     stats = aggregator.aggregate_(run.central, _results(run, blueprints, r), cfg.train.nesterov())
     moved = sum(
-        layout(block_map, block_map.narrowed(run.full.shapes, block_map.widths(b))).n_params
+        run.full.narrowed(block_map, block_map.widths(b)).n_params
         for b in blueprints
     )  # fmt: skip
     moved *= run.rows * run.central.buffer.element_size()
@@ -145,7 +145,7 @@ def _results(run: Run, blueprints: list[Blueprint], r: int) -> Iterator[Result]:
             continue
         told = cluster.receive(rank, (3,), torch.float64).tolist()
         widths = run.block_map.widths(blueprints[i])
-        where = layout(run.block_map, run.block_map.narrowed(run.full.shapes, widths))
+        where = run.full.narrowed(run.block_map, widths)
         buffer = cluster.receive(rank, (run.rows, where.n_params), run.dtype)
         index = block_index(run.full, run.block_map, blueprints[i], cluster.device)
         yield Result(i, buffer, index, Stats(told[0], int(told[1]), int(told[2])))
