@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twistlm import deploy, score
+from twistlm import deploy, parent, score
 
 SMALL = ["train.rounds=3", "train.interval=2", "model.config.n_layer=2", "run.eval_tokens=640"]
 
@@ -67,7 +67,7 @@ def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
     out, _ = demo
     ticket = deploy.load_ticket(out / "ticket")
     blueprint = json.loads((out / "ticket/ticket.json").read_text())["blueprint"]
-    loaded = score.load(out / "twist", "cpu")
+    loaded = parent.open_(out / "twist", "cpu")
     ready = score.evaluator(loaded, data=str(out / "text/valid"), tokens=640)
     subnet = ready.subnet({name: tuple(kept) for name, kept in blueprint.items()})
     ids = ready.text.file.sequences([0, 1], 64)

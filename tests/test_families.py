@@ -20,7 +20,7 @@ from families_table import N_LAYERS, N_NEURONS, TABLE, VOCAB, Row, build, tiny_m
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twistlm import central, config, deploy, dispatcher, families, flat, models, subnet
+from twistlm import central, config, deploy, dispatcher, families, flat, models, parent, subnet
 from twistlm.blocks import BlockMap, Blueprint
 
 N_FFN = 4
@@ -37,6 +37,11 @@ every_row = pytest.mark.parametrize("key", BOTH, ids="/".join)
 Key = tuple[str, str, str]
 Kept = dict[tuple[int, str], tuple[int, ...]]  # (layer, kind) -> block ids
 Cuts = dict[str, tuple[int, list[int]]]  # parameter -> dimension and kept positions
+
+
+def as_parent(model: PreTrainedModel, block_map: BlockMap, whole, scale: str) -> parent.Parent:
+    cfg = config.override(config.Config(), [f"train.scale={scale}"])
+    return parent.Parent("tiny", cfg, model, block_map, whole, None, None)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,10 @@ class Case:
         return self.row.n_attn(self.attn_by) if kind == "attn" else N_FFN
 
     def ticket(self, scale: str = "sqrt") -> PreTrainedModel:
-        return deploy.extract(self.model, self.block_map, self.central, self.blueprint, scale)
+        return deploy.extract(self.parent(scale), self.blueprint)
+
+    def parent(self, scale: str = "sqrt") -> parent.Parent:
+        return as_parent(self.model, self.block_map, self.central, scale)
 
     def masked(self, grads: Tensor | None = None) -> subnet.Subnet:
         """The full model with masks and the scale."""
@@ -352,7 +360,7 @@ def test_left_padded_batches(key):
 def test_ticket_round_trip(key, tmp_path):
     c, ids = case(key), tokens(2, 12)
     ticket = c.ticket()
-    deploy.save_ticket(ticket, c.block_map, c.blueprint, tmp_path / "ticket")
+    deploy.save_ticket(c.parent(), c.blueprint, tmp_path / "ticket")
     loaded = deploy.load_ticket(tmp_path / "ticket")
     assert torch.equal(logits(loaded, ids), logits(ticket, ids))
     assert models.shapes(loaded) == models.shapes(ticket)
@@ -367,7 +375,7 @@ def test_ticket_round_trip(key, tmp_path):
 def test_narrowed_modules_report_their_sizes(key, tmp_path):
     """Printing, exporting and counting FLOPs read these, not the weights."""
     c = case(key)
-    deploy.save_ticket(c.ticket(), c.block_map, c.blueprint, tmp_path / "ticket")
+    deploy.save_ticket(c.parent(), c.blueprint, tmp_path / "ticket")
     for model in (c.ticket(), deploy.load_ticket(tmp_path / "ticket"), c.physical()[0].model):
         for (layer, kind), blocks in c.kept.items():
             cut = cut_by_hand(c.row, c.attn_by, kind, blocks)
@@ -400,7 +408,7 @@ def test_building_subnets_leaves_the_template_alone(key):
     whole = central.create(
         models.state(model), models.shapes(model), c.block_map, carry=True, outer=True, device=CPU
     )
-    deploy.extract(model, c.block_map, whole, c.blueprint, "sqrt")
+    deploy.extract(as_parent(model, c.block_map, whole, "sqrt"), c.blueprint)
     subnet.build(model, c.block_map, whole.layout, whole.weights).mask_(c.blueprint)
     assert torch.equal(logits(model, ids), before)
     assert str(model) == sizes
@@ -434,7 +442,7 @@ def test_a_tied_embedding_is_one_parameter(name, tmp_path):
     names = [n for n, p in c.model.named_parameters() if p.shape[0] == VOCAB]
     assert len(names) == 1
     assert sum(n == names[0] for n in c.central.layout.shapes) == 1
-    deploy.save_ticket(c.ticket(), c.block_map, c.blueprint, tmp_path / "ticket")
+    deploy.save_ticket(c.parent(), c.blueprint, tmp_path / "ticket")
     for model in (c.ticket(), c.physical()[0].model, deploy.load_ticket(tmp_path / "ticket")):
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
@@ -511,10 +519,11 @@ def test_a_family_whose_attention_is_refused_still_serves_ffn(
     whole = central.create(
         state, models.shapes(model), block_map, carry=False, outer=False, device=CPU
     )
-    ticket = deploy.extract(model, block_map, whole, blueprint, "sqrt")
+    full = as_parent(model, block_map, whole, "sqrt")
+    ticket = deploy.extract(full, blueprint)
     assert far(logits(ticket, ids), logits(reference, ids)) < 1e-5
     assert far(logits(ticket, ids), logits(model, ids)) > 1e-2
-    deploy.save_ticket(ticket, block_map, blueprint, tmp_path / "ticket")
+    deploy.save_ticket(full, blueprint, tmp_path / "ticket")
     assert torch.equal(logits(deploy.load_ticket(tmp_path / "ticket"), ids), logits(ticket, ids))
 
 
@@ -544,7 +553,7 @@ def test_attn_by_is_one_of_four():
 
 def test_extract_refuses_a_blueprint_of_another_model():
     c, other = case(BOTH[0]), case(("llama", "head", "both"))
-    text = sentence(deploy.extract, c.model, c.block_map, c.central, other.blueprint, "sqrt")
+    text = sentence(deploy.extract, c.parent(), other.blueprint)
     assert "does not fit" in text
 
 

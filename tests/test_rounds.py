@@ -318,10 +318,10 @@ def test_bytes_are_counted(tokens, tmp_path):
 
 def test_perplexity_is_hugging_faces_own(tokens, tmp_path):
     """Full-model evaluation against exp of HF's loss over the same windows."""
-    from twistlm import score
+    from twistlm import parent, score
 
     last = rounds.train(tiny(tokens, tmp_path / "run"), quiet=True)
-    loaded = score.load(last, "cpu")
+    loaded = parent.open_(last, "cpu")
     ready = score.evaluator(loaded, tokens=1600)
     model = AutoModelForCausalLM.from_pretrained(last)
     ids = ready.text.file.sequences(list(range(100)), 16)
@@ -332,13 +332,13 @@ def test_perplexity_is_hugging_faces_own(tokens, tmp_path):
 
 def test_an_evaluated_subnet_is_the_masked_model(tokens, tmp_path):
     """random_subnets builds one model per width and refills it: every draw must be its own subnet."""
-    from twistlm import score
+    from twistlm import parent, score
     from twistlm.blocks import widths_of_ratio
     from twistlm.evaluate import perplexity
     from twistlm.subnet import build, scales
 
     last = rounds.train(tiny(tokens, tmp_path / "run"), quiet=True)
-    loaded = score.load(last, "cpu")
+    loaded = parent.open_(last, "cpu")
     ready = score.evaluator(loaded, tokens=320)
     widths = widths_of_ratio(loaded.block_map, "2/4")
     spread = ready.random_subnets("2/4", widths, 4, seed=3)

@@ -9,6 +9,7 @@ import re
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -231,7 +232,7 @@ def preset_names() -> list[str]:
     )
 
 
-def load(source: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+def load(source: str, overrides: Sequence[str] = ()) -> Config:
     """A preset's or TOML file's config with `section.key=value` overrides applied."""
     if source in preset_names():
         data = (resources.files("twistlm") / "presets" / f"{source}.toml").read_bytes()
@@ -245,6 +246,24 @@ def load(source: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
         table = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source} is not valid TOML: {error}") from None
+    return from_dict(_overridden(table, overrides))
+
+
+def override(cfg: Config, overrides: Sequence[str]) -> Config:
+    """The config with `section.key=value` overrides applied."""
+    return from_dict(_overridden(to_dict(cfg), overrides))
+
+
+def from_dict(table: dict[str, Any]) -> Config:
+    return _build(Config, table, "").check()
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain data for JSON; `from_dict` reads it back."""
+    return dataclasses.asdict(config)
+
+
+def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         path, equals, value = override.partition("=")
         keys = path.strip().split(".")
@@ -258,16 +277,7 @@ def load(source: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
             if not isinstance(spot, dict):
                 raise ValueError(f"{override!r}: {key} is a value, not a section")
         spot[keys[-1]] = _parse_value(value.strip())
-    return from_dict(table)
-
-
-def from_dict(table: dict[str, Any]) -> Config:
-    return _build(Config, table, "").check()
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    """Plain data for JSON; `from_dict` reads it back."""
-    return dataclasses.asdict(config)
+    return table
 
 
 def _parse_value(text: str) -> Any:

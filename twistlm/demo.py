@@ -15,10 +15,12 @@ import torch
 from tokenizers import Tokenizer
 
 from . import config, deploy, generator, rounds, score
+from . import parent as parents
 from .blocks import widths_of_ratio
 from .checkpoint import describe_run
 from .config import Config, Method
 from .corpus import build
+from .parent import Parent
 from .score import Scores
 from .terminal import console, progress
 
@@ -51,14 +53,14 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     )
     train_side_by_side(configs)
     scores = []
-    for name, parent in configs.items():
-        loaded = score.load(Path(parent.run.out), "cpu")
-        ready = score.evaluator(loaded, tokens=cfg.run.eval_tokens)
-        scores.append(score.score(ready, loaded, list(cfg.run.eval_ratios), n, name=name))
+    for name, made in configs.items():
+        parent = parents.open_(made.run.out, "cpu")
+        ready = score.evaluator(parent, tokens=cfg.run.eval_tokens)
+        scores.append(score.score(ready, parent, list(cfg.run.eval_ratios), n, name=name))
     console.print(score.table(scores))
     console.print(reading(scores))
     (out / "scores.json").write_text(json.dumps([s.to_dict() for s in scores], indent=1) + "\n")
-    write_ticket(loaded, out / "ticket")
+    write_ticket(parent, out / "ticket")
     console.print(f"everything is in {out}/   ({time.perf_counter() - began:.0f} s)")
 
 
@@ -125,20 +127,16 @@ def reading(scores: list[Scores]) -> str:
     )
 
 
-def write_ticket(loaded: score.Loaded, folder: Path) -> None:
+def write_ticket(parent: Parent, folder: Path) -> None:
     """Extract one random ticket, load it back from disk and let it write."""
-    cfg = loaded.checkpoint.config
-    widths = widths_of_ratio(loaded.block_map, TICKET)
-    blueprint = generator.for_deployment(loaded.block_map, widths, seed=cfg.run.seed)
-    model = deploy.extract(
-        loaded.template, loaded.block_map, loaded.central, blueprint, cfg.train.scale
-    )
-    tokenizer = loaded.checkpoint.path / "tokenizer.json"
-    deploy.save_ticket(model, loaded.block_map, blueprint, folder, tokenizer)
+    seed = parent.cfg.run.seed
+    widths = widths_of_ratio(parent.block_map, TICKET)
+    blueprint = generator.for_deployment(parent.block_map, widths, seed=seed)
+    deploy.save_ticket(parent, blueprint, folder)
     ticket: Any = deploy.load_ticket(folder)
-    tok = Tokenizer.from_file(str(tokenizer))
+    tok = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = torch.tensor([tok.encode(PROMPT).ids])
-    torch.manual_seed(cfg.run.seed)
+    torch.manual_seed(seed)
     written = ticket.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=True, top_k=10, temperature=0.6,
         pad_token_id=0,

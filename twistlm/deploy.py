@@ -5,55 +5,49 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import families, models
-from .blocks import BlockMap, Blueprint
-from .central import Central
+from .blocks import Blueprint
 from .checkpoint import describe_run, save_tensors, whole_folder
 from .dispatcher import cut
+from .parent import Parent
 from .subnet import build, fold_, scales
 
 
 @torch.no_grad()
-def extract(
-    template: PreTrainedModel,
-    block_map: BlockMap,
-    central: Central,
-    blueprint: Blueprint,
-    scale: str,
-) -> PreTrainedModel:
+def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     """A stand-alone dense model: physically narrow, scale folded into the output projections."""
+    block_map, central = parent.block_map, parent.central
     block_map.check_blueprint(blueprint)
     widths = block_map.widths(blueprint)
     where = central.layout.narrowed(block_map, widths)
     weights = cut(central, block_map, blueprint, rows=1)[0][0]
-    fold_(where.views(weights), block_map, scales(block_map, widths, scale, central.rho))
-    return build(template, block_map, where, weights).model
+    fold_(where.views(weights), block_map, scales(block_map, widths, parent.scale, central.rho))
+    return build(parent.template, block_map, where, weights).model
 
 
 def save_ticket(
-    model: PreTrainedModel,
-    block_map: BlockMap,
-    blueprint: Blueprint,
-    folder: Path,
-    tokenizer: Path | None = None,
+    parent: Parent, blueprint: Blueprint, folder: Path, notes: dict[str, Any] | None = None
 ) -> None:
-    """Write the ticket's folder, whole or not at all: weights, HF config, blueprint, tokenizer."""
+    """Extract a ticket and write its folder, whole or not at all; `notes` join ticket.json."""
+    model, block_map = extract(parent, blueprint), parent.block_map
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as draft:
         params = models.state(model)
         save_tensors(params, draft / "model.safetensors")
         model.config.save_pretrained(draft)
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, draft / "tokenizer.json")
+        if parent.tokenizer is not None:
+            shutil.copyfile(parent.tokenizer, draft / "tokenizer.json")
         ticket = {
             "n_params": sum(t.numel() for t in params.values()),
             "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in block_map.groups},
             "blueprint": blueprint,
+            **(notes or {}),
             **describe_run(),
         }
         (draft / "ticket.json").write_text(json.dumps(ticket, indent=1) + "\n")

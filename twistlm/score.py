@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import PreTrainedModel
 
-from . import checkpoint, families, models
-from .blocks import BlockMap, widths_of_ratio
-from .central import Central
-from .checkpoint import Checkpoint
-from .cluster import pick_device
+from . import checkpoint, models
+from . import parent as parents
+from .blocks import widths_of_ratio
 from .corpus import resolve
 from .data import open_tokens
 from .evaluate import Evaluator, Spread, Text
+from .parent import Parent
 from .terminal import progress
 
 
@@ -42,46 +40,24 @@ class Scores:
         return plain
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint in memory."""
-
-    checkpoint: Checkpoint
-    template: PreTrainedModel
-    block_map: BlockMap
-    central: Central
-
-
-def load(path: Path, device: str = "auto") -> Loaded:
-    """Open, verify and restore a checkpoint."""
-    found = checkpoint.open_(path)
-    template = checkpoint.template(found)
-    block_map = families.partition(template, found.config.blocks)
-    return Loaded(
-        found,
-        template,
-        block_map,
-        checkpoint.restore(found, template, block_map, pick_device(device)),
-    )
-
-
-def evaluator(loaded: Loaded, data: str | None = None, tokens: int = 0) -> Evaluator:
+def evaluator(parent: Parent, data: str | None = None, tokens: int = 0) -> Evaluator:
     """An evaluator on the run's own validation tokens, or on `data`."""
-    cfg = loaded.checkpoint.config
+    cfg = parent.cfg
+    if not (data or cfg.data.valid):
+        raise ValueError(f"{parent.source} has no validation tokens of its own: give --data STEM")
     file = open_tokens(resolve(data or cfg.data.valid, "valid"))
-    vocab_size = models.vocab_size(loaded.template)
-    file.check(cfg.data.seq_len, vocab_size, loaded.checkpoint.tokenizer_sha256)
+    file.check(cfg.data.seq_len, models.vocab_size(parent.template), parent.tokenizer_sha256)
     text = Text(file, cfg.data.seq_len, tokens)
     return Evaluator(
-        loaded.template, loaded.block_map, loaded.central, text,
-        scale=cfg.train.scale, precision=cfg.train.precision,
+        parent.template, parent.block_map, parent.central, text,
+        scale=parent.scale, precision=cfg.train.precision,
     )  # fmt: skip
 
 
 @torch.no_grad()
 def score(
     ready: Evaluator,
-    loaded: Loaded,
+    parent: Parent,
     ratios: list[str],
     n: int,
     *,
@@ -90,7 +66,7 @@ def score(
     quiet: bool = False,
 ) -> Scores:
     """Evaluate the full model and n random subnets per ratio."""
-    widths = {ratio: widths_of_ratio(loaded.block_map, ratio) for ratio in ratios}
+    widths = {ratio: widths_of_ratio(parent.block_map, ratio) for ratio in ratios}
     with progress(quiet) as bar:
         task = bar.add_task(f"evaluate {name}", total=1 + n * len(ratios), note="")
         full = ready.full_perplexity()
@@ -101,7 +77,7 @@ def score(
         )
     text = ready.text
     return Scores(
-        name, loaded.checkpoint.round, loaded.central.layout.n_params, full, subnets, text.file.stem,
+        name, parent.central.round, parent.central.layout.n_params, full, subnets, text.file.stem,
         text.n_sequences * text.seq_len, seed, checkpoint.describe_run(),
     )  # fmt: skip
 
@@ -117,9 +93,9 @@ def score_checkpoint(
     device: str = "auto",
     name: str | None = None,
 ) -> Scores:
-    loaded = load(path, device)
+    opened = parents.open_(path, device)
     return score(
-        evaluator(loaded, data, tokens), loaded, ratios, n, name=name or path.name, seed=seed
+        evaluator(opened, data, tokens), opened, ratios, n, name=name or path.name, seed=seed
     )
 
 

@@ -1,24 +1,15 @@
-"""The command line: commands, nothing else. `--help` imports no torch."""
+"""demo, prepare, train, eval, plan."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .config import preset_names
-
-app = typer.Typer(
-    name="twistlm",
-    help="Train a language model once, deploy it at any size (TwIST).",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
+from ..config import preset_names
+from .app import app
 
 Preset = Annotated[
     str,
@@ -46,7 +37,7 @@ def demo(
 
     Under 4 minutes on two CPU cores, no download.
     """
-    from .demo import run
+    from ..demo import run
 
     run(out, n, overrides or [])
 
@@ -72,8 +63,8 @@ def prepare(
     ] = None,
 ) -> None:
     """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json)."""
-    from .prepare import prepare as prepare_
-    from .terminal import console
+    from ..prepare import prepare as prepare_
+    from ..terminal import console
 
     file = prepare_(sources, out, tokenizer, column=column, eos=eos)
     meta = file.meta
@@ -98,9 +89,9 @@ def train(
     ] = False,
 ) -> None:
     """Train a parent in TwIST rounds (or the data-parallel control)."""
-    from . import config, rounds
-    from .cluster import on_central_rank
-    from .terminal import console
+    from .. import config, rounds
+    from ..cluster import on_central_rank
+    from ..terminal import console
 
     last = rounds.train(config.load(preset, overrides or []), resume=resume)
     if on_central_rank():
@@ -131,8 +122,8 @@ def eval_(
     ] = None,
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled)."""
-    from .score import score_checkpoint, table
-    from .terminal import console
+    from ..score import score_checkpoint, table
+    from ..terminal import console
 
     scores = score_checkpoint(
         ckpt, ratio or ["6/12"], n, data=data, tokens=tokens, seed=seed, device=device
@@ -153,32 +144,10 @@ def plan(
     ] = None,
 ) -> None:
     """Parameters, bytes and rounds of a config, before anything is trained."""
-    from . import config
-    from .plan import make, show
+    from .. import config
+    from ..plan import make, show
 
     made = make(config.load(preset, overrides or []))
     show(made)
     if json_out is not None:
         json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
-
-
-def main() -> None:
-    """Run a command; a user's mistake is one sentence and exit code 2."""
-    try:
-        app()
-    except ValueError as error:
-        _fail(str(error), 2)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}", 2)
-    except FloatingPointError as error:
-        _fail(str(error), 1)
-    except SystemExit as stop:
-        if stop.code != 130:  # typer's word for Ctrl-C
-            raise
-        _fail("interrupted; resume with --resume", 130)
-
-
-def _fail(sentence: str, code: int) -> None:
-    print(f"error: {sentence}", file=sys.stderr)
-    sys.exit(code)

@@ -1,0 +1,30 @@
+"""The command line: commands, nothing else. `--help` imports no torch."""
+
+from __future__ import annotations
+
+import sys
+
+from . import training  # noqa: F401  (its commands join the app)
+from .app import app
+
+
+def main() -> None:
+    """Run a command; a user's mistake is one sentence and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        _fail(str(error), 2)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}", 2)
+    except FloatingPointError as error:
+        _fail(str(error), 1)
+    except SystemExit as stop:
+        if stop.code != 130:  # typer's word for Ctrl-C
+            raise
+        _fail("interrupted; resume with --resume", 130)
+
+
+def _fail(sentence: str, code: int) -> None:
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(code)
