@@ -377,70 +377,96 @@ def test_the_order_does_not_hang_on_the_widths():
 
 
 @pytest.fixture
-def pair() -> tuple[flat.Layout, flat.Layout, Tensor]:
-    """Layouts of the whole model and of BLUEPRINT's subnet, and the index between them."""
+def pair() -> tuple[flat.Layout, flat.Layout, flat.Runs, Tensor]:
+    """Layouts of the whole model and of BLUEPRINT's subnet, the runs, and the index between them."""
     block_map = cut_map()
     full = flat.layout(block_map, SHAPES)
     narrow = flat.layout(block_map, block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT)))
-    return full, narrow, flat.block_index(full, block_map, BLUEPRINT, CPU)
+    runs = flat.runs(full, block_map, CPU)
+    return full, narrow, runs, runs.index(BLUEPRINT)
+
+
+def test_runs_know_their_block(pair):
+    """Fill each block with its number by hand: every run must lie in one block, the one it names."""
+    full, _, runs, _ = pair
+    numbers = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in SHAPES.items()}
+    for name, (group, part) in cut_map().partitioned().items():
+        for block in range(group.n_blocks):
+            for place in positions(group, part, [block]).tolist():
+                numbers[name].select(part.dim, place).fill_(runs.numbers[group.name] + block)
+    flat_numbers = torch.cat([numbers[name].reshape(-1) for name in full.shapes])
+    assert torch.equal(flat_numbers, runs.block_of.repeat_interleave(runs.grain))
+    assert int(runs.block_of.max()) + 1 == runs.n_blocks
 
 
 def test_gather_takes_the_blocks(pair):
-    full, narrow, index = pair
+    full, narrow, runs, index = pair
     params = numbered()
-    assert index.dtype == torch.int64
-    assert index.unique().numel() == index.numel() == narrow.n_params - full.n_shared
-    out = torch.full((narrow.n_params,), math.nan, dtype=torch.float64)
-    whole = filled(full, params)
-    assert flat.gather_(out, whole, full.n_shared, index) is out
+    assert index.unique().numel() == index.numel()
+    assert index.numel() * runs.grain == narrow.n_params - full.n_shared
+    out = torch.full((1, narrow.n_params), math.nan, dtype=torch.float64)
+    whole = filled(full, params)[None]
+    assert flat.gather_(out, whole, runs, index) is out
     for name, view in narrow.views(out).items():
         assert torch.equal(view, take(params[name], kept_by_hand(name))), name
-    assert torch.equal(whole, filled(full, params))
+    assert torch.equal(whole[0], filled(full, params))
 
 
-def by_hand_back(full: flat.Layout, narrow: flat.Layout, part: Tensor, add: bool) -> Tensor:
+def by_hand_back(full: flat.Layout, narrow: flat.Layout, part: Tensor) -> Tensor:
     """The whole buffer after a subnet's came back, element by element."""
     params = {name: tensor.clone() for name, tensor in numbered().items()}
     for name, view in narrow.views(part).items():
         where = kept_by_hand(name)
         if where is None:
-            params[name] = params[name] + view if add else view
+            params[name] = view
             continue
         dim, kept = where
         for i, position in enumerate(kept):
             spot = params[name][position] if dim == 0 else params[name][:, position]
-            new = view[i] if dim == 0 else view[:, i]
-            spot.copy_(spot + new if add else new)
+            spot.copy_(view[i] if dim == 0 else view[:, i])
     return filled(full, params)
 
 
-@pytest.mark.parametrize("add", [False, True])
-def test_scatter_writes_the_blocks_and_nothing_else(pair, add):
-    full, narrow, index = pair
+def test_scatter_writes_the_blocks_and_nothing_else(pair):
+    full, narrow, runs, index = pair
     part = torch.randn(
-        narrow.n_params, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        1, narrow.n_params, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    whole = filled(full, numbered())
-    scatter = flat.scatter_add_ if add else flat.scatter_
-    assert scatter(whole, part, full.n_shared, index) is whole
-    assert torch.equal(whole, by_hand_back(full, narrow, part, add))
+    whole = filled(full, numbered())[None]
+    assert flat.scatter_(whole, part, runs, index) is whole
+    assert torch.equal(whole[0], by_hand_back(full, narrow, part[0]))
 
 
 def test_gather_then_scatter_is_the_identity(pair):
-    full, narrow, index = pair
-    whole = filled(full, numbered())
-    part = flat.gather_(
-        torch.empty(narrow.n_params, dtype=torch.float64), whole, full.n_shared, index
-    )
-    assert torch.equal(flat.scatter_(whole.clone(), part, full.n_shared, index), whole)
-    back = flat.scatter_(torch.zeros_like(whole), part, full.n_shared, index)
-    again = flat.gather_(torch.empty_like(part), back, full.n_shared, index)
-    assert torch.equal(again, part)
+    full, narrow, runs, index = pair
+    whole = filled(full, numbered()).repeat(3, 1)
+    empty = torch.empty(3, narrow.n_params, dtype=torch.float64)
+    part = flat.gather_(empty, whole, runs, index)
+    assert torch.equal(flat.scatter_(whole.clone(), part, runs, index), whole)
+    back = flat.scatter_(torch.zeros_like(whole), part, runs, index)
+    assert torch.equal(flat.gather_(torch.empty_like(part), back, runs, index), part)
 
 
 def test_an_empty_map_has_an_empty_index():
     full = flat.layout(BlockMap(()), SHAPES)
-    index = flat.block_index(full, BlockMap(()), {}, CPU)
-    whole = filled(full, numbered())
+    runs = flat.runs(full, BlockMap(()), CPU)
+    index = runs.index({})
+    whole = filled(full, numbered())[None]
     assert index.numel() == 0
-    assert torch.equal(flat.gather_(torch.empty_like(whole), whole, full.n_shared, index), whole)
+    assert torch.equal(flat.gather_(torch.empty_like(whole), whole, runs, index), whole)
+
+
+def test_holders_against_a_count(pair):
+    _, _, runs, _ = pair
+    rng = random.Random(3)
+    blueprints = [
+        {g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks)))) for g in runs.block_map.groups}
+        for _ in range(3)
+    ]  # fmt: skip
+    table = flat.holders(runs, blueprints).tolist()
+    assert table[0] == [0, 2, 3]
+    for group in runs.block_map.groups:
+        for block in range(group.n_blocks):
+            who = [i for i, blueprint in enumerate(blueprints) if block in blueprint[group.name]]
+            expected = [who[0], who[-1], len(who)] if who else [-1, -1, 0]
+            assert table[runs.numbers[group.name] + block] == expected

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from twistlm import central, config, deploy, dispatcher, families, flat, models, parent, subnet
 from twistlm.blocks import BlockMap, Blueprint
+from twistlm.loss import next_token_loss
 
 N_FFN = 4
 SHARED_FIRST = 1
@@ -69,7 +70,9 @@ class Case:
     def masked(self, grads: Tensor | None = None) -> subnet.Subnet:
         """The full model with masks and the scale."""
         weights = self.central.weights.clone()
-        result = subnet.build(self.model, self.block_map, self.central.layout, weights, grads)
+        result = subnet.build(
+            self.model, self.block_map, self.central.layout, weights, grads, masked=True
+        )
         result.mask_(self.blueprint)
         result.scale_(self._scales())
         return result
@@ -80,7 +83,7 @@ class Case:
         where = flat.layout(
             self.block_map, self.block_map.narrowed(models.shapes(self.model), widths)
         )
-        weights = dispatcher.cut(self.central, self.block_map, self.blueprint)[0][0]
+        weights = dispatcher.cut(self.central, self.blueprint)[0]
         grads = torch.zeros_like(weights)
         result = subnet.build(self.model, self.block_map, where, weights, grads)
         result.scale_(self._scales())
@@ -258,11 +261,11 @@ def test_gradients_of_physical_masked_and_stock_model_agree(key):
     cuts, shapes = all_cuts(c), models.shapes(c.model)
 
     narrow, where, _, narrow_grads = c.physical()
-    subnet.next_token_loss(narrow.model, ids).backward()
+    next_token_loss(narrow.model, ids).backward()
     physical = where.views(narrow_grads)
 
     full_grads = torch.zeros_like(c.central.weights)
-    subnet.next_token_loss(c.masked(full_grads).model, ids).backward()
+    next_token_loss(c.masked(full_grads).model, ids).backward()
     masked = c.central.layout.views(full_grads)
 
     stock = copy.deepcopy(c.reference)
@@ -302,7 +305,7 @@ def test_gradients_of_physical_masked_and_stock_model_agree(key):
 def test_each_mask_alone_changes_the_logits(key):
     """transformers 5 swallows an unknown head_mask without a word; ours must not be ignored."""
     c, ids = case(key), tokens(2, 12)
-    full = subnet.build(c.model, c.block_map, c.central.layout, c.central.weights)
+    full = subnet.build(c.model, c.block_map, c.central.layout, c.central.weights, masked=True)
     whole = logits(full.model, ids)
     assert far(whole, logits(c.model, ids)) == 0.0  # no mask, no scale: the model itself
     for group in c.block_map.groups:
@@ -409,7 +412,7 @@ def test_building_subnets_leaves_the_template_alone(key):
         models.state(model), models.shapes(model), c.block_map, carry=True, outer=True, device=CPU
     )
     deploy.extract(as_parent(model, c.block_map, whole, "sqrt"), c.blueprint)
-    subnet.build(model, c.block_map, whole.layout, whole.weights).mask_(c.blueprint)
+    subnet.build(model, c.block_map, whole.layout, whole.weights, masked=True).mask_(c.blueprint)
     assert torch.equal(logits(model, ids), before)
     assert str(model) == sizes
     assert all(param.requires_grad for param in model.parameters())
@@ -428,10 +431,10 @@ def test_a_subnet_lives_in_its_buffer(key):
     assert far(logits(narrow.model, ids), before) > 1e-3
     weights.mul_(2.0)
     assert torch.equal(logits(narrow.model, ids), before)
-    subnet.next_token_loss(narrow.model, ids).backward()
+    next_token_loss(narrow.model, ids).backward()
     once = grads.clone()
     assert float(once.abs().max()) > 1e-3
-    subnet.next_token_loss(narrow.model, ids).backward()
+    next_token_loss(narrow.model, ids).backward()
     assert torch.allclose(grads, 2 * once)  # gradients add up in the buffer until it is zeroed
 
 

@@ -20,9 +20,9 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
 
 LAYERS = [  # a module imports only from layers above its own
     {"__init__", "config", "terminal"},
-    {"blocks"},
-    {"generator", "flat", "data", "cluster", "families", "models", "ledger"},
-    {"prepare", "subnet"},
+    {"blocks", "fast", "kernels", "attention"},
+    {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
+    {"prepare", "subnet", "adamw"},
     {"central", "corpus"},
     {"dispatcher", "aggregator", "checkpoint"},
     {"worker", "parent"},

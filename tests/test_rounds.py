@@ -45,8 +45,8 @@ def deal(run: startup.Run, r: int = 0):
 def returned(run: startup.Run, blueprints, change=lambda worker, buffer: buffer) -> list[Result]:
     results = []
     for worker, blueprint in enumerate(blueprints):
-        buffer, index = cut(run.central, run.block_map, blueprint)
-        results.append(Result(worker, change(worker, buffer), index, STATS))
+        buffer = change(worker, cut(run.central, blueprint))
+        results.append(Result(worker, buffer, run.runs.index(blueprint), STATS))
     return results
 
 
@@ -56,7 +56,8 @@ def test_dispatch_then_aggregate_is_the_identity(tokens, tmp_path, moments):
     state = random_central(run)
     before = state.buffer.clone()
     assert before.shape[0] == (3 if moments == "carry" else 1)
-    aggregator.aggregate_(state, returned(run, deal(run)))
+    blueprints = deal(run)
+    aggregator.aggregate_(state, returned(run, blueprints), blueprints)
     # the mean of equal copies: exact for 1, 2 copies, to the last bit or so for 3
     torch.testing.assert_close(state.buffer, before, rtol=1e-15, atol=0)
 
@@ -68,7 +69,7 @@ def test_aggregate_is_the_mean_over_holders(tokens, tmp_path):
     blueprints = deal(run)
     old = {n: v.clone() for n, v in state.layout.views(state.buffer[0]).items()}
     shift = lambda worker, buffer: buffer + 10.0 ** (worker + 1)  # noqa: E731
-    aggregator.aggregate_(state, returned(run, blueprints, shift))
+    aggregator.aggregate_(state, returned(run, blueprints, shift), blueprints)
     new = state.layout.views(state.buffer[0])
     partitioned = run.block_map.partitioned()
     held_by_several = 0
@@ -93,12 +94,13 @@ def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path, ou
     run = setup(tokens, tmp_path / "run", train={"outer": "nesterov(0.7, 0.6)"})
     state = random_central(run)
     before, velocity = state.buffer.clone(), state.velocity.clone()
-    results = returned(run, deal(run), lambda worker, buffer: buffer + 1)[1:]
-    aggregator.aggregate_(state, results, outer)
+    blueprints = deal(run)
+    results = returned(run, blueprints, lambda worker, buffer: buffer + 1)[1:]
+    aggregator.aggregate_(state, results, blueprints[1:], outer)
     held = torch.zeros_like(state.weights, dtype=torch.bool)
     held[: state.layout.n_shared] = True
     for result in results:
-        held[state.layout.n_shared + result.index] = True
+        held[state.layout.n_shared :].view(-1, run.runs.grain)[result.index] = True
     assert (~held).any()
     assert torch.equal(state.buffer[:, ~held], before[:, ~held])
     assert torch.equal(state.velocity[~held], velocity[~held])
@@ -236,7 +238,7 @@ def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
     blueprints = deal(run)
     before = run.central.weights.clone()
     parcel = next(iter(rounds.dispatcher.dispatch(
-        run.central, run.full, run.block_map, blueprints, run.cluster, run.rows, run.dtype
+        run.central, run.runs, blueprints, run.cluster, run.rows, run.dtype
     )))  # fmt: skip
     seat = rounds._new_seat(run, parcel.layout, "central")
     seat.load(
@@ -244,9 +246,9 @@ def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
     )
     held = torch.zeros_like(before, dtype=torch.bool)
     held[: run.full.n_shared] = True
-    held[run.full.n_shared + parcel.index] = True
+    held[run.full.n_shared :].view(-1, run.runs.grain)[parcel.index] = True
     for step in range(3):
-        seat.step(run.batches(0, step), 1e-2, 1.0)
+        seat.step(run.batches(0, step), 1e-2)
         assert torch.equal(run.central.weights[~held], before[~held])
         assert not torch.equal(run.central.weights[held], before[held])
     seat.result()
@@ -342,7 +344,13 @@ def test_an_evaluated_subnet_is_the_masked_model(tokens, tmp_path):
     ready = score.evaluator(loaded, tokens=320)
     widths = widths_of_ratio(loaded.block_map, "2/4")
     spread = ready.random_subnets("2/4", widths, 4, seed=3)
-    masked = build(loaded.template, loaded.block_map, loaded.central.layout, loaded.central.weights)
+    masked = build(
+        loaded.template,
+        loaded.block_map,
+        loaded.central.layout,
+        loaded.central.weights,
+        masked=True,
+    )
     masked.scale_(scales(loaded.block_map, widths, "sqrt"))
     for draw, value in enumerate(spread.values):
         masked.mask_(generator.for_deployment(loaded.block_map, widths, seed=3, draw=draw))

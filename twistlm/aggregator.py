@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .blocks import Blueprint
 from .central import Central
-from .flat import scatter_add_
+from .flat import holders, mean_
 
 
 @dataclass(frozen=True)
 class Stats:
     """What a worker tells about its local steps."""
 
-    loss_sum: float
+    loss_sum: Tensor | float  # stays on the device until the round is over: no sync inside it
     n_steps: int
     n_tokens: int
 
@@ -34,33 +35,37 @@ class Result:
 
     worker: int
     buffer: Tensor  # [rows, n_subnet]
-    index: Tensor  # its blocks' places in the central buffer
+    index: Tensor  # its blocks' runs in the central buffer
     stats: Stats
 
 
 def aggregate_(
-    central: Central, results: Iterable[Result], outer: tuple[float, float] | None = None
+    central: Central,
+    results: Iterable[Result],
+    blueprints: Sequence[Blueprint],
+    outer: tuple[float, float] | None = None,
 ) -> Stats:
     """Set every central parameter (and moment) to the mean of the copies that came back.
 
-    Copies are added in the order of `results`, which is worker order everywhere, so one process and
-    many give the same bits. A parameter that nobody held keeps weight, moments and outer momentum.
+    `blueprints` are those of the workers that bring a result. Copies are added in the order of
+    `results`, which is worker order everywhere, so one process and many give the same bits. A
+    parameter that nobody held keeps weight, moments and outer momentum.
     """
-    total = torch.zeros_like(central.buffer)
-    n_shared = central.layout.n_shared
-    count = torch.zeros_like(central.weights)
+    if central.sums is None:
+        central.sums = torch.empty_like(central.buffer)
+    table = holders(central.runs, blueprints)
+    mean = central.buffer if outer is None else central.sums
     stats = Stats(0.0, 0, 0)
-    for result in results:
-        for row, part in zip(total, result.buffer, strict=True):
-            scatter_add_(row, part, n_shared, result.index)
-        scatter_add_(count, torch.ones_like(result.buffer[0]), n_shared, result.index)
+    for place, result in enumerate(results):
+        mean_(mean, central.sums, result.buffer, central.runs, result.index, table, place)
         stats += result.stats
-    held = count > 0
-    total.div_(count.clamp_(min=1))
     if outer is not None:
         assert central.velocity is not None
-        total[0] = nesterov_(central.weights, total[0], central.velocity, held, *outer)
-    torch.where(held, total, central.buffer, out=central.buffer)
+        held = table[central.runs.block_of, 2:] > 0  # [n_runs, 1]
+        grain = central.runs.grain
+        old, sums = central.buffer.unflatten(1, (-1, grain)), mean.unflatten(1, (-1, grain))
+        sums[0] = nesterov_(old[0], sums[0], central.velocity.view(-1, grain), held, *outer)
+        torch.where(held, sums, old, out=old)
     return stats
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .blocks import BlockMap, Shapes, State
-from .flat import Layout, layout
+from .flat import Layout, Runs, layout, runs
 from .generator import Held
 from .subnet import Rho
 
@@ -19,12 +19,17 @@ ROWS = ("weights", "m", "v")
 class Central:
     """Lives as long as the run; `aggregator` alone changes `buffer` and `velocity`."""
 
-    layout: Layout
+    runs: Runs
     buffer: Tensor  # [rows, n_params]: weights, and with carried moments Adam's m and v
     velocity: Tensor | None  # [n_params]: the outer optimizer's momentum
     held: Held
     rho: Rho = field(default_factory=dict)
     round: int = 0  # rounds done
+    sums: Tensor | None = None  # [rows, n_params]: the aggregator's scratch, kept between rounds
+
+    @property
+    def layout(self) -> Layout:
+        return self.runs.full
 
     @property
     def weights(self) -> Tensor:
@@ -48,4 +53,4 @@ def create(
         view.copy_(params[name].detach())
     velocity = torch.zeros_like(buffer[0]) if outer else None
     held = {group.name: [0] * group.n_blocks for group in block_map.groups}
-    return Central(where, buffer, velocity, held)
+    return Central(runs(where, block_map, device), buffer, velocity, held)

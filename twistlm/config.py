@@ -117,9 +117,9 @@ class TrainConfig:
     scale: Literal["sqrt", "none", "inverse", "measured"] = "sqrt"
     """What a subnet's layer output is multiplied by: sqrt(N/K), 1, N/K, or the measured ratio."""
     precision: Literal["auto", "float32", "bf16", "float64"] = "auto"
-    """`bf16` is autocast over float32 weights; `auto` takes it on a GPU that has it."""
-    compile: bool = False
-    """torch.compile the local step (once per subnet width)."""
+    """`bf16` trains a rounded copy of float32 weights; `auto` takes it on a GPU that has it."""
+    compile: Literal["auto", "true", "false"] = "auto"
+    """Compile the local step (once per subnet width) and record it as a CUDA graph; `auto`: on a GPU."""
 
     def nesterov(self) -> tuple[float, float] | None:
         """(lr, momentum) of the outer optimizer, None for the plain mean."""

@@ -26,19 +26,16 @@ def round_(
     A rank's workers are one larger batch: that is what data parallel means in one process. Every
     rank holds the full seat; the one on the central rank is copied back at the end.
     """
-    losses = torch.zeros((), dtype=torch.float64, device=seat.device)
+    seat.losses.zero_()
     first = round * cfg.interval
     for step in range(first, first + cfg.interval):
-        seat.grad.zero_()
         mine = cluster.workers
         ids = torch.cat([batches(worker, step) for worker in mine])
-        losses += seat.backward(to_device(ids, seat.device), share=len(mine) / cfg.n_workers) * len(
-            mine
-        )
+        seat.backward(to_device(ids, seat.device), share=len(mine) / cfg.n_workers)
         cluster.sum_(seat.grad)
-        seat.apply(learning_rate(cfg, step, total_steps), cfg.clip)
-    cluster.sum_(losses)
+        seat.apply(learning_rate(cfg, step, total_steps))
+    losses = cluster.sum_(seat.losses * len(cluster.workers))
     if central is not None:
         central.buffer.copy_(seat.buffer[: central.buffer.shape[0]])
     n_steps = cfg.interval * cfg.n_workers
-    return Stats(float(losses), n_steps, n_steps * batches.batch * batches.seq_len)
+    return Stats(losses, n_steps, n_steps * batches.batch * batches.seq_len)

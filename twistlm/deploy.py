@@ -26,7 +26,7 @@ def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     block_map.check_blueprint(blueprint)
     widths = block_map.widths(blueprint)
     where = central.layout.narrowed(block_map, widths)
-    weights = cut(central, block_map, blueprint, rows=1)[0][0]
+    weights = cut(central, blueprint, rows=1)[0]
     fold_(where.views(weights), block_map, scales(block_map, widths, parent.scale, central.rho))
     return build(parent.template, block_map, where, weights).model
 

@@ -8,40 +8,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blocks import BlockMap, Blueprint
+from .blocks import Blueprint
 from .central import Central
 from .cluster import Cluster
-from .flat import Layout, block_index, gather_
+from .flat import Layout, Runs, gather_
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """What one worker gets: its subnet's buffer, and where its blocks lie in the central one."""
+    """What one worker gets: its subnet's buffer, and where its blocks lie in the central one.
+
+    Here the buffer is still part of the central one and is cut into the seat itself; what came over
+    the wire is cut already.
+    """
 
     worker: int
     blueprint: Blueprint
     layout: Layout
-    buffer: Tensor  # [rows, n_subnet]
-    index: Tensor
+    index: Tensor  # its blocks' runs in the central buffer
+    source: Tensor  # [rows, n_subnet], or [rows, n_params] of the central model
+    runs: Runs
+
+    @property
+    def rows(self) -> int:
+        return self.source.shape[0]
+
+    def unpack_(self, out: Tensor) -> Tensor:
+        """Fill `out` [rows, n_subnet]."""
+        if self.source.shape == out.shape and self.source.shape[1] != self.runs.full.n_params:
+            return out.copy_(self.source)
+        return gather_(out, self.source, self.runs, self.index)
 
 
-def cut(
-    central: Central, block_map: BlockMap, blueprint: Blueprint, rows: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """A subnet's buffer out of the central one (its first `rows` rows), and the index of its blocks."""
+def cut(central: Central, blueprint: Blueprint, rows: int | None = None) -> Tensor:
+    """A subnet's buffer out of the central one (its first `rows` rows)."""
     source = central.buffer[:rows]
-    index = block_index(central.layout, block_map, blueprint, source.device)
-    shape = (source.shape[0], central.layout.n_shared + index.numel())
-    buffer = torch.empty(shape, dtype=source.dtype, device=source.device)
-    for part, row in zip(buffer, source, strict=True):
-        gather_(part, row, central.layout.n_shared, index)
-    return buffer, index
+    index = central.runs.index(blueprint)
+    n_params = central.layout.n_shared + index.numel() * central.runs.grain
+    out = torch.empty(source.shape[0], n_params, dtype=source.dtype, device=source.device)
+    return gather_(out, source, central.runs, index)
 
 
 def dispatch(
     central: Central | None,
-    full: Layout,
-    block_map: BlockMap,
+    runs: Runs,
     blueprints: list[Blueprint],
     cluster: Cluster,
     rows: int,
@@ -56,13 +66,12 @@ def dispatch(
     if central is not None:
         for worker, rank in enumerate(seating.ranks):
             if rank != cluster.rank:
-                cluster.post(rank, cut(central, block_map, blueprints[worker])[0])
+                cluster.post(rank, cut(central, blueprints[worker]))
     for worker in cluster.workers:
         blueprint = blueprints[worker]
-        where = full.narrowed(block_map, block_map.widths(blueprint))
+        where = runs.full.narrowed(runs.block_map, runs.block_map.widths(blueprint))
         if central is not None:
-            buffer, index = cut(central, block_map, blueprint)
+            source = central.buffer
         else:
-            buffer = cluster.receive(0, (rows, where.n_params), dtype)
-            index = block_index(full, block_map, blueprint, cluster.device)
-        yield Parcel(worker, blueprint, where, buffer, index)
+            source = cluster.receive(0, (rows, where.n_params), dtype)
+        yield Parcel(worker, blueprint, where, runs.index(blueprint), source, runs)

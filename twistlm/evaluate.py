@@ -11,11 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from . import generator
+from .attention import causal_
 from .blocks import BlockMap, Blueprint, Widths
 from .central import Central
 from .data import TokenFile
-from .flat import block_index, gather_
-from .subnet import Subnet, build, next_token_loss, scales
+from .flat import gather_
+from .loss import Loss, loss_for
+from .subnet import Subnet, build, scales
 from .worker import autocast, to_device
 
 
@@ -65,15 +67,17 @@ class Text:
 
 
 @torch.no_grad()
-def perplexity(model: PreTrainedModel, text: Text, precision: str = "auto") -> float:
+def perplexity(
+    model: PreTrainedModel, text: Text, precision: str = "auto", loss: Loss | None = None
+) -> float:
     """exp of the mean next-token loss over all windows (seq_len - 1 predictions in each)."""
-    device = model.device
+    device, loss = model.device, loss or loss_for(model)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for first in range(0, text.n_sequences, text.batch):
         rows = list(range(first, min(first + text.batch, text.n_sequences)))
         ids = to_device(text.file.sequences(rows, text.seq_len), device)
         with autocast(precision, device):
-            total += next_token_loss(model, ids).double() * len(rows)
+            total += loss(model, ids).double() * len(rows)
     return math.exp(min(float(total) / text.n_sequences, 700.0))  # exp overflows beyond 709
 
 
@@ -92,12 +96,14 @@ class Evaluator:
     ):
         self.template, self.block_map, self.central = template, block_map, central
         self.text, self.scale, self.precision = text, scale, precision
+        self.loss = loss_for(template)
         self.full = build(template, block_map, central.layout, central.weights)
+        causal_(self.full.model)
         self._built: dict[tuple[int, ...], tuple[Subnet, torch.Tensor]] = {}
 
     def full_perplexity(self) -> float:
         """The full model, with no mask and no scale."""
-        return perplexity(self.full.model, self.text, self.precision)
+        return perplexity(self.full.model, self.text, self.precision, self.loss)
 
     def subnet(self, blueprint: Blueprint) -> Subnet:
         """A physical subnet of the central model as it is now, with its activation scale."""
@@ -110,9 +116,10 @@ class Evaluator:
                 where.n_params, dtype=self.central.buffer.dtype, device=self.central.buffer.device
             )
             self._built[key] = (build(self.template, self.block_map, where, weights), weights)
+            causal_(self._built[key][0].model)
         subnet, weights = self._built[key]
-        index = block_index(self.central.layout, self.block_map, blueprint, weights.device)
-        gather_(weights, self.central.weights, self.central.layout.n_shared, index)
+        runs = self.central.runs
+        gather_(weights[None], self.central.buffer[:1], runs, runs.index(blueprint))
         subnet.scale_(scales(self.block_map, widths, self.scale, self.central.rho))
         return subnet
 
@@ -123,7 +130,8 @@ class Evaluator:
         values = []
         for draw in range(n):
             blueprint = generator.for_deployment(self.block_map, widths, seed=seed, draw=draw)
-            values.append(perplexity(self.subnet(blueprint).model, self.text, self.precision))
+            model = self.subnet(blueprint).model
+            values.append(perplexity(model, self.text, self.precision, self.loss))
             tick()
         where = self.central.layout.narrowed(self.block_map, widths)
         return Spread(ratio, where.n_params, tuple(values))

@@ -8,13 +8,18 @@ what weight decay touches is two slices.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .blocks import BlockMap, Blueprint, Shapes, State, Widths, positions
+from . import kernels
+from .blocks import BlockMap, Blueprint, Partition, Shapes, State, Widths
+
+MOST_GRAIN = 1024  # elements in a run
 
 
 @dataclass(frozen=True)
@@ -76,43 +81,139 @@ def layout(block_map: BlockMap, shapes: Shapes) -> Layout:
     )
 
 
-def block_index(
-    full: Layout, block_map: BlockMap, blueprint: Blueprint, device: torch.device
-) -> Tensor:
-    """Central positions of a subnet's block elements, in the subnet's buffer order.
+@dataclass(frozen=True)
+class Runs:
+    """A full buffer as runs of `grain` elements that no cut breaks: what is gathered and averaged.
 
-    `central[n_shared:][index]` is what follows the shared part in the subnet's buffer. int64, one
-    entry per block element.
+    GPT-2's heads and FFN chunks are stretches of 64 elements or more, so an index of runs is a
+    64th of an index of elements.
     """
-    pieces = []
+
+    full: Layout
+    block_map: BlockMap
+    grain: int  # a power of two
+    numbers: dict[str, int]  # group name -> number of its first block; 0 is "shared"
+    block_of: Tensor  # int32 [n_runs]: the number of the block that a run belongs to
+
+    @property
+    def n_blocks(self) -> int:
+        """How many blocks there are, with the shared part as one."""
+        return 1 + sum(group.n_blocks for group in self.block_map.groups)
+
+    def index(self, blueprint: Blueprint) -> Tensor:
+        """Runs of a subnet's blocks, counted from the first partitioned one, in the subnet's order."""
+        partitioned = self.block_map.partitioned()
+        pieces = []
+        for name in (name for name in self.full.shapes if name in partitioned):
+            group, part = partitioned[name]
+            ids = self._ids(name, group.n_blocks, part)
+            pieces.append(ids[:, :, list(blueprint[group.name])].reshape(-1))
+        return _send(np.concatenate(pieces or [np.empty(0, np.int32)]), self.block_of.device)
+
+    def _ids(self, name: str, n_blocks: int, part: Partition) -> np.ndarray:
+        """A parameter's runs as [outer, sections, n_blocks, runs of a block's stretch]."""
+        shape = self.full.shapes[name]
+        first = (self.full.offsets[name] - self.full.n_shared) // self.grain
+        n_runs = math.prod(shape) // self.grain
+        outer = math.prod(shape[: part.dim])
+        ids = np.arange(first, first + n_runs, dtype=np.int32)
+        return ids.reshape(outer, part.sections, n_blocks, -1)
+
+
+def runs(full: Layout, block_map: BlockMap, device: torch.device) -> Runs:
+    """The runs of a full buffer: grain, and which block each belongs to."""
     partitioned = block_map.partitioned()
-    for name, shape in full.shapes.items():
-        if name not in partitioned:
-            continue
-        group, part = partitioned[name]
-        start = full.offsets[name] - full.n_shared
-        ids = torch.arange(start, start + math.prod(shape), device=device).view(shape)
-        kept = positions(group, part, blueprint[group.name]).to(device)
-        pieces.append(ids.index_select(part.dim, kept).reshape(-1))
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
+    stretch = full.n_shared
+    for name, (_, part) in partitioned.items():
+        stretch = math.gcd(stretch, part.chunk * math.prod(full.shapes[name][part.dim + 1 :]))
+    grain = min(MOST_GRAIN, stretch & -stretch) if stretch else MOST_GRAIN
+    numbers, next_number = {}, 1
+    for group in block_map.groups:
+        numbers[group.name] = next_number
+        next_number += group.n_blocks
+    block_of = np.zeros(full.n_params // grain, dtype=np.int32)
+    made = Runs(full, block_map, grain, numbers, torch.empty(0, device=device))
+    for name, (group, part) in partitioned.items():
+        ids = full.n_shared // grain + made._ids(name, group.n_blocks, part)
+        mine = numbers[group.name] + np.arange(group.n_blocks, dtype=np.int32)
+        block_of[ids] = mine[None, None, :, None]
+    return replace(made, block_of=_send(block_of, device))
 
 
-def gather_(out: Tensor, full: Tensor, n_shared: int, index: Tensor) -> Tensor:
-    """Cut a subnet's buffer out of a full one: `out = [full[:n_shared] | full[n_shared:][index]]`."""
-    out[:n_shared].copy_(full[:n_shared])
-    torch.index_select(full[n_shared:], 0, index, out=out[n_shared:])
+def holders(runs: Runs, blueprints: Sequence[Blueprint]) -> Tensor:
+    """int32 [n_blocks, 3]: the first worker that holds a block, the last, and how many do."""
+    n_workers = len(blueprints)
+    table = np.full((runs.n_blocks, 3), -1, dtype=np.int32)
+    table[:, 2] = 0
+    table[0] = (0, n_workers - 1, n_workers)
+    for worker, blueprint in enumerate(blueprints):
+        for name, kept in blueprint.items():
+            rows = runs.numbers[name] + np.array(kept, dtype=np.int64)
+            table[rows, 0] = np.where(table[rows, 2] == 0, worker, table[rows, 0])
+            table[rows, 1] = worker
+            table[rows, 2] += 1
+    return _send(table, runs.block_of.device)
+
+
+def gather_(out: Tensor, full: Tensor, runs: Runs, index: Tensor) -> Tensor:
+    """Cut subnet buffers [rows, n] out of full ones [rows, N]."""
+    n_shared = runs.full.n_shared
+    if _fast(full):
+        kernels.take_(out, full, n_shared, index, runs.grain)
+        return out
+    out[:, :n_shared].copy_(full[:, :n_shared])
+    for to, from_ in zip(_blocks(out, runs), _blocks(full, runs), strict=True):
+        torch.index_select(from_, 0, index, out=to)
     return out
 
 
-def scatter_(full: Tensor, part: Tensor, n_shared: int, index: Tensor) -> Tensor:
-    """Write a subnet's buffer back to its places; everything else stays as it is."""
-    full[:n_shared].copy_(part[:n_shared])
-    full[n_shared:].index_copy_(0, index, part[n_shared:])
+def scatter_(full: Tensor, part: Tensor, runs: Runs, index: Tensor) -> Tensor:
+    """Write subnet buffers back to their places; everything else stays as it is."""
+    n_shared = runs.full.n_shared
+    full[:, :n_shared].copy_(part[:, :n_shared])
+    for to, from_ in zip(_blocks(full, runs), _blocks(part, runs), strict=True):
+        to.index_copy_(0, index.long(), from_)
     return full
 
 
-def scatter_add_(full: Tensor, part: Tensor, n_shared: int, index: Tensor) -> Tensor:
-    """Add a subnet's buffer at its places. A subnet holds no position twice, so order is exact."""
-    full[:n_shared].add_(part[:n_shared])
-    full[n_shared:].index_add_(0, index, part[n_shared:])
-    return full
+def mean_(
+    central: Tensor, total: Tensor, part: Tensor, runs: Runs, index: Tensor, holders: Tensor, worker: int
+) -> None:  # fmt: skip
+    """Take one worker's result into the mean over holders; workers come in order.
+
+    The first holder of a block sets its sum in `total`, others add to it, and the last one writes
+    sum / count to `central`: whoever is dealt a block later has read it before. A block that nobody holds
+    is never touched.
+    """
+    n_shared = runs.full.n_shared
+    if _fast(central):
+        kernels.mean_(
+            central, total, part, n_shared, index, runs.grain, runs.block_of, holders, worker
+        )
+        return
+    there = torch.cat(
+        [torch.arange(n_shared // runs.grain, dtype=torch.int64), n_shared // runs.grain + index]
+    )
+    roles = holders[runs.block_of[there].long()]
+    first, last = roles[:, :1] == worker, roles[:, 1] == worker
+    for row in range(len(part)):
+        sums, result = total[row].view(-1, runs.grain), part[row].view(-1, runs.grain)
+        new = torch.where(first, result, sums[there] + result)
+        sums.index_copy_(0, there, new)
+        mean = new[last] / roles[last, 2:].to(new.dtype)
+        central[row].view(-1, runs.grain).index_copy_(0, there[last], mean)
+
+
+def _blocks(buffer: Tensor, runs: Runs) -> Tensor:
+    """[rows, runs of blocks, grain] of a full or a subnet's buffer."""
+    return buffer[:, runs.full.n_shared :].unflatten(1, (-1, runs.grain))
+
+
+def _fast(buffer: Tensor) -> bool:
+    return buffer.dtype == torch.float32 and kernels.usable(buffer)
+
+
+def _send(table: np.ndarray, device: torch.device) -> Tensor:
+    """To a device without waiting for it."""
+    tensor = torch.from_numpy(table)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -15,7 +15,7 @@ from .aggregator import Result, Stats
 from .blocks import Blueprint, widths_of_ratio
 from .cluster import Cluster, SeatKind
 from .config import Config
-from .flat import Layout, block_index
+from .flat import Layout
 from .ledger import Metrics, Traffic
 from .startup import Run, set_up
 from .subnet import measure_rho, scales
@@ -52,7 +52,7 @@ def _train(run: Run, quiet: bool) -> Path:
             if central is None or metrics is None:
                 continue
             central.round = r + 1
-            loss = stats.loss_sum / stats.n_steps
+            loss = float(stats.loss_sum) / stats.n_steps  # the round's only wait for a GPU
             if not math.isfinite(loss):
                 raise FloatingPointError(
                     f"the training loss is {loss} in round {r}: lower train.lr = {cfg.train.lr}, or set "
@@ -104,7 +104,9 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         for _ in _local_results(run, blueprints, r):
             pass
         return Stats(0.0, 0, 0), Traffic(0, 0, 0)
-    stats = aggregator.aggregate_(run.central, _results(run, blueprints, r), cfg.train.nesterov())
+    stats = aggregator.aggregate_(
+        run.central, _results(run, blueprints, r), blueprints, cfg.train.nesterov()
+    )
     moved = sum(
         run.full.narrowed(block_map, block_map.widths(b)).n_params
         for b in blueprints
@@ -118,7 +120,7 @@ def _local_results(run: Run, blueprints: list[Blueprint], r: int) -> Iterator[Re
     """Train this rank's workers; a remote rank sends each result to the central one."""
     cfg, cluster = run.cfg, run.cluster
     for parcel in dispatcher.dispatch(
-        run.central, run.full, run.block_map, blueprints, cluster, run.rows, run.dtype
+        run.central, run.runs, blueprints, cluster, run.rows, run.dtype
     ):
         seat = seat_for(run, parcel.worker, parcel.layout)
         factors = scales(
@@ -147,8 +149,9 @@ def _results(run: Run, blueprints: list[Blueprint], r: int) -> Iterator[Result]:
         widths = run.block_map.widths(blueprints[i])
         where = run.full.narrowed(run.block_map, widths)
         buffer = cluster.receive(rank, (run.rows, where.n_params), run.dtype)
-        index = block_index(run.full, run.block_map, blueprints[i], cluster.device)
-        yield Result(i, buffer, index, Stats(told[0], int(told[1]), int(told[2])))
+        yield Result(
+            i, buffer, run.runs.index(blueprints[i]), Stats(told[0], int(told[1]), int(told[2]))
+        )
 
 
 def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
@@ -158,9 +161,7 @@ def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         seat = _new_seat(run, run.full, "physical")
         everything = [run.block_map.full()] * run.cluster.seating.n_workers
         parcel = next(
-            dispatcher.dispatch(
-                run.central, run.full, run.block_map, everything, run.cluster, run.rows, run.dtype
-            )
+            dispatcher.dispatch(run.central, run.runs, everything, run.cluster, run.rows, run.dtype)
         )
         unscaled = scales(run.block_map, run.block_map.full_widths(), "none")
         seat.load(parcel, unscaled, r * run.cfg.train.interval)

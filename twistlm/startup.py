@@ -19,7 +19,7 @@ from .config import Config
 from .corpus import resolve
 from .data import Batches, open_tokens
 from .evaluate import Evaluator, Text
-from .flat import Layout, layout
+from .flat import Layout, Runs, layout, runs
 from .subnet import Rho
 from .terminal import console
 from .worker import Seat
@@ -33,7 +33,7 @@ class Run:
     cluster: Cluster
     template: PreTrainedModel
     block_map: BlockMap
-    full: Layout
+    runs: Runs
     central: Central | None
     batches: Batches
     n_rounds: int
@@ -42,6 +42,10 @@ class Run:
     start: int = 0  # the first round to run
     seats: dict[tuple, Seat] = field(default_factory=dict)  # by kind and shape
     evaluator: Evaluator | None = None
+
+    @property
+    def full(self) -> Layout:
+        return self.runs.full
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,8 +109,8 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
         )
     shapes = models.shapes(template)
     nothing_held = {group.name: [0] * group.n_blocks for group in block_map.groups}
-    full = layout(block_map, shapes)
-    run = Run(cfg, cluster, template, block_map, full, None, batches, n_rounds, nothing_held)
+    whole = runs(layout(block_map, shapes), block_map, cluster.device)
+    run = Run(cfg, cluster, template, block_map, whole, None, batches, n_rounds, nothing_held)
     if cluster.is_central:
         outer = t.method == "twist" and t.nesterov() is not None
         if saved is not None:

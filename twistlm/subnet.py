@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,7 +30,10 @@ class Gate:
     """
 
     def __init__(self, module: nn.Module, n_inputs: int, like: Tensor):
-        self.scale = torch.ones((), dtype=like.dtype, device=like.device)
+        exact = (
+            torch.float64 if like.dtype == torch.float64 else torch.float32
+        )  # bf16 rounds by 0.1%
+        self.scale = torch.ones((), dtype=exact, device=like.device)
         self.mask = torch.ones(n_inputs, dtype=like.dtype, device=like.device)
         self.masked = False
         module.register_forward_pre_hook(self._before)
@@ -53,8 +55,11 @@ class Subnet:
     gates: dict[str, Gate]
 
     def scale_(self, scales: dict[str, float]) -> None:
-        for name, gate in self.gates.items():
-            gate.scale.fill_(scales[name])
+        for name, factor in scales.items():
+            if name in self.gates:
+                self.gates[name].scale.fill_(factor)
+            else:
+                assert factor == 1.0, f"{name} is whole: it has no scale"
 
     def mask_(self, blueprint: Blueprint) -> None:
         """Let only these blocks through: for a subnet bound to full weights."""
@@ -71,16 +76,23 @@ def build(
     layout: Layout,
     weights: Tensor,
     grads: Tensor | None = None,
+    *,
+    masked: bool = False,
 ) -> Subnet:
-    """A model with `layout`'s widths whose parameters are views of `weights`."""
+    """A model with `layout`'s widths whose parameters are views of `weights`.
+
+    A layer that is whole has scale 1 and gets no gate, unless the model is to be `masked`.
+    """
     model = models.clone_structure(template)
     models.bind_(model, layout.views(weights), layout.views(grads) if grads is not None else None)
     nn.Module.to(model, weights.device)  # parameters are there already; this moves buffers
     refit_(model, block_map)
     gates = {}
     for group in block_map.groups:
-        module = model.get_submodule(group.out[0].rpartition(".")[0])
-        gates[group.name] = Gate(module, layout.shapes[group.out[0]][group.out_part.dim], weights)
+        part, n_inputs = group.out_part, layout.shapes[group.out[0]][group.out_part.dim]
+        if masked or n_inputs < part.sections * group.n_blocks * part.chunk:
+            module = model.get_submodule(group.out[0].rpartition(".")[0])
+            gates[group.name] = Gate(module, n_inputs, weights)
     # eval mode is dropout 0 for every family; there is nothing else in a decoder that it changes
     return Subnet(model.eval(), block_map, gates)
 
@@ -141,11 +153,3 @@ def measure_rho(full: Subnet, ids: Tensor) -> Rho:
         for handle in handles:
             handle.remove()
     return rho
-
-
-def next_token_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Mean cross-entropy of tokens 1.. given those before (HF's own rounds float64 to float32)."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

@@ -6,17 +6,21 @@ import math
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from . import fast
+from .adamw import AdamW
 from .aggregator import Result, Stats
+from .attention import causal_
 from .blocks import BlockMap
 from .cluster import SeatKind
 from .config import TrainConfig
 from .data import Batches
 from .dispatcher import Parcel
 from .flat import Layout, gather_, scatter_
-from .subnet import build, next_token_loss
+from .loss import loss_for
+from .subnet import build
 
 
 class Seat:
@@ -25,6 +29,9 @@ class Seat:
     The optimizer always works on compact buffers of the subnet's own size. A masked or central seat
     runs the full model, gathers the gradient of its blocks, and scatters the new weights: absent
     blocks cannot move, whatever Adam's moments or the weight decay say.
+
+    In bf16 the model reads rounded weights (`work`) and writes a bf16 gradient; master weights and
+    moments stay in float32.
     """
 
     def __init__(
@@ -39,116 +46,111 @@ class Seat:
         dtype: torch.dtype,
         central_weights: Tensor | None = None,
     ):
-        self.kind = kind
-        self.layout = layout
-        self.device = device
-        self.autocast = autocast(cfg.precision, device)
+        self.kind, self.layout, self.device = kind, layout, device
+        self.fast = fast.is_on(cfg.compile, device)
+        low = torch.bfloat16 if is_bf16(cfg.precision, device) else dtype
         self.buffer = torch.zeros(3, layout.n_params, dtype=dtype, device=device)  # weights, m, v
-        self.grad = torch.zeros(layout.n_params, dtype=dtype, device=device)
-        if kind == "physical":
-            self.full_weights, self.full_grad = self.buffer[0], self.grad
-            self.subnet = build(template, block_map, layout, self.buffer[0], self.grad)
-        else:
-            if kind == "central":
+        self.grad = self._zeros(layout, low if self.fast else dtype)
+        self.work = self.buffer[0] if low == dtype else self._zeros(layout, low)
+        where, self.model_weights, self.model_grad = layout, self.work, self.grad
+        if kind != "physical":
+            where, self.model_grad = full, self._zeros(full, self.grad.dtype)
+            if kind == "central" and low == dtype:
                 assert central_weights is not None
-                self.full_weights = central_weights
+                self.model_weights = central_weights
             else:
-                self.full_weights = torch.zeros(full.n_params, dtype=dtype, device=device)
-            self.full_grad = torch.zeros(full.n_params, dtype=dtype, device=device)
-            self.subnet = build(template, block_map, full, self.full_weights, self.full_grad)
-        self.optimizer = self._adamw(cfg)
+                self.model_weights = self._zeros(full, low)
+        self.subnet = build(
+            template, block_map, where, self.model_weights, masked=kind != "physical"
+        )
+        causal_(self.subnet.model)
+        named = dict(self.subnet.model.named_parameters())
+        self.params = [named[name].requires_grad_() for name in where.shapes]
+        self.grads = list(where.views(self.model_grad).values())
+        self.optimizer = AdamW(self.buffer, self.grad, self.work, layout, cfg, self.fast)
+        self.losses = torch.zeros((), dtype=torch.float64, device=device)  # sum over steps
+        self.loss = loss_for(template)
         # storages never move, so a compiled graph outlives every repartition
-        self.forward = torch.compile(next_token_loss) if cfg.compile else next_token_loss
+        if self.fast:
+            self.loss = fast.compiled(self.loss)
+        self.ids = torch.empty(0, 0, dtype=torch.int64, device=device)
+        self.share = 1.0
+        self._backward = fast.Replayed(self._differentiate, device, self.fast)
+        self._apply = fast.Replayed(self._optimize, device, self.fast)
 
-    def _adamw(self, cfg: TrainConfig) -> torch.optim.AdamW:
-        """AdamW over flat slices, with its moments inside our buffer."""
-        groups: list[dict] = []
-        states: dict[Tensor, dict[str, Tensor]] = {}
-        self.step_counts = []
-        for spans, decay in ((self.layout.decayed, cfg.weight_decay), (self.layout.plain, 0.0)):
-            params = []
-            for start, end in spans:
-                param = nn.Parameter(self.buffer[0, start:end])
-                param.grad = self.grad[start:end]
-                step = torch.zeros((), dtype=torch.float32, device=self.device)
-                self.step_counts.append(step)
-                states[param] = {
-                    "step": step,
-                    "exp_avg": self.buffer[1, start:end],
-                    "exp_avg_sq": self.buffer[2, start:end],
-                }
-                params.append(param)
-            if params:
-                groups.append({"params": params, "weight_decay": decay})
-        optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
-        optimizer.state.update(states)
-        return optimizer
+    def _zeros(self, layout: Layout, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(layout.n_params, dtype=dtype, device=self.device)
 
     def load(self, parcel: Parcel, scales: dict[str, float], step: int) -> None:
         """Take a parcel: weights, and the moments if they travel; `step` is Adam's count so far."""
-        carried = parcel.buffer.shape[0]
-        self.buffer[:carried].copy_(parcel.buffer)
-        self.buffer[carried:].zero_()
-        for count in self.step_counts:
-            count.fill_(step if carried > 1 else 0)
         self.parcel = parcel
+        parcel.unpack_(self.buffer[: parcel.rows])
+        self.buffer[parcel.rows :].zero_()
+        self.optimizer.start_(step if parcel.rows > 1 else 0)
+        self.losses.zero_()
         self.subnet.scale_(scales)
+        if self.work.data_ptr() != self.buffer.data_ptr():
+            self.work.copy_(self.buffer[0])
         if self.kind != "physical":
             self.subnet.mask_(parcel.blueprint)
+            self.before = self.buffer[0].clone() if self.kind == "central" else None
             self._to_model()
 
-    def step(self, ids: Tensor, lr: float, clip: float) -> Tensor:
-        """One local step; returns the loss (on the device, no sync)."""
-        self.full_grad.zero_()
-        loss = self.backward(ids)
-        self.apply(lr, clip)
-        return loss
+    def step(self, ids: Tensor, lr: float) -> None:
+        """One local step; nothing is read back."""
+        self.backward(ids)
+        self.apply(lr)
 
-    def backward(self, ids: Tensor, share: float = 1.0) -> Tensor:
-        """Add the gradient of `share` times the loss to the buffers; returns the loss."""
-        with self.autocast:
-            loss = self.forward(self.subnet.model, ids)
-        (loss * share).backward()
-        return loss.detach()
+    def backward(self, ids: Tensor, share: float = 1.0) -> None:
+        """Set the gradient to that of `share` times the loss, and add the loss to `losses`."""
+        if self.ids.shape != ids.shape or self.share != share:
+            self.ids, self.share = torch.empty_like(ids, device=self.device), share
+            self._backward = fast.Replayed(self._differentiate, self.device, self.fast)
+        self.ids.copy_(ids, non_blocking=True)
+        self._backward()
 
-    def apply(self, lr: float, clip: float) -> None:
-        """Clip the gradient that lies in the buffers and make one AdamW step."""
+    def _differentiate(self) -> None:
+        loss = self.loss(self.subnet.model, self.ids)
+        grads = torch.autograd.grad(loss * self.share, self.params)
+        torch._foreach_copy_(self.grads, grads)
+        self.losses += loss.detach()
+
+    def apply(self, lr: float) -> None:
+        """Clip the gradient that lies in the buffer and make one AdamW step."""
         if self.kind != "physical":
-            gather_(self.grad, self.full_grad, self.layout.n_shared, self.parcel.index)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if clip > 0:
-            norm = torch.linalg.vector_norm(self.grad)
-            self.grad.mul_((clip / (norm + 1e-6)).clamp(max=1.0))
-        self.optimizer.step()
+            gather_(self.grad[None], self.model_grad[None], self.parcel.runs, self.parcel.index)
+        self.optimizer.set_(lr)
+        self._apply()
         if self.kind != "physical":
             self._to_model()
+
+    def _optimize(self) -> None:
+        self.optimizer.step_()
 
     def result(self) -> Tensor:
         """The trained buffer, with as many rows as came. A central seat puts the central weights back."""
-        carried = self.parcel.buffer.shape[0]
-        if self.kind == "central":
-            scatter_(
-                self.full_weights, self.parcel.buffer[0], self.layout.n_shared, self.parcel.index
-            )
-        return self.buffer[:carried]
+        if self.kind == "central" and self.before is not None:
+            self._to_model(self.before)
+        return self.buffer[: self.parcel.rows]
 
-    def _to_model(self) -> None:
-        scatter_(self.full_weights, self.buffer[0], self.layout.n_shared, self.parcel.index)
+    def _to_model(self, weights: Tensor | None = None) -> None:
+        part = self.work if weights is None else weights.to(self.model_weights.dtype)
+        scatter_(self.model_weights[None], part[None], self.parcel.runs, self.parcel.index)
 
 
 def train(seat: Seat, batches: Batches, cfg: TrainConfig, round: int, total_steps: int) -> Result:
-    """`interval` local steps of one worker; all of them are in what it returns."""
+    """`interval` local steps of one worker; all of them are in what it returns.
+
+    Nothing here waits for a GPU: while it works on one worker's steps, the host prepares the next.
+    """
     parcel = seat.parcel
-    losses = torch.zeros((), dtype=torch.float64, device=seat.device)
     first = round * cfg.interval
     for step in range(first, first + cfg.interval):
         ids = to_device(batches(parcel.worker, step), seat.device)
-        losses += seat.step(ids, learning_rate(cfg, step, total_steps), cfg.clip)
+        seat.step(ids, learning_rate(cfg, step, total_steps))
     n_tokens = cfg.interval * batches.batch * batches.seq_len
-    return Result(
-        parcel.worker, seat.result(), parcel.index, Stats(float(losses), cfg.interval, n_tokens)
-    )
+    stats = Stats(seat.losses.clone(), cfg.interval, n_tokens)
+    return Result(parcel.worker, seat.result(), parcel.index, stats)
 
 
 def learning_rate(cfg: TrainConfig, step: int, total_steps: int) -> float:
@@ -161,13 +163,16 @@ def learning_rate(cfg: TrainConfig, step: int, total_steps: int) -> float:
     return cfg.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """bf16 autocast where asked for, or by `auto` on a GPU that has it."""
+def is_bf16(precision: str, device: torch.device) -> bool:
+    """Whether the model runs in bf16: where asked for, or by `auto` on a GPU that has it."""
     if precision == "auto":
-        enabled = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    else:
-        enabled = precision == "bf16"
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+        return device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return precision == "bf16"
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """bf16 products over float32 weights and a float32 residual stream: for evaluation."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bf16(precision, device))
 
 
 def to_device(ids: Tensor, device: torch.device) -> Tensor:

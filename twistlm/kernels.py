@@ -1,0 +1,137 @@
+"""Triton kernels for what torch does in several passes: softmax with its gradient, gather and mean of runs.
+
+Each has a torch twin (in `loss.py` and `flat.py`) that says what it computes; these are for GPUs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+TILE = 1024  # elements of a program
+
+
+def usable(tensor: Tensor) -> bool:
+    return triton is not None and (tensor.is_cuda or triton.knobs.runtime.interpret)
+
+
+def softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: int, wanted: bool) -> Tensor:
+    """Each row's cross-entropy over its first `vocab` columns; see `loss._softmax_`."""
+    losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
+    _softmax[(len(targets),)](
+        logits, targets, losses, logits.stride(0), vocab, logits.shape[1], 1 / n_tokens,
+        WANTED=wanted, BLOCK=2048, num_warps=4,
+    )  # fmt: skip
+    return losses
+
+
+def take_(out: Tensor, full: Tensor, n_shared: int, index: Tensor, grain: int) -> None:
+    """`out` [rows, n] = the shared part and the runs at `index` of `full` [rows, N]."""
+    n_runs = out.shape[1] // grain
+    _take[_grid(n_runs, grain)](
+        out, full, index, n_runs, n_shared // grain, out.stride(0), full.stride(0),
+        ROWS=out.shape[0], GRAIN=grain, RUNS=max(1, TILE // grain),
+    )  # fmt: skip
+
+
+def mean_(
+    central: Tensor, total: Tensor, part: Tensor, n_shared: int, index: Tensor, grain: int,
+    block_of: Tensor, holders: Tensor, worker: int,
+) -> None:  # fmt: skip
+    """Add one worker's `part` to `total`, or finish the mean in `central`; see `flat.mean_`."""
+    n_runs = part.shape[1] // grain
+    _mean[_grid(n_runs, grain)](
+        central, total, part, index, block_of, holders, worker, n_runs, n_shared // grain,
+        central.stride(0), total.stride(0), part.stride(0),
+        ROWS=part.shape[0], GRAIN=grain, RUNS=max(1, TILE // grain),
+    )  # fmt: skip
+
+
+def _grid(n_runs: int, grain: int) -> tuple[int]:
+    return (triton.cdiv(n_runs, max(1, TILE // grain)),)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _softmax(
+        logits, targets, losses, stride, vocab, width, share,
+        WANTED: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        # one program per row: read once for max and sum, then (from cache) once for the gradient
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        target = tl.load(targets + row)
+        lanes = tl.arange(0, BLOCK)
+        top = -float("inf")
+        total = 0.0
+        for start in range(0, vocab, BLOCK):
+            at = start + lanes
+            x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+            higher = tl.maximum(top, tl.max(x, 0))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
+            top = higher
+        chosen = tl.load(logits + target).to(tl.float32)
+        tl.store(losses + row, top + tl.log(total) - chosen)
+        if WANTED:
+            scale = share / total
+            for start in range(0, width, BLOCK):
+                at = start + lanes
+                x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+                grad = tl.exp(x - top) * scale
+                grad = tl.where(at == target, grad - share, grad)
+                tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
+
+    @triton.jit
+    def _places(index, n_runs, n_shared, GRAIN: tl.constexpr, RUNS: tl.constexpr):
+        # runs of a subnet, the same runs in the central buffer, and which lanes are real
+        run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
+        real = run < n_runs
+        block = real & (run >= n_shared)
+        there = n_shared + tl.load(index + (run - n_shared), mask=block, other=0)
+        there = tl.where(run < n_shared, run, there)
+        return run.to(tl.int64), there.to(tl.int64), real
+
+    @triton.jit
+    def _take(
+        out, full, index, n_runs, n_shared, out_stride, full_stride,
+        ROWS: tl.constexpr, GRAIN: tl.constexpr, RUNS: tl.constexpr,
+    ):  # fmt: skip
+        run, there, real = _places(index, n_runs, n_shared, GRAIN, RUNS)
+        lanes = tl.arange(0, GRAIN)[None, :]
+        mask = real[:, None] & (lanes < GRAIN)
+        for row in tl.static_range(ROWS):
+            from_ = full + row * full_stride.to(tl.int64) + there[:, None] * GRAIN + lanes
+            to = out + row * out_stride.to(tl.int64) + run[:, None] * GRAIN + lanes
+            tl.store(to, tl.load(from_, mask=mask), mask=mask)
+
+    @triton.jit
+    def _mean(
+        central, total, part, index, block_of, holders, worker, n_runs, n_shared,
+        central_stride, total_stride, part_stride,
+        ROWS: tl.constexpr, GRAIN: tl.constexpr, RUNS: tl.constexpr,
+    ):  # fmt: skip
+        run, there, real = _places(index, n_runs, n_shared, GRAIN, RUNS)
+        block = tl.load(block_of + there, mask=real, other=0)
+        first = tl.load(holders + block * 3) == worker
+        last = tl.load(holders + block * 3 + 1) == worker
+        count = tl.load(holders + block * 3 + 2).to(tl.float32)
+        lanes = tl.arange(0, GRAIN)[None, :]
+        mask = real[:, None] & (lanes < GRAIN)
+        for row in tl.static_range(ROWS):
+            place = there[:, None] * GRAIN + lanes
+            sums = total + row * total_stride.to(tl.int64) + place
+            x = tl.load(
+                part + row * part_stride.to(tl.int64) + run[:, None] * GRAIN + lanes, mask=mask
+            )
+            x += tl.load(sums, mask=mask & ~first[:, None], other=0.0)
+            tl.store(sums, x, mask=mask & ~last[:, None])
+            mean = tl.div_rn(x, tl.broadcast_to(count[:, None], x.shape))
+            to = central + row * central_stride.to(tl.int64) + place
+            tl.store(to, mean, mask=mask & last[:, None])
