@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,14 @@ FLOAT32 = 4  # bytes
 def count(block_map: BlockMap, shapes: Shapes, widths: Widths) -> int:
     """Parameters of a subnet with these widths."""
     return sum(math.prod(shape) for shape in block_map.narrowed(shapes, widths).values())
+
+
+def flops_per_token(n_products: int, attn_widths: Iterable[int], seq_len: int) -> int:
+    """Training FLOPs of a token: 6 per weight in a matrix product, 12 T per channel of attention.
+
+    (Forward 2, backward 4; scores and values over all T positions, causal or not, as is usual.)
+    """
+    return 6 * n_products + 12 * seq_len * sum(attn_widths)
 
 
 def layer_params(d: int, d_attn: int, d_ffn: int) -> int:
