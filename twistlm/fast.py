@@ -9,7 +9,8 @@ import torch
 
 WARM_CALLS = 2  # before a graph is recorded: compilation, autotuning and library handles
 
-_pools: dict[torch.device, Any] = {}  # graphs never overlap, so those of a device share memory
+# graphs never overlap, so those of a device share memory: that of this one, which is never freed
+_first: dict[torch.device, Any] = {}
 
 
 def is_on(compile: str, device: torch.device) -> bool:
@@ -21,6 +22,14 @@ def compiled(function: Callable) -> Callable:
     # one entry per subnet width and parameter slice; beyond the limit torch falls back to eager
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
     return torch.compile(function)
+
+
+def _pool(device: torch.device) -> Any:
+    if device not in _first:
+        _first[device] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(_first[device]):
+            torch.zeros(1, device=device)
+    return _first[device].pool()
 
 
 class Replayed:
@@ -41,9 +50,8 @@ class Replayed:
             self._on_side_stream()
             return
         if self.graph is None:
-            pool = _pools.setdefault(self.device, torch.cuda.graph_pool_handle())
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool):
+            with torch.cuda.graph(self.graph, pool=_pool(self.device)):
                 self.function()
         self.graph.replay()
 
