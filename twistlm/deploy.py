@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from . import models
+from . import families, models
 from .blocks import Blueprint
 from .checkpoint import MANIFEST, describe_run, whole_folder
 from .dispatcher import cut
@@ -40,7 +40,7 @@ def save_ticket(
     model, block_map = extract(parent, blueprint), parent.block_map
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as draft:
-        hf.save(parent, model, draft)
+        config = hf.save(parent, model, draft)
         ticket = {
             "parent": parent.source,
             "n_params": sum(t.numel() for t in models.state(model).values()),
@@ -50,7 +50,7 @@ def save_ticket(
             **describe_run(),
         }
         (draft / TICKET).write_text(json.dumps(ticket, indent=1) + "\n")
-        card.save(parent, model, ticket, draft)
+        card.save(parent, config, ticket, notes or {}, draft)
 
 
 def load_ticket(folder: Path) -> PreTrainedModel:
@@ -68,12 +68,28 @@ def load_ticket(folder: Path) -> PreTrainedModel:
         if names:
             first = sorted(str(name) for name in names)[0]
             raise ValueError(f"{folder}: weights and config.json disagree ({what}: {first})")
+    _check_fits(folder, ticket, model)
+    return model.eval()
+
+
+def _check_fits(folder: Path, ticket: dict[str, Any], model: PreTrainedModel) -> None:
+    """The record must be that of these weights: its parameters, and k/n of the full width."""
     found = sum(param.numel() for param in model.parameters())
     if found != ticket["n_params"]:
         raise ValueError(
             f"{folder}: ticket.json tells of {ticket['n_params']:,} parameters, the weights have {found:,}"
         )
-    return model.eval()
+    family, full = families.family(model), model.config.to_dict()
+    for name, text in ticket["widths"].items():
+        k, n_blocks = map(int, text.split("/"))
+        layer, kind = name.split(".")[-2:]
+        _, width, _ = full["ticket"]["projections"][getattr(family, kind).out]
+        here = getattr(model.config.per_layer_config[int(layer)], width)
+        if here * n_blocks != full[width] * k:
+            raise ValueError(
+                f"{folder}: ticket.json gives {name} {text} of the blocks, its weights have "
+                f"{here}/{full[width]} of {width}"
+            )
 
 
 def read_ticket(folder: Path) -> dict[str, Any]:

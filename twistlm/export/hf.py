@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
 from transformers import (
     AutoTokenizer,
     PretrainedConfig,
@@ -20,7 +18,7 @@ from ..blocks import Kind
 from ..checkpoint import save_tensors
 from ..families import Sublayer
 from ..parent import Parent
-from ..prepare import find_eos
+from ..prepare import find_eos, load_tokenizer
 from . import modeling_ticket
 from .register import register
 
@@ -30,7 +28,7 @@ CODE = Path(modeling_ticket.__file__).stem
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> None:
+def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> PretrainedConfig:
     """Write what `from_pretrained` and `AutoTokenizer` read, with and without twistlm."""
     kinds = {group.kind for group in parent.block_map.groups}
     config = ticket_config(parent.template, ticket, kinds)
@@ -44,6 +42,7 @@ def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> None:
     config.save_pretrained(folder)  # and the modelling file
     if generation is not None:
         generation.save_pretrained(folder)
+    return config
 
 
 def ticket_config(
@@ -110,35 +109,34 @@ def _widths(
 
 def parent_tokenizer(parent: Parent) -> PreTrainedTokenizerBase | None:
     """The parent's tokenizer with all that belongs to it (chat template, special tokens), if any."""
-    if parent.tokenizer is None or (parent.tokenizer.parent / "tokenizer_config.json").is_file():
-        return _whole_tokenizer(parent.source)
-    plain = Tokenizer.from_file(str(parent.tokenizer))  # a checkpoint's: bare
-    whole = _whole_tokenizer(parent.cfg.model.weights)
-    if whole is not None and whole.get_vocab() == plain.get_vocab():
-        return whole
     config = parent.template.config
+    bare = load_tokenizer(str(parent.tokenizer)) if parent.tokenizer else None
+    whole = _whole_tokenizer(parent.cfg.model.weights)
+    if whole is not None and (bare is None or whole.get_vocab() == bare.get_vocab()):
+        whole.model_max_length = min(whole.model_max_length, config.max_position_embeddings)
+        return whole
+    if bare is None:
+        return None
     known = config.eos_token_id if isinstance(config.eos_token_id, int) else -1
-    eos = known if 0 <= known < plain.get_vocab_size() else find_eos(plain)
+    eos = known if 0 <= known < bare.get_vocab_size() else find_eos(bare)
     return PreTrainedTokenizerFast(
-        tokenizer_object=plain,
-        eos_token=plain.id_to_token(eos) if eos is not None else None,
+        tokenizer_object=bare,
+        eos_token=bare.id_to_token(eos) if eos is not None else None,
         model_max_length=config.max_position_embeddings,
     )
 
 
 def _whole_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a Hugging Face folder, a hub id or gguf:FILE; None where there is none."""
-    if source == "random":
-        return None
-    if source.startswith("gguf:"):
-        path = models.gguf_path(source)
-        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if os.path.isdir(source) and not any((Path(source) / name).is_file() for name in known):
-        return None
+    folder = Path(source)
+    if source == "random" or (folder.is_dir() and not (folder / "tokenizer_config.json").is_file()):
+        return None  # a family's own class would add its special tokens to a bare tokenizer.json
     try:
+        if source.startswith("gguf:"):
+            path = models.gguf_path(source)
+            return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # a base model that is out of reach by now
         return None
 
 
