@@ -328,8 +328,9 @@ def hf_folder(tmp_path) -> Path:
     """A Llama folder with chat template, generation settings and a licence."""
     folder = tmp_path / "tiny-llama"
     model = build("llama", {**TABLE["llama-gqa"].config, "eos_token_id": 0})
-    model.generation_config.repetition_penalty = 1.25
     model.save_pretrained(folder)
+    settings = {"eos_token_id": 0, "repetition_penalty": 1.25, "temperature": 0.5}  # do_sample: off
+    (folder / "generation_config.json").write_text(json.dumps(settings))
     tok = PreTrainedTokenizerFast(
         tokenizer_object=small_tokenizer(), eos_token="<|endoftext|>", pad_token="<unk>"
     )
@@ -350,7 +351,8 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(hf_folde
     talk = [{"role": "user", "content": "w9"}]
     assert tok.apply_chat_template(talk, return_dict=False) == [7, 9]
     assert (tok.eos_token_id, tok.pad_token_id) == (0, 1)
-    assert deploy.load_ticket(folder).generation_config.repetition_penalty == 1.25
+    settings = deploy.load_ticket(folder).generation_config
+    assert (settings.repetition_penalty, settings.temperature) == (1.25, 0.5)
     narrow = deploy.extract(full, kept)
     assert far(logits(deploy.load_ticket(folder), IDS), logits(narrow, IDS)) < 1e-6
 
@@ -474,7 +476,9 @@ def test_lm_eval_runs_on_a_ticket(bare, tmp_path):
     pytest.importorskip("accelerate")
     folder = tmp_path / "ticket"
     deploy.save_ticket(bare, case(BOTH[0]).blueprint, folder)
-    questions = [{"text": f"w{i} w{i + 1}", "choices": ["w5", "w9"], "answer": 0} for i in range(10, 18)]
+    questions = [
+        {"text": f"w{i} w{i + 1}", "choices": ["w5", "w9"], "answer": 0} for i in range(10, 18)
+    ]
     (tmp_path / "words.jsonl").write_text("\n".join(json.dumps(row) for row in questions))
     task = {
         "task": "words",

@@ -40,8 +40,8 @@ def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> PretrainedCon
             _stay_in_vocabulary_(settings, config.vocab_size, tokenizer.eos_token_id)
     save_tensors(models.state(ticket), folder / "model.safetensors")
     config.save_pretrained(folder)  # and the modelling file
-    if generation is not None:
-        generation.save_pretrained(folder)
+    if generation is not None:  # as it is: save_pretrained refuses some that from_pretrained takes
+        generation.to_json_file(folder / "generation_config.json")
     return config
 
 

@@ -15,13 +15,13 @@ import torch
 import transformers
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 
 class TicketConfig:
     """What a ticket's config has beyond the stock one."""
 
-    _auto_class = "AutoConfig"  # save_pretrained copies this file
+    _auto_class = "AutoConfig"  # so that save_pretrained takes this file along
 
     def validate_architecture(self):
         """Stock checks read one head count for all layers; here head_dim is explicit."""
@@ -72,12 +72,11 @@ def _narrow_(layer, ticket, widths):
 
 def __getattr__(name):
     """`TicketX` for any X: made when asked for, so that this file serves every family and pickle."""
-    stock = getattr(transformers, name.removeprefix("Ticket"), None)
-    if name.startswith("Ticket") and isinstance(stock, type):
-        if issubclass(stock, PreTrainedModel):
-            stock = stock.config_class
-        if issubclass(stock, PreTrainedConfig):
-            _make_classes(stock)
+    if name.startswith("Ticket"):
+        stock = getattr(transformers, name.removeprefix("Ticket"), object)
+        config = getattr(stock, "config_class", stock)
+        if issubclass(config, PreTrainedConfig):
+            _make_classes(config)
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]
@@ -98,7 +97,5 @@ def _make_classes(stock_config):
         (transformers.AutoModel, transformers.MODEL_MAPPING),
         (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
     ):
-        model = make(
-            TicketModel, stock_models[stock_config], config_class=config, _auto_class=auto.__name__
-        )
+        model = make(TicketModel, stock_models[stock_config], config_class=config)
         auto.register(config, model, exist_ok=True)

@@ -23,7 +23,8 @@ def register() -> None:
         return
 
     def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        if "ticket" in config_dict and not cls.__name__.startswith("Ticket"):
+        ours = "projections" in (config_dict.get("ticket") or ())
+        if ours and not cls.__name__.startswith("Ticket"):
             from . import modeling_ticket
 
             cls = getattr(modeling_ticket, f"Ticket{cls.__name__}")
