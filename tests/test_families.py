@@ -367,7 +367,7 @@ def test_ticket_round_trip(key, tmp_path):
     loaded = deploy.load_ticket(tmp_path / "ticket")
     assert torch.equal(logits(loaded, ids), logits(ticket, ids))
     assert models.shapes(loaded) == models.shapes(ticket)
-    assert type(loaded) is type(c.model)
+    assert isinstance(loaded, type(c.model))
     note = json.loads((tmp_path / "ticket/ticket.json").read_text())
     assert {name: tuple(kept) for name, kept in note["blueprint"].items()} == c.blueprint
     assert note["n_params"] == sum(param.numel() for param in ticket.parameters())

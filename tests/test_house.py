@@ -19,6 +19,8 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
 }
 
 LAYERS = [  # a module imports only from layers above its own
+    {"export", "export.modeling_ticket"},
+    {"export.register"},
     {"__init__", "config", "terminal"},
     {"blocks", "fast", "kernels", "attention"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
@@ -26,6 +28,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"central", "corpus"},
     {"dispatcher", "aggregator", "checkpoint"},
     {"worker", "parent"},
+    {"export.card", "export.hf"},
     {"evaluate", "dense", "deploy"},
     {"startup", "plan"},
     {"rounds", "score"},
@@ -66,11 +69,16 @@ def test_import_direction():
 
 
 def test_model_names_stand_in_families_alone():
-    """A model type may be named in help, defaults, formulas and messages; a module name never."""
+    """A model type may be named in help, defaults, formulas and messages; a module name never.
+
+    Other programs' formats have names of their own: export/ may know both.
+    """
     types = r"gpt2|llama|mistral|qwen|gemma|smollm|\bopt\b|\bphi\b"
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {"families", "cli.training", "config", "ledger", "models", "plan"}
     for name, source in SOURCES.items():
+        if name.startswith("export."):
+            continue
         code = re.sub(r'"""(.|\n)*?"""|#.*', "", source)
         assert name == "families" or not re.findall(modules, code), name
         assert name in may_name_types or not re.findall(types, code), name

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from . import families, models
 from .blocks import Blueprint
-from .checkpoint import describe_run, save_tensors, whole_folder
+from .checkpoint import MANIFEST, describe_run, whole_folder
 from .dispatcher import cut
+from .export import card, hf
 from .parent import Parent
 from .subnet import build, fold_, scales
+
+TICKET = "ticket.json"
 
 
 @torch.no_grad()
@@ -38,32 +40,74 @@ def save_ticket(
     model, block_map = extract(parent, blueprint), parent.block_map
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as draft:
-        params = models.state(model)
-        save_tensors(params, draft / "model.safetensors")
-        model.config.save_pretrained(draft)
-        if parent.tokenizer is not None:
-            shutil.copyfile(parent.tokenizer, draft / "tokenizer.json")
+        config = hf.save(parent, model, draft)
         ticket = {
-            "n_params": sum(t.numel() for t in params.values()),
+            "parent": parent.source,
+            "n_params": sum(t.numel() for t in models.state(model).values()),
             "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in block_map.groups},
             "blueprint": blueprint,
             **(notes or {}),
             **describe_run(),
         }
-        (draft / "ticket.json").write_text(json.dumps(ticket, indent=1) + "\n")
+        (draft / TICKET).write_text(json.dumps(ticket, indent=1) + "\n")
+        card.save(parent, config, ticket, notes or {}, draft)
 
 
 def load_ticket(folder: Path) -> PreTrainedModel:
-    """The dense model of a ticket folder: HF's own class, narrowed to the widths of its weights."""
-    if not (folder / "ticket.json").is_file():
-        raise ValueError(f"{folder} is no ticket: it has no ticket.json")
-    with torch.device("cpu"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.float32
-        )
-    ticket = json.loads((folder / "ticket.json").read_text())
-    kinds = {name.rpartition(".")[2] for name in ticket["blueprint"]}
-    whole = families.block_map(model, kinds.pop() if len(kinds) == 1 else "both")
-    models.bind_(model, load_file(folder / "model.safetensors"))
-    families.refit_(model, whole)
+    """The dense model of a ticket folder, checked against its ticket.json."""
+    ticket = read_ticket(folder)
+    load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
+    try:
+        model, info = load(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+    except (OSError, ValueError, RuntimeError, AttributeError, KeyError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder} cannot be loaded as a ticket: {models.one_line(error)}"
+        ) from None
+    # Hugging Face fills what is missing or misshapen with random numbers
+    for what, names in info.items():
+        if names:
+            first = sorted(str(name) for name in names)[0]
+            raise ValueError(f"{folder}: weights and config.json disagree ({what}: {first})")
+    _check_fits(folder, ticket, model)
     return model.eval()
+
+
+def _check_fits(folder: Path, ticket: dict[str, Any], model: PreTrainedModel) -> None:
+    """The record must be that of these weights: its parameters, and k/n of the full width."""
+    found = sum(param.numel() for param in model.parameters())
+    if found != ticket["n_params"]:
+        raise ValueError(
+            f"{folder}: ticket.json tells of {ticket['n_params']:,} parameters, the weights have {found:,}"
+        )
+    family, full = families.family(model), model.config.to_dict()
+    for name, text in ticket["widths"].items():
+        k, n_blocks = map(int, text.split("/"))
+        layer, kind = name.split(".")[-2:]
+        _, width, _ = full["ticket"]["projections"][getattr(family, kind).out]
+        here = getattr(model.config.per_layer_config[int(layer)], width)
+        if here * n_blocks != full[width] * k:
+            raise ValueError(
+                f"{folder}: ticket.json gives {name} {text} of the blocks, its weights have "
+                f"{here}/{full[width]} of {width}"
+            )
+
+
+def read_ticket(folder: Path) -> dict[str, Any]:
+    """The record of a ticket folder: parameters, widths, blueprint, what made it."""
+    if not (folder / TICKET).is_file():
+        what = "it has no ticket.json"
+        if (folder / MANIFEST).is_file() or (folder / "checkpoints").is_dir():
+            what = "it is a checkpoint, from which tickets are cut"
+        elif (folder / "config.json").is_file():
+            what = "it is a Hugging Face model without ticket.json"
+        raise ValueError(f"{folder} is no ticket: {what}")
+    try:
+        ticket = json.loads((folder / TICKET).read_text())
+        for name, kept in ticket["blueprint"].items():
+            k, n_blocks = map(int, ticket["widths"][name].split("/"))
+            if len(kept) != k or not 0 <= min(kept) <= max(kept) < n_blocks:
+                raise ValueError(f"blueprint[{name!r}] does not fit its width {k}/{n_blocks}")
+        int(ticket["n_params"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / TICKET} is damaged: {models.one_line(error)}") from None
+    return ticket

@@ -8,17 +8,19 @@ the others have a row in `ROWS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .blocks import BlockGroup, BlockMap, Kind, Partition
 from .config import BlocksConfig, ModelConfig, Setting
 
 ATTN_BY = ("auto", "head", "group", "query")
+
+# what an attribute of an attention module counts: heads, their features, or query heads per kv head
+Counts = Literal["heads", "features", "queries_per_kv"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,9 @@ class Sublayer:
     out: str  # the projection whose inputs are cut
     fused: int = 1  # matrices side by side in one of `ins`
     transposed: bool = False  # weights are stored [in, out] (Conv1D), not [out, in] (Linear)
-    # (module, attribute, value from the narrowed module): what the forward pass reads besides weights
-    follows: tuple[tuple[str, str, Callable[[Any], int]], ...] = ()
+    width: str = "intermediate_size"  # the config's name for how wide it is
+    # attribute -> what it counts: what the forward pass reads besides weights
+    follows: tuple[tuple[str, Counts], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,27 +53,20 @@ ROWS: dict[str, Family] = {
             out="attn.c_proj",
             fused=3,
             transposed=True,
-            follows=(
-                ("attn", "num_heads", lambda attn: attn.c_proj.weight.shape[0] // attn.head_dim),
-                ("attn", "split_size", lambda attn: attn.c_proj.weight.shape[0]),
-            ),
+            width="n_head",
+            follows=(("attn.num_heads", "heads"), ("attn.split_size", "features")),
         ),
-        ffn=Sublayer(ins=("mlp.c_fc",), out="mlp.c_proj", transposed=True),
+        ffn=Sublayer(ins=("mlp.c_fc",), out="mlp.c_proj", transposed=True, width="n_inner"),
     ),
     "opt": Family(
         layers="model.decoder.layers",
         attn=Sublayer(
             ins=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             out="self_attn.out_proj",
-            follows=(
-                (
-                    "self_attn",
-                    "num_heads",
-                    lambda attn: attn.q_proj.weight.shape[0] // attn.head_dim,
-                ),
-            ),
+            width="num_attention_heads",
+            follows=(("self_attn.num_heads", "heads"),),
         ),
-        ffn=Sublayer(ins=("fc1",), out="fc2"),
+        ffn=Sublayer(ins=("fc1",), out="fc2", width="ffn_dim"),
     ),
 }
 
@@ -124,13 +120,10 @@ def _derive(plan: dict[str, str], module: str, model_type: str) -> Sublayer | st
     if module != "self_attn":
         return Sublayer(ins, outs[0])
     # repeat_kv reads this attribute; all head counts are inferred from head_dim
-    query, key = (name.split(".")[-1] for name in ins[:2])
-
-    def queries_per_kv(attn: Any) -> int:
-        rows = [attn.get_submodule(name).weight.shape[0] for name in (query, key)]
-        return rows[0] // rows[1]
-
-    return Sublayer(ins, outs[0], follows=((module, "num_key_value_groups", queries_per_kv),))
+    follows: tuple[tuple[str, Counts], ...] = (
+        (f"{module}.num_key_value_groups", "queries_per_kv"),
+    )
+    return Sublayer(ins, outs[0], width="num_attention_heads", follows=follows)
 
 
 def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = "auto") -> BlockMap:
@@ -185,9 +178,29 @@ def refit_(model: PreTrainedModel, cut: BlockMap) -> None:
                 module.out_features, module.in_features = module.weight.shape
             else:  # transformers' Conv1D
                 module.nx, module.nf = module.weight.shape
-        for name, attribute, value in sub.follows:
-            module = layer.get_submodule(name)
-            setattr(module, attribute, value(module))
+        for name, counts in sub.follows:
+            module_name, _, attribute = name.rpartition(".")
+            setattr(layer.get_submodule(module_name), attribute, _count(model, layer, sub, counts))
+
+
+def _count(model: PreTrainedModel, layer: nn.Module, sub: Sublayer, counts: Counts) -> int:
+    """How many heads, features or query heads per kv head a (narrowed) attention layer has."""
+    features = n_features(layer, sub.out, "in")
+    if counts == "queries_per_kv":
+        return features // n_features(layer, sub.ins[1], "out")
+    return features // head_dim(model.config) if counts == "heads" else features
+
+
+def n_features(layer: nn.Module, name: str, side: Literal["in", "out"]) -> int:
+    """The size of a projection as its weight tells it."""
+    module: Any = layer.get_submodule(name)
+    out, in_ = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
+    return in_ if side == "in" else out
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Features of one head, of which only some families have a name for."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _cuttable(sub: Sublayer | str, kind: Kind) -> Sublayer:
@@ -208,7 +221,7 @@ def _attn_group(
     }
     n_query = config.num_attention_heads
     n_kv = getattr(config, "num_key_value_heads", None) or n_query
-    dh = getattr(config, "head_dim", None) or config.hidden_size // n_query
+    dh = head_dim(config)
     _check_no_norm_over_heads(sub, prefix, shapes, dh, config.model_type)
     if attn_by == "auto":
         attn_by = "head" if n_kv == n_query else "group" if n_kv > 1 else "query"

@@ -40,7 +40,7 @@ def planned_config(cfg: ModelConfig) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(cfg.type, **cfg.config)
     except Exception as error:  # strict dataclasses have exception types of their own
-        raise ValueError(f"model.config does not make a {cfg.type}: {_one_line(error)}") from None
+        raise ValueError(f"model.config does not make a {cfg.type}: {one_line(error)}") from None
 
 
 def on_meta(config: PretrainedConfig) -> PreTrainedModel:
@@ -50,7 +50,7 @@ def on_meta(config: PretrainedConfig) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # constructors fail in their own ways: ZeroDivisionError, KeyError
         what = f"model.config does not make a {config.model_type}"
-        raise ValueError(f"{what}: {_one_line(error)}") from None
+        raise ValueError(f"{what}: {one_line(error)}") from None
 
 
 def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
@@ -62,7 +62,7 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except Exception as error:
             what = f"model.config does not make a {cfg.type}"
-            raise ValueError(f"{what}: {_one_line(error)}") from None
+            raise ValueError(f"{what}: {one_line(error)}") from None
     elif cfg.weights.startswith("gguf:"):
         model = from_gguf(gguf_path(cfg.weights))
     else:
@@ -93,7 +93,7 @@ def from_gguf(path: Path) -> PreTrainedModel:
             "tensors"
         ]
     except Exception as error:  # truncated files fail deep inside the reader
-        raise ValueError(f"{path} could not be read as GGUF: {_one_line(error)}") from None
+        raise ValueError(f"{path} could not be read as GGUF: {one_line(error)}") from None
     params = state(model)
     if missing := sorted(params.keys() - tensors.keys()):
         raise ValueError(f"{path} holds no weights for {missing[0]} ({len(missing)} are missing)")
@@ -163,5 +163,6 @@ def bind_(model: nn.Module, params: State, grads: State | None = None) -> None:
                 module._parameters[attribute] = fresh[id(current)]
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An error of a library as part of a sentence."""
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -160,7 +160,7 @@ def prepare(
     tok = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     tok.no_truncation()
     tok.no_padding()
-    eos_id = _eos_id(tok, eos)
+    eos_id = find_eos(tok, eos)
     vocab_size = 1 + max(tok.get_vocab(with_added_tokens=True).values(), default=0)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ def _encode(tok: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tok.encode_batch(texts, add_special_tokens=False)]
 
 
-def _eos_id(tok: Tokenizer, eos: str | None) -> int | None:
+def find_eos(tok: Tokenizer, eos: str | None = None) -> int | None:
     """The id written after each document; None if the tokenizer has no such token."""
     if eos is not None:
         if (found := tok.token_to_id(eos)) is None:

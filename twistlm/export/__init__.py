@@ -1,0 +1,1 @@
+"""A ticket in the formats that other programs read."""
