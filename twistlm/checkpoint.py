@@ -106,9 +106,11 @@ def _version(name: str) -> str:
 def save_tensors(tensors: State, path: Path) -> None:
     """Write safetensors that transformers reads."""
     # views of one buffer are cloned one by one: safetensors refuses shared storage
-    save_file(
-        {name: t.detach().cpu().clone() for name, t in tensors.items()}, path, {"format": "pt"}
-    )
+    copies = {name: t.detach().cpu().clone() for name, t in tensors.items()}
+    try:
+        save_file(copies, path, {"format": "pt"})
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(f"{path.name} could not be written: {error}") from None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import families, models
@@ -32,10 +33,16 @@ def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
 
 
 def save_ticket(
-    parent: Parent, blueprint: Blueprint, folder: Path, notes: dict[str, Any] | None = None
+    parent: Parent,
+    blueprint: Blueprint,
+    folder: Path,
+    notes: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Extract a ticket and write its folder, whole or not at all; `notes` join ticket.json."""
     model, block_map = extract(parent, blueprint), parent.block_map
+    nn.Module.to(model, dtype)
+    model.config.dtype = dtype
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as draft:
         params = models.state(model)
