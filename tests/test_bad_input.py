@@ -20,7 +20,7 @@ from test_variants import toml
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from twistlm import checkpoint, cli, config, families, models, rounds
+from twistlm import checkpoint, cli, config, deploy, families, models, parent, rounds
 from twistlm.central import create
 from twistlm.prepare import prepare
 
@@ -187,6 +187,24 @@ def evaluate(*options: str, parts: tuple[str, ...], path: str = "run", **kwargs)
     )
 
 
+def extract(*options: str, parts: tuple[str, ...], path: str = "run", **kwargs) -> Case:
+    """A ticket into a fresh folder; 3 layers of 4 heads and 4 FFN blocks, the first shared."""
+    return Case(("extract", path, "-o", "made/t", "--device", "cpu", *options), parts, **kwargs)
+
+
+def write_ticket(here: Path) -> None:
+    opened = parent.open_(here / "run", "cpu")
+    deploy.save_ticket(opened, opened.block_map.full(), here / "ticket")
+
+
+def write_plain_model(here: Path) -> None:
+    """A Hugging Face folder: it has no tokens of its own."""
+    models.load(config.load(str(here / "c.toml")).model, 0).save_pretrained(here / "plain")
+
+
+PLAIN = ("blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0")
+
+
 def tokenize(
     source: str, content: bytes | None, parts: tuple[str, ...], *more: str, **kwargs
 ) -> Case:
@@ -325,6 +343,46 @@ CASES = {
     "no data": evaluate("--data", "nowhere", parts=("nowhere.bin", "twistlm prepare")),
     "eval on an unknown device": evaluate("--device", "tpu", parts=("device", "'tpu'", "auto, cpu, cuda")),
     "json below a file": evaluate("--json", "c.toml/scores.json", parts=("c.toml/scores.json",)),
+    # extracting
+    "extract from nowhere": extract("--ratio", "2/4", path="nowhere", parts=("nowhere", "no valid checkpoint")),
+    "extract from a file": extract("--ratio", "2/4", path="c.toml", parts=("c.toml", "no valid checkpoint")),
+    "extract from a ticket": extract(
+        "--ratio", "2/4", path="ticket", parts=("ticket", "cut already"), prepare=write_ticket
+    ),
+    "extract from a damaged checkpoint": extract(
+        "--ratio", "2/4", path=LAST_RUN, parts=("model.safetensors", "sha256"),
+        prepare=lambda here: flip_bit(here / LAST_RUN / "model.safetensors"),
+    ),
+    "no budget": extract(parts=("exactly one of --ratio, --params, --size and --latency", "none"), process=True),
+    "two budgets": extract("--ratio", "2/4", "--size", "1MB", parts=("exactly one", "--ratio and --size")),
+    "malformed parameters": extract("--params", "85Q", parts=("--params '85Q'", "85M", "units: k, m, b, g")),
+    "malformed size": extract("--size", "60 apples", parts=("--size '60 apples'", "60MB")),
+    "latency without unit": extract("--latency", "12", parts=("--latency '12'", "units: us, ms, s")),
+    "ratio that is none": extract("--ratio", "5/12", parts=("'5/12'", "1/4, 2/4, 3/4, 4/4")),
+    "ratio of a shared layer": extract("--ratio", "attn=1,ffn=1,ffn.0=1/4", parts=("'ffn.0'", "layer that is cut")),
+    "too few parameters": extract("--params", "1k", parts=("--params 1k is impossible", "6,376 parameters"), process=True),
+    "too few bytes": extract("--size", "1kB", parts=("--size 1kB is impossible", "bytes")),
+    "too few milliseconds": extract("--latency", "1us", parts=("--latency 1us is impossible", " ms")),
+    "unknown pick": extract("--ratio", "2/4", "--pick", "luck", parts=("--pick 'luck'", "best-of:N", "mask-fisher")),
+    "best of none": extract("--ratio", "2/4", "--pick", "best-of:0", parts=("--pick 'best-of:0'",)),
+    "unknown importance": extract("--ratio", "2/4", "--pick", "importance:obd", parts=("'importance:obd'", "taylor")),
+    "best-of without data": extract(
+        "--ratio", "2/4", "--pick", "best-of:3", *PLAIN, path="plain", parts=("plain", "give --data STEM"),
+        prepare=write_plain_model,
+    ),
+    "importance without data": extract(
+        "--ratio", "2/4", "--pick", "importance", *PLAIN, path="plain", parts=("plain", "give --data STEM"),
+        prepare=write_plain_model,
+    ),
+    "extract with data of another tokenizer": extract(
+        "--ratio", "2/4", "--data", "other", parts=("other", "another tokenizer")
+    ),
+    "extract with no data": extract("--ratio", "2/4", "--data", "nowhere", parts=("nowhere.bin", "twistlm prepare")),
+    "unknown dtype": extract("--ratio", "2/4", "--dtype", "int3", parts=("--dtype 'int3'", "bfloat16")),
+    "unknown override": extract("--ratio", "2/4", "blocks.nffn=3", parts=("blocks.nffn", "n_ffn")),
+    "over a run": extract("--ratio", "2/4", "-o", "run", parts=("run", "is no ticket"), process=True),
+    "over a file": extract("--ratio", "2/4", "-o", "c.toml", parts=("c.toml", "is no ticket")),
+    "ticket below a file": extract("--ratio", "2/4", "-o", "c.toml/t", parts=("c.toml",)),
     # preparing
     "empty text": tokenize("a.txt", b"", ("a.txt", "empty"), process=True),
     "binary text": tokenize("a.txt", bytes(range(256)) * 9, ("a.txt", "UTF-8"), process=True),
@@ -533,7 +591,7 @@ print("fine")
 
 def test_help_is_light_and_has_examples():
     """Every command's help ends with examples of that command, and none of them imports torch."""
-    assert {"train", "eval", "prepare", "plan", "demo"} <= set(COMMANDS)
+    assert {"train", "eval", "prepare", "plan", "demo", "extract"} <= set(COMMANDS)
     env = os.environ | {"COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, "-c", HELP, *COMMANDS], env=env, capture_output=True, text=True, timeout=60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -170,6 +171,21 @@ def save_round(folder, cfg, model, r: int, keep: int = 9) -> Path:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_files_are_as_readable_as_any_other(tmp_path, cfg, model):
+    """safetensors and mkdtemp make private ones; the umask alone decides here."""
+    before = os.umask(0o027)
+    try:
+        path = save_round(tmp_path, cfg, model, 1, keep=1)
+        with checkpoint.whole_folder(tmp_path / "deep") as draft:
+            (draft / "inner").mkdir(mode=0o700)
+            (draft / "inner/file").touch(0o600)
+    finally:
+        os.umask(before)
+    modes = {file: file.stat().st_mode & 0o777 for file in tmp_path.rglob("*")}
+    assert path / "model.safetensors" in modes and tmp_path / "deep/inner/file" in modes
+    assert modes == {file: 0o750 if file.is_dir() else 0o640 for file in modes}
 
 
 def test_keep(tmp_path, cfg, model):

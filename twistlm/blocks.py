@@ -170,16 +170,23 @@ def parse_ratio(text: str, n_blocks: int, kind: Kind) -> int:
 
 
 def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
-    """Widths for `6/12` (every kind) or `attn=2/3,ffn=6/12` (each its own)."""
+    """Widths for `6/12` (everywhere), `attn=2/3,ffn=6/12` (each kind) or `..., ffn.0=1` (one layer)."""
     pairs = [pair.partition("=") for pair in ratio.split(",")] if "=" in ratio else []
-    by_kind = {kind.strip(): text for kind, _, text in pairs}
-    if by_kind and set(by_kind) - set(KINDS):
-        raise ValueError(f"ratio {ratio!r}: the kinds are attn and ffn, as in attn=2/3,ffn=6/12")
+    shares = {key.strip(): text for key, _, text in pairs}
+    layers = {f"{group.kind}.{group.layer}" for group in block_map.groups}
+    for key in shares:
+        if key not in (*KINDS, *layers):
+            raise ValueError(
+                f"ratio {ratio!r}: {key!r} names nothing; the kinds are attn and ffn, as in "
+                f"attn=2/3,ffn=6/12, and a layer that is cut is added as ffn.{block_map.groups[0].layer}=1"
+            )
     widths = {}
     for group in block_map.groups:
-        if by_kind and group.kind not in by_kind:
-            raise ValueError(f"ratio {ratio!r} says nothing about {group.kind}")
-        text = by_kind[group.kind] if by_kind else ratio
+        text = shares.get(f"{group.kind}.{group.layer}", shares.get(group.kind)) if pairs else ratio
+        if text is None:
+            raise ValueError(
+                f"ratio {ratio!r} says nothing about {group.kind} of layer {group.layer}"
+            )
         widths[group.name] = parse_ratio(text, group.n_blocks, group.kind)
     return widths
 

@@ -106,9 +106,11 @@ def _version(name: str) -> str:
 def save_tensors(tensors: State, path: Path) -> None:
     """Write safetensors that transformers reads."""
     # views of one buffer are cloned one by one: safetensors refuses shared storage
-    save_file(
-        {name: t.detach().cpu().clone() for name, t in tensors.items()}, path, {"format": "pt"}
-    )
+    copies = {name: t.detach().cpu().clone() for name, t in tensors.items()}
+    try:
+        save_file(copies, path, {"format": "pt"})
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(f"{path.name} could not be written: {error}") from None
 
 
 @contextmanager
@@ -117,9 +119,11 @@ def whole_folder(target: Path) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=".draft-"))
     try:
         yield draft
-        for path in (*draft.iterdir(), draft):
+        umask = os.umask(0o077)  # there is no other way to read it
+        os.umask(umask)
+        for path in (*draft.rglob("*"), draft):
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)  # mkdtemp, safetensors: private
             _fsync(path)
-        os.chmod(draft, 0o755)  # mkdtemp's folder is private
         if target.exists():
             shutil.rmtree(target)
         os.rename(draft, target)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from . import families, models
@@ -34,10 +35,15 @@ def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
 
 
 def save_ticket(
-    parent: Parent, blueprint: Blueprint, folder: Path, notes: dict[str, Any] | None = None
+    parent: Parent,
+    blueprint: Blueprint,
+    folder: Path,
+    notes: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Extract a ticket and write its folder, whole or not at all; `notes` join ticket.json."""
     model, block_map = extract(parent, blueprint), parent.block_map
+    nn.Module.to(model, dtype)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as draft:
         config = hf.save(parent, model, draft)

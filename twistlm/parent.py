@@ -74,7 +74,7 @@ def _from_hugging_face(source: str, device: str, overrides: Sequence[str]) -> Pa
     most = getattr(model.config, "max_position_embeddings", None) or 1024
     cfg = Config(
         model=ModelConfig(weights=source, type=model.config.model_type),
-        data=replace(DataConfig(), valid="", seq_len=min(1024, most)),
+        data=replace(DataConfig(), train="", valid="", seq_len=min(1024, most)),
     )
     cfg = config.override(cfg, overrides)
     block_map = families.partition(model, cfg.blocks)

@@ -77,6 +77,7 @@ def ticket_config(
         },
         "ticket": {"layers": layers, "projections": projections, "attributes": attributes},
         "architectures": [f"Ticket{type(full).__name__}"],
+        "dtype": ticket.dtype,
     }
     if "attn" in subs:  # GPT-2 and OPT have no such field: it would be guessed from the head count
         fields["head_dim"] = families.head_dim(stock)

@@ -1,0 +1,74 @@
+"""extract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import app
+from .training import Overrides
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm extract runs/demo/twist -o ticket --ratio 4/12\n\n"
+    "twistlm extract runs/wiki -o ticket --params 85M --pick best-of:16 --data data/wiki-test\n\n"
+    "twistlm extract runs/wiki -o ticket --size 60MB --dtype bfloat16 --pick importance\n\n"
+    "twistlm extract runs/wiki -o ticket --latency 12ms --device cpu\n\n"
+    "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.0=1 blocks.setting=both"
+)
+def extract(
+    ckpt: Annotated[
+        str, typer.Argument(help="A run folder, a checkpoint, a Hugging Face model or gguf:FILE.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the ticket.")],
+    overrides: Overrides = None,
+    ratio: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of blocks: 6/12, attn=2/3,ffn=6/12 or ffn=6/12,ffn.0=1 (layer 0)."
+        ),
+    ] = None,
+    params: Annotated[str | None, typer.Option(help="At most so many parameters: 85M.")] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="At most so many bytes of weights: 60MB (10^6), 60MiB (2^20)."),
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="At most so long per decoded token, measured here: 12ms.")
+    ] = None,
+    pick: Annotated[
+        str,
+        typer.Option(
+            help="random; best-of:N by validation loss; importance[:METHOD], METHOD one of fisher, "
+            "mask-fisher, taylor, magnitude, random."
+        ),
+    ] = "random",
+    seed: Annotated[int, typer.Option(help="Seed of the pick.")] = 0,
+    data: Annotated[
+        str | None, typer.Option(help="Token file; default: the run's data.valid.")
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens for each perplexity and for calibration; 0 takes all."),
+    ] = 4096,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
+    from .. import budget, choose
+    from .. import parent as parents
+    from .. import pick as picks
+    from ..terminal import console
+
+    limit = budget.parse(ratio=ratio, params=params, size=size, latency=latency)
+    how = picks.parse(pick)
+    choose.check_target(out)
+    parent = parents.open_(ckpt, device, overrides or [])
+    proof = choose.write(parent, out, limit, how, seed=seed, data=data, tokens=tokens, dtype=dtype)
+    console.print(choose.table(parent, proof))
+    if proof["whole"]:
+        console.print("the budget has room for the whole parent: this ticket is all of it")
+    console.print(f"ticket: {out}")
