@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from . import training  # noqa: F401  (its commands join the app)
+from . import export, training  # noqa: F401  (their commands join the app)
 from .app import app
 
 
