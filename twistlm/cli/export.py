@@ -46,6 +46,7 @@ def export(
         raise ValueError(f"{ticket} is neither a ticket nor a Hugging Face folder")
     is_ticket = (ticket / "ticket.json").is_file()
     model = load_ticket(ticket) if is_ticket else from_folder_or_hub(str(ticket)).eval()
+    model = model.float()  # a ticket saved in bfloat16 is compared, and written, exactly
     words, text = ticket / "tokenizer.json", None
     if data is not None:
         most = getattr(model.config, "max_position_embeddings", None) or 1024
@@ -59,4 +60,6 @@ def export(
     console.print(verify.table(rows))
     if to == "gguf" and len(rows) == 1:
         console.print("not run in llama.cpp, which is not installed: pip install 'twistlm[llama]'")
+    if rows[-1].text:
+        console.print(rows[-1].text)
     console.print(f"written: {out}")

@@ -61,7 +61,7 @@ def export(
         if tokenizer is not None:
             shutil.copyfile(tokenizer, draft / "tokenizer.json")
         names = {"inputs": _names(model, "past"), "outputs": _names(model, "present")}
-        record = {"format": "onnx", "type": type_, **names, **verify.record(rows, goal)}
+        record = {"format": "onnx", "type": type_, **names, **verify.record(rows)}
         (draft / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return rows
 

@@ -42,8 +42,8 @@ class Reference:
     logits: np.ndarray  # [len(prompt) + len(tokens), vocab]
     tokenizer: Tokenizer | None
 
-    def text(self) -> str | None:
-        return self.tokenizer.decode(self.prompt + self.tokens) if self.tokenizer else None
+    def text(self, tokens: list[int]) -> str | None:
+        return self.tokenizer.decode(self.prompt + tokens) if self.tokenizer else None
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Row:
     n_equal: int  # greedy tokens that are torch's
     n_tokens: int
     decode_speed: float
+    text: str | None  # what the runtime itself writes after the prompt
     perplexity: float | None = None
     prefill_speed: float | None = None  # with all logits, as perplexity needs them
 
@@ -118,12 +119,13 @@ def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes
     speed = len(goal.tokens) / (time.perf_counter() - start)
     guesses = [int(prompt_logits[-1].argmax()), *(int(row.argmax()) for row in after[:-1])]
     n_equal = sum(a == b for a, b in zip(guesses, goal.tokens, strict=True))
+    own = goal.text(greedy(runner, goal.prompt, len(goal.tokens)))
     found, reading = (
         (None, None) if text is None else _timed(lambda: _perplexity(runner, text), text)
     )
     return Row(
         name, n_bytes, _delta(prompt_logits, goal.logits[:n]), _delta(after, goal.logits[n:]),
-        n_equal, len(goal.tokens), speed, found, reading,
+        n_equal, len(goal.tokens), speed, own, found, reading,
     )  # fmt: skip
 
 
@@ -147,11 +149,10 @@ def demand_equal(row: Row, goal: Reference) -> None:
         )
 
 
-def record(rows: list[Row], goal: Reference) -> dict[str, Any]:
+def record(rows: list[Row]) -> dict[str, Any]:
     """The comparison as JSON, with command, code and machine."""
     return {
         "verified": [asdict(row) for row in rows],
-        "text": goal.text(),
         **checkpoint.describe_run(),
     }
 
