@@ -122,7 +122,9 @@ def whole_folder(target: Path) -> Iterator[Path]:
         umask = os.umask(0o077)  # there is no other way to read it
         os.umask(umask)
         for path in (*draft.rglob("*"), draft):
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)  # mkdtemp, safetensors: private
+            path.chmod(
+                (0o777 if path.is_dir() else 0o666) & ~umask
+            )  # mkdtemp, safetensors: private
             _fsync(path)
         if target.exists():
             shutil.rmtree(target)

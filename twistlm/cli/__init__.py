@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from . import bench, extract, training  # noqa: F401  (their commands join the app)
+from . import bench, export, extract, training  # noqa: F401  (their commands join the app)
 from .app import app
 
 

@@ -124,9 +124,7 @@ def mask_slopes(parent: Parent, ids: Tensor) -> Iterator[dict[str, Tensor]]:
     One mask for all tokens has the sum over tokens as its gradient.
     """
     central = parent.central
-    full = build(
-        parent.template, parent.block_map, central.layout, central.weights, masked=True
-    )
+    full = build(parent.template, parent.block_map, central.layout, central.weights, masked=True)
     for gate in full.gates.values():
         gate.masked = True
         gate.mask = gate.mask.repeat(ids.shape[1], 1).requires_grad_()  # [seq_len, inputs]
