@@ -1,0 +1,1 @@
+"""Times, bytes and memory on this machine."""
