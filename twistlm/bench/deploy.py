@@ -1,21 +1,13 @@
-"""`twistlm bench deploy`: the full parent against tickets of several sizes, on this machine.
-
-Latency: one process per runtime holds all sizes and runs them in turn, so that a busy machine slows
-all of them alike. Memory: one process per runtime and size.
-"""
+"""`twistlm bench deploy`: the full parent against tickets of several sizes, on this machine."""
 
 from __future__ import annotations
 
-import gc
 import json
-import multiprocessing
 import os
+import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,32 +22,11 @@ from ..blocks import widths_of_ratio
 from ..checkpoint import describe_run, whole_folder
 from ..parent import Parent
 from ..terminal import progress
-from .runtimes import RUNTIMES, Session
+from .measure import MEMORY, Plan, in_a_process, peak_bytes, times
+from .runtimes import RUNTIMES
 
 FULL = "full"
 PREFILL = (128, 512)  # tokens
-MEMORY = (
-    "peak resident memory while running, less what the process held before the model was loaded "
-    "(VmHWM after a reset - VmRSS), a process for each"
-)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every model is put through."""
-
-    prefill: tuple[int, ...]  # prompt lengths
-    n_decode: int  # tokens read one by one after the shortest prompt
-    n_repeats: int
-    threads: int
-    vocab_size: int
-
-    @property
-    def n_context(self) -> int:
-        return max(self.prefill) + self.n_decode
-
-    def ids(self, n: int) -> list[int]:
-        return np.random.default_rng(0).integers(self.vocab_size, size=n).tolist()
 
 
 @dataclass(frozen=True)
@@ -133,22 +104,24 @@ def bench(
     chosen = [name for name in RUNTIMES if not runtimes or name in runtimes or name == "torch"]
     before, rows, left_out = os.getloadavg()[0], list[Row](), dict[str, str]()
     with _place(folder) as place, progress(quiet) as bar:
-        task = bar.add_task("bench", total=1 + len(chosen), note="extract")
+        task = bar.add_task("bench", total=2 * len(chosen), note="extract")
         tickets = {}
         for ratio, blueprint in blueprints.items():
             tickets[ratio] = place / "torch" / ratio.replace("/", "-")
             deploy.save_ticket(parent, blueprint, tickets[ratio])
+        files = {}
         for name in chosen:
-            bar.update(task, advance=1, note=name)
+            bar.update(task, advance=1, note=f"write {name}")
             try:
-                files = _write(name, tickets, place / name)
+                files[name] = _write(name, tickets, place / name)
             except ValueError as error:  # a library is missing, or the family has no home there
                 if name in runtimes:
                     raise
                 left_out[name] = str(error)
-            else:
-                rows += _measure(name, files, plan, rows)
-        bar.advance(task)
+                shutil.rmtree(place / name)
+        for name, written in files.items():
+            bar.update(task, advance=1, note=f"measure {name}")
+            rows += _measure(name, written, plan, rows)
         made = Bench(
             parent.source, plan, tuple(rows), left_out, (before, os.getloadavg()[0]), describe_run()
         )
@@ -199,81 +172,12 @@ def _measure(
     heads = {ratio: paths[0] for ratio, paths in files.items()}
     reference = {row.ratio: row.logits for row in earlier if row.runtime == "torch"}
     rows = []
-    for ratio, (prefill_ms, decode_ms, logits) in _in_a_process(_run, name, heads, plan).items():
+    for ratio, (prefill_ms, decode_ms, logits) in in_a_process(times, name, heads, plan).items():
         n_bytes = sum(path.stat().st_size for path in files[ratio])
-        peak = _in_a_process(_peak_bytes, name, heads[ratio], plan)
+        peak = in_a_process(peak_bytes, name, heads[ratio], plan)
         delta = float(np.abs(logits - reference.get(ratio, logits)).max())
         rows.append(Row(name, ratio, n_bytes, prefill_ms, decode_ms, peak, delta, logits))
     return rows
-
-
-def _in_a_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it where nothing else was imported, loaded or started."""
-    context = multiprocessing.get_context("spawn")
-    try:
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(function, *args).result()
-    except BrokenProcessPool:
-        raise OSError(f"the process that ran {args[0]} was killed: is memory short?") from None
-
-
-def _run(
-    name: str, files: dict[str, Path], plan: Plan
-) -> dict[str, tuple[dict[int, list[float]], list[float], np.ndarray]]:
-    """Times of every size, in turn: each repeat runs all of them."""
-    sessions = {
-        ratio: RUNTIMES[name].load(path, plan.threads, plan.n_context)
-        for ratio, path in files.items()
-    }
-    result: dict[str, tuple[dict[int, list[float]], list[float], np.ndarray]] = {}
-    for _ in range(1 + plan.n_repeats):
-        for ratio, session in sessions.items():
-            prefill_ms, decode_ms, logits = _once(session, plan)
-            if ratio not in result:  # the first run of each warms up
-                result[ratio] = ({n: [] for n in plan.prefill}, [], logits)
-                continue
-            for n, ms in prefill_ms.items():
-                result[ratio][0][n].append(ms)
-            result[ratio][1].extend(decode_ms)
-    return result
-
-
-def _once(session: Session, plan: Plan) -> tuple[dict[int, float], list[float], np.ndarray]:
-    """Every prompt, the shortest last; then tokens one by one after it."""
-    ids = plan.ids(plan.n_context)
-    prefill_ms, decode_ms = {}, []
-    for n in sorted(plan.prefill, reverse=True):
-        prefill_ms[n], logits = _timed(session.prefill, ids[:n])
-    for token in ids[n : n + plan.n_decode]:
-        decode_ms.append(_timed(session.decode, token)[0])
-    return prefill_ms, decode_ms, logits
-
-
-def _timed(read: Callable[[Any], np.ndarray], tokens: Any) -> tuple[float, np.ndarray]:
-    began = time.perf_counter()
-    logits = read(tokens)
-    return 1000 * (time.perf_counter() - began), logits
-
-
-def _peak_bytes(name: str, path: Path, plan: Plan) -> int | None:
-    """Memory of one model at work; None where the system keeps no such count."""
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not status.is_file():
-        return None
-    before = _resident(status, "VmRSS")
-    session = RUNTIMES[name].load(path, plan.threads, plan.n_context)
-    gc.collect()
-    try:
-        reset.write_text("5")  # forget the peak of loading
-    except OSError:
-        return None
-    _once(session, plan)
-    return _resident(status, "VmHWM") - before
-
-
-def _resident(status: Path, key: str) -> int:
-    line = next(line for line in status.read_text().splitlines() if line.startswith(key))
-    return 1024 * int(line.split()[1])
 
 
 def table(made: Bench) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from . import bench, tickets, training  # noqa: F401  (their commands join the app)
+from . import bench, export, tickets, training  # noqa: F401  (their commands join the app)
 from .app import app
 
 

@@ -19,7 +19,7 @@ RATIOS = ("8/12", "6/12", "4/12", "3/12")
 @bench.command(
     epilog="Examples:\n\n"
     "twistlm bench deploy runs/demo/twist\n\n"
-    "twistlm bench deploy gpt2 --ratio 6/12 --ratio 4/12 --runtime torch --threads 2 -o runs/bench"
+    "twistlm bench deploy gpt2 --ratio 6/12 --ratio 4/12 --runtime onnx --threads 2 -o runs/bench"
 )
 def deploy(
     source: Annotated[str, typer.Argument(help=PARENT)],
@@ -32,7 +32,10 @@ def deploy(
     ] = None,
     runtime: Annotated[
         list[str] | None,
-        typer.Option(help="torch, ...; repeatable; default: all that can run this model."),
+        typer.Option(
+            help="torch, onnx, onnx-q8 or llama.cpp-q8_0; repeatable; default: all that are installed "
+            "and can run this model."
+        ),
     ] = None,
     prefill: Annotated[
         list[int] | None,

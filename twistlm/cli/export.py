@@ -1,0 +1,62 @@
+"""export: a ticket for other runtimes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import app
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm export runs/ticket --to gguf -o ticket.gguf --data data/test\n\n"
+    "twistlm export runs/ticket --to onnx -o ticket-onnx --type q8"
+)
+def export(
+    ticket: Annotated[Path, typer.Argument(help="A ticket folder, or any Hugging Face folder.")],
+    to: Annotated[str, typer.Option(help="gguf (llama.cpp) or onnx (onnxruntime).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="GGUF file or ONNX folder to write.")],
+    type_: Annotated[
+        str | None,
+        typer.Option("--type", help="gguf: f32, f16, q8_0 (default); onnx: f32 (default), q8."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Token file: compare perplexity and reading speed too.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")] = 8192,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text that torch and the runtime both continue.")
+    ] = None,
+) -> None:
+    """Write a ticket as GGUF or ONNX, and compare it with torch on the spot."""
+    from ..data import open_tokens
+    from ..deploy import load_ticket
+    from ..evaluate import Text
+    from ..export import gguf, onnx, verify
+    from ..models import from_folder_or_hub, vocab_size
+    from ..terminal import console
+
+    formats = {"gguf": (gguf.export, "q8_0"), "onnx": (onnx.export, "f32")}
+    if to not in formats:
+        raise ValueError(f"--to {to}: a ticket is exported to {' or '.join(formats)}")
+    if not (ticket / "config.json").is_file():
+        raise ValueError(f"{ticket} is neither a ticket nor a Hugging Face folder")
+    is_ticket = (ticket / "ticket.json").is_file()
+    model = load_ticket(ticket) if is_ticket else from_folder_or_hub(str(ticket)).eval()
+    words, text = ticket / "tokenizer.json", None
+    if data is not None:
+        most = getattr(model.config, "max_position_embeddings", None) or 1024
+        text = Text(open_tokens(data), min(1024, most), tokens, batch=1)
+        text.file.check(text.seq_len, vocab_size(model))
+    write, usual = formats[to]
+    rows = write(
+        model, out, type_ or usual, words if words.is_file() else None, text,
+        prompt or verify.PROMPT,
+    )  # fmt: skip
+    console.print(verify.table(rows))
+    if to == "gguf" and len(rows) == 1:
+        console.print("not run in llama.cpp, which is not installed: pip install 'twistlm[llama]'")
+    console.print(f"written: {out}")

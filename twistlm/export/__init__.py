@@ -1,0 +1,1 @@
+"""Tickets for other runtimes: one file per format."""

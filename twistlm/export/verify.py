@@ -1,0 +1,198 @@
+"""Every export is compared with torch on the spot: logits, greedy tokens, perplexity, speed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from rich.table import Table
+from tokenizers import Tokenizer
+from transformers import DynamicCache, PreTrainedModel
+
+from .. import checkpoint, models
+from ..evaluate import Text, perplexity
+
+PROMPT = "The city lies on both banks of the river and"
+N_NEW = 24
+EXACT = 1e-3  # largest |Δlogit| of a float32 export, as a share of the largest |logit|
+
+
+class Runner(Protocol):
+    """A model in some runtime, with the cache of one sequence."""
+
+    def prefill(self, ids: Sequence[int], n_logits: int = 1) -> np.ndarray:
+        """Forget everything and read `ids`: logits of the last positions, [n_logits, vocab]."""
+
+    def decode(self, token: int) -> np.ndarray:
+        """Read one more token: [vocab]."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """torch's greedy continuation of a prompt, and its logits at every position."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: np.ndarray  # [len(prompt) + len(tokens), vocab]
+    tokenizer: Tokenizer | None
+
+    def text(self) -> str | None:
+        return self.tokenizer.decode(self.prompt + self.tokens) if self.tokenizer else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One runtime beside torch; speeds are tokens per second in this very comparison."""
+
+    name: str
+    n_bytes: int
+    prefill_delta: float  # max |Δlogit| over the prompt
+    decode_delta: float  # and over the tokens after it, one at a time through the cache
+    n_equal: int  # greedy tokens that are torch's
+    n_tokens: int
+    decode_speed: float
+    perplexity: float | None = None
+    prefill_speed: float | None = None  # with all logits, as perplexity needs them
+
+
+class TorchTicket:
+    """The runner of a Hugging Face model."""
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+        self._cache = DynamicCache()
+
+    def prefill(self, ids: Sequence[int], n_logits: int = 1) -> np.ndarray:
+        self._cache = DynamicCache()
+        return self._step(ids, n_logits)
+
+    def decode(self, token: int) -> np.ndarray:
+        return self._step([token], 1)[0]
+
+    @torch.no_grad()
+    def _step(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+        out: Any = self._model(
+            input_ids=torch.tensor([list(ids)]), past_key_values=self._cache,
+            use_cache=True, logits_to_keep=n_logits,
+        )  # fmt: skip
+        return out.logits[0].float().numpy()
+
+
+def greedy(runner: Runner, prompt: Sequence[int], n_tokens: int) -> list[int]:
+    """The n most probable next tokens, one after another."""
+    tokens = [int(runner.prefill(prompt)[-1].argmax())]
+    while len(tokens) < n_tokens:
+        tokens.append(int(runner.decode(tokens[-1]).argmax()))
+    return tokens
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, tokenizer: Path | None, prompt: str = PROMPT) -> Reference:
+    """Greedy text by torch's cache, then its logits again in one pass without a cache."""
+    words = Tokenizer.from_file(str(tokenizer)) if tokenizer else None
+    most = getattr(model.config, "max_position_embeddings", None) or 1024
+    if words:
+        ids = words.encode(prompt).ids
+        if not ids or len(ids) + 2 > most:
+            raise ValueError(f"--prompt has {len(ids)} tokens; legal are 1..{most - 2}")
+    else:
+        rng = np.random.default_rng(0)
+        ids = rng.integers(models.vocab_size(model), size=min(16, most // 2)).tolist()
+    tokens = greedy(TorchTicket(model), ids, min(N_NEW, most - len(ids)))
+    out: Any = model(input_ids=torch.tensor([ids + tokens]), use_cache=False)
+    return Reference(ids, tokens, out.logits[0].float().numpy(), words)
+
+
+def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes: int) -> Row:
+    """Feed torch's own tokens: argmax equal at every step means greedy text equal."""
+    n = len(goal.prompt)
+    prompt_logits = runner.prefill(goal.prompt, n)
+    start = time.perf_counter()
+    after = np.array([runner.decode(token) for token in goal.tokens])
+    speed = len(goal.tokens) / (time.perf_counter() - start)
+    guesses = [int(prompt_logits[-1].argmax()), *(int(row.argmax()) for row in after[:-1])]
+    n_equal = sum(a == b for a, b in zip(guesses, goal.tokens, strict=True))
+    found, reading = (
+        (None, None) if text is None else _timed(lambda: _perplexity(runner, text), text)
+    )
+    return Row(
+        name, n_bytes, _delta(prompt_logits, goal.logits[:n]), _delta(after, goal.logits[n:]),
+        n_equal, len(goal.tokens), speed, found, reading,
+    )  # fmt: skip
+
+
+def torch_row(model: PreTrainedModel, goal: Reference, text: Text | None) -> Row:
+    """torch itself with a cache, and its perplexity as `twistlm eval` measures it."""
+    n_bytes = sum(t.numel() * t.element_size() for t in models.state(model).values())
+    row = asdict(check("torch f32", TorchTicket(model), goal, None, n_bytes))
+    if text is not None:
+        found, speed = _timed(lambda: perplexity(model, text, "float32"), text)
+        row |= {"perplexity": found, "prefill_speed": speed}
+    return Row(**row)
+
+
+def demand_equal(row: Row, goal: Reference) -> None:
+    """A float32 export that computes something else is refused before it gets its name."""
+    worst, largest = max(row.prefill_delta, row.decode_delta), float(np.abs(goal.logits).max())
+    if not worst <= EXACT * max(1.0, largest):
+        raise ValueError(
+            f"{row.name} does not compute what torch computes (max |Δlogit| {worst:.2g} at logits up "
+            f"to {largest:.2g}): nothing was written"
+        )
+
+
+def record(rows: list[Row], goal: Reference) -> dict[str, Any]:
+    """The comparison as JSON, with command, code and machine."""
+    return {
+        "verified": [asdict(row) for row in rows],
+        "text": goal.text(),
+        **checkpoint.describe_run(),
+    }
+
+
+def table(rows: list[Row]) -> Table:
+    """What the command prints."""
+    with_text = rows[0].perplexity is not None
+    result = Table(title=f"{rows[-1].name} against torch", title_justify="left")
+    result.add_column("runtime")
+    for head in ("MB", "max |Δlogit| prompt", "decoding", "greedy equal", "decode tok/s"):
+        result.add_column(head, justify="right")
+    for head in ("perplexity", "prefill tok/s") if with_text else ():
+        result.add_column(head, justify="right")
+    for row in rows:
+        cells = [
+            f"{row.n_bytes / 1e6:.1f}", f"{row.prefill_delta:.1e}", f"{row.decode_delta:.1e}",
+            f"{row.n_equal}/{row.n_tokens}", f"{row.decode_speed:.1f}",
+        ]  # fmt: skip
+        if with_text:
+            cells += [f"{row.perplexity:.3f}", f"{row.prefill_speed:.0f}"]
+        result.add_row(row.name, *cells)
+    return result
+
+
+def _delta(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a.astype(np.float64) - b).max())
+
+
+def _timed(measure: Callable[[], float], text: Text) -> tuple[float, float]:
+    start = time.perf_counter()
+    value = measure()
+    return value, text.n_sequences * text.seq_len / (time.perf_counter() - start)
+
+
+def _perplexity(runner: Runner, text: Text) -> float:
+    """exp of the mean next-token loss over the same windows as `evaluate.perplexity`."""
+    total = 0.0
+    for row in range(text.n_sequences):
+        ids = text.file.sequences([row], text.seq_len)[0].numpy()
+        logits = runner.prefill(ids.tolist(), len(ids))[:-1].astype(np.float64)
+        top = logits.max(axis=1)
+        norm = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+        total += float((norm - logits[np.arange(len(ids) - 1), ids[1:]]).mean())
+    return math.exp(min(total / text.n_sequences, 700.0))
