@@ -344,6 +344,9 @@ CASES = {
     "a ticket and another tokenizer": Case(
         ("eval", "ticket", "--data", "other"), ("other", "another tokenizer"), make_ticket
     ),
+    "a ticket and ids beyond its vocabulary": Case(
+        ("eval", "ticket", "--data", "wide"), ("wide", "69", "64"), make_ticket
+    ),
     # certifying
     "too few draws": Case(
         ("certify", "run", "--ratio", "2/4", "--n", "89", "-o", "made"), ("n = 89", "at least 90"), process=True
