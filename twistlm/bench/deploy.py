@@ -119,6 +119,7 @@ def bench(
                     raise
                 left_out[name] = str(error)
                 shutil.rmtree(place / name)
+                bar.advance(task)  # nothing to measure
         for name, written in files.items():
             bar.update(task, advance=1, note=f"measure {name}")
             rows += _measure(name, written, plan, rows)
