@@ -111,7 +111,7 @@ def bench(
             deploy.save_ticket(parent, blueprint, tickets[ratio])
         files = {}
         for name in chosen:
-            bar.update(task, advance=1, note=f"write {name}")
+            bar.update(task, note=f"write {name}")
             try:
                 files[name] = _write(name, tickets, place / name)
             except ValueError as error:  # a library is missing, or the family has no home there
@@ -120,9 +120,11 @@ def bench(
                 left_out[name] = str(error)
                 shutil.rmtree(place / name)
                 bar.advance(task)  # nothing to measure
+            bar.advance(task)
         for name, written in files.items():
-            bar.update(task, advance=1, note=f"measure {name}")
+            bar.update(task, note=f"measure {name}")
             rows += _measure(name, written, plan, rows)
+            bar.advance(task)
         made = Bench(
             parent.source, plan, tuple(rows), left_out, (before, os.getloadavg()[0]), describe_run()
         )
