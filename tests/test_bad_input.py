@@ -19,8 +19,10 @@ from conftest import VOCAB, tiny_table
 from test_variants import toml
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from twistlm import checkpoint, cli, config, deploy, families, models, parent, rounds
+from twistlm import checkpoint, cli, config, deploy, families, generator, models, rounds
+from twistlm import parent as parents
 from twistlm.central import create
 from twistlm.prepare import prepare
 
@@ -162,6 +164,18 @@ def put_weights_of(**attributes: int) -> Callable[[Path], None]:
 LAST_RUN = f"run/{LAST}"
 
 
+def make_ticket(here: Path) -> None:
+    parent = parents.open_(here / "run", "cpu")
+    widths = {group.name: 2 for group in parent.block_map.groups}
+    blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
+    deploy.save_ticket(parent, blueprint, here / "ticket")
+
+
+def save_gpt2(folder: Path, **attributes: int) -> None:
+    small = {"n_embd": 16, "n_head": 4, "n_layer": 1, "n_positions": 16}
+    GPT2LMHeadModel(GPT2Config(**small | attributes)).save_pretrained(folder)
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of the contract: what is typed, and what the sentence must hold."""
@@ -190,11 +204,6 @@ def evaluate(*options: str, parts: tuple[str, ...], path: str = "run", **kwargs)
 def extract(*options: str, parts: tuple[str, ...], path: str = "run", **kwargs) -> Case:
     """A ticket into a fresh folder; 3 layers of 4 heads and 4 FFN blocks, the first shared."""
     return Case(("extract", path, "-o", "made/t", "--device", "cpu", *options), parts, **kwargs)
-
-
-def write_ticket(here: Path) -> None:
-    opened = parent.open_(here / "run", "cpu")
-    deploy.save_ticket(opened, opened.block_map.full(), here / "ticket")
 
 
 def write_plain_model(here: Path) -> None:
@@ -343,11 +352,19 @@ CASES = {
     "no data": evaluate("--data", "nowhere", parts=("nowhere.bin", "twistlm prepare")),
     "eval on an unknown device": evaluate("--device", "tpu", parts=("device", "'tpu'", "auto, cpu, cuda")),
     "json below a file": evaluate("--json", "c.toml/scores.json", parts=("c.toml/scores.json",)),
+    "no ratio for a ticket": Case(("eval", "ticket", "--ratio", "2/4"), ("ticket", "cut already"), make_ticket),
+    "a ticket has no tokens": Case(("eval", "ticket"), ("ticket", "--data"), make_ticket),
+    "a ticket and another tokenizer": Case(
+        ("eval", "ticket", "--data", "other"), ("other", "another tokenizer"), make_ticket
+    ),
+    "a ticket and ids beyond its vocabulary": Case(
+        ("eval", "ticket", "--data", "wide"), ("wide", "69", "64"), make_ticket
+    ),
     # extracting
     "extract from nowhere": extract("--ratio", "2/4", path="nowhere", parts=("nowhere", "no valid checkpoint")),
     "extract from a file": extract("--ratio", "2/4", path="c.toml", parts=("c.toml", "no valid checkpoint")),
     "extract from a ticket": extract(
-        "--ratio", "2/4", path="ticket", parts=("ticket", "cut already"), prepare=write_ticket
+        "--ratio", "2/4", path="ticket", parts=("ticket", "cut already"), prepare=make_ticket
     ),
     "extract from a damaged checkpoint": extract(
         "--ratio", "2/4", path=LAST_RUN, parts=("model.safetensors", "sha256"),
@@ -383,6 +400,46 @@ CASES = {
     "over a run": extract("--ratio", "2/4", "-o", "run", parts=("run", "is no ticket"), process=True),
     "over a file": extract("--ratio", "2/4", "-o", "c.toml", parts=("c.toml", "is no ticket")),
     "ticket below a file": extract("--ratio", "2/4", "-o", "c.toml/t", parts=("c.toml",)),
+    # certifying
+    "too few draws": Case(
+        ("certify", "run", "--ratio", "2/4", "--n", "89", "-o", "made"), ("n = 89", "at least 90"), process=True
+    ),
+    "certify all tickets": Case(("certify", "run", "--coverage", "1"), ("coverage = 1.0", "between 0 and 1")),
+    "certify a bad ratio": Case(("certify", "run", "--ratio", "5/12"), ("'5/12'", "1/4, 2/4, 3/4, 4/4")),
+    "certify a ticket": Case(("certify", "ticket"), ("ticket", "cut already"), make_ticket),
+    # losing nodes
+    "more nodes than blocks": Case(("drop", "run", "--nodes", "5"), ("--nodes 5", "4 attn blocks")),
+    "nobody is left": Case(("drop", "run", "--nodes", "3", "--lose", "3"), ("--lose 3", "--nodes 3")),
+    "drop nothing": Case(("drop", "blocks.n_ffn=4"), ("at least one parent",)),
+    "drop with a bad override": Case(("drop", "run", "blocks.n_fn=4"), ("blocks.n_fn", "blocks.n_ffn")),
+    # writing
+    "generate from nowhere": Case(("generate", "nowhere", "--prompt", "w1"), ("nowhere", "could not be loaded")),
+    "generate after too long a prompt": Case(
+        ("generate", "run", "--prompt", "w1 " * 16), ("16 positions", "takes 16", "0 tokens fit")
+    ),
+    "generate too much": Case(
+        ("generate", "run", "--prompt", "w1 w2", "--max-new-tokens", "15"),
+        ("16 positions", "takes 2", "14 tokens fit", "--max-new-tokens 15"), process=True,
+    ),
+    "generate from nothing": Case(("generate", "run", "--prompt", ""), ("prompt is empty",)),
+    "generate without a tokenizer": Case(
+        ("generate", LAST_RUN, "--prompt", "w1"), ("tokenizer.json",), put_weights_of(n_embd=16)
+    ),
+    "draft from nothing": Case(("draft", "run", "ticket"), ("--prompt", "--data"), make_ticket),
+    "draft for another vocabulary": Case(
+        ("draft", "run", "wide-model", "--data", "tokens"), ("wide-model", "70", "64"),
+        lambda here: save_gpt2(here / "wide-model", vocab_size=70),
+    ),
+    # bench
+    "bench in an unknown runtime": Case(("bench", "deploy", "run", "--runtime", "tpu"), ("--runtime tpu", "torch")),
+    "bench of too long a prompt": Case(
+        ("bench", "deploy", "run", "--ratio", "2/4", "--prefill", "9", "--decode", "8"),
+        ("--prefill 9", "16 positions", "1..8"),
+    ),
+    "bench of too long a text": Case(("bench", "deploy", "run", "--ratio", "2/4"), ("--decode 32", "16 positions")),
+    "bench into a folder that exists": Case(
+        ("bench", "deploy", "run", "--ratio", "2/4", "-o", "run"), ("--out run", "exists")
+    ),
     # preparing
     "empty text": tokenize("a.txt", b"", ("a.txt", "empty"), process=True),
     "binary text": tokenize("a.txt", bytes(range(256)) * 9, ("a.txt", "UTF-8"), process=True),
@@ -568,12 +625,19 @@ def test_ctrl_c(here, monkeypatch, capsys):
 # ---------------------------------------------------------------- help
 
 
-COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands]
+def names(app) -> list[str]:
+    """`train`, `bench deploy`, ...: every command, those of groups too."""
+    own = [command.name or command.callback.__name__ for command in app.registered_commands]
+    groups = app.registered_groups
+    return own + [f"{g.name} {name}" for g in groups for name in names(g.typer_instance)]
+
+
+COMMANDS = names(cli.app)
 
 HELP = """
 import contextlib, io, sys
 from twistlm import cli
-for args in ([], *([name] for name in sys.argv[1:])):
+for args in ([], *(name.split() for name in sys.argv[1:])):
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         try:
@@ -582,7 +646,7 @@ for args in ([], *([name] for name in sys.argv[1:])):
             assert not stop.code, (args, stop.code)
     shown = text.getvalue()
     assert "Usage" in shown, args
-    assert not args or f"twistlm {args[0]}" in shown.split("Example")[1], args
+    assert not args or f"twistlm {' '.join(args)}" in shown.split("Example")[1], args
 heavy = {"torch", "transformers", "numpy", "tokenizers", "pyarrow"} & set(sys.modules)
 assert not heavy, heavy
 print("fine")
@@ -591,7 +655,7 @@ print("fine")
 
 def test_help_is_light_and_has_examples():
     """Every command's help ends with examples of that command, and none of them imports torch."""
-    assert {"train", "eval", "prepare", "plan", "demo", "extract"} <= set(COMMANDS)
+    assert {"train", "eval", "prepare", "plan", "demo", "extract", "bench deploy"} <= set(COMMANDS)
     env = os.environ | {"COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, "-c", HELP, *COMMANDS], env=env, capture_output=True, text=True, timeout=60
@@ -602,7 +666,7 @@ def test_help_is_light_and_has_examples():
 def test_help_of_the_command_itself(tmp_path):
     code, out, err = as_process("--help", cwd=tmp_path)
     assert (code, err) == (0, "")
-    assert all(name in out for name in COMMANDS)
+    assert all(name.split()[0] in out for name in COMMANDS)
     code, out, err = as_process("train", "--help", cwd=tmp_path)
     assert (code, err) == (0, "")
     assert "--resume" in out

@@ -184,7 +184,8 @@ def test_files_are_as_readable_as_any_other(tmp_path, cfg, model):
     finally:
         os.umask(before)
     modes = {file: file.stat().st_mode & 0o777 for file in tmp_path.rglob("*")}
-    assert path / "model.safetensors" in modes and tmp_path / "deep/inner/file" in modes
+    assert path / "model.safetensors" in modes
+    assert tmp_path / "deep/inner/file" in modes
     assert modes == {file: 0o750 if file.is_dir() else 0o640 for file in modes}
 
 

@@ -123,6 +123,10 @@ class Evaluator:
         subnet.scale_(scales(self.block_map, widths, self.scale, self.central.rho))
         return subnet
 
+    def subnet_perplexity(self, blueprint: Blueprint) -> float:
+        """A subnet, scaled."""
+        return perplexity(self.subnet(blueprint).model, self.text, self.precision, self.loss)
+
     def random_subnets(
         self, ratio: str, widths: Widths, n: int, seed: int, tick: Callable[[], None] = lambda: None
     ) -> Spread:
@@ -130,8 +134,7 @@ class Evaluator:
         values = []
         for draw in range(n):
             blueprint = generator.for_deployment(self.block_map, widths, seed=seed, draw=draw)
-            model = self.subnet(blueprint).model
-            values.append(perplexity(model, self.text, self.precision, self.loss))
+            values.append(self.subnet_perplexity(blueprint))
             tick()
         where = self.central.layout.narrowed(self.block_map, widths)
         return Spread(ratio, where.n_params, tuple(values))

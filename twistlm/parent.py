@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from transformers import PreTrainedModel
 
@@ -33,20 +34,29 @@ class Parent:
         return self.cfg.train.scale
 
 
+def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:
+    """A ticket folder, one of our runs or checkpoints, or else a model by Hugging Face's rules."""
+    path = Path(source)
+    if (path / "ticket.json").is_file():
+        return "ticket"
+    is_model = str(source).startswith("gguf:") or (path / "config.json").is_file()
+    if (path / checkpoint.MANIFEST).is_file() or (path.exists() and not is_model):
+        return "checkpoint"
+    return "model"
+
+
 def open_(source: str | Path, device: str = "auto", overrides: Sequence[str] = ()) -> Parent:
     """Open a run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE.
 
     `overrides` are `section.key=value`: `blocks.*` cuts the model otherwise than it was trained.
     """
-    path = Path(source)
-    if (path / "ticket.json").is_file():
+    kind = what_is(source)
+    if kind == "ticket":
         raise ValueError(
             f"{source} is a ticket, which is cut already: give the parent it came from"
         )
-    is_model = str(source).startswith("gguf:") or (path / "config.json").is_file()
-    is_checkpoint = (path / checkpoint.MANIFEST).is_file() or (path.exists() and not is_model)
-    if is_checkpoint:
-        return _from_checkpoint(path, device, overrides)
+    if kind == "checkpoint":
+        return _from_checkpoint(Path(source), device, overrides)
     return _from_hugging_face(str(source), device, overrides)
 
 

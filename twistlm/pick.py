@@ -13,7 +13,7 @@ from . import generator, models
 from .blocks import Blueprint, Widths
 from .corpus import resolve
 from .data import open_tokens
-from .evaluate import Evaluator, perplexity
+from .evaluate import Evaluator
 from .parent import Parent
 from .prune import importance
 
@@ -92,8 +92,7 @@ def pick(
     task = bar.add_task(f"pick {how.asked}", total=how.n_draws, note="")
     found: list[float] = []
     for blueprint in drawn:
-        model = ready.subnet(blueprint).model
-        found.append(perplexity(model, ready.text, ready.precision, ready.loss))
+        found.append(ready.subnet_perplexity(blueprint))
         bar.update(task, advance=1, note=f"best perplexity {min(found):.2f}")
     return drawn[found.index(min(found))], {"data": ready.text.file.stem, "perplexities": found}
 

@@ -1,20 +1,24 @@
-"""Perplexities of a checkpoint as one record and one table: what `eval` and `demo` print."""
+"""Perplexities of a parent or a ticket as one record and one table: what `eval` and `demo` print."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
+from tokenizers import Tokenizer
 
-from . import checkpoint, models
+from . import checkpoint, config, deploy, models
 from . import parent as parents
 from .blocks import widths_of_ratio
+from .cluster import pick_device
+from .config import Config, DataConfig
 from .corpus import resolve
-from .data import open_tokens
-from .evaluate import Evaluator, Spread, Text
+from .data import TokenFile, open_tokens
+from .evaluate import Evaluator, Spread, Text, perplexity
 from .parent import Parent
 from .terminal import progress
 
@@ -83,7 +87,7 @@ def score(
 
 
 def score_checkpoint(
-    path: Path,
+    source: str | Path,
     ratios: list[str],
     n: int,
     *,
@@ -92,26 +96,64 @@ def score_checkpoint(
     seed: int = 0,
     device: str = "auto",
     name: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> Scores:
-    opened = parents.open_(path, device)
-    return score(
-        evaluator(opened, data, tokens), opened, ratios, n, name=name or path.name, seed=seed
-    )
+    """A parent of any kind, whole and cut."""
+    opened = parents.open_(source, device, overrides)
+    ready = evaluator(opened, data, tokens)
+    return score(ready, opened, ratios, n, name=name or Path(source).name, seed=seed)
+
+
+def score_ticket(
+    folder: Path,
+    *,
+    data: str | None,
+    tokens: int = 0,
+    device: str = "auto",
+    overrides: Sequence[str] = (),
+) -> Scores:
+    """A ticket as it is: one number."""
+    if data is None:
+        raise ValueError(f"{folder} is a ticket and has no tokens of its own: give --data STEM")
+    model = deploy.load_ticket(folder)
+    most = getattr(model.config, "max_position_embeddings", None) or 1024
+    default = Config(data=DataConfig(seq_len=min(1024, most)))
+    cfg = config.override(default, overrides)
+    file = open_tokens(resolve(data, "valid"))
+    file.check(cfg.data.seq_len, models.vocab_size(model))
+    check_same_tokenizer(file, folder / "tokenizer.json")
+    text = Text(file, cfg.data.seq_len, tokens)
+    torch.nn.Module.to(model, pick_device(device))
+    return Scores(
+        folder.name, 0, sum(p.numel() for p in model.parameters()),
+        perplexity(model, text, cfg.train.precision), (), file.stem, text.n_sequences * text.seq_len,
+        0, checkpoint.describe_run(),
+    )  # fmt: skip
+
+
+def check_same_tokenizer(file: TokenFile, path: Path) -> None:
+    """Tokens of another tokenizer would give a number that means nothing."""
+    theirs = file.tokenizer_path
+    if path.is_file() and theirs.is_file():
+        # compared as the library writes them: files of one tokenizer may differ in their bytes
+        texts = [Tokenizer.from_file(str(p)).to_str() for p in (path, theirs)]
+        if texts[0] != texts[1]:
+            raise ValueError(f"{file.stem} was made with another tokenizer than {path}")
 
 
 def table(rows: list[Scores]) -> Table:
     """One column per parent: mean ± sd (worst) of the random subnets at each size."""
     first = rows[0]
-    n = len(first.subnets[0].values) if first.subnets else 0
-    result = Table(
-        title=f"perplexity on {first.n_tokens:,} tokens; {n} random subnets: mean ± sd (worst)",
-        title_justify="left",
-    )
+    title = f"perplexity on {first.n_tokens:,} tokens"
+    if first.subnets:
+        title += f"; {len(first.subnets[0].values)} random subnets: mean ± sd (worst)"
+    result = Table(title=title, title_justify="left")
     result.add_column("blocks")
     result.add_column("parameters", justify="right")
     for row in rows:
         result.add_column(row.name, justify="right")
-    result.add_row("full", f"{first.n_params:,}", *(f"{row.full:.2f}" for row in rows))
+    whole = "full" if first.subnets else "ticket"
+    result.add_row(whole, f"{first.n_params:,}", *(f"{row.full:.2f}" for row in rows))
     for i, spread in enumerate(first.subnets):
         cells = (str(row.subnets[i]) for row in rows)
         result.add_row(spread.ratio, f"{spread.n_params:,}", *cells)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from . import bench, export, extract, training  # noqa: F401  (their commands join the app)
+from . import bench, export, extract, tickets, training  # noqa: F401  (they join the app)
 from .app import app
 
 
@@ -22,7 +22,8 @@ def main() -> None:
     except SystemExit as stop:
         if stop.code != 130:  # typer's word for Ctrl-C
             raise
-        _fail("interrupted; resume with --resume", 130)
+        resumes = sys.argv[1:2] == ["train"]
+        _fail("interrupted" + ("; resume with --resume" if resumes else ""), 130)
 
 
 def _fail(sentence: str, code: int) -> None:

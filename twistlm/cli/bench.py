@@ -1,4 +1,4 @@
-"""bench train: times, bytes and memory on this machine."""
+"""bench train, bench deploy: times, bytes and memory on this machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Annotated
 import typer
 
 from .app import app
+from .tickets import PARENT
 from .training import Overrides, Preset
 
 bench = typer.Typer(help="Times, bytes and memory on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+RATIOS = ("8/12", "6/12", "4/12", "3/12")
 
 
 @bench.command(
@@ -50,3 +53,52 @@ def train(
         console.print(table)
     if json_out is not None:
         json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
+
+
+@bench.command(
+    epilog="Examples:\n\n"
+    "twistlm bench deploy runs/demo/twist\n\n"
+    "twistlm bench deploy gpt2 --ratio 6/12 --ratio 4/12 --runtime onnx --threads 2 -o runs/bench"
+)
+def deploy(
+    source: Annotated[str, typer.Argument(help=PARENT)],
+    overrides: Overrides = None,
+    ratio: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Size of a ticket, as 6/12 or attn=2/3,ffn=6/12; repeatable; default: {', '.join(RATIOS)}."
+        ),
+    ] = None,
+    runtime: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="torch, onnx, onnx-q8 or llama.cpp-q8_0; repeatable; default: all that are installed "
+            "and can run this model."
+        ),
+    ] = None,
+    prefill: Annotated[
+        list[int] | None,
+        typer.Option(help="Prompt length; repeatable; default: 128 and 512, if they fit."),
+    ] = None,
+    decode: Annotated[int, typer.Option(min=1, help="Tokens to decode after the prompt.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs behind each number.")] = 5,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random tickets.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="New folder for the numbers and the models measured."),
+    ] = None,
+) -> None:
+    """The full parent against tickets: prefill, decode with KV cache, bytes on disk, memory."""
+    from .. import parent as parents
+    from ..bench import deploy as benches
+    from ..terminal import console
+
+    made = benches.bench(
+        parents.open_(source, "cpu", overrides or []), ratio or RATIOS,
+        runtimes=runtime or (), prefill=prefill or (), n_decode=decode, n_repeats=repeats,
+        threads=threads, seed=seed, folder=out,
+    )  # fmt: skip
+    console.print(benches.table(made))
+    for name, why in made.left_out.items():
+        console.print(f"without {name}: {why}")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .app import app
+from .tickets import PARENT, Data, Device
 from .training import Overrides
 
 
@@ -20,9 +21,7 @@ from .training import Overrides
     "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.0=1 blocks.setting=both"
 )
 def extract(
-    ckpt: Annotated[
-        str, typer.Argument(help="A run folder, a checkpoint, a Hugging Face model or gguf:FILE.")
-    ],
+    source: Annotated[str, typer.Argument(help=PARENT)],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the ticket.")],
     overrides: Overrides = None,
     ratio: Annotated[
@@ -47,15 +46,13 @@ def extract(
         ),
     ] = "random",
     seed: Annotated[int, typer.Option(help="Seed of the pick.")] = 0,
-    data: Annotated[
-        str | None, typer.Option(help="Token file; default: the run's data.valid.")
-    ] = None,
+    data: Data = None,
     tokens: Annotated[
         int,
         typer.Option(min=0, help="Tokens for each perplexity and for calibration; 0 takes all."),
     ] = 4096,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
     from .. import budget, choose
@@ -66,7 +63,7 @@ def extract(
     limit = budget.parse(ratio=ratio, params=params, size=size, latency=latency)
     how = picks.parse(pick)
     choose.check_target(out)
-    parent = parents.open_(ckpt, device, overrides or [])
+    parent = parents.open_(source, device, overrides or [])
     proof = choose.write(parent, out, limit, how, seed=seed, data=data, tokens=tokens, dtype=dtype)
     console.print(choose.table(parent, proof))
     if proof["whole"]:

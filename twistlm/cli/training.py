@@ -102,13 +102,23 @@ def train(
     name="eval",
     epilog="Examples:\n\n"
     "twistlm eval runs/demo/twist --ratio 6/12 --ratio 3/12 --n 20\n\n"
-    "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12 --data data/wiki-test",
+    "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12 --data data/wiki-test\n\n"
+    "twistlm eval runs/demo/ticket --data runs/demo/text/valid\n\n"
+    "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512 blocks.setting=ffn",
 )
 def eval_(
-    ckpt: Annotated[Path, typer.Argument(help="A run folder or one of its checkpoints.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A run folder, a checkpoint, a Hugging Face folder or hub id, gguf:FILE, or a ticket."
+        ),
+    ],
+    overrides: Overrides = None,
     ratio: Annotated[
         list[str] | None,
-        typer.Option(help="Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable."),
+        typer.Option(
+            help="Share of blocks, as 6/12 (the default) or attn=2/3,ffn=6/12; repeatable."
+        ),
     ] = None,
     n: Annotated[int, typer.Option(min=1, help="Random subnets behind each number.")] = 20,
     data: Annotated[
@@ -121,13 +131,21 @@ def eval_(
         Path | None, typer.Option("--json", help="Write the numbers here too.")
     ] = None,
 ) -> None:
-    """Perplexity of the full model (no scale) and of random subnets (scaled)."""
-    from ..score import score_checkpoint, table
+    """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket."""
+    from ..parent import what_is
+    from ..score import score_checkpoint, score_ticket, table
     from ..terminal import console
 
-    scores = score_checkpoint(
-        ckpt, ratio or ["6/12"], n, data=data, tokens=tokens, seed=seed, device=device
-    )
+    more = overrides or []
+    if what_is(source) == "ticket":
+        if ratio:
+            raise ValueError(f"--ratio {ratio[0]}: {source} is a ticket, which is cut already")
+        scores = score_ticket(Path(source), data=data, tokens=tokens, device=device, overrides=more)
+    else:
+        scores = score_checkpoint(
+            source, ratio or ["6/12"], n,
+            data=data, tokens=tokens, seed=seed, device=device, overrides=more,
+        )  # fmt: skip
     console.print(table([scores]))
     if json_out is not None:
         json_out.write_text(json.dumps(scores.to_dict(), indent=1) + "\n")

@@ -1,0 +1,176 @@
+"""certify, drop, generate, draft: what tickets promise and what they do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .app import app
+from .training import Overrides
+
+PARENT = "A run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE."
+ANY = "A ticket, a run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE."
+
+Data = Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")]
+Tokens = Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens to write; default: 100, or what the model's positions leave."),
+]
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm certify runs/demo/twist --ratio 6/12 --n 200 -o runs/certificate\n\n"
+    "twistlm certify gpt2 --ratio 9/12 --n 90 --data data/wiki-test --tokens 16384 data.seq_len=512"
+)
+def certify(
+    source: Annotated[str, typer.Argument(help=PARENT)],
+    overrides: Overrides = None,
+    ratio: Annotated[
+        str, typer.Option(help="Share of blocks, as 6/12 or attn=2/3,ffn=6/12.")
+    ] = "6/12",
+    n: Annotated[int, typer.Option(min=1, help="Random tickets to measure.")] = 200,
+    data: Data = None,
+    tokens: Tokens = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random tickets.")] = 0,
+    coverage: Annotated[float, typer.Option(help="Share of all tickets to bound.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="How sure the bound must be.")] = 0.99,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder for JSON and histogram; every ticket's number is kept there as it comes, "
+            "so the same command goes on after a stop, or with a larger --n.",
+        ),
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    """How good random tickets of one size are, and a bound on almost all of them.
+
+    The bound assumes nothing about the distribution: it is one of the measured values in order.
+    """
+    from .. import certify as certificates
+    from .. import parent as parents
+    from ..terminal import console
+
+    made = certificates.certify(
+        parents.open_(source, device, overrides or []), ratio, n,
+        data=data, tokens=tokens, seed=seed, coverage=coverage, confidence=confidence, folder=out,
+    )  # fmt: skip
+    console.print(certificates.table(made))
+    console.print(certificates.reading(made))
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm drop runs/demo/dense runs/demo/twist --nodes 4 --lose 1\n\n"
+    "twistlm drop gpt2 --nodes 4 --lose 2 --data data/wiki-test --tokens 16384 blocks.shared_first=0"
+)
+def drop(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE... [SECTION.KEY=VALUE]...", help=f"Parents, side by side. {PARENT}"
+        ),
+    ],
+    nodes: Annotated[int, typer.Option(min=2, help="Nodes that serve the parent.")] = 4,
+    lose: Annotated[int, typer.Option(min=1, help="Nodes that die.")] = 1,
+    data: Data = None,
+    tokens: Tokens = 0,
+    device: Device = "auto",
+    json_out: JsonOut = None,
+) -> None:
+    """Spread a parent's blocks over nodes, lose some of them in every possible way.
+
+    Each node holds a contiguous run of each layer's blocks, as in tensor-parallel serving (the first
+    nodes one block more where they do not divide evenly), and all that is not cut. The rest is
+    rescaled.
+    """
+    from .. import drop as drops
+    from .. import parent as parents
+    from ..terminal import console
+
+    overrides = [source for source in sources if "=" in source and not Path(source).exists()]
+    opened = {s: parents.open_(s, device, overrides) for s in sources if s not in overrides}
+    if not opened:
+        raise ValueError("give at least one parent")
+    made = drops.drop(opened, nodes, lose, data=data, tokens=tokens)
+    console.print(drops.table(made, nodes, lose))
+    _write(json_out, drops.record(made, nodes, lose))
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    'twistlm generate runs/demo/ticket --prompt "Return the"\n\n'
+    'twistlm generate gpt2 --prompt "In the beginning" --temperature 0.8 --top-k 40 --seed 1'
+)
+def generate(
+    ticket: Annotated[str, typer.Argument(help=ANY)],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=1e-3, help="Draw instead of taking the likeliest token.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Draw among this many likeliest tokens.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Write text, token by token as it comes; greedy unless told to draw."""
+    from .. import runnable
+    from ..generate import write
+
+    def emit(text: str) -> None:
+        print(text, end="", flush=True)
+
+    write(
+        runnable.open_(ticket, device), prompt,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, emit=emit,
+    )  # fmt: skip
+    sys.stdout.write("\n")
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    'twistlm draft runs/demo/twist runs/demo/ticket --prompt "Return the"\n\n'
+    "twistlm draft runs/demo/twist runs/demo/ticket --data runs/demo/text/valid --n 8 --draft-tokens 3"
+)
+def draft(
+    parent: Annotated[str, typer.Argument(help=f"The model whose text is written. {PARENT}")],
+    ticket: Annotated[str, typer.Argument(help=f"The model that drafts. {ANY}")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to go on from; repeatable.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Token file to take prompts from.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Prompts taken from --data.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 16,
+    max_new_tokens: MaxNewTokens = None,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted at a time.")] = 5,
+    device: Device = "auto",
+    json_out: JsonOut = None,
+) -> None:
+    """Let a ticket draft for its own parent: drafts accepted, tokens per second, the same text."""
+    from .. import draft as drafts
+    from .. import runnable
+    from ..terminal import console
+
+    pair = runnable.open_(parent, device), runnable.open_(ticket, device)
+    prompts = drafts.prompts(pair[0], prompt or [], data, n, prompt_tokens)
+    made = drafts.draft(*pair, prompts, max_new_tokens=max_new_tokens, n_draft=draft_tokens)
+    console.print(drafts.table(made))
+    console.print(drafts.reading(made))
+    _write(json_out, made.to_dict())
+
+
+def _write(path: Path | None, record: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")
