@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_tokens
+from conftest import VOCAB, make_tokens
 from families_table import tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
-from twistlm import cli, deploy, generator
+from twistlm import cli, deploy, generator, score
 from twistlm import parent as parents
+from twistlm.data import open_tokens
 
 CUT = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
 
@@ -56,6 +61,29 @@ def test_a_ticket(home):
     record, _ = evaluate(home, "ticket", "--tokens", "64", "data.seq_len=16")
     assert record["full"] == pytest.approx(hf_perplexity(ticket, home, 16, 64), rel=1e-5)
     assert record["n_tokens"] == 64
+
+
+def test_a_ticket_and_the_tokenizer_of_its_parent(home, tmp_path):
+    """transformers rewrites tokenizer.json: it is still the one that made the tokens."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.save(str(home / "tokens.tokenizer.json"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    parent = parents.open_(home / "model", "cpu", CUT)
+    parent = replace(parent, tokenizer=tmp_path / "tokenizer.json")
+    deploy.save_ticket(parent, parent.block_map.full(), home / "with-words")
+    written = (home / "with-words/tokenizer.json").read_text()
+    assert json.loads(written) != json.loads(words.to_str())
+    record, _ = evaluate(home, "with-words")
+    assert record["full"] == pytest.approx(
+        hf_perplexity(tiny_model("gpt2"), home, 40, 200), rel=1e-5
+    )
+    words.pre_tokenizer = Whitespace()  # the same words, found otherwise
+    words.save(str(home / "tokens.tokenizer.json"))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        score.check_same_tokenizer(
+            open_tokens(str(home / "tokens")), home / "with-words/tokenizer.json"
+        )
+    (home / "tokens.tokenizer.json").unlink()
 
 
 def test_a_hugging_face_folder(home):

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from ..models import gguf_path
 from ..parent import Parent
 
+SAID = ("parent", "n_params", "bytes")  # notes that other lines of the card tell
 LOADING = """```python
 import twistlm  # pip install twistlm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,7 +44,7 @@ def save(
     numbers = {
         "parameters": f"{record['n_params']:,} of {n_full:,} ({record['n_params'] / n_full:.1%})",
         "weights on disk": f"{bytes_ / 1e6:,.1f} MB",
-        **_flat(notes),
+        **_flat({key: notes[key] for key in notes if key not in SAID}),
         "made by": f"`{record['command']}`, twistlm {record['git']}, {record['device']}",
     }
     data = ModelCardData(
