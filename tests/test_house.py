@@ -30,8 +30,9 @@ LAYERS = [  # a module imports only from layers above its own
     {"startup", "plan"},
     {"rounds", "score"},
     {"demo"},
-    {"cli.app"},
+    {"bench", "bench.train", "bench.curve", "cli.app"},
     {"cli.training"},
+    {"cli.bench"},
     {"cli"},
     {"__main__"},
 ]
