@@ -16,6 +16,7 @@ from twistlm.aggregator import Result, Stats
 from twistlm.checkpoint import open_, template
 from twistlm.cluster import Cluster
 from twistlm.dispatcher import cut
+from twistlm.flat import holders
 from twistlm.worker import learning_rate
 
 STATS = Stats(1.0, 3, 96)
@@ -57,7 +58,7 @@ def test_dispatch_then_aggregate_is_the_identity(tokens, tmp_path, moments):
     before = state.buffer.clone()
     assert before.shape[0] == (3 if moments == "carry" else 1)
     blueprints = deal(run)
-    aggregator.aggregate_(state, returned(run, blueprints), blueprints)
+    aggregator.aggregate_(state, returned(run, blueprints), holders(run.runs, blueprints))
     # the mean of equal copies: exact for 1, 2 copies, to the last bit or so for 3
     torch.testing.assert_close(state.buffer, before, rtol=1e-15, atol=0)
 
@@ -69,7 +70,8 @@ def test_aggregate_is_the_mean_over_holders(tokens, tmp_path):
     blueprints = deal(run)
     old = {n: v.clone() for n, v in state.layout.views(state.buffer[0]).items()}
     shift = lambda worker, buffer: buffer + 10.0 ** (worker + 1)  # noqa: E731
-    aggregator.aggregate_(state, returned(run, blueprints, shift), blueprints)
+    results = returned(run, blueprints, shift)
+    aggregator.aggregate_(state, results, holders(run.runs, blueprints))
     new = state.layout.views(state.buffer[0])
     partitioned = run.block_map.partitioned()
     held_by_several = 0
@@ -81,9 +83,9 @@ def test_aggregate_is_the_mean_over_holders(tokens, tmp_path):
         group, part = partitioned[name]
         view = moved.movedim(part.dim, 0).reshape(part.sections, group.n_blocks, part.chunk, -1)
         for block in range(group.n_blocks):
-            holders = [10.0 ** (w + 1) for w, b in enumerate(blueprints) if block in b[group.name]]
-            held_by_several += len(holders) > 1
-            expected = torch.full_like(view[:, block], sum(holders) / len(holders))
+            moves = [10.0 ** (w + 1) for w, b in enumerate(blueprints) if block in b[group.name]]
+            held_by_several += len(moves) > 1
+            expected = torch.full_like(view[:, block], sum(moves) / len(moves))
             torch.testing.assert_close(view[:, block], expected)
     assert held_by_several  # overlapping blocks are in the test
 
@@ -96,7 +98,7 @@ def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path, ou
     before, velocity = state.buffer.clone(), state.velocity.clone()
     blueprints = deal(run)
     results = returned(run, blueprints, lambda worker, buffer: buffer + 1)[1:]
-    aggregator.aggregate_(state, results, blueprints[1:], outer)
+    aggregator.aggregate_(state, results, holders(run.runs, blueprints[1:]), outer)
     held = torch.zeros_like(state.weights, dtype=torch.bool)
     held[: state.layout.n_shared] = True
     for result in results:
@@ -238,7 +240,7 @@ def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
     blueprints = deal(run)
     before = run.central.weights.clone()
     parcel = next(iter(rounds.dispatcher.dispatch(
-        run.central, run.runs, blueprints, run.cluster, run.rows, run.dtype
+        run.central, run.runs, rounds.dispatcher.prepare(run.runs, 0, blueprints), run.cluster, run.rows, run.dtype
     )))  # fmt: skip
     seat = rounds._new_seat(run, parcel.layout, "central")
     seat.load(

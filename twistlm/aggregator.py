@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .blocks import Blueprint
 from .central import Central
-from .flat import holders, mean_
+from .flat import mean_
 
 
 @dataclass(frozen=True)
@@ -42,26 +41,25 @@ class Result:
 def aggregate_(
     central: Central,
     results: Iterable[Result],
-    blueprints: Sequence[Blueprint],
+    holders: Tensor,
     outer: tuple[float, float] | None = None,
 ) -> Stats:
     """Set every central parameter (and moment) to the mean of the copies that came back.
 
-    `blueprints` are those of the workers that bring a result. Copies are added in the order of
+    `holders` (of `flat.holders`) is about the workers that bring a result. Copies are added in the order of
     `results`, which is worker order everywhere, so one process and many give the same bits. A
     parameter that nobody held keeps weight, moments and outer momentum.
     """
     if central.sums is None:
         central.sums = torch.empty_like(central.buffer)
-    table = holders(central.runs, blueprints)
     mean = central.buffer if outer is None else central.sums
     stats = Stats(0.0, 0, 0)
     for place, result in enumerate(results):
-        mean_(mean, central.sums, result.buffer, central.runs, result.index, table, place)
+        mean_(mean, central.sums, result.buffer, central.runs, result.index, holders, place)
         stats += result.stats
     if outer is not None:
         assert central.velocity is not None
-        held = table[central.runs.block_of, 2:] > 0  # [n_runs, 1]
+        held = holders[central.runs.block_of, 2:] > 0  # [n_runs, 1]
         grain = central.runs.grain
         old, sums = central.buffer.unflatten(1, (-1, grain)), mean.unflatten(1, (-1, grain))
         sums[0] = nesterov_(old[0], sums[0], central.velocity.view(-1, grain), held, *outer)

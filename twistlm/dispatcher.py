@@ -11,7 +11,7 @@ from torch import Tensor
 from .blocks import Blueprint
 from .central import Central
 from .cluster import Cluster
-from .flat import Layout, Runs, gather_
+from .flat import Layout, Runs, gather_, holders
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,14 @@ class Parcel:
     def rows(self) -> int:
         return self.source.shape[0]
 
-    def unpack_(self, out: Tensor) -> Tensor:
-        """Fill `out` [rows, n_subnet]."""
-        if self.source.shape == out.shape and self.source.shape[1] != self.runs.full.n_params:
-            return out.copy_(self.source)
-        return gather_(out, self.source, self.runs, self.index)
+    def unpack_(self, out: Tensor, low: Tensor | None = None) -> None:
+        """Fill `out` [rows, n_subnet], and `low` [n_subnet] with its weights, rounded."""
+        if self.source.shape[1] == self.runs.full.n_params:
+            gather_(out, self.source, self.runs, self.index, low)
+            return
+        out.copy_(self.source)
+        if low is not None:
+            low.copy_(out[0])
 
 
 def cut(central: Central, blueprint: Blueprint, rows: int | None = None) -> Tensor:
@@ -49,10 +52,25 @@ def cut(central: Central, blueprint: Blueprint, rows: int | None = None) -> Tens
     return gather_(out, source, central.runs, index)
 
 
+@dataclass(frozen=True)
+class Deal:
+    """What follows from a round's number alone: who holds what."""
+
+    round: int
+    blueprints: list[Blueprint]
+    indices: list[Tensor]  # each worker's `Runs.index`
+    holders: Tensor
+
+
+def prepare(runs: Runs, round: int, blueprints: list[Blueprint]) -> Deal:
+    indices = [runs.index(blueprint) for blueprint in blueprints]
+    return Deal(round, blueprints, indices, holders(runs, blueprints))
+
+
 def dispatch(
     central: Central | None,
     runs: Runs,
-    blueprints: list[Blueprint],
+    deal: Deal,
     cluster: Cluster,
     rows: int,
     dtype: torch.dtype,
@@ -66,12 +84,12 @@ def dispatch(
     if central is not None:
         for worker, rank in enumerate(seating.ranks):
             if rank != cluster.rank:
-                cluster.post(rank, cut(central, blueprints[worker]))
+                cluster.post(rank, cut(central, deal.blueprints[worker]))
     for worker in cluster.workers:
-        blueprint = blueprints[worker]
+        blueprint = deal.blueprints[worker]
         where = runs.full.narrowed(runs.block_map, runs.block_map.widths(blueprint))
         if central is not None:
             source = central.buffer
         else:
             source = cluster.receive(0, (rows, where.n_params), dtype)
-        yield Parcel(worker, blueprint, where, runs.index(blueprint), source, runs)
+        yield Parcel(worker, blueprint, where, deal.indices[worker], source, runs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .blocks import BlockMap, Blueprint, Partition, Shapes, State, Widths
+from .blocks import BlockMap, Blueprint, Shapes, State, Widths
 
 MOST_GRAIN = 1024  # elements in a run
 
@@ -93,6 +93,8 @@ class Runs:
     block_map: BlockMap
     grain: int  # a power of two
     numbers: dict[str, int]  # group name -> number of its first block; 0 is "shared"
+    # parameter -> its group's name and runs, as [outer, sections, n_blocks, runs of a block's stretch]
+    ids: dict[str, tuple[str, np.ndarray]]
     block_of: Tensor  # int32 [n_runs]: the number of the block that a run belongs to
 
     @property
@@ -102,22 +104,8 @@ class Runs:
 
     def index(self, blueprint: Blueprint) -> Tensor:
         """Runs of a subnet's blocks, counted from the first partitioned one, in the subnet's order."""
-        partitioned = self.block_map.partitioned()
-        pieces = []
-        for name in (name for name in self.full.shapes if name in partitioned):
-            group, part = partitioned[name]
-            ids = self._ids(name, group.n_blocks, part)
-            pieces.append(ids[:, :, list(blueprint[group.name])].reshape(-1))
+        pieces = [ids[:, :, list(blueprint[group])].reshape(-1) for group, ids in self.ids.values()]
         return _send(np.concatenate(pieces or [np.empty(0, np.int32)]), self.block_of.device)
-
-    def _ids(self, name: str, n_blocks: int, part: Partition) -> np.ndarray:
-        """A parameter's runs as [outer, sections, n_blocks, runs of a block's stretch]."""
-        shape = self.full.shapes[name]
-        first = (self.full.offsets[name] - self.full.n_shared) // self.grain
-        n_runs = math.prod(shape) // self.grain
-        outer = math.prod(shape[: part.dim])
-        ids = np.arange(first, first + n_runs, dtype=np.int32)
-        return ids.reshape(outer, part.sections, n_blocks, -1)
 
 
 def runs(full: Layout, block_map: BlockMap, device: torch.device) -> Runs:
@@ -131,13 +119,18 @@ def runs(full: Layout, block_map: BlockMap, device: torch.device) -> Runs:
     for group in block_map.groups:
         numbers[group.name] = next_number
         next_number += group.n_blocks
+    ids = {}
     block_of = np.zeros(full.n_params // grain, dtype=np.int32)
-    made = Runs(full, block_map, grain, numbers, torch.empty(0, device=device))
-    for name, (group, part) in partitioned.items():
-        ids = full.n_shared // grain + made._ids(name, group.n_blocks, part)
-        mine = numbers[group.name] + np.arange(group.n_blocks, dtype=np.int32)
-        block_of[ids] = mine[None, None, :, None]
-    return replace(made, block_of=_send(block_of, device))
+    for name in (name for name in full.shapes if name in partitioned):
+        group, part = partitioned[name]
+        shape, first = full.shapes[name], (full.offsets[name] - full.n_shared) // grain
+        mine = np.arange(first, first + math.prod(shape) // grain, dtype=np.int32).reshape(
+            math.prod(shape[: part.dim]), part.sections, group.n_blocks, -1
+        )
+        ids[name] = (group.name, mine)
+        number = numbers[group.name] + np.arange(group.n_blocks, dtype=np.int32)
+        block_of[full.n_shared // grain + mine] = number[None, None, :, None]
+    return Runs(full, block_map, grain, numbers, ids, _send(block_of, device))
 
 
 def holders(runs: Runs, blueprints: Sequence[Blueprint]) -> Tensor:
@@ -155,15 +148,19 @@ def holders(runs: Runs, blueprints: Sequence[Blueprint]) -> Tensor:
     return _send(table, runs.block_of.device)
 
 
-def gather_(out: Tensor, full: Tensor, runs: Runs, index: Tensor) -> Tensor:
-    """Cut subnet buffers [rows, n] out of full ones [rows, N]."""
+def gather_(
+    out: Tensor, full: Tensor, runs: Runs, index: Tensor, low: Tensor | None = None
+) -> Tensor:
+    """Cut subnet buffers [rows, n] out of full ones [rows, N]; `low` [n] gets row 0, rounded."""
     n_shared = runs.full.n_shared
     if _fast(full):
-        kernels.take_(out, full, n_shared, index, runs.grain)
+        kernels.take_(out, full, n_shared, index, runs.grain, low)
         return out
     out[:, :n_shared].copy_(full[:, :n_shared])
     for to, from_ in zip(_blocks(out, runs), _blocks(full, runs), strict=True):
         torch.index_select(from_, 0, index, out=to)
+    if low is not None:
+        low.copy_(out[0])
     return out
 
 

@@ -31,12 +31,18 @@ def softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: int, wanted:
     return losses
 
 
-def take_(out: Tensor, full: Tensor, n_shared: int, index: Tensor, grain: int) -> None:
-    """`out` [rows, n] = the shared part and the runs at `index` of `full` [rows, N]."""
+def take_(
+    out: Tensor, full: Tensor, n_shared: int, index: Tensor, grain: int, low: Tensor | None
+) -> None:
+    """`out` [rows, n] = the shared part and the runs at `index` of `full` [rows, N].
+
+    `low` [n] gets the first row in its own, lower precision.
+    """
     n_runs = out.shape[1] // grain
     _take[_grid(n_runs, grain)](
-        out, full, index, n_runs, n_shared // grain, out.stride(0), full.stride(0),
-        ROWS=out.shape[0], GRAIN=grain, RUNS=max(1, TILE // grain),
+        out, full, out if low is None else low, index, n_runs, n_shared // grain,
+        out.stride(0), full.stride(0),
+        LOW=low is not None, ROWS=out.shape[0], GRAIN=grain, RUNS=max(1, TILE // grain),
     )  # fmt: skip
 
 
@@ -100,8 +106,8 @@ if triton is not None:
 
     @triton.jit
     def _take(
-        out, full, index, n_runs, n_shared, out_stride, full_stride,
-        ROWS: tl.constexpr, GRAIN: tl.constexpr, RUNS: tl.constexpr,
+        out, full, low, index, n_runs, n_shared, out_stride, full_stride,
+        LOW: tl.constexpr, ROWS: tl.constexpr, GRAIN: tl.constexpr, RUNS: tl.constexpr,
     ):  # fmt: skip
         run, there, real = _places(index, n_runs, n_shared, GRAIN, RUNS)
         lanes = tl.arange(0, GRAIN)[None, :]
@@ -109,7 +115,11 @@ if triton is not None:
         for row in tl.static_range(ROWS):
             from_ = full + row * full_stride.to(tl.int64) + there[:, None] * GRAIN + lanes
             to = out + row * out_stride.to(tl.int64) + run[:, None] * GRAIN + lanes
-            tl.store(to, tl.load(from_, mask=mask), mask=mask)
+            value = tl.load(from_, mask=mask)
+            tl.store(to, value, mask=mask)
+            if LOW and row == 0:
+                at = low + run[:, None] * GRAIN + lanes
+                tl.store(at, value.to(low.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _mean(

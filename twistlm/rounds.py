@@ -12,9 +12,10 @@ import torch
 
 from . import aggregator, checkpoint, dense, dispatcher, generator, worker
 from .aggregator import Result, Stats
-from .blocks import Blueprint, widths_of_ratio
+from .blocks import widths_of_ratio
 from .cluster import Cluster, SeatKind
 from .config import Config
+from .dispatcher import Deal
 from .flat import Layout
 from .ledger import Metrics, Traffic
 from .startup import Run, set_up
@@ -93,20 +94,20 @@ def _train(run: Run, quiet: bool) -> Path:
 def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     """One round of the paper: generate, dispatch, train, aggregate."""
     cfg, cluster, block_map = run.cfg, run.cluster, run.block_map
-    blueprints = generator.for_training(
-        block_map, cluster.seating.n_workers, cfg.blocks, seed=cfg.run.seed, round=r, held=run.held
-    )
+    deal = run.ahead if run.ahead is not None and run.ahead.round == r else _deal(run, r)
+    blueprints = deal.blueprints
     generator.count_(run.held, blueprints)
     if cfg.train.scale == "measured":
         _update_rho(run, r)
     sent, received = cluster.bytes_sent, cluster.bytes_received
     if run.central is None:
-        for _ in _local_results(run, blueprints, r):
+        for _ in _local_results(run, deal, r):
             pass
         return Stats(0.0, 0, 0), Traffic(0, 0, 0)
     stats = aggregator.aggregate_(
-        run.central, _results(run, blueprints, r), blueprints, cfg.train.nesterov()
+        run.central, _results(run, deal, r), deal.holders, cfg.train.nesterov()
     )
+    run.ahead = _deal(run, r + 1)  # while a GPU still works on this round
     moved = sum(
         run.full.narrowed(block_map, block_map.widths(b)).n_params
         for b in blueprints
@@ -116,12 +117,18 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     return stats, Traffic(moved, moved, wire)
 
 
-def _local_results(run: Run, blueprints: list[Blueprint], r: int) -> Iterator[Result]:
+def _deal(run: Run, r: int) -> Deal:
+    blueprints = generator.for_training(
+        run.block_map, run.cluster.seating.n_workers, run.cfg.blocks,
+        seed=run.cfg.run.seed, round=r, held=run.held,
+    )  # fmt: skip
+    return dispatcher.prepare(run.runs, r, blueprints)
+
+
+def _local_results(run: Run, deal: Deal, r: int) -> Iterator[Result]:
     """Train this rank's workers; a remote rank sends each result to the central one."""
     cfg, cluster = run.cfg, run.cluster
-    for parcel in dispatcher.dispatch(
-        run.central, run.runs, blueprints, cluster, run.rows, run.dtype
-    ):
+    for parcel in dispatcher.dispatch(run.central, run.runs, deal, cluster, run.rows, run.dtype):
         seat = seat_for(run, parcel.worker, parcel.layout)
         factors = scales(
             run.block_map, run.block_map.widths(parcel.blueprint), cfg.train.scale, run.rho
@@ -137,21 +144,19 @@ def _local_results(run: Run, blueprints: list[Blueprint], r: int) -> Iterator[Re
         yield result
 
 
-def _results(run: Run, blueprints: list[Blueprint], r: int) -> Iterator[Result]:
+def _results(run: Run, deal: Deal, r: int) -> Iterator[Result]:
     """All workers' results on the central rank, in worker order (its own workers come first)."""
-    yield from _local_results(run, blueprints, r)
+    yield from _local_results(run, deal, r)
     cluster = run.cluster
     cluster.wait()
     for i, rank in enumerate(cluster.seating.ranks):
         if rank == cluster.rank:
             continue
         told = cluster.receive(rank, (3,), torch.float64).tolist()
-        widths = run.block_map.widths(blueprints[i])
+        widths = run.block_map.widths(deal.blueprints[i])
         where = run.full.narrowed(run.block_map, widths)
         buffer = cluster.receive(rank, (run.rows, where.n_params), run.dtype)
-        yield Result(
-            i, buffer, run.runs.index(blueprints[i]), Stats(told[0], int(told[1]), int(told[2]))
-        )
+        yield Result(i, buffer, deal.indices[i], Stats(told[0], int(told[1]), int(told[2])))
 
 
 def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
@@ -159,7 +164,8 @@ def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     key = ("dense",)
     if key not in run.seats:
         seat = _new_seat(run, run.full, "physical")
-        everything = [run.block_map.full()] * run.cluster.seating.n_workers
+        n_workers = run.cluster.seating.n_workers
+        everything = dispatcher.prepare(run.runs, r, [run.block_map.full()] * n_workers)
         parcel = next(
             dispatcher.dispatch(run.central, run.runs, everything, run.cluster, run.rows, run.dtype)
         )

@@ -18,6 +18,7 @@ from .cluster import Cluster
 from .config import Config
 from .corpus import resolve
 from .data import Batches, open_tokens
+from .dispatcher import Deal
 from .evaluate import Evaluator, Text
 from .flat import Layout, Runs, layout, runs
 from .subnet import Rho
@@ -42,6 +43,7 @@ class Run:
     start: int = 0  # the first round to run
     seats: dict[tuple, Seat] = field(default_factory=dict)  # by kind and shape
     evaluator: Evaluator | None = None
+    ahead: Deal | None = None  # the next round's
 
     @property
     def full(self) -> Layout:

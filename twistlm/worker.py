@@ -77,6 +77,7 @@ class Seat:
         self.share = 1.0
         self._backward = fast.Replayed(self._differentiate, device, self.fast)
         self._apply = fast.Replayed(self._optimize, device, self.fast)
+        self._both = fast.Replayed(self._step, device, self.fast)
 
     def _zeros(self, layout: Layout, dtype: torch.dtype) -> Tensor:
         return torch.zeros(layout.n_params, dtype=dtype, device=self.device)
@@ -84,13 +85,12 @@ class Seat:
     def load(self, parcel: Parcel, scales: dict[str, float], step: int) -> None:
         """Take a parcel: weights, and the moments if they travel; `step` is Adam's count so far."""
         self.parcel = parcel
-        parcel.unpack_(self.buffer[: parcel.rows])
+        low = None if self.work.data_ptr() == self.buffer.data_ptr() else self.work
+        parcel.unpack_(self.buffer[: parcel.rows], low)
         self.buffer[parcel.rows :].zero_()
         self.optimizer.start_(step if parcel.rows > 1 else 0)
         self.losses.zero_()
         self.subnet.scale_(scales)
-        if self.work.data_ptr() != self.buffer.data_ptr():
-            self.work.copy_(self.buffer[0])
         if self.kind != "physical":
             self.subnet.mask_(parcel.blueprint)
             self.before = self.buffer[0].clone() if self.kind == "central" else None
@@ -98,15 +98,29 @@ class Seat:
 
     def step(self, ids: Tensor, lr: float) -> None:
         """One local step; nothing is read back."""
-        self.backward(ids)
-        self.apply(lr)
+        if self.kind != "physical":
+            self.backward(ids)
+            self.apply(lr)
+            return
+        self._place(ids, 1.0)
+        self.optimizer.set_(lr)
+        self._both()
 
-    def backward(self, ids: Tensor, share: float = 1.0) -> None:
-        """Set the gradient to that of `share` times the loss, and add the loss to `losses`."""
+    def _step(self) -> None:
+        self._differentiate()
+        self._optimize()
+
+    def _place(self, ids: Tensor, share: float) -> None:
+        """Put a batch where recorded graphs read it; another shape means other graphs."""
         if self.ids.shape != ids.shape or self.share != share:
             self.ids, self.share = torch.empty_like(ids, device=self.device), share
             self._backward = fast.Replayed(self._differentiate, self.device, self.fast)
+            self._both = fast.Replayed(self._step, self.device, self.fast)
         self.ids.copy_(ids, non_blocking=True)
+
+    def backward(self, ids: Tensor, share: float = 1.0) -> None:
+        """Set the gradient to that of `share` times the loss, and add the loss to `losses`."""
+        self._place(ids, share)
         self._backward()
 
     def _differentiate(self) -> None:
@@ -145,9 +159,10 @@ def train(seat: Seat, batches: Batches, cfg: TrainConfig, round: int, total_step
     """
     parcel = seat.parcel
     first = round * cfg.interval
-    for step in range(first, first + cfg.interval):
-        ids = to_device(batches(parcel.worker, step), seat.device)
-        seat.step(ids, learning_rate(cfg, step, total_steps))
+    steps = range(first, first + cfg.interval)
+    ids = to_device(torch.stack([batches(parcel.worker, step) for step in steps]), seat.device)
+    for batch, step in zip(ids, steps, strict=True):
+        seat.step(batch, learning_rate(cfg, step, total_steps))
     n_tokens = cfg.interval * batches.batch * batches.seq_len
     stats = Stats(seat.losses.clone(), cfg.interval, n_tokens)
     return Result(parcel.worker, seat.result(), parcel.index, stats)

@@ -6,6 +6,7 @@ repeats in one run, so ratios hold on any machine.
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -33,8 +34,9 @@ from ..startup import Run
 from ..terminal import progress
 from ..worker import Seat, is_bf16
 
+FULL = "12/12"
 SIZES = ("12/12", "10/12", "8/12", "6/12", "4/12", "3/12")
-SETTINGS = ("attn", "ffn", "both")
+SETTINGS = ("both", "attn", "ffn")
 REPEATS = 7
 SEQUENCES = 256  # random ones; rounds walk through them
 
@@ -52,7 +54,7 @@ class Row:
     tflops: float  # TFLOP/s by `ledger.flops_per_token`
     flops: int  # of a step
     state_bytes: int  # weights, gradient and moments
-    peak_bytes: int | None  # of the GPU's memory, activations included
+    peak_bytes: int | None  # of the GPU's memory, with activations, without the central model
     round_ms: float  # median of a worker's round: dispatch, `interval` steps, aggregation
     overhead: float  # share of it that is not local steps
 
@@ -80,7 +82,7 @@ class Bench:
     run: dict[str, Any]
 
     def full(self) -> Row | None:
-        return next((row for row in self.rows if row.ratio == "12/12"), None)
+        return next((row for row in self.rows if row.ratio == FULL), None)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,32 +91,39 @@ class Bench:
 def bench(
     cfg: Config, sizes: Sequence[str] = SIZES, settings: Sequence[str] = SETTINGS, *,
     n_steps: int = 0, references: bool = True, quiet: bool = False,
+    save: Callable[[Bench], object] = lambda made: None,
 ) -> Bench:  # fmt: skip
-    """Measure every size of every setting; whole models are the same in all settings."""
+    """Measure every size of every setting; whole models are the same in all settings.
+
+    `save` gets what there is after every row: a run that is cut off loses nothing.
+    """
     cluster = Cluster("local", cfg.train.n_workers, "physical", cfg.run.device)
-    device, gpu = cluster.device, cluster.device.type == "cuda"
-    n_steps = n_steps or (20 if gpu else 3)
+    device = cluster.device
     template = models.load(replace(cfg.model, weights="random"), cfg.run.seed)
-    points = [(s, r) for s in settings for r in sizes if r != "12/12" or s == settings[-1]]
+    points = [(s, r) for s in settings for r in sizes if r != FULL or s == settings[0]]
     names = ("Hugging Face, float32, eager", "Hugging Face, compiled") if references else ()
-    rows, plain = [], []
+    t = cfg.train
+    made = Bench(
+        (), (), 0.0, t.batch, cfg.data.seq_len, t.interval, t.n_workers,
+        describe_run() | {"config": asdict(cfg)},
+    )  # fmt: skip
     with progress(quiet) as bar:
         task = bar.add_task("bench train", total=1 + len(points) + len(names), note="ceiling")
-        ceiling = _ceiling(device, is_bf16(cfg.train.precision, device))
+        made = replace(made, ceiling_tflops=_ceiling(device, is_bf16(t.precision, device)))
         bar.advance(task)
         for name in names:
             bar.update(task, note=name)
-            plain.append(_reference(template, cfg, device, n_steps, name))
+            reference = _reference(template, cfg, device, n_steps, name)
+            made = replace(made, references=(*made.references, reference))
+            save(made)
             bar.advance(task)
         for setting, ratio in points:
             bar.update(task, note=f"{ratio} {setting}")
-            rows.append(_row(template, cfg, cluster, setting, ratio, n_steps))
+            row = _row(template, cfg, cluster, setting, ratio, n_steps)
+            made = replace(made, rows=(*made.rows, row))
+            save(made)
             bar.advance(task)
-    t = cfg.train
-    return Bench(
-        tuple(rows), tuple(plain), ceiling, t.batch, cfg.data.seq_len, t.interval, t.n_workers,
-        describe_run() | {"config": asdict(cfg)},
-    )  # fmt: skip
+    return made
 
 
 def _row(
@@ -129,22 +138,18 @@ def _row(
     run = _run(cfg, template, block_map, cluster)
     generator.check(block_map, cfg.blocks, cfg.train.n_workers)
     where = run.full.narrowed(block_map, widths)
-    round_times = list(_times(lambda i: rounds.twist_round(run, i), cluster.device, 3))
+    round_times = list(_times(lambda i: rounds.twist_round(run, i), cluster.device, 3, warm=1))
     seat = next(iter(run.seats.values()))
     ids = run.batches(0, 0).to(cluster.device)
 
-    def steps(_: int) -> None:
-        for _ in range(n_steps):
-            seat.step(ids, cfg.train.lr)
-
-    step_times = [seconds / n_steps for seconds in _times(steps, cluster.device, REPEATS)]
+    step_times = _each(lambda: seat.step(ids, cfg.train.lr), cluster.device, n_steps)
     ms = 1e3 * statistics.median(step_times)
     round_ms = 1e3 * statistics.median(round_times) / cfg.train.n_workers
     n_tokens = cfg.train.batch * cfg.data.seq_len
     flops = n_tokens * _flops(template, where, cfg.data.seq_len)
     return Row(
         setting, ratio, where.n_params, ms, 1e3 * min(step_times), 1e3 * n_tokens / ms, flops / ms / 1e9, flops,
-        _state_bytes(seat), _peak(cluster.device), round_ms, 1 - cfg.train.interval * ms / round_ms,
+        _state_bytes(seat), _peak(cluster.device, run), round_ms, 1 - cfg.train.interval * ms / round_ms,
     )  # fmt: skip
 
 
@@ -189,42 +194,55 @@ def _reference(
     vocab = models.vocab_size(template)
     ids = torch.randint(vocab, (cfg.train.batch, cfg.data.seq_len), device=device)
 
-    def steps(_: int) -> None:
-        for _ in range(n_steps):
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
-                value = loss(model, ids)
-            value.backward()
-            adamw.step()
-            adamw.zero_grad()
+    def step() -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
+            value = loss(model, ids)
+        value.backward()
+        adamw.step()
+        adamw.zero_grad()
 
-    times = [seconds / n_steps for seconds in _times(steps, device, REPEATS)]
+    times = _each(step, device, n_steps)
     return Reference(name, 1e3 * statistics.median(times), _peak(device))
 
 
-def _times(function: Callable[[int], Any], device: torch.device, n: int) -> Iterator[float]:
-    """Seconds of n calls, after two that compile and record."""
-    for i in range(2 + n):
+def _each(function: Callable[[], Any], device: torch.device, n_calls: int) -> list[float]:
+    """Seconds of one call, `REPEATS` times; `n_calls` (0: as many as take 0.2 s) lie behind each."""
+
+    def calls(_: int) -> None:
+        for _ in range(n_calls):
+            function()
+
+    for _ in range(3):  # compile and record
+        function()
+    if not n_calls:
+        n_calls = 1
+        n_calls = max(1, round(0.2 / min(_times(calls, device, 2))))
+    return [seconds / n_calls for seconds in _times(calls, device, REPEATS)]
+
+
+def _times(
+    function: Callable[[int], Any], device: torch.device, n: int, warm: int = 2
+) -> Iterator[float]:
+    """Seconds of n calls, after some that warm up."""
+    for i in range(warm + n):
         _wait(device)
         began = time.perf_counter()
         function(i)
         _wait(device)
-        if i >= 2:
+        if i >= warm:
             yield time.perf_counter() - began
 
 
 def _ceiling(device: torch.device, low: bool) -> float:
-    """TFLOP/s of a large square matrix product."""
+    """TFLOP/s of a large square matrix product, once the clocks are up: the fastest of repeats."""
     size, dtype = (
         (8192 if device.type == "cuda" else 1024),
         torch.bfloat16 if low else torch.float32,
     )
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
 
-    def products(_: int) -> None:
-        for _ in range(10):
-            torch.mm(a, b)
-
-    return 2 * size**3 * 10 / statistics.median(_times(products, device, REPEATS)) / 1e12
+    times = [seconds for _ in range(3) for seconds in _each(lambda: torch.mm(a, b), device, 0)]
+    return 2 * size**3 / min(times) / 1e12
 
 
 def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
@@ -253,13 +271,18 @@ def _state_bytes(seat: Seat) -> int:
 
 
 def _forget(device: torch.device) -> None:
+    gc.collect()  # a seat and its recorded graphs hold each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _peak(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+def _peak(device: torch.device, run: Run | None = None) -> int | None:
+    if device.type != "cuda":
+        return None
+    held = [] if run is None or run.central is None else [run.central.buffer, run.central.sums]
+    central = sum(t.numel() * t.element_size() for t in held if t is not None)
+    return torch.cuda.max_memory_allocated(device) - central
 
 
 def _wait(device: torch.device) -> None:
@@ -270,20 +293,21 @@ def _wait(device: torch.device) -> None:
 def tables(made: Bench) -> list[Table]:
     """The sizes, and what stock tools take in the same run."""
     title = (
-        f"a local step: batch {made.batch} x {made.seq_len} tokens, AdamW included; ceiling "
-        f"{made.ceiling_tflops:.3g} TFLOP/s; a round: {made.n_workers} workers x {made.interval} steps"
+        f"a local step: batch {made.batch} x {made.seq_len} tokens, AdamW included (faster: than the full "
+        f"model; ideal: by FLOPs; ceiling: share of {made.ceiling_tflops:.3g} TFLOP/s; overhead: share of a "
+        f"round of {made.n_workers} workers x {made.interval} steps)"
     )
     result = Table(title=title, title_justify="left")
     columns = (
-        "blocks", "setting", "parameters", "ms/step", "tokens/s", "TFLOP/s", "of ceiling",
-        "faster", "FLOP ideal", "state MB", "peak MB", "round overhead",
+        "blocks", "setting", "params", "ms", "tokens/s", "TFLOP/s", "ceiling",
+        "faster", "ideal", "state MB", "peak MB", "overhead",
     )  # fmt: skip
     for column in columns:
         result.add_column(column, justify="right")
     full = made.full()
     for row in made.rows:
         result.add_row(
-            row.ratio, row.setting, f"{row.n_params:,}", f"{row.ms:.2f}", f"{row.tokens_per_s:,.0f}",
+            row.ratio, row.setting, f"{row.n_params / 1e6:.1f}M", f"{row.ms:.2f}", f"{row.tokens_per_s / 1e3:.0f}k",
             f"{row.tflops:.3g}", f"{row.tflops / made.ceiling_tflops:.1%}",
             f"{full.ms / row.ms:.2f}x" if full else "", f"{full.flops / row.flops:.2f}x" if full else "",
             f"{row.state_bytes / 1e6:,.0f}", _megabytes(row.peak_bytes), f"{row.overhead:.1%}",

@@ -1,4 +1,4 @@
-"""bench train, bench deploy: times, bytes and memory on this machine."""
+"""bench train, bench curve, bench deploy: times, bytes and memory on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(
     sizes: Annotated[
         str, typer.Option(help="Workers to measure, as shares of the blocks.")
     ] = "12/12,10/12,8/12,6/12,4/12,3/12",
-    settings: Annotated[str, typer.Option(help="attn, ffn, both.")] = "attn,ffn,both",
+    settings: Annotated[str, typer.Option(help="attn, ffn, both.")] = "both,attn,ffn",
     steps: Annotated[int, typer.Option(min=0, help="Steps behind one time; 0: enough.")] = 0,
     references: Annotated[bool, typer.Option(help="Measure Hugging Face's own step too.")] = True,
     json_out: Annotated[
@@ -48,9 +48,35 @@ def train(
     made = benches.bench(
         config.load(preset, overrides or []), sizes.split(","), settings.split(","),
         n_steps=steps, references=references,
+        save=lambda made: json_out and json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n"),
     )  # fmt: skip
     for table in benches.tables(made):
         console.print(table)
+
+
+@bench.command(
+    epilog="Examples:\n\n"
+    "twistlm bench curve demo\n\n"
+    "twistlm bench curve wiki-gpt2 train.batch=2 train.warmup=20 --steps 200 --json curve.json"
+)
+def curve(
+    preset: Preset,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Local steps of the full model.")] = 200,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers here too.")
+    ] = None,
+) -> None:
+    """The loss of our local step beside stock Hugging Face in float32: same start, same batches."""
+    from .. import config
+    from ..bench import curve as curves
+    from ..terminal import console
+
+    made = curves.curve(config.load(preset, overrides or []), steps)
+    console.print(
+        f"{steps} steps: loss {made.ours[-1]:.4f}, stock {made.stock[-1]:.4f}; smoothed over "
+        f"{curves.SMOOTH} steps they differ by at most {made.difference:.3%}"
+    )
     if json_out is not None:
         json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
 

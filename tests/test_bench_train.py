@@ -1,0 +1,102 @@
+"""What `bench train` and `bench curve` print is what they measured: counts by hand, no times."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import tiny
+
+from twistlm import cli, config, families, flat, models
+from twistlm.bench import curve, train
+from twistlm.blocks import widths_of_ratio
+from twistlm.cluster import pick_device
+from twistlm.worker import Seat
+
+# torch's compiler uses parts of torch that are deprecated
+COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.mark.parametrize(("ratio", "millions"), [("12/12", 854.4), ("4/12", 577.6)])
+def test_flops_of_gpt2_by_hand(ratio, millions):
+    """6 FLOPs per weight in a product (12 d^2 a layer, and the head) and 12 T d for attention."""
+    model = models.on_meta(models.planned_config(config.ModelConfig()))
+    block_map = families.partition(model, config.BlocksConfig())
+    full = flat.layout(block_map, models.shapes(model))
+    where = full.narrowed(block_map, widths_of_ratio(block_map, ratio))
+    d, share = 768, 1 if ratio == "12/12" else 1 / 3
+    layers = 4 + 8 * share  # four layers are never cut
+    by_hand = 6 * (layers * 12 * d * d + 50257 * d) + 12 * 1024 * d * layers
+    assert train._flops(model, where, 1024) == pytest.approx(by_hand)
+    assert by_hand / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_bench_train(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "bench.json"
+    overrides = [
+        "run.device=cpu", "train.interval=1", "data.seq_len=16", "model.config.n_layer=2", "model.config.vocab_size=64",
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [
+        "twistlm", "bench", "train", "demo", *overrides, "--sizes", "12/12,6/12", "--settings", "both,ffn",
+        "--steps", "1", "--no-references", "--json", str(out),
+    ])  # fmt: skip
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code in (None, 0)
+    made = json.loads(out.read_text())
+    rows = {(row["setting"], row["ratio"]): row for row in made["rows"]}
+    assert list(rows) == [("both", "12/12"), ("both", "6/12"), ("ffn", "6/12")]
+    d, vocab, positions = 48, 64, 64
+    layer = 12 * d * d + 13 * d
+    full = (vocab + positions) * d + 2 * layer + 2 * d
+    assert rows["both", "12/12"]["n_params"] == full
+    ffn = 2 * (
+        d * 2 * d + 2 * d + d * 2 * d
+    )  # what half of two FFN layers takes away: fc, its bias, proj
+    assert rows["ffn", "6/12"]["n_params"] == full - ffn
+    for row in rows.values():
+        assert (
+            row["state_bytes"] == 16 * row["n_params"]
+        )  # weight, gradient and two moments in float32
+        assert row["flops"] == pytest.approx(row["tflops"] * row["ms"] * 1e9)
+        assert row["tokens_per_s"] == pytest.approx(16e3 / row["ms"])
+        assert row["overhead"] == pytest.approx(1 - row["ms"] / row["round_ms"])
+    assert {"command", "git", "versions", "device", "config"} <= made["run"].keys()
+    assert "12/12" in capsys.readouterr().out
+
+
+def test_curve_is_stock_training(tokens, tmp_path):
+    """In float32, without compilation, our step is Hugging Face's and torch's, to rounding."""
+    made = curve.curve(tiny(tokens, tmp_path), 12, quiet=True)
+    assert len(made.ours) == len(made.stock) == 12
+    assert made.ours[-1] < made.ours[0]
+    assert made.difference < 1e-5
+
+
+def test_bf16_trains_a_rounded_copy(tokens, tmp_path):
+    """Master weights stay in float32 and follow the exact run; the model reads them rounded."""
+    exact = curve.curve(tiny(tokens, tmp_path), 12, quiet=True)
+    low = curve.curve(tiny(tokens, tmp_path, train={"precision": "bf16"}), 12, quiet=True)
+    assert low.stock == exact.stock
+    assert 0 < low.difference < 2e-2
+    cfg = tiny(tokens, tmp_path, train={"precision": "bf16"})
+    model = models.load(cfg.model, 0)
+    seat = curve._seat(model, cfg, pick_device("cpu"))
+    assert isinstance(seat, Seat)
+    before = seat.buffer[0].clone()
+    seat.step(torch.zeros(2, 16, dtype=torch.int64), 1e-4)
+    assert {p.dtype for p in seat.subnet.model.parameters()} == {torch.bfloat16}
+    assert seat.buffer.dtype == torch.float32
+    assert torch.equal(seat.work, seat.buffer[0].bfloat16())
+    assert not torch.equal(seat.buffer[0], before)  # a step too small for bf16 is not lost
+    assert float((seat.buffer[0] - before).abs().max()) <= 2e-4
+
+
+@COMPILES
+def test_a_compiled_run_equals_an_eager_one(tokens, tmp_path):
+    """The same loss, gradient and optimizer through torch.compile (inductor's C++ on a CPU)."""
+    eager = curve.curve(tiny(tokens, tmp_path), 4, quiet=True)
+    compiled = curve.curve(tiny(tokens, tmp_path, train={"compile": "true"}), 4, quiet=True)
+    assert compiled.ours == pytest.approx(eager.ours, rel=1e-5)
