@@ -23,7 +23,9 @@ from .score import evaluator
 from .subnet import build, scales
 from .terminal import console, progress
 
-TOLERANCE = 1e-3  # max |logit difference| to the masked parent; float32 makes about 1e-5
+# max |logit difference| to the masked parent, as a share of the largest logit (at least 1). Of SmolLM2's
+# 34, float32 rounds off 2e-3 (float64: 0), and one wrong block in one layer makes 4.6
+TOLERANCE = 1e-3
 
 
 def write(
@@ -126,10 +128,11 @@ def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedMode
     ids = ids.to(central.weights.device)
     ours, theirs = (m(input_ids=ids, use_cache=False).logits for m in (model, masked.model))
     difference = float((ours - theirs).abs().max())
-    if not difference <= TOLERANCE:  # a NaN is no proof either
+    allowed = TOLERANCE * max(1.0, float(theirs.abs().max()))
+    if not difference <= allowed:  # a NaN is no proof either
         raise FloatingPointError(
             f"the ticket's logits differ from the masked parent's by {difference:.2g} (at most "
-            f"{TOLERANCE:g} is rounding): nothing was written"
+            f"{allowed:.2g} is rounding): nothing was written"
         )
     return difference
 
