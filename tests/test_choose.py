@@ -599,6 +599,24 @@ def test_a_wrong_cut_is_not_written(home, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_large_logits_round_more(home, tmp_path):
+    """The check is relative to the logits: it passes their rounding and still sees a wrong block."""
+    big = open_(home, "llama")  # its head is its own
+    views = big.central.layout.views(big.central.weights)
+    views["lm_head.weight"].mul_(100_000)
+    how = Budget("ratio", "1/2"), picks.parse("random")
+    proof = choose.write(big, tmp_path / "t", *how, quiet=True)
+    blueprint = json.loads((tmp_path / "t/ticket.json").read_text())["blueprint"]
+    name, kept = next(iter(blueprint.items()))
+    n_blocks = big.block_map[name].n_blocks
+    moved = {**blueprint, name: sorted({*range(n_blocks)} - {*kept})[: len(kept)]}
+    moved = {key: tuple(value) for key, value in moved.items()}
+    blueprint = {key: tuple(value) for key, value in blueprint.items()}
+    with pytest.raises(FloatingPointError, match="nothing was written"):
+        choose.logit_difference(big, blueprint, deploy.extract(big, moved))
+    assert proof["max_logit_difference"] > 1e-3  # rounding alone
+
+
 # ---------------------------------------------------------------- folders and disks
 
 
