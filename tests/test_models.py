@@ -126,3 +126,11 @@ def test_binding_keeps_ties_and_clones_share_nothing_but_weights():
     assert clone.lm_head.weight is clone.transformer.wte.weight
     assert clone.lm_head.weight.data_ptr() == fresh["transformer.wte.weight"].data_ptr()
     assert model.lm_head.weight.data_ptr() != fresh["transformer.wte.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "./nothing", "runs/mistyped", "a/b/c"])
+def test_a_mistyped_folder_is_not_looked_up_on_the_hub(source, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        models.from_folder_or_hub(source)

@@ -75,6 +75,11 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
 
 
 def from_folder_or_hub(source: str) -> PreTrainedModel:
+    path = Path(source).expanduser()
+    # a hub id is NAME or OWNER/NAME; do not ask the network for a mistyped folder
+    is_path = path.is_absolute() or source.startswith(".") or len(path.parts) > 2
+    if not path.exists() and (is_path or (len(path.parts) == 2 and path.parent.is_dir())):
+        raise ValueError(f"model.weights = {source!r} could not be loaded: there is no such folder")
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     except (OSError, ValueError) as error:
