@@ -113,3 +113,13 @@ def test_a_wrong_graph_gets_no_name(tmp_path):
     with pytest.raises(ValueError, match="nothing was written"):
         verify.demand_equal(row, goal)
     verify.demand_equal(verify.torch_row(model, goal, None), goal)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    kept = tmp_path / "thesis" / "chapter.txt"
+    kept.parent.mkdir()
+    kept.write_text("years of work")
+    model = tiny_ticket("gpt2", "head", tmp_path / "parent")
+    with pytest.raises(ValueError, match="is no ONNX export"):
+        exporter.export(model, kept.parent)
+    assert kept.read_text() == "years of work"

@@ -46,6 +46,9 @@ def export(
     _need("onnx", "onnxscript", "onnxruntime")
     if type_ not in TYPES:
         raise ValueError(f"--type {type_}: ONNX is written as {', '.join(TYPES)}")
+    is_ours = (folder / RECORD).is_file() or (folder.is_dir() and not any(folder.iterdir()))
+    if folder.exists() and not is_ours:
+        raise ValueError(f"--out {folder} exists and is no ONNX export: choose another folder")
     goal = verify.reference(model, tokenizer, prompt)
     rows = [verify.torch_row(model, goal, text)]
     folder.parent.mkdir(parents=True, exist_ok=True)
