@@ -48,7 +48,7 @@ def prune(
             gone = drop[:, i % pattern.m if pattern.m else i]
             errors[:, i] = torch.where(gone, group[:, i], 0) / u[i, i]
             group[:, i:] -= errors[:, i, None] * u[i, i:]
-            group[gone, i] = 0  # where subtraction leaves a rounding error
+            group[:, i].masked_fill_(gone, 0)  # subtraction leaves a rounding error
         weight[:, start:end] = group
         weight[:, end:] -= errors @ upper[start:end, end:]
     return weight
