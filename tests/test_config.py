@@ -232,7 +232,7 @@ def test_wrong_type(tmp_path, override, parts):
         ("blocks.attn_by", ["auto", "head", "group", "query"]),
         ("blocks.widths", ["cycle", "worker"]),
         ("blocks.deal", ["random", "balanced"]),
-        ("train.method", ["twist", "dense"]),
+        ("train.method", ["twist", "dense", "dropout"]),
         ("train.schedule", ["constant", "cosine"]),
         ("train.moments", ["carry", "reset"]),
         ("train.scale", ["sqrt", "none", "inverse", "measured"]),

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 Kind = Literal["attn", "ffn"]
 Setting = Literal["attn", "ffn", "both"]
-Method = Literal["twist", "dense"]
+Method = Literal["twist", "dense", "dropout"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class TrainConfig:
     """The optimization."""
 
     method: Method = "twist"
-    """TwIST rounds, or plain data parallel on the same tokens (the control)."""
+    """TwIST rounds, or a control on the same tokens: data parallel, plain (`dense`) or with a fresh random
+    mask of K blocks in every step (`dropout`)."""
     n_workers: int = 4
     """S."""
     rounds: int = 0

@@ -1,6 +1,8 @@
-"""The control: plain data parallel over the same workers, batches, optimizer and checkpoints."""
+"""The controls: data parallel, plain or with structured dropout, over the same workers and batches."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -20,19 +22,22 @@ def round_(
     cfg: TrainConfig,
     round: int,
     total_steps: int,
+    mask_: Callable[[int], None] = lambda step: None,
 ) -> Stats:
     """`interval` steps, each with the mean gradient over all workers' batches.
 
     A rank's workers are one larger batch: that is what data parallel means in one process. Every
-    rank holds the full seat; the one on the central rank is copied back at the end.
+    rank holds the full seat; the one on the central rank is copied back at the end. `mask_` is called
+    before each step: structured dropout chooses the blocks of all workers there.
     """
     seat.losses.zero_()
     first = round * cfg.interval
     for step in range(first, first + cfg.interval):
+        mask_(step)
         mine = cluster.workers
         ids = torch.cat([batches(worker, step) for worker in mine])
         seat.backward(to_device(ids, seat.device), share=len(mine) / cfg.n_workers)
-        cluster.sum_(seat.grad)
+        cluster.sum_(seat.model_grad)  # a masked seat gathers it in `apply`
         seat.apply(learning_rate(cfg, step, total_steps))
     losses = cluster.sum_(seat.losses * len(cluster.workers))
     if central is not None:

@@ -79,13 +79,7 @@ def check(block_map: BlockMap, blocks: BlocksConfig, n_workers: int) -> None:
         n_blocks = block_map.n_blocks(kind)
         if n_blocks == 0:
             continue
-        ks, common = blocks.k(kind), blocks.common(kind)
-        if not ks:
-            raise ValueError(f"blocks.k_{kind} is empty: give at least one K in 1..{n_blocks}")
-        if len(set(common)) != len(common) or any(not 0 <= c < n_blocks for c in common):
-            raise ValueError(
-                f"blocks.common_{kind} = {list(common)}: needs distinct block ids in 0..{n_blocks - 1}"
-            )
+        ks, common = _checked(blocks, kind, n_blocks)
         least, most = legal_range(n_blocks, n_workers, len(common))
         where = f"N = {n_blocks} {kind} blocks, S = {n_workers} workers, |C| = {len(common)}"
         if blocks.widths == "worker":
@@ -106,6 +100,39 @@ def check(block_map: BlockMap, blocks: BlocksConfig, n_workers: int) -> None:
             raise ValueError(
                 f"blocks.k_{kind} = {bad[0]} is infeasible for {where}: legal K are {least}..{most}"
             )
+
+
+def check_dropout(block_map: BlockMap, blocks: BlocksConfig) -> None:
+    """Structured dropout covers blocks over time, not over workers: any K >= |C| will do."""
+    if blocks.widths == "worker":
+        raise ValueError(
+            "blocks.widths = 'worker': structured dropout has one mask for all workers of a step"
+        )
+    for kind in ("attn", "ffn"):
+        n_blocks = block_map.n_blocks(kind)
+        if n_blocks == 0:
+            continue
+        ks, common = _checked(blocks, kind, n_blocks)
+        least = max(1, len(common))
+        if bad := [k for k in ks if not least <= k <= n_blocks]:
+            raise ValueError(
+                f"blocks.k_{kind} = {bad[0]} is infeasible for structured dropout of N = {n_blocks} "
+                f"{kind} blocks, |C| = {len(common)}: legal K are {least}..{n_blocks}"
+            )
+
+
+def _checked(
+    blocks: BlocksConfig, kind: Kind, n_blocks: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """K and common blocks of a kind: some K, and distinct blocks that exist."""
+    ks, common = blocks.k(kind), blocks.common(kind)
+    if not ks:
+        raise ValueError(f"blocks.k_{kind} is empty: give at least one K in 1..{n_blocks}")
+    if len(set(common)) != len(common) or any(not 0 <= c < n_blocks for c in common):
+        raise ValueError(
+            f"blocks.common_{kind} = {list(common)}: needs distinct block ids in 0..{n_blocks - 1}"
+        )
+    return ks, common
 
 
 def for_training(
@@ -129,6 +156,18 @@ def for_training(
         for blueprint, hand in zip(blueprints, hands, strict=True):
             blueprint[group.name] = hand
     return blueprints
+
+
+def for_step(block_map: BlockMap, blocks: BlocksConfig, *, seed: int, step: int) -> Blueprint:
+    """Structured dropout's mask: the common blocks and random ones, K in all; K cycles over steps."""
+    blueprint = {}
+    for group in block_map.groups:
+        rng = random.Random(f"dropout/{seed}/{step}/{group.name}")
+        ks, common = blocks.k(group.kind), blocks.common(group.kind)
+        rest = [block for block in range(group.n_blocks) if block not in common]
+        drawn = rng.sample(rest, ks[step % len(ks)] - len(common))
+        blueprint[group.name] = tuple(sorted([*common, *drawn]))
+    return blueprint
 
 
 def count_(held: Held, blueprints: Sequence[Blueprint]) -> None:

@@ -48,7 +48,7 @@ def _train(run: Run, quiet: bool) -> Path:
         for r in range(run.start, run.n_rounds):
             began = time.perf_counter()
             stats, traffic = (
-                dense_round(run, r) if cfg.train.method == "dense" else twist_round(run, r)
+                twist_round(run, r) if cfg.train.method == "twist" else dense_round(run, r)
             )
             if central is None or metrics is None:
                 continue
@@ -160,10 +160,10 @@ def _results(run: Run, deal: Deal, r: int) -> Iterator[Result]:
 
 
 def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
-    """The control's round: data parallel steps of a full seat on every rank."""
-    key = ("dense",)
+    """A control's round: data parallel steps of a full seat on every rank, masked for dropout."""
+    key, drops = ("dense",), run.cfg.train.method == "dropout"
     if key not in run.seats:
-        seat = _new_seat(run, run.full, "physical")
+        seat = _new_seat(run, run.full, "masked" if drops else "physical")
         n_workers = run.cluster.seating.n_workers
         everything = dispatcher.prepare(run.runs, r, [run.block_map.full()] * n_workers)
         parcel = next(
@@ -174,7 +174,19 @@ def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         run.cluster.wait()
         run.seats[key] = seat
     cluster, t = run.cluster, run.cfg.train
-    stats = dense.round_(run.central, run.seats[key], cluster, run.batches, t, r, run.total_steps)
+    if drops and t.scale == "measured":
+        _update_rho(run, r)
+
+    def mask_(step: int) -> None:
+        kept = generator.for_step(run.block_map, run.cfg.blocks, seed=run.cfg.run.seed, step=step)
+        subnet, widths = run.seats[key].subnet, run.block_map.widths(kept)
+        subnet.mask_(kept)
+        subnet.scale_(scales(run.block_map, widths, t.scale, run.rho))
+
+    stats = dense.round_(
+        run.central, run.seats[key], cluster, run.batches, t, r, run.total_steps,
+        mask_ if drops else lambda step: None,
+    )  # fmt: skip
     gradients = run.full.n_params * run.seats[key].grad.element_size() * t.interval * t.n_workers
     return stats, Traffic(gradients, gradients, 2 * gradients if cluster.world_size > 1 else 0)
 

@@ -55,7 +55,7 @@ class Run:
 
     @property
     def rows(self) -> int:
-        carry = self.cfg.train.moments == "carry" or self.cfg.train.method == "dense"
+        carry = self.cfg.train.moments == "carry" or self.cfg.train.method != "twist"
         return len(centrals.ROWS) if carry else 1
 
     @property
@@ -65,9 +65,10 @@ class Run:
 
 def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
     """Model, data, block map and central state, all checked before the first step."""
-    if cfg.train.method == "dense" and cfg.run.variant == "true":
+    if cfg.train.method != "twist" and cfg.run.variant == "true":
         raise ValueError(
-            "train.method = 'dense' trains on every rank: use run.variant local, masked or hybrid"
+            f"train.method = {cfg.train.method!r} trains on every rank: use run.variant local, masked "
+            f"or hybrid"
         )
     out = Path(cfg.run.out)
     folder = out / "checkpoints"
@@ -82,6 +83,8 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
     block_map = families.partition(template, cfg.blocks)
     if cfg.train.method == "twist":
         generator.check(block_map, cfg.blocks, cfg.train.n_workers)
+    elif cfg.train.method == "dropout":
+        generator.check_dropout(block_map, cfg.blocks)
     for ratio in cfg.run.eval_ratios:
         widths_of_ratio(block_map, ratio)
     if not cluster.is_central:

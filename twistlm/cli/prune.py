@@ -1,0 +1,69 @@
+"""prune."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import app
+from .tickets import PARENT, Device
+from .training import Overrides
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm prune gpt2 -o pruned --method sparsegpt --ratio 4/12 --data data/wiki/train\n\n"
+    "twistlm prune runs/wiki -o pruned --method wanda --sparsity 0.5 blocks.setting=ffn\n\n"
+    "twistlm prune runs/wiki -o pruned --method sparsegpt --nm 2:4\n\n"
+    "twistlm prune runs/wiki -o ticket --method block:fisher --ratio 4/12"
+)
+def prune(
+    source: Annotated[str, typer.Argument(help=PARENT)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the pruned model.")],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="sparsegpt, wanda, zpruner, zpruner-datafree or magnitude (single weights); "
+            "block:fisher, block:mask-fisher, block:taylor, block:magnitude or block:random (whole blocks)."
+        ),
+    ],
+    overrides: Overrides = None,
+    sparsity: Annotated[
+        str | None, typer.Option(help="Share of weights that go from every matrix: 0.667.")
+    ] = None,
+    ratio: Annotated[
+        str | None,
+        typer.Option(help="Share of blocks that stay: 4/12; of single weights 1 - 4/12 go."),
+    ] = None,
+    nm: Annotated[
+        str | None, typer.Option("--nm", help="N of every M weights in a row go: 2:4.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Token file to calibrate on; default: the run's data.train.")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Calibration sequences.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of the sequences and of block:random.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Prune a parent after training: the baselines that tickets are measured against.
+
+    The layers and kinds are those of the config's blocks.*; everything else stays as it is.
+    """
+    from .. import parent as parents
+    from ..prune import write
+    from ..terminal import console
+
+    write.check(out, method)
+    made = write.write(
+        parents.open_(source, device, overrides or []), out, method,
+        sparsity=sparsity, ratio=ratio, nm=nm, data=data, n=n, seed=seed,
+    )  # fmt: skip
+    if "n_zeros" in made:
+        share = made["n_zeros"] / made["n_pruned"]
+        what = f"{made['n_zeros']:,} of {made['n_pruned']:,} weights are zero ({share:.2%})"
+    else:
+        what = f"{made['n_params']:,} parameters"
+    console.print(f"{method}: {what}, {made['seconds']:.1f} s")
+    console.print(f"written: {out}")
