@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -257,6 +258,26 @@ def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
     assert torch.equal(
         run.central.weights, before
     )  # put back: the aggregator alone moves the centre
+
+
+@pytest.mark.parametrize("over_the_wire", [False, True])
+def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wire):
+    """The rounded copy is what the model runs on: it must follow every new parcel."""
+    run = setup(tokens, tmp_path / "run", train={"precision": "bf16"})
+    random_central(run)
+    deal_ = rounds.dispatcher.prepare(run.runs, 0, deal(run))
+    parcel = next(iter(rounds.dispatcher.dispatch(
+        run.central, run.runs, deal_, run.cluster, run.rows, run.dtype
+    )))  # fmt: skip
+    expected = cut(run.central, parcel.blueprint)
+    if over_the_wire:
+        parcel = replace(parcel, source=expected.clone())
+    seat = rounds._new_seat(run, parcel.layout, "physical")
+    seat.load(
+        parcel, rounds.scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 0
+    )
+    assert torch.equal(seat.buffer, expected)
+    assert torch.equal(seat.work, expected[0].bfloat16())
 
 
 def test_dense_equals_adamw_on_the_joint_batch(tokens, tmp_path):
