@@ -45,7 +45,8 @@ def linear_cross_entropy(
 def chunked_loss(model: PreTrainedModel, ids: Tensor, into: Into | None = None) -> Tensor:
     """`next_token_loss` through the base model and the head, a chunk of tokens at a time.
 
-    With `into`, autograd sees the hidden states alone, and this loss must be the root of its graph.
+    With `into`, autograd sees the hidden states alone, this loss must be the root of its graph, and what lies
+    behind `into.weight` in memory must be written after it (`_aligned`).
     """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     head: Any = model.get_output_embeddings()
@@ -85,7 +86,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         if not any(ctx.needs_input_grad):
             return _forward(hidden, weight, bias, targets, chunk)[0]
-        into = Into(torch.empty_like(weight), None if bias is None else torch.empty_like(bias))
+        rows = weight.new_empty(_aligned_rows(weight), weight.shape[1])
+        into = Into(rows[: len(weight)], None if bias is None else torch.empty_like(bias))
         loss, d_hidden = _forward(hidden, weight, bias, targets, chunk, into)
         ctx.save_for_backward(d_hidden, into.weight, into.bias)
         return loss
@@ -121,6 +123,7 @@ def _forward(
     """The mean loss, and with `into` the gradient of its share by `hidden`; those of the head are there."""
     n_tokens, vocab = len(targets), len(weight)
     head = _aligned(weight)
+    d_head = None if into is None else _aligned(into.weight)
     n_pad = len(head) - vocab
     losses, d_hidden = [], []
     for i, (x, y) in enumerate(zip(hidden.split(chunk), targets.split(chunk), strict=True)):
@@ -129,34 +132,39 @@ def _forward(
             logits = logits + F.pad(bias, (0, n_pad))
         scale = n_tokens / (1.0 if into is None else into.share)
         losses.append(_softmax_(logits, y, vocab, scale, into is not None))
-        if into is None:
+        if into is None or d_head is None:
             continue
-        # `logits` now holds the gradient of the loss by the logits
+        # `logits` now holds the gradient of the loss by the logits: 0 in the padding
         d_hidden.append(logits @ head)
-        d_logits = logits[:, :vocab]
         if i == 0:
-            torch.mm(d_logits.T, x, out=into.weight)
+            torch.mm(logits.T, x, out=d_head)
         else:
-            into.weight.addmm_(d_logits.T, x)
+            d_head.addmm_(logits.T, x)
         if into.bias is not None:
-            total = d_logits.sum(0)
+            total = logits[:, :vocab].sum(0)
             into.bias.copy_(total if i == 0 else into.bias + total)
-    return torch.cat(losses).mean(), torch.cat(d_hidden) if into is not None else hidden
+    if into is None or d_head is None:
+        return torch.cat(losses).mean(), hidden
+    if d_head.data_ptr() != into.weight.data_ptr():
+        into.weight.copy_(d_head[:vocab])
+    return torch.cat(losses).mean(), torch.cat(d_hidden)
+
+
+def _aligned_rows(weight: Tensor) -> int:
+    return len(weight) + -len(weight) % ALIGN if weight.is_cuda else len(weight)
 
 
 def _aligned(weight: Tensor) -> Tensor:
-    """The head with a multiple of `ALIGN` rows on a GPU; what the rows beyond its own hold is no matter.
+    """The head, or its gradient, with a multiple of `ALIGN` rows on a GPU.
 
-    In a flat buffer they are the next parameter: nothing is copied.
+    In a flat buffer the rows beyond its own are the next parameter's, and nothing is copied. As weights they
+    are multiplied by zeros; as gradients they become zeros before the next parameter's are written.
     """
-    vocab, d = weight.shape
-    n_rows = vocab + -vocab % ALIGN if weight.is_cuda else vocab
-    start = weight.storage_offset()
-    if n_rows == vocab:
-        return weight
+    n_rows, (vocab, d) = _aligned_rows(weight), weight.shape
     assert weight.is_contiguous()
-    if (start + n_rows * d) * weight.element_size() <= weight.untyped_storage().nbytes():
-        return weight.as_strided((n_rows, d), weight.stride(), start)
+    end = (weight.storage_offset() + n_rows * d) * weight.element_size()
+    if end <= weight.untyped_storage().nbytes():
+        return weight.as_strided((n_rows, d), (d, 1))
     return F.pad(weight, (0, 0, 0, n_rows - vocab))
 
 

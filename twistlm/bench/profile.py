@@ -35,7 +35,8 @@ def profile(step: Callable[[], object], device: torch.device) -> Profile | None:
     """None on a CPU."""
     if device.type != "cuda":
         return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as made:
+    on_gpu = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=on_gpu, acc_events=True) as made:
         for _ in range(N_STEPS):
             step()
         torch.cuda.synchronize(device)
