@@ -30,7 +30,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"dispatcher", "aggregator", "checkpoint"},
     {"worker", "parent", "points"},
     {"export.card", "export.hf", "prune.calibrate"},
-    {"evaluate", "dense", "deploy", "prune.importance", "prune.methods"},
+    {"evaluate", "dense", "deploy", "prune.importance", "prune.methods", "prune.repair"},
     {"startup", "plan", "pick", "export.verify", "export.gguf_vocab", "export.llamacpp"},
     {"rounds", "score", "runnable", "export.gguf", "export.onnx", "prune.write"},
     {
