@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from .. import models
+from .. import families, models
 from ..blocks import SETTINGS, widths_of_ratio
 from ..checkpoint import describe_run
 from ..config import Method
 from ..corpus import resolve
 from ..data import open_tokens
 from ..evaluate import Text
-from ..parent import Parent, recut
+from ..parent import Parent
 from ..prune import calibrate, importance
 from ..prune import repair as repairs
 from ..prune.methods import METHODS
@@ -87,10 +88,6 @@ def compare(
     fixes = names(repair, "--repair", list(repairs.METHODS))
     rivals = open_all(sources, wanted, device, overrides)
     first = rivals[0].parent
-    blocks = n > 0 or any(method.startswith(STRUCTURED) for method in chosen)
-    for setting in wanted if blocks else ():
-        for ratio in shares:
-            widths_of_ratio(recut(first, setting).block_map, ratio)
     for how in fixes:
         repairs.check(first, how)
     ids = None
@@ -99,6 +96,10 @@ def compare(
         ids = calibrate.windows(first, calibration, n_calibration, seed, options)[1]
     text = _text(rivals, data, tokens)
     asked = Asked(wanted, shares, chosen, kinds, fixes, n, seed, text, ids)
+    for setting in asked.settings if asked.tickets else ():
+        blocks = replace(first.cfg.blocks, setting=setting)
+        for ratio in shares:
+            widths_of_ratio(families.partition(first.template, blocks), ratio)
     points = folder / "points"
     grid = Grid(rivals, asked, points)
     cells = grid.cells()
@@ -155,8 +156,9 @@ def _text(rivals: list[Rival], data: str | None, tokens: int) -> Text:
 
 def title(asked: Asked, setting: str) -> str:
     n_tokens = asked.text.n_sequences * asked.text.seq_len
-    spread = f"; random blocks: mean ± sd of {asked.n}" if asked.n > 1 else ""
-    return f"{setting}: perplexity on {n_tokens:,} tokens{spread}"
+    spread = f" (random: mean ± sd of {asked.n})" if asked.n > 1 else ""
+    least = min(asked.ratios, key=Fraction)
+    return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; costs at {least}"
 
 
 def _write(folder: Path, made: list[table.Row], asked: Asked, rivals: list[Rival]) -> None:
@@ -179,8 +181,9 @@ def _write(folder: Path, made: list[table.Row], asked: Asked, rivals: list[Rival
         shown = table.to_markdown(table.summary(made, setting))
         parts += [f"## {title(asked, setting)}", "", shown, ""]
     parts += [
-        "MB are those of the weights on disk in float32. Decode is the measured speed on the CPU against the "
-        "whole parent: of tickets by their shapes, of single zeros once, where there are most.",
+        "Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
+        "float32. Decode: measured speed on the CPU against the whole parent, of tickets by their shapes, of "
+        "single zeros once, where there are most.",
         "", "## All rows", "", table.to_markdown(everything), "",
         f"`{run['command']}`, twistlm {run['git']}, {run['device']}, "
         + ", ".join(f"{name} {version}" for name, version in run["versions"].items()),

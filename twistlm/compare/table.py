@@ -38,7 +38,7 @@ class Row:
     @property
     def name(self) -> str:
         """How tables call it: a ticket by its parent, a pruned model by its method."""
-        what = f"{self.parent}, random blocks" if self.method == "random" else self.method
+        what = f"{self.parent}, random" if self.method == "random" else self.method
         if self.method == "whole":
             what = f"{self.parent}, whole"
         return what + (f" + {self.repair}" if self.repair else "")
@@ -89,8 +89,7 @@ def summary(made: list[Row], setting: str) -> Lines:
     mine = [row for row in made if row.setting == setting]
     ratios = list(dict.fromkeys(row.ratio for row in mine))
     least = min(ratios, key=Fraction)
-    costs = ("seconds", "calibration tokens", "MB", "decode")
-    lines: Lines = [("", *ratios, *(f"{name} at {least}" for name in costs))]
+    lines: Lines = [("", *ratios, "seconds", "calibration", "MB", "decode")]
     for row in (row for row in made if row.method == "whole"):
         blank = ("",) * (len(ratios) - 1)
         lines.append((row.name, row.shown(), *blank, *_costs(row)))
@@ -122,7 +121,7 @@ def everything(made: list[Row]) -> Lines:
 def to_rich(lines: Lines, title: str) -> Table:
     result = Table(title=title, title_justify="left")
     for i, head in enumerate(lines[0]):
-        result.add_column(head, justify="right" if i else "left")
+        result.add_column(head, justify="right" if i else "left", no_wrap=True)
     for line in lines[1:]:
         result.add_row(*line)
     return result
