@@ -108,7 +108,10 @@ class Stand:
         cut = self._of(rival, setting)
         block_map = cut.parent.block_map
         began = time.perf_counter()
-        scores: Scores = {g: torch.tensor(values) for g, values in scored["scores"].items()}
+        scores: Scores = {
+            group: torch.tensor(values, dtype=torch.float64)
+            for group, values in scored["scores"].items()
+        }
         blueprint = importance.keep_best(block_map, scores, widths_of_ratio(block_map, ratio))
         value, took = self._ticket(cut, blueprint, how, began)
         n_tokens = self._n_tokens(needs, how)

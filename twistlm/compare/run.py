@@ -33,7 +33,7 @@ from ..prune.write import NAMES, STRUCTURED
 from ..terminal import progress
 from . import table
 from .cells import Asked, Grid
-from .rivals import Rival, open_all
+from .rivals import LABELS, Rival, open_all
 
 RANDOM = f"{STRUCTURED}random"  # every parent's random tickets are in the table anyway
 DEFAULT = tuple(name for name in NAMES if name != RANDOM)
@@ -84,7 +84,12 @@ def compare(
     if not wanted:
         raise ValueError(f"--settings names none of {', '.join(SETTINGS)}")
     chosen = DEFAULT if methods is None else names(methods, "--methods", DEFAULT)
-    kinds = names(on, "--on", [method for method, _ in sources])
+    kinds = names(on, "--on", list(LABELS)) if chosen else ()
+    for kind in kinds if sources else ():
+        if kind not in dict(sources):
+            raise ValueError(
+                f"--on {kind!r}: give --parent-{kind}, other parents to prune, or --methods ''"
+            )
     fixes = names(repair, "--repair", list(repairs.METHODS))
     rivals = open_all(sources, wanted, device, overrides)
     first = rivals[0].parent

@@ -26,7 +26,7 @@ from ..parent import Parent
 Observe = Callable[[Tensor], Tensor]
 Tick = Callable[[], None]  # called after every sequence of every layer
 
-BATCH = 16384  # tokens that go through a layer at once
+BATCH = 8192  # tokens that go through a layer at once
 
 
 @dataclass(frozen=True)
