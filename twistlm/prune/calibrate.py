@@ -170,7 +170,7 @@ def _observe(
             run(x)
             fed.clear()
             n += len(x)
-            for _ in x:
+            for _ in range(len(x)):
                 tick()
     finally:
         for hook in hooks:
