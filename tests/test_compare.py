@@ -192,9 +192,10 @@ def test_what_is_measured_once_is_never_measured_again(here, monkeypatch, capsys
     assert old["result"]["values"] == new["result"]["values"]
     # other numbers belong to other points: seed, n, tokens, calibration
     for more in (("--seed", "1"), ("--n", "2"), ("--tokens", "48"), ("train.scale=none",)):
-        n_before = len(state())
+        known = set(state())
         run(monkeypatch, capsys, *args, "--ratios", "2/4", *more)
-        assert len(state()) > n_before, more
+        new = [json.loads(text) for name, (_, text) in state().items() if name not in known]
+        assert "random" in {made["config"]["what"] for made in new}, more
         assert {name: value for name, value in state().items() if name in after} == after
 
 
@@ -226,8 +227,11 @@ def test_an_interrupted_comparison_goes_on(here, monkeypatch, capsys):
 def test_parents_show_tickets_where_their_training_cut(here, monkeypatch, capsys):
     run(
         monkeypatch, capsys, "--parent-dense", "dense", "--parent-twist", "twist", "--parent-twist",
-        "attn", "--settings", "attn,ffn", "--methods", "", "--ratios", "2/4",
+        "attn", "--settings", "attn,ffn", "--methods", "magnitude", "--on", "dense,twist", "--ratios",
+        "2/4",
     )  # fmt: skip
+    names = {"magnitude (dense)", "magnitude (TwIST twist)", "magnitude (TwIST attn)"}
+    assert {key[3] for key in rows()} == {"whole", "random", *names}
     random = {(key[2], key[0]) for key in rows() if key[3] == "random"}
     assert random == {
         ("dense", "attn"), ("dense", "ffn"), ("TwIST twist", "attn"), ("TwIST twist", "ffn"),
@@ -339,6 +343,11 @@ BAD = {
     "random": (None, (*ONE, "--methods", "block:random"), ("--methods 'block:random': use some of",)),
     "on": (None, (*ONE, "--on", "twist"), ("--on 'twist'", "give --parent-twist")),
     "no dense": (None, ("--parent-twist", "twist"), ("--on 'dense'", "give --parent-dense")),
+    "nothing": (None, (*ONE, "--methods", "", "--n", "0"), ("nothing to compare in --settings",)),
+    "nothing learnt": (
+        None, ("--parent-twist", "attn", "--methods", "", "--settings", "ffn,both"),
+        ("nothing to compare in --settings ffn,both",),
+    ),
     "repair": (None, (*ONE, "--repair", "ridge"), ("--repair 'ridge': use some of bias, rescale",)),
     "repair family": (
         llama, ("--parent-dense", "odd", *CUT, "--repair", "bias", "--data", "tokens", "--calibration",

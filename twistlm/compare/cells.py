@@ -67,6 +67,11 @@ class Cell:
         parts = [self.rival.label, self.setting, self.ratio, self.what, self.repair]
         return " ".join(part for part in parts if part)
 
+    @property
+    def is_pruned(self) -> bool:
+        """A row of the table, rather than a whole parent or a speed."""
+        return self.what not in ("whole", "decode", "zeros")
+
     def find(self, folder: Path) -> Result | None:
         """The result, if the cell was measured before."""
         path = path_of(folder, self.config)

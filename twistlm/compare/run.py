@@ -108,6 +108,12 @@ def compare(
     points = folder / "points"
     grid = Grid(rivals, asked, points)
     cells = grid.cells()
+    cut = tuple(s for s in wanted if any(cell.is_pruned and cell.setting == s for cell in cells))
+    if not cut:
+        raise ValueError(
+            f"nothing to compare in --settings {settings}: no method, and no parent that was trained so "
+            f"shows random tickets (--n {n})"
+        )
     missing = [cell for cell in cells if cell.find(points) is None]
     points.mkdir(parents=True, exist_ok=True)
     try:
@@ -120,8 +126,8 @@ def compare(
                 bar.advance(task)
     finally:  # what is there is shown, whatever stopped the rest
         made = table.rows(cells, points)
-        _write(folder, made, asked, rivals)
-    return [table.to_rich(table.summary(made, s), title(asked, s)) for s in asked.settings]
+        _write(folder, made, cut, asked, rivals)
+    return [table.to_rich(table.summary(made, s), title(asked, s)) for s in cut]
 
 
 def _ratios(text: str) -> tuple[str, ...]:
@@ -166,7 +172,13 @@ def title(asked: Asked, setting: str) -> str:
     return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; costs at {least}"
 
 
-def _write(folder: Path, made: list[table.Row], asked: Asked, rivals: list[Rival]) -> None:
+def _write(
+    folder: Path,
+    made: list[table.Row],
+    settings: Sequence[str],  # those with rows
+    asked: Asked,
+    rivals: list[Rival],
+) -> None:
     everything = table.everything(made)
     n_calibration = [] if asked.ids is None else list(asked.ids.shape)
     run = describe_run()
@@ -182,7 +194,7 @@ def _write(folder: Path, made: list[table.Row], asked: Asked, rivals: list[Rival
         **run,
     }
     parts = ["# Comparison", ""]
-    for setting in asked.settings:
+    for setting in settings:
         shown = table.to_markdown(table.summary(made, setting))
         parts += [f"## {title(asked, setting)}", "", shown, ""]
     parts += [
