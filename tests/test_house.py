@@ -21,7 +21,7 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
 LAYERS = [  # a module imports only from layers above its own
     {"export", "export.modeling_ticket"},
     {"export.register"},
-    {"__init__", "config", "terminal", "certificate", "bench", "bench.profile"},
+    {"__init__", "config", "terminal", "certificate", "bench", "bench.profile", "compare"},
     {"blocks", "fast", "kernels", "attention", "lookup", "prune", "prune.pattern"},
     {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
@@ -30,7 +30,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"dispatcher", "aggregator", "checkpoint"},
     {"worker", "parent", "points"},
     {"export.card", "export.hf", "prune.calibrate"},
-    {"evaluate", "dense", "deploy", "prune.importance", "prune.methods"},
+    {"evaluate", "dense", "deploy", "prune.importance", "prune.methods", "prune.repair"},
     {"startup", "plan", "pick", "export.verify", "export.gguf_vocab", "export.llamacpp"},
     {"rounds", "score", "runnable", "export.gguf", "export.onnx", "prune.write"},
     {
@@ -43,13 +43,17 @@ LAYERS = [  # a module imports only from layers above its own
         "bench.train",
         "bench.curve",
         "bench.runtimes",
+        "compare.rivals",
     },
-    {"bench.measure"},
+    {"bench.measure", "compare.measure"},
+    {"compare.cells"},
+    {"compare.table"},
+    {"compare.run"},
     {"bench.deploy"},
     {"cli.app"},
     {"cli.training"},
     {"cli.tickets"},
-    {"cli.bench", "cli.export", "cli.extract", "cli.prune"},
+    {"cli.bench", "cli.compare", "cli.export", "cli.extract", "cli.prune"},
     {"cli"},
     {"__main__"},
 ]
@@ -91,7 +95,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     types = r"gpt2|llama|mistral|qwen|gemma|smollm|\bopt\b|\bphi\b"
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
-        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune",
+        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune", "cli.compare",
         "bench.runtimes", "config", "ledger", "models", "plan",
     }  # fmt: skip
     for name, source in SOURCES.items():
