@@ -178,7 +178,7 @@ def mean_(
 ) -> None:  # fmt: skip
     """Take one worker's result into the mean over holders; workers come in order.
 
-    The first holder of a block sets its sum in `total`, others add to it, and the last one writes
+    On a GPU the first holder of a block sets its sum in `total`, others add to it, and the last one writes
     sum / count to `central`: whoever is dealt a block later has read it before. A block that nobody holds
     is never touched.
     """
@@ -188,17 +188,17 @@ def mean_(
             central, total, part, n_shared, index, runs.grain, runs.block_of, holders, worker
         )
         return
-    there = torch.cat(
-        [torch.arange(n_shared // runs.grain, dtype=torch.int64), n_shared // runs.grain + index]
-    )
-    roles = holders[runs.block_of[there].long()]
-    first, last = roles[:, :1] == worker, roles[:, 1] == worker
-    for row in range(len(part)):
-        sums, result = total[row].view(-1, runs.grain), part[row].view(-1, runs.grain)
-        new = torch.where(first, result, sums[there] + result)
-        sums.index_copy_(0, there, new)
-        mean = new[last] / roles[last, 2:].to(new.dtype)
-        central[row].view(-1, runs.grain).index_copy_(0, there[last], mean)
+    # on a CPU a plain sum and one pass at the end: picking first and last holders out of short runs costs more
+    if worker == 0:
+        total.zero_()
+    total[:, :n_shared] += part[:, :n_shared]
+    for sums, result in zip(_blocks(total, runs), _blocks(part, runs), strict=True):
+        sums.index_add_(0, index, result)
+    if worker == int(holders[:, 1].max()):
+        count = holders[runs.block_of.long(), 2:]  # [n_runs, 1]
+        for row, sums in enumerate(total.unflatten(1, (-1, runs.grain))):
+            held = central[row].view(-1, runs.grain)
+            torch.where(count > 0, sums / count.to(sums.dtype), held, out=held)
 
 
 def _blocks(buffer: Tensor, runs: Runs) -> Tensor:

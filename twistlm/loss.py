@@ -178,10 +178,11 @@ def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, want
     exact = logits[:, :vocab]
     if logits.dtype in (torch.bfloat16, torch.float16):
         exact = exact.float()
-    lse = exact.logsumexp(-1, keepdim=True)
-    losses = (lse - exact.gather(1, targets[:, None]))[:, 0]
+    log_probs = exact.log_softmax(-1)
+    losses = -log_probs.gather(1, targets[:, None])[:, 0]
     if wanted:
-        grad = (exact - lse).exp_()
+        grad = log_probs.exp_()
         grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
-        logits.zero_()[:, :vocab].copy_(grad.div_(n_tokens))
+        logits[:, :vocab] = grad.div_(n_tokens)
+        logits[:, vocab:] = 0.0
     return losses
