@@ -21,7 +21,7 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
 LAYERS = [  # a module imports only from layers above its own
     {"export", "export.modeling_ticket"},
     {"export.register"},
-    {"__init__", "config", "terminal", "certificate", "bench"},
+    {"__init__", "config", "terminal", "certificate", "bench", "experiments", "report"},
     {"blocks", "fast", "kernels", "attention", "prune", "prune.pattern"},
     {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
@@ -44,12 +44,16 @@ LAYERS = [  # a module imports only from layers above its own
         "bench.curve",
         "bench.runtimes",
     },
-    {"bench.measure"},
-    {"bench.deploy"},
+    {"bench.measure", "experiments.scales"},
+    {"bench.deploy", "experiments.lab"},
+    {"experiments.subnets", "experiments.latency", "experiments.memory", "experiments.nodeloss"},
+    {"experiments.parents", "experiments.shift", "experiments.table2"},
+    {"experiments.stability", "experiments.robustness"},
+    {"experiments.run"},
     {"cli.app"},
     {"cli.training"},
     {"cli.tickets"},
-    {"cli.bench", "cli.export", "cli.extract", "cli.prune"},
+    {"cli.bench", "cli.experiments", "cli.export", "cli.extract", "cli.prune"},
     {"cli"},
     {"__main__"},
 ]
@@ -92,7 +96,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
         "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune",
-        "bench.runtimes", "config", "ledger", "models", "plan",
+        "bench.runtimes", "config", "experiments.scales", "ledger", "models", "plan",
     }  # fmt: skip
     for name, source in SOURCES.items():
         if name == "families" or name.startswith("export."):

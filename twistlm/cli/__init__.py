@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from . import bench, export, extract, prune, tickets, training  # noqa: F401  (they join the app)
+from . import bench, experiments, export, extract, prune, tickets, training  # noqa: F401  (they join the app)
 from .app import app
 
 

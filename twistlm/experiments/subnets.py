@@ -1,0 +1,34 @@
+"""The measurement that most experiments share: n random subnets of one size of one parent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..blocks import widths_of_ratio
+from ..config import Setting
+from .lab import Lab, Point
+from .scales import N, Recipe
+
+
+def subnets(
+    lab: Lab, experiment: str, recipe: Recipe | None, setting: Setting, k: int, n: int, **more: Any
+) -> Point:
+    """Perplexities of n random subnets with k of 12 blocks; the whole model for k = 12."""
+    scale, seed = lab.scale, lab.base.run.seed
+    n = n if k < N else 1
+    about = lab.about(
+        experiment, recipe, setting=setting, k=k, ratio=scale.ratio(k), n=n, tokens=scale.tokens,
+        seed=seed, **more,
+    )  # fmt: skip
+
+    def measure() -> dict[str, Any]:
+        parent, ready = lab.open(recipe, setting)
+        if k == N:
+            whole = ready.full_perplexity()
+            return {"values": [whole], "mean": whole, "sd": None, "worst": whole, "n": 1,
+                    "n_params": parent.central.layout.n_params}  # fmt: skip
+        widths = widths_of_ratio(parent.block_map, scale.ratio(k))
+        spread = ready.random_subnets(scale.ratio(k), widths, n, seed)
+        return {"values": list(spread.values), **spread.summary(), "n_params": spread.n_params}
+
+    return Point(about, measure)
