@@ -95,7 +95,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     types = r"gpt2|llama|mistral|qwen|gemma|smollm|\bopt\b|\bphi\b"
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
-        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune",
+        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.experiments", "cli.prune",
         "bench.runtimes", "config", "experiments.scales", "ledger", "models", "plan",
     }  # fmt: skip
     for name, source in SOURCES.items():
