@@ -48,7 +48,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"bench.deploy", "experiments.lab"},
     {"experiments.subnets", "experiments.latency", "experiments.memory", "experiments.nodeloss"},
     {"experiments.parents", "experiments.shift", "experiments.table2"},
-    {"experiments.stability", "experiments.robustness"},
+    {"experiments.stability", "experiments.robustness", "experiments.table1"},
     {"experiments.run"},
     {"cli.app"},
     {"cli.training"},

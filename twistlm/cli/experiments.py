@@ -38,6 +38,9 @@ def experiment(
         Path | None,
         typer.Option("--out", "-o", help="Folder of parents and points; default: runs/lab-SCALE."),
     ] = None,
+    settings: Annotated[
+        str | None, typer.Option(help="Only these of the scale's settings: both,attn,ffn.")
+    ] = None,
     minutes: Annotated[
         float,
         typer.Option(min=0, help="Stop cleanly after this time (exit code 3); 0: never."),
@@ -55,5 +58,7 @@ def experiment(
 
     overrides = [word for word in words if "=" in word]
     folder = out or Path("runs") / f"lab-{scale}"
-    if not run([word for word in words if "=" not in word], scale, folder, overrides, minutes):
+    chosen = [word for word in words if "=" not in word]
+    only = settings.split(",") if settings else []
+    if not run(chosen, scale, folder, overrides, minutes=minutes, settings=only):
         raise typer.Exit(UNFINISHED)

@@ -12,7 +12,7 @@ def points(lab: Lab) -> list[Point]:
     rows = [Recipe("twist", (x,)) for x in lab.scale.trained_on]
     return [
         subnets(
-            lab, "robustness", recipe, "both", y, lab.scale.n_subnets, widths=list(recipe.widths),
+            lab, "robustness", recipe, "both", y, lab.scale.n_subnets, lab.scale.tokens, widths=list(recipe.widths),
             outer=recipe.outer,
         )
         for recipe in (*rows, TWIST_OUTER, TWIST_MIXED)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from .. import points
 from ..experiments import NAMES
 from ..terminal import console
 from .lab import Lab, TimeIsUp
-from .scales import SCALES
+from .scales import SCALES, Scale
+
+HIDDEN = {"experiment", "scale", "slug", "parent_hash", "seed"}  # in the line of a point
 
 
 def module(name: str) -> ModuleType:
@@ -27,18 +31,16 @@ def run(
     scale: str,
     folder: Path,
     overrides: Sequence[str] = (),
+    *,
     minutes: float = 0,
+    settings: Sequence[str] = (),
 ) -> bool:
     """Measure every point that is not on disk; False when the time was up before the last."""
-    if scale not in SCALES:
-        raise ValueError(f"--scale {scale!r}: use {', '.join(SCALES)}")
-    chosen = list(NAMES) if "all" in names else list(dict.fromkeys(names))
-    modules = [module(name) for name in chosen]
-    lab = Lab(folder, scale, SCALES[scale], overrides, seconds=60 * minutes or math.inf)
+    modules = [module(n) for n in (NAMES if "all" in names else dict.fromkeys(names))]
+    lab = Lab(folder, scale, _scale(scale, settings), overrides, seconds=60 * minutes or math.inf)
     every = [point for each in modules for point in each.points(lab)]
-    todo = list(
-        {points.name_of(point.config): point for point in every}.values()
-    )  # some share them
+    # some experiments share points
+    todo = list({points.name_of(point.config): point for point in every}.values())
     n_done = sum(lab.is_done(point) for point in todo)
     console.print(f"{len(todo)} points in {lab.points_folder}, {n_done} of them finished")
     try:
@@ -55,16 +57,21 @@ def run(
     return True
 
 
-def line(made: dict) -> str:
+def _scale(name: str, settings: Sequence[str]) -> Scale:
+    if name not in SCALES:
+        raise ValueError(f"--scale {name!r}: use {', '.join(SCALES)}")
+    scale = SCALES[name]
+    if odd := sorted(set(settings) - set(scale.settings)):
+        raise ValueError(f"--settings {odd[0]!r}: scale {name} has {', '.join(scale.settings)}")
+    if settings:
+        scale = replace(scale, settings=tuple(s for s in scale.settings if s in settings))
+    return scale
+
+
+def line(made: dict[str, Any]) -> str:
     """A finished point in one line."""
-    hidden = {"experiment", "scale", "slug", "parent_hash", "seed"}
-    told = {k: v for k, v in made["config"].items() if k not in hidden and not isinstance(v, dict)}
-    said = " ".join(str(value) for value in told.values())
-    result = made["result"]
-    shown = {
-        key: f"{value:.4g}"
-        for key, value in result.items()
-        if isinstance(value, float) and not isinstance(value, bool)
-    }
-    numbers = " ".join(f"{key} {value}" for key, value in list(shown.items())[:4])
-    return f"{made['config']['experiment']}: {said}: {numbers} ({made['seconds']:.1f} s)"
+    about = made["config"]
+    said = [str(v) for k, v in about.items() if k not in HIDDEN and not isinstance(v, dict)]
+    numbers = [f"{k} {v:.4g}" for k, v in made["result"].items() if isinstance(v, float)]
+    what = f"{about['experiment']}: {' '.join(said)}"
+    return f"{what}: {', '.join(numbers[:4])} ({made['seconds']:.1f} s)"

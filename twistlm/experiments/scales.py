@@ -64,6 +64,7 @@ class Scale:
     settings: tuple[Setting, ...]  # of stability and Table 1
     tokens: int  # behind a perplexity; 0: the whole file
     n_stability: int  # random subnets of a distribution
+    stability_tokens: int  # behind each of them: all subnets see the same ones
     n_subnets: int  # random subnets behind a mean
     trained_on: tuple[int, ...]  # X of the heat-map
     evaluated_on: tuple[int, ...]  # Y
@@ -104,6 +105,7 @@ _LARGE: dict[str, Any] = {
     "settings": ("both", "attn", "ffn"),
     "tokens": 65_536,
     "n_stability": 100,
+    "stability_tokens": 16_384,
     "n_subnets": 20,
     "trained_on": X,
     "evaluated_on": X,
@@ -120,6 +122,7 @@ SCALES: dict[str, Scale] = {
         settings=("both", "attn", "ffn"),
         tokens=1024,
         n_stability=12,
+        stability_tokens=512,
         n_subnets=3,
         trained_on=(3, 6, 12),
         evaluated_on=(3, 6, 12),
@@ -156,5 +159,7 @@ SCALES: dict[str, Scale] = {
         n_attn=3,
         **(_LARGE | {"settings": ("both",)}),
     ),
-    "paper": Scale(preset="paper", changes=QUIET, start=None, **(_LARGE | {"tokens": 0})),
+    "paper": Scale(
+        preset="paper", changes=QUIET, start=None, **(_LARGE | {"tokens": 0, "stability_tokens": 0})
+    ),
 }

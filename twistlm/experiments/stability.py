@@ -11,7 +11,7 @@ def points(lab: Lab) -> list[Point]:
     """A distribution for every parent of a setting, at every size."""
     scale = lab.scale
     return [
-        subnets(lab, "stability", recipe, setting, k, scale.n_stability)
+        subnets(lab, "stability", recipe, setting, k, scale.n_stability, scale.stability_tokens)
         for setting in scale.settings
         for recipe in only(setting)
         for k in scale.stability

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..blocks import widths_of_ratio
@@ -11,18 +12,26 @@ from .scales import N, Recipe
 
 
 def subnets(
-    lab: Lab, experiment: str, recipe: Recipe | None, setting: Setting, k: int, n: int, **more: Any
+    lab: Lab,
+    experiment: str,
+    recipe: Recipe | None,
+    setting: Setting,
+    k: int,
+    n: int,
+    tokens: int,
+    **more: Any,
 ) -> Point:
     """Perplexities of n random subnets with k of 12 blocks; the whole model for k = 12."""
     scale, seed = lab.scale, lab.base.run.seed
     n = n if k < N else 1
     about = lab.about(
-        experiment, recipe, setting=setting, k=k, ratio=scale.ratio(k), n=n, tokens=scale.tokens,
+        experiment, recipe, setting=setting, k=k, ratio=scale.ratio(k), n=n, tokens=tokens,
         seed=seed, **more,
     )  # fmt: skip
 
     def measure() -> dict[str, Any]:
         parent, ready = lab.open(recipe, setting)
+        ready.text = replace(ready.text, max_tokens=tokens)
         if k == N:
             whole = ready.full_perplexity()
             return {"values": [whole], "mean": whole, "sd": None, "worst": whole, "n": 1,
