@@ -21,7 +21,19 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
 LAYERS = [  # a module imports only from layers above its own
     {"export", "export.modeling_ticket"},
     {"export.register"},
-    {"__init__", "config", "terminal", "certificate", "bench", "experiments", "report"},
+    {
+        "__init__",
+        "config",
+        "terminal",
+        "certificate",
+        "bench",
+        "compare",
+        "experiments",
+        "report",
+        "report.section",
+        "report.paper",
+    },
+    {"report.draw"},
     {"blocks", "fast", "kernels", "attention", "prune", "prune.pattern"},
     {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
@@ -30,7 +42,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"dispatcher", "aggregator", "checkpoint"},
     {"worker", "parent", "points"},
     {"export.card", "export.hf", "prune.calibrate"},
-    {"evaluate", "dense", "deploy", "prune.importance", "prune.methods"},
+    {"evaluate", "dense", "deploy", "prune.importance", "prune.methods", "prune.repair"},
     {"startup", "plan", "pick", "export.verify", "export.gguf_vocab", "export.llamacpp"},
     {"rounds", "score", "runnable", "export.gguf", "export.onnx", "prune.write"},
     {
@@ -43,8 +55,11 @@ LAYERS = [  # a module imports only from layers above its own
         "bench.train",
         "bench.curve",
         "bench.runtimes",
+        "compare.rivals",
     },
-    {"bench.measure", "experiments.scales"},
+    {"bench.measure", "compare.cells", "experiments.scales"},
+    {"compare.table"},
+    {"compare.run"},
     {"bench.deploy", "experiments.lab"},
     {"experiments.subnets", "experiments.latency", "experiments.memory", "experiments.nodeloss"},
     {"experiments.parents", "experiments.shift", "experiments.table2"},
@@ -53,7 +68,14 @@ LAYERS = [  # a module imports only from layers above its own
     {"cli.app"},
     {"cli.training"},
     {"cli.tickets"},
-    {"cli.bench", "cli.experiments", "cli.export", "cli.extract", "cli.prune"},
+    {
+        "cli.bench",
+        "cli.compare",
+        "cli.experiments",
+        "cli.export",
+        "cli.extract",
+        "cli.prune",
+    },
     {"cli"},
     {"__main__"},
 ]
@@ -95,8 +117,8 @@ def test_model_names_stand_in_families_and_exports_alone():
     types = r"gpt2|llama|mistral|qwen|gemma|smollm|\bopt\b|\bphi\b"
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
-        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.experiments", "cli.prune",
-        "bench.runtimes", "config", "experiments.scales", "ledger", "models", "plan",
+        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune", "cli.compare",
+        "cli.experiments", "bench.runtimes", "config", "experiments.scales", "ledger", "models", "plan",
     }  # fmt: skip
     for name, source in SOURCES.items():
         if name == "families" or name.startswith("export."):

@@ -409,8 +409,9 @@ def test_statistics_are_means_over_sequences():
     before, seen = copy_of(model), {}
     for observe in (sparsegpt.observe, wanda.observe):
         calibrate.walk_(
-            model, block_map, ids, observe, lambda linear, mean: seen.update({linear.param: mean})
-        )
+            model, calibrate.linears(model, block_map), ids, observe,
+            lambda alike, mean: seen.update({linear.param: mean.clone() for linear in alike}),
+        )  # fmt: skip
         assert set(seen) == set(cut_matrices("llama", "both", "head", 1))
         for param, mean in seen.items():
             h = torch.zeros_like(mean)

@@ -13,7 +13,7 @@ from . import checkpoint, config, families, models
 from .blocks import BlockMap
 from .central import Central, create
 from .cluster import pick_device
-from .config import Config, DataConfig, ModelConfig
+from .config import Config, DataConfig, ModelConfig, Setting
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,19 @@ def open_(source: str | Path, device: str = "auto", overrides: Sequence[str] = (
     if kind == "checkpoint":
         return _from_checkpoint(Path(source), device, overrides)
     return _from_hugging_face(str(source), device, overrides)
+
+
+def recut(parent: Parent, setting: Setting) -> Parent:
+    """The same weights cut in another setting; Adam's moments stay behind."""
+    cfg = replace(parent.cfg, blocks=replace(parent.cfg.blocks, setting=setting))
+    block_map = families.partition(parent.template, cfg.blocks)
+    old = parent.central
+    central = create(
+        old.layout.views(old.weights), models.shapes(parent.template), block_map,
+        carry=False, outer=False, device=old.weights.device,
+    )  # fmt: skip
+    central.rho, central.round = old.rho, old.round
+    return replace(parent, cfg=cfg, block_map=block_map, central=central)
 
 
 def _from_checkpoint(path: Path, device: str, overrides: Sequence[str]) -> Parent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,21 +31,30 @@ class Speed:
     n_threads: int
 
 
-@torch.inference_mode()
 def measure(model: PreTrainedModel, n_repeats: int = 3) -> Speed:
     """Prefill a prompt, then decode greedily; the first run only warms up."""
-    most = getattr(model.config, "max_position_embeddings", None) or PROMPT + STEPS
+    return measure_all([model], n_repeats)[0]
+
+
+@torch.inference_mode()
+def measure_all(models: Sequence[PreTrainedModel], n_repeats: int = 3) -> list[Speed]:
+    """The same of several models in turn, so that a busy machine slows all of them alike."""
+    first = models[0]
+    most = getattr(first.config, "max_position_embeddings", None) or PROMPT + STEPS
     n_prompt = min(PROMPT, most // 2)
     n_steps = min(STEPS, most - n_prompt)
     draw = torch.Generator().manual_seed(0)
-    prompt = torch.randint(vocab_size(model), (1, n_prompt), generator=draw).to(model.device)
-    runs = [_seconds(model, prompt, n_steps) for _ in range(1 + n_repeats)][1:]
-    return Speed(
-        prefill_ms=1000 * statistics.median(run[0] for run in runs),
-        decode_ms=1000 * statistics.median(second for run in runs for second in run[1:]),
-        n_prompt=n_prompt, n_steps=n_steps, n_repeats=n_repeats,
-        device=str(model.device), n_threads=torch.get_num_threads(),
-    )  # fmt: skip
+    prompt = torch.randint(vocab_size(first), (1, n_prompt), generator=draw).to(first.device)
+    runs = [[_seconds(m, prompt, n_steps) for m in models] for _ in range(1 + n_repeats)][1:]
+    return [
+        Speed(
+            prefill_ms=1000 * statistics.median(run[i][0] for run in runs),
+            decode_ms=1000 * statistics.median(second for run in runs for second in run[i][1:]),
+            n_prompt=n_prompt, n_steps=n_steps, n_repeats=n_repeats,
+            device=str(model.device), n_threads=torch.get_num_threads(),
+        )
+        for i, model in enumerate(models)
+    ]  # fmt: skip
 
 
 def _seconds(model: Any, ids: Tensor, n_steps: int) -> list[float]:

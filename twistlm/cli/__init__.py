@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import sys
 
-from . import bench, experiments, export, extract, prune, tickets, training  # noqa: F401  (they join the app)
+from . import (  # noqa: F401  (they join the app)
+    bench,
+    compare,
+    experiments,
+    export,
+    extract,
+    prune,
+    tickets,
+    training,
+)
 from .app import app
+
+RESUMES = {
+    "train": "; resume with --resume",
+    "compare": "; the same command goes on where it stopped",
+    "experiment": "; the same command goes on where it stopped",
+}
 
 
 def main() -> None:
@@ -22,8 +37,8 @@ def main() -> None:
     except SystemExit as stop:
         if stop.code != 130:  # typer's word for Ctrl-C
             raise
-        resumes = sys.argv[1:2] == ["train"]
-        _fail("interrupted" + ("; resume with --resume" if resumes else ""), 130)
+        command = sys.argv[1] if len(sys.argv) > 1 else ""
+        _fail("interrupted" + RESUMES.get(command, ""), 130)
 
 
 def _fail(sentence: str, code: int) -> None:

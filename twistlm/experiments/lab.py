@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..checkpoint import MANIFEST
 from ..config import Config, Setting
 from ..corpus import resolve
 from ..data import Batches, open_tokens
-from ..evaluate import Evaluator
+from ..evaluate import Evaluator, Text
 from ..parent import Parent
 from ..terminal import console
 from .scales import Recipe, Scale
@@ -146,6 +146,10 @@ class Lab:
             opened = parent.open_(source, self.base.run.device, cut)
             self._open = key, opened, score.evaluator(opened, tokens=self.scale.tokens)
         return self._open[1], self._open[2]
+
+    def text(self, ready: Evaluator, tokens: int | None = None) -> Text:
+        """What this scale's perplexities are measured on, or the first `tokens` of it."""
+        return replace(ready.text, max_tokens=self.scale.tokens if tokens is None else tokens)
 
     def close(self) -> None:
         """Let go of the parent at hand: training needs the memory."""

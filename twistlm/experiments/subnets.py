@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 from ..blocks import widths_of_ratio
 from ..config import Setting
 from .lab import Lab, Point
 from .scales import N, Recipe
+
+ByParent = dict[str, dict[int, dict[str, Any]]]  # label -> K -> result
 
 
 def subnets(
@@ -31,7 +33,7 @@ def subnets(
 
     def measure() -> dict[str, Any]:
         parent, ready = lab.open(recipe, setting)
-        ready.text = replace(ready.text, max_tokens=tokens)
+        ready.text = lab.text(ready, tokens)
         if k == N:
             whole = ready.full_perplexity()
             return {"values": [whole], "mean": whole, "sd": None, "worst": whole, "n": 1,
@@ -41,3 +43,12 @@ def subnets(
         return {"values": list(spread.values), **spread.summary(), "n_params": spread.n_params}
 
     return Point(about, measure)
+
+
+def by_parent(points: Iterable[dict[str, Any]]) -> ByParent:
+    """Results of finished points, sorted by parent and size."""
+    found: ByParent = {}
+    for point in points:
+        config = point["config"]
+        found.setdefault(config["parent"], {})[config["k"]] = point["result"]
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,11 @@ from ..corpus import resolve
 from ..data import open_tokens
 from ..parent import Parent
 
-Observe = Callable[[Tensor], Tensor]  # inputs of one sequence [tokens, in] -> what is averaged
+# inputs [tokens, in] of whole sequences -> a sum over their tokens, which is averaged over sequences
+Observe = Callable[[Tensor], Tensor]
 Tick = Callable[[], None]  # called after every sequence of every layer
+
+BATCH = 16384  # tokens that go through a layer at once
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class Linear:
         return stored.T if self.transposed else stored
 
 
-# gets a matrix and the mean over sequences of what was observed at its inputs
-Prune = Callable[[Linear, Tensor], None]
+# gets matrices that are fed the same, and the mean over sequences of what was observed there
+Prune = Callable[[list[Linear], Tensor], None]
 
 
 def linears(model: nn.Module, block_map: BlockMap) -> list[Linear]:
@@ -58,18 +61,17 @@ def linears(model: nn.Module, block_map: BlockMap) -> list[Linear]:
 @torch.no_grad()
 def walk_(
     model: PreTrainedModel,
-    block_map: BlockMap,
+    matrices: list[Linear],
     ids: Tensor,
     observe: Observe,
     prune_: Prune,
     tick: Tick = lambda: None,
 ) -> None:
-    """Prune all matrices of the map by what they see of `ids` [n_sequences, seq_len].
+    """Prune these matrices by what they see of `ids` [n_sequences, seq_len].
 
     Memory: the hidden states of all sequences at one layer, and one layer's statistics.
     """
     layers: Any = model.get_submodule(families.family(model).layers)
-    matrices = linears(model, block_map)
     first, last = (pick(linear.layer for linear in matrices) for pick in (min, max))
     hidden, rest = _catch(model, list(layers[first : last + 1]), ids)
     for number in range(first, last + 1):
@@ -80,9 +82,8 @@ def walk_(
             return y[0] if isinstance(y, tuple) else y
 
         mine = [linear for linear in matrices if linear.layer == number]
-        means = _observe(model, mine, hidden, run, observe, tick)
-        for linear in mine:
-            prune_(linear, means.pop(linear.param))
+        for alike, mean in _observe(model, mine, hidden, run, observe, tick):
+            prune_(alike, mean)
         if number < last:
             for i, x in enumerate(hidden):
                 hidden[i] = run(x)
@@ -95,9 +96,10 @@ class _Reached(Exception):
 def _catch(
     model: PreTrainedModel, layers: list[nn.Module], ids: Tensor
 ) -> tuple[list[Tensor], list[tuple[tuple, dict[str, Any]]]]:
-    """Each sequence's hidden states before the first of `layers`, and what else each layer is given.
+    """Hidden states before the first of `layers`, batch by batch, and what else each layer is given.
 
-    Masks and positions differ between layers (sliding windows) but not between whole sequences.
+    Masks and positions differ between layers (sliding windows) but not between whole sequences: those of
+    one sequence serve a batch.
     """
     hidden: list[Tensor] = []
     rest: list[tuple[tuple, dict[str, Any]]] = []
@@ -117,9 +119,9 @@ def _catch(
             hook.remove()
     hook = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        for sequence in ids.split(1):
+        for batch in ids.split(max(1, BATCH // ids.shape[1])):
             with contextlib.suppress(_Reached):
-                model.base_model(input_ids=sequence.to(model.device), use_cache=False)
+                model.base_model(input_ids=batch.to(model.device), use_cache=False)
     finally:
         hook.remove()
     return hidden, rest
@@ -132,49 +134,71 @@ def _observe(
     run: Callable[[Tensor], Tensor],
     observe: Observe,
     tick: Tick,
-) -> dict[str, Tensor]:
-    """By parameter the running mean over sequences of what one layer's matrices are fed."""
-    means: dict[str, Tensor] = {}
-    n = 0  # sequences seen
+) -> Iterator[tuple[list[Linear], Tensor]]:
+    """Matrices of one layer that are fed the same tensor, with the mean over sequences of what it is."""
+    alike: list[list[Linear]] = []  # each with one entry in `totals`
+    totals: list[Tensor] = []
+    fed: list[Tensor] = []  # of the batch that is under way, in the order of `alike`
 
-    def hook_for(name: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
+    def hook_for(linear: Linear) -> Callable[[nn.Module, tuple[Tensor]], None]:
         def hook(module: nn.Module, args: tuple[Tensor]) -> None:
-            seen = observe(args[0].flatten(0, -2))
-            means[name] = means[name].mul_(n / (n + 1)).add_(seen, alpha=1 / (n + 1)) if n else seen
+            x = args[0]
+            same = next((i for i, other in enumerate(fed) if other is x), None)
+            if same is None:
+                same = len(fed)
+                fed.append(x)
+                seen = observe(x.flatten(0, -2))
+                if same < len(totals):
+                    totals[same] += seen
+                else:
+                    totals.append(seen)
+                    alike.append([])
+            if linear not in alike[same]:
+                alike[same].append(linear)
 
         return hook
 
     hooks = [
         model.get_submodule(linear.param.rpartition(".")[0]).register_forward_pre_hook(
-            hook_for(linear.param)
+            hook_for(linear)
         )
         for linear in matrices
     ]
+    n = 0  # sequences seen
     try:
         for x in hidden:
             run(x)
-            n += 1
-            tick()
+            fed.clear()
+            n += len(x)
+            for _ in x:
+                tick()
     finally:
         for hook in hooks:
             hook.remove()
-    return means
+    while alike:  # a statistic that is done with need not stay
+        yield alike.pop(0), totals.pop(0).div_(n)
 
 
-def windows(parent: Parent, data: str | None, n: int, seed: int) -> tuple[str, Tensor]:
+def windows(
+    parent: Parent,
+    data: str | None,
+    n: int,
+    seed: int,
+    options: tuple[str, str] = ("--data", "--n"),  # what the caller calls `data` and `n`
+) -> tuple[str, Tensor]:
     """`n` random windows of `data` (default: the training tokens): its stem, ids [n, seq_len]."""
     cfg = parent.cfg.data
     stem = data or cfg.train
     if not stem:
-        raise ValueError(f"{parent.source} has no tokens to calibrate on: give --data STEM")
+        raise ValueError(f"{parent.source} has no tokens to calibrate on: give {options[0]} STEM")
     file, seq_len = open_tokens(resolve(stem, "train")), cfg.seq_len
     file.check(seq_len, models.vocab_size(parent.template), parent.tokenizer_sha256)
     n_all = file.n_sequences(seq_len)
     if not 1 <= n <= n_all:
         raise ValueError(
-            f"{file.stem} is too short for --n {n}: it has {n_all} sequences of data.seq_len = {seq_len}"
+            f"{file.stem} is too short for {options[1]} {n}: it has {n_all} sequences of data.seq_len = {seq_len}"
             if n > 0
-            else f"--n {n}: calibration needs at least one sequence"
+            else f"{options[1]} {n}: calibration needs at least one sequence"
         )
     positions = getattr(parent.template.config, "max_position_embeddings", None)
     if positions is not None and seq_len > positions:

@@ -18,7 +18,7 @@ from ..loss import next_token_loss
 from ..parent import Parent
 from ..subnet import build
 
-Scores = dict[str, Tensor]  # group name -> float64 [n_blocks], on the CPU
+Scores = dict[str, Tensor]  # group name -> float64 [n_blocks]; on the parent's device until the end
 Tick = Callable[[], None]  # called after every example
 
 
@@ -27,21 +27,21 @@ def fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
     block_map, central = parent.block_map, parent.central
     grads = torch.zeros_like(central.weights)
     full = build(parent.template, block_map, central.layout, central.weights, grads)
-    views, scores = central.layout.views(grads), _zeros(block_map)
+    views, scores = central.layout.views(grads), _zeros(parent)
     for example in ids.split(1):  # the square of a batch's gradient is no sum of squares
         grads.zero_()
         next_token_loss(full.model, example.to(grads.device)).backward()
         for group in block_map.groups:
             for part in group.parts:
                 squares = views[part.param].detach().square()
-                scores[group.name] += sum_blocks(group, part, squares).cpu() / len(ids)
+                scores[group.name] += sum_blocks(group, part, squares) / len(ids)
         tick()
     return scores
 
 
 def mask_fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
     """Mean over examples of (dl/dm_b)^2."""
-    scores = _zeros(parent.block_map)
+    scores = _zeros(parent)
     for slopes in mask_slopes(parent, ids):
         for name, slope in slopes.items():
             scores[name] += slope.sum(0).square() / len(ids)
@@ -51,7 +51,7 @@ def mask_fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
 
 def taylor(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
     """Mean over tokens of |dl/dm_b|, with a mask of its own for every token."""
-    scores = _zeros(parent.block_map)
+    scores = _zeros(parent)
     for slopes in mask_slopes(parent, ids):
         for name, slope in slopes.items():
             scores[name] += slope.abs().mean(0) / len(ids)
@@ -61,11 +61,11 @@ def taylor(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
 
 def magnitude(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> Scores:
     """The L2 norm of all weights of a block."""
-    views, scores = parent.central.layout.views(parent.central.weights), _zeros(parent.block_map)
+    views, scores = parent.central.layout.views(parent.central.weights), _zeros(parent)
     for group in parent.block_map.groups:
         for part in group.parts:
             squares = views[part.param].detach().square()
-            scores[group.name] += sum_blocks(group, part, squares).cpu()
+            scores[group.name] += sum_blocks(group, part, squares)
         scores[group.name].sqrt_()
     return scores
 
@@ -97,7 +97,7 @@ def score(
         raise ValueError(f"importance {method!r}: use one of {', '.join(METHODS)}")
     if method in NEEDS_TEXT and (ids is None or not len(ids)):
         raise ValueError(f"importance {method!r} needs text: give --data STEM")
-    scores = METHODS[method](parent, ids, seed, tick)
+    scores = {n: values.cpu() for n, values in METHODS[method](parent, ids, seed, tick).items()}
     for name, values in scores.items():
         if not values.isfinite().all():
             raise FloatingPointError(f"importance {method!r} of {name} is not finite")
@@ -136,7 +136,7 @@ def mask_slopes(parent: Parent, ids: Tensor) -> Iterator[dict[str, Tensor]]:
             group = parent.block_map[name]
             part = group.out_part
             view = grad.double().view(-1, part.sections, group.n_blocks, part.chunk)
-            slopes[name] = view.sum((1, 3)).cpu()
+            slopes[name] = view.sum((1, 3))
         yield slopes
 
 
@@ -146,5 +146,9 @@ def sum_blocks(group: BlockGroup, part: Partition, values: Tensor) -> Tensor:
     return rows.sum((0, 2), dtype=torch.float64)
 
 
-def _zeros(block_map: BlockMap) -> Scores:
-    return {g.name: torch.zeros(g.n_blocks, dtype=torch.float64) for g in block_map.groups}
+def _zeros(parent: Parent) -> Scores:
+    device = parent.central.weights.device
+    return {
+        group.name: torch.zeros(group.n_blocks, dtype=torch.float64, device=device)
+        for group in parent.block_map.groups
+    }

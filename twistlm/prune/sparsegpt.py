@@ -1,7 +1,7 @@
 """SparseGPT: drop what costs least, and let the weights that are still to come make up for it.
 
 H = mean over sequences of 2 X X^T, H^-1 = U^T U with U upper. Dropping w_i costs w_i^2 / U_ii^2, and
-the best answer of the later columns is to subtract w_i / U_ii * U[i, i:].
+the best answer of the later columns is to subtract w_i * U[i, i:] / U_ii.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DAMP = 0.01  # of the mean diagonal of H
 
 
 def observe(inputs: Tensor) -> Tensor:
-    """2 X X^T of one sequence [tokens, in]; its mean over sequences is H."""
+    """2 X X^T of the inputs [tokens, in]; its mean over sequences is H."""
     return 2 * inputs.T @ inputs
 
 
@@ -26,39 +26,43 @@ def prune(
     pattern: Pattern,
     columns: int = COLUMNS,
     damp: float = DAMP,
+    factor: Tensor | None = None,
 ) -> Tensor:
-    """`weight` [out, in] pruned and updated for the inputs that `mean` = H [in, in] tells of."""
+    """`weight` [out, in] pruned and updated for the inputs that `mean` = H [in, in] tells of.
+
+    `factor` is U where other matrices with the same inputs needed it before.
+    """
     assert mean is not None
-    weight, n_inputs = weight.clone(), weight.shape[1]
+    n_inputs = weight.shape[1]
     if pattern.m:
         columns = max(columns // pattern.m, 1) * pattern.m
-    dead = mean.diagonal() == 0
-    weight[:, dead] = 0
-    upper = inverse_factor(mean, damp)
+    upper = inverse_factor(mean, damp) if factor is None else factor
+    # with rows of diagonal 1 a dropped weight answers for itself: w - w * 1 is exactly 0
+    unit = upper / upper.diagonal()[:, None]
+    # [in, out]: a column of the matrix is contiguous. Nothing below waits for the device
+    turned = weight.T.contiguous().masked_fill((mean.diagonal() == 0)[:, None], 0)
     for start in range(0, n_inputs, columns):
         end = min(start + columns, n_inputs)
-        group, u = weight[:, start:end].clone(), upper[start:end, start:end]
-        errors = torch.zeros_like(group)
+        group, u = turned[start:end], upper[start:end, start:end]
+        errors, v = torch.empty_like(group), unit[start:end, start:end]
         if not pattern.m:
-            drop = lowest(_cost(group, u), pattern.sparsity)
+            gone = lowest(_cost(group, u), pattern.sparsity).to(group.dtype)
         for i in range(end - start):
             if pattern.m and i % pattern.m == 0:
                 here = slice(i, i + pattern.m)
-                drop = lowest_of_m(_cost(group[:, here], u[here, here]), pattern)
-            gone = drop[:, i % pattern.m if pattern.m else i]
-            errors[:, i] = torch.where(gone, group[:, i], 0) / u[i, i]
-            group[:, i:] -= errors[:, i, None] * u[i, i:]
-            group[:, i].masked_fill_(gone, 0)  # subtraction leaves a rounding error
-        weight[:, start:end] = group
-        weight[:, end:] -= errors @ upper[start:end, end:]
-    return weight
+                drop = lowest_of_m(_cost(group[here], u[here, here]).T, pattern)
+                gone = drop.T.to(group.dtype)
+            torch.mul(group[i], gone[i % pattern.m if pattern.m else i], out=errors[i])
+            group[i:].addcmul_(v[i, i:, None], errors[i], value=-1)
+        turned[end:].addmm_(unit[start:end, end:].T, errors, alpha=-1)
+    return turned.T.contiguous()
 
 
-def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
+def inverse_factor(hessian: Tensor, damp: float = DAMP) -> Tensor:
     """U, upper, with (H + damp * mean(diag H) I)^-1 = U^T U; a dead input has H_jj = 1."""
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
-    diagonal[diagonal == 0] = 1
+    diagonal.masked_fill_(diagonal == 0, 1)
     diagonal += damp * diagonal.mean()
     try:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
@@ -69,5 +73,5 @@ def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
         ) from None
 
 
-def _cost(weight: Tensor, upper: Tensor) -> Tensor:
-    return weight.square() / upper.diagonal().square()
+def _cost(turned: Tensor, upper: Tensor) -> Tensor:
+    return turned.square() / upper.diagonal().square()[:, None]

@@ -8,7 +8,7 @@ from .pattern import Pattern, lowest_of_m, lowest_of_rows
 
 
 def observe(inputs: Tensor) -> Tensor:
-    """|X_j|^2 of one sequence [tokens, in]; its mean over sequences is a_j."""
+    """|X_j|^2 of the inputs [tokens, in]; its mean over sequences is a_j."""
     return inputs.square().sum(0)
 
 

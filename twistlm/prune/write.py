@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..parent import Parent
 from ..subnet import build
 from ..terminal import progress
 from . import calibrate, importance
+from . import repair as repairs
 from .methods import METHODS, prune_
 from .pattern import Pattern, n_of_m, sparsity_of
 
@@ -52,6 +54,7 @@ def write(
     data: str | None = None,
     n: int = picks.MOST_EXAMPLES,
     seed: int = 0,
+    repair: str | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Prune a parent and write what is left of it, with its record; returns the record."""
@@ -61,7 +64,9 @@ def write(
     if method.startswith(STRUCTURED):
         if ratio is None or sparsity or nm:
             raise ValueError(f"--method {method} keeps whole blocks: give --ratio, and only that")
-        return _ticket(parent, folder, method, ratio, data, n, seed, quiet)
+        return _ticket(parent, folder, method, ratio, data, n, seed, repair, quiet)
+    if repair is not None:
+        raise ValueError(f"--repair {repair} is for whole blocks: --method {method} removes none")
     wanted = patterns(parent.block_map, sparsity, ratio, nm)
     return _unstructured(parent, folder, method, wanted, data, n, seed, quiet)
 
@@ -161,17 +166,26 @@ def _ticket(
     data: str | None,
     n: int,
     seed: int,
+    repair: str | None,
     quiet: bool,
 ) -> dict[str, Any]:
     name = method.removeprefix(STRUCTURED)
     widths = widths_of_ratio(parent.block_map, ratio)
-    sequences = None
-    if name in importance.NEEDS_TEXT:
+    sequences, repaired = None, {}
+    if repair is not None:
+        repairs.check(parent, repair)
+    if name in importance.NEEDS_TEXT or repair is not None:
         sequences = picks.Calibration(*calibrate.windows(parent, data, n, seed))
     with progress(quiet) as bar:
         began = time.perf_counter()
         how = picks.Pick(f"importance:{name}", method=name)
         blueprint, based_on = picks.pick(parent, widths, how, seed, None, sequences, bar)
+        if repair is not None and sequences is not None:
+            ids, layers = sequences.ids, {group.layer for group in parent.block_map.groups}
+            task = bar.add_task(f"repair {repair}", total=len(ids) * len(layers), note="")
+            tick = partial(bar.advance, task)
+            parent = repairs.repair(parent, blueprint, repair, ids, tick)
+            repaired = {"repair": {"how": repair, "data": sequences.stem, "n_sequences": len(ids)}}
         seconds = time.perf_counter() - began
     notes = {
         "pick": {"how": how.asked, "seed": seed, **based_on},
@@ -179,6 +193,7 @@ def _ticket(
         "ratio": ratio,
         "seconds": seconds,
         "scale": parent.scale,
+        **repaired,
     }
     deploy.save_ticket(parent, blueprint, folder, notes)
     return deploy.read_ticket(folder)

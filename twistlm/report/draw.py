@@ -30,7 +30,7 @@ def render(figure: Figure) -> Any:
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas  # no pyplot: it looks for a display
 
-    style = {
+    style: dict[Any, Any] = {
         "font.family": ["DejaVu Sans"], "font.size": 9, "text.color": INK, "axes.edgecolor": GRID,
         "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "grid.color": GRID,
         "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
@@ -119,9 +119,7 @@ def _log(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def violins(
-    axes: Any, groups: Mapping[str, Mapping[str, Sequence[float]]], *, y: str
-) -> None:
+def violins(axes: Any, groups: Mapping[str, Mapping[str, Sequence[float]]], *, y: str) -> None:
     """group (a size) -> label -> values: violins side by side, with the median marked."""
     labels = list(dict.fromkeys(label for group in groups.values() for label in group))
     step = 0.8 / max(1, len(labels))

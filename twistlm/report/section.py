@@ -16,6 +16,7 @@ class Table:
     best: frozenset[tuple[int, int]] = frozenset()
     note: str = ""
     small: frozenset[int] = frozenset()  # rows that stand beside, such as the paper's numbers
+    names: int = 1  # first columns that are words
 
 
 @dataclass(frozen=True)

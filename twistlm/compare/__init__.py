@@ -1,0 +1,1 @@
+"""`twistlm compare`: what random tickets of several parents are worth beside post-training pruning."""
