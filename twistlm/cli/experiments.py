@@ -62,3 +62,37 @@ def experiment(
     only = settings.split(",") if settings else []
     if not run(chosen, scale, folder, overrides, minutes=minutes, settings=only):
         raise typer.Exit(UNFINISHED)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm report runs/lab-smoke -o report.html\n\n"
+    "twistlm report runs/demo/dense runs/demo/twist -o demo.html\n\n"
+    "twistlm report runs/lab-gpu runs/lab-gpu-smollm2 -o docs/report.html --markdown docs/results.md"
+)
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Folders of `twistlm experiment` or `twistlm train`, running ones too."
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="The page; a folder of the same name gets PNG, SVG, JSON."
+        ),
+    ] = Path("report.html"),
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write the tables into this file, between two marks; the rest stays."
+        ),
+    ] = None,
+) -> None:
+    """One self-contained page: what was run, tables, figures, and which of the paper's claims hold."""
+    from ..report.write import report as write
+    from ..terminal import console
+
+    written = write(runs, out, markdown)
+    console.print(f"written: {out} and {len(written) - 1} more files")

@@ -55,11 +55,11 @@ def section(points: list[dict[str, Any]]) -> Section:
         rows.append((label, number(whole), *cells))
     best = frozenset((i, j + 1) for i, j in lowest(values))
     head = ("parent", "none lost", *(f"{case} lost" for case in cases))
-    table = Table(head, tuple(rows), best, "perplexity after the worst such loss (times the whole model)")
+    table = Table(
+        head, tuple(rows), best, "perplexity after the worst such loss (times the whole model)"
+    )
     factors = {
-        case: {
-            label: r[case]["worst"] / r[case]["full"] for label, r in found.items() if case in r
-        }
+        case: {label: r[case]["worst"] / r[case]["full"] for label, r in found.items() if case in r}
         for case in cases
     }
     hardest = max(cases, key=lambda c: max(factors[c].values()))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ..report.section import Section, Table, number
 from .lab import Lab, Point, summary
 from .scales import Recipe, only
 
@@ -31,3 +34,34 @@ def point(lab: Lab, recipe: Recipe | None) -> Point:
         return summary(lab.out(recipe))
 
     return Point(about, measure)
+
+
+def section(points: list[dict[str, Any]]) -> Section:
+    """What every parent cost."""
+    rows = []
+    for point in points:
+        config, result, run = point["config"], point["result"], point["run"]
+        rows.append((
+            config["parent"], config["setting"], f"{result['tokens'] / 1e6:,.1f}M", f"{result['seconds']:,.0f}",
+            f"{result['tokens_per_s']:,.0f}", number(result["loss"], 3), f"{result['bytes'] / 1e9:,.1f}",
+            str(config["seed"]), config["parent_hash"][:8], run["git"][:12],
+        ))  # fmt: skip
+    head = (
+        "parent",
+        "setting",
+        "tokens",
+        "seconds",
+        "tokens/s",
+        "loss",
+        "GB moved",
+        "seed",
+        "hash",
+        "commit",
+    )
+    note = (
+        "loss: mean of the last tenth of the rounds, of the subnets that were trained (whole models for data "
+        "parallel). GB moved: counted bytes between the central model and workers, or gradients."
+    )
+    what = "Every parent starts from the same weights and sees the same number of tokens."
+    table = Table(head, tuple(rows), note=note, names=2)
+    return Section("parents", "What was trained", what, (table,))

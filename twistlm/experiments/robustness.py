@@ -37,13 +37,17 @@ def section(points: list[dict[str, Any]]) -> Section:
     }  # fmt: skip
     columns = sorted({p["config"]["k"] for p in points})
     values = [[r[k]["mean"] if k in r else None for k in columns] for r in found.values()]
-    worst = {names[label]: max(r["mean"] for r in results.values()) for label, results in found.items()}
+    worst = {
+        names[label]: max(r["mean"] for r in results.values()) for label, results in found.items()
+    }
     best = min(worst, key=worst.__getitem__)
     reading = (
         f"Trained on {best}, the worst size costs {number(worst[best])}: the lowest worst case of "
         f"{len(worst)} ways to train."
     )
-    shown = {names[label]: {k: r["mean"] for k, r in results.items()} for label, results in found.items()}
+    shown = {
+        names[label]: {k: r["mean"] for k, r in results.items()} for label, results in found.items()
+    }
     figure = Figure(
         "robustness-both", "Trained on X (rows), evaluated on Y (columns), both", reading, shown,
         lambda axes: draw.heatmap(
@@ -59,7 +63,9 @@ def section(points: list[dict[str, Any]]) -> Section:
         f"{paper.ROBUSTNESS[10, 10]} at 10 and {paper.ROBUSTNESS[10, 4]} at 4; trained on 4, {low} to {high}."
     )
     plain = {int(names[label]): r for label, r in found.items() if names[label].isdigit()}
-    return Section("robustness", "Robustness to the size", what, (), (figure,), tuple(_claims(plain)))
+    return Section(
+        "robustness", "Robustness to the size", what, (), (figure,), tuple(_claims(plain))
+    )
 
 
 def _claims(plain: dict[int, dict[int, dict[str, Any]]]) -> list[Claim]:
@@ -96,5 +102,3 @@ def _claims(plain: dict[int, dict[int, dict[str, Any]]]) -> list[Claim]:
             ", ".join(f"X={x}: {number(worst[x])}" for x in sorted(worst)) + f"; lowest at X={best}",
         ))  # fmt: skip
     return claims
-
-

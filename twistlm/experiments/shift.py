@@ -20,13 +20,17 @@ from transformers import PreTrainedModel
 from .. import families, models
 from ..blocks import BlockGroup, BlockMap
 from ..cluster import pick_device
+from ..report import draw
+from ..report.section import Claim, Figure, Section, Table, number
 from ..subnet import activation_scale
 from ..worker import to_device
 from .lab import Lab, Point
-from .scales import FIVE, Recipe
+from .scales import DENSE, FIVE, TWIST, Recipe
 
 N_SEQUENCES = 4
 INIT = "init"  # random weights, before any training
+SQRT = "sqrt(K/N)"
+CLOSE = 0.05  # mean relative error up to which a formula holds
 
 
 def points(lab: Lab) -> list[Point]:
@@ -106,3 +110,68 @@ def _watching(model: PreTrainedModel, block_map: BlockMap, add: Any) -> Iterator
     finally:
         for handle in handles:
             handle.remove()
+
+
+def section(points: list[dict[str, Any]]) -> Section:
+    """A figure per kind: measured ratios (mean over layers) beside sqrt(K/N)."""
+    rows = [{"parent": p["config"]["parent"], **row} for p in points for row in p["result"]["rows"]]
+    figures = [_figure(kind, [r for r in rows if r["kind"] == kind]) for kind in ("attn", "ffn")]
+    parents = list(dict.fromkeys(row["parent"] for row in rows))
+    cells = []
+    for parent in parents:
+        mine = [row for row in rows if row["parent"] == parent]
+        rho = [
+            statistics.fmean(r["rho"] for r in mine if r["kind"] == kind)
+            for kind in ("attn", "ffn")
+        ]
+        cells.append((
+            parent, *(number(x) for x in rho), f"{_error(mine, 'paper'):.1%}", f"{_error(mine, 'exact'):.1%}"
+        ))  # fmt: skip
+    head = ("model", "rho, attn", "rho, ffn", "error of sqrt(K/N)", "error of the exact formula")
+    note = "errors: mean of |formula / measured - 1| over layers and K"
+    claims = [
+        Claim(
+            f"{parent}: a layer's norm shrinks by sqrt(K/N) when K of N blocks stay",
+            (error := _error([r for r in rows if r["parent"] == parent], "paper")) < CLOSE,
+            f"sqrt(K/N) is off by {error:.1%} on average (holds: under {CLOSE:.0%})",
+        )
+        for parent in parents
+        if parent in (INIT, "start", DENSE.label, TWIST.label)
+    ]
+    what = (
+        "How much of a layer's output is left when only K of its N blocks add to it, on real text. "
+        "rho = ||sum of blocks||² / sum of ||block||²: 1 where blocks are uncorrelated, which is what "
+        "sqrt(K/N) assumes; the exact formula takes rho into account."
+    )
+    return Section(
+        "shift", "Activation shift", what, (Table(head, tuple(cells), note=note),), tuple(figures), tuple(claims)
+    )  # fmt: skip
+
+
+def _error(rows: list[dict[str, Any]], formula: str) -> float:
+    return statistics.fmean(abs(row[formula] / row["measured"] - 1) for row in rows)
+
+
+def _figure(kind: str, rows: list[dict[str, Any]]) -> Figure:
+    series: dict[str, dict[float, float]] = {}
+    for parent in dict.fromkeys(row["parent"] for row in rows):
+        mine = [row for row in rows if row["parent"] == parent]
+        series[parent] = {
+            k: statistics.fmean(row["measured"] for row in mine if row["k"] == k)
+            for k in sorted({row["k"] for row in mine})
+        }
+    series[SQRT] = {row["k"]: row["paper"] for row in rows}
+    middle = sorted(series[SQRT])[len(series[SQRT]) // 2]
+    far = max(
+        (p for p in series if p != SQRT),
+        key=lambda p: abs(series[p][middle] / series[SQRT][middle] - 1),
+    )
+    reading = (
+        f"With {middle} blocks sqrt(K/N) is {series[SQRT][middle]:.2f}; the furthest from it is {far} with "
+        f"{series[far][middle]:.2f}."
+    )
+    return Figure(
+        f"shift-{kind}", f"||y'|| / ||y|| of {kind} layers, mean over layers", reading, series,
+        lambda axes: draw.lines(
+            axes, series, x="blocks kept", y="ratio of norms", dashed=(SQRT,)), height=3.5,
+    )  # fmt: skip

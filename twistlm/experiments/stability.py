@@ -32,7 +32,13 @@ def section(points: list[dict[str, Any]]) -> Section:
         found = by_parent(p for p in points if p["config"]["setting"] == setting)
         figures.append(_figure(setting, found))
         for label, results in found.items():
-            rows.append((setting, label, *(spread(results[k]) if k in results else "" for k in _sizes(points))))
+            rows.append(
+                (
+                    setting,
+                    label,
+                    *(spread(results[k]) if k in results else "" for k in _sizes(points)),
+                )
+            )
         claims += _claims(setting, found)
     n = max(p["result"]["n"] for p in points)
     head = ("setting", "parent", *(f"{k}/{N}" for k in _sizes(points)))
@@ -41,7 +47,9 @@ def section(points: list[dict[str, Any]]) -> Section:
         f"{n} random subnets of every size, all on the same tokens: does it matter which blocks a "
         "ticket gets? A parent is drawn where its training cut the same kind of layer."
     )
-    return Section("stability", "Stability of random subnets", what, (table,), tuple(figures), tuple(claims))
+    return Section(
+        "stability", "Stability of random subnets", what, (table,), tuple(figures), tuple(claims)
+    )
 
 
 def _sizes(points: list[dict[str, Any]]) -> list[int]:
@@ -64,7 +72,11 @@ def _figure(setting: str, found: ByParent) -> Figure:
         for label, results in found.items()
         if smallest in results and results[smallest]["sd"] is not None
     }
-    tight, wide = (min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)) if shares else ("", "")
+    tight, wide = (
+        (min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__))
+        if shares
+        else ("", "")
+    )
     reading = (
         f"At {smallest}/{N} the standard deviation is {shares[tight]:.1%} of the mean for {tight} and "
         f"{shares[wide]:.1%} for {wide}."

@@ -50,9 +50,10 @@ def inline(svg: str, label: str) -> str:
     """An SVG element for a page: no header, its colours as variables, a name for screen readers."""
     svg = svg[svg.index("<svg") :]
     head, rest = svg.split(">", 1)
-    head = re.sub(r' (width|height|xmlns:xlink|version)="[^"]*"', "", head)
+    head = re.sub(r' (width|height|xmlns|xmlns:xlink|version)="[^"]*"', "", head)
     rest = re.sub(r"<metadata>.*?</metadata>", "", rest, flags=re.S)
-    rest = rest.replace("xlink:href", "href")
+    rest = rest.replace("xlink:href", "href").replace("'DejaVu Sans'", "var(--font)")
+    rest = re.sub(r"<style.*?</style>", "", rest, flags=re.S)  # the page has one for all
     for colour, name in VARIABLES.items():
         rest = rest.replace(colour, f"var({name})")
     return f'{head} role="img" aria-label="{label}">{rest}'
@@ -84,8 +85,8 @@ def legend(axes: Any, columns: int = 2) -> None:
 
 
 def lines(
-    axes: Any, series: Mapping[str, Mapping[float, float]], *, x: str, y: str,
-    sd: Mapping[str, Mapping[float, float]] | None = None, log: bool = False,
+    axes: Any, series: Mapping[str, Mapping[Any, float]], *, x: str, y: str,
+    sd: Mapping[str, Mapping[Any, float]] | None = None, log: bool = False,
     dashed: Sequence[str] = (), marks: bool = True,
 ) -> None:  # fmt: skip
     """One line per series over its x values, with a band of ± sd."""

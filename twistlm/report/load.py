@@ -1,0 +1,83 @@
+"""Read what is on disk: labs of experiments and run folders, finished or still running."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import points
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run folder: its config, what made it, and a row per finished round."""
+
+    name: str
+    config: dict[str, Any]
+    run: dict[str, Any]  # command, git, versions, device
+    rows: list[dict[str, Any]]
+
+    @property
+    def n_rounds(self) -> int:
+        """Rounds it is to have; 0 where they follow from epochs."""
+        return int(self.config.get("train", {}).get("rounds", 0))
+
+
+@dataclass(frozen=True)
+class Source:
+    """One folder of the command line."""
+
+    name: str
+    points: list[dict[str, Any]] = field(default_factory=list)
+    trainings: list[Training] = field(default_factory=list)
+
+
+def load(folders: Sequence[Path]) -> list[Source]:
+    """Every lab as a source of its own, all plain runs together as one more."""
+    labs: list[Source] = []
+    runs: list[Training] = []
+    for folder in folders:
+        if (folder / "points").is_dir() or (folder / "parents").is_dir():
+            found = [training(p.parent) for p in sorted((folder / "parents").glob("*/run.json"))]
+            labs.append(Source(folder.name, _points(folder / "points"), found))
+        elif (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file():
+            runs.append(training(folder))
+        else:
+            raise ValueError(
+                f"{folder} holds nothing to report: give folders of `twistlm experiment` (with points/) or "
+                "of `twistlm train` (with run.json)"
+            )
+    return labs + ([Source("runs", [], runs)] if runs else [])
+
+
+def training(folder: Path) -> Training:
+    """A run folder; a last line that is still being written is left out."""
+    record: dict[str, Any] = {}
+    if (folder / "run.json").is_file():
+        record = json.loads((folder / "run.json").read_text())
+    rows = []
+    path = folder / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return Training(folder.name, record.pop("config", {}), record, rows)
+
+
+def _points(folder: Path) -> list[dict[str, Any]]:
+    """Points of experiments; a parent that was trained in two ways under one name is told apart."""
+    found = [p for p in points.all_in(folder) if "experiment" in p["config"]]
+    hashes: dict[str, set[str]] = {}
+    for point in found:
+        config = point["config"]
+        if "parent_hash" in config:
+            hashes.setdefault(config["slug"], set()).add(config["parent_hash"])
+    for point in found:
+        config = point["config"]
+        if len(hashes.get(config.get("slug", ""), ())) > 1:
+            config["parent"] += f" [{config['parent_hash'][:4]}]"
+    return found
