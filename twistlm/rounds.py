@@ -97,6 +97,8 @@ def _train(run: Run, quiet: bool, stop: Callable[[], bool] | None) -> Path:
                 )  # fmt: skip
             if late:
                 break
+    if metrics is not None:
+        metrics.close()
     return last or Path(cfg.run.out) / "checkpoints" / f"round-{run.n_rounds:06d}"
 
 

@@ -10,12 +10,9 @@ from ..report.section import Claim, Figure, Section, Table, lowest, number
 from .lab import Lab, Point
 from .scales import DENSE, FIVE, TWIST, Recipe
 
-CASES = ((4, 1), (4, 2), (6, 1), (12, 1))  # nodes, lost ones
-
 
 def points(lab: Lab) -> list[Point]:
-    cases = [case for case in CASES if case[0] <= lab.scale.n_attn] or [(lab.scale.n_attn, 1)]
-    return [_point(lab, recipe, *case) for recipe in FIVE for case in cases]
+    return [_point(lab, recipe, *case) for recipe in FIVE for case in lab.scale.nodes]
 
 
 def _point(lab: Lab, recipe: Recipe, n_nodes: int, n_lost: int) -> Point:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..report.section import Section, Table, number
+from ..report.section import Section, Table, count, number
 from .lab import Lab, Point, summary
 from .scales import Recipe, only
 
@@ -42,7 +42,7 @@ def section(points: list[dict[str, Any]]) -> Section:
     for point in points:
         config, result, run = point["config"], point["result"], point["run"]
         rows.append((
-            config["parent"], config["setting"], f"{result['tokens'] / 1e6:,.1f}M", f"{result['seconds']:,.0f}",
+            config["parent"], config["setting"], count(result["tokens"]), f"{result['seconds']:,.0f}",
             f"{result['tokens_per_s']:,.0f}", number(result["loss"], 3), f"{result['bytes'] / 1e9:,.1f}",
             str(config["seed"]), config["parent_hash"][:8], run["git"][:12],
         ))  # fmt: skip

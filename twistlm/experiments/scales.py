@@ -74,6 +74,7 @@ class Scale:
     bench_steps: int = 0  # behind one time; 0: enough for 0.2 s
     n_calibration: int = 128  # sequences for the pruners
     n_attn: int = N  # attention blocks in a layer
+    nodes: tuple[tuple[int, int], ...] = ((4, 1), (4, 2), (6, 1), (12, 1))  # serving, lost
     stability: tuple[int, ...] = (4, 6, 8, 10)
     table1: tuple[int, ...] = (8, 6, 4, 3)
 
@@ -115,10 +116,16 @@ _LARGE: dict[str, Any] = {
 }
 
 SCALES: dict[str, Scale] = {
-    "smoke": Scale(  # on a CPU, seconds
+    "smoke": Scale(  # the demo's model on a CPU: all experiments in minutes, most of them in seconds
         preset="demo",
-        changes=(*QUIET, "run.device=cpu", "train.interval=5", "train.rounds=6", "train.warmup=10"),
-        start=("train.rounds=12", "train.warmup=20"),
+        changes=(
+            *QUIET,
+            "run.device=cpu",
+            "train.interval=5",
+            "train.rounds=20",
+            "train.warmup=10",
+        ),
+        start=("train.rounds=60", "train.warmup=20"),
         settings=("both", "attn", "ffn"),
         tokens=1024,
         n_stability=12,
@@ -133,6 +140,7 @@ SCALES: dict[str, Scale] = {
         n_calibration=4,
         stability=(4, 8),
         table1=(6, 3),
+        nodes=((4, 1), (4, 2)),
     ),
     "gpu": Scale(  # GPT-2 124M from scratch: a start of 150M tokens, then 30M each way
         preset="wiki-gpt2",
@@ -157,6 +165,7 @@ SCALES: dict[str, Scale] = {
         ),
         start=None,
         n_attn=3,
+        nodes=((3, 1),),
         **(_LARGE | {"settings": ("both",)}),
     ),
     "paper": Scale(

@@ -131,9 +131,11 @@ def section(points: list[dict[str, Any]]) -> Section:
     note = "errors: mean of |formula / measured - 1| over layers and K"
     claims = [
         Claim(
-            f"{parent}: a layer's norm shrinks by sqrt(K/N) when K of N blocks stay",
+            "a layer's norm shrinks by sqrt(K/N) when K of N blocks stay: "
+            + ("at initialisation" if parent == INIT else f"after training ({parent})"),
             (error := _error([r for r in rows if r["parent"] == parent], "paper")) < CLOSE,
             f"sqrt(K/N) is off by {error:.1%} on average (holds: under {CLOSE:.0%})",
+            "paper" if parent == INIT else "ours",
         )
         for parent in parents
         if parent in (INIT, "start", DENSE.label, TWIST.label)

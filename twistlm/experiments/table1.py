@@ -108,9 +108,8 @@ def _rows(points: list[dict[str, Any]]) -> tuple[Rows, dict[str, str]]:
             column = {"dense": "dense", "twist-6": "twist-6"}.get(plain, "")
         theirs[name] = column
         rows.setdefault(name, {})[config["k"]] = point["result"]
-    order = sorted(
-        rows, key=lambda name: name.startswith(EXTRACTED)
-    )  # pruners first, as in the paper
+    known = [name for name, _ in NAMES.values()]  # pruners first, in the paper's order
+    order = sorted(rows, key=lambda name: known.index(name) if name in known else len(known))
     return {name: rows[name] for name in order}, theirs
 
 

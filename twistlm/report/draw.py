@@ -65,18 +65,19 @@ def save(canvas: Any, stem: Path) -> None:
         canvas.savefig(stem.with_suffix(suffix), facecolor="white", **more)
 
 
-def colour(label: str, labels: Sequence[str]) -> str:
-    """One colour per parent on the whole page, by its name; others by their place."""
-    for words, i in KNOWN.items():
-        if label.startswith(words) and not (words == "TwIST K=6" and "outer" in label):
-            return SERIES[i]
-    return SERIES[(list(labels).index(label) + 5) % len(SERIES)]
-
-
-KNOWN = {
-    "data parallel": 0, "structured dropout": 1, "TwIST K=6 + outer": 3, "TwIST mixed": 4,
-    "TwIST K=6": 2, "start": 6, "init": 7,
+KNOWN = {  # parents have one colour on the whole page
+    "data parallel": 0, "structured dropout K=6": 1, "TwIST K=6": 2, "TwIST K=6 + outer": 3,
+    "TwIST mixed + outer": 4, "best pruner": 5, "sqrt(K/N)": 5, "start": 6, "init": 7,
+    "dense": 0, "dropout-6": 1, "twist-6": 2, "twist-6-outer": 3, "twist-mixed-outer": 4,
 }  # fmt: skip
+
+
+def colour(label: str, labels: Sequence[str]) -> str:
+    """A parent's own colour; of other labels by their place among themselves."""
+    if label in KNOWN:
+        return SERIES[KNOWN[label]]
+    others = [other for other in labels if other not in KNOWN]
+    return SERIES[(others.index(label) + 5 * (len(others) < len(labels))) % len(SERIES)]
 
 
 def legend(axes: Any, columns: int = 2) -> None:
@@ -95,7 +96,7 @@ def lines(
         ys = [values[i] for i in xs]
         shade = colour(label, list(series))
         axes.plot(
-            xs, ys, label=label, color=MUTED if label in dashed else shade,
+            xs, ys, label=label, color=shade,
             linestyle="--" if label in dashed else "-",
             marker="o" if marks and label not in dashed else "", markersize=3.5,
         )  # fmt: skip

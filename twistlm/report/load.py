@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,4 +81,23 @@ def _points(folder: Path) -> list[dict[str, Any]]:
         config = point["config"]
         if len(hashes.get(config.get("slug", ""), ())) > 1:
             config["parent"] += f" [{config['parent_hash'][:4]}]"
-    return found
+    return sorted(found, key=lambda point: _place(point["config"]))
+
+
+def _place(config: dict[str, Any]) -> tuple:
+    """The order of rows and colours on the page, whatever the files are called."""
+    settings, methods = ("both", "attn", "ffn"), ("init", "start", "dense", "dropout", "twist")
+    method, _, rest = config.get("slug", "").partition("-")
+    width = re.match(r"\d+", rest)
+    return (
+        config["experiment"],
+        settings.index(config["setting"]) if "setting" in config else 0,
+        methods.index(method) if method in methods else len(methods),
+        "outer" in rest,
+        int(width[0]) if width else 99,
+        rest,
+        config.get("nodes", 0),
+        config.get("lost", 0),
+        -config.get("k", 0),
+        config.get("method", ""),
+    )

@@ -54,8 +54,8 @@ td.word:first-child {{ white-space: normal; min-width: 7.5em }}
 td.best {{ font-weight: 700; color: var(--accent) }}
 tr.small td {{ font-size: .78rem; color: var(--muted); padding-top: 0 }}
 .claims {{ list-style: none; padding: 0; max-width: 90ch }}
-.claims li {{ padding: 8px 0 8px 92px; position: relative; border-bottom: 1px solid var(--grid) }}
-.claims .mark {{ position: absolute; left: 0; top: 8px; font-weight: 700; width: 86px }}
+.claims li {{ padding: 8px 0 8px 74px; position: relative; border-bottom: 1px solid var(--grid) }}
+.claims .mark {{ position: absolute; left: 0; top: 8px; font-weight: 700 }}
 .holds .mark {{ color: var(--good) }} .fails .mark {{ color: var(--bad) }} .open .mark {{ color: var(--muted) }}
 .claims span.why {{ display: block; color: var(--muted); font-size: .87rem; overflow-wrap: anywhere }}
 nav {{ display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 18px 0; font-size: .92rem }}
@@ -118,7 +118,7 @@ def _chapter(chapter: Chapter, drawings: Mapping[str, str], alone: bool) -> str:
     if lead is not None:
         first.append(_figure(lead, at, drawings))
     first.append("</div>")
-    links = [f'<a href="#{at}-{s.id}">{escape(s.title)}</a>' for s in chapter.sections]
+    links = [f'<a href="#{at}-about-{s.id}">{escape(s.title)}</a>' for s in chapter.sections]
     if claims:
         links.insert(0, f'<a href="#{at}-claims">Which claims hold</a>')
     links.append(f'<a href="#{at}-run">What was run</a>')
@@ -130,7 +130,7 @@ def _chapter(chapter: Chapter, drawings: Mapping[str, str], alone: bool) -> str:
 def _section(section: Section, at: str, drawings: Mapping[str, str], shown: str | None) -> str:
     figures = [_figure(f, at, drawings) for f in section.figures if f.id != shown]
     parts = [
-        f'<h3 id="{at}-{section.id}">{escape(section.title)}</h3><p>{escape(section.what)}</p>'
+        f'<h3 id="{at}-about-{section.id}">{escape(section.title)}</h3><p>{escape(section.what)}</p>'
     ]
     if figures:
         parts.append(f'<div class="figures">{"".join(figures)}</div>')
@@ -183,7 +183,7 @@ def _claims(claims: Sequence[Claim], at: str) -> str:
             f'<p class="muted">{title}, decided by the numbers on this page:</p><ul class="claims">'
         )
         for claim in mine:
-            mark, word = ("holds", "✓ holds") if claim.holds else ("fails", "✗ does not")
+            mark, word = ("holds", "✓ holds") if claim.holds else ("fails", "✗ no")
             parts.append(
                 f'<li class="{mark}"><span class="mark">{word}</span>{escape(claim.says)}'
                 f'<span class="why">{escape(claim.because)}</span></li>'

@@ -62,6 +62,14 @@ def number(value: float | None, digits: int = 2) -> str:
     return f"{value:,.{digits}f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
+def count(n: float) -> str:
+    """A number of tokens or parameters: `23,040`, `30.0M`, `1.2B`."""
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if n >= size:
+            return f"{n / size:,.1f}{unit}"
+    return f"{n:,.0f}"
+
+
 def spread(result: dict[str, Any]) -> str:
     """`mean ± sd`."""
     sd = result.get("sd")

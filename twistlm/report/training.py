@@ -8,7 +8,7 @@ from typing import Any
 from .. import config, families, generator, models
 from . import draw
 from .load import Training
-from .section import Figure, Section, Table, number
+from .section import Figure, Section, Table, count, number
 
 MOST = 8  # lines in a figure
 ROUNDS = 400  # of a deal that are counted again
@@ -28,7 +28,7 @@ def section(trainings: list[Training]) -> Section | None:
         seconds = sum(row["seconds"] for row in t.rows)
         planned = f" of {t.n_rounds}" if t.n_rounds else ""
         rows.append((
-            t.name, f"{last['round']}{planned}", f"{tokens / 1e6:,.2f}M", f"{seconds:,.1f}",
+            t.name, f"{last['round']}{planned}", count(tokens), f"{seconds:,.1f}",
             f"{tokens / seconds:,.0f}", number(last["loss"], 3),
         ))  # fmt: skip
     head = ("run", "rounds", "tokens", "seconds", "tokens/s", "last loss")

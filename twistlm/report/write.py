@@ -15,7 +15,7 @@ from . import draw, training
 from .load import Source, load
 from .markdown import markdown, replace_part
 from .page import Chapter, page
-from .section import Section
+from .section import Section, count
 
 # what a reader wants first; the rest follows in the order of the table of experiments
 ORDER = (
@@ -79,11 +79,16 @@ def _facts(source: Source) -> tuple[str, ...]:
     runs = [t.run for t in source.trainings] + [p["run"] for p in source.points]
     if source.points:
         facts.append(f"{len(source.points)} points of scale {', '.join(scales)}, each a JSON file.")
+    if "smoke" in scales:
+        facts.append(
+            "Smoke is a tiny model for minutes on a CPU: it shows that every step works, not how good TwIST is."
+        )
     begun = [t for t in source.trainings if t.rows]
     if begun:
         tokens = [sum(row["n_tokens"] for row in t.rows) for t in begun]
+        low, high = count(min(tokens)), count(max(tokens))
         facts.append(
-            f"{len(begun)} trained models, {min(tokens) / 1e6:,.1f} to {max(tokens) / 1e6:,.1f} million tokens each."
+            f"{len(begun)} trained models, {f'{low} to {high}' if low != high else low} tokens each."
         )
         configs = [t.config for t in begun if t.config]
         if configs:
