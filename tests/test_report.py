@@ -226,15 +226,14 @@ def test_coverage_is_what_the_loop_deals(tmp_path, tokens):
 
 
 def test_two_parents_of_one_name_are_told_apart(tmp_path):
-    for i, word in enumerate(("aaaa1", "bbbb2")):
-        made = subnet("TwIST K=6", "twist-6", 4, 20.0 + i)
+    """The one with most points keeps the name."""
+    for word, k in (("aaaa1", 4), ("bbbb2", 4), ("bbbb2", 6)):
+        made = subnet("TwIST K=6", "twist-6", k, 20.0)
         made["config"]["parent_hash"] = word
         points.point(tmp_path / "points", made["config"], lambda made=made: made["result"])
     (source,) = load.load([tmp_path])
-    assert [p["config"]["parent"] for p in source.points] == [
-        "TwIST K=6 [aaaa]",
-        "TwIST K=6 [bbbb]",
-    ]
+    names = {p["config"]["parent_hash"]: p["config"]["parent"] for p in source.points}
+    assert names == {"aaaa1": "TwIST K=6 [aaaa]", "bbbb2": "TwIST K=6"}
 
 
 def test_what_is_kept_by_hand_stays():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,16 +71,17 @@ def training(folder: Path) -> Training:
 
 
 def _points(folder: Path) -> list[dict[str, Any]]:
-    """Points of experiments; a parent that was trained in two ways under one name is told apart."""
+    """Points of experiments. Of parents with one name the one with most points keeps it."""
     found = [p for p in points.all_in(folder) if "experiment" in p["config"]]
-    hashes: dict[str, set[str]] = {}
+    hashes: dict[str, Counter[str]] = {}
     for point in found:
         config = point["config"]
         if "parent_hash" in config:
-            hashes.setdefault(config["slug"], set()).add(config["parent_hash"])
+            hashes.setdefault(config["slug"], Counter())[config["parent_hash"]] += 1
     for point in found:
         config = point["config"]
-        if len(hashes.get(config.get("slug", ""), ())) > 1:
+        first = hashes.get(config.get("slug", ""), Counter({"": 0})).most_common(1)[0][0]
+        if config.get("parent_hash", first) != first:
             config["parent"] += f" [{config['parent_hash'][:4]}]"
     return sorted(found, key=lambda point: _place(point["config"]))
 

@@ -41,7 +41,7 @@ p {{ max-width: 75ch; margin: 6px 0 12px }} a {{ color: var(--accent) }}
 .first ul {{ margin: 6px 0; padding-left: 20px }} .first li {{ margin: 5px 0 }}
 .figures {{ display: grid; gap: 18px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); margin: 14px 0 }}
 figure {{ margin: 0; padding: 12px; background: var(--card); border-radius: 10px; min-width: 0; max-width: 640px }}
-figure svg {{ display: block; width: 100%; height: auto }}
+figure svg {{ display: block; width: 100%; height: auto; overflow: visible }}
 figure svg * {{ stroke-linejoin: round; stroke-linecap: butt }}
 figcaption {{ font-size: .92rem; margin-bottom: 8px }} figcaption b {{ display: block }}
 figcaption a {{ font-size: .8rem; white-space: nowrap }}

@@ -105,7 +105,9 @@ def _facts(source: Source) -> tuple[str, ...]:
 def _model(cfg: dict[str, Any]) -> str:
     model, data = cfg["model"], cfg["data"]
     shape = ", ".join(
-        f"{key} {value}" for key, value in model["config"].items() if isinstance(value, int)
+        f"{key} {value}"
+        for key, value in model["config"].items()
+        if isinstance(value, int) and "token" not in key
     )
     return (
         f"Model: {model['type']}{f' ({shape})' if shape else ''}; text: {Path(data['train']).name}, sequences of "
