@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -429,6 +430,59 @@ def test_the_walk_leaves_no_hook_and_ticks_for_every_sequence():
     prune_(model, block_map, method, wanted, ids, lambda: ticks.append(1))
     assert len(ticks) == 2 * 3  # layers 1 and 2
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "opt"])
+def test_batches_change_nothing(name, monkeypatch):
+    """Sequences one by one, two and one, or all three at once: masks and positions serve any batch."""
+    made = []
+    for batch in (11, 22, 33):  # tokens, of sequences of 11
+        monkeypatch.setattr(calibrate, "BATCH", batch)
+        model, block_map, ids = small(name)
+        prune_(model, block_map, METHODS["sparsegpt"], everywhere(block_map, Pattern(0.5)), ids)
+        made.append(copy_of(model))
+    for other in made[1:]:
+        torch.testing.assert_close(other, made[0], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "n_inputs"), [("gpt2", 4), ("llama", 4), ("opt", 4)])
+def test_matrices_with_one_input_share_its_statistic_and_its_factor(name, n_inputs):
+    """q, k, v (and gate, up) are fed one tensor: one Hessian and one Cholesky for all of them."""
+    model, block_map, ids = small(name, first=2)
+    seen: list[Tensor] = []
+    factored: list[Tensor] = []
+
+    def observe(x: Tensor) -> Tensor:
+        seen.append(x)
+        return sparsegpt.observe(x)
+
+    def factor(mean: Tensor) -> Tensor:
+        factored.append(mean)
+        return sparsegpt.inverse_factor(mean)
+
+    method = replace(METHODS["sparsegpt"], observe=observe, factor=factor)
+    prune_(model, block_map, method, everywhere(block_map, Pattern(0.5)), ids)
+    assert (
+        len(seen) == len(factored) == n_inputs
+    )  # of layer 2: attention, its output, FFN, its output
+
+
+def test_one_layers_statistics_live_at_a_time():
+    model, block_map, ids = small("llama", first=0)
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def observe(x: Tensor) -> Tensor:
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in alive))
+        made = sparsegpt.observe(x)
+        alive.append(weakref.ref(made))
+        return made
+
+    method = replace(METHODS["sparsegpt"], observe=observe)
+    prune_(model, block_map, method, everywhere(block_map, Pattern(0.5)), ids)
+    assert len(alive) == 3 * 4
+    assert most <= 4  # three of this layer, and the last one of the layer before
 
 
 def test_numbers_that_are_not_finite_are_refused():

@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def git_hash() -> str:
     return run.stdout.strip() if run.returncode == 0 else "unknown"
 
 
+@cache  # a package's metadata takes milliseconds to read, and points ask for every cell
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)

@@ -31,7 +31,7 @@ def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     where = central.layout.narrowed(block_map, widths)
     weights = cut(central, blueprint, rows=1)[0]
     fold_(where.views(weights), block_map, scales(block_map, widths, parent.scale, central.rho))
-    return build(parent.template, block_map, where, weights).model
+    return build(parent.template, block_map, where, weights, gated=False).model
 
 
 def save_ticket(

@@ -78,17 +78,19 @@ def build(
     grads: Tensor | None = None,
     *,
     masked: bool = False,
+    gated: bool = True,
 ) -> Subnet:
     """A model with `layout`'s widths whose parameters are views of `weights`.
 
-    A layer that is whole has scale 1 and gets no gate, unless the model is to be `masked`.
+    A layer that is whole has scale 1 and gets no gate, unless the model is to be `masked`; nor does any
+    layer where the scale is in the weights (not `gated`).
     """
     model = models.clone_structure(template)
     models.bind_(model, layout.views(weights), layout.views(grads) if grads is not None else None)
     nn.Module.to(model, weights.device)  # parameters are there already; this moves buffers
     refit_(model, block_map)
     gates = {}
-    for group in block_map.groups:
+    for group in block_map.groups if gated else ():
         part, n_inputs = group.out_part, layout.shapes[group.out[0]][group.out_part.dim]
         if masked or n_inputs < part.sections * group.n_blocks * part.chunk:
             module = model.get_submodule(group.out[0].rpartition(".")[0])

@@ -1,12 +1,11 @@
-"""The cells of a comparison and how each is measured: in memory, once, kept as a point on disk."""
+"""The cells of a comparison: what each number follows from, and its place in the table."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -15,41 +14,41 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from .. import budget, deploy, generator, models, speed
-from .. import parent as parents
-from ..attention import causal_
-from ..blocks import Blueprint, Widths, widths_of_ratio
+from .. import models
 from ..config import Setting
-from ..evaluate import Evaluator, Spread, Text, perplexity
-from ..parent import Parent
+from ..evaluate import Text
 from ..points import name_of, path_of, point, read
-from ..prune import calibrate, importance
-from ..prune import repair as repairs
-from ..prune.methods import METHODS, prune_
-from ..prune.pattern import Pattern
+from ..prune import importance
+from ..prune.methods import METHODS
 from ..prune.write import STRUCTURED
-from ..subnet import build
+from .measure import REPAIR_SEQUENCES, Note, Result, Stand
 from .rivals import Rival
 
-REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
-Note = Callable[[str], None]  # says where a long measurement stands
+BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is compared; calibration `ids` [n, seq_len] are None where nothing needs them."""
+    """What is compared."""
 
     settings: tuple[Setting, ...]
     ratios: tuple[str, ...]
-    methods: tuple[str, ...]  # of prune/, on the parents `on`
-    on: tuple[str, ...]
+    methods: tuple[str, ...]  # of `twistlm prune`
+    on: tuple[str, ...]  # kinds of parent that they prune
     repairs: tuple[str, ...]
     n: int  # random tickets of each parent and size; 0: none
     seed: int
     text: Text
-    ids: Tensor | None
+    ids: Tensor | None  # calibration
+
+    @property
+    def tickets(self) -> bool:
+        return self.n > 0 or any(method.startswith(STRUCTURED) for method in self.methods)
+
+    @property
+    def zeros(self) -> bool:
+        return any(not method.startswith(STRUCTURED) for method in self.methods)
 
 
 @dataclass(frozen=True)
@@ -57,69 +56,50 @@ class Cell:
     """One number and its place in the table."""
 
     rival: Rival
-    what: str  # "whole", "random", a method, or "decode"
+    what: str  # "whole", "random", a method; "decode" and "zeros" are speeds
     setting: Setting | None
     ratio: str | None
     repair: str | None
     config: dict[str, Any]  # everything that the number follows from
-    measure: Callable[[Note], dict[str, Any]]
+    measure: Callable[[Note], Result]
 
     def __str__(self) -> str:
         parts = [self.rival.label, self.setting, self.ratio, self.what, self.repair]
         return " ".join(part for part in parts if part)
 
-    def find(self, folder: Path) -> dict[str, Any] | None:
+    @property
+    def is_pruned(self) -> bool:
+        """A row of the table, rather than a whole parent or a speed."""
+        return self.what not in ("whole", "decode", "zeros")
+
+    def find(self, folder: Path) -> Result | None:
         """The result, if the cell was measured before."""
         path = path_of(folder, self.config)
         return read(path)["result"] if path.is_file() else None
 
-    def fill(self, folder: Path, note: Note) -> dict[str, Any]:
+    def fill(self, folder: Path, note: Note) -> Result:
         return point(folder, self.config, partial(self.measure, note))["result"]
 
 
-@dataclass
-class Cut:
-    """A parent in one setting, ready to be evaluated; lives while its cells are measured."""
-
-    parent: Parent
-    ready: Evaluator
-    scratch: tuple[Tensor, PreTrainedModel] | None = None
-
-    def fresh(self) -> PreTrainedModel:
-        """The whole parent in weights of its own, to be pruned; the one before is overwritten."""
-        central = self.parent.central
-        if self.scratch is None:
-            weights = torch.empty_like(central.weights)
-            model = build(
-                self.parent.template, self.parent.block_map, central.layout, weights
-            ).model
-            causal_(model)
-            self.scratch = weights, model
-        self.scratch[0].copy_(central.weights)
-        return self.scratch[1]
-
-
 class Grid:
-    """All cells; parents are cut and evaluators built when a cell first needs them."""
+    """All cells of what is asked; `folder` holds the points."""
 
     def __init__(self, rivals: list[Rival], asked: Asked, folder: Path):
         self.rivals, self.asked, self.folder = rivals, asked, folder
-        self.precision = rivals[0].parent.cfg.train.precision
-        self._cut: tuple[tuple[str, Setting], Cut] | None = None
-        used = asked.text.file.tokens[: asked.text.n_sequences * asked.text.seq_len]
-        self._text = {
+        first, text = rivals[0].parent, asked.text
+        device, precision = first.central.weights.device, first.cfg.train.precision
+        self.stand = Stand(text, asked.ids, precision, device)
+        self.device = device.type
+        used = text.file.tokens[: text.n_sequences * text.seq_len]
+        self.text = {
             "sha256": hashlib.sha256(np.ascontiguousarray(used).data).hexdigest(),
             "n_tokens": len(used),
-            "seq_len": asked.text.seq_len,
-            "precision": f"{self.precision} on {self.device.type}",
+            "seq_len": text.seq_len,
+            "precision": f"{precision} on {self.device}",
         }
 
-    @property
-    def device(self) -> torch.device:
-        return self.rivals[0].parent.central.weights.device
-
     def cells(self) -> list[Cell]:
-        """In the order of measurement: parent, setting, ratio; what is fast comes first."""
+        """In the order of measurement: parent, setting, ratio; speeds last."""
         found: list[Cell] = []
         for rival in self.rivals:
             found.append(self._whole(rival))
@@ -141,253 +121,98 @@ class Grid:
                     for how in hows:
                         yield self._blocks(rival, setting, ratio, method, how)
 
-    # ------------------------------------------------------------ one kind of cell each
-
     def _whole(self, rival: Rival) -> Cell:
-        def measure(note: Note) -> dict[str, Any]:
-            cut = self.cut(rival, rival.parent.cfg.blocks.setting)
-            shapes = cut.parent.central.layout.shapes
-            return self._result(rival, [cut.ready.full_perplexity()], 0.0, 0, shapes)
-
-        config = {"what": "whole", "weights": rival.sha256, "text": self._text}
-        return Cell(rival, "whole", None, None, None, config, measure)
+        config = {"what": "whole", "weights": rival.sha256, "text": self.text}
+        return Cell(
+            rival, "whole", None, None, None, config, lambda note: self.stand.whole(rival)
+        )  # fmt: skip
 
     def _random(self, rival: Rival, setting: Setting, ratio: str, how: str | None) -> Cell:
-        asked = self.asked
-
-        def measure(note: Note) -> dict[str, Any]:
-            cut = self.cut(rival, setting)
-            widths = widths_of_ratio(cut.parent.block_map, ratio)
-            values, seconds = [], 0.0
-            for draw in range(asked.n):
-                note(f"{draw}/{asked.n}")
-                began = time.perf_counter()
-                blueprint = generator.for_deployment(
-                    cut.parent.block_map, widths, seed=asked.seed, draw=draw
-                )
-                value, took = self._ticket(cut, blueprint, how, began)
-                values.append(value)
-                seconds += took / asked.n
-            shapes = _narrow(cut.parent, widths)
-            return self._result(rival, values, seconds, self._n_repair(how), shapes)
-
-        config = self._config("random", rival, setting, ratio, how) | {
-            "n": asked.n,
-            "seed": asked.seed,
-        }
+        n, seed = self.asked.n, self.asked.seed
+        config = self._ticket("random", rival, setting, ratio, how) | {"n": n, "seed": seed}
+        measure = partial(self.stand.random, rival, setting, ratio, how, n, seed)
         return Cell(rival, "random", setting, ratio, how, config, measure)
 
     def _blocks(
         self, rival: Rival, setting: Setting, ratio: str, method: str, how: str | None
     ) -> Cell:
+        """No setting and no ratio changes the scores of blocks: they are a point of their own."""
         name = method.removeprefix(STRUCTURED)
         needs = name in importance.NEEDS_TEXT
+        text = self._calibration() if needs else None
+        scores = {
+            "what": f"scores {name}",
+            "weights": rival.sha256,
+            "blocks": self._cut(rival, rival.parent.cfg.blocks.setting),
+            "calibration": text,
+            "device": self.device,
+        }
 
-        def measure(note: Note) -> dict[str, Any]:
-            scored = self.scores(rival, name, note)
-            cut = self.cut(rival, setting)
-            widths = widths_of_ratio(cut.parent.block_map, ratio)
-            began = time.perf_counter()
-            scores = {g: torch.tensor(v, dtype=torch.float64) for g, v in scored["scores"].items()}
-            blueprint = importance.keep_best(cut.parent.block_map, scores, widths)
-            value, took = self._ticket(cut, blueprint, how, began)
-            n_tokens = max(self._n_calibration() if needs else 0, self._n_repair(how))
-            seconds = scored["seconds"] + took
-            return self._result(rival, [value], seconds, n_tokens, _narrow(cut.parent, widths))
+        def measure(note: Note) -> Result:
+            score = partial(self.stand.scores, rival, name, self.asked.seed, note)
+            scored = point(self.folder, scores, score)["result"]
+            return self.stand.blocks(rival, setting, ratio, how, scored, needs)
 
-        config = self._config(method, rival, setting, ratio, how)
-        if needs:
-            config["calibration"] = self._calibration(None)
+        config = self._ticket(method, rival, setting, ratio, how) | {"calibration": text}
         return Cell(rival, method, setting, ratio, how, config, measure)
 
     def _unstructured(self, rival: Rival, setting: Setting, ratio: str, method: str) -> Cell:
         needs = METHODS[method].observe is not None
-
-        def measure(note: Note) -> dict[str, Any]:
-            cut = self.cut(rival, setting)
-            model, block_map = cut.fresh(), cut.parent.block_map
-            ids = self.asked.ids if needs else None
-            wanted = {g.name: Pattern(1 - Fraction(ratio)) for g in block_map.groups}
-            n_all = 0 if ids is None else len(ids) * len({g.layer for g in block_map.groups})
-            began = time.perf_counter()
-            prune_(model, block_map, METHODS[method], wanted, ids, _counter(note, n_all))
-            seconds = self._now() - began
-            value = perplexity(model, self.asked.text, self.precision, cut.ready.loss)
-            n_tokens = self._n_calibration() if needs else 0
-            return self._result(rival, [value], seconds, n_tokens, cut.parent.central.layout.shapes)
-
-        config = self._config(method, rival, setting, ratio, None)
-        del config["scale"]  # all blocks stay
-        if needs:
-            config["calibration"] = self._calibration(None)
+        config = self._pruned(method, rival, setting, ratio)
+        config["calibration"] = self._calibration() if needs else None
+        measure = partial(self.stand.unstructured, rival, setting, ratio, method)
         return Cell(rival, method, setting, ratio, None, config, measure)
 
     def _decodes(self) -> Iterator[Cell]:
         """A ticket's speed depends on its shapes alone; zeros are tried once, where there are most."""
-        asked, rival = self.asked, self.rivals[0]
-        tickets = asked.n > 0 or any(m.startswith(STRUCTURED) for m in asked.methods)
-        for setting in asked.settings if tickets else ():
+        asked = self.asked
+        for setting in asked.settings if asked.tickets else ():
             for ratio in asked.ratios:
-                yield self._decode(rival, setting, ratio, zeros=False)
-        if any(not m.startswith(STRUCTURED) for m in asked.methods):
-            yield self._decode(
-                rival, asked.settings[-1], min(asked.ratios, key=Fraction), zeros=True
-            )
+                yield self._decode("decode", setting, ratio)
+        if asked.zeros:
+            yield self._decode("zeros", asked.settings[-1], min(asked.ratios, key=Fraction))
 
-    def _decode(self, rival: Rival, setting: Setting, ratio: str, zeros: bool) -> Cell:
-        def measure(note: Note) -> dict[str, Any]:
-            cut = parents.recut(rival.parent, setting)
-            whole = cut.block_map.full()
-            kept = whole
-            if not zeros:
-                widths = widths_of_ratio(cut.block_map, ratio)
-                kept = {name: tuple(range(k)) for name, k in widths.items()}  # any: equal shapes
-            full, other = (deploy.extract(cut, b).to("cpu") for b in (whole, kept))  # type: ignore[arg-type]
-            if zeros:
-                _drop_(other, cut, 1 - Fraction(ratio))
-            took = speed.measure_all([full, other])
-            return {
-                "speedup": took[0].decode_ms / took[1].decode_ms,
-                "parent": asdict(took[0]),
-                "pruned": asdict(took[1]),
-            }
-
+    def _decode(self, what: str, setting: Setting, ratio: str) -> Cell:
+        rival = self.rivals[0]
         shapes = {name: list(shape) for name, shape in models.shapes(rival.parent.template).items()}
         config = {
-            "what": "decode of zeros" if zeros else "decode of a ticket",
+            "what": what,
             "model": name_of({"type": rival.parent.template.config.model_type, "shapes": shapes}),
-            "blocks": self._blocks_of(rival, setting),
+            "blocks": self._cut(rival, setting),
             "ratio": str(Fraction(ratio)),
             "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads",
         }
-        what = "zeros" if zeros else "decode"
+
+        def measure(note: Note) -> Result:
+            return self.stand.decode(rival, setting, ratio, what == "zeros")
+
         return Cell(rival, what, setting, ratio, None, config, measure)
 
-    # ------------------------------------------------------------ what cells share
-
-    def cut(self, rival: Rival, setting: Setting) -> Cut:
-        """The parent in one setting; the one before makes room."""
-        key = rival.sha256, setting
-        if self._cut is None or self._cut[0] != key:
-            self._cut = None
-            cut = parents.recut(rival.parent, setting)
-            ready = Evaluator(
-                cut.template, cut.block_map, cut.central, self.asked.text,
-                scale=cut.scale, precision=self.precision,
-            )  # fmt: skip
-            self._cut = key, Cut(cut, ready)
-        return self._cut[1]
-
-    def scores(self, rival: Rival, name: str, note: Note) -> dict[str, Any]:
-        """Scores of all blocks: no ratio and no setting changes them, so they are a point of their own."""
-        needs = name in importance.NEEDS_TEXT
-        blocks = rival.parent.cfg.blocks
-        config = {
-            "what": f"scores {name}",
-            "weights": rival.sha256,
-            "blocks": self._blocks_of(rival, blocks.setting),
-            "calibration": self._calibration(None) if needs else None,
-            "device": self.device.type,
-        }
-
-        def measure() -> dict[str, Any]:
-            ids = self.asked.ids if needs else None
-            began = time.perf_counter()
-            tick = _counter(note, 0 if ids is None else len(ids))
-            found = importance.score(rival.parent, name, ids, self.asked.seed, tick)
-            return {
-                "scores": {g: v.tolist() for g, v in found.items()},
-                "seconds": self._now() - began,
-            }
-
-        return point(self.folder, config, measure)["result"]
-
-    def _ticket(
-        self, cut: Cut, blueprint: Blueprint, how: str | None, began: float
-    ) -> tuple[float, float]:
-        """Perplexity of a ticket, and the seconds from `began` until it was there."""
-        text, loss = self.asked.text, cut.ready.loss
-        if how is None:
-            model = cut.ready.subnet(blueprint).model
-        else:
-            assert self.asked.ids is not None
-            ids = self.asked.ids[:REPAIR_SEQUENCES]
-            model = deploy.extract(repairs.repair(cut.parent, blueprint, how, ids), blueprint)
-            causal_(model)
-        seconds = self._now() - began
-        return perplexity(model, text, self.precision, loss), seconds
-
-    def _result(
-        self, rival: Rival, values: list[float], seconds: float, n_tokens: int, shapes: Any
-    ) -> dict[str, Any]:
-        if not all(np.isfinite(values)):
-            raise ValueError(f"{rival.parent.source} has no perplexity: its logits are not finite")
+    def _pruned(self, what: str, rival: Rival, setting: Setting, ratio: str) -> dict[str, Any]:
+        """What every perplexity of a pruned parent follows from."""
         return {
-            **Spread("", 0, tuple(values)).summary(),
-            "values": values,
-            "seconds": seconds,
-            "calibration_tokens": n_tokens,
-            "bytes": budget.weights_bytes(shapes),
-        }
-
-    def _config(
-        self, what: str, rival: Rival, setting: Setting, ratio: str, how: str | None
-    ) -> dict[str, Any]:
-        scale, rho = rival.parent.scale, rival.parent.central.rho
-        config: dict[str, Any] = {
             "what": what,
             "weights": rival.sha256,
-            "blocks": self._blocks_of(rival, setting),
+            "blocks": self._cut(rival, setting),
             "ratio": str(Fraction(ratio)),
-            "scale": {scale: rho} if scale == "measured" else scale,
-            "text": self._text,
+            "text": self.text,
         }
-        if how is not None:
-            config["repair"] = {how: self._calibration(REPAIR_SEQUENCES)}
-        return config
 
-    def _blocks_of(self, rival: Rival, setting: Setting) -> dict[str, Any]:
+    def _ticket(
+        self, what: str, rival: Rival, setting: Setting, ratio: str, how: str | None
+    ) -> dict[str, Any]:
+        """A ticket has an activation scale, and may be repaired."""
+        scale, rho = rival.parent.scale, rival.parent.central.rho
+        return self._pruned(what, rival, setting, ratio) | {
+            "scale": {scale: rho} if scale == "measured" else scale,
+            "repair": None if how is None else {how: self._calibration(REPAIR_SEQUENCES)},
+        }
+
+    def _cut(self, rival: Rival, setting: Setting) -> dict[str, Any]:
         blocks = rival.parent.cfg.blocks
-        keys = ("attn_by", "n_ffn", "shared_first", "shared_last")
-        return {"setting": setting, **{key: getattr(blocks, key) for key in keys}}
+        return {"setting": setting, **{key: getattr(blocks, key) for key in BLOCKS}}
 
-    def _calibration(self, n: int | None) -> dict[str, Any]:
+    def _calibration(self, n: int | None = None) -> dict[str, Any]:
         assert self.asked.ids is not None
         ids = self.asked.ids[:n].contiguous()
         return {"sha256": hashlib.sha256(ids.numpy().data).hexdigest(), "shape": list(ids.shape)}
-
-    def _n_calibration(self) -> int:
-        return 0 if self.asked.ids is None else self.asked.ids.numel()
-
-    def _n_repair(self, how: str | None) -> int:
-        ids = self.asked.ids
-        return 0 if how is None or ids is None else ids[:REPAIR_SEQUENCES].numel()
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-
-def _narrow(parent: Parent, widths: Widths) -> Any:
-    return parent.block_map.narrowed(parent.central.layout.shapes, widths)
-
-
-def _counter(note: Note, n_all: int) -> Callable[[], None]:
-    n = 0
-
-    def tick() -> None:
-        nonlocal n
-        n += 1
-        note(f"{n}/{n_all}")
-
-    return tick
-
-
-@torch.no_grad()
-def _drop_(model: PreTrainedModel, parent: Parent, share: Fraction) -> None:
-    """Zeros in random places: how many there are could matter to speed, not where."""
-    draw = torch.Generator().manual_seed(0)
-    for linear in calibrate.linears(model, parent.block_map):
-        weight = linear.weight(model)
-        weight.masked_fill_(torch.rand(weight.shape, generator=draw) < float(share), 0)

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from .. import models
+from .. import families, models
 from ..blocks import SETTINGS, widths_of_ratio
 from ..checkpoint import describe_run
 from ..config import Method
 from ..corpus import resolve
 from ..data import open_tokens
 from ..evaluate import Text
-from ..parent import Parent, recut
+from ..parent import Parent
 from ..prune import calibrate, importance
 from ..prune import repair as repairs
 from ..prune.methods import METHODS
@@ -32,7 +33,7 @@ from ..prune.write import NAMES, STRUCTURED
 from ..terminal import progress
 from . import table
 from .cells import Asked, Grid
-from .rivals import Rival, open_all
+from .rivals import LABELS, Rival, open_all
 
 RANDOM = f"{STRUCTURED}random"  # every parent's random tickets are in the table anyway
 DEFAULT = tuple(name for name in NAMES if name != RANDOM)
@@ -83,14 +84,15 @@ def compare(
     if not wanted:
         raise ValueError(f"--settings names none of {', '.join(SETTINGS)}")
     chosen = DEFAULT if methods is None else names(methods, "--methods", DEFAULT)
-    kinds = names(on, "--on", [method for method, _ in sources])
+    kinds = names(on, "--on", list(LABELS)) if chosen else ()
+    for kind in kinds if sources else ():
+        if kind not in dict(sources):
+            raise ValueError(
+                f"--on {kind!r}: give --parent-{kind}, other parents to prune, or --methods ''"
+            )
     fixes = names(repair, "--repair", list(repairs.METHODS))
     rivals = open_all(sources, wanted, device, overrides)
     first = rivals[0].parent
-    blocks = n > 0 or any(method.startswith(STRUCTURED) for method in chosen)
-    for setting in wanted if blocks else ():
-        for ratio in shares:
-            widths_of_ratio(recut(first, setting).block_map, ratio)
     for how in fixes:
         repairs.check(first, how)
     ids = None
@@ -99,9 +101,19 @@ def compare(
         ids = calibrate.windows(first, calibration, n_calibration, seed, options)[1]
     text = _text(rivals, data, tokens)
     asked = Asked(wanted, shares, chosen, kinds, fixes, n, seed, text, ids)
+    for setting in asked.settings if asked.tickets else ():
+        blocks = replace(first.cfg.blocks, setting=setting)
+        for ratio in shares:
+            widths_of_ratio(families.partition(first.template, blocks), ratio)
     points = folder / "points"
     grid = Grid(rivals, asked, points)
     cells = grid.cells()
+    cut = tuple(s for s in wanted if any(cell.is_pruned and cell.setting == s for cell in cells))
+    if not cut:
+        raise ValueError(
+            f"nothing to compare in --settings {settings}: no method, and no parent that was trained so "
+            f"shows random tickets (--n {n})"
+        )
     missing = [cell for cell in cells if cell.find(points) is None]
     points.mkdir(parents=True, exist_ok=True)
     try:
@@ -114,8 +126,8 @@ def compare(
                 bar.advance(task)
     finally:  # what is there is shown, whatever stopped the rest
         made = table.rows(cells, points)
-        _write(folder, made, asked, rivals)
-    return [table.to_rich(table.summary(made, s), title(asked, s)) for s in asked.settings]
+        _write(folder, made, cut, asked, rivals)
+    return [table.to_rich(table.summary(made, s), title(asked, s)) for s in cut]
 
 
 def _ratios(text: str) -> tuple[str, ...]:
@@ -155,11 +167,18 @@ def _text(rivals: list[Rival], data: str | None, tokens: int) -> Text:
 
 def title(asked: Asked, setting: str) -> str:
     n_tokens = asked.text.n_sequences * asked.text.seq_len
-    spread = f"; random blocks: mean ± sd of {asked.n}" if asked.n > 1 else ""
-    return f"{setting}: perplexity on {n_tokens:,} tokens{spread}"
+    spread = f" (random: mean ± sd of {asked.n})" if asked.n > 1 else ""
+    least = min(asked.ratios, key=Fraction)
+    return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; costs at {least}"
 
 
-def _write(folder: Path, made: list[table.Row], asked: Asked, rivals: list[Rival]) -> None:
+def _write(
+    folder: Path,
+    made: list[table.Row],
+    settings: Sequence[str],  # those with rows
+    asked: Asked,
+    rivals: list[Rival],
+) -> None:
     everything = table.everything(made)
     n_calibration = [] if asked.ids is None else list(asked.ids.shape)
     run = describe_run()
@@ -175,12 +194,13 @@ def _write(folder: Path, made: list[table.Row], asked: Asked, rivals: list[Rival
         **run,
     }
     parts = ["# Comparison", ""]
-    for setting in asked.settings:
+    for setting in settings:
         shown = table.to_markdown(table.summary(made, setting))
         parts += [f"## {title(asked, setting)}", "", shown, ""]
     parts += [
-        "MB are those of the weights on disk in float32. Decode is the measured speed on the CPU against the "
-        "whole parent: of tickets by their shapes, of single zeros once, where there are most.",
+        "Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
+        "float32. Decode: measured speed on the CPU against the whole parent, of tickets by their shapes, of "
+        "single zeros once, where there are most.",
         "", "## All rows", "", table.to_markdown(everything), "",
         f"`{run['command']}`, twistlm {run['git']}, {run['device']}, "
         + ", ".join(f"{name} {version}" for name, version in run["versions"].items()),

@@ -38,9 +38,7 @@ class Row:
     @property
     def name(self) -> str:
         """How tables call it: a ticket by its parent, a pruned model by its method."""
-        what = f"{self.parent}, random blocks" if self.method == "random" else self.method
-        if self.method == "whole":
-            what = f"{self.parent}, whole"
+        what = f"{self.parent}, random" if self.method == "random" else self.method
         return what + (f" + {self.repair}" if self.repair else "")
 
     def shown(self) -> str:
@@ -56,9 +54,7 @@ def rows(cells: list[Cell], folder: Path) -> list[Row]:
     decode = {
         (c.setting, c.ratio): _found(c, folder).get("speedup") for c in cells if c.what == "decode"
     }
-    several = len(
-        {c.rival.label for c in cells if c.what not in ("whole", "random", "decode", "zeros")}
-    )
+    several = len({c.rival.label for c in cells if c.is_pruned and c.what != "random"})
     made = []
     for cell in cells:
         if cell.what in ("decode", "zeros"):
@@ -67,7 +63,7 @@ def rows(cells: list[Cell], folder: Path) -> list[Row]:
         structured = cell.what == "random" or ":" in cell.what
         speedup = decode.get((cell.setting, cell.ratio)) if structured else zeros
         method = cell.what
-        if several > 1 and cell.what not in ("whole", "random"):
+        if several > 1 and cell.is_pruned and cell.what != "random":
             method += f" ({cell.rival.label})"
         made.append(
             Row(
@@ -89,15 +85,14 @@ def summary(made: list[Row], setting: str) -> Lines:
     mine = [row for row in made if row.setting == setting]
     ratios = list(dict.fromkeys(row.ratio for row in mine))
     least = min(ratios, key=Fraction)
-    costs = ("seconds", "calibration tokens", "MB", "decode")
-    lines: Lines = [("", *ratios, *(f"{name} at {least}" for name in costs))]
+    lines: Lines = [("", "whole", *ratios, "seconds", "calibration", "MB", "decode")]
     for row in (row for row in made if row.method == "whole"):
-        blank = ("",) * (len(ratios) - 1)
-        lines.append((row.name, row.shown(), *blank, *_costs(row)))
+        blank = ("",) * len(ratios)
+        lines.append((row.parent, row.shown(), *blank, *_costs(row)))
     for name in dict.fromkeys(row.name for row in mine):
         by_ratio = {row.ratio: row for row in mine if row.name == name}
         shown = (by_ratio[ratio].shown() if ratio in by_ratio else "" for ratio in ratios)
-        lines.append((name, *shown, *_costs(by_ratio[least])))
+        lines.append((name, "", *shown, *_costs(by_ratio[least])))
     return lines
 
 
@@ -122,7 +117,7 @@ def everything(made: list[Row]) -> Lines:
 def to_rich(lines: Lines, title: str) -> Table:
     result = Table(title=title, title_justify="left")
     for i, head in enumerate(lines[0]):
-        result.add_column(head, justify="right" if i else "left")
+        result.add_column(head, justify="right" if i else "left", no_wrap=True)
     for line in lines[1:]:
         result.add_row(*line)
     return result

@@ -26,7 +26,7 @@ from ..parent import Parent
 Observe = Callable[[Tensor], Tensor]
 Tick = Callable[[], None]  # called after every sequence of every layer
 
-BATCH = 16384  # tokens that go through a layer at once
+BATCH = 8192  # tokens that go through a layer at once
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _observe(
             run(x)
             fed.clear()
             n += len(x)
-            for _ in x:
+            for _ in range(len(x)):
                 tick()
     finally:
         for hook in hooks:

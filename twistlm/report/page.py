@@ -36,8 +36,10 @@ h2 {{ font-size: 1.45rem; margin: 52px 0 4px; padding-top: 14px; border-top: 3px
 h3 {{ font-size: 1.15rem; margin: 34px 0 6px }}
 p {{ max-width: 75ch; margin: 6px 0 12px }} a {{ color: var(--accent) }}
 .muted, figcaption .reading, caption {{ color: var(--muted) }}
-.first {{ display: grid; gap: 20px; grid-template-columns: minmax(0, 1fr); align-items: start; margin-top: 16px }}
-@media (min-width: 860px) {{ .first {{ grid-template-columns: minmax(0, 6fr) minmax(0, 5fr) }} }}
+.first {{ display: grid; gap: 8px 24px; grid-template-columns: minmax(0, 1fr); align-items: start }}
+.first h3 {{ margin-top: 12px }}
+@media (min-width: 860px) {{ .first {{ grid-template-columns: minmax(0, 6fr) minmax(0, 5fr); grid-template-rows: auto 1fr }}
+  .first figure {{ grid-column: 2; grid-row: 1 / 3 }} .facts {{ grid-column: 1 }} }}
 .first ul {{ margin: 6px 0; padding-left: 20px }} .first li {{ margin: 5px 0 }}
 .figures {{ display: grid; gap: 18px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); margin: 14px 0 }}
 figure {{ margin: 0; padding: 12px; background: var(--card); border-radius: 10px; min-width: 0; max-width: 640px }}
@@ -109,15 +111,14 @@ def _chapter(chapter: Chapter, drawings: Mapping[str, str], alone: bool) -> str:
     n_paper = sum(claim.whose == "paper" for claim in claims)
     if n_paper:
         said.append(f"{n_hold} of {n_paper} statements of the paper hold here.")
-    first = ['<div class="first"><div>', "<h3>What was measured</h3><ul>"]
-    first += [f"<li>{escape(fact)}</li>" for fact in chapter.facts]
-    first.append("</ul>")
+    first = ['<div class="first">']
     if said:
-        first += ["<h3>What won</h3><ul>", *(f"<li>{escape(line)}</li>" for line in said), "</ul>"]
-    first.append("</div>")
+        lines = "".join(f"<li>{escape(line)}</li>" for line in said)
+        first.append(f'<div class="won"><h3>What won</h3><ul>{lines}</ul></div>')
     if lead is not None:
         first.append(_figure(lead, at, drawings))
-    first.append("</div>")
+    facts = "".join(f"<li>{escape(fact)}</li>" for fact in chapter.facts)
+    first.append(f'<div class="facts"><h3>What was measured</h3><ul>{facts}</ul></div></div>')
     links = [f'<a href="#{at}-about-{s.id}">{escape(s.title)}</a>' for s in chapter.sections]
     if claims:
         links.insert(0, f'<a href="#{at}-claims">Which claims hold</a>')
