@@ -66,7 +66,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"experiments.parents", "experiments.shift", "experiments.table2"},
     {"experiments.stability", "experiments.robustness", "experiments.table1"},
     {"experiments.run", "report.load"},
-    {"report.training", "report.page"},
+    {"report.training", "report.page", "report.comparison"},
     {"report.markdown"},
     {"report.write"},
     {"cli.app"},

@@ -145,7 +145,11 @@ def test_table1_marks_the_lowest_and_puts_the_paper_beside():
         ("random blocks of TwIST K=6", "random blocks of TwIST K=6", 2),
     }
     assert [table.rows[i][2] for i in sorted(table.small)] == ["31.64", "974.31", "25.53"]
-    assert "23.00 (random blocks of TwIST K=6); next 31.00 (SparseGPT)" in made.headlines[0]
+    assert made.headlines[0] == (
+        "4/12 of the blocks: TwIST K=6 wins with 23.00, then SparseGPT with 31.00; random blocks of a "
+        "data-parallel model: 974.00."
+    )
+    assert made.headlines[1] == "Whole models: data parallel 15.00, TwIST K=6 20.00."
 
 
 def heat(values: dict[int, dict[int, float]]) -> list[dict]:
@@ -213,6 +217,25 @@ def test_a_running_folder_and_plain_runs(tmp_path, tokens):
     assert "k_ffn" in text  # the config
     with pytest.raises(ValueError, match="holds nothing to report"):
         report([tmp_path], out)
+
+
+def test_a_comparison(tmp_path, tokens):
+    """A folder of `twistlm compare`, as it is."""
+    from twistlm.compare.run import compare
+
+    cut = {"k_attn": 2, "k_ffn": 2, "n_ffn": 4, "shared_first": 0}
+    cfg = tiny(tokens, tmp_path / "dense", train={"method": "dense", "rounds": 1}, blocks=cut)
+    rounds.train(cfg, quiet=True)
+    compare(
+        [("dense", str(tmp_path / "dense"))], tmp_path / "table", ratios="2/4,1/4", settings="both,ffn",
+        methods="magnitude", n=2, tokens=64, device="cpu", quiet=True,
+    )  # fmt: skip
+    out = tmp_path / "page.html"
+    report([tmp_path / "table"], out)
+    assert check_page(out) == {"table-compare-both", "table-compare-ffn"}
+    rows = json.loads((tmp_path / "table/compare.json").read_text())["rows"]
+    shown = f"{next(r['perplexity'] for r in rows if r['method'] == 'magnitude'):.2f}"
+    assert f"<td>{shown}</td>" in out.read_text()
 
 
 def test_coverage_is_what_the_loop_deals(tmp_path, tokens):

@@ -74,7 +74,7 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders of `twistlm experiment` or `twistlm train`, running ones too."
+            help="Folders of `twistlm experiment`, `compare` or `train`, running ones too."
         ),
     ],
     out: Annotated[

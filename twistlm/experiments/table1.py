@@ -162,19 +162,23 @@ def _figure(setting: str, rows: Rows) -> Figure:
 
 
 def _headlines(setting: str, rows: Rows) -> list[str]:
-    """Who wins at the smallest size and in the middle."""
+    """Who wins at each size, and what random blocks of the data-parallel parent give there."""
     if setting != "both":
         return []
     found = []
-    for k in (6, 4, 3):
-        there = {name: r[k]["mean"] for name, r in rows.items() if k in r}
+    for k in (8, 6, 4, 3):
+        there = {n.removeprefix(EXTRACTED): r[k]["mean"] for n, r in rows.items() if k in r}
         if len(there) < 2:
             continue
         first, second = sorted(there, key=there.__getitem__)[:2]
-        found.append(
-            f"At {k}/{N} of the blocks the lowest perplexity is {number(there[first])} ({first}); "
-            f"next {number(there[second])} ({second})."
-        )
+        line = f"{k}/{N} of the blocks: {first} wins with {number(there[first])}, then {second} with {number(there[second])}"
+        if DENSE.label in there and DENSE.label not in (first, second):
+            line += f"; random blocks of a data-parallel model: {number(there[DENSE.label])}"
+        found.append(f"{line}.")
+    whole = {n.removeprefix(EXTRACTED): r[N]["mean"] for n, r in rows.items() if N in r}
+    if len(whole) > 1:
+        order = sorted(whole, key=whole.__getitem__)
+        found.append(f"Whole models: {', '.join(f'{n} {number(whole[n])}' for n in order[:3])}.")
     return found
 
 

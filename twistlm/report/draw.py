@@ -31,10 +31,10 @@ def render(figure: Figure) -> Any:
     from matplotlib.figure import Figure as Canvas  # no pyplot: it looks for a display
 
     style: dict[Any, Any] = {
-        "font.family": ["DejaVu Sans"], "font.size": 9, "text.color": INK, "axes.edgecolor": GRID,
+        "font.family": ["DejaVu Sans"], "font.size": 10.5, "text.color": INK, "axes.edgecolor": GRID,
         "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "grid.color": GRID,
         "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
-        "axes.titlesize": 10, "legend.frameon": False, "legend.fontsize": 8, "svg.fonttype": "none",
+        "axes.titlesize": 11, "legend.frameon": False, "legend.fontsize": 9.5, "svg.fonttype": "none",
         "svg.hashsalt": figure.id, "lines.linewidth": 1.8,
     }  # fmt: skip
     with rc_context(style):
@@ -164,7 +164,7 @@ def heatmap(
             axes.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, color=shades(share), linewidth=0))
             ink = "#000000" if share < 0.55 else "#ffffff"
             shown = f"{value:.1f}" if value < 1000 else f"{value:.0f}"
-            axes.text(j, i, shown, ha="center", va="center", color=ink, fontsize=8)
+            axes.text(j, i, shown, ha="center", va="center", color=ink, fontsize=9.5)
     axes.set(
         xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel=x, ylabel=y
     )  # fmt: skip

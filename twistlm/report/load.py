@@ -1,4 +1,4 @@
-"""Read what is on disk: labs of experiments and run folders, finished or still running."""
+"""Read what is on disk: labs, comparisons and run folders, finished or still running."""
 
 from __future__ import annotations
 
@@ -35,22 +35,26 @@ class Source:
     name: str
     points: list[dict[str, Any]] = field(default_factory=list)
     trainings: list[Training] = field(default_factory=list)
+    comparison: dict[str, Any] | None = None  # compare.json
 
 
 def load(folders: Sequence[Path]) -> list[Source]:
-    """Every lab as a source of its own, all plain runs together as one more."""
+    """Every lab and comparison as a source of its own, all plain runs together as one more."""
     labs: list[Source] = []
     runs: list[Training] = []
     for folder in folders:
-        if (folder / "points").is_dir() or (folder / "parents").is_dir():
+        if (folder / "compare.json").is_file():
+            record = json.loads((folder / "compare.json").read_text())
+            labs.append(Source(folder.name, comparison=record))
+        elif (folder / "points").is_dir() or (folder / "parents").is_dir():
             found = [training(p.parent) for p in sorted((folder / "parents").glob("*/run.json"))]
             labs.append(Source(folder.name, _points(folder / "points"), found))
         elif (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file():
             runs.append(training(folder))
         else:
             raise ValueError(
-                f"{folder} holds nothing to report: give folders of `twistlm experiment` (with points/) or "
-                "of `twistlm train` (with run.json)"
+                f"{folder} holds nothing to report: give folders of `twistlm experiment` (with points/), of "
+                "`twistlm compare` (with compare.json) or of `twistlm train` (with run.json)"
             )
     return labs + ([Source("runs", [], runs)] if runs else [])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..experiments import NAMES
 from ..experiments.run import module
-from . import draw, training
+from . import comparison, draw, training
 from .load import Source, load
 from .markdown import markdown, replace_part
 from .page import Chapter, page
@@ -65,6 +65,8 @@ def chapter(source: Source) -> Chapter:
         mine = [p for p in source.points if p["config"]["experiment"] in wanted]
         made = module(name).section(mine) if mine else None
         sections += [made] if made else []
+    if source.comparison and (made := comparison.section(source.comparison)):
+        sections.append(made)
     trained = training.section(source.trainings)
     sections += [trained] if trained else []
     if not sections:
@@ -77,6 +79,12 @@ def _facts(source: Source) -> tuple[str, ...]:
     facts = []
     scales = sorted({p["config"]["scale"] for p in source.points})
     runs = [t.run for t in source.trainings] + [p["run"] for p in source.points]
+    if source.comparison:
+        runs.append(source.comparison)
+        names = ", ".join(source.comparison["parents"])
+        facts.append(
+            f"A comparison of the parents {names}, on {source.comparison['text']['n_tokens']:,} tokens."
+        )
     if source.points:
         facts.append(f"{len(source.points)} points of scale {', '.join(scales)}, each a JSON file.")
     if "smoke" in scales:
@@ -124,6 +132,13 @@ def _made_by(source: Source) -> tuple[tuple[str, dict[str, Any]], ...]:
     for point in source.points:
         key = json.dumps(point["run"], sort_keys=True)
         ways.setdefault(key, (set(), point["run"]))[0].add(point["config"]["experiment"])
+    if source.comparison:
+        found.append(
+            (
+                "comparison",
+                {k: source.comparison[k] for k in ("command", "git", "versions", "device")},
+            )
+        )
     found += [(f"points of {', '.join(sorted(names))}", run) for names, run in ways.values()]
     return tuple(found)
 
