@@ -147,7 +147,11 @@ def test_the_clock_stops_cleanly_and_the_next_call_goes_on(lab):
     assert (lab.out(None) / "checkpoints/round-000002").is_dir()
     del lab.is_late  # type: ignore[attr-defined]
     lab.deadline = math.inf
+    assert not (lab.folder / "points").exists()
     assert Path(lab.trained(None)).name == "round-000003"
+    (made,) = points.all_in(lab.folder / "points")
+    assert made["config"] == parent_point(lab, None).config
+    assert made["result"]["tokens"] == 3 * 2 * 4 * 64  # rounds, steps, workers, tokens
     rows = (lab.out(None) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["round"] for row in rows] == [1, 2, 3]
 

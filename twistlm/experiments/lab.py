@@ -119,6 +119,7 @@ class Lab:
             if rounds.train(cfg, resume=True, quiet=self.quiet, stop=self.is_late) != last:
                 raise TimeIsUp
             _forget()
+            points.point(self.points_folder, self.about_training(recipe), lambda: summary(out))
         return str(last)
 
     def n_rounds(self, cfg: Config) -> int:
@@ -164,6 +165,14 @@ class Lab:
             "experiment": experiment, "scale": self.name, "parent": label, "slug": slug,
             "parent_hash": self.hash_of(recipe), **more,
         }  # fmt: skip
+
+    def about_training(self, recipe: Recipe | None) -> dict[str, Any]:
+        """The config of a parent's own point, which is written as soon as it is trained."""
+        cfg = self.config(recipe)
+        return self.about(
+            "parents", recipe, setting=cfg.blocks.setting, method=cfg.train.method, outer=cfg.train.outer,
+            rounds=cfg.train.rounds, seed=cfg.run.seed,
+        )  # fmt: skip
 
     def is_done(self, point: Point) -> bool:
         return points.path_of(self.points_folder, point.config).is_file()

@@ -10,7 +10,10 @@ from .scales import Recipe, only
 
 
 def recipes(lab: Lab) -> list[Recipe | None]:
-    """The start (where it is trained), the five ways of `both`, and TwIST in the other settings."""
+    """The start (where it is trained), the five ways of `both`, and TwIST in the other settings.
+
+    Those of the heat-maps are trained, and recorded here, when `robustness` needs them.
+    """
     found: list[Recipe | None] = [None] if lab.scale.start is not None else []
     for setting in lab.scale.settings:
         found += [recipe for recipe in only(setting) if recipe not in found]
@@ -22,18 +25,11 @@ def points(lab: Lab) -> list[Point]:
 
 
 def point(lab: Lab, recipe: Recipe | None) -> Point:
-    cfg = lab.config(recipe)
-    t = cfg.train
-    about = lab.about(
-        "parents", recipe, setting=cfg.blocks.setting, method=t.method, outer=t.outer,
-        rounds=t.rounds, seed=cfg.run.seed,
-    )  # fmt: skip
-
-    def measure() -> dict:
+    def measure() -> dict[str, Any]:
         lab.trained(recipe)
         return summary(lab.out(recipe))
 
-    return Point(about, measure)
+    return Point(lab.about_training(recipe), measure)
 
 
 def section(points: list[dict[str, Any]]) -> Section:
