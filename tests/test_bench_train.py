@@ -10,7 +10,7 @@ import torch
 from conftest import tiny
 
 from twistlm import cli, config, families, flat, models
-from twistlm.bench import curve, train
+from twistlm.bench import curve, profile, train
 from twistlm.blocks import widths_of_ratio
 from twistlm.cluster import pick_device
 from twistlm.worker import Seat
@@ -100,3 +100,23 @@ def test_a_compiled_run_equals_an_eager_one(tokens, tmp_path):
     eager = curve.curve(tiny(tokens, tmp_path), 4, quiet=True)
     compiled = curve.curve(tiny(tokens, tmp_path, train={"compile": "true"}), 4, quiet=True)
     assert compiled.ours == pytest.approx(eager.ours, rel=1e-5)
+
+
+def test_kernels_fall_into_groups():
+    """By hand: every kernel counts once, unknown ones in the last group."""
+    made = profile.summary([
+        ("nvjet_sm90_tst_96x128", 32.0, 0.25), ("cudnn_sdpa_flash_bprop", 12.0, 0.5),
+        ("triton_poi_fused_add_pow_rsub_sqrt_sub_0", 4.0, 0.75), ("triton_red_fused_sum", 24.0, 0.125),
+    ])  # fmt: skip
+    assert made.n_kernels == 72
+    assert made.busy_ms == 1.625
+    assert made.groups["matrix products"] == 0.25
+    assert made.groups["attention"] == 0.5
+    assert made.groups["AdamW"] == 0.75
+    assert made.groups[profile.REST] == 0.125
+    assert made.groups["softmax and loss"] == 0.0
+    assert [name for name, _, _ in made.kernels][:2] == [
+        "triton_poi_fused_add_pow_rsub_sqrt_sub_0",
+        "cudnn_sdpa_flash_bprop",
+    ]
+    assert profile.table([("12/12", 2.0, made)]).row_count == len(profile.GROUPS) + 3

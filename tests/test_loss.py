@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from families_table import TABLE, tiny_model
 from torch import Tensor
 
+from twistlm import loss as losses
 from twistlm.attention import causal_
 from twistlm.cluster import pick_device
 from twistlm.loss import chunked_loss, linear_cross_entropy, loss_for, next_token_loss
@@ -92,3 +93,24 @@ def test_a_sliding_window_keeps_its_mask():
         torch.testing.assert_close(next_token_loss(model, ids), narrow)
         model.config.sliding_window = None
         assert abs(float(next_token_loss(model, ids)) - float(narrow)) > 1e-4
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_padding_rows_of_a_head_in_a_flat_buffer(room, monkeypatch):
+    """As on a GPU: the rows behind the head are the next parameter's, and change nothing."""
+    monkeypatch.setattr(losses, "_aligned_rows", lambda weight: 104)
+    (hidden, weight), targets = inputs(torch.float64, bias=False)
+    flat, grads = torch.randn(2, (104 if room else 101) * 16 + 7, dtype=torch.float64)
+    flat, grads = flat[7:], grads[7:]  # the head does not begin where the storage does
+    head = flat[: 101 * 16].view(101, 16)
+    head.copy_(weight.detach())
+    into = losses.Into(grads[: 101 * 16].view(101, 16), None, share=0.3)
+    before = flat.clone()
+    expected = F.cross_entropy(F.linear(hidden, weight), targets)
+    loss, d_hidden = losses._forward(hidden.detach(), head, None, targets, 10, into)
+    wanted = torch.autograd.grad(0.3 * expected, (hidden, weight))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(d_hidden, wanted[0])
+    torch.testing.assert_close(into.weight, wanted[1])
+    assert torch.equal(flat, before)
+    assert not room or not grads[101 * 16 :].any()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 WARM_CALLS = 2  # before a graph is recorded: compilation, autotuning and library handles
 
@@ -19,9 +21,29 @@ def is_on(compile: str, device: torch.device) -> bool:
 
 
 def compiled(function: Callable) -> Callable:
+    _raise_limit()
+    return torch.compile(function)
+
+
+def _raise_limit() -> None:
     # one entry per subnet width and parameter slice; beyond the limit torch falls back to eager
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
-    return torch.compile(function)
+
+
+def compile_layers_(model: PreTrainedModel) -> bool:
+    """Compile each layer by itself, as Hugging Face names them; False where it names none.
+
+    Layers of one shape share one graph, so another width costs seconds, however deep the model is.
+    """
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    _raise_limit()
+    # torch's own tracer looks at the .grad of a layer's input, and torch then warns about it
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    for layer in layers:
+        # a dozen small kernels are tried in several shapes each: seconds, for 2% of a step at batch 2
+        layer.compile(dynamic=False, options={"max_autotune_pointwise": True})
+    return bool(layers)
 
 
 def _pool(device: torch.device) -> Any:

@@ -21,7 +21,7 @@ def usable(tensor: Tensor) -> bool:
     return triton is not None and (tensor.is_cuda or triton.knobs.runtime.interpret)
 
 
-def softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: int, wanted: bool) -> Tensor:
+def softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wanted: bool) -> Tensor:
     """Each row's cross-entropy over its first `vocab` columns; see `loss._softmax_`."""
     losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
     _softmax[(len(targets),)](

@@ -8,6 +8,7 @@ torch's own chunked `linear_cross_entropy` (2.13) does the same but cannot be co
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,15 @@ ALIGN = (
 )
 
 
+@dataclass(frozen=True)
+class Into:
+    """Buffers that take the head's gradients, of `share` times the loss, straight from the products."""
+
+    weight: Tensor
+    bias: Tensor | None
+    share: float = 1.0
+
+
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int = CHUNK
 ) -> Tensor:
@@ -32,13 +42,19 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk)
 
 
-def chunked_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """`next_token_loss` through the base model and the head, a chunk of tokens at a time."""
+def chunked_loss(model: PreTrainedModel, ids: Tensor, into: Into | None = None) -> Tensor:
+    """`next_token_loss` through the base model and the head, a chunk of tokens at a time.
+
+    With `into`, autograd sees the hidden states alone, this loss must be the root of its graph, and what lies
+    behind `into.weight` in memory must be written after it (`_aligned`).
+    """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     head: Any = model.get_output_embeddings()
-    return linear_cross_entropy(
-        hidden.flatten(0, 1), head.weight, getattr(head, "bias", None), ids[:, 1:].flatten()
-    )
+    bias = getattr(head, "bias", None)
+    hidden, targets = hidden.flatten(0, 1), ids[:, 1:].flatten()
+    if into is None:
+        return linear_cross_entropy(hidden, head.weight, bias, targets)
+    return _Root.apply(hidden, head.weight.detach(), bias, targets, CHUNK, into)
 
 
 def next_token_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -68,40 +84,92 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
     ) -> Tensor:
-        n_tokens, vocab = len(targets), weight.shape[0]
-        n_pad = -vocab % ALIGN if weight.is_cuda else 0
-        head = F.pad(weight, (0, 0, 0, n_pad)) if n_pad else weight
-        wanted = any(ctx.needs_input_grad)
-        losses, d_hidden = [], []
-        d_head, d_bias = None, None
-        for x, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            logits = x @ head.T  # [chunk, vocab + n_pad]
-            if bias is not None:
-                logits = logits + F.pad(bias, (0, n_pad))
-            losses.append(_softmax_(logits, y, vocab, n_tokens, wanted))
-            if wanted:  # `logits` now holds the gradient of the loss by the logits
-                d_hidden.append(logits @ head)
-                d_head = logits.T @ x if d_head is None else torch.addmm(d_head, logits.T, x)
-                if bias is not None:
-                    d_bias = logits.sum(0) if d_bias is None else d_bias + logits.sum(0)
-        if wanted:
-            assert d_head is not None
-            ctx.save_for_backward(
-                torch.cat(d_hidden), d_head[:vocab], None if d_bias is None else d_bias[:vocab]
-            )
-        return torch.cat(losses).mean()
+        if not any(ctx.needs_input_grad):
+            return _forward(hidden, weight, bias, targets, chunk)[0]
+        rows = weight.new_empty(_aligned_rows(weight), weight.shape[1])
+        into = Into(rows[: len(weight)], None if bias is None else torch.empty_like(bias))
+        loss, d_hidden = _forward(hidden, weight, bias, targets, chunk, into)
+        ctx.save_for_backward(d_hidden, into.weight, into.bias)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            *(None if d is None else d * share.to(d.dtype) for d in ctx.saved_tensors),
-            None,
-            None,
-        )
+        scaled = (None if d is None else d * share.to(d.dtype) for d in ctx.saved_tensors)
+        return (*scaled, None, None)
 
 
-def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: int, wanted: bool) -> Tensor:
-    """Each token's loss; where `wanted`, `logits` become the gradient of the mean over `n_tokens`.
+class _Root(torch.autograd.Function):
+    """The same, with the head's gradients in `into` and its own gradient taken to be 1."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *rest: Any) -> Tensor:
+        loss, d_hidden = _forward(hidden, *rest)
+        ctx.save_for_backward(d_hidden)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ctx.saved_tensors, *(None,) * 5)
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    chunk: int,
+    into: Into | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The mean loss, and with `into` the gradient of its share by `hidden`; those of the head are there."""
+    n_tokens, vocab = len(targets), len(weight)
+    head = _aligned(weight)
+    d_head = None if into is None else _aligned(into.weight)
+    n_pad = len(head) - vocab
+    losses, d_hidden = [], []
+    for i, (x, y) in enumerate(zip(hidden.split(chunk), targets.split(chunk), strict=True)):
+        logits = x @ head.T  # [chunk, vocab + n_pad]
+        if bias is not None:
+            logits = logits + F.pad(bias, (0, n_pad))
+        scale = n_tokens / (1.0 if into is None else into.share)
+        losses.append(_softmax_(logits, y, vocab, scale, into is not None))
+        if into is None or d_head is None:
+            continue
+        # `logits` now holds the gradient of the loss by the logits: 0 in the padding
+        d_hidden.append(logits @ head)
+        if i == 0:
+            torch.mm(logits.T, x, out=d_head)
+        else:
+            d_head.addmm_(logits.T, x)
+        if into.bias is not None:
+            total = logits[:, :vocab].sum(0)
+            into.bias.copy_(total if i == 0 else into.bias + total)
+    if into is None or d_head is None:
+        return torch.cat(losses).mean(), hidden
+    if d_head.data_ptr() != into.weight.data_ptr():
+        into.weight.copy_(d_head[:vocab])
+    return torch.cat(losses).mean(), torch.cat(d_hidden)
+
+
+def _aligned_rows(weight: Tensor) -> int:
+    return len(weight) + -len(weight) % ALIGN if weight.is_cuda else len(weight)
+
+
+def _aligned(weight: Tensor) -> Tensor:
+    """The head, or its gradient, with a multiple of `ALIGN` rows on a GPU.
+
+    In a flat buffer the rows beyond its own are the next parameter's, and nothing is copied. As weights they
+    are multiplied by zeros; as gradients they become zeros before the next parameter's are written.
+    """
+    n_rows, (vocab, d) = _aligned_rows(weight), weight.shape
+    assert weight.is_contiguous()
+    end = (weight.storage_offset() + n_rows * d) * weight.element_size()
+    if end <= weight.untyped_storage().nbytes():
+        return weight.as_strided((n_rows, d), (d, 1))
+    return F.pad(weight, (0, 0, 0, n_rows - vocab))
+
+
+def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wanted: bool) -> Tensor:
+    """Each token's loss; where `wanted`, `logits` become the gradient of the sum over `n_tokens`.
 
     Columns from `vocab` on are padding: they count for nothing and their gradient is 0.
     """

@@ -19,6 +19,7 @@ from .config import TrainConfig
 from .data import Batches
 from .dispatcher import Parcel
 from .flat import Layout, gather_, scatter_
+from .gradient import gradient_of
 from .loss import loss_for
 from .subnet import build
 
@@ -64,15 +65,13 @@ class Seat:
             template, block_map, where, self.model_weights, masked=kind != "physical"
         )
         causal_(self.subnet.model)
-        named = dict(self.subnet.model.named_parameters())
-        self.params = [named[name].requires_grad_() for name in where.shapes]
-        self.grads = list(where.views(self.model_grad).values())
+        self.subnet.model.requires_grad_()
+        self.gradient = gradient_of(
+            self.subnet.model, loss_for(template), where.views(self.model_grad), self.fast
+        )
         self.optimizer = AdamW(self.buffer, self.grad, self.work, layout, cfg, self.fast)
         self.losses = torch.zeros((), dtype=torch.float64, device=device)  # sum over steps
-        self.loss = loss_for(template)
-        # storages never move, so a compiled graph outlives every repartition
-        if self.fast:
-            self.loss = fast.compiled(self.loss)
+        # storages never move, so compiled and recorded graphs outlive every repartition
         self.ids = torch.empty(0, 0, dtype=torch.int64, device=device)
         self.share = 1.0
         self._backward = fast.Replayed(self._differentiate, device, self.fast)
@@ -124,10 +123,7 @@ class Seat:
         self._backward()
 
     def _differentiate(self) -> None:
-        loss = self.loss(self.subnet.model, self.ids)
-        grads = torch.autograd.grad(loss * self.share, self.params)
-        torch._foreach_copy_(self.grads, grads)
-        self.losses += loss.detach()
+        self.losses += self.gradient(self.ids, self.share)
 
     def apply(self, lr: float) -> None:
         """Clip the gradient that lies in the buffer and make one AdamW step."""

@@ -33,6 +33,8 @@ from ..loss import next_token_loss
 from ..startup import Run
 from ..terminal import progress
 from ..worker import Seat, is_bf16
+from .profile import Profile, profile
+from .profile import table as profile_table
 
 FULL = "12/12"
 SIZES = ("12/12", "10/12", "8/12", "6/12", "4/12", "3/12")
@@ -58,6 +60,7 @@ class Row:
     round_ms: float  # median of a worker's round: dispatch, `interval` steps, aggregation
     overhead: float  # share of it that is not local steps
     round_bytes: int  # counted: down and up of all workers in a round, carried moments included
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def measure(
     return Row(
         setting, ratio, where.n_params, ms, 1e3 * min(step_times), 1e3 * n_tokens / ms, flops / ms / 1e9, flops,
         _state_bytes(seat), _peak(cluster.device, run), round_ms, 1 - cfg.train.interval * ms / round_ms,
-        moved[-1],
+        moved[-1], profile(lambda: seat.step(ids, cfg.train.lr), cluster.device),
     )  # fmt: skip
 
 
@@ -321,8 +324,14 @@ def tables(made: Bench) -> list[Table]:
             f"{full.ms / row.ms:.2f}x" if full else "", f"{full.flops / row.flops:.2f}x" if full else "",
             f"{row.state_bytes / 1e6:,.0f}", _megabytes(row.peak_bytes), f"{row.overhead:.1%}",
         )  # fmt: skip
+    profiles = [
+        (f"{row.ratio} {row.setting}", row.ms, row.profile)
+        for row in made.rows
+        if row.profile is not None and row.setting == made.rows[0].setting
+    ]
+    where = [profile_table(profiles)] if profiles else []
     if not made.references:
-        return [result]
+        return [result, *where]
     beside = Table(title="the same step with stock parts", title_justify="left")
     for column in ("", "ms/step", "peak MB", "ours at full width"):
         beside.add_column(column, justify="right")
@@ -331,7 +340,7 @@ def tables(made: Bench) -> list[Table]:
         beside.add_row(
             reference.name, f"{reference.ms:.2f}", _megabytes(reference.peak_bytes), faster
         )
-    return [result, beside]
+    return [result, *where, beside]
 
 
 def _megabytes(n_bytes: int | None) -> str:
