@@ -178,6 +178,8 @@ def test_every_scale_makes_legal_configs(name, tmp_path):
         assert len(cfg.blocks.k_attn) == len(cfg.blocks.k_ffn) == len(recipe.widths)
         assert all(1 <= k <= SCALES[name].n_attn for k in cfg.blocks.k_attn)
         assert (cfg.train.nesterov() is not None) == recipe.outer
+    fewer = SCALES[name].n_attn == 3  # as in the preset's own ratios
+    assert SCALES[name].ratio(4) == ("attn=1/3,ffn=4/12" if fewer else "4/12")
     if SCALES[name].start is not None:
         assert lab.config(None).train.method == "dense"
         assert lab.config(None).run.seed != lab.config(DENSE).run.seed

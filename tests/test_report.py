@@ -238,8 +238,9 @@ def test_a_comparison(tmp_path, tokens):
     assert f"<td>{shown}</td>" in out.read_text()
 
 
-def test_coverage_is_what_the_loop_deals(tmp_path, tokens):
-    cfg = tiny(tokens, tmp_path / "run", blocks={"deal": "balanced"})
+@pytest.mark.parametrize("deal", ["random", "balanced"])
+def test_coverage_is_what_the_loop_deals(tmp_path, tokens, deal):
+    cfg = tiny(tokens, tmp_path / "run", blocks={"deal": deal, "k_ffn": 2})
     last = rounds.train(cfg, quiet=True)
     held = json.loads((last / "checkpoint.json").read_text())["held"]
     low, high, covered = training.dealt(cfg, 4)[-1]

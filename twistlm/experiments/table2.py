@@ -20,19 +20,15 @@ def points(lab: Lab) -> list[Point]:
 
 
 def _plan(lab: Lab) -> Point:
-    """Sizes of the scale's own model; rounds, epochs and sequences of the paper."""
-    paper = config.load("paper")
-    cfg = config.override(
-        paper,
-        [f"blocks.n_ffn={lab.base.blocks.n_ffn}", f"blocks.attn_by={lab.base.blocks.attn_by}"],
-    )
+    """The paper's own set-up, counted: the same at every scale."""
+    paper_cfg = config.load("paper")
     about = {
-        "experiment": "table2", "scale": lab.name, "n_workers": paper.train.n_workers,
-        "epochs": paper.train.epochs, "n_sequences": paper.data.planned_sequences,
+        "experiment": "table2", "scale": lab.name, "n_workers": paper_cfg.train.n_workers,
+        "epochs": paper_cfg.train.epochs, "n_sequences": paper_cfg.data.planned_sequences,
     }  # fmt: skip
 
     def measure() -> dict[str, Any]:
-        made = make(cfg)
+        made = make(paper_cfg)
         return {
             "n_params": made.n_params,
             "paper_rounds": made.paper_rounds,
