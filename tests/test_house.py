@@ -21,7 +21,20 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
 LAYERS = [  # a module imports only from layers above its own
     {"export", "export.modeling_ticket"},
     {"export.register"},
-    {"__init__", "config", "terminal", "certificate", "bench", "bench.profile", "compare"},
+    {
+        "__init__",
+        "config",
+        "terminal",
+        "certificate",
+        "bench",
+        "bench.profile",
+        "compare",
+        "experiments",
+        "report",
+        "report.section",
+        "report.paper",
+    },
+    {"report.draw"},
     {"blocks", "fast", "kernels", "attention", "lookup", "prune", "prune.pattern"},
     {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
@@ -45,15 +58,29 @@ LAYERS = [  # a module imports only from layers above its own
         "bench.runtimes",
         "compare.rivals",
     },
-    {"bench.measure", "compare.measure"},
+    {"bench.measure", "compare.measure", "experiments.scales"},
     {"compare.cells"},
     {"compare.table"},
     {"compare.run"},
-    {"bench.deploy"},
+    {"bench.deploy", "experiments.lab"},
+    {"experiments.subnets", "experiments.latency", "experiments.memory", "experiments.nodeloss"},
+    {"experiments.parents", "experiments.shift", "experiments.table2"},
+    {"experiments.stability", "experiments.robustness", "experiments.table1"},
+    {"experiments.run", "report.load"},
+    {"report.training", "report.page", "report.comparison"},
+    {"report.markdown"},
+    {"report.write"},
     {"cli.app"},
     {"cli.training"},
     {"cli.tickets"},
-    {"cli.bench", "cli.compare", "cli.export", "cli.extract", "cli.prune"},
+    {
+        "cli.bench",
+        "cli.compare",
+        "cli.experiments",
+        "cli.export",
+        "cli.extract",
+        "cli.prune",
+    },
     {"cli"},
     {"__main__"},
 ]
@@ -96,7 +123,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
         "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune", "cli.compare",
-        "bench.runtimes", "config", "ledger", "models", "plan",
+        "cli.experiments", "bench.runtimes", "config", "experiments.scales", "ledger", "models", "plan",
     }  # fmt: skip
     for name, source in SOURCES.items():
         if name == "families" or name.startswith("export."):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Iterable
@@ -70,9 +71,13 @@ class Traffic:
 
 
 class Metrics:
-    """`metrics.jsonl`: one line per round; on resume, lines of rounds that will run again are dropped."""
+    """`metrics.jsonl`: one line per round; on resume, lines of rounds that will run again are dropped.
+
+    Where TensorBoard is installed, the same numbers go to `tensorboard/` in the run folder.
+    """
 
     def __init__(self, out: Path, start: int):
+        self.board = _board(out / "tensorboard", start)
         self.path = out / "metrics.jsonl"
         kept = []
         if self.path.is_file():
@@ -86,3 +91,31 @@ class Metrics:
     def write(self, row: dict[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+        if self.board is not None:
+            for name, value in scalars(row).items():
+                self.board.add_scalar(name, value, row["round"])
+            self.board.flush()
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
+
+def scalars(row: dict[str, Any]) -> dict[str, float]:
+    """A round's numbers by name: `train/loss`, `perplexity/6/12`."""
+    found = {f"train/{key}": row[key] for key in row if key not in ("round", "eval")}
+    found["train/tokens_per_s"] = row["n_tokens"] / row["seconds"]
+    for size, value in row.get("eval", {}).items():
+        found[f"perplexity/{size}"] = value if size == "full" else value["mean"]
+    return found
+
+
+def _board(folder: Path, start: int) -> Any:
+    """A writer of TensorBoard's own format, or None where it is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:  # a broken installation must not stop a training
+        return None
+    return SummaryWriter(str(folder), purge_step=start + 1 if start else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,21 @@ from .worker import Seat
 RHO_DECAY = 0.9  # of the running rho per layer
 
 
-def train(cfg: Config, *, resume: bool = False, quiet: bool = False) -> Path:
-    """Run all rounds of a config; returns the last checkpoint."""
+def train(
+    cfg: Config, *, resume: bool = False, quiet: bool = False,
+    stop: Callable[[], bool] | None = None,
+) -> Path:  # fmt: skip
+    """Run all rounds of a config, or as many as end before `stop` says so; returns the last checkpoint."""
     if cfg.run.threads:
         torch.set_num_threads(cfg.run.threads)
     cluster = Cluster(cfg.run.variant, cfg.train.n_workers, cfg.run.seat, cfg.run.device)
     try:
-        return _train(set_up(cfg, cluster, resume, quiet), quiet or not cluster.is_central)
+        return _train(set_up(cfg, cluster, resume, quiet), quiet or not cluster.is_central, stop)
     finally:
         cluster.close()
 
 
-def _train(run: Run, quiet: bool) -> Path:
+def _train(run: Run, quiet: bool, stop: Callable[[], bool] | None) -> Path:
     cfg, central = run.cfg, run.central
     metrics = Metrics(Path(cfg.run.out), run.start) if central is not None else None
     last = None
@@ -50,7 +53,11 @@ def _train(run: Run, quiet: bool) -> Path:
             stats, traffic = (
                 twist_round(run, r) if cfg.train.method == "twist" else dense_round(run, r)
             )
+            # the central rank's clock decides for all
+            late = stop is not None and run.cluster.broadcast([float(stop())])[0] > 0
             if central is None or metrics is None:
+                if late:
+                    break
                 continue
             central.round = r + 1
             loss = float(stats.loss_sum) / stats.n_steps  # the round's only wait for a GPU
@@ -82,12 +89,16 @@ def _train(run: Run, quiet: bool) -> Path:
                 if not quiet:
                     console.print(f"round {r + 1}: loss {loss:.3f}   {line}")
             metrics.write(row)
-            if final or (cfg.run.save_every and (r + 1) % cfg.run.save_every == 0):
+            if final or late or (cfg.run.save_every and (r + 1) % cfg.run.save_every == 0):
                 tokenizer = run.batches.file.tokenizer_path
                 last = checkpoint.save(
                     Path(cfg.run.out) / "checkpoints", central, cfg, run.template,
                     tokenizer if tokenizer.is_file() else None, cfg.run.keep,
                 )  # fmt: skip
+            if late:
+                break
+    if metrics is not None:
+        metrics.close()
     return last or Path(cfg.run.out) / "checkpoints" / f"round-{run.n_rounds:06d}"
 
 

@@ -59,6 +59,7 @@ class Row:
     peak_bytes: int | None  # of the GPU's memory, with activations, without the central model
     round_ms: float  # median of a worker's round: dispatch, `interval` steps, aggregation
     overhead: float  # share of it that is not local steps
+    round_bytes: int  # counted: down and up of all workers in a round, carried moments included
     profile: Profile | None = None
 
 
@@ -122,16 +123,17 @@ def bench(
             bar.advance(task)
         for setting, ratio in points:
             bar.update(task, note=f"{ratio} {setting}")
-            row = _row(template, cfg, cluster, setting, ratio, n_steps)
+            row = measure(template, cfg, cluster, setting, ratio, n_steps)
             made = replace(made, rows=(*made.rows, row))
             save(made)
             bar.advance(task)
     return made
 
 
-def _row(
+def measure(
     template: PreTrainedModel, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
 ) -> Row:
+    """One size of one setting."""
     blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
     block_map = families.partition(template, blocks)
     widths = widths_of_ratio(block_map, ratio)
@@ -141,7 +143,13 @@ def _row(
     run = _run(cfg, template, block_map, cluster)
     generator.check(block_map, cfg.blocks, cfg.train.n_workers)
     where = run.full.narrowed(block_map, widths)
-    round_times = list(_times(lambda i: rounds.twist_round(run, i), cluster.device, 3, warm=1))
+    moved = []
+
+    def one_round(i: int) -> None:
+        _, traffic = rounds.twist_round(run, i)
+        moved.append(traffic.down + traffic.up)
+
+    round_times = list(_times(one_round, cluster.device, 3, warm=1))
     seat = next(iter(run.seats.values()))
     ids = run.batches(0, 0).to(cluster.device)
 
@@ -153,7 +161,7 @@ def _row(
     return Row(
         setting, ratio, where.n_params, ms, 1e3 * min(step_times), 1e3 * n_tokens / ms, flops / ms / 1e9, flops,
         _state_bytes(seat), _peak(cluster.device, run), round_ms, 1 - cfg.train.interval * ms / round_ms,
-        profile(lambda: seat.step(ids, cfg.train.lr), cluster.device),
+        moved[-1], profile(lambda: seat.step(ids, cfg.train.lr), cluster.device),
     )  # fmt: skip
 
 

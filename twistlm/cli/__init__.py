@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import sys
 
-from . import bench, compare, export, extract, prune, tickets, training  # noqa: F401  (they join)
+from . import (  # noqa: F401  (they join the app)
+    bench,
+    compare,
+    experiments,
+    export,
+    extract,
+    prune,
+    tickets,
+    training,
+)
 from .app import app
 
 RESUMES = {
     "train": "; resume with --resume",
     "compare": "; the same command goes on where it stopped",
+    "experiment": "; the same command goes on where it stopped",
 }
 
 

@@ -79,6 +79,7 @@ def prepare(
     "twistlm train demo\n\n"
     "twistlm train wiki-gpt2 data.train=data/wiki-train data.valid=data/wiki-test train.lr=5e-4\n\n"
     "twistlm train my.toml --resume\n\n"
+    "twistlm train my.toml --resume --minutes 9\n\n"
     "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid"
 )
 def train(
@@ -87,13 +88,20 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")
     ] = False,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Save and stop after this time; 0: never.")
+    ] = 0,
 ) -> None:
     """Train a parent in TwIST rounds (or the data-parallel control)."""
+    import time
+
     from .. import config, rounds
     from ..cluster import on_central_rank
     from ..terminal import console
 
-    last = rounds.train(config.load(preset, overrides or []), resume=resume)
+    deadline = time.monotonic() + 60 * minutes
+    stop = (lambda: time.monotonic() >= deadline) if minutes else None
+    last = rounds.train(config.load(preset, overrides or []), resume=resume, stop=stop)
     if on_central_rank():
         console.print(f"checkpoint: {last}")
 

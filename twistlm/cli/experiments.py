@@ -1,0 +1,98 @@
+"""experiment, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..experiments import NAMES
+from .app import app
+
+UNFINISHED = 3  # exit code: the time was up, the same command goes on
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm experiment --list\n\n"
+    "twistlm experiment stability --scale smoke\n\n"
+    "twistlm experiment all --scale gpu data.train=data/wiki/train data.valid=data/wiki/test --minutes 9\n\n"
+    "twistlm experiment shift --scale gpu start.train.rounds=100 train.rounds=40"
+)
+def experiment(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME... [SECTION.KEY=VALUE...]",
+            help="Experiments, or all; changes to every training config (start.SECTION.KEY=VALUE: to the "
+            "dense start alone).",
+            show_default=False,
+        ),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Say which experiments there are.")] = False,
+    scale: Annotated[
+        str, typer.Option(help="smoke (CPU, a minute), gpu, gpu-smollm2 or paper.")
+    ] = "smoke",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder of parents and points; default: runs/lab-SCALE."),
+    ] = None,
+    settings: Annotated[
+        str | None, typer.Option(help="Only these of the scale's settings: both,attn,ffn.")
+    ] = None,
+    minutes: Annotated[
+        float,
+        typer.Option(min=0, help="Stop cleanly after this time (exit code 3); 0: never."),
+    ] = 0,
+) -> None:
+    """Reproduce the paper's tables and figures, point by point; a finished point is never run again."""
+    from ..terminal import console
+
+    words = names or []
+    if list_ or not words:
+        for name, what in NAMES.items():
+            console.print(f"{name:<12}{what}")
+        return
+    from ..experiments.run import run
+
+    overrides = [word for word in words if "=" in word]
+    folder = out or Path("runs") / f"lab-{scale}"
+    chosen = [word for word in words if "=" not in word]
+    only = settings.split(",") if settings else []
+    if not run(chosen, scale, folder, overrides, minutes=minutes, settings=only):
+        raise typer.Exit(UNFINISHED)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm report runs/lab-smoke -o report.html\n\n"
+    "twistlm report runs/demo/dense runs/demo/twist -o demo.html\n\n"
+    "twistlm report runs/lab-gpu runs/lab-gpu-smollm2 -o docs/report.html --markdown docs/results.md"
+)
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Folders of `twistlm experiment`, `compare` or `train`, running ones too."
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="The page; a folder of the same name gets PNG, SVG, JSON."
+        ),
+    ] = Path("report.html"),
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write the tables into this file, between two marks; the rest stays."
+        ),
+    ] = None,
+) -> None:
+    """One self-contained page: what was run, tables, figures, and which of the paper's claims hold."""
+    from ..report.write import report as write
+    from ..terminal import console
+
+    written = write(runs, out, markdown)
+    console.print(f"written: {out} and {len(written) - 1} more files")

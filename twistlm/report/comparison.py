@@ -1,0 +1,47 @@
+"""A folder of `twistlm compare` as a section: its own tables, and perplexity over the size."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from ..compare import table
+from . import draw
+from .section import Figure, Section, Table, number
+
+
+def section(record: dict[str, Any]) -> Section | None:
+    """`record` is compare.json; None while no cell is measured."""
+    made = [table.Row(**row | {"values": tuple(row["values"])}) for row in record["rows"]]
+    made = [row for row in made if row.perplexity is not None]
+    settings = dict.fromkeys(row.setting for row in made if row.setting)
+    if not settings:
+        return None
+    tables, figures = [], []
+    for setting in settings:
+        head, *rows = table.summary(made, setting)
+        tables.append(Table((setting, *head[1:]), tuple(rows)))
+        figures.append(_figure(setting, [row for row in made if row.setting == setting]))
+    what = (
+        f"Measured on {record['text']['n_tokens']:,} tokens. Seconds, calibration tokens, MB and decode speed belong to "
+        "the smallest size of a line."
+    )
+    return Section(
+        "compare", "Every rival in one table", what, tuple(tables), tuple(figures), lead=True
+    )
+
+
+def _figure(setting: str, rows: list[table.Row]) -> Figure:
+    series: dict[str, dict[float, float]] = {}
+    for row in rows:
+        assert row.perplexity is not None
+        series.setdefault(row.name, {})[float(Fraction(row.ratio))] = row.perplexity
+    least = min(share for values in series.values() for share in values)
+    there = {name: values[least] for name, values in series.items() if least in values}
+    best = min(there, key=there.__getitem__)
+    reading = f"At the smallest size {best} is lowest with {number(there[best])}."
+    return Figure(
+        f"compare-{setting}", f"Perplexity over the share that is kept, {setting}", reading, series,
+        lambda axes: draw.lines(axes, series, x="share kept", y="perplexity", log=True),
+        height=3.2 + 0.11 * len(series),
+    )  # fmt: skip
