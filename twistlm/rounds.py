@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from . import aggregator, checkpoint, dense, dispatcher, generator, worker
+from . import aggregator, checkpoint, dense, dispatcher, generator, leases, worker
 from .aggregator import Result, Stats
 from .blocks import widths_of_ratio
 from .cluster import Cluster, SeatKind
 from .config import Config
 from .dispatcher import Deal
 from .flat import Layout
+from .leases import Leases, Slot
 from .ledger import Metrics, Traffic
 from .startup import Run, set_up
 from .subnet import measure_rho, scales
@@ -52,7 +53,7 @@ def _train(run: Run, quiet: bool) -> Path:
             )
             if central is None or metrics is None:
                 continue
-            central.round = r + 1
+            central.round, central.leases = r + 1, run.leases
             loss = float(stats.loss_sum) / stats.n_steps  # the round's only wait for a GPU
             if not math.isfinite(loss):
                 raise FloatingPointError(
@@ -98,15 +99,18 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     blueprints = deal.blueprints
     generator.count_(run.held, blueprints)
     if cfg.train.scale == "measured":
-        _update_rho(run, r)
+        _update_rho(run)
     sent, received = cluster.bytes_sent, cluster.bytes_received
+    slots, after = _take(run)
     if run.central is None:
-        for _ in _local_results(run, deal, r):
+        for _ in _local_results(run, deal, slots, r):
             pass
+        run.leases = after
         return Stats(0.0, 0, 0), Traffic(0, 0, 0)
     stats = aggregator.aggregate_(
-        run.central, _results(run, deal, r), deal.holders, cfg.train.nesterov()
+        run.central, _results(run, deal, slots, r), deal.holders, cfg.train.nesterov()
     )
+    run.leases = after
     run.ahead = _deal(run, r + 1)  # while a GPU still works on this round
     moved = sum(
         run.full.narrowed(block_map, block_map.widths(b)).n_params
@@ -125,7 +129,13 @@ def _deal(run: Run, r: int) -> Deal:
     return dispatcher.prepare(run.runs, r, blueprints)
 
 
-def _local_results(run: Run, deal: Deal, r: int) -> Iterator[Result]:
+def _take(run: Run) -> tuple[tuple[Slot, ...], Leases]:
+    """The next round's slots of all workers, and the ledger once they are trained."""
+    t = run.cfg.train
+    return leases.take(run.leases, t.interval * t.n_workers, t.batch)
+
+
+def _local_results(run: Run, deal: Deal, slots: tuple[Slot, ...], r: int) -> Iterator[Result]:
     """Train this rank's workers; a remote rank sends each result to the central one."""
     cfg, cluster = run.cfg, run.cluster
     for parcel in dispatcher.dispatch(run.central, run.runs, deal, cluster, run.rows, run.dtype):
@@ -134,7 +144,8 @@ def _local_results(run: Run, deal: Deal, r: int) -> Iterator[Result]:
             run.block_map, run.block_map.widths(parcel.blueprint), cfg.train.scale, run.rho
         )
         seat.load(parcel, factors, step=r * cfg.train.interval)
-        result = worker.train(seat, run.batches, cfg.train, r, run.total_steps)
+        mine = leases.of_worker(slots, parcel.worker, cfg.train.n_workers)
+        result = worker.train(seat, run.batches, mine, cfg.train, r, run.total_steps)
         if not cluster.is_central:
             s = result.stats
             told = torch.tensor([s.loss_sum, s.n_steps, s.n_tokens], dtype=torch.float64)
@@ -144,9 +155,9 @@ def _local_results(run: Run, deal: Deal, r: int) -> Iterator[Result]:
         yield result
 
 
-def _results(run: Run, deal: Deal, r: int) -> Iterator[Result]:
+def _results(run: Run, deal: Deal, slots: tuple[Slot, ...], r: int) -> Iterator[Result]:
     """All workers' results on the central rank, in worker order (its own workers come first)."""
-    yield from _local_results(run, deal, r)
+    yield from _local_results(run, deal, slots, r)
     cluster = run.cluster
     cluster.wait()
     for i, rank in enumerate(cluster.seating.ranks):
@@ -175,7 +186,8 @@ def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         run.seats[key] = seat
     cluster, t = run.cluster, run.cfg.train
     if drops and t.scale == "measured":
-        _update_rho(run, r)
+        _update_rho(run)
+    slots, after = _take(run)
 
     def mask_(step: int) -> None:
         kept = generator.for_step(run.block_map, run.cfg.blocks, seed=run.cfg.run.seed, step=step)
@@ -184,9 +196,10 @@ def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         subnet.scale_(scales(run.block_map, widths, t.scale, run.rho))
 
     stats = dense.round_(
-        run.central, run.seats[key], cluster, run.batches, t, r, run.total_steps,
+        run.central, run.seats[key], cluster, run.batches, slots, t, r, run.total_steps,
         mask_ if drops else lambda step: None,
     )  # fmt: skip
+    run.leases = after
     gradients = run.full.n_params * run.seats[key].grad.element_size() * t.interval * t.n_workers
     return stats, Traffic(gradients, gradients, 2 * gradients if cluster.world_size > 1 else 0)
 
@@ -229,12 +242,12 @@ def evaluate(run: Run) -> tuple[dict[str, Any], str]:
     return scores, line
 
 
-def _update_rho(run: Run, r: int) -> None:
-    """Measure rho on the central model with worker 0's next batch; every rank hears the result."""
+def _update_rho(run: Run) -> None:
+    """Measure rho on the central model with the round's first sequence; every rank hears the result."""
     names = [group.name for group in run.block_map.groups]
     if run.central is not None:
         assert run.evaluator is not None
-        ids = run.batches(0, r * run.cfg.train.interval)[:1]
+        ids = run.batches.slot(leases.take(run.leases, 1, 1)[0][0])
         fresh = measure_rho(run.evaluator.full, worker.to_device(ids, run.cluster.device))
         for name in names:
             old = run.rho.get(name, fresh[name])

@@ -21,6 +21,7 @@ from .data import Batches, open_tokens
 from .dispatcher import Deal
 from .evaluate import Evaluator, Text
 from .flat import Layout, Runs, layout, runs
+from .leases import Leases
 from .subnet import Rho
 from .terminal import console
 from .worker import Seat
@@ -41,6 +42,7 @@ class Run:
     held: generator.Held
     rho: Rho = field(default_factory=dict)
     start: int = 0  # the first round to run
+    leases: Leases = field(default_factory=Leases)  # before the next round; the same on every rank
     seats: dict[tuple, Seat] = field(default_factory=dict)  # by kind and shape
     evaluator: Evaluator | None = None
     ahead: Deal | None = None  # the next round's
@@ -131,6 +133,7 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
             )
             _write_config(out, cfg)
         run.held, run.rho, run.start = run.central.held, run.central.rho, run.central.round
+        run.leases = run.central.leases
         text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
         run.evaluator = Evaluator(
             template, block_map, run.central, text, scale=t.scale, precision=t.precision
@@ -140,11 +143,16 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
 
 
 def _share_start(run: Run) -> None:
-    """Tell every rank where to begin: the round and how often each block was dealt."""
+    """Tell every rank where to begin: the round, the data leases, how often each block was dealt."""
     counts = [float(count) for group in run.block_map.groups for count in run.held[group.name]]
-    values = run.cluster.broadcast([float(run.start), *counts])
-    run.start = int(values[0])
-    told = iter(values[1:])
+    n_returned = len(run.leases.returned)
+    first = run.cluster.broadcast([run.start, run.leases.next, n_returned, *counts])
+    run.start, next_, n_returned = (int(value) for value in first[:3])
+    returned = [float(place) for place in run.leases.returned] or [0.0] * n_returned
+    if returned:
+        returned = run.cluster.broadcast(returned)
+    run.leases = Leases(next_, tuple(int(place) for place in returned))
+    told = iter(first[3:])
     for group in run.block_map.groups:
         run.held[group.name][:] = [int(next(told)) for _ in range(group.n_blocks)]
 

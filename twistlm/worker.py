@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,6 +20,7 @@ from .config import TrainConfig
 from .data import Batches
 from .dispatcher import Parcel
 from .flat import Layout, gather_, scatter_
+from .leases import Slot
 from .loss import loss_for
 from .subnet import build
 
@@ -152,19 +154,25 @@ class Seat:
         scatter_(self.model_weights[None], part[None], self.parcel.runs, self.parcel.index)
 
 
-def train(seat: Seat, batches: Batches, cfg: TrainConfig, round: int, total_steps: int) -> Result:
-    """`interval` local steps of one worker; all of them are in what it returns.
+def train(
+    seat: Seat,
+    batches: Batches,
+    slots: Sequence[Slot],
+    cfg: TrainConfig,
+    round: int,
+    total_steps: int,
+) -> Result:
+    """`interval` local steps of one worker on its slots; all of them are in what it returns.
 
     Nothing here waits for a GPU: while it works on one worker's steps, the host prepares the next.
     """
     parcel = seat.parcel
     first = round * cfg.interval
     steps = range(first, first + cfg.interval)
-    ids = to_device(torch.stack([batches(parcel.worker, step) for step in steps]), seat.device)
+    ids = to_device(torch.stack([batches.slot(slot) for slot in slots]), seat.device)
     for batch, step in zip(ids, steps, strict=True):
         seat.step(batch, learning_rate(cfg, step, total_steps))
-    n_tokens = cfg.interval * batches.batch * batches.seq_len
-    stats = Stats(seat.losses.clone(), cfg.interval, n_tokens)
+    stats = Stats(seat.losses.clone(), cfg.interval, ids.numel())
     return Result(parcel.worker, seat.result(), parcel.index, stats)
 
 
