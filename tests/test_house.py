@@ -22,7 +22,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"export", "export.modeling_ticket"},
     {"export.register"},
     {"__init__", "config", "terminal", "certificate", "bench", "leases"},
-    {"blocks", "fast", "kernels", "attention", "prune", "prune.pattern"},
+    {"blocks", "fast", "kernels", "attention", "wire", "prune", "prune.pattern"},
     {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
     {"prepare", "subnet", "adamw", "budget", "speed"},

@@ -18,6 +18,7 @@ from typing import Any, Literal
 Kind = Literal["attn", "ffn"]
 Setting = Literal["attn", "ffn", "both"]
 Method = Literal["twist", "dense", "dropout"]
+Wire = Literal["fp32", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ class RunConfig:
     """Initial weights, deals, batches and random subnets follow from it."""
     variant: Literal["local", "masked", "true", "hybrid"] = "local"
     """One process that plays all workers, or a seating of torchrun's ranks."""
+    wire: Wire = "fp32"
+    """What results and moments travel as between processes; weights go down in float32. `local` has no wire."""
     seat: Literal["physical", "masked"] = "physical"
     """What `local` workers train: a smaller dense model, or the full one with masks."""
     device: str = "auto"
