@@ -22,8 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from twistlm import aggregator, checkpoint, config, hub, remote, rounds, worker
-from twistlm.session import Kind, Session, checksum, wait
-from twistlm.stop import Stopped
+from twistlm.session import Kind, Session, wait
+from twistlm.stop import Ended
 
 torch.set_num_threads(1)
 SECRET = b"a secret of sixteen bytes or more"
@@ -119,7 +119,6 @@ def faulty(faults: list[dict], log: Path) -> None:
 
     keep: list = []
     remote._receive, remote._train, remote._send, worker.Seat.step = receive_, train_, send_, step_
-    assert checksum
 
 
 def faulty_hub(faults: list[dict]) -> None:
@@ -143,6 +142,7 @@ def faulty_hub(faults: list[dict]) -> None:
 
 
 def run_worker(order: dict) -> int:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     faulty(order.get("faults", []), Path(order["log"] + ".trained"))
     knock = remote.Knock(
         order["connect"], order.get("secret", SECRET.decode()).encode(), order.get("name", ""),
@@ -159,12 +159,9 @@ def run_hub(order: dict) -> int:
     cfg = config.from_dict(order["config"])
     try:
         rounds.train(cfg, resume=order.get("resume", False), opened=(listener, SECRET))
-    except hub.TooFewWorkers as error:
-        print(error, flush=True)
-        return 4
-    except Stopped as stopped:
-        print(stopped, flush=True)
-        return stopped.code
+    except Ended as end:
+        print(end, flush=True)
+        return end.code
     return 0
 
 
@@ -180,6 +177,8 @@ def child(order: dict) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", flush=True)
         return 2
+    except SystemExit as stop:
+        return stop.code
     except BaseException:
         traceback.print_exc()
         return 1

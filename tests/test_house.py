@@ -21,8 +21,9 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
 LAYERS = [  # a module imports only from layers above its own
     {"export", "export.modeling_ticket"},
     {"export.register"},
-    {"__init__", "config", "terminal", "certificate", "bench", "leases"},
+    {"__init__", "config", "terminal", "certificate", "bench", "leases", "address"},
     {"events", "stop", "session", "guard"},
+    {"supervisor"},
     {"blocks", "fast", "kernels", "attention", "wire", "prune", "prune.pattern"},
     {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
@@ -51,7 +52,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"cli.app"},
     {"cli.training"},
     {"cli.tickets"},
-    {"cli.bench", "cli.export", "cli.extract", "cli.prune"},
+    {"cli.bench", "cli.export", "cli.extract", "cli.hub", "cli.prune"},
     {"cli"},
     {"__main__"},
 ]
@@ -93,7 +94,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     types = r"gpt2|llama|mistral|qwen|gemma|smollm|\bopt\b|\bphi\b"
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
-        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune",
+        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.hub", "cli.prune",
         "bench.runtimes", "config", "ledger", "models", "plan",
     }  # fmt: skip
     for name, source in SOURCES.items():

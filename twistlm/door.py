@@ -13,12 +13,12 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from . import session
+from .address import address_of, listen
 from .cluster import Cluster
 from .config import Kind
 from .events import Events
@@ -26,41 +26,16 @@ from .session import Garbled, Message, Session
 from .session import Kind as Say
 
 MOST_STRANGERS = 32  # connections that may be in their challenge at the same time
-LEAST_SECRET = 16  # bytes
 
 Arrival = tuple[str, Session, dict[Kind, int]]  # name, session, its own K
-
-
-def listen(address: str, public: bool) -> socket.socket:
-    """A bound and listening socket; an error names host:port."""
-    host, port = session.parse_address(address)
-    session.check_address(host, public, "hub.public=true")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def for_ranks(cluster: Cluster, public: bool) -> tuple[socket.socket, bytes]:
     """A door for torchrun's other ranks, who hear of it and of its secret through torchrun's store."""
     listener = listen(f"{os.environ['MASTER_ADDR']}:0", public)
     secret = secrets.token_hex(16)
-    cluster.share(f"{session.address_of(listener)} {secret}")
+    cluster.share(f"{address_of(listener)} {secret}")
     return listener, secret.encode()
-
-
-def read_secret(path: Path | None) -> bytes:
-    """The run's secret out of a file, or of TWISTLM_SECRET."""
-    text = path.read_text() if path is not None else os.environ.get("TWISTLM_SECRET", "")
-    secret = text.strip().encode()
-    if len(secret) < LEAST_SECRET:
-        where = path or "TWISTLM_SECRET"
-        raise ValueError(
-            f"{where} holds {len(secret)} characters: a run's secret has at least {LEAST_SECRET}. "
-            f"Make one with `openssl rand -hex 32`, and give hub and workers the same"
-        )
-    return secret
 
 
 class Door:

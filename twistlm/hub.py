@@ -26,14 +26,11 @@ from .events import Events
 from .guard import suspicion
 from .session import Kind as Say
 from .session import Message, Session
+from .stop import TOO_FEW, Ended
 
 STRIKES = 3
 RECENT = 9  # rounds behind the median
 FIRST = 10  # times the floor: the deadline of a round with nothing to compare it with
-
-
-class TooFewWorkers(Exception):
-    """The hub has waited long enough for `hub.min_workers`."""
 
 
 @dataclass
@@ -110,7 +107,7 @@ class Hub:
         `since` is when this round was first tried. A hub that has just started waits a while for all S:
         then a restarted run deals as before.
         """
-        said, delay = 0.0, 1.0
+        said, delay = 0.0, 0.0
         while True:
             self._admit()
             n, waited = n_local + len(self._members), time.monotonic() - since
@@ -121,15 +118,16 @@ class Hub:
                 return [self._members[place] for place in sorted(self._members)]
             if self.stopping():
                 return []
-            if waited > max(self.cfg.hub.patience, self.cfg.hub.wait):
+            if waited > max(self.cfg.hub.patience, 0.0 if self._began else self.cfg.hub.wait):
                 self.events.write("giving up", round=round, n_workers=n, need=need)
-                raise TooFewWorkers(
+                raise Ended(
                     f"round {round} needs {need} workers (hub.min_workers), {n} are in after "
                     f"{waited:.0f} s (hub.patience = {self.cfg.hub.patience:g}); the last checkpoint is "
-                    f"unharmed, start the hub again with --resume"
+                    f"unharmed, start the hub again with --resume",
+                    TOO_FEW,
                 )
             if waited >= said + delay:
-                said, delay = waited, 2 * delay
+                said, delay = waited, max(1.0, 2 * delay)
                 self.events.write("waiting", round=round, n_workers=n, need=need, seconds=waited)
             time.sleep(0.05)
 
@@ -211,7 +209,7 @@ class Hub:
                 member.session.send(order.down, tag(order.round, DOWN, attempt)),
                 member.session.send(order.ids, tag(order.round, IDS, attempt)),
             ]
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             self._drop(member, "lost", round=order.round, why=f"it could not be reached: {error}")
 
     def deadline(self) -> float:

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from . import config as configs
 from . import dispatcher, families, models, session, wire
+from .address import check_address, parse_address
 from .blocks import BlockMap, Blueprint
 from .cluster import pick_device
 from .config import Config, Kind
@@ -67,8 +69,8 @@ class Knock:
 
 def work(knock: Knock) -> None:
     """Train whatever the hub sends until it says goodbye."""
-    host, port = session.parse_address(knock.address)
-    session.check_address(host, knock.public, "--public")
+    host, port = parse_address(knock.address)
+    check_address(host, knock.public, "--public")
     name = knock.name or f"{socket.gethostname()}-{os.getpid()}"
     desk, until, why = None, time.monotonic() + FIRST, ""
     while True:
@@ -85,7 +87,12 @@ def work(knock: Knock) -> None:
                 return
         except PermissionError as error:
             raise ValueError(f"the hub at {host}:{port} refused this worker: {error}") from None
-        except (ConnectionError, TimeoutError, OSError) as error:
+        except (KeyboardInterrupt, SystemExit):
+            if line is not None:
+                with suppress(OSError):
+                    line.tell(Say.BYE)
+            raise
+        except OSError as error:
             why = str(error) or type(error).__name__
             if not until and not knock.quiet:
                 console.print(f"lost {knock.address} ({why}), knocking again", style="yellow")

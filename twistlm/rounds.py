@@ -13,6 +13,7 @@ import torch
 
 from . import aggregator, checkpoint, dense, dispatcher, door, generator, leases, remote, worker
 from . import config as configs
+from .address import address_of
 from .aggregator import Result, Stats
 from .blocks import widths_of_ratio
 from .cluster import Cluster
@@ -24,9 +25,8 @@ from .flat import holders
 from .hub import Hub, Member
 from .leases import Slot
 from .ledger import Metrics, Traffic
-from .session import address_of
 from .startup import Run, set_up
-from .stop import Stopped, on_signals
+from .stop import Ended, on_signals, stopped
 from .subnet import Rho, measure_rho, scales
 from .terminal import console, progress
 
@@ -102,7 +102,7 @@ def _train(run: Run, quiet: bool) -> Path:
                 stats, traffic = (
                     twist_round(run, r) if cfg.train.method == "twist" else dense_round(run, r)
                 )
-            except Stopped:  # the round is abandoned, nothing of it is in the central model
+            except Ended:  # the round is abandoned, nothing of it is in the central model
                 if r > run.start and not _due(run, r):
                     save(run)
                 raise
@@ -141,7 +141,7 @@ def _train(run: Run, quiet: bool) -> Path:
             if stop or _due(run, r + 1):
                 last = save(run)
             if stop and not final:
-                raise Stopped(run.stop.wish, r + 1)
+                raise stopped(run.stop, r + 1)
     return last or Path(cfg.run.out) / "checkpoints" / f"round-{run.n_rounds:06d}"
 
 
@@ -186,7 +186,7 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         results = [*results, *_remote_results(run, deal, team, r, began)]
         there = [result.worker for result in results]
         if run.stop.wished and len(there) < len(team):
-            raise Stopped(run.stop.wish, r)
+            raise stopped(run.stop, r)
         if len(there) < len(team):
             held_by = holders(run.runs, [deal.blueprints[i] for i in there])
             for i in set(range(len(team))) - set(there):
@@ -224,7 +224,7 @@ def _team(run: Run, r: int, since: float) -> Team:
         return mine
     members = run.hub.gather(r, len(mine), since)
     if run.stop.wished:
-        raise Stopped(run.stop.wish, r)
+        raise stopped(run.stop, r)
     return mine + [(member.place, member) for member in members]
 
 

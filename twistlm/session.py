@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import secrets
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
@@ -84,35 +85,6 @@ def staged(tensor: Tensor) -> Tensor:
     return host
 
 
-def address_of(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"{host}:{port}"
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """`host:port`."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"address {text!r}: use host:port, as in 10.0.0.1:29400")
-    return host.strip("[]"), int(port)
-
-
-def check_address(host: str, public: bool, word: str) -> None:
-    """Refuse addresses beyond loopback and private ranges unless asked for with `word`."""
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except socket.gaierror as error:
-        raise ValueError(f"host {host!r} has no address: {error.strerror}") from None
-    for text in found:
-        address = ipaddress.ip_address(str(text).partition("%")[0])
-        near = address.is_private and not address.is_unspecified
-        if not near and not public:
-            raise ValueError(
-                f"{host} ({address}) is neither a loopback nor a private address, and the weights "
-                f"travel unencrypted: tunnel them, or say {word}"
-            )
-
-
 def _tag(secret: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, b"".join(parts), "sha256")
 
@@ -177,15 +149,13 @@ class Session:
     def open_(self, store_at: tuple[str, int], rank: int) -> None:
         """Meet in the hub's store and form the group; the hub is rank 0."""
         wait = timedelta(seconds=HANDSHAKE)
-        store = dist.TCPStore(*store_at, is_master=False, timeout=wait)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]
-        options._timeout, options._threads = wait, 1
-        try:
+        with _as_connection_error():
+            store = dist.TCPStore(*store_at, is_master=False, timeout=wait)
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]
+            options._timeout, options._threads = wait, 1
             mine = dist.PrefixStore(self.id.hex(), store)
             self._group = dist.ProcessGroupGloo(mine, rank, 2, options)
-        except RuntimeError as error:  # what gloo and the store raise
-            raise ConnectionError(f"no gloo group: {str(error).splitlines()[0]}") from None
         self._peer = 1 - rank
 
     def tell(self, kind: Kind, round: int = 0, payload: Tensor | None = None, **body: Any) -> None:
@@ -227,7 +197,7 @@ class Session:
             if not self.closed:
                 self.sock.settimeout(HANDSHAKE)
 
-    def _frames(self):
+    def _frames(self) -> Iterator[Message]:
         while (found := self._frame()) is not None:
             yield found
 
@@ -251,12 +221,14 @@ class Session:
     def send(self, payload: Tensor, tag: int) -> Any:
         """Start sending bytes; the tensor must stay as it is until the work is done."""
         self.n_sent += payload.numel()
-        return self._group.send([payload], self._peer, tag)
+        with _as_connection_error():
+            return self._group.send([payload], self._peer, tag)
 
     def receive(self, payload: Tensor, tag: int) -> Any:
         """Start receiving exactly these bytes."""
         self.n_received += payload.numel()
-        return self._group.recv([payload], self._peer, tag)
+        with _as_connection_error():
+            return self._group.recv([payload], self._peer, tag)
 
     @property
     def closed(self) -> bool:
@@ -269,8 +241,14 @@ class Session:
 
 def wait(work: Any, seconds: float) -> None:
     """Wait for a transfer; a dead, silent or cut-off peer is a ConnectionError."""
-    try:
+    with _as_connection_error():
         work.wait(timedelta(seconds=max(seconds, 0.05)))
-    except RuntimeError as error:
+
+
+@contextmanager
+def _as_connection_error() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what gloo and the store raise
         what = "timed out" if "imed out" in str(error) else "was cut off"
         raise ConnectionError(f"a transfer {what}") from None

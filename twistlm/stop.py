@@ -11,15 +11,16 @@ from typing import Any
 
 from .terminal import console
 
+TOO_FEW = 4  # the exit code of a hub that waited too long for workers
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopped(Exception):
-    """The run was asked to stop, and has stopped in good order."""
+class Ended(Exception):
+    """A run that ended before its last round, in good order."""
 
-    def __init__(self, wish: int, round: int):
-        super().__init__(f"stopped by {signal.Signals(wish).name} after round {round}")
-        self.code = 128 + wish
+    def __init__(self, sentence: str, code: int):
+        super().__init__(sentence)
+        self.code = code  # of the process
 
 
 @dataclass
@@ -31,6 +32,11 @@ class Stop:
     @property
     def wished(self) -> bool:
         return self.wish != 0
+
+
+def stopped(stop: Stop, round: int) -> Ended:
+    name = signal.Signals(stop.wish).name
+    return Ended(f"stopped by {name} after round {round}; resume with --resume", 128 + stop.wish)
 
 
 @contextmanager
