@@ -23,6 +23,7 @@ from .startup import Run, set_up
 from .subnet import measure_rho, scales
 from .terminal import console, progress
 from .worker import Seat
+from .writer import Writer
 
 RHO_DECAY = 0.9  # of the running rho per layer
 
@@ -40,9 +41,11 @@ def train(cfg: Config, *, resume: bool = False, quiet: bool = False) -> Path:
 
 def _train(run: Run, quiet: bool) -> Path:
     cfg, central = run.cfg, run.central
+    folder = Path(cfg.run.out) / "checkpoints"
     metrics = Metrics(Path(cfg.run.out), run.start) if central is not None else None
-    last = None
-    with progress(quiet) as bar:
+    tokenizer = run.batches.file.tokenizer_path
+    writer = Writer(folder, cfg, run.template, tokenizer if tokenizer.is_file() else None)
+    with writer, progress(quiet) as bar:
         task = bar.add_task(
             f"{cfg.train.method} rounds", total=run.n_rounds, completed=run.start, note=""
         )
@@ -83,13 +86,10 @@ def _train(run: Run, quiet: bool) -> Path:
                 if not quiet:
                     console.print(f"round {r + 1}: loss {loss:.3f}   {line}")
             metrics.write(row)
-            if final or (cfg.run.save_every and (r + 1) % cfg.run.save_every == 0):
-                tokenizer = run.batches.file.tokenizer_path
-                last = checkpoint.save(
-                    Path(cfg.run.out) / "checkpoints", central, cfg, run.template,
-                    tokenizer if tokenizer.is_file() else None, cfg.run.keep,
-                )  # fmt: skip
-    return last or Path(cfg.run.out) / "checkpoints" / f"round-{run.n_rounds:06d}"
+            every = cfg.run.save_every
+            if final or writer.failure or (every and (r + 1) % every == 0):
+                writer.save(central)
+    return folder / checkpoint.folder_name(run.n_rounds)
 
 
 def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
