@@ -42,6 +42,7 @@ LAYERS = [  # a module imports only from layers above its own
         "draft",
         "bench.train",
         "bench.curve",
+        "bench.save",
         "bench.runtimes",
     },
     {"bench.measure"},

@@ -68,7 +68,7 @@ def test_what_changes_after_save_is_not_in_it(tmp_path, cfg, model, monkeypatch)
     central.leases = Leases(40, (3, 4))
     before = {"buffer": central.buffer.clone(), "velocity": central.velocity.clone()}
     told = (json.dumps(central.held), dict(central.rho))
-    with Writer(tmp_path, cfg, model, None) as writer:
+    with Writer(tmp_path, cfg, model, None, central) as writer:
         writer.save(central)
         assert gate.reached.wait(30)
         central.buffer.zero_()
@@ -89,10 +89,10 @@ def test_what_changes_after_save_is_not_in_it(tmp_path, cfg, model, monkeypatch)
 def test_one_in_flight_and_the_host_memory_is_used_again(tmp_path, cfg, model, monkeypatch):
     gate = Gate(monkeypatch)
     central = random_central(model, cfg)
-    with Writer(tmp_path, cfg, model, None) as writer:
+    with Writer(tmp_path, cfg, model, None, central) as writer:
+        where = writer._copy.buffer.data_ptr(), writer._copy.velocity.data_ptr()
         writer.save(central)
         assert gate.reached.wait(30)
-        where = writer._copy.buffer.data_ptr(), writer._copy.velocity.data_ptr()
         central.round = 18
         second = threading.Thread(target=writer.save, args=(central,))
         second.start()
@@ -103,9 +103,7 @@ def test_one_in_flight_and_the_host_memory_is_used_again(tmp_path, cfg, model, m
         second.join(30)
         assert (writer._copy.buffer.data_ptr(), writer._copy.velocity.data_ptr()) == where
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000017", "round-000018"]
-    assert threading.active_count() == 1 or not any(
-        thread.name == "checkpoint" for thread in threading.enumerate()
-    )
+    assert not any(thread.name == "checkpoint" for thread in threading.enumerate())
 
 
 def test_a_full_disk_is_said_at_once_and_an_error_only_at_the_end(
@@ -115,7 +113,7 @@ def test_a_full_disk_is_said_at_once_and_an_error_only_at_the_end(
         raise OSError(28, "No space left on device")
 
     central = random_central(model, cfg)
-    writer = Writer(tmp_path, cfg, model, None)
+    writer = Writer(tmp_path, cfg, model, None, central)
     with writer:
         writer.save(central)
         writer.wait()
@@ -162,8 +160,11 @@ def test_a_bug_in_the_thread_reaches_the_run(tmp_path, cfg, model, monkeypatch):
     monkeypatch.setattr(checkpoint, "save_tensors", bug)
     central = random_central(model, cfg)
     with pytest.raises(ZeroDivisionError, match="ours"):
-        saved_twice(Writer(tmp_path, cfg, model, None), central)
-    with pytest.raises(ZeroDivisionError, match="ours"), Writer(tmp_path, cfg, model, None) as one:
+        saved_twice(Writer(tmp_path, cfg, model, None, central), central)
+    with (
+        pytest.raises(ZeroDivisionError, match="ours"),
+        Writer(tmp_path, cfg, model, None, central) as one,
+    ):
         one.save(central)
     assert not list(tmp_path.iterdir())
 
@@ -235,7 +236,7 @@ def test_a_real_full_disk(tmp_path, cfg, model):
         pytest.skip("no permission to mount")
     try:
         with pytest.raises(OSError, match=r"round-000018 .*No space left"):
-            saved_twice(Writer(small, cfg, model, None), central)
+            saved_twice(Writer(small, cfg, model, None, central), central)
         assert [p.name for p in small.iterdir()] == ["round-000017"]
         assert checkpoint.newest(small)[0].round == 17
     finally:
@@ -253,7 +254,7 @@ def victim(folder: str, table: dict) -> None:
     found, _ = checkpoint.newest(Path(folder))
     central = random_central(model, cfg)
     first = found.round + 1 if found else 1
-    with Writer(Path(folder), cfg, model, None) as writer:
+    with Writer(Path(folder), cfg, model, None, central) as writer:
         for r in range(first, first + 10_000):
             central.buffer.fill_(r)
             central.velocity.fill_(r)

@@ -44,7 +44,7 @@ def _train(run: Run, quiet: bool) -> Path:
     folder = Path(cfg.run.out) / "checkpoints"
     metrics = Metrics(Path(cfg.run.out), run.start) if central is not None else None
     tokenizer = run.batches.file.tokenizer_path
-    writer = Writer(folder, cfg, run.template, tokenizer if tokenizer.is_file() else None)
+    writer = Writer(folder, cfg, run.template, tokenizer if tokenizer.is_file() else None, central)
     with writer, progress(quiet) as bar:
         task = bar.add_task(
             f"{cfg.train.method} rounds", total=run.n_rounds, completed=run.start, note=""

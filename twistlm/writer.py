@@ -25,11 +25,19 @@ class Writer:
     asks for another try after the next round. Only at the end it is an error.
     """
 
-    def __init__(self, folder: Path, cfg: Config, model: PreTrainedModel, tokenizer: Path | None):
+    def __init__(
+        self,
+        folder: Path,
+        cfg: Config,
+        model: PreTrainedModel,
+        tokenizer: Path | None,
+        central: Central | None,  # None on ranks that save nothing
+    ):
         self.folder, self.cfg, self.model, self.tokenizer = folder, cfg, model, tokenizer
         self.last: Path | None = None  # the newest checkpoint that is whole on disk
         self.failure: str | None = None  # why the one before could not be written
-        self._copy: Central | None = None  # host memory, used again for every checkpoint
+        # host memory, used again for every checkpoint; the first touch of its pages is the slow one
+        self._copy = None if central is None else _copied(central, None)
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
 
@@ -40,6 +48,10 @@ class Writer:
         self._copy = _copied(central, self._copy)
         self._thread = threading.Thread(target=self._write, args=(self._copy,), name="checkpoint")
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Until nothing is in flight."""
