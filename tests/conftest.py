@@ -58,7 +58,7 @@ def tiny_table(tokens: str, out: Path, **sections: dict) -> dict:
         },
     }  # fmt: skip
     for section, values in sections.items():
-        table[section] |= values
+        table[section] = table.get(section, {}) | values
     return table
 
 

@@ -22,15 +22,17 @@ LAYERS = [  # a module imports only from layers above its own
     {"export", "export.modeling_ticket"},
     {"export.register"},
     {"__init__", "config", "terminal", "certificate", "bench", "leases"},
-    {"blocks", "fast", "kernels", "attention", "prune", "prune.pattern"},
+    {"events", "stop", "session", "guard"},
+    {"blocks", "fast", "kernels", "attention", "wire", "prune", "prune.pattern"},
     {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
     {"prepare", "subnet", "adamw", "budget", "speed"},
     {"central", "corpus"},
-    {"dispatcher", "aggregator", "checkpoint"},
+    {"dispatcher", "aggregator", "checkpoint", "door"},
+    {"hub"},
     {"worker", "writer", "resume", "parent", "points"},
     {"export.card", "export.hf", "prune.calibrate"},
-    {"evaluate", "dense", "deploy", "prune.importance", "prune.methods"},
+    {"remote", "evaluate", "dense", "deploy", "prune.importance", "prune.methods"},
     {"startup", "plan", "pick", "export.verify", "export.gguf_vocab", "export.llamacpp"},
     {"rounds", "score", "runnable", "export.gguf", "export.onnx", "prune.write"},
     {
@@ -103,9 +105,18 @@ def test_model_names_stand_in_families_and_exports_alone():
         assert name in may_name_types or not re.findall(types, code), name
 
 
-def test_torch_distributed_is_imported_in_cluster_only():
+def test_torch_distributed_is_imported_where_processes_meet():
+    """cluster: torchrun's ranks; door and session: the hub's store and its 2-rank groups."""
     for name, source in SOURCES.items():
-        assert ("torch.distributed" in source) == (name == "cluster"), name
+        assert ("torch.distributed" in source) == (name in {"cluster", "door", "session"}), name
+
+
+def test_no_pickle_on_wire_or_disk():
+    """What unpickles runs code: torch's object collectives, torch.load and pickle itself."""
+    words = r"pickle|(send|recv|gather|scatter|broadcast)_object|torch\.load\b|torch\.save\b|\bmarshal\b|shelve|joblib"
+    for name, source in SOURCES.items():
+        code = re.sub(r'"""(.|\n)*?"""|#.*', "", source)
+        assert not re.findall(words, code), name
 
 
 def test_the_training_path_needs_no_extra():

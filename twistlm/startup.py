@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,9 +23,11 @@ from .data import Batches, open_tokens
 from .dispatcher import Deal
 from .evaluate import Evaluator, Text
 from .flat import Layout, Runs, layout, runs
+from .hub import Hub
 from .leases import Leases
+from .stop import Stop
 from .subnet import Rho
-from .worker import Seat
+from .worker import Seats
 
 
 @dataclass
@@ -43,9 +46,18 @@ class Run:
     rho: Rho = field(default_factory=dict)
     start: int = 0  # the first round to run
     leases: Leases = field(default_factory=Leases)  # before the next round; the same on every rank
-    seats: dict[tuple, Seat] = field(default_factory=dict)  # by kind and shape
     evaluator: Evaluator | None = None
     ahead: Deal | None = None  # the next round's
+    hub: Hub | None = None  # on the central rank, where workers are other processes
+    stop: Stop = field(default_factory=Stop)
+
+    @cached_property
+    def seats(self) -> Seats:
+        weights = self.central.weights if self.central is not None else None
+        return Seats(
+            self.template, self.block_map, self.full, self.cfg.train, self.cluster.device, self.dtype,
+            weights,
+        )  # fmt: skip
 
     @property
     def full(self) -> Layout:
