@@ -129,12 +129,11 @@ def whole_folder(target: Path) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=".draft-"))
     try:
         yield draft
-        umask = os.umask(0o077)  # there is no other way to read it
-        os.umask(umask)
-        for path in (*draft.rglob("*"), draft):
-            path.chmod(
-                (0o777 if path.is_dir() else 0o666) & ~umask
-            )  # mkdtemp, safetensors: private
+        (draft / "mode").mkdir()  # shows the umask; reading it would change it for all threads
+        mode = (draft / "mode").stat().st_mode & 0o777
+        (draft / "mode").rmdir()
+        for path in (*draft.rglob("*"), draft):  # mkdtemp and safetensors make private ones
+            path.chmod(mode if path.is_dir() else mode & 0o666)
             _fsync(path)
         if target.exists():
             shutil.rmtree(target)
@@ -155,7 +154,7 @@ def save(
 ) -> Path:
     """Write `folder/round-NNNNNN`; it appears whole or not at all, then older ones are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"round-{central.round:06d}"
+    target = folder / folder_name(central.round)
     for dead in folder.glob(".draft-*"):  # of a process that was killed while it wrote
         shutil.rmtree(dead, ignore_errors=True)
     with whole_folder(target) as draft:
@@ -190,6 +189,10 @@ def save(
     for old in until_now[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def folder_name(round: int) -> str:
+    return f"round-{round:06d}"
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:

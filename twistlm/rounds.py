@@ -29,6 +29,7 @@ from .startup import Run, set_up
 from .stop import Ended, on_signals, stopped
 from .subnet import Rho, measure_rho, scales
 from .terminal import console, progress
+from .writer import Writer
 
 RHO_DECAY = 0.9  # of the running rho per layer
 
@@ -90,9 +91,11 @@ def _open_hub(run: Run, opened: Opened, quiet: bool) -> Hub:
 
 def _train(run: Run, quiet: bool) -> Path:
     cfg, central = run.cfg, run.central
+    folder = Path(cfg.run.out) / "checkpoints"
     metrics = Metrics(Path(cfg.run.out), run.start) if central is not None else None
-    last = None
-    with progress(quiet, run.hub.events if run.hub else None) as bar:
+    tokenizer = run.batches.file.tokenizer_path
+    writer = Writer(folder, cfg, run.template, tokenizer if tokenizer.is_file() else None, central)
+    with writer, progress(quiet, run.hub.events if run.hub else None) as bar:
         task = bar.add_task(
             f"{cfg.train.method} rounds", total=run.n_rounds, completed=run.start, note=""
         )
@@ -103,8 +106,8 @@ def _train(run: Run, quiet: bool) -> Path:
                     twist_round(run, r) if cfg.train.method == "twist" else dense_round(run, r)
                 )
             except Ended:  # the round is abandoned, nothing of it is in the central model
-                if r > run.start and not _due(run, r):
-                    save(run)
+                if central is not None and r > run.start and (writer.failure or not _due(run, r)):
+                    writer.save(central)
                 raise
             if central is None or metrics is None:
                 continue
@@ -138,26 +141,17 @@ def _train(run: Run, quiet: bool) -> Path:
                 if not quiet:
                     console.print(f"round {r + 1}: loss {loss:.3f}   {line}")
             metrics.write(row)
-            if stop or _due(run, r + 1):
-                last = save(run)
+            if stop or writer.failure or _due(run, r + 1):
+                writer.save(central)
             if stop and not final:
                 raise stopped(run.stop, r + 1)
-    return last or Path(cfg.run.out) / "checkpoints" / f"round-{run.n_rounds:06d}"
+    return folder / checkpoint.folder_name(run.n_rounds)
 
 
 def _due(run: Run, n_done: int) -> bool:
     """Whether a checkpoint is written after so many rounds."""
     every = run.cfg.run.save_every
     return n_done == run.n_rounds or bool(every and n_done % every == 0)
-
-
-def save(run: Run) -> Path:
-    assert run.central is not None
-    cfg, tokenizer = run.cfg, run.batches.file.tokenizer_path
-    return checkpoint.save(
-        Path(cfg.run.out) / "checkpoints", run.central, cfg, run.template,
-        tokenizer if tokenizer.is_file() else None, cfg.run.keep,
-    )  # fmt: skip
 
 
 def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
