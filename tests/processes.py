@@ -116,6 +116,7 @@ class Scene:
         sections["hub"] = {"wait": 30.0, "floor": 20.0, "patience": 30.0} | sections.get("hub", {})
         sections["run"] = {"variant": "true"} | sections.get("run", {})
         self.n_logs = itertools.count()
+        self.host = "127.0.0.1"
 
     def config(self, out: Path, **more: dict):
         sections = {k: dict(self.sections.get(k, {})) for k in {*self.sections, *more}}
@@ -128,10 +129,10 @@ class Scene:
 
         table = configs.to_dict(self.config(self.out))
         log = self.folder / f"hub-{next(self.n_logs)}.log"
-        return self.nursery.fork("hub", log, config=table, port=self.port, **order)
+        return self.nursery.fork("hub", log, config=table, port=self.port, host=self.host, **order)
 
     def worker(self, name: str, *faults: dict, **order) -> Child:
-        order = {"connect": f"127.0.0.1:{self.port}", "name": name, "faults": faults} | order
+        order = {"connect": f"{self.host}:{self.port}", "name": name, "faults": faults} | order
         return self.nursery.fork("worker", self.folder / f"{name}.log", **order)
 
     def events(self, event: str = "", **fields) -> list[dict]:

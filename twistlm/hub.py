@@ -29,6 +29,7 @@ from .session import Message, Session
 from .stop import TOO_FEW, Ended
 
 STRIKES = 3
+GOODBYE = 1.0  # seconds for workers to hang up
 RECENT = 9  # rounds behind the median
 FIRST = 10  # times the floor: the deadline of a round with nothing to compare it with
 
@@ -316,8 +317,10 @@ class Hub:
         self.door.close()
         self._waiting += [Member(*arrival) for arrival in self.door.arrivals()]
         for member in [*self._members.values(), *self._waiting]:
-            with suppress(OSError):
-                member.session.tell(Say.BYE)
+            member.session.leave()
+        end = time.monotonic() + GOODBYE
+        for member in [*self._members.values(), *self._waiting]:
+            member.session.drain(end - time.monotonic())
             member.session.close()
         self._members.clear()
         self._waiting.clear()
