@@ -28,7 +28,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"prepare", "subnet", "adamw", "budget", "speed"},
     {"central", "corpus"},
     {"dispatcher", "aggregator", "checkpoint"},
-    {"worker", "parent", "points"},
+    {"worker", "parent", "points", "sharded"},
     {"export.card", "export.hf", "prune.calibrate"},
     {"evaluate", "dense", "deploy", "prune.importance", "prune.methods"},
     {"startup", "plan", "pick", "export.verify", "export.gguf_vocab", "export.llamacpp"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +21,7 @@ SeatKind = Literal["physical", "masked", "central"]
 
 @dataclass(frozen=True)
 class Seating:
-    """Worker -> rank and kind of seat. Rank 0 always hosts the central model."""
+    """Worker -> rank and kind of seat. Rank 0 hosts the central model (or speaks for its shards)."""
 
     ranks: tuple[int, ...]
     kinds: tuple[SeatKind, ...]
@@ -39,7 +40,7 @@ def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physic
         if world_size != 1:
             raise ValueError(
                 f"run.variant = 'local' is one process, but torchrun started {world_size}: "
-                f"use masked, true or hybrid"
+                f"use masked, true, hybrid or sharded"
             )
         return Seating((0,) * n_workers, (kind,) * n_workers)
     seats = world_size - 1 if variant == "true" else world_size
@@ -50,9 +51,8 @@ def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physic
             f"{'is' if world_size == 1 else 'are'} {world_size}: start it with "
             f"torchrun --nproc-per-node {need} -m twistlm train ..."
         )
-    first: SeatKind = (
-        "physical" if variant == "true" else "masked" if variant == "masked" else "central"
-    )
+    alike = variant in ("true", "sharded")
+    first: SeatKind = "physical" if alike else "masked" if variant == "masked" else "central"
     others: SeatKind = "masked" if variant == "masked" else "physical"
     ranks = range(1, world_size) if variant == "true" else range(world_size)
     return Seating(tuple(ranks), (first,) + (others,) * (n_workers - 1))
@@ -84,6 +84,13 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         if (device.index or 0) >= n_gpus:
             raise ValueError(f"run.device = {name!r}: this machine has {n_gpus} CUDA devices")
     return device
+
+
+def _gone(error: RuntimeError) -> OSError:
+    return ConnectionError(
+        f"another rank of this run is gone, and its shard with it ({str(error).splitlines()[0]}): start "
+        f"the run again with --resume; its newest checkpoint is unharmed"
+    )
 
 
 class Cluster:
@@ -126,6 +133,29 @@ class Cluster:
         dist.recv(tensor, rank)
         self.bytes_received += tensor.numel() * tensor.element_size()
         return tensor
+
+    def exchange(self, parts: list[Tensor], sizes: list[int]) -> Callable[[], list[Tensor]]:
+        """Start sending part i (bytes) to rank i; the call returned waits for theirs, of these sizes."""
+        if self.world_size == 1:
+            return lambda: parts
+        sent, got = torch.cat(parts), torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        lengths = [part.numel() for part in parts]
+        try:
+            work = dist.all_to_all_single(got, sent, sizes, lengths, async_op=True)
+        except RuntimeError as error:
+            raise _gone(error) from None
+        self.bytes_sent += sent.numel() - lengths[self.rank]
+        self.bytes_received += got.numel() - sizes[self.rank]
+
+        def wait() -> list[Tensor]:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _gone(error) from None
+            assert sent is not None  # kept until here
+            return list(got.split(sizes))
+
+        return wait
 
     def broadcast(self, values: list[float]) -> list[float]:
         """The central rank's numbers on every rank."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from . import aggregator, checkpoint, dense, dispatcher, generator, worker
+from . import aggregator, checkpoint, dense, dispatcher, generator, sharded, worker
 from .aggregator import Result, Stats
 from .blocks import widths_of_ratio
 from .cluster import Cluster, SeatKind
 from .config import Config
-from .dispatcher import Deal
+from .dispatcher import Deal, Parcel
 from .flat import Layout
 from .ledger import Metrics, Traffic
 from .startup import Run, set_up
@@ -50,6 +50,11 @@ def _train(run: Run, quiet: bool) -> Path:
             stats, traffic = (
                 twist_round(run, r) if cfg.train.method == "twist" else dense_round(run, r)
             )
+            final, every = r + 1 == run.n_rounds, cfg.run.eval_every
+            evaluates = (final and every >= 0) or (every > 0 and (r + 1) % every == 0)
+            saves = final or (cfg.run.save_every and (r + 1) % cfg.run.save_every == 0)
+            if run.shard is not None and (evaluates or saves):
+                sharded.collect_(central, run.shard, run.cluster)
             if central is None or metrics is None:
                 continue
             central.round = r + 1
@@ -73,16 +78,14 @@ def _train(run: Run, quiet: bool) -> Path:
                 "bytes_up": traffic.up,
                 "bytes_wire": traffic.wire,
             }
-            final = r + 1 == run.n_rounds
             note = f"loss {loss:.3f}  {stats.n_tokens / seconds:,.0f} tokens/s"
             bar.update(task, completed=r + 1, note=note)
-            every = cfg.run.eval_every
-            if (final and every >= 0) or (every > 0 and (r + 1) % every == 0):
+            if evaluates:
                 row["eval"], line = evaluate(run)
                 if not quiet:
                     console.print(f"round {r + 1}: loss {loss:.3f}   {line}")
             metrics.write(row)
-            if final or (cfg.run.save_every and (r + 1) % cfg.run.save_every == 0):
+            if saves:
                 tokenizer = run.batches.file.tokenizer_path
                 last = checkpoint.save(
                     Path(cfg.run.out) / "checkpoints", central, cfg, run.template,
@@ -98,21 +101,28 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     blueprints = deal.blueprints
     generator.count_(run.held, blueprints)
     if cfg.train.scale == "measured":
+        if run.shard is not None:
+            sharded.collect_(run.central, run.shard, cluster)
         _update_rho(run, r)
     sent, received = cluster.bytes_sent, cluster.bytes_received
-    if run.central is None:
+    if run.shard is not None:
+        stats = sharded.round_(
+            run.shard, deal, cluster, lambda parcel: _work(run, parcel, r), cfg.train.nesterov()
+        )
+    elif run.central is not None:
+        stats = aggregator.aggregate_(
+            run.central, _results(run, deal, r), deal.holders, cfg.train.nesterov()
+        )
+    else:
         for _ in _local_results(run, deal, r):
             pass
         return Stats(0.0, 0, 0), Traffic(0, 0, 0)
-    stats = aggregator.aggregate_(
-        run.central, _results(run, deal, r), deal.holders, cfg.train.nesterov()
-    )
     run.ahead = _deal(run, r + 1)  # while a GPU still works on this round
     moved = sum(
         run.full.narrowed(block_map, block_map.widths(b)).n_params
         for b in blueprints
     )  # fmt: skip
-    moved *= run.rows * run.central.buffer.element_size()
+    moved *= run.rows * run.dtype.itemsize
     wire = cluster.bytes_sent - sent + cluster.bytes_received - received
     return stats, Traffic(moved, moved, wire)
 
@@ -127,14 +137,9 @@ def _deal(run: Run, r: int) -> Deal:
 
 def _local_results(run: Run, deal: Deal, r: int) -> Iterator[Result]:
     """Train this rank's workers; a remote rank sends each result to the central one."""
-    cfg, cluster = run.cfg, run.cluster
+    cluster = run.cluster
     for parcel in dispatcher.dispatch(run.central, run.runs, deal, cluster, run.rows, run.dtype):
-        seat = seat_for(run, parcel.worker, parcel.layout)
-        factors = scales(
-            run.block_map, run.block_map.widths(parcel.blueprint), cfg.train.scale, run.rho
-        )
-        seat.load(parcel, factors, step=r * cfg.train.interval)
-        result = worker.train(seat, run.batches, cfg.train, r, run.total_steps)
+        result = _work(run, parcel, r)
         if not cluster.is_central:
             s = result.stats
             told = torch.tensor([s.loss_sum, s.n_steps, s.n_tokens], dtype=torch.float64)
@@ -142,6 +147,15 @@ def _local_results(run: Run, deal: Deal, r: int) -> Iterator[Result]:
             cluster.post(0, result.buffer)
             cluster.wait()  # the seat's buffer is overwritten by the next parcel
         yield result
+
+
+def _work(run: Run, parcel: Parcel, r: int) -> Result:
+    """The local steps of one worker."""
+    t = run.cfg.train
+    seat = seat_for(run, parcel.worker, parcel.layout)
+    factors = scales(run.block_map, run.block_map.widths(parcel.blueprint), t.scale, run.rho)
+    seat.load(parcel, factors, step=r * t.interval)
+    return worker.train(seat, run.batches, t, r, run.total_steps)
 
 
 def _results(run: Run, deal: Deal, r: int) -> Iterator[Result]:

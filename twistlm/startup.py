@@ -21,6 +21,7 @@ from .data import Batches, open_tokens
 from .dispatcher import Deal
 from .evaluate import Evaluator, Text
 from .flat import Layout, Runs, layout, runs
+from .sharded import Shard, spread
 from .subnet import Rho
 from .terminal import console
 from .worker import Seat
@@ -44,6 +45,7 @@ class Run:
     seats: dict[tuple, Seat] = field(default_factory=dict)  # by kind and shape
     evaluator: Evaluator | None = None
     ahead: Deal | None = None  # the next round's
+    shard: Shard | None = None  # with it, `central` is a copy that is filled when it is needed
 
     @property
     def full(self) -> Layout:
@@ -65,10 +67,10 @@ class Run:
 
 def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
     """Model, data, block map and central state, all checked before the first step."""
-    if cfg.train.method != "twist" and cfg.run.variant == "true":
+    if cfg.train.method != "twist" and cfg.run.variant in ("true", "sharded"):
         raise ValueError(
-            f"train.method = {cfg.train.method!r} trains on every rank: use run.variant local, masked "
-            f"or hybrid"
+            f"train.method = {cfg.train.method!r} trains one model on every rank: use run.variant local, "
+            f"masked or hybrid"
         )
     out = Path(cfg.run.out)
     folder = out / "checkpoints"
@@ -136,6 +138,9 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
             template, block_map, run.central, text, scale=t.scale, precision=t.precision
         )
     _share_start(run)
+    if cfg.run.variant == "sharded":
+        outer = t.nesterov() is not None
+        run.shard = spread(run.central, whole, cluster, run.rows, outer, run.dtype, cfg.run.wire)
     return run
 
 
