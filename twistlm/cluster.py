@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,11 +87,16 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def _gone(error: RuntimeError) -> OSError:
-    return ConnectionError(
-        f"another rank of this run is gone, and its shard with it ({str(error).splitlines()[0]}): start "
-        f"the run again with --resume; its newest checkpoint is unharmed"
-    )
+@contextmanager
+def _talking() -> Iterator[None]:
+    """Say in a sentence that a peer is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"another rank of this run is gone: start the run again with --resume, its newest checkpoint is "
+            f"unharmed ({str(error).splitlines()[0]})"
+        ) from None
 
 
 class Cluster:
@@ -119,18 +125,21 @@ class Cluster:
 
     def post(self, rank: int, tensor: Tensor) -> None:
         """Start sending; the tensor is kept until `wait`."""
-        self._posted.append((dist.isend(tensor, rank), tensor))
+        with _talking():
+            self._posted.append((dist.isend(tensor, rank), tensor))
         self.bytes_sent += tensor.numel() * tensor.element_size()
 
     def wait(self) -> None:
-        for work, _ in self._posted:
-            if work is not None:
-                work.wait()
+        with _talking():
+            for work, _ in self._posted:
+                if work is not None:
+                    work.wait()
         self._posted.clear()
 
     def receive(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.recv(tensor, rank)
+        with _talking():
+            dist.recv(tensor, rank)
         self.bytes_received += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -140,18 +149,14 @@ class Cluster:
             return lambda: parts
         sent, got = torch.cat(parts), torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         lengths = [part.numel() for part in parts]
-        try:
+        with _talking():
             work = dist.all_to_all_single(got, sent, sizes, lengths, async_op=True)
-        except RuntimeError as error:
-            raise _gone(error) from None
         self.bytes_sent += sent.numel() - lengths[self.rank]
         self.bytes_received += got.numel() - sizes[self.rank]
 
         def wait() -> list[Tensor]:
-            try:
+            with _talking():
                 work.wait()
-            except RuntimeError as error:
-                raise _gone(error) from None
             assert sent is not None  # kept until here
             return list(got.split(sizes))
 
@@ -162,7 +167,8 @@ class Cluster:
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.broadcast(tensor, 0)
+        with _talking():
+            dist.broadcast(tensor, 0)
         return tensor.tolist()
 
     def barrier(self) -> None:
