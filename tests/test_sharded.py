@@ -54,12 +54,12 @@ def lines(run: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, str]:
-    """The same four rounds: `local` in this process, `sharded` on three ranks."""
+    """The same four rounds: `local` in this process, `sharded` on three ranks with many small tiles."""
     folder = tmp_path_factory.mktemp("sharded")
     tokens = make_tokens(folder / "tokens")
-    table = sharded_table(tokens, folder / "sharded")
-    torchrun(3, "train", toml(folder / "sharded.toml", table))
+    started = ranks.start(3, folder, train, sharded_table(tokens, folder / "sharded"))
     rounds.train(tiny(tokens, folder / "local", train=TRAIN, blocks=BLOCKS, run=RUN), quiet=True)
+    ranks.finish(started, folder)
     return folder, tokens
 
 
@@ -74,10 +74,10 @@ def test_sharded_is_bitwise_local(runs):
     assert ours[1]["eval"]
 
 
-def test_many_small_tiles_give_the_same_bits(runs, tmp_path):
-    """Tiles of which some worker holds nothing are there too."""
+def test_one_tile_for_each_under_torchrun(runs, tmp_path):
     folder, tokens = runs
-    ranks.finish(ranks.start(3, tmp_path, train, sharded_table(tokens, tmp_path / "run")), tmp_path)
+    table = sharded_table(tokens, tmp_path / "run", run={"eval_every": -1, "save_every": 0})
+    torchrun(3, "train", toml(tmp_path / "config.toml", table))
     same(*(at / "checkpoints/round-000004" for at in (folder / "local", tmp_path / "run")))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import wire
+from . import wire as wires
 from .aggregator import Result, Stats, aggregate_
 from .central import Central
 from .cluster import Cluster
@@ -41,6 +41,10 @@ class Tile:
         first, grain = runs.full.n_shared, runs.grain
         shared, blocks = (tuple(grain * run for run in ends) for ends in (self.shared, self.blocks))
         return slice(*shared), slice(first + blocks[0], first + blocks[1])
+
+    def size(self, runs: Runs) -> int:
+        """Its elements."""
+        return sum(span.stop - span.start for span in self.spans(runs))
 
 
 @dataclass
@@ -103,39 +107,48 @@ def spread(
 ) -> Shard:  # fmt: skip
     """Give every rank its shard of what the central rank created or restored."""
     tiles = cut_tiles(runs, cluster.world_size, rows * dtype.itemsize)
-    centrals = []
-    for chunk in tiles:
-        if central is not None:
-            for owner, tile in enumerate(chunk):
-                if owner != cluster.rank:
-                    cluster.post(owner, _copy(central, runs, tile))
-        mine = chunk[cluster.rank]
-        small = _small(runs, mine)
-        shape = (rows + outer, small.full.n_params)
-        whole = (
-            _copy(central, runs, mine) if central is not None else cluster.receive(0, shape, dtype)
-        )
+    centrals: list[Central] = []
+    nothing = torch.empty(0, dtype=torch.uint8, device=cluster.device)
+
+    def send(c: int) -> tuple[list[Tensor], list[int]]:
+        size = (rows + outer) * tiles[c][cluster.rank].size(runs)
+        sizes = [wires.n_bytes("fp32", size, dtype)] + [0] * (cluster.world_size - 1)
+        if central is None:
+            return [nothing] * cluster.world_size, sizes
+        return [wires.encode("fp32", _copy(central, runs, tile)) for tile in tiles[c]], sizes
+
+    def take(c: int, payloads: list[Tensor]) -> None:
+        small = _small(runs, tiles[c][cluster.rank])
+        whole = wires.decode("fp32", payloads[0], (rows + outer, small.full.n_params), dtype)
         velocity = whole[rows].clone() if outer else None
         centrals.append(Central(small, whole[:rows].clone(), velocity, {}))
-        cluster.wait()
+
+    _exchange(cluster, len(tiles), send, take)
     return Shard(runs, tiles, centrals, wire)
 
 
 def collect_(central: Central | None, shard: Shard, cluster: Cluster) -> None:
     """Bring all shards to the central rank's copy of the model: to evaluate it and to save it."""
-    for chunk, mine in zip(shard.tiles, shard.centrals, strict=True):
+    runs, dtype = shard.runs, shard.centrals[0].buffer.dtype
+    nothing = torch.empty(0, dtype=torch.uint8, device=cluster.device)
+    rows = shard.rows + (shard.centrals[0].velocity is not None)
+
+    def send(c: int) -> tuple[list[Tensor], list[int]]:
+        mine = shard.centrals[c]
         whole = mine.buffer
         if mine.velocity is not None:
             whole = torch.cat([whole, mine.velocity[None]])
-        if central is None:
-            cluster.post(0, whole)
-            cluster.wait()
-            continue
-        for owner, tile in enumerate(chunk):
-            if owner != cluster.rank:
-                shape = (len(whole), _small(shard.runs, tile).full.n_params)
-                whole = cluster.receive(owner, shape, mine.buffer.dtype)
-            _place_(central, shard.runs, tile, whole)
+        sizes = [wires.n_bytes("fp32", rows * tile.size(runs), dtype) for tile in shard.tiles[c]]
+        parts = [wires.encode("fp32", whole)] + [nothing] * (cluster.world_size - 1)
+        return parts, sizes if central is not None else [0] * cluster.world_size
+
+    def take(c: int, payloads: list[Tensor]) -> None:
+        if central is not None:
+            for tile, payload in zip(shard.tiles[c], payloads, strict=True):
+                whole = wires.decode("fp32", payload, (rows, tile.size(runs)), dtype)
+                _place_(central, runs, tile, whole)
+
+    _exchange(cluster, len(shard.tiles), send, take)
 
 
 def round_(
@@ -165,13 +178,13 @@ def _dispatch(shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster) -> Pa
             (shard.rows, cuts[rank].size(runs, tile, (c, owner)))
             for owner, tile in enumerate(shard.tiles[c])
         ]
-        sizes = [wire.down_bytes(shard.wire, shape, dtype) for shape in shapes]
-        return [wire.down(shard.wire, part) for part in parts], sizes
+        sizes = [wires.down_bytes(shard.wire, shape, dtype) for shape in shapes]
+        return [wires.down(shard.wire, part) for part in parts], sizes
 
     def take(c: int, payloads: list[Tensor]) -> None:
         for owner, (tile, payload) in enumerate(zip(shard.tiles[c], payloads, strict=True)):
             shape = (shard.rows, cuts[rank].size(runs, tile, (c, owner)))
-            part = wire.read_down(shard.wire, payload, shape, dtype)
+            part = wires.read_down(shard.wire, payload, shape, dtype)
             _set(source, cuts[rank].pieces(runs, tile, (c, owner)), part)
 
     _exchange(cluster, len(shard.tiles), send, take)
@@ -189,10 +202,10 @@ def _aggregate(
         parts = []
         for owner, tile in enumerate(shard.tiles[c]):
             pieces = cuts[rank].pieces(runs, tile, (c, owner))
-            parts.append(wire.up(shard.wire, _get(trained, pieces), _get(sent[:1], pieces)[0]))
+            parts.append(wires.up(shard.wire, _get(trained, pieces), _get(sent[:1], pieces)[0]))
         mine = shard.tiles[c][rank]
         shapes = [(shard.rows, cut.size(runs, mine, (c, rank))) for cut in cuts]
-        return parts, [wire.up_bytes(shard.wire, shape, dtype) for shape in shapes]
+        return parts, [wires.up_bytes(shard.wire, shape, dtype) for shape in shapes]
 
     def take(c: int, payloads: list[Tensor]) -> None:
         central, tile, results = shard.centrals[c], shard.tiles[c][rank], []
@@ -200,7 +213,7 @@ def _aggregate(
             index = cut.inside(tile, (c, rank))
             shape = (shard.rows, cut.size(runs, tile, (c, rank)))
             went = _gather(central, index, 1)[0]
-            buffer = wire.read_up(shard.wire, payload, shape, went)
+            buffer = wires.read_up(shard.wire, payload, shape, went)
             results.append(Result(worker, buffer, index, Stats(0.0, 0, 0)))
         aggregate_(central, results, deal.holders, outer)
 
@@ -225,11 +238,11 @@ def _exchange(
 def _share_stats(stats: Stats, cluster: Cluster) -> Stats:
     """The sum over workers, in worker order, on every rank."""
     told = torch.tensor([stats.loss_sum, stats.n_steps, stats.n_tokens], dtype=torch.float64)
-    payload = wire.encode("fp32", told.to(cluster.device))
+    payload = wires.encode("fp32", told.to(cluster.device))
     heard = cluster.exchange([payload] * cluster.world_size, [24] * cluster.world_size)()
     total = Stats(0.0, 0, 0)
     for payload in heard:
-        loss_sum, n_steps, n_tokens = wire.decode("fp32", payload, (3,), torch.float64).tolist()
+        loss_sum, n_steps, n_tokens = wires.decode("fp32", payload, (3,), torch.float64).tolist()
         total += Stats(loss_sum, int(n_steps), int(n_tokens))
     return total
 
