@@ -25,7 +25,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"blocks", "fast", "kernels", "attention", "wire", "prune", "prune.pattern"},
     {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
-    {"prepare", "subnet", "adamw", "budget", "speed"},
+    {"prepare", "subnet", "adamw", "budget", "speed", "links"},
     {"central", "corpus"},
     {"dispatcher", "aggregator", "checkpoint"},
     {"worker", "parent", "points", "sharded"},

@@ -52,6 +52,16 @@ def lines(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def by_formula(rows: list[dict]) -> None:
+    """In S shards (S - 1) / S of all parcels cross a link, and rank 0 sends and receives an S-th of that.
+
+    A tile of the tiny model is uneven: 10%.
+    """
+    for row in rows:
+        expected = (row["bytes_down"] + row["bytes_up"]) * 2 / 3 * 2 / 3
+        assert row["bytes_wire"] == pytest.approx(expected, rel=0.1)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, str]:
     """The same four rounds: `local` in this process, `sharded` on three ranks with many small tiles."""
@@ -72,6 +82,7 @@ def test_sharded_is_bitwise_local(runs):
     assert [row["loss"] for row in ours] == [row["loss"] for row in reference]
     assert [row.get("eval") for row in ours] == [row.get("eval") for row in reference]
     assert ours[1]["eval"]
+    by_formula(ours)
 
 
 def test_one_tile_for_each_under_torchrun(runs, tmp_path):
@@ -106,6 +117,8 @@ def test_a_narrow_wire_changes_little(runs, tmp_path, wire):
     assert ours[-1]["loss"] != exact[-1]["loss"]
     for mine, reference in zip(ours, exact, strict=True):
         assert mine["loss"] == pytest.approx(reference["loss"], rel=0.01)
+        assert mine["bytes_up"] < {"bf16": 0.51, "int8": 0.35}[wire] * reference["bytes_up"]
+    by_formula(ours)
 
 
 def test_a_death_ends_the_run_with_a_sentence_and_resume_is_bitwise(runs, tmp_path):

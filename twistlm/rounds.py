@@ -12,12 +12,12 @@ import torch
 
 from . import aggregator, checkpoint, dense, dispatcher, generator, sharded, worker
 from .aggregator import Result, Stats
-from .blocks import widths_of_ratio
+from .blocks import Blueprint, widths_of_ratio
 from .cluster import Cluster, SeatKind
 from .config import Config
 from .dispatcher import Deal, Parcel
 from .flat import Layout
-from .ledger import Metrics, Traffic
+from .ledger import Bytes, Metrics, Traffic, other_counts, subnet_bytes
 from .startup import Run, set_up
 from .subnet import measure_rho, scales
 from .terminal import console, progress
@@ -74,9 +74,7 @@ def _train(run: Run, quiet: bool) -> Path:
                 "n_steps": stats.n_steps,
                 "n_tokens": stats.n_tokens,
                 "seconds": seconds,
-                "bytes_down": traffic.down,
-                "bytes_up": traffic.up,
-                "bytes_wire": traffic.wire,
+                **traffic.to_dict(),
             }
             note = f"loss {loss:.3f}  {stats.n_tokens / seconds:,.0f} tokens/s"
             bar.update(task, completed=r + 1, note=note)
@@ -96,7 +94,7 @@ def _train(run: Run, quiet: bool) -> Path:
 
 def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     """One round of the paper: generate, dispatch, train, aggregate."""
-    cfg, cluster, block_map = run.cfg, run.cluster, run.block_map
+    cfg, cluster = run.cfg, run.cluster
     deal = run.ahead if run.ahead is not None and run.ahead.round == r else _deal(run, r)
     blueprints = deal.blueprints
     generator.count_(run.held, blueprints)
@@ -116,15 +114,22 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     else:
         for _ in _local_results(run, deal, r):
             pass
-        return Stats(0.0, 0, 0), Traffic(0, 0, 0)
+        return Stats(0.0, 0, 0), Traffic(Bytes(), Bytes(), 0)
     run.ahead = _deal(run, r + 1)  # while a GPU still works on this round
-    moved = sum(
-        run.full.narrowed(block_map, block_map.widths(b)).n_params
-        for b in blueprints
-    )  # fmt: skip
-    moved *= run.rows * run.dtype.itemsize
-    wire = cluster.bytes_sent - sent + cluster.bytes_received - received
-    return stats, Traffic(moved, moved, wire)
+    wired = cluster.bytes_sent - sent + cluster.bytes_received - received
+    return stats, _traffic(run, blueprints, wired)
+
+
+def _traffic(run: Run, blueprints: list[Blueprint], wired: int) -> Traffic:
+    """What a round's subnets cost both ways; without a wire they are counted as they lie in memory."""
+    kind, down, up, subnets = run.cfg.run.wire if wired else "fp32", Bytes(), Bytes(), []
+    for blueprint in blueprints:
+        subnets.append(run.full.narrowed(run.block_map, run.block_map.widths(blueprint)).n_params)
+        there, back = subnet_bytes(run.full.n_shared, subnets[-1], run.rows, kind, run.dtype)
+        down, up = down + there, up + back
+    return Traffic(
+        down, up, wired, other_counts(run.full.n_params, subnets, run.cfg.train.interval)
+    )
 
 
 def _deal(run: Run, r: int) -> Deal:
@@ -202,7 +207,8 @@ def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         mask_ if drops else lambda step: None,
     )  # fmt: skip
     gradients = run.full.n_params * run.seats[key].grad.element_size() * t.interval * t.n_workers
-    return stats, Traffic(gradients, gradients, 2 * gradients if cluster.world_size > 1 else 0)
+    moved = Bytes(shared=gradients)
+    return stats, Traffic(moved, moved, 2 * gradients if cluster.world_size > 1 else 0)
 
 
 def seat_for(run: Run, i: int, where: Layout) -> Seat:
