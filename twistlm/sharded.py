@@ -11,6 +11,7 @@ A rank that dies takes its shard with it: the others stop, and the run resumes f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from .config import Wire
 from .dispatcher import Deal, Parcel
 from .flat import Layout, Runs, gather_
 
+AHEAD = 2  # exchanges under way: a link that has little to carry in one goes on with the next
 PIECE = 4 << 20  # bytes to one peer at a time: gloo is at its best there (docs/log.md)
 
 
@@ -224,15 +226,14 @@ def _exchange(
     cluster: Cluster, n_chunks: int,
     send: Callable[[int], tuple[list[Tensor], list[int]]], take: Callable[[int, list[Tensor]], None],
 ) -> None:  # fmt: skip
-    """All chunks, one on its way while the one before is taken and the next is packed."""
-    under_way: Callable[[], list[Tensor]] | None = None
+    """All chunks in order, some on their way while others are packed and taken."""
+    under_way: deque[Callable[[], list[Tensor]]] = deque()
+    n_sent = 0
     for c in range(n_chunks):
-        started = cluster.exchange(*send(c))
-        if under_way is not None:
-            take(c - 1, under_way())
-        under_way = started
-    if under_way is not None:
-        take(n_chunks - 1, under_way())
+        while n_sent < min(n_chunks, c + AHEAD):
+            under_way.append(cluster.exchange(*send(n_sent)))
+            n_sent += 1
+        take(c, under_way.popleft()())
 
 
 def _share_stats(stats: Stats, cluster: Cluster) -> Stats:
