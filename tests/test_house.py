@@ -21,16 +21,19 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
 LAYERS = [  # a module imports only from layers above its own
     {"export", "export.modeling_ticket"},
     {"export.register"},
-    {"__init__", "config", "terminal", "certificate", "bench"},
+    {"__init__", "config", "terminal", "certificate", "bench", "leases", "address"},
+    {"events", "stop", "session", "guard"},
+    {"supervisor"},
     {"blocks", "fast", "kernels", "attention", "wire", "prune", "prune.pattern"},
     {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
     {"prepare", "subnet", "adamw", "budget", "speed", "links"},
     {"central", "corpus"},
-    {"dispatcher", "aggregator", "checkpoint"},
+    {"dispatcher", "aggregator", "checkpoint", "door"},
+    {"hub"},
     {"worker", "parent", "points", "sharded"},
     {"export.card", "export.hf", "prune.calibrate"},
-    {"evaluate", "dense", "deploy", "prune.importance", "prune.methods"},
+    {"remote", "evaluate", "dense", "deploy", "prune.importance", "prune.methods"},
     {"startup", "plan", "pick", "export.verify", "export.gguf_vocab", "export.llamacpp"},
     {"rounds", "score", "runnable", "export.gguf", "export.onnx", "prune.write"},
     {
@@ -44,12 +47,12 @@ LAYERS = [  # a module imports only from layers above its own
         "bench.curve",
         "bench.runtimes",
     },
-    {"bench.measure"},
+    {"bench.measure", "bench.namespaces", "bench.peer"},
     {"bench.deploy"},
     {"cli.app"},
     {"cli.training"},
     {"cli.tickets"},
-    {"cli.bench", "cli.export", "cli.extract", "cli.prune"},
+    {"cli.bench", "cli.export", "cli.extract", "cli.hub", "cli.prune"},
     {"cli"},
     {"__main__"},
 ]
@@ -91,7 +94,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     types = r"gpt2|llama|mistral|qwen|gemma|smollm|\bopt\b|\bphi\b"
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
-        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune",
+        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.hub", "cli.prune",
         "bench.runtimes", "config", "ledger", "models", "plan",
     }  # fmt: skip
     for name, source in SOURCES.items():
@@ -102,9 +105,18 @@ def test_model_names_stand_in_families_and_exports_alone():
         assert name in may_name_types or not re.findall(types, code), name
 
 
-def test_torch_distributed_is_imported_in_cluster_only():
+def test_torch_distributed_is_imported_where_processes_meet():
+    """cluster: torchrun's ranks; door and session: the hub's store and its 2-rank groups."""
     for name, source in SOURCES.items():
-        assert ("torch.distributed" in source) == (name == "cluster"), name
+        assert ("torch.distributed" in source) == (name in {"cluster", "door", "session"}), name
+
+
+def test_no_pickle_on_wire_or_disk():
+    """What unpickles runs code: torch's object collectives, torch.load and pickle itself."""
+    words = r"pickle|(send|recv|gather|scatter|broadcast)_object|torch\.load\b|torch\.save\b|\bmarshal\b|shelve|joblib"
+    for name, source in SOURCES.items():
+        code = re.sub(r'"""(.|\n)*?"""|#.*', "", source)
+        assert not re.findall(words, code), name
 
 
 def test_the_training_path_needs_no_extra():

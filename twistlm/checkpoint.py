@@ -33,10 +33,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import config as configs
+from . import leases
 from .blocks import BlockMap, State
 from .central import Central, create
 from .config import Config
 from .data import file_sha256
+from .leases import Leases
 from .models import shapes as shapes_of
 from .terminal import console
 
@@ -58,6 +60,14 @@ class Checkpoint:
     @property
     def round(self) -> int:
         return self.manifest["round"]
+
+    @property
+    def leases(self) -> Leases:
+        """What of the data has been trained; before leases existed, all workers lived in all rounds."""
+        if "leases" in self.manifest:
+            return leases.from_dict(self.manifest["leases"])
+        t = self.config.train
+        return Leases(self.round * t.interval * t.n_workers * t.batch)
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -168,6 +178,7 @@ def save(
             "round": central.round,
             "config": configs.to_dict(cfg),
             "tokenizer_sha256": file_sha256(tokenizer) if tokenizer else None,
+            "leases": leases.to_dict(central.leases),
             "held": central.held,
             "rho": central.rho,
             **describe_run(),
@@ -274,7 +285,7 @@ def restore(
         saved = _load(checkpoint, "outer.safetensors")
         for name, view in central.layout.views(central.velocity).items():
             view.copy_(saved[name])
-    central.round = checkpoint.round
+    central.round, central.leases = checkpoint.round, checkpoint.leases
     for name, counts in checkpoint.manifest["held"].items():
         if len(counts) == len(central.held.get(name, ())):  # other blocks are counted anew
             central.held[name] = counts

@@ -1,4 +1,4 @@
-"""Who sits where, and how buffers travel between the central rank and the others.
+"""Who sits where, and what the ranks of torchrun have in common.
 
 A variant is a seating table: which rank hosts which worker, and whether that worker trains a
 physical subnet, a masked copy of the full model, or the central weights themselves behind a mask.
@@ -100,18 +100,34 @@ def _talking() -> Iterator[None]:
 
 
 class Cluster:
-    """This process's place in the run, and the transport (none for one process)."""
+    """This process's place in the run.
 
-    def __init__(self, variant: str, n_workers: int, kind: SeatKind, device: str):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.seating = seat(variant, n_workers, self.world_size, kind)
+    TwIST's rounds go through a hub (`hub`), over sessions; torchrun's ranks only have to find it. Shards
+    are exchanged between all ranks, and the controls sum gradients in every step: these ranks form one
+    group (`together`), and a death ends them.
+    """
+
+    def __init__(
+        self,
+        variant: str,
+        n_workers: int,
+        kind: SeatKind,
+        device: str,
+        *,
+        together: bool = False,
+        hub: bool = False,
+    ):
+        self.rank = 0 if hub else int(os.environ.get("RANK", 0))
+        self.world_size = 1 if hub else int(os.environ.get("WORLD_SIZE", 1))
+        # the workers of a hub sit where torchrun's other ranks would
+        n_ranks = n_workers + (variant == "true") if hub else self.world_size
+        self.seating = seat(variant, n_workers, n_ranks, kind)
         self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
-        self.bytes_sent = self.bytes_received = 0  # over the wire, seen from this rank
-        self._posted: list[tuple[dist.Work | None, Tensor]] = []
-        if self.world_size > 1:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
+        self.n_sent = self.n_received = 0  # bytes of exchanges
+        self._group = together and self.world_size > 1
+        if self.world_size > 1 and self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self._group:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     @property
@@ -123,36 +139,24 @@ class Cluster:
         """The workers that this rank plays."""
         return self.seating.workers_of(self.rank)
 
-    def post(self, rank: int, tensor: Tensor) -> None:
-        """Start sending; the tensor is kept until `wait`."""
-        with _talking():
-            self._posted.append((dist.isend(tensor, rank), tensor))
-        self.bytes_sent += tensor.numel() * tensor.element_size()
-
-    def wait(self) -> None:
-        with _talking():
-            for work, _ in self._posted:
-                if work is not None:
-                    work.wait()
-        self._posted.clear()
-
-    def receive(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        with _talking():
-            dist.recv(tensor, rank)
-        self.bytes_received += tensor.numel() * tensor.element_size()
-        return tensor
+    def share(self, word: str | None = None) -> str:
+        """The central rank's word on every rank, through torchrun's own store."""
+        store, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.world_size)))
+        self._store = store  # where this rank hosts it, it must live on
+        if word is not None:
+            store.set("twistlm", word)
+        return store.get("twistlm").decode()
 
     def exchange(self, parts: list[Tensor], sizes: list[int]) -> Callable[[], list[Tensor]]:
         """Start sending part i (bytes) to rank i; the call returned waits for theirs, of these sizes."""
-        if self.world_size == 1:
+        if not self._group:
             return lambda: parts
         sent, got = torch.cat(parts), torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         lengths = [part.numel() for part in parts]
         with _talking():
             work = dist.all_to_all_single(got, sent, sizes, lengths, async_op=True)
-        self.bytes_sent += sent.numel() - lengths[self.rank]
-        self.bytes_received += got.numel() - sizes[self.rank]
+        self.n_sent += sent.numel() - lengths[self.rank]
+        self.n_received += got.numel() - sizes[self.rank]
 
         def wait() -> list[Tensor]:
             with _talking():
@@ -164,22 +168,25 @@ class Cluster:
 
     def broadcast(self, values: list[float]) -> list[float]:
         """The central rank's numbers on every rank."""
-        if self.world_size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with _talking():
-            dist.broadcast(tensor, 0)
-        return tensor.tolist()
+        return self.broadcast_(
+            torch.tensor(values, dtype=torch.float64, device=self.device)
+        ).tolist()
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        if self._group:
+            with _talking():
+                dist.broadcast(tensor, 0)
+        return tensor
 
     def barrier(self) -> None:
-        if self.world_size > 1:
+        if self._group:
             dist.barrier()
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        if self.world_size > 1:
+        if self._group:
             dist.all_reduce(tensor)
         return tensor
 
     def close(self) -> None:
-        if self.world_size > 1 and dist.is_initialized():
+        if self._group and dist.is_initialized():
             dist.destroy_process_group()

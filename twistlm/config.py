@@ -175,6 +175,25 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class HubConfig:
+    """Workers that come and go: `twistlm hub`, and the ranks of torchrun."""
+
+    bind: str = "127.0.0.1:29400"
+    """host:port that `twistlm hub` listens on."""
+    public: bool = False
+    """Allow addresses beyond loopback and private ranges. Nothing is encrypted."""
+    min_workers: int = 1
+    """A round with fewer results is not committed."""
+    wait: float = 60.0
+    """Seconds that a hub waits at its start for all S workers before it begins with those who are in."""
+    floor: float = 30.0
+    """Least seconds of a round's deadline, which is 3 times the median of the last rounds; 10 times
+    this for the first round."""
+    patience: float = 600.0
+    """Seconds below `min_workers` after which the hub gives up."""
+
+
+@dataclass(frozen=True)
 class Config:
     """One training run."""
 
@@ -183,6 +202,7 @@ class Config:
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
 
     def check(self) -> Config:
         """Refuse values that no model could make sense of; model-dependent ones are checked later."""
@@ -195,6 +215,8 @@ class Config:
             "train.lr": self.train.lr,
             "run.eval_n": self.run.eval_n,
             "run.keep": self.run.keep,
+            "hub.min_workers": self.hub.min_workers,
+            "hub.floor": self.hub.floor,
         }
         at_least_zero = {
             "data.planned_sequences": self.data.planned_sequences,
@@ -208,6 +230,8 @@ class Config:
             "run.save_every": self.run.save_every,
             "run.eval_tokens": self.run.eval_tokens,
             "run.threads": self.run.threads,
+            "hub.wait": self.hub.wait,
+            "hub.patience": self.hub.patience,
         }
         for name, value in (positive | at_least_zero).items():
             if value == math.inf and name != "train.clip":
@@ -225,6 +249,11 @@ class Config:
         if self.run.eval_every < -1:
             raise ValueError(
                 f"run.eval_every = {self.run.eval_every}: must be -1, 0 or a number of rounds"
+            )
+        if self.hub.min_workers > self.train.n_workers:
+            raise ValueError(
+                f"hub.min_workers = {self.hub.min_workers}: must not exceed train.n_workers = "
+                f"{self.train.n_workers}"
             )
         self.train.nesterov()
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from .blocks import Blueprint
 from .central import Central
-from .cluster import Cluster
 from .flat import Layout, Runs, gather_, holders
 
 
@@ -67,29 +65,8 @@ def prepare(runs: Runs, round: int, blueprints: list[Blueprint]) -> Deal:
     return Deal(round, blueprints, indices, holders(runs, blueprints))
 
 
-def dispatch(
-    central: Central | None,
-    runs: Runs,
-    deal: Deal,
-    cluster: Cluster,
-    rows: int,
-    dtype: torch.dtype,
-) -> Iterator[Parcel]:
-    """Send every remote worker its buffer, then yield this rank's own parcels one by one.
-
-    All remote buffers have been cut before the first local one is yielded: a central seat trains the
-    central weights in place.
-    """
-    seating = cluster.seating
-    if central is not None:
-        for worker, rank in enumerate(seating.ranks):
-            if rank != cluster.rank:
-                cluster.post(rank, cut(central, deal.blueprints[worker]))
-    for worker in cluster.workers:
-        blueprint = deal.blueprints[worker]
-        where = runs.full.narrowed(runs.block_map, runs.block_map.widths(blueprint))
-        if central is not None:
-            source = central.buffer
-        else:
-            source = cluster.receive(0, (rows, where.n_params), dtype)
-        yield Parcel(worker, blueprint, where, deal.indices[worker], source, runs)
+def parcel(deal: Deal, worker: int, runs: Runs, source: Tensor) -> Parcel:
+    """A worker's parcel out of the central buffer, or out of what came over the wire."""
+    blueprint = deal.blueprints[worker]
+    where = runs.full.narrowed(runs.block_map, runs.block_map.widths(blueprint))
+    return Parcel(worker, blueprint, where, deal.indices[worker], source, runs)

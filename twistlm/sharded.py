@@ -26,6 +26,7 @@ from .cluster import Cluster
 from .config import Wire
 from .dispatcher import Deal, Parcel
 from .flat import Layout, Runs, gather_
+from .stop import Stop
 
 AHEAD = 2  # exchanges under way: a link that has little to carry in one goes on with the next
 PIECE = 4 << 20  # bytes to one peer at a time: gloo is at its best there (docs/log.md)
@@ -57,6 +58,7 @@ class Shard:
     tiles: list[list[Tile]]  # [chunk][owner]
     centrals: list[Central]  # [chunk]: its own tiles, each a small central model
     wire: Wire
+    ends: bool = False  # whether a rank was told to stop: all know it after the same round
 
     @property
     def rows(self) -> int:
@@ -155,13 +157,17 @@ def collect_(central: Central | None, shard: Shard, cluster: Cluster) -> None:
 
 def round_(
     shard: Shard, deal: Deal, cluster: Cluster, train: Callable[[Parcel], Result],
-    outer: tuple[float, float] | None,
+    outer: tuple[float, float] | None, stop: Stop,
 ) -> Stats:  # fmt: skip
-    """One round: parcels come from all owners, the worker trains, results go to all owners."""
+    """One round: parcels come from all owners, the worker trains, results go to all owners.
+
+    A signal that reached any rank by the end of its local steps is in every rank's `stop` afterwards.
+    """
     cuts = [_cut(shard, index) for index in deal.indices]
     parcel = _dispatch(shard, deal, cuts, cluster)
     result = train(parcel)
-    stats = _share_stats(result.stats, cluster)
+    stats, wish = _share_stats(result.stats, stop.wish, cluster)
+    stop.wish, shard.ends = stop.wish or wish, wish != 0
     _aggregate(shard, deal, cuts, cluster, parcel.source, result.buffer, outer)
     return stats
 
@@ -236,16 +242,19 @@ def _exchange(
         take(c, under_way.popleft()())
 
 
-def _share_stats(stats: Stats, cluster: Cluster) -> Stats:
-    """The sum over workers, in worker order, on every rank."""
-    told = torch.tensor([stats.loss_sum, stats.n_steps, stats.n_tokens], dtype=torch.float64)
-    payload = wires.encode("fp32", told.to(cluster.device))
-    heard = cluster.exchange([payload] * cluster.world_size, [24] * cluster.world_size)()
-    total = Stats(0.0, 0, 0)
-    for payload in heard:
-        loss_sum, n_steps, n_tokens = wires.decode("fp32", payload, (3,), torch.float64).tolist()
+def _share_stats(stats: Stats, wish: int, cluster: Cluster) -> tuple[Stats, int]:
+    """The sum over workers, in worker order, and any rank's signal; on every rank."""
+    mine = [stats.loss_sum, stats.n_steps, stats.n_tokens, wish]
+    told = torch.tensor(mine, dtype=torch.float64, device=cluster.device)
+    payload, n = wires.encode("fp32", told), cluster.world_size
+    total, wish = Stats(0.0, 0, 0), 0
+    for heard in cluster.exchange([payload] * n, [payload.numel()] * n)():
+        loss_sum, n_steps, n_tokens, number = wires.decode(
+            "fp32", heard, (4,), torch.float64
+        ).tolist()
         total += Stats(loss_sum, int(n_steps), int(n_tokens))
-    return total
+        wish = wish or int(number)
+    return total, wish
 
 
 def _cut(shard: Shard, index: Tensor) -> Cut:

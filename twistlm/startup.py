@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,10 +22,13 @@ from .data import Batches, open_tokens
 from .dispatcher import Deal
 from .evaluate import Evaluator, Text
 from .flat import Layout, Runs, layout, runs
+from .hub import Hub
+from .leases import Leases
 from .sharded import Shard, spread
+from .stop import Stop
 from .subnet import Rho
 from .terminal import console
-from .worker import Seat
+from .worker import Seats
 
 
 @dataclass
@@ -42,10 +46,20 @@ class Run:
     held: generator.Held
     rho: Rho = field(default_factory=dict)
     start: int = 0  # the first round to run
-    seats: dict[tuple, Seat] = field(default_factory=dict)  # by kind and shape
+    leases: Leases = field(default_factory=Leases)  # before the next round; the same on every rank
     evaluator: Evaluator | None = None
     ahead: Deal | None = None  # the next round's
+    hub: Hub | None = None  # on the central rank, where workers are other processes
     shard: Shard | None = None  # with it, `central` is a copy that is filled when it is needed
+    stop: Stop = field(default_factory=Stop)
+
+    @cached_property
+    def seats(self) -> Seats:
+        weights = self.central.weights if self.central is not None else None
+        return Seats(
+            self.template, self.block_map, self.full, self.cfg.train, self.cluster.device, self.dtype,
+            weights,
+        )  # fmt: skip
 
     @property
     def full(self) -> Layout:
@@ -133,6 +147,7 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
             )
             _write_config(out, cfg)
         run.held, run.rho, run.start = run.central.held, run.central.rho, run.central.round
+        run.leases = run.central.leases
         text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
         run.evaluator = Evaluator(
             template, block_map, run.central, text, scale=t.scale, precision=t.precision
@@ -145,11 +160,16 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
 
 
 def _share_start(run: Run) -> None:
-    """Tell every rank where to begin: the round and how often each block was dealt."""
+    """Tell every rank where to begin: the round, the data leases, how often each block was dealt."""
     counts = [float(count) for group in run.block_map.groups for count in run.held[group.name]]
-    values = run.cluster.broadcast([float(run.start), *counts])
-    run.start = int(values[0])
-    told = iter(values[1:])
+    n_returned = len(run.leases.returned)
+    first = run.cluster.broadcast([run.start, run.leases.next, n_returned, *counts])
+    run.start, next_, n_returned = (int(value) for value in first[:3])
+    returned = [float(place) for place in run.leases.returned] or [0.0] * n_returned
+    if returned:
+        returned = run.cluster.broadcast(returned)
+    run.leases = Leases(next_, tuple(int(place) for place in returned))
+    told = iter(first[3:])
     for group in run.block_map.groups:
         run.held[group.name][:] = [int(next(told)) for _ in range(group.n_blocks)]
 

@@ -25,6 +25,7 @@ from ..central import Central, create
 from ..cluster import Cluster
 from ..dispatcher import Deal, Parcel
 from ..flat import Runs, layout, runs
+from ..stop import Stop
 
 N_BLOCKS, K = 12, 4
 SHARED = 0.78  # of a subnet, as of GPT-2 124M with a third of the blocks
@@ -68,10 +69,10 @@ class Sharded:
 
     def exchange(self, r: int) -> None:
         there = deal(self.runs, self.cluster.world_size, r)
-        sharded.round_(self.shard, there, self.cluster, untrained, None)
+        sharded.round_(self.shard, there, self.cluster, untrained, None, Stop())
 
     def bytes(self) -> int:
-        return self.cluster.bytes_sent
+        return self.cluster.n_sent
 
 
 class Bare:
@@ -118,7 +119,7 @@ def main() -> None:
     torch.set_num_threads(1)
     sharded.AHEAD = job.get("ahead", sharded.AHEAD)
     sharded.PIECE = job.get("piece", sharded.PIECE)
-    cluster = Cluster("sharded", int(os.environ["WORLD_SIZE"]), "physical", "cpu")
+    cluster = Cluster("sharded", int(os.environ["WORLD_SIZE"]), "physical", "cpu", together=True)
     engines = {name: ENGINES[name](job, cluster) for name in job["engines"]}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     link: dict[str, list[int]] = {name: [] for name in engines}

@@ -139,7 +139,7 @@ def _row(
     generator.check(block_map, cfg.blocks, cfg.train.n_workers)
     where = run.full.narrowed(block_map, widths)
     round_times = list(_times(lambda i: rounds.twist_round(run, i), cluster.device, 3, warm=1))
-    seat = next(iter(run.seats.values()))
+    seat = next(iter(run.seats.made.values()))
     ids = run.batches(0, 0).to(cluster.device)
 
     step_times = _each(lambda: seat.step(ids, cfg.train.lr), cluster.device, n_steps)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from . import bench, export, extract, prune, tickets, training  # noqa: F401  (they join the app)
+from ..stop import Ended
+from . import bench, export, extract, hub, prune, tickets, training  # noqa: F401  (they join the app)
 from .app import app
 
 
@@ -19,6 +20,8 @@ def main() -> None:
         _fail(f"{where}{error.strerror or error}", 2)
     except FloatingPointError as error:
         _fail(str(error), 1)
+    except Ended as end:
+        _fail(str(end), end.code)
     except SystemExit as stop:
         if stop.code != 130:  # typer's word for Ctrl-C
             raise
