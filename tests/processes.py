@@ -20,6 +20,7 @@ from conftest import tiny
 from safetensors.torch import load_file
 
 from twistlm import aggregator, leases, rounds, startup
+from twistlm import team as teams
 from twistlm.cluster import Cluster
 from twistlm.flat import holders
 
@@ -185,7 +186,7 @@ def replay(cfg, committed: list[dict], joined: list[dict]) -> startup.Run:
             for b in blueprints
         ]
         results = []
-        for result in rounds._local_results(run, deal, team, slots, factors):
+        for result in teams.local_results(run, deal, team, slots, factors):
             place = team[result.worker][0]
             if place in event["lost"]:
                 after = leases.give_back(after, leases.of_worker(slots, result.worker, n))
