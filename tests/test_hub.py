@@ -16,8 +16,9 @@ import time
 
 import pytest
 from processes import FILES, Scene, same_bits
+from safetensors.torch import load_file
 
-from twistlm import rounds
+from twistlm import models, rounds
 from twistlm.address import listen
 from twistlm.session import MAGIC
 
@@ -323,3 +324,32 @@ def test_a_killed_hub_goes_on_from_its_last_round(scene, tmp_path, at):
     local = rounds.train(here.config(tmp_path / "local", run={"variant": "local"}), quiet=True)
     for name in FILES:
         assert (local / name).read_bytes() == (here.last() / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_smaller_wires_train_nearly_the_same(scene, tmp_path, wire):
+    """Changes go up and moments both ways in fewer bytes; weights go down as they are."""
+    here = scene(train=TRAIN | {"rounds": 4, "outer": "none"}, run={"wire": wire})
+    hub = here.hub()
+    for name in "abc":
+        here.worker(name)
+    assert hub.wait() == 0, hub.text
+    local = rounds.train(here.config(tmp_path / "local", run={"variant": "local"}), quiet=True)
+    start = models.load(here.config(tmp_path / "x").model, 0)
+    exact, found = (load_file(path / "model.safetensors") for path in (local, here.last()))
+    begun = {name: param.detach() for name, param in start.named_parameters()}
+    moved = sum(float((exact[name] - begun[name]).square().sum()) for name in begun) ** 0.5
+    off = sum(float((exact[name] - found[name]).square().sum()) for name in begun) ** 0.5
+    assert 0 < off < 0.1 * moved
+    row = json.loads((here.out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["bytes_wire"] < {"bf16": 0.67, "int8": 0.55}[wire] * _wire_fp32(here)
+
+
+def _wire_fp32(here: Scene) -> float:
+    """Bytes of a round in float32, counted by hand: 3 workers, 3 rows, both ways."""
+    run = here.replay()
+    blueprint = rounds.generator.for_training(run.block_map, 3, run.cfg.blocks, seed=0, round=3)
+    return sum(
+        2 * 3 * 4 * run.full.narrowed(run.block_map, run.block_map.widths(b)).n_params
+        for b in blueprint
+    )

@@ -35,9 +35,12 @@ def test_every_worker_in_every_phase(scene, phase, victim):
         here.worker(name, *([fault] if i == victim else []))
     assert hub.wait() == 0, hub.text
     committed = here.events("round")
-    # a worker that dies after its result has left still counts in that round
-    assert [len(row["lost"]) for row in committed] == [0, 0, int(phase != "sent"), 0, 0, 0]
-    assert [len(row["places"]) for row in committed] == [3, 3, 3, 2, 2, 2]
+    lost = [len(row["lost"]) for row in committed]
+    if phase == "sent":  # its result counts; the next round may begin before its death is noticed
+        assert lost in ([0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0])
+    else:
+        assert lost == [0, 0, 1, 0, 0, 0]
+        assert [len(row["places"]) for row in committed] == [3, 3, 3, 2, 2, 2]
     assert same_bits(here.replay(), here.last())
 
 
@@ -50,9 +53,9 @@ def numbered_tokens(stem: Path, n: int, seq_len: int = 16) -> str:
     return str(stem)
 
 
-def torment(here: Scene, hub, rng: random.Random, pause: float) -> list[str]:
-    """Kill, stop and poison workers until the hub is done; names of all that ever were."""
-    names, alive, stopped = [], {}, []
+def torment(here: Scene, hub, rng: random.Random) -> list[str]:
+    """Kill, stop and poison workers, round by round, until the hub is done; names of all that were."""
+    names, alive, stopped, n_seen = [], {}, [], 0
 
     def start() -> None:
         name = f"w{len(names)}"
@@ -68,11 +71,15 @@ def torment(here: Scene, hub, rng: random.Random, pause: float) -> list[str]:
     for _ in range(3):
         start()
     while hub.running:
-        time.sleep(rng.uniform(0, pause))
+        time.sleep(rng.uniform(0, 0.1))
         for name in [name for name, child in alive.items() if not child.running]:
             del alive[name]
         while len(alive) < 3:
             start()
+        n_now = len(here.events("round"))
+        if n_now == n_seen:  # faults are counted in rounds, however slow the machine is
+            continue
+        n_seen = n_now
         name = rng.choice(list(alive))
         what = rng.choice(["kill", "stop", "none", "none"])
         if what == "none" or not alive[name].running:
@@ -127,7 +134,7 @@ def test_every_sequence_exactly_once(scene, tmp_path, n_rounds):
     )  # fmt: skip
     rng = random.Random(n_rounds)
     hub = here.hub()
-    names = torment(here, hub, rng, 0.2)
+    names = torment(here, hub, rng)
     assert hub.wait() == 0, hub.text
     ledger = audit(here, names, tokens, 2)
     committed = here.events("round")
@@ -172,7 +179,7 @@ def test_soak(scene, tmp_path):
         time.sleep(0.25)
     assert hub.wait() == 0, hub.text
     lost = here.events("lost")
-    assert len(lost) > 0.5 * p * 3 * n_rounds
+    assert len(lost) > 0.5 * p * sum(len(row["places"]) for row in here.events("round"))
     tenth = max(1, len(samples) // 10)
     first, last = ([s[0] for s in part] for part in (samples[:tenth], samples[-tenth:]))
     growth = statistics.median(last) / statistics.median(first) - 1

@@ -25,7 +25,7 @@ from .door import Door
 from .events import Events
 from .guard import suspicion
 from .session import Kind as Say
-from .session import Message, Session
+from .session import Message, Rooms, Session
 from .stop import TOO_FEW, Ended
 
 STRIKES = 3
@@ -59,6 +59,7 @@ class Member:
     widths: dict[Kind, int]  # its own K, where it brought one
     place: int = -1
     order: Order | None = None
+    rooms: Rooms = field(default_factory=Rooms)
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Hub:
         n_up = wire.up_bytes(kind, shape, sent.dtype)
         flat = ids.to(torch.int32).contiguous().view(-1).view(torch.uint8)
         words = words | {"ids": list(ids.shape), "ids_checksum": session.checksum(flat).hex()}
-        member.order = Order(round, sent, down, flat, words, torch.empty(n_up, dtype=torch.uint8))
+        member.order = Order(round, sent, down, flat, words, member.rooms.get("up", n_up))
         self._send(member, member.order)
 
     def _send(self, member: Member, order: Order) -> None:

@@ -76,6 +76,19 @@ def checksum(payload: Tensor) -> bytes:
     return digest.digest()
 
 
+@dataclass
+class Rooms:
+    """Buffers that are used again: the first touch of fresh memory costs more than its transfer."""
+
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def get(self, what: str, n_bytes: int) -> Tensor:
+        """uint8 [n_bytes], with anything in it."""
+        if what not in self.kept or self.kept[what].numel() < n_bytes:
+            self.kept[what] = torch.empty(n_bytes, dtype=torch.uint8)
+        return self.kept[what][:n_bytes]
+
+
 def staged(tensor: Tensor) -> Tensor:
     """The tensor in host memory, pinned when it comes from a GPU: gloo reads nothing else."""
     if tensor.device.type == "cpu":

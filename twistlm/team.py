@@ -57,7 +57,7 @@ def post(
                 "seat": run.cluster.seating.kinds[place],
                 "scales": factors[i],
             }
-            sent = dispatcher.cut(run.central, deal.blueprints[i])
+            sent = dispatcher.cut(run.central, deal.blueprints[i], rooms=member.rooms)
             run.hub.post(member, deal.round, sent, tokens(run, slots, i, len(team)), words)
 
 
