@@ -27,11 +27,10 @@ from twistlm.data import Batches, TokenMeta, open_tokens, write_meta
 RATIO = "6/12"
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    made = Nursery()
-    yield made
-    made.close()
+@pytest.fixture(autouse=True)
+def nobody_left(nursery):
+    yield
+    nursery.end_children()
 
 
 # ---------------------------------------------------------------- row 19: exactly once
