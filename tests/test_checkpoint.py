@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import twistlm
 from twistlm import checkpoint, families, models, rounds
 from twistlm.central import Central, create
 from twistlm.data import file_sha256
+from twistlm.ledger import Metrics
 
 CPU = torch.device("cpu")
 TRAIN = {"outer": "nesterov(0.7, 0.6)", "scale": "measured"}
@@ -506,6 +508,22 @@ def test_metrics_of_a_single_subnet_are_json(tmp_path, tokens):
     rounds.train(tiny(tokens, tmp_path / "run", train={"rounds": 1}, run=run), quiet=True)
     (row,) = metrics(tmp_path / "run")
     assert row["eval"]["2/4"]["n"] == 1
+
+
+def test_metrics_that_a_full_disk_took_in_part(tmp_path):
+    """The limit falls inside a line: what was taken of it does not stay, and no line is lost."""
+    metrics_file = Metrics(tmp_path, 0)
+    metrics_file.write({"round": 1, "loss": 1 / 3})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (metrics_file.size + 10, before[1]))
+    try:
+        metrics_file.write({"round": 2, "loss": 2 / 3})
+        metrics_file.write({"round": 3, "loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "metrics.jsonl").stat().st_size > metrics_file.size  # it was cut inside
+    metrics_file.write({"round": 4, "loss": 4 / 3})
+    assert [row["round"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
 
 
 def interrupted(cfg, at: int, monkeypatch) -> None:
