@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +22,7 @@ SeatKind = Literal["physical", "masked", "central"]
 
 @dataclass(frozen=True)
 class Seating:
-    """Worker -> rank and kind of seat. Rank 0 always hosts the central model."""
+    """Worker -> rank and kind of seat. Rank 0 hosts the central model (or speaks for its shards)."""
 
     ranks: tuple[int, ...]
     kinds: tuple[SeatKind, ...]
@@ -39,7 +41,7 @@ def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physic
         if world_size != 1:
             raise ValueError(
                 f"run.variant = 'local' is one process, but torchrun started {world_size}: "
-                f"use masked, true or hybrid"
+                f"use masked, true, hybrid or sharded"
             )
         return Seating((0,) * n_workers, (kind,) * n_workers)
     seats = world_size - 1 if variant == "true" else world_size
@@ -50,9 +52,8 @@ def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physic
             f"{'is' if world_size == 1 else 'are'} {world_size}: start it with "
             f"torchrun --nproc-per-node {need} -m twistlm train ..."
         )
-    first: SeatKind = (
-        "physical" if variant == "true" else "masked" if variant == "masked" else "central"
-    )
+    alike = variant in ("true", "sharded")
+    first: SeatKind = "physical" if alike else "masked" if variant == "masked" else "central"
     others: SeatKind = "masked" if variant == "masked" else "physical"
     ranks = range(1, world_size) if variant == "true" else range(world_size)
     return Seating(tuple(ranks), (first,) + (others,) * (n_workers - 1))
@@ -86,11 +87,24 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
+@contextmanager
+def _talking() -> Iterator[None]:
+    """Say in a sentence that a peer is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"another rank of this run is gone: start the run again with --resume, its newest checkpoint is "
+            f"unharmed ({str(error).splitlines()[0]})"
+        ) from None
+
+
 class Cluster:
     """This process's place in the run.
 
-    TwIST's rounds go through a hub (`hub`), over sessions; torchrun's ranks only have to find it. The
-    controls sum gradients in every step: their ranks form one group (`together`), and a death ends them.
+    TwIST's rounds go through a hub (`hub`), over sessions; torchrun's ranks only have to find it. Shards
+    are exchanged between all ranks, and the controls sum gradients in every step: these ranks form one
+    group (`together`), and a death ends them.
     """
 
     def __init__(
@@ -109,6 +123,7 @@ class Cluster:
         n_ranks = n_workers + (variant == "true") if hub else self.world_size
         self.seating = seat(variant, n_workers, n_ranks, kind)
         self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.n_sent = self.n_received = 0  # bytes of exchanges
         self._group = together and self.world_size > 1
         if self.world_size > 1 and self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -132,6 +147,25 @@ class Cluster:
             store.set("twistlm", word)
         return store.get("twistlm").decode()
 
+    def exchange(self, parts: list[Tensor], sizes: list[int]) -> Callable[[], list[Tensor]]:
+        """Start sending part i (bytes) to rank i; the call returned waits for theirs, of these sizes."""
+        if not self._group:
+            return lambda: parts
+        sent, got = torch.cat(parts), torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        lengths = [part.numel() for part in parts]
+        with _talking():
+            work = dist.all_to_all_single(got, sent, sizes, lengths, async_op=True)
+        self.n_sent += sent.numel() - lengths[self.rank]
+        self.n_received += got.numel() - sizes[self.rank]
+
+        def wait() -> list[Tensor]:
+            with _talking():
+                work.wait()
+            assert sent is not None  # kept until here
+            return list(got.split(sizes))
+
+        return wait
+
     def broadcast(self, values: list[float]) -> list[float]:
         """The central rank's numbers on every rank."""
         return self.broadcast_(
@@ -140,7 +174,8 @@ class Cluster:
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         if self._group:
-            dist.broadcast(tensor, 0)
+            with _talking():
+                dist.broadcast(tensor, 0)
         return tensor
 
     def barrier(self) -> None:

@@ -149,8 +149,9 @@ class RunConfig:
     """Folder of this run: checkpoints, metrics, config."""
     seed: int = 0
     """Initial weights, deals, batches and random subnets follow from it."""
-    variant: Literal["local", "masked", "true", "hybrid"] = "local"
-    """One process that plays all workers, or a seating of torchrun's ranks."""
+    variant: Literal["local", "masked", "true", "hybrid", "sharded"] = "local"
+    """One process that plays all workers, or a seating of torchrun's ranks; in `sharded` every rank trains
+    and owns an equal part of the central model."""
     wire: Wire = "fp32"
     """What results and moments travel as between processes; weights go down in float32. `local` has no wire."""
     seat: Literal["physical", "masked"] = "physical"

@@ -29,6 +29,7 @@ from .session import Message, Session
 from .stop import TOO_FEW, Ended
 
 STRIKES = 3
+GOODBYE = 1.0  # seconds for workers to hang up
 RECENT = 9  # rounds behind the median
 FIRST = 10  # times the floor: the deadline of a round with nothing to compare it with
 
@@ -119,13 +120,7 @@ class Hub:
             if self.stopping():
                 return []
             if waited > max(self.cfg.hub.patience, 0.0 if self._began else self.cfg.hub.wait):
-                self.events.write("giving up", round=round, n_workers=n, need=need)
-                raise Ended(
-                    f"round {round} needs {need} workers (hub.min_workers), {n} are in after "
-                    f"{waited:.0f} s (hub.patience = {self.cfg.hub.patience:g}); the last checkpoint is "
-                    f"unharmed, start the hub again with --resume",
-                    TOO_FEW,
-                )
+                raise self._too_few(round, n, need, waited)
             if waited >= said + delay:
                 said, delay = waited, max(1.0, 2 * delay)
                 self.events.write("waiting", round=round, n_workers=n, need=need, seconds=waited)
@@ -303,6 +298,22 @@ class Hub:
             "round", round=round, seconds=self._seconds, took=seconds, **more
         )  # fmt: skip
 
+    def abandoned(self, round: int, n_results: int, since: float) -> None:
+        """Too few results: the round will be tried again, unless that has been so for long."""
+        need, waited = self.cfg.hub.min_workers, time.monotonic() - since
+        self.events.write("not committed", round=round, n_results=n_results, need=need)
+        if waited > self.cfg.hub.patience:
+            raise self._too_few(round, n_results, need, waited)
+
+    def _too_few(self, round: int, n: int, need: int, waited: float) -> Ended:
+        self.events.write("giving up", round=round, n_workers=n, need=need)
+        return Ended(
+            f"round {round} needs {need} workers (hub.min_workers), {n} are in after {waited:.0f} s "
+            f"(hub.patience = {self.cfg.hub.patience:g}); the last checkpoint is unharmed, start the "
+            f"hub again with --resume",
+            TOO_FEW,
+        )
+
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
         now = [member.session for member in self._members.values()]
@@ -316,8 +327,10 @@ class Hub:
         self.door.close()
         self._waiting += [Member(*arrival) for arrival in self.door.arrivals()]
         for member in [*self._members.values(), *self._waiting]:
-            with suppress(OSError):
-                member.session.tell(Say.BYE)
+            member.session.leave()
+        end = time.monotonic() + GOODBYE
+        for member in [*self._members.values(), *self._waiting]:
+            member.session.drain(end - time.monotonic())
             member.session.close()
         self._members.clear()
         self._waiting.clear()

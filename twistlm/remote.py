@@ -93,6 +93,8 @@ def work(knock: Knock) -> None:
                     line.tell(Say.BYE)
             raise
         except OSError as error:
+            if line is not None and _said_goodbye(line):
+                return
             why = str(error) or type(error).__name__
             if not until and not knock.quiet:
                 console.print(f"lost {knock.address} ({why}), knocking again", style="yellow")
@@ -103,6 +105,13 @@ def work(knock: Knock) -> None:
         if time.monotonic() > until:
             raise ConnectionError(f"no hub at {host}:{port}: {why}")
         time.sleep(PAUSE)
+
+
+def _said_goodbye(line: Session) -> bool:
+    """Whether the hub left in good order while a transfer was under way."""
+    with suppress(OSError):
+        return any(message.kind == Say.BYE for message in line.heard())
+    return False
 
 
 def _enter(line: Session, knock: Knock, name: str, desk: Desk | None) -> Desk:

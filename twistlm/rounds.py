@@ -11,20 +11,31 @@ from typing import Any
 
 import torch
 
-from . import aggregator, checkpoint, dense, dispatcher, door, generator, leases, remote, worker
+from . import (
+    aggregator,
+    checkpoint,
+    dense,
+    dispatcher,
+    door,
+    generator,
+    leases,
+    remote,
+    sharded,
+    worker,
+)
 from . import config as configs
+from . import team as teams
 from .address import address_of
 from .aggregator import Result, Stats
-from .blocks import widths_of_ratio
+from .blocks import Blueprint, widths_of_ratio
 from .cluster import Cluster
 from .config import Config
-from .dispatcher import Deal
+from .dispatcher import Parcel
 from .door import Door
 from .events import Events
 from .flat import holders
-from .hub import Hub, Member
-from .leases import Slot
-from .ledger import Metrics, Traffic
+from .hub import Hub
+from .ledger import Bytes, Metrics, Traffic, other_counts, subnet_bytes
 from .startup import Run, set_up
 from .stop import Ended, on_signals, stopped
 from .subnet import Rho, measure_rho, scales
@@ -45,13 +56,13 @@ def train(
     """
     if cfg.run.threads:
         torch.set_num_threads(cfg.run.threads)
-    twist = cfg.train.method == "twist"
+    together = cfg.train.method != "twist" or cfg.run.variant == "sharded"
     cluster = Cluster(
         cfg.run.variant, cfg.train.n_workers, cfg.run.seat, cfg.run.device,
-        together=not twist, hub=opened is not None,
+        together=together, hub=opened is not None,
     )  # fmt: skip
     try:
-        if twist and cluster.world_size > 1:
+        if not together and cluster.world_size > 1:
             if not cluster.is_central:
                 address, secret = cluster.share().split()
                 remote.work(
@@ -102,14 +113,21 @@ def _train(run: Run, quiet: bool) -> Path:
         for r in range(run.start, run.n_rounds):
             began = time.perf_counter()
             try:
-                stats, traffic = (
-                    twist_round(run, r) if cfg.train.method == "twist" else dense_round(run, r)
-                )
+                stats, traffic = one_round(run, r)
             except Ended:  # the round is abandoned, nothing of it is in the central model
                 if central is not None and r > run.start and (writer.failure or not _due(run, r)):
                     writer.save(central)
                 raise
+            final, every, stop = r + 1 == run.n_rounds, cfg.run.eval_every, run.stop.wished
+            if run.shard is not None:
+                stop = run.shard.ends  # what all ranks know
+            evaluates = (final and every >= 0) or (every > 0 and (r + 1) % every == 0)
+            saves = stop or _due(run, r + 1)
+            if run.shard is not None and (evaluates or saves):
+                sharded.collect_(central, run.shard, run.cluster)
             if central is None or metrics is None:
+                if stop and not final:
+                    raise stopped(run.stop, r + 1)
                 continue
             central.round, central.leases = r + 1, run.leases
             loss = float(stats.loss_sum) / stats.n_steps  # the round's only wait for a GPU
@@ -128,20 +146,17 @@ def _train(run: Run, quiet: bool) -> Path:
                 "n_steps": stats.n_steps,
                 "n_tokens": stats.n_tokens,
                 "seconds": seconds,
-                "bytes_down": traffic.down,
-                "bytes_up": traffic.up,
-                "bytes_wire": traffic.wire,
+                **traffic.to_dict(),
             }
-            final, stop = r + 1 == run.n_rounds, run.stop.wished
             note = f"loss {loss:.3f}  {stats.n_tokens / seconds:,.0f} tokens/s"
             bar.update(task, completed=r + 1, note=note)
-            every = cfg.run.eval_every
-            if (final and every >= 0) or (every > 0 and (r + 1) % every == 0):
+            if evaluates:
                 row["eval"], line = evaluate(run)
                 if not quiet:
                     console.print(f"round {r + 1}: loss {loss:.3f}   {line}")
             metrics.write(row)
-            if stop or writer.failure or _due(run, r + 1):
+            # a shard's failed save waits for the next one: the copy here is filled only for that
+            if saves or (writer.failure and run.shard is None):
                 writer.save(central)
             if stop and not final:
                 raise stopped(run.stop, r + 1)
@@ -152,6 +167,12 @@ def _due(run: Run, n_done: int) -> bool:
     """Whether a checkpoint is written after so many rounds."""
     every = run.cfg.run.save_every
     return n_done == run.n_rounds or bool(every and n_done % every == 0)
+
+
+def one_round(run: Run, r: int) -> tuple[Stats, Traffic]:
+    if run.cfg.train.method != "twist":
+        return dense_round(run, r)
+    return twist_round(run, r) if run.shard is None else sharded_round(run, r)
 
 
 def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
@@ -165,19 +186,21 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     rho = _measured_rho(run) if t.scale == "measured" else run.rho
     before, first = hub.traffic() if hub else (0, 0), time.monotonic()
     while True:
-        team = _team(run, r, first)
-        deal = _deal(run, r, team)
+        team = teams.gather(run, r, first)
+        deal = teams.deal_for(run, r, team)
         slots, after = leases.take(run.leases, t.interval * len(team), t.batch)
         began = time.monotonic()
         factors = [
             scales(run.block_map, run.block_map.widths(b), t.scale, rho) for b in deal.blueprints
         ]
-        _post(run, deal, team, slots, factors)
-        results: Iterator[Result] | list[Result] = _local_results(run, deal, team, slots, factors)
+        teams.post(run, deal, team, slots, factors)
+        results: Iterator[Result] | list[Result] = teams.local_results(
+            run, deal, team, slots, factors
+        )
         there, held_by = list(range(len(team))), deal.holders
         if hub is None:
             break
-        results = [*results, *_remote_results(run, deal, team, r, began)]
+        results = [*results, *teams.remote_results(run, deal, team, r, began)]
         there = [result.worker for result in results]
         if run.stop.wished and len(there) < len(team):
             raise stopped(run.stop, r)
@@ -187,7 +210,7 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
                 after = leases.give_back(after, leases.of_worker(slots, i, len(team)))
         if len(there) >= cfg.hub.min_workers:
             break
-        hub.events.write("not committed", round=r, n_results=len(there), need=cfg.hub.min_workers)
+        hub.abandoned(r, len(there), first)
     stats = aggregator.aggregate_(run.central, results, held_by, t.nesterov())
     blueprints = [deal.blueprints[i] for i in there]
     generator.count_(run.held, blueprints)
@@ -198,86 +221,55 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         places = [place for place, _ in team]
         hub.committed(r, time.monotonic() - began, places=places, lost=lost)
     else:
-        run.ahead = _deal(run, r + 1, team)  # while a GPU still works on this round
-    down, up = (
-        sum(run.full.narrowed(run.block_map, run.block_map.widths(b)).n_params for b in dealt)
-        * run.rows * run.central.buffer.element_size()
-        for dealt in (deal.blueprints, blueprints)
-    )  # fmt: skip
+        run.ahead = teams.deal_for(run, r + 1, team)  # while a GPU still works on this round
     now = hub.traffic() if hub else (0, 0)
-    return stats, Traffic(down, up, sum(now) - sum(before))
+    return stats, _traffic(run, deal.blueprints, blueprints, sum(now) - sum(before))
 
 
-Team = list[tuple[int, Member | None]]  # place and, in another process, its worker; by place
+def sharded_round(run: Run, r: int) -> tuple[Stats, Traffic]:
+    """The same round with the central model in shards: every rank deals for itself, and all agree."""
+    t, cluster, shard = run.cfg.train, run.cluster, run.shard
+    assert shard is not None
+    rho = run.rho
+    if t.scale == "measured":
+        sharded.collect_(run.central, shard, cluster)
+        rho = _measured_rho(run)
+    team: teams.Team = [(place, None) for place in range(t.n_workers)]
+    deal = teams.deal_for(run, r, team)
+    slots, after = leases.take(run.leases, t.interval * len(team), t.batch)
+    before = cluster.n_sent + cluster.n_received
+
+    def train(parcel: Parcel) -> Result:
+        i = parcel.worker
+        factors = scales(run.block_map, run.block_map.widths(parcel.blueprint), t.scale, rho)
+        return run.seats.train(
+            cluster.seating.kinds[i], parcel, factors, teams.tokens(run, slots, i, len(team)), r,
+            run.total_steps,
+        )  # fmt: skip
+
+    stats = sharded.round_(shard, deal, cluster, train, t.nesterov(), run.stop)
+    generator.count_(run.held, deal.blueprints)
+    run.leases = after
+    run.rho.update(rho)
+    run.ahead = teams.deal_for(run, r + 1, team)
+    wired = cluster.n_sent + cluster.n_received - before
+    return stats, _traffic(run, deal.blueprints, deal.blueprints, wired)
 
 
-def _team(run: Run, r: int, since: float) -> Team:
-    """The workers of a round: those that this process plays, and those who are in at the hub."""
-    mine: Team = [(place, None) for place in run.cluster.workers]
-    if run.hub is None:
-        return mine
-    members = run.hub.gather(r, len(mine), since)
-    if run.stop.wished:
-        raise stopped(run.stop, r)
-    return mine + [(member.place, member) for member in members]
+def _traffic(run: Run, dealt: list[Blueprint], back: list[Blueprint], wired: int) -> Traffic:
+    """What a round's subnets cost both ways; without a wire they are counted as they lie in memory."""
+    kind = run.cfg.run.wire if wired else "fp32"
 
+    def size(blueprint: Blueprint) -> int:
+        return run.full.narrowed(run.block_map, run.block_map.widths(blueprint)).n_params
 
-def _deal(run: Run, r: int, team: Team) -> Deal:
-    if run.ahead is not None and run.ahead.round == r and run.hub is None:
-        return run.ahead
-    present = [(place, member.widths if member else {}) for place, member in team]
-    blueprints = generator.for_training(
-        run.block_map, run.cluster.seating.n_workers, run.cfg.blocks,
-        seed=run.cfg.run.seed, round=r, held=run.held, present=present,
-    )  # fmt: skip
-    return dispatcher.prepare(run.runs, r, blueprints)
+    def cost(blueprints: list[Blueprint], way: int) -> Bytes:
+        n_shared, start = run.full.n_shared, Bytes()
+        parts = (subnet_bytes(n_shared, size(b), run.rows, kind, run.dtype) for b in blueprints)
+        return sum((part[way] for part in parts), start)
 
-
-def _tokens(run: Run, slots: tuple[Slot, ...], i: int, n: int) -> torch.Tensor:
-    """Worker i's batches: int64 [interval, batch, T]."""
-    return torch.stack([run.batches.slot(slot) for slot in leases.of_worker(slots, i, n)])
-
-
-def _post(
-    run: Run, deal: Deal, team: Team, slots: tuple[Slot, ...], factors: list[dict[str, float]]
-) -> None:
-    """Send all other processes their parcels. All have been cut before a local worker begins: a
-    central seat trains the central weights in place."""
-    for i, (place, member) in enumerate(team):
-        if member is not None and run.hub is not None and run.central is not None:
-            words = {
-                "blueprint": deal.blueprints[i],
-                "seat": run.cluster.seating.kinds[place],
-                "scales": factors[i],
-            }
-            sent = dispatcher.cut(run.central, deal.blueprints[i])
-            run.hub.post(member, deal.round, sent, _tokens(run, slots, i, len(team)), words)
-
-
-def _local_results(
-    run: Run, deal: Deal, team: Team, slots: tuple[Slot, ...], factors: list[dict[str, float]]
-) -> Iterator[Result]:
-    """Train the workers that this process plays, one by one: they may share a seat."""
-    assert run.central is not None
-    for i, (place, member) in enumerate(team):
-        if member is None:
-            parcel = dispatcher.parcel(deal, i, run.runs, run.central.buffer)
-            yield run.seats.train(
-                run.cluster.seating.kinds[place], parcel, factors[i],
-                _tokens(run, slots, i, len(team)), deal.round, run.total_steps,
-            )  # fmt: skip
-
-
-def _remote_results(run: Run, deal: Deal, team: Team, r: int, began: float) -> Iterator[Result]:
-    """The results of other processes that came in time and are believed, in worker order."""
-    assert run.hub is not None
-    t, answers = run.cfg.train, run.hub.collect(r, began)
-    n_tokens = t.interval * t.batch * run.batches.seq_len
-    for i, (place, _) in enumerate(team):
-        if place in answers:
-            stats = Stats(answers[place].loss_sum, t.interval, n_tokens)
-            buffer = answers[place].buffer.to(run.cluster.device, non_blocking=True)
-            yield Result(i, buffer, deal.indices[i], stats)
+    other = other_counts(run.full.n_params, [size(b) for b in dealt], run.cfg.train.interval)
+    return Traffic(cost(dealt, 0), cost(back, 1), wired, other)
 
 
 def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
@@ -309,7 +301,8 @@ def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     )  # fmt: skip
     run.leases = after
     gradients = run.full.n_params * seats[key].grad.element_size() * t.interval * t.n_workers
-    return stats, Traffic(gradients, gradients, 2 * gradients if cluster.world_size > 1 else 0)
+    moved = Bytes(shared=gradients)
+    return stats, Traffic(moved, moved, 2 * gradients if cluster.world_size > 1 else 0)
 
 
 def evaluate(run: Run) -> tuple[dict[str, Any], str]:

@@ -17,8 +17,9 @@ import json
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
@@ -229,6 +230,22 @@ class Session:
         self.n_received += payload.numel()
         with _as_connection_error():
             return self._group.recv([payload], self._peer, tag)
+
+    def leave(self) -> None:
+        """Say goodbye, and cut short what is on its way."""
+        with suppress(OSError):
+            self.tell(Kind.BYE)
+            self.sock.shutdown(socket.SHUT_WR)
+        self._group = None
+
+    def drain(self, seconds: float) -> None:
+        """Read until the peer hangs up: a socket that is closed over unread words loses its own."""
+        with suppress(OSError):
+            end = time.monotonic() + seconds
+            while (left := end - time.monotonic()) > 0:
+                self.sock.settimeout(left)
+                if not self.sock.recv(1 << 16):
+                    break
 
     @property
     def closed(self) -> bool:

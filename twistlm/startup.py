@@ -25,6 +25,7 @@ from .evaluate import Evaluator, Text
 from .flat import Layout, Runs, layout, runs
 from .hub import Hub
 from .leases import Leases
+from .sharded import Shard, spread
 from .stop import Stop
 from .subnet import Rho
 from .worker import Seats
@@ -49,6 +50,7 @@ class Run:
     evaluator: Evaluator | None = None
     ahead: Deal | None = None  # the next round's
     hub: Hub | None = None  # on the central rank, where workers are other processes
+    shard: Shard | None = None  # with it, `central` is a copy that is filled when it is needed
     stop: Stop = field(default_factory=Stop)
 
     @cached_property
@@ -79,10 +81,10 @@ class Run:
 
 def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
     """Model, data, block map and central state, all checked before the first step."""
-    if cfg.train.method != "twist" and cfg.run.variant == "true":
+    if cfg.train.method != "twist" and cfg.run.variant in ("true", "sharded"):
         raise ValueError(
-            f"train.method = {cfg.train.method!r} trains on every rank: use run.variant local, masked "
-            f"or hybrid"
+            f"train.method = {cfg.train.method!r} trains one model on every rank: use run.variant local, "
+            f"masked or hybrid"
         )
     out = Path(cfg.run.out)
     folder = out / "checkpoints"
@@ -153,6 +155,9 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
             template, block_map, run.central, text, scale=t.scale, precision=t.precision
         )
     _share_start(run)
+    if cfg.run.variant == "sharded":
+        outer = t.nesterov() is not None
+        run.shard = spread(run.central, whole, cluster, run.rows, outer, run.dtype, cfg.run.wire)
     return run
 
 
