@@ -327,17 +327,17 @@ def damages(path: Path, n: int, only: str | None = None):
 
 
 def accepted(whole: Path, copy: Path, n: int, only: str | None = None) -> list[str]:
-    """Damages that verify lets pass; only white space in JSON does no harm, all content is the same."""
+    """Damages that verify lets pass."""
     shutil.copytree(whole, copy)
-    told_before = checkpoint.verify(copy).manifest  # whole, it is fine
+    checkpoint.verify(copy)  # whole, it is fine
     missed = []
     for told, file, data in damages(copy, n, only):
         good = file.read_bytes()
         assert data != good
         file.write_bytes(data)
         try:
-            if checkpoint.verify(copy).manifest != told_before:
-                missed.append(told)
+            checkpoint.verify(copy)
+            missed.append(told)
         except ValueError:
             pass
         file.write_bytes(good)
@@ -358,18 +358,12 @@ def test_no_damage_to_the_manifest_is_accepted(tmp_path, whole):
 def falls_back(folder: Path, cfg, model, n: int) -> None:
     """n random damages to the newest of two: each time the one before serves, and it is said why."""
     first, second = (save_round(folder, cfg, model, r) for r in (1, 2))
-    told_before, rng = checkpoint.verify(second).manifest, random.Random(n)
+    rng = random.Random(n)
     for told, file, data in damages(second, n):
         good = file.read_bytes()
-        lost = rng.random() < 0.1
-        file.unlink() if lost else file.write_bytes(data)
+        file.unlink() if rng.random() < 0.1 else file.write_bytes(data)
         found, broken = checkpoint.newest(folder)
         file.write_bytes(good)
-        if found.round == 2:  # white space in JSON: the same content
-            assert not lost, told
-            assert found.manifest == told_before, told
-            assert file.name == "checkpoint.json", told
-            continue
         assert found.path == first, told
         (sentence,) = broken
         assert str(second) in sentence, told
