@@ -184,7 +184,7 @@ def save(
             "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
         }
         manifest["sha256"] = _own_sha256(manifest)
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (draft / MANIFEST).write_text(_written(manifest))
     until_now = [path for path in _numbered(folder) if _round(path) <= central.round]
     for old in until_now[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
@@ -223,7 +223,8 @@ def open_(path: str | Path) -> Checkpoint:
 def verify(path: Path) -> Checkpoint:
     """Read the manifest and compare every file's sha256: a flipped byte is refused."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        text = (path / MANIFEST).read_bytes().decode()
+        manifest = json.loads(text)
         files, version = dict(manifest["files"]), manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -231,7 +232,7 @@ def verify(path: Path) -> Checkpoint:
         ) from None
     if version != FORMAT:
         raise ValueError(f"{path} has checkpoint format {version}; this twistlm reads {FORMAT}")
-    if manifest.get("sha256") != _own_sha256(manifest):
+    if manifest.get("sha256") != _own_sha256(manifest) or text != _written(manifest):
         raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} does not match its own sha256")
     for name, sha256 in files.items():
         file = path / Path(name).name
@@ -315,6 +316,10 @@ def _round(path: Path) -> int:
 def _own_sha256(manifest: dict[str, Any]) -> str:
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _written(manifest: dict[str, Any]) -> str:
+    return json.dumps(manifest, indent=1) + "\n"
 
 
 def _fsync(path: Path) -> None:

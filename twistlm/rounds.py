@@ -115,8 +115,9 @@ def _train(run: Run, quiet: bool) -> Path:
             try:
                 stats, traffic = one_round(run, r)
             except Ended:  # the round is abandoned, nothing of it is in the central model
-                if central is not None and r > run.start and (writer.failure or not _due(run, r)):
-                    writer.save(central)
+                unsaved = r > run.start and (writer.failure or not _due(run, r))
+                if central is not None and run.shard is None and unsaved:
+                    writer.save(central)  # the copy of a sharded one may be of an earlier round
                 raise
             final, every, stop = r + 1 == run.n_rounds, cfg.run.eval_every, run.stop.wished
             if run.shard is not None:
