@@ -11,6 +11,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from twistlm.stop import Ended
+
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["twistlm.rounds"])
 
@@ -47,6 +49,6 @@ def _rank(rank: int, n: int, port: int, folder: Path, function: Callable, args: 
     os.dup2(log.fileno(), 2)
     try:
         function(*args)
-    except (ValueError, OSError) as error:  # what the command turns into a sentence and code 2
+    except (ValueError, OSError, Ended) as error:  # what the command turns into a sentence
         print(error, file=log)
-        sys.exit(2)
+        sys.exit(getattr(error, "code", 2))

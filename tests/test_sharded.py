@@ -52,6 +52,13 @@ def lines(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def until_it_trains(run: Path, n_rounds: int) -> None:
+    deadline = time.time() + 240
+    while not (run / "metrics.jsonl").is_file() or len(lines(run)) < n_rounds:
+        assert time.time() < deadline
+        time.sleep(0.01)
+
+
 def by_formula(rows: list[dict]) -> None:
     """In S shards (S - 1) / S of all parcels cross a link, and rank 0 sends and receives an S-th of that.
 
@@ -127,9 +134,7 @@ def test_a_death_ends_the_run_with_a_sentence_and_resume_is_bitwise(runs, tmp_pa
     few, constant = {"eval_every": -1, "save_every": 3}, {"schedule": "constant", "scale": "sqrt"}
     long = sharded_table(tokens, tmp_path / "run", train=constant | {"rounds": 1000}, run=few)
     started = ranks.start(3, tmp_path, train, long)
-    metrics, deadline = tmp_path / "run/metrics.jsonl", time.time() + 120
-    while time.time() < deadline and not (metrics.is_file() and len(lines(tmp_path / "run")) > 3):
-        time.sleep(0.01)
+    until_it_trains(tmp_path / "run", 4)
     os.kill(started[1].pid, signal.SIGKILL)
     for rank in (0, 2):
         started[rank].join(60)
@@ -146,6 +151,21 @@ def test_a_death_ends_the_run_with_a_sentence_and_resume_is_bitwise(runs, tmp_pa
     }
     last = rounds.train(config.from_dict(straight), quiet=True)
     same(last, tmp_path / "run/checkpoints" / last.name)
+
+
+def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):
+    """The round is finished and saved, though only one rank was told."""
+    _, tokens = runs
+    long = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run={"save_every": 0})
+    started = ranks.start(3, tmp_path, train, long)
+    until_it_trains(tmp_path / "run", 1)
+    os.kill(started[2].pid, signal.SIGTERM)
+    for rank in started:
+        rank.join(120)
+        assert rank.exitcode == 128 + signal.SIGTERM
+    (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
+    assert saved.name == f"round-{len(lines(tmp_path / 'run')):06d}"
+    assert "--resume" in ranks.said(tmp_path, 0)
 
 
 def test_tiles_cover_every_run_once_and_every_rank_owns_as_much(tokens, tmp_path, monkeypatch):
