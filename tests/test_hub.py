@@ -75,16 +75,17 @@ def test_a_killed_worker_costs_its_own_result(scene):
 
 def test_a_stopped_worker_is_dropped_at_the_deadline_and_comes_back(scene):
     """Rows 2, 3: SIGSTOP, then SIGCONT; a straggler. The old result is refused by the closed session."""
-    here = scene(train=TRAIN | {"rounds": 400}, hub={"floor": 1.0})
+    here = scene(train=TRAIN | {"rounds": 400}, hub={"floor": 2.0})
     hub = here.hub()
     stopped = here.worker("stopped", {"at": "train", "round": 2, "signal": "SIGSTOP"})
-    slow = here.worker("slow", {"at": "train", "round": 5, "sleep": 4.0})
+    slow = here.worker("slow", {"at": "train", "round": 5, "sleep": 9.0})
     here.worker("steady")
     late = here.until(lambda: here.events("late", worker="stopped"))[0]
     assert late["round"] == 2
     row = here.until(lambda: here.events("round", round=2))[0]
     assert len(row["lost"]) == 1
-    assert 0.9 < row["took"] < 3.0  # the deadline of 1 s, and no more than what a busy machine adds
+    assert late["seconds"] >= 2.0  # the floor, or three times the median where that is more
+    assert late["seconds"] <= row["took"] < late["seconds"] + 2.5  # 0.1 s on a machine of one's own
     stopped.signal(signal.SIGCONT)
     here.until(lambda: len(here.events("joined", worker="stopped")) == 2)
     here.until(lambda: len(here.events("joined", worker="slow")) == 2)
@@ -340,7 +341,7 @@ def test_smaller_wires_train_nearly_the_same(scene, tmp_path, wire):
     begun = {name: param.detach() for name, param in start.named_parameters()}
     moved = sum(float((exact[name] - begun[name]).square().sum()) for name in begun) ** 0.5
     off = sum(float((exact[name] - found[name]).square().sum()) for name in begun) ** 0.5
-    assert 0 < off < 0.1 * moved
+    assert 0 < off < {"bf16": 0.1, "int8": 0.3}[wire] * moved
     row = json.loads((here.out / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["bytes_wire"] < {"bf16": 0.67, "int8": 0.55}[wire] * _wire_fp32(here)
 

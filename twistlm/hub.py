@@ -151,8 +151,14 @@ class Hub:
                         selector.unregister(key.fileobj)
         if not self.stopping():
             for member in [m for m in self.roster.members.values() if m.order]:
-                why = f"no result within {until - began:.1f} s"
-                self.roster.drop(member, "late", round=round, why=why)
+                limit = until - began
+                self.roster.drop(
+                    member,
+                    "late",
+                    round=round,
+                    seconds=limit,
+                    why=f"no result within {limit:.1f} s",
+                )
         self._seconds = seconds
         return answers
 
