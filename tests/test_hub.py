@@ -172,6 +172,7 @@ def test_workers_join_leave_and_bring_their_own_width(scene):
     strong = here.worker("strong", widths={"attn": 4, "ffn": 4})
     here.until(lambda: here.events("joined", worker="strong", attn=4))
     here.worker("weak", widths={"attn": 1})
+    here.until(lambda: here.events("joined", worker="weak"))
     here.worker("spare")
     here.until(lambda: len([e for e in here.events("round") if len(e["places"]) == 3]) > 1)
     assert {row["worker"] for row in here.events("joined")} == {"first", "strong", "weak"}
