@@ -30,6 +30,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"prepare", "subnet", "adamw", "budget", "speed", "links"},
     {"central", "corpus"},
     {"dispatcher", "aggregator", "checkpoint", "door"},
+    {"roster"},
     {"hub"},
     {"worker", "writer", "resume", "parent", "points", "sharded"},
     {"export.card", "export.hf", "prune.calibrate"},

@@ -229,7 +229,10 @@ class Session:
         expected = _tag(self._key, header[:-16] + bytes(16), words)[:16]
         if not hmac.compare_digest(signature, expected):
             raise Garbled("it sent a frame whose signature is wrong")
-        body = json.loads(words)  # signed: it comes from a holder of the secret
+        try:
+            body = json.loads(words)
+        except ValueError:
+            raise Garbled("it sent a frame that is no JSON") from None
         return Message(Kind(kind), round, n_bytes, check, body if isinstance(body, dict) else {})
 
     def send(self, payload: Tensor, tag: int) -> Any:

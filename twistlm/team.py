@@ -10,8 +10,8 @@ from torch import Tensor
 from . import dispatcher, generator, leases
 from .aggregator import Result, Stats
 from .dispatcher import Deal
-from .hub import Member
 from .leases import Slot
+from .roster import Member
 from .startup import Run
 from .stop import stopped
 
