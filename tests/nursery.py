@@ -40,7 +40,10 @@ def faulty(faults: list[dict], log: Path) -> None:
 
     def due(at: str, *kinds: str) -> dict | None:
         for fault in faults:
-            here = fault["at"] == at and fault["round"] in (current["round"], "any")
+            now = fault["round"] in (current["round"], "any")
+            if fault.get("or_later"):  # a worker may come in after its round
+                now = current["round"] >= fault["round"]
+            here = fault["at"] == at and now
             if here and (not kinds or fault.get("do") in kinds) and not fault.get("done"):
                 fault["done"] = not fault.get("always")
                 return fault

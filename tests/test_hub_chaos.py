@@ -168,7 +168,9 @@ def test_soak(scene, tmp_path):
             death = done + 1
             while rng.random() > p:
                 death += 1
-            alive.append(here.worker(f"w{n_workers}", {"at": "receive", "round": death}))
+            alive.append(
+                here.worker(f"w{n_workers}", {"at": "receive", "round": death, "or_later": True})
+            )
             n_workers += 1
         if done >= 100:
             try:

@@ -292,7 +292,7 @@ def killed_while_writing(folder: Path, cfg, model, n: int) -> None:
 
 
 def test_killed_while_writing(tmp_path, cfg, model):
-    killed_while_writing(tmp_path / "checkpoints", cfg, model, 8)
+    killed_while_writing(tmp_path / "checkpoints", cfg, model, 5)
 
 
 @pytest.mark.chaos
