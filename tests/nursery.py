@@ -6,6 +6,7 @@ code. Faults are real signals and real bytes; they are put around twistlm's func
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -155,7 +156,7 @@ def run_worker(order: dict) -> int:
 def run_hub(order: dict) -> int:
     faulty_hub(order.get("faults", []))
     listener = socket.socket(fileno=order["door"]) if "door" in order else None
-    listener = listener or socket.create_server(("127.0.0.1", order["port"]))
+    listener = listener or socket.create_server((order.get("host", "127.0.0.1"), order["port"]))
     cfg = config.from_dict(order["config"])
     try:
         rounds.train(cfg, resume=order.get("resume", False), opened=(listener, SECRET))
@@ -172,6 +173,10 @@ def child(order: dict) -> int:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "netns" in order:
+        with open(f"/run/netns/{order['netns']}") as handle:
+            if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), 0x40000000):  # CLONE_NEWNET
+                return 99
     try:
         return {"worker": run_worker, "hub": run_hub}[order["call"]](order)
     except (ValueError, OSError) as error:

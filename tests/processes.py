@@ -20,6 +20,7 @@ from conftest import tiny
 from safetensors.torch import load_file
 
 from twistlm import aggregator, leases, rounds, startup
+from twistlm import team as teams
 from twistlm.cluster import Cluster
 from twistlm.flat import holders
 
@@ -116,6 +117,7 @@ class Scene:
         sections["hub"] = {"wait": 30.0, "floor": 20.0, "patience": 30.0} | sections.get("hub", {})
         sections["run"] = {"variant": "true"} | sections.get("run", {})
         self.n_logs = itertools.count()
+        self.host = "127.0.0.1"
 
     def config(self, out: Path, **more: dict):
         sections = {k: dict(self.sections.get(k, {})) for k in {*self.sections, *more}}
@@ -128,10 +130,10 @@ class Scene:
 
         table = configs.to_dict(self.config(self.out))
         log = self.folder / f"hub-{next(self.n_logs)}.log"
-        return self.nursery.fork("hub", log, config=table, port=self.port, **order)
+        return self.nursery.fork("hub", log, config=table, port=self.port, host=self.host, **order)
 
     def worker(self, name: str, *faults: dict, **order) -> Child:
-        order = {"connect": f"127.0.0.1:{self.port}", "name": name, "faults": faults} | order
+        order = {"connect": f"{self.host}:{self.port}", "name": name, "faults": faults} | order
         return self.nursery.fork("worker", self.folder / f"{name}.log", **order)
 
     def events(self, event: str = "", **fields) -> list[dict]:
@@ -184,7 +186,7 @@ def replay(cfg, committed: list[dict], joined: list[dict]) -> startup.Run:
             for b in blueprints
         ]
         results = []
-        for result in rounds._local_results(run, deal, team, slots, factors):
+        for result in teams.local_results(run, deal, team, slots, factors):
             place = team[result.worker][0]
             if place in event["lost"]:
                 after = leases.give_back(after, leases.of_worker(slots, result.worker, n))

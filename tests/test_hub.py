@@ -7,14 +7,18 @@ without those that they say were lost: every test ends by comparing all central 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import socket
+import subprocess
 import time
 
 import pytest
 from processes import FILES, Scene, same_bits
+from safetensors.torch import load_file
 
-from twistlm import rounds
+from twistlm import models, rounds
 from twistlm.address import listen
 from twistlm.session import MAGIC
 
@@ -230,6 +234,77 @@ def test_nobody_answers(scene, nursery, tmp_path):
         listen(where, public=False)
 
 
+def test_a_result_that_is_longer_than_announced_costs_a_restart(scene, tmp_path):
+    """Row 7: gloo aborts a process that gets more bytes than it asked for; no other round is lost."""
+    here = scene(train=TRAIN)
+    hub = here.hub()
+    for name in "ab":
+        here.worker(name)
+    here.worker("rogue", {"at": "send", "do": "long", "round": 3})
+    assert hub.wait() == -signal.SIGABRT
+    second = here.hub(resume=True)
+    assert second.wait() == 0, second.text
+    assert here.events("started")[-1]["round"] in (2, 3)  # the writer may still have been at it
+    local = rounds.train(here.config(tmp_path / "local", run={"variant": "local"}), quiet=True)
+    for name in FILES:
+        assert (local / name).read_bytes() == (here.last() / name).read_bytes(), name
+
+
+def run_ip(*words: str) -> int:
+    return subprocess.run(["ip", *words], capture_output=True).returncode
+
+
+@pytest.fixture
+def island():
+    """A network namespace behind a link that can be cut: (its name, the address on this side)."""
+    name = f"twist{os.getpid()}"
+    outer, inner = f"tw{os.getpid()}a"[:15], f"tw{os.getpid()}b"[:15]
+    if shutil.which("ip") is None or run_ip("netns", "add", name):
+        pytest.skip("network namespaces are not permitted here")
+    ready = not (
+        run_ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name)
+        or run_ip("addr", "add", "10.77.33.1/24", "dev", outer)
+        or run_ip("link", "set", outer, "up")
+        or run_ip("-n", name, "addr", "add", "10.77.33.2/24", "dev", inner)
+        or run_ip("-n", name, "link", "set", inner, "up")
+    )
+    try:
+        if not ready:
+            pytest.skip("virtual links are not permitted here")
+        yield name, "10.77.33.1", outer
+    finally:
+        run_ip("netns", "del", name)
+
+
+def test_a_cut_link_is_a_stopped_worker(scene, island):
+    """Row 14: half of the workers behind a link that is cut, and mended: only the hub commits."""
+    space, host, link = island
+    here = scene(train=TRAIN | {"n_workers": 4, "rounds": 2000}, hub={"floor": 1.5})
+    here.host = host
+    hub = here.hub()
+    far = [here.worker(name, netns=space) for name in ("far1", "far2")]
+    near = [here.worker(name) for name in ("near1", "near2")]
+    here.until(lambda: len(here.events("round")) > 2)
+    assert run_ip("link", "set", link, "down") == 0
+    here.until(lambda: len(here.events("late")) + len(here.events("lost")) >= 2)
+    gone = here.events("late") + here.events("lost")
+    assert {row["worker"] for row in gone} == {"far1", "far2"}
+    assert len({row["round"] for row in gone}) == 1  # one deadline for both
+    n = len(here.events("round"))
+    here.until(lambda: len(here.events("round")) > n + 2)
+    assert here.events("round")[-1]["places"] == [
+        row["place"] for row in here.events("joined") if row["worker"] in ("near1", "near2")
+    ]
+    assert run_ip("link", "set", link, "up") == 0
+    here.until(lambda: len(here.events("joined", worker="far1")) == 2)
+    here.until(lambda: len(here.events("joined", worker="far2")) == 2)
+    here.until(lambda: len(here.events("round")[-1]["places"]) == 4)
+    hub.signal(signal.SIGTERM)
+    assert hub.wait() == 143
+    assert [child.wait() for child in (*far, *near)] == [0] * 4
+    assert same_bits(here.replay(), here.last())
+
+
 @pytest.mark.parametrize("at", ["post", "collect", "aggregate", "commit", "save"])
 def test_a_killed_hub_goes_on_from_its_last_round(scene, tmp_path, at):
     """Row 9: SIGKILL in every phase; the next hub continues bitwise, with the workers of the first."""
@@ -249,3 +324,32 @@ def test_a_killed_hub_goes_on_from_its_last_round(scene, tmp_path, at):
     local = rounds.train(here.config(tmp_path / "local", run={"variant": "local"}), quiet=True)
     for name in FILES:
         assert (local / name).read_bytes() == (here.last() / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_smaller_wires_train_nearly_the_same(scene, tmp_path, wire):
+    """Changes go up and moments both ways in fewer bytes; weights go down as they are."""
+    here = scene(train=TRAIN | {"rounds": 4, "outer": "none"}, run={"wire": wire})
+    hub = here.hub()
+    for name in "abc":
+        here.worker(name)
+    assert hub.wait() == 0, hub.text
+    local = rounds.train(here.config(tmp_path / "local", run={"variant": "local"}), quiet=True)
+    start = models.load(here.config(tmp_path / "x").model, 0)
+    exact, found = (load_file(path / "model.safetensors") for path in (local, here.last()))
+    begun = {name: param.detach() for name, param in start.named_parameters()}
+    moved = sum(float((exact[name] - begun[name]).square().sum()) for name in begun) ** 0.5
+    off = sum(float((exact[name] - found[name]).square().sum()) for name in begun) ** 0.5
+    assert 0 < off < 0.1 * moved
+    row = json.loads((here.out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["bytes_wire"] < {"bf16": 0.67, "int8": 0.55}[wire] * _wire_fp32(here)
+
+
+def _wire_fp32(here: Scene) -> float:
+    """Bytes of a round in float32, counted by hand: 3 workers, 3 rows, both ways."""
+    run = here.replay()
+    blueprint = rounds.generator.for_training(run.block_map, 3, run.cfg.blocks, seed=0, round=3)
+    return sum(
+        2 * 3 * 4 * run.full.narrowed(run.block_map, run.block_map.widths(b)).n_params
+        for b in blueprint
+    )

@@ -129,12 +129,11 @@ def whole_folder(target: Path) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=".draft-"))
     try:
         yield draft
-        umask = os.umask(0o077)  # there is no other way to read it
-        os.umask(umask)
-        for path in (*draft.rglob("*"), draft):
-            path.chmod(
-                (0o777 if path.is_dir() else 0o666) & ~umask
-            )  # mkdtemp, safetensors: private
+        (draft / "mode").mkdir()  # shows the umask; reading it would change it for all threads
+        mode = (draft / "mode").stat().st_mode & 0o777
+        (draft / "mode").rmdir()
+        for path in (*draft.rglob("*"), draft):  # mkdtemp and safetensors make private ones
+            path.chmod(mode if path.is_dir() else mode & 0o666)
             _fsync(path)
         if target.exists():
             shutil.rmtree(target)
@@ -155,7 +154,7 @@ def save(
 ) -> Path:
     """Write `folder/round-NNNNNN`; it appears whole or not at all, then older ones are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"round-{central.round:06d}"
+    target = folder / folder_name(central.round)
     for dead in folder.glob(".draft-*"):  # of a process that was killed while it wrote
         shutil.rmtree(dead, ignore_errors=True)
     with whole_folder(target) as draft:
@@ -185,11 +184,15 @@ def save(
             "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
         }
         manifest["sha256"] = _own_sha256(manifest)
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (draft / MANIFEST).write_text(_written(manifest))
     until_now = [path for path in _numbered(folder) if _round(path) <= central.round]
     for old in until_now[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def folder_name(round: int) -> str:
+    return f"round-{round:06d}"
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -220,7 +223,8 @@ def open_(path: str | Path) -> Checkpoint:
 def verify(path: Path) -> Checkpoint:
     """Read the manifest and compare every file's sha256: a flipped byte is refused."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        text = (path / MANIFEST).read_bytes().decode()
+        manifest = json.loads(text)
         files, version = dict(manifest["files"]), manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -228,7 +232,7 @@ def verify(path: Path) -> Checkpoint:
         ) from None
     if version != FORMAT:
         raise ValueError(f"{path} has checkpoint format {version}; this twistlm reads {FORMAT}")
-    if manifest.get("sha256") != _own_sha256(manifest):
+    if manifest.get("sha256") != _own_sha256(manifest) or text != _written(manifest):
         raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} does not match its own sha256")
     for name, sha256 in files.items():
         file = path / Path(name).name
@@ -312,6 +316,10 @@ def _round(path: Path) -> int:
 def _own_sha256(manifest: dict[str, Any]) -> str:
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _written(manifest: dict[str, Any]) -> str:
+    return json.dumps(manifest, indent=1) + "\n"
 
 
 def _fsync(path: Path) -> None:

@@ -171,7 +171,7 @@ class RunConfig:
     save_every: int = 50
     """Rounds between checkpoints; the last round is always saved, 0 saves only that."""
     keep: int = 2
-    """Checkpoints to keep."""
+    """Checkpoints to keep, at least 2."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,6 @@ class Config:
             "train.batch": self.train.batch,
             "train.lr": self.train.lr,
             "run.eval_n": self.run.eval_n,
-            "run.keep": self.run.keep,
             "hub.min_workers": self.hub.min_workers,
             "hub.floor": self.hub.floor,
         }
@@ -244,6 +243,10 @@ class Config:
                 raise ValueError(f"{name} = {value}: must not be negative")
         if self.data.seq_len < 2:
             raise ValueError(f"data.seq_len = {self.data.seq_len}: must be at least 2")
+        if self.run.keep < 2:
+            raise ValueError(
+                f"run.keep = {self.run.keep}: must be at least 2, since the newest may turn out damaged"
+            )
         if not all(0 <= beta < 1 for beta in self.train.betas):
             raise ValueError(f"train.betas = {list(self.train.betas)}: both must lie in [0, 1)")
         if self.run.eval_every < -1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from .blocks import Blueprint
 from .central import Central
 from .flat import Layout, Runs, gather_, holders
+from .session import Rooms
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,18 @@ class Parcel:
             low.copy_(out[0])
 
 
-def cut(central: Central, blueprint: Blueprint, rows: int | None = None) -> Tensor:
-    """A subnet's buffer out of the central one (its first `rows` rows)."""
+def cut(
+    central: Central, blueprint: Blueprint, rows: int | None = None, rooms: Rooms | None = None
+) -> Tensor:
+    """A subnet's buffer out of the central one (its first `rows` rows), in memory that may be reused."""
     source = central.buffer[:rows]
     index = central.runs.index(blueprint)
     n_params = central.layout.n_shared + index.numel() * central.runs.grain
-    out = torch.empty(source.shape[0], n_params, dtype=source.dtype, device=source.device)
+    shape = (source.shape[0], n_params)
+    if rooms is not None and source.device.type == "cpu":
+        room = rooms.get("down", math.prod(shape) * source.element_size())
+        return gather_(room.view(source.dtype).view(shape), source, central.runs, index)
+    out = torch.empty(shape, dtype=source.dtype, device=source.device)
     return gather_(out, source, central.runs, index)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ class Events:
         row: dict[str, Any] = {"time": round(time.time(), 3), "event": event}
         row |= {"worker": worker, **more} if worker else more
         with self._lock:
-            with (self.out / "events.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            with suppress(OSError), (self.out / "events.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")  # a full disk is no reason to stop
             self._keep(event, worker, more)
         if event in LOUD and not self.quiet:
             rest = ", ".join(f"{key} {value}" for key, value in more.items())

@@ -10,54 +10,26 @@ import math
 import selectors
 import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import session, wire
-from .config import Config, Kind, Wire
+from .config import Config, Wire
 from .door import Door
 from .events import Events
 from .guard import suspicion
+from .roster import Member, Order, Roster
 from .session import Kind as Say
-from .session import Message, Session
+from .session import Message
 from .stop import TOO_FEW, Ended
 
-STRIKES = 3
 RECENT = 9  # rounds behind the median
 FIRST = 10  # times the floor: the deadline of a round with nothing to compare it with
-
-
-@dataclass
-class Order:
-    """What one worker was asked for in a round."""
-
-    round: int
-    sent: Tensor  # [rows, n]: what went down, in host memory
-    down: Tensor  # the same as bytes
-    ids: Tensor
-    words: dict[str, Any]
-    answer: Tensor  # uint8: where its result will lie
-    works: list[Any] = field(default_factory=list)  # transfers under way
-    announced: Message | None = None
-    tries_down: int = 1
-    tries_up: int = 0
-
-
-@dataclass
-class Member:
-    """A worker that is in, or waits for a place."""
-
-    name: str
-    session: Session
-    widths: dict[Kind, int]  # its own K, where it brought one
-    place: int = -1
-    order: Order | None = None
 
 
 @dataclass(frozen=True)
@@ -89,17 +61,10 @@ class Hub:
         stopping: Callable[[], bool] = lambda: False,
     ):
         self.cfg, self.events, self.stopping = cfg, events, stopping
-        self.door = door
-        self._places = range(first_place, cfg.train.n_workers)
-        self._members: dict[int, Member] = {}  # by place
-        self._waiting: list[Member] = []
-        self._strikes: Counter[str] = Counter()
+        self.roster = Roster(door, events, range(first_place, cfg.train.n_workers))
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._seconds: dict[str, float] = {}  # of the last round
         self._began = False  # whether a round has been committed since this hub started
-        self._n_sent = self._n_received = 0  # of sessions that are closed
-
-    # --- who is in ---
 
     def gather(self, round: int, n_local: int, since: float) -> list[Member]:
         """The workers of a round in order of their places, at least `hub.min_workers` with local ones.
@@ -109,79 +74,21 @@ class Hub:
         """
         said, delay = 0.0, 0.0
         while True:
-            self._admit()
-            n, waited = n_local + len(self._members), time.monotonic() - since
+            self.roster.admit()
+            n, waited = n_local + len(self.roster.members), time.monotonic() - since
             need = max(1, self.cfg.hub.min_workers)
             if not self._began and waited < self.cfg.hub.wait:
                 need = self.cfg.train.n_workers
             if n >= need:
-                return [self._members[place] for place in sorted(self._members)]
+                return [self.roster.members[place] for place in sorted(self.roster.members)]
             if self.stopping():
                 return []
             if waited > max(self.cfg.hub.patience, 0.0 if self._began else self.cfg.hub.wait):
-                self.events.write("giving up", round=round, n_workers=n, need=need)
-                raise Ended(
-                    f"round {round} needs {need} workers (hub.min_workers), {n} are in after "
-                    f"{waited:.0f} s (hub.patience = {self.cfg.hub.patience:g}); the last checkpoint is "
-                    f"unharmed, start the hub again with --resume",
-                    TOO_FEW,
-                )
+                raise self._too_few(round, n, need, waited)
             if waited >= said + delay:
                 said, delay = waited, max(1.0, 2 * delay)
                 self.events.write("waiting", round=round, n_workers=n, need=need, seconds=waited)
             time.sleep(0.05)
-
-    def _admit(self) -> None:
-        """Drop who has hung up, and give free places to those who wait, in the order of arrival."""
-        self._waiting += [Member(*arrival) for arrival in self.door.arrivals()]
-        for member in [*self._members.values(), *self._waiting]:
-            try:
-                for message in member.session.heard():
-                    self._out_of_turn(member, message, None)
-            except ConnectionError as error:
-                self._drop(member, "left", why=str(error))
-        free = [place for place in self._places if place not in self._members]
-        for place, member in zip(free, list(self._waiting), strict=False):
-            self._waiting.remove(member)
-            while member.name in {other.name for other in self._members.values()}:
-                member.name += "'"  # two processes under one name are told apart
-            member.place = place
-            self._members[place] = member
-            self.events.write("joined", member.name, place=place, **member.widths)
-
-    def _out_of_turn(self, member: Member, message: Message, round: int | None) -> None:
-        if message.kind == Say.BYE:
-            raise ConnectionError("it said goodbye")
-        if message.kind == Say.RESULT:
-            now = f"round {round} is on" if round is not None else "no round is on"
-            self.events.write(
-                "refused", member.name, round=message.round, why=f"late or twice: {now}"
-            )
-
-    def _drop(self, member: Member, event: str, **more: Any) -> None:
-        if member.session.closed:
-            return
-        self.events.write(event, member.name, **more)
-        if self._members.get(member.place) is member:
-            del self._members[member.place]
-        if member in self._waiting:
-            self._waiting.remove(member)
-        self._n_sent += member.session.n_sent
-        self._n_received += member.session.n_received
-        member.session.close()
-        member.order = None
-
-    def _strike(self, member: Member, round: int, why: str) -> None:
-        self._strikes[member.name] += 1
-        self.events.write("refused", member.name, round=round, why=why)
-        member.order = None
-        if self._strikes[member.name] >= STRIKES:
-            with suppress(OSError):
-                member.session.tell(Say.REFUSED, why=f"{member.name} is in quarantine: {why}")
-            self.door.bar(member.name, f"{member.name} is in quarantine: {why}")
-            self._drop(member, "quarantined", round=round, why=why)
-
-    # --- a round ---
 
     def post(
         self, member: Member, round: int, sent: Tensor, ids: Tensor, words: dict[str, Any]
@@ -195,7 +102,7 @@ class Hub:
         n_up = wire.up_bytes(kind, shape, sent.dtype)
         flat = ids.to(torch.int32).contiguous().view(-1).view(torch.uint8)
         words = words | {"ids": list(ids.shape), "ids_checksum": session.checksum(flat).hex()}
-        member.order = Order(round, sent, down, flat, words, torch.empty(n_up, dtype=torch.uint8))
+        member.order = Order(round, sent, down, flat, words, member.rooms.get("up", n_up))
         self._send(member, member.order)
 
     def _send(self, member: Member, order: Order) -> None:
@@ -210,7 +117,9 @@ class Hub:
                 member.session.send(order.ids, tag(order.round, IDS, attempt)),
             ]
         except OSError as error:
-            self._drop(member, "lost", round=order.round, why=f"it could not be reached: {error}")
+            self.roster.drop(
+                member, "lost", round=order.round, why=f"it could not be reached: {error}"
+            )
 
     def deadline(self) -> float:
         """Seconds that a round may take: three times the median of the last ones, or the floor."""
@@ -224,9 +133,9 @@ class Hub:
         seconds: dict[str, float] = {}
         until = began + self.deadline()
         with selectors.DefaultSelector() as selector:
-            for member in self._members.values():
+            for member in self.roster.members.values():
                 selector.register(member.session.sock, selectors.EVENT_READ, member)
-            while any(member.order for member in self._members.values()):
+            while any(member.order for member in self.roster.members.values()):
                 left = until - time.monotonic()
                 if left <= 0 or self.stopping():
                     break
@@ -236,14 +145,14 @@ class Hub:
                         for answer in self._listen(member, round, until):
                             answers[member.place] = answer
                             seconds[member.name] = time.monotonic() - began
-                    except ConnectionError as error:
-                        self._drop(member, "lost", round=round, why=str(error))
+                    except OSError as error:
+                        self.roster.drop(member, "lost", round=round, why=str(error))
                     if member.session.closed:
                         selector.unregister(key.fileobj)
         if not self.stopping():
-            for member in [m for m in self._members.values() if m.order]:
+            for member in [m for m in self.roster.members.values() if m.order]:
                 why = f"no result within {until - began:.1f} s"
-                self._drop(member, "late", round=round, why=why)
+                self.roster.drop(member, "late", round=round, why=why)
         self._seconds = seconds
         return answers
 
@@ -251,7 +160,7 @@ class Hub:
         for message in member.session.heard():
             order = member.order
             if message.kind == Say.BYE or order is None or message.round != round:
-                self._out_of_turn(member, message, round)
+                self.roster.out_of_turn(member, message, round)
             elif message.kind == Say.AGAIN:
                 if order.tries_down > 1:
                     raise ConnectionError("the weights did not reach it twice")
@@ -259,7 +168,7 @@ class Hub:
                 self._send(member, order)
             elif message.kind == Say.RESULT and order.announced is None:
                 if message.n_bytes != order.answer.numel():
-                    self._strike(
+                    self.roster.strike(
                         member, round,
                         f"it announced {message.n_bytes} bytes instead of {order.answer.numel()}",
                     )  # fmt: skip
@@ -278,7 +187,7 @@ class Hub:
         if session.checksum(order.answer) != announced.checksum:
             order.tries_up, order.announced = order.tries_up + 1, None
             if order.tries_up > 1:
-                self._strike(member, round, "a wrong checksum, twice")
+                self.roster.strike(member, round, "a wrong checksum, twice")
             else:
                 self.events.write("again", member.name, round=round, why="a wrong checksum")
                 member.session.tell(Say.AGAIN, round)
@@ -290,7 +199,7 @@ class Hub:
         except (KeyError, TypeError, ValueError):
             loss_sum = math.nan
         if why := suspicion(self.cfg.train, result, order.sent, loss_sum):
-            self._strike(member, round, why)
+            self.roster.strike(member, round, why)
             return None
         member.order = None
         return Answer(member.place, result, loss_sum)
@@ -303,21 +212,26 @@ class Hub:
             "round", round=round, seconds=self._seconds, took=seconds, **more
         )  # fmt: skip
 
+    def abandoned(self, round: int, n_results: int, since: float) -> None:
+        """Too few results: the round will be tried again, unless that has been so for long."""
+        need, waited = self.cfg.hub.min_workers, time.monotonic() - since
+        self.events.write("not committed", round=round, n_results=n_results, need=need)
+        if waited > self.cfg.hub.patience:
+            raise self._too_few(round, n_results, need, waited)
+
+    def _too_few(self, round: int, n: int, need: int, waited: float) -> Ended:
+        self.events.write("giving up", round=round, n_workers=n, need=need)
+        return Ended(
+            f"round {round} needs {need} workers (hub.min_workers), {n} are in after {waited:.0f} s "
+            f"(hub.patience = {self.cfg.hub.patience:g}); the last checkpoint is unharmed, start the "
+            f"hub again with --resume",
+            TOO_FEW,
+        )
+
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
-        now = [member.session for member in self._members.values()]
-        return (
-            self._n_sent + sum(s.n_sent for s in now),
-            self._n_received + sum(s.n_received for s in now),
-        )
+        return self.roster.traffic()
 
     def close(self) -> None:
         """Tell everybody to go home."""
-        self.door.close()
-        self._waiting += [Member(*arrival) for arrival in self.door.arrivals()]
-        for member in [*self._members.values(), *self._waiting]:
-            with suppress(OSError):
-                member.session.tell(Say.BYE)
-            member.session.close()
-        self._members.clear()
-        self._waiting.clear()
+        self.roster.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,17 @@ class Metrics:
                     kept += [line] if json.loads(line)["round"] <= start else []
                 except ValueError:
                     continue  # a line cut short by a crash
-        self.path.write_text("".join(f"{line}\n" for line in kept))
+        text = "".join(f"{line}\n" for line in kept)
+        self.path.write_text(text)
+        self.size = len(text.encode())  # bytes of whole lines
+        self.waiting = ""  # lines that a full disk did not take yet
 
     def write(self, row: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Append a line; one that a full disk refuses waits for the next."""
+        self.waiting += json.dumps(row) + "\n"
+        data = self.waiting.encode()
+        with suppress(OSError), self.path.open("ab", buffering=0) as file:
+            file.truncate(self.size)  # what the disk took of a refused line
+            if file.write(data) == len(data):
+                self.size += len(data)
+                self.waiting = ""

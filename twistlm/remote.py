@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .cluster import pick_device
 from .config import Config, Kind
 from .flat import Runs, layout, runs
 from .hub import DOWN, IDS, UP, tag
-from .session import Garbled, Message, Session
+from .session import Garbled, Message, Rooms, Session
 from .session import Kind as Say
 from .terminal import console
 from .worker import Seats
@@ -51,6 +51,7 @@ class Desk:
     seats: Seats
     total_steps: int
     rows: int
+    rooms: Rooms = field(default_factory=Rooms)
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def work(knock: Knock) -> None:
                     line.tell(Say.BYE)
             raise
         except OSError as error:
+            if line is not None and _said_goodbye(line):
+                return
             why = str(error) or type(error).__name__
             if not until and not knock.quiet:
                 console.print(f"lost {knock.address} ({why}), knocking again", style="yellow")
@@ -103,6 +106,13 @@ def work(knock: Knock) -> None:
         if time.monotonic() > until:
             raise ConnectionError(f"no hub at {host}:{port}: {why}")
         time.sleep(PAUSE)
+
+
+def _said_goodbye(line: Session) -> bool:
+    """Whether the hub left in good order while a transfer was under way."""
+    with suppress(OSError):
+        return any(message.kind == Say.BYE for message in line.heard())
+    return False
 
 
 def _enter(line: Session, knock: Knock, name: str, desk: Desk | None) -> Desk:
@@ -164,7 +174,7 @@ def _receive(line: Session, desk: Desk, message: Message) -> tuple[Tensor, Tenso
     shape, kind = (desk.rows, where.n_params), desk.cfg.run.wire
     if message.n_bytes != wire.down_bytes(kind, shape, desk.seats.dtype):
         raise Garbled(f"it announced {message.n_bytes} bytes for a subnet of {list(shape)}")
-    down = torch.empty(message.n_bytes, dtype=torch.uint8)
+    down = desk.rooms.get("down", message.n_bytes)
     ids = torch.empty(body["ids"], dtype=torch.int32)
     flat = ids.view(-1).view(torch.uint8)
     attempt, seconds = body["attempt"], body["seconds"]

@@ -24,22 +24,23 @@ from . import (
     worker,
 )
 from . import config as configs
+from . import team as teams
 from .address import address_of
 from .aggregator import Result, Stats
 from .blocks import Blueprint, widths_of_ratio
 from .cluster import Cluster
 from .config import Config
-from .dispatcher import Deal, Parcel
+from .dispatcher import Parcel
 from .door import Door
 from .events import Events
 from .flat import holders
-from .hub import Hub, Member
-from .leases import Slot
+from .hub import Hub
 from .ledger import Bytes, Metrics, Traffic, other_counts, subnet_bytes
 from .startup import Run, set_up
 from .stop import Ended, on_signals, stopped
 from .subnet import Rho, measure_rho, scales
 from .terminal import console, progress
+from .writer import Writer
 
 RHO_DECAY = 0.9  # of the running rho per layer
 
@@ -101,9 +102,11 @@ def _open_hub(run: Run, opened: Opened, quiet: bool) -> Hub:
 
 def _train(run: Run, quiet: bool) -> Path:
     cfg, central = run.cfg, run.central
+    folder = Path(cfg.run.out) / "checkpoints"
     metrics = Metrics(Path(cfg.run.out), run.start) if central is not None else None
-    last = None
-    with progress(quiet, run.hub.events if run.hub else None) as bar:
+    tokenizer = run.batches.file.tokenizer_path
+    writer = Writer(folder, cfg, run.template, tokenizer if tokenizer.is_file() else None, central)
+    with writer, progress(quiet, run.hub.events if run.hub else None) as bar:
         task = bar.add_task(
             f"{cfg.train.method} rounds", total=run.n_rounds, completed=run.start, note=""
         )
@@ -112,8 +115,9 @@ def _train(run: Run, quiet: bool) -> Path:
             try:
                 stats, traffic = one_round(run, r)
             except Ended:  # the round is abandoned, nothing of it is in the central model
-                if r > run.start and not _due(run, r):
-                    save(run)
+                unsaved = r > run.start and (writer.failure or not _due(run, r))
+                if central is not None and run.shard is None and unsaved:
+                    writer.save(central)  # the copy of a sharded one may be of an earlier round
                 raise
             final, every, stop = r + 1 == run.n_rounds, cfg.run.eval_every, run.stop.wished
             if run.shard is not None:
@@ -152,26 +156,18 @@ def _train(run: Run, quiet: bool) -> Path:
                 if not quiet:
                     console.print(f"round {r + 1}: loss {loss:.3f}   {line}")
             metrics.write(row)
-            if saves:
-                last = save(run)
+            # a shard's failed save waits for the next one: the copy here is filled only for that
+            if saves or (writer.failure and run.shard is None):
+                writer.save(central)
             if stop and not final:
                 raise stopped(run.stop, r + 1)
-    return last or Path(cfg.run.out) / "checkpoints" / f"round-{run.n_rounds:06d}"
+    return folder / checkpoint.folder_name(run.n_rounds)
 
 
 def _due(run: Run, n_done: int) -> bool:
     """Whether a checkpoint is written after so many rounds."""
     every = run.cfg.run.save_every
     return n_done == run.n_rounds or bool(every and n_done % every == 0)
-
-
-def save(run: Run) -> Path:
-    assert run.central is not None
-    cfg, tokenizer = run.cfg, run.batches.file.tokenizer_path
-    return checkpoint.save(
-        Path(cfg.run.out) / "checkpoints", run.central, cfg, run.template,
-        tokenizer if tokenizer.is_file() else None, cfg.run.keep,
-    )  # fmt: skip
 
 
 def one_round(run: Run, r: int) -> tuple[Stats, Traffic]:
@@ -191,19 +187,21 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     rho = _measured_rho(run) if t.scale == "measured" else run.rho
     before, first = hub.traffic() if hub else (0, 0), time.monotonic()
     while True:
-        team = _team(run, r, first)
-        deal = _deal(run, r, team)
+        team = teams.gather(run, r, first)
+        deal = teams.deal_for(run, r, team)
         slots, after = leases.take(run.leases, t.interval * len(team), t.batch)
         began = time.monotonic()
         factors = [
             scales(run.block_map, run.block_map.widths(b), t.scale, rho) for b in deal.blueprints
         ]
-        _post(run, deal, team, slots, factors)
-        results: Iterator[Result] | list[Result] = _local_results(run, deal, team, slots, factors)
+        teams.post(run, deal, team, slots, factors)
+        results: Iterator[Result] | list[Result] = teams.local_results(
+            run, deal, team, slots, factors
+        )
         there, held_by = list(range(len(team))), deal.holders
         if hub is None:
             break
-        results = [*results, *_remote_results(run, deal, team, r, began)]
+        results = [*results, *teams.remote_results(run, deal, team, r, began)]
         there = [result.worker for result in results]
         if run.stop.wished and len(there) < len(team):
             raise stopped(run.stop, r)
@@ -213,7 +211,7 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
                 after = leases.give_back(after, leases.of_worker(slots, i, len(team)))
         if len(there) >= cfg.hub.min_workers:
             break
-        hub.events.write("not committed", round=r, n_results=len(there), need=cfg.hub.min_workers)
+        hub.abandoned(r, len(there), first)
     stats = aggregator.aggregate_(run.central, results, held_by, t.nesterov())
     blueprints = [deal.blueprints[i] for i in there]
     generator.count_(run.held, blueprints)
@@ -224,7 +222,7 @@ def twist_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         places = [place for place, _ in team]
         hub.committed(r, time.monotonic() - began, places=places, lost=lost)
     else:
-        run.ahead = _deal(run, r + 1, team)  # while a GPU still works on this round
+        run.ahead = teams.deal_for(run, r + 1, team)  # while a GPU still works on this round
     now = hub.traffic() if hub else (0, 0)
     return stats, _traffic(run, deal.blueprints, blueprints, sum(now) - sum(before))
 
@@ -237,8 +235,8 @@ def sharded_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     if t.scale == "measured":
         sharded.collect_(run.central, shard, cluster)
         rho = _measured_rho(run)
-    team: Team = [(place, None) for place in range(t.n_workers)]
-    deal = _deal(run, r, team)
+    team: teams.Team = [(place, None) for place in range(t.n_workers)]
+    deal = teams.deal_for(run, r, team)
     slots, after = leases.take(run.leases, t.interval * len(team), t.batch)
     before = cluster.n_sent + cluster.n_received
 
@@ -246,7 +244,7 @@ def sharded_round(run: Run, r: int) -> tuple[Stats, Traffic]:
         i = parcel.worker
         factors = scales(run.block_map, run.block_map.widths(parcel.blueprint), t.scale, rho)
         return run.seats.train(
-            cluster.seating.kinds[i], parcel, factors, _tokens(run, slots, i, len(team)), r,
+            cluster.seating.kinds[i], parcel, factors, teams.tokens(run, slots, i, len(team)), r,
             run.total_steps,
         )  # fmt: skip
 
@@ -254,7 +252,7 @@ def sharded_round(run: Run, r: int) -> tuple[Stats, Traffic]:
     generator.count_(run.held, deal.blueprints)
     run.leases = after
     run.rho.update(rho)
-    run.ahead = _deal(run, r + 1, team)
+    run.ahead = teams.deal_for(run, r + 1, team)
     wired = cluster.n_sent + cluster.n_received - before
     return stats, _traffic(run, deal.blueprints, deal.blueprints, wired)
 
@@ -273,78 +271,6 @@ def _traffic(run: Run, dealt: list[Blueprint], back: list[Blueprint], wired: int
 
     other = other_counts(run.full.n_params, [size(b) for b in dealt], run.cfg.train.interval)
     return Traffic(cost(dealt, 0), cost(back, 1), wired, other)
-
-
-Team = list[tuple[int, Member | None]]  # place and, in another process, its worker; by place
-
-
-def _team(run: Run, r: int, since: float) -> Team:
-    """The workers of a round: those that this process plays, and those who are in at the hub."""
-    mine: Team = [(place, None) for place in run.cluster.workers]
-    if run.hub is None:
-        return mine
-    members = run.hub.gather(r, len(mine), since)
-    if run.stop.wished:
-        raise stopped(run.stop, r)
-    return mine + [(member.place, member) for member in members]
-
-
-def _deal(run: Run, r: int, team: Team) -> Deal:
-    if run.ahead is not None and run.ahead.round == r and run.hub is None:
-        return run.ahead
-    present = [(place, member.widths if member else {}) for place, member in team]
-    blueprints = generator.for_training(
-        run.block_map, run.cluster.seating.n_workers, run.cfg.blocks,
-        seed=run.cfg.run.seed, round=r, held=run.held, present=present,
-    )  # fmt: skip
-    return dispatcher.prepare(run.runs, r, blueprints)
-
-
-def _tokens(run: Run, slots: tuple[Slot, ...], i: int, n: int) -> torch.Tensor:
-    """Worker i's batches: int64 [interval, batch, T]."""
-    return torch.stack([run.batches.slot(slot) for slot in leases.of_worker(slots, i, n)])
-
-
-def _post(
-    run: Run, deal: Deal, team: Team, slots: tuple[Slot, ...], factors: list[dict[str, float]]
-) -> None:
-    """Send all other processes their parcels. All have been cut before a local worker begins: a
-    central seat trains the central weights in place."""
-    for i, (place, member) in enumerate(team):
-        if member is not None and run.hub is not None and run.central is not None:
-            words = {
-                "blueprint": deal.blueprints[i],
-                "seat": run.cluster.seating.kinds[place],
-                "scales": factors[i],
-            }
-            sent = dispatcher.cut(run.central, deal.blueprints[i])
-            run.hub.post(member, deal.round, sent, _tokens(run, slots, i, len(team)), words)
-
-
-def _local_results(
-    run: Run, deal: Deal, team: Team, slots: tuple[Slot, ...], factors: list[dict[str, float]]
-) -> Iterator[Result]:
-    """Train the workers that this process plays, one by one: they may share a seat."""
-    assert run.central is not None
-    for i, (place, member) in enumerate(team):
-        if member is None:
-            parcel = dispatcher.parcel(deal, i, run.runs, run.central.buffer)
-            yield run.seats.train(
-                run.cluster.seating.kinds[place], parcel, factors[i],
-                _tokens(run, slots, i, len(team)), deal.round, run.total_steps,
-            )  # fmt: skip
-
-
-def _remote_results(run: Run, deal: Deal, team: Team, r: int, began: float) -> Iterator[Result]:
-    """The results of other processes that came in time and are believed, in worker order."""
-    assert run.hub is not None
-    t, answers = run.cfg.train, run.hub.collect(r, began)
-    n_tokens = t.interval * t.batch * run.batches.seq_len
-    for i, (place, _) in enumerate(team):
-        if place in answers:
-            stats = Stats(answers[place].loss_sum, t.interval, n_tokens)
-            buffer = answers[place].buffer.to(run.cluster.device, non_blocking=True)
-            yield Result(i, buffer, deal.indices[i], stats)
 
 
 def dense_round(run: Run, r: int) -> tuple[Stats, Traffic]:

@@ -17,8 +17,9 @@ import json
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
@@ -73,6 +74,19 @@ def checksum(payload: Tensor) -> bytes:
         digest.update(sums.numpy().tobytes())
     digest.update(payload[whole:].numpy().tobytes())
     return digest.digest()
+
+
+@dataclass
+class Rooms:
+    """Buffers that are used again: the first touch of fresh memory costs more than its transfer."""
+
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def get(self, what: str, n_bytes: int) -> Tensor:
+        """uint8 [n_bytes], with anything in it."""
+        if what not in self.kept or self.kept[what].numel() < n_bytes:
+            self.kept[what] = torch.empty(n_bytes, dtype=torch.uint8)
+        return self.kept[what][:n_bytes]
 
 
 def staged(tensor: Tensor) -> Tensor:
@@ -215,7 +229,10 @@ class Session:
         expected = _tag(self._key, header[:-16] + bytes(16), words)[:16]
         if not hmac.compare_digest(signature, expected):
             raise Garbled("it sent a frame whose signature is wrong")
-        body = json.loads(words)  # signed: it comes from a holder of the secret
+        try:
+            body = json.loads(words)
+        except ValueError:
+            raise Garbled("it sent a frame that is no JSON") from None
         return Message(Kind(kind), round, n_bytes, check, body if isinstance(body, dict) else {})
 
     def send(self, payload: Tensor, tag: int) -> Any:
@@ -229,6 +246,22 @@ class Session:
         self.n_received += payload.numel()
         with _as_connection_error():
             return self._group.recv([payload], self._peer, tag)
+
+    def leave(self) -> None:
+        """Say goodbye, and cut short what is on its way."""
+        with suppress(OSError):
+            self.tell(Kind.BYE)
+            self.sock.shutdown(socket.SHUT_WR)
+        self._group = None
+
+    def drain(self, seconds: float) -> None:
+        """Read until the peer hangs up: a socket that is closed over unread words loses its own."""
+        with suppress(OSError):
+            end = time.monotonic() + seconds
+            while (left := end - time.monotonic()) > 0:
+                self.sock.settimeout(left)
+                if not self.sock.recv(1 << 16):
+                    break
 
     @property
     def closed(self) -> bool:

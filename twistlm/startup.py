@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from . import central as centrals
 from . import checkpoint, families, generator, models
 from . import config as configs
+from . import resume as resumes
 from .blocks import BlockMap, widths_of_ratio
 from .central import Central
 from .cluster import Cluster
@@ -27,7 +28,6 @@ from .leases import Leases
 from .sharded import Shard, spread
 from .stop import Stop
 from .subnet import Rho
-from .terminal import console
 from .worker import Seats
 
 
@@ -92,7 +92,7 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
         raise ValueError(
             f"run.out = {cfg.run.out!r} already holds a run: add --resume, or choose another folder"
         )
-    saved = _find(folder, cfg, quiet) if resume and cluster.is_central else None
+    saved = resumes.find(folder, cfg, quiet) if resume and cluster.is_central else None
     template = models.load(cfg.model, cfg.run.seed) if saved is None else checkpoint.template(saved)
     if cfg.train.precision == "float64":
         template = template.double()
@@ -136,6 +136,8 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
         outer = t.method == "twist" and t.nesterov() is not None
         if saved is not None:
             run.central = checkpoint.restore(saved, template, block_map, cluster.device)
+            if saved.round < n_rounds:
+                resumes.log_(out, saved, cfg)
         else:
             run.central = centrals.create(
                 models.state(template),
@@ -172,42 +174,6 @@ def _share_start(run: Run) -> None:
     told = iter(first[3:])
     for group in run.block_map.groups:
         run.held[group.name][:] = [int(next(told)) for _ in range(group.n_blocks)]
-
-
-def _find(folder: Path, cfg: Config, quiet: bool) -> checkpoint.Checkpoint | None:
-    """The newest valid checkpoint to resume from, refusing one of another run."""
-    found, broken = checkpoint.newest(folder)
-    for sentence in broken:
-        console.print(f"skipped: {sentence}", style="yellow")
-    if found is None:
-        if broken:
-            raise ValueError(f"no checkpoint in {folder} is valid: {broken[0]}")
-        return None
-    old, new = configs.to_dict(found.config), configs.to_dict(cfg)
-    for section in ("model", "data", "blocks", "train"):
-        for key, value in new[section].items():
-            was = old[section][key]
-            if was == value:
-                continue
-            name = f"{section}.{key}"
-            outer_appears = key == "outer" and "none" in (was, value)
-            if (
-                section in ("model", "data")
-                or key in ("method", "moments", "precision")
-                or outer_appears
-            ):
-                raise ValueError(
-                    f"cannot resume {found.path}: {name} was {was!r} and is now {value!r}"
-                )
-            if not quiet:
-                console.print(f"{name} was {was!r} and is now {value!r}", style="yellow")
-    if old["run"]["seed"] != cfg.run.seed:
-        raise ValueError(
-            f"cannot resume {found.path}: run.seed was {old['run']['seed']} and is now {cfg.run.seed}"
-        )
-    if not quiet:
-        console.print(f"resuming from {found.path}")
-    return found
 
 
 def _write_config(out: Path, cfg: Config) -> None:

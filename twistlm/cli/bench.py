@@ -1,4 +1,4 @@
-"""bench train, bench curve, bench deploy, bench comm: times, bytes and memory on this machine."""
+"""bench train, curve, save, deploy, comm: times, bytes and memory on this machine."""
 
 from __future__ import annotations
 
@@ -77,6 +77,31 @@ def curve(
         f"{steps} steps: loss {made.ours[-1]:.4f}, stock {made.stock[-1]:.4f}; smoothed over "
         f"{curves.SMOOTH} steps they differ by at most {made.difference:.3%}"
     )
+    if json_out is not None:
+        json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
+
+
+@bench.command(
+    epilog="Examples:\n\n"
+    "twistlm bench save demo\n\n"
+    "twistlm bench save wiki-gpt2 train.moments=reset --out /scratch --n 5 --json save.json"
+)
+def save(
+    preset: Preset,
+    overrides: Overrides = None,
+    n: Annotated[int, typer.Option(min=1, help="Checkpoints to write.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path("."),
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers here too.")
+    ] = None,
+) -> None:
+    """How long a checkpoint of the preset's model keeps training waiting, and when it is safe."""
+    from .. import config
+    from ..bench import save as saves
+    from ..terminal import console
+
+    made = saves.bench(config.load(preset, overrides or []), out, n)
+    console.print(saves.sentence(made))
     if json_out is not None:
         json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
 
