@@ -205,12 +205,14 @@ def _aggregate(
 ) -> None:  # fmt: skip
     """Send this rank's result to all owners, and take all results for its own tiles, in worker order."""
     runs, rank, dtype = shard.runs, cluster.rank, trained.dtype
+    exact = shard.wire == "fp32"  # values come up, not changes: what went down is not needed
 
     def send(c: int) -> tuple[list[Tensor], list[int]]:
         parts = []
         for owner, tile in enumerate(shard.tiles[c]):
             pieces = cuts[rank].pieces(runs, tile, (c, owner))
-            parts.append(wires.up(shard.wire, _get(trained, pieces), _get(sent[:1], pieces)[0]))
+            came = sent[0] if exact else _get(sent[:1], pieces)[0]
+            parts.append(wires.up(shard.wire, _get(trained, pieces), came))
         mine = shard.tiles[c][rank]
         shapes = [(shard.rows, cut.size(runs, mine, (c, rank))) for cut in cuts]
         return parts, [wires.up_bytes(shard.wire, shape, dtype) for shape in shapes]
@@ -220,7 +222,7 @@ def _aggregate(
         for worker, (cut, payload) in enumerate(zip(cuts, payloads, strict=True)):
             index = cut.inside(tile, (c, rank))
             shape = (shard.rows, cut.size(runs, tile, (c, rank)))
-            went = _gather(central, index, 1)[0]
+            went = central.weights if exact else _gather(central, index, 1)[0]
             buffer = wires.read_up(shard.wire, payload, shape, went)
             results.append(Result(worker, buffer, index, Stats(0.0, 0, 0)))
         aggregate_(central, results, deal.holders, outer)

@@ -45,7 +45,7 @@ def encode(kind: Wire, tensor: Tensor) -> Tensor:
         groups = torch.nn.functional.pad(flat.float(), (0, rest)).view(n_groups, GROUP)
         scales = groups.abs().amax(1, keepdim=True) / 127
         # a NaN or Inf makes its scale NaN or Inf, and so the whole group when it is read: it stays seen
-        steps = torch.where(scales > 0, groups / scales, 0).nan_to_num(0).round().to(torch.int8)
+        steps = torch.where(scales > 0, groups / scales, 0).round().to(torch.int8)
         parts = [_bytes(scales), _bytes(steps)[: flat.numel()]]
     gap = n_bytes(kind, flat.numel(), tensor.dtype) - sum(part.numel() for part in parts)
     if gap:
@@ -90,7 +90,7 @@ def read_down(
 
 
 def up(kind: Wire, result: Tensor, sent: Tensor) -> Tensor:
-    """A trained buffer [rows, n] on its way back; `sent` [n] are the weights that came down."""
+    """A trained buffer [rows, n] on its way back; `sent` [n] are the weights that came down (unread in fp32)."""
     if kind == "fp32":
         return encode(kind, result)
     rows = [result[0] - sent, *result[1:]]
