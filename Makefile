@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test chaos lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN)/twistlm demo
 
 test: $(VENV)/test.stamp lint
 	$(RUN)/python -m pytest -n 2
+
+chaos: $(VENV)/test.stamp
+	$(RUN)/python -m pytest -n 2 -m chaos
 
 lint: $(VENV)/test.stamp
 	$(RUN)/ruff check .

@@ -58,9 +58,29 @@ def tiny_table(tokens: str, out: Path, **sections: dict) -> dict:
         },
     }  # fmt: skip
     for section, values in sections.items():
-        table[section] |= values
+        table[section] = table.get(section, {}) | values
     return table
 
 
 def tiny(tokens: str, out: Path, **sections: dict) -> config.Config:
     return config.from_dict(tiny_table(tokens, out, **sections))
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    """Forks hubs and workers (processes.py); shared by all tests of one pytest process."""
+    from processes import Nursery
+
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def scene(nursery, tmp_path):
+    """`scene(train={...})`: a hub and workers in a folder; none of them outlives the test."""
+    from processes import Scene
+
+    tokens = make_tokens(tmp_path / "tokens")
+    yield lambda **sections: Scene(nursery, tmp_path, tokens, **sections)
+    nursery.end_children()

@@ -306,6 +306,12 @@ CASES = {
         "train.moments=reset", parts=("cannot resume", "train.moments was 'carry'", "'reset'")
     ),
     "resume other data": resume("data.train=other", parts=("cannot resume", "data.train", "'other'")),
+    "resume other test data": resume("data.valid=other", parts=("cannot resume", "data.valid")),
+    "resume another length": resume("data.seq_len=8", parts=("cannot resume", "data.seq_len was 16", "8")),
+    "resume another method": resume("train.method=dense", parts=("cannot resume", "train.method was 'twist'")),
+    "resume an outer optimizer": resume(
+        "train.outer=nesterov(0.7, 0.6)", parts=("cannot resume", "train.outer was 'none'")
+    ),
     "resume fewer rounds": resume("train.rounds=1", parts=("train.rounds", "1", "3")),
     "resume another seed": resume("run.seed=5", parts=("cannot resume", "run.seed was 0", "5")),
     "resume, all damaged": resume(

@@ -14,7 +14,7 @@ import pytest
 from twistlm import config
 
 PRESETS = Path(config.__file__).parent / "presets"
-SECTIONS = ("model", "data", "blocks", "train", "run")
+SECTIONS = ("model", "data", "blocks", "train", "run", "hub")
 
 
 def refusal(source: str, *overrides: str) -> str:
@@ -282,7 +282,7 @@ def test_a_toml_that_is_not_text_is_named(tmp_path):
 
 POSITIVE = [
     "data.seq_len", "blocks.n_ffn", "train.n_workers", "train.interval", "train.batch", "train.lr",
-    "run.eval_n", "run.keep",
+    "run.eval_n",
 ]  # fmt: skip
 NOT_NEGATIVE = [
     "data.planned_sequences", "train.rounds", "train.epochs", "train.warmup", "train.weight_decay",
@@ -296,6 +296,14 @@ def test_must_be_positive(field, value):
     message = refusal("demo", f"{field}={value}")
     assert message.startswith(f"{field} = {value}")
     assert "greater than 0" in message
+
+
+@pytest.mark.parametrize("value", [1, 0, -3])
+def test_one_checkpoint_is_not_enough(value):
+    """The newest may turn out damaged; then there must be another."""
+    message = refusal("demo", f"run.keep={value}")
+    assert message.startswith(f"run.keep = {value}: must be at least 2")
+    assert config.load("demo", ["run.keep=2"]).run.keep == 2
 
 
 @pytest.mark.parametrize("field", NOT_NEGATIVE)

@@ -33,18 +33,24 @@ LAYERS = [  # a module imports only from layers above its own
         "report",
         "report.section",
         "report.paper",
+        "leases",
+        "address",
     },
-    {"report.draw"},
-    {"blocks", "fast", "kernels", "attention", "lookup", "prune", "prune.pattern"},
+    {"report.draw", "events", "stop", "session", "guard"},
+    {"supervisor"},
+    {"blocks", "fast", "kernels", "attention", "lookup", "wire", "prune", "prune.pattern"},
     {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
-    {"prepare", "subnet", "adamw", "budget", "speed", "gradient"},
+    {"prepare", "subnet", "adamw", "budget", "speed", "gradient", "links"},
     {"central", "corpus"},
-    {"dispatcher", "aggregator", "checkpoint"},
-    {"worker", "parent", "points"},
+    {"dispatcher", "aggregator", "checkpoint", "door"},
+    {"roster"},
+    {"hub"},
+    {"worker", "writer", "resume", "parent", "points", "sharded"},
     {"export.card", "export.hf", "prune.calibrate"},
-    {"evaluate", "dense", "deploy", "prune.importance", "prune.methods", "prune.repair"},
+    {"remote", "evaluate", "dense", "deploy", "prune.importance", "prune.methods", "prune.repair"},
     {"startup", "plan", "pick", "export.verify", "export.gguf_vocab", "export.llamacpp"},
+    {"team"},
     {"rounds", "score", "runnable", "export.gguf", "export.onnx", "prune.write"},
     {
         "demo",
@@ -55,14 +61,15 @@ LAYERS = [  # a module imports only from layers above its own
         "draft",
         "bench.train",
         "bench.curve",
+        "bench.save",
         "bench.runtimes",
         "compare.rivals",
     },
-    {"bench.measure", "compare.measure", "experiments.scales"},
+    {"bench.measure", "bench.namespaces", "bench.peer", "compare.measure", "experiments.scales"},
     {"compare.cells"},
     {"compare.table"},
     {"compare.run"},
-    {"bench.deploy", "experiments.lab"},
+    {"bench.deploy", "bench.comm", "experiments.lab"},
     {"experiments.subnets", "experiments.latency", "experiments.memory", "experiments.nodeloss"},
     {"experiments.parents", "experiments.shift", "experiments.table2"},
     {"experiments.stability", "experiments.robustness", "experiments.table1"},
@@ -79,6 +86,7 @@ LAYERS = [  # a module imports only from layers above its own
         "cli.experiments",
         "cli.export",
         "cli.extract",
+        "cli.hub",
         "cli.prune",
     },
     {"cli"},
@@ -123,7 +131,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
         "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune", "cli.compare",
-        "cli.experiments", "bench.runtimes", "config", "experiments.scales", "ledger", "models", "plan",
+        "cli.experiments", "cli.hub", "bench.runtimes", "config", "experiments.scales", "ledger", "models", "plan",
     }  # fmt: skip
     for name, source in SOURCES.items():
         if name == "families" or name.startswith("export."):
@@ -133,9 +141,21 @@ def test_model_names_stand_in_families_and_exports_alone():
         assert name in may_name_types or not re.findall(types, code), name
 
 
-def test_torch_distributed_is_imported_in_cluster_only():
+MEET = {"cluster", "door", "session", "bench.peer"}  # the last beside bare gloo
+
+
+def test_torch_distributed_is_imported_where_processes_meet():
+    """cluster: torchrun's ranks; door and session: the hub's store and its 2-rank groups."""
     for name, source in SOURCES.items():
-        assert ("torch.distributed" in source) == (name == "cluster"), name
+        assert ("torch.distributed" in source) == (name in MEET), name
+
+
+def test_no_pickle_on_wire_or_disk():
+    """What unpickles runs code: torch's object collectives, torch.load and pickle itself."""
+    words = r"pickle|(send|recv|gather|scatter|broadcast)_object|torch\.load\b|torch\.save\b|\bmarshal\b|shelve|joblib"
+    for name, source in SOURCES.items():
+        code = re.sub(r'"""(.|\n)*?"""|#.*', "", source)
+        assert not re.findall(words, code), name
 
 
 def test_the_training_path_needs_no_extra():

@@ -11,8 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import make_tokens, tiny_table
+import torch
+from conftest import make_tokens, tiny, tiny_table
 from test_variants import FILES, toml
+
+from twistlm import checkpoint, rounds
+from twistlm.leases import Leases
 
 TRAIN = {
     "rounds": 30,
@@ -39,6 +43,38 @@ def finish(process: subprocess.Popen) -> str:
     output = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 0, output
     return output
+
+
+def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
+    """At a round boundary, said on the console and in `resumes.jsonl`; the data goes on where it was."""
+    tokens = make_tokens(tmp_path / "tokens")
+    rounds.train(tiny(tokens, tmp_path / "run", train={"rounds": 2}), quiet=True)
+    assert not (tmp_path / "run/resumes.jsonl").exists()
+    capsys.readouterr()
+    train = {"rounds": 3, "n_workers": 4, "batch": 1}
+    cfg = tiny(tokens, tmp_path / "run", train=train, blocks={"k_ffn": 2}, run={"threads": 2})
+    try:
+        rounds.train(cfg, resume=True)
+    finally:
+        torch.set_num_threads(1)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "train.n_workers was 3 and is now 4" in out
+    assert "blocks.k_ffn was (3,) and is now (2,)" in out
+    assert "cpu, 1 threads' and is now" in out
+    assert "run.threads" in out
+    (line,) = (tmp_path / "run/resumes.jsonl").read_text().splitlines()
+    told = json.loads(line)
+    assert told["round"] == 2
+    assert told["changed"] == {
+        "train.n_workers": [3, 4], "train.batch": [2, 1], "train.rounds": [2, 3], "blocks.k_ffn": [[3], [2]],
+    }  # fmt: skip
+    assert told["device"].endswith("cpu, 2 threads")
+    saved = checkpoint.open_(tmp_path / "run")
+    assert (saved.config.train.n_workers, saved.config.blocks.k_ffn) == (4, (2,))
+    assert saved.manifest["device"].endswith("cpu, 2 threads")  # also from the writing thread
+    assert saved.leases == Leases(2 * 3 * 3 * 2 + 3 * 4 * 1)
+    rounds.train(cfg, resume=True)  # nothing left to do, nothing to tell
+    assert len((tmp_path / "run/resumes.jsonl").read_text().splitlines()) == 1
 
 
 def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):

@@ -240,10 +240,9 @@ def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
     run.central.buffer[2].abs_()
     blueprints = deal(run)
     before = run.central.weights.clone()
-    parcel = next(iter(rounds.dispatcher.dispatch(
-        run.central, run.runs, rounds.dispatcher.prepare(run.runs, 0, blueprints), run.cluster, run.rows, run.dtype
-    )))  # fmt: skip
-    seat = rounds._new_seat(run, parcel.layout, "central")
+    deal_ = rounds.dispatcher.prepare(run.runs, 0, blueprints)
+    parcel = rounds.dispatcher.parcel(deal_, 0, run.runs, run.central.buffer)
+    seat = run.seats.new(parcel.layout, "central")
     seat.load(
         parcel, rounds.scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 5
     )
@@ -266,13 +265,11 @@ def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wi
     run = setup(tokens, tmp_path / "run", train={"precision": "bf16"})
     random_central(run)
     deal_ = rounds.dispatcher.prepare(run.runs, 0, deal(run))
-    parcel = next(iter(rounds.dispatcher.dispatch(
-        run.central, run.runs, deal_, run.cluster, run.rows, run.dtype
-    )))  # fmt: skip
+    parcel = rounds.dispatcher.parcel(deal_, 0, run.runs, run.central.buffer)
     expected = cut(run.central, parcel.blueprint)
     if over_the_wire:
         parcel = replace(parcel, source=expected.clone())
-    seat = rounds._new_seat(run, parcel.layout, "physical")
+    seat = run.seats.new(parcel.layout, "physical")
     seat.load(
         parcel, rounds.scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 0
     )
@@ -337,7 +334,7 @@ def test_bytes_are_counted(tokens, tmp_path):
     ffn = k_ffn * chunk * (2 * d + 1) + d
     whole = 12 * d * d + 13 * d  # the shared first layer, norms included
     n_params = (64 + 16) * d + whole + 2 * (attn + ffn + 4 * d) + 2 * d
-    assert traffic.down == traffic.up == 3 * n_params * 3 * 4
+    assert traffic.down.total == traffic.up.total == 3 * n_params * 3 * 4
     assert traffic.wire == 0
 
 

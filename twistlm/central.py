@@ -10,6 +10,7 @@ from torch import Tensor
 from .blocks import BlockMap, Shapes, State
 from .flat import Layout, Runs, layout, runs
 from .generator import Held
+from .leases import Leases
 from .subnet import Rho
 
 ROWS = ("weights", "m", "v")
@@ -25,6 +26,7 @@ class Central:
     held: Held
     rho: Rho = field(default_factory=dict)
     round: int = 0  # rounds done
+    leases: Leases = field(default_factory=Leases)  # the data of these rounds
     sums: Tensor | None = None  # [rows, n_params]: the aggregator's scratch, kept between rounds
 
     @property

@@ -34,10 +34,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import config as configs
+from . import leases
 from .blocks import BlockMap, State
 from .central import Central, create
 from .config import Config
 from .data import file_sha256
+from .leases import Leases
 from .models import shapes as shapes_of
 from .terminal import console
 
@@ -59,6 +61,14 @@ class Checkpoint:
     @property
     def round(self) -> int:
         return self.manifest["round"]
+
+    @property
+    def leases(self) -> Leases:
+        """What of the data has been trained; before leases existed, all workers lived in all rounds."""
+        if "leases" in self.manifest:
+            return leases.from_dict(self.manifest["leases"])
+        t = self.config.train
+        return Leases(self.round * t.interval * t.n_workers * t.batch)
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -121,12 +131,11 @@ def whole_folder(target: Path) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=".draft-"))
     try:
         yield draft
-        umask = os.umask(0o077)  # there is no other way to read it
-        os.umask(umask)
-        for path in (*draft.rglob("*"), draft):
-            path.chmod(
-                (0o777 if path.is_dir() else 0o666) & ~umask
-            )  # mkdtemp, safetensors: private
+        (draft / "mode").mkdir()  # shows the umask; reading it would change it for all threads
+        mode = (draft / "mode").stat().st_mode & 0o777
+        (draft / "mode").rmdir()
+        for path in (*draft.rglob("*"), draft):  # mkdtemp and safetensors make private ones
+            path.chmod(mode if path.is_dir() else mode & 0o666)
             _fsync(path)
         if target.exists():
             shutil.rmtree(target)
@@ -147,7 +156,7 @@ def save(
 ) -> Path:
     """Write `folder/round-NNNNNN`; it appears whole or not at all, then older ones are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"round-{central.round:06d}"
+    target = folder / folder_name(central.round)
     for dead in folder.glob(".draft-*"):  # of a process that was killed while it wrote
         shutil.rmtree(dead, ignore_errors=True)
     with whole_folder(target) as draft:
@@ -170,17 +179,22 @@ def save(
             "round": central.round,
             "config": configs.to_dict(cfg),
             "tokenizer_sha256": file_sha256(tokenizer) if tokenizer else None,
+            "leases": leases.to_dict(central.leases),
             "held": central.held,
             "rho": central.rho,
             **describe_run(),
             "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
         }
         manifest["sha256"] = _own_sha256(manifest)
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (draft / MANIFEST).write_text(_written(manifest))
     until_now = [path for path in _numbered(folder) if _round(path) <= central.round]
     for old in until_now[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def folder_name(round: int) -> str:
+    return f"round-{round:06d}"
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -211,7 +225,8 @@ def open_(path: str | Path) -> Checkpoint:
 def verify(path: Path) -> Checkpoint:
     """Read the manifest and compare every file's sha256: a flipped byte is refused."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        text = (path / MANIFEST).read_bytes().decode()
+        manifest = json.loads(text)
         files, version = dict(manifest["files"]), manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -219,7 +234,7 @@ def verify(path: Path) -> Checkpoint:
         ) from None
     if version != FORMAT:
         raise ValueError(f"{path} has checkpoint format {version}; this twistlm reads {FORMAT}")
-    if manifest.get("sha256") != _own_sha256(manifest):
+    if manifest.get("sha256") != _own_sha256(manifest) or text != _written(manifest):
         raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} does not match its own sha256")
     for name, sha256 in files.items():
         file = path / Path(name).name
@@ -276,7 +291,7 @@ def restore(
         saved = _load(checkpoint, "outer.safetensors")
         for name, view in central.layout.views(central.velocity).items():
             view.copy_(saved[name])
-    central.round = checkpoint.round
+    central.round, central.leases = checkpoint.round, checkpoint.leases
     for name, counts in checkpoint.manifest["held"].items():
         if len(counts) == len(central.held.get(name, ())):  # other blocks are counted anew
             central.held[name] = counts
@@ -303,6 +318,10 @@ def _round(path: Path) -> int:
 def _own_sha256(manifest: dict[str, Any]) -> str:
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _written(manifest: dict[str, Any]) -> str:
+    return json.dumps(manifest, indent=1) + "\n"
 
 
 def _fsync(path: Path) -> None:

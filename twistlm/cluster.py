@@ -1,4 +1,4 @@
-"""Who sits where, and how buffers travel between the central rank and the others.
+"""Who sits where, and what the ranks of torchrun have in common.
 
 A variant is a seating table: which rank hosts which worker, and whether that worker trains a
 physical subnet, a masked copy of the full model, or the central weights themselves behind a mask.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +22,7 @@ SeatKind = Literal["physical", "masked", "central"]
 
 @dataclass(frozen=True)
 class Seating:
-    """Worker -> rank and kind of seat. Rank 0 always hosts the central model."""
+    """Worker -> rank and kind of seat. Rank 0 hosts the central model (or speaks for its shards)."""
 
     ranks: tuple[int, ...]
     kinds: tuple[SeatKind, ...]
@@ -39,7 +41,7 @@ def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physic
         if world_size != 1:
             raise ValueError(
                 f"run.variant = 'local' is one process, but torchrun started {world_size}: "
-                f"use masked, true or hybrid"
+                f"use masked, true, hybrid or sharded"
             )
         return Seating((0,) * n_workers, (kind,) * n_workers)
     seats = world_size - 1 if variant == "true" else world_size
@@ -50,9 +52,8 @@ def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physic
             f"{'is' if world_size == 1 else 'are'} {world_size}: start it with "
             f"torchrun --nproc-per-node {need} -m twistlm train ..."
         )
-    first: SeatKind = (
-        "physical" if variant == "true" else "masked" if variant == "masked" else "central"
-    )
+    alike = variant in ("true", "sharded")
+    first: SeatKind = "physical" if alike else "masked" if variant == "masked" else "central"
     others: SeatKind = "masked" if variant == "masked" else "physical"
     ranks = range(1, world_size) if variant == "true" else range(world_size)
     return Seating(tuple(ranks), (first,) + (others,) * (n_workers - 1))
@@ -86,19 +87,47 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-class Cluster:
-    """This process's place in the run, and the transport (none for one process)."""
+@contextmanager
+def _talking() -> Iterator[None]:
+    """Say in a sentence that a peer is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"another rank of this run is gone: start the run again with --resume, its newest checkpoint is "
+            f"unharmed ({str(error).splitlines()[0]})"
+        ) from None
 
-    def __init__(self, variant: str, n_workers: int, kind: SeatKind, device: str):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.seating = seat(variant, n_workers, self.world_size, kind)
+
+class Cluster:
+    """This process's place in the run.
+
+    TwIST's rounds go through a hub (`hub`), over sessions; torchrun's ranks only have to find it. Shards
+    are exchanged between all ranks, and the controls sum gradients in every step: these ranks form one
+    group (`together`), and a death ends them.
+    """
+
+    def __init__(
+        self,
+        variant: str,
+        n_workers: int,
+        kind: SeatKind,
+        device: str,
+        *,
+        together: bool = False,
+        hub: bool = False,
+    ):
+        self.rank = 0 if hub else int(os.environ.get("RANK", 0))
+        self.world_size = 1 if hub else int(os.environ.get("WORLD_SIZE", 1))
+        # the workers of a hub sit where torchrun's other ranks would
+        n_ranks = n_workers + (variant == "true") if hub else self.world_size
+        self.seating = seat(variant, n_workers, n_ranks, kind)
         self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
-        self.bytes_sent = self.bytes_received = 0  # over the wire, seen from this rank
-        self._posted: list[tuple[dist.Work | None, Tensor]] = []
-        if self.world_size > 1:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
+        self.n_sent = self.n_received = 0  # bytes of exchanges
+        self._group = together and self.world_size > 1
+        if self.world_size > 1 and self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self._group:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     @property
@@ -110,40 +139,54 @@ class Cluster:
         """The workers that this rank plays."""
         return self.seating.workers_of(self.rank)
 
-    def post(self, rank: int, tensor: Tensor) -> None:
-        """Start sending; the tensor is kept until `wait`."""
-        self._posted.append((dist.isend(tensor, rank), tensor))
-        self.bytes_sent += tensor.numel() * tensor.element_size()
+    def share(self, word: str | None = None) -> str:
+        """The central rank's word on every rank, through torchrun's own store."""
+        store, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.world_size)))
+        self._store = store  # where this rank hosts it, it must live on
+        if word is not None:
+            store.set("twistlm", word)
+        return store.get("twistlm").decode()
 
-    def wait(self) -> None:
-        for work, _ in self._posted:
-            if work is not None:
+    def exchange(self, parts: list[Tensor], sizes: list[int]) -> Callable[[], list[Tensor]]:
+        """Start sending part i (bytes) to rank i; the call returned waits for theirs, of these sizes."""
+        if not self._group:
+            return lambda: parts
+        sent, got = torch.cat(parts), torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        lengths = [part.numel() for part in parts]
+        with _talking():
+            work = dist.all_to_all_single(got, sent, sizes, lengths, async_op=True)
+        self.n_sent += sent.numel() - lengths[self.rank]
+        self.n_received += got.numel() - sizes[self.rank]
+
+        def wait() -> list[Tensor]:
+            with _talking():
                 work.wait()
-        self._posted.clear()
+            assert sent is not None  # kept until here
+            return list(got.split(sizes))
 
-    def receive(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.recv(tensor, rank)
-        self.bytes_received += tensor.numel() * tensor.element_size()
-        return tensor
+        return wait
 
     def broadcast(self, values: list[float]) -> list[float]:
         """The central rank's numbers on every rank."""
-        if self.world_size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.broadcast(tensor, 0)
-        return tensor.tolist()
+        return self.broadcast_(
+            torch.tensor(values, dtype=torch.float64, device=self.device)
+        ).tolist()
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        if self._group:
+            with _talking():
+                dist.broadcast(tensor, 0)
+        return tensor
 
     def barrier(self) -> None:
-        if self.world_size > 1:
+        if self._group:
             dist.barrier()
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        if self.world_size > 1:
+        if self._group:
             dist.all_reduce(tensor)
         return tensor
 
     def close(self) -> None:
-        if self.world_size > 1 and dist.is_initialized():
+        if self._group and dist.is_initialized():
             dist.destroy_process_group()

@@ -18,6 +18,7 @@ from typing import Any, Literal
 Kind = Literal["attn", "ffn"]
 Setting = Literal["attn", "ffn", "both"]
 Method = Literal["twist", "dense", "dropout"]
+Wire = Literal["fp32", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,11 @@ class RunConfig:
     """Folder of this run: checkpoints, metrics, config."""
     seed: int = 0
     """Initial weights, deals, batches and random subnets follow from it."""
-    variant: Literal["local", "masked", "true", "hybrid"] = "local"
-    """One process that plays all workers, or a seating of torchrun's ranks."""
+    variant: Literal["local", "masked", "true", "hybrid", "sharded"] = "local"
+    """One process that plays all workers, or a seating of torchrun's ranks; in `sharded` every rank trains
+    and owns an equal part of the central model."""
+    wire: Wire = "fp32"
+    """What results and moments travel as between processes; weights go down in float32. `local` has no wire."""
     seat: Literal["physical", "masked"] = "physical"
     """What `local` workers train: a smaller dense model, or the full one with masks."""
     device: str = "auto"
@@ -167,7 +171,26 @@ class RunConfig:
     save_every: int = 50
     """Rounds between checkpoints; the last round is always saved, 0 saves only that."""
     keep: int = 2
-    """Checkpoints to keep."""
+    """Checkpoints to keep, at least 2."""
+
+
+@dataclass(frozen=True)
+class HubConfig:
+    """Workers that come and go: `twistlm hub`, and the ranks of torchrun."""
+
+    bind: str = "127.0.0.1:29400"
+    """host:port that `twistlm hub` listens on."""
+    public: bool = False
+    """Allow addresses beyond loopback and private ranges. Nothing is encrypted."""
+    min_workers: int = 1
+    """A round with fewer results is not committed."""
+    wait: float = 60.0
+    """Seconds that a hub waits at its start for all S workers before it begins with those who are in."""
+    floor: float = 30.0
+    """Least seconds of a round's deadline, which is 3 times the median of the last rounds; 10 times
+    this for the first round."""
+    patience: float = 600.0
+    """Seconds below `min_workers` after which the hub gives up."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +202,7 @@ class Config:
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
 
     def check(self) -> Config:
         """Refuse values that no model could make sense of; model-dependent ones are checked later."""
@@ -190,7 +214,8 @@ class Config:
             "train.batch": self.train.batch,
             "train.lr": self.train.lr,
             "run.eval_n": self.run.eval_n,
-            "run.keep": self.run.keep,
+            "hub.min_workers": self.hub.min_workers,
+            "hub.floor": self.hub.floor,
         }
         at_least_zero = {
             "data.planned_sequences": self.data.planned_sequences,
@@ -204,6 +229,8 @@ class Config:
             "run.save_every": self.run.save_every,
             "run.eval_tokens": self.run.eval_tokens,
             "run.threads": self.run.threads,
+            "hub.wait": self.hub.wait,
+            "hub.patience": self.hub.patience,
         }
         for name, value in (positive | at_least_zero).items():
             if value == math.inf and name != "train.clip":
@@ -216,11 +243,20 @@ class Config:
                 raise ValueError(f"{name} = {value}: must not be negative")
         if self.data.seq_len < 2:
             raise ValueError(f"data.seq_len = {self.data.seq_len}: must be at least 2")
+        if self.run.keep < 2:
+            raise ValueError(
+                f"run.keep = {self.run.keep}: must be at least 2, since the newest may turn out damaged"
+            )
         if not all(0 <= beta < 1 for beta in self.train.betas):
             raise ValueError(f"train.betas = {list(self.train.betas)}: both must lie in [0, 1)")
         if self.run.eval_every < -1:
             raise ValueError(
                 f"run.eval_every = {self.run.eval_every}: must be -1, 0 or a number of rounds"
+            )
+        if self.hub.min_workers > self.train.n_workers:
+            raise ValueError(
+                f"hub.min_workers = {self.hub.min_workers}: must not exceed train.n_workers = "
+                f"{self.train.n_workers}"
             )
         self.train.nesterov()
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from .leases import Slot
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,9 @@ def file_sha256(path: Path) -> str:
 class Batches:
     """`batch(worker, step)`: every sequence once per epoch, disjoint between workers, no state.
 
-    Position p = (step * S + worker) * batch + i of an endless stream that runs through one random
-    permutation of all sequences after another.
+    Place p = (step * S + worker) * batch + i of an endless stream that runs through one random
+    permutation of all sequences after another. Rounds draw from the same stream by `slot`, because
+    workers come and go (`leases`); with all of them alive it is the same batch.
     """
 
     file: TokenFile
@@ -117,14 +121,22 @@ class Batches:
 
     def rows(self, worker: int, step: int) -> np.ndarray:
         """Numbers of the sequences in this batch."""
-        n = self.file.n_sequences(self.seq_len)
         first = (step * self.n_workers + worker) * self.batch
-        places = [divmod(first + i, n) for i in range(self.batch)]
-        return np.array([_permutation(self.seed, epoch, n)[place] for epoch, place in places])
+        return self.rows_at(range(first, first + self.batch))
+
+    def rows_at(self, places: Sequence[int]) -> np.ndarray:
+        """Numbers of the sequences at these places of the stream."""
+        n = self.file.n_sequences(self.seq_len)
+        spots = [divmod(place, n) for place in places]
+        return np.array([_permutation(self.seed, epoch, n)[spot] for epoch, spot in spots])
 
     def __call__(self, worker: int, step: int) -> Tensor:
         """Token ids, int64 [batch, seq_len]."""
         return self.file.sequences(self.rows(worker, step), self.seq_len)
+
+    def slot(self, slot: Slot) -> Tensor:
+        """The batch that was leased out as `slot`: int64 [batch, seq_len]."""
+        return self.file.sequences(self.rows_at(slot), self.seq_len)
 
     def n_rounds(self, epochs: float, interval: int) -> int:
         """Whole rounds in that many epochs: rounds of S * batch * interval sequences."""

@@ -11,6 +11,7 @@ from .central import Central
 from .cluster import Cluster
 from .config import TrainConfig
 from .data import Batches
+from .leases import Slot
 from .worker import Seat, learning_rate, to_device
 
 
@@ -19,6 +20,7 @@ def round_(
     seat: Seat,
     cluster: Cluster,
     batches: Batches,
+    slots: tuple[Slot, ...],
     cfg: TrainConfig,
     round: int,
     total_steps: int,
@@ -32,10 +34,10 @@ def round_(
     """
     seat.losses.zero_()
     first = round * cfg.interval
-    for step in range(first, first + cfg.interval):
+    mine = cluster.workers
+    for i, step in enumerate(range(first, first + cfg.interval)):
         mask_(step)
-        mine = cluster.workers
-        ids = torch.cat([batches(worker, step) for worker in mine])
+        ids = torch.cat([batches.slot(slots[i * cfg.n_workers + worker]) for worker in mine])
         seat.backward(to_device(ids, seat.device), share=len(mine) / cfg.n_workers)
         cluster.sum_(seat.model_grad)  # a masked seat gathers it in `apply`
         seat.apply(learning_rate(cfg, step, total_steps))

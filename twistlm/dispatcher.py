@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .blocks import Blueprint
 from .central import Central
-from .cluster import Cluster
 from .flat import Layout, Runs, gather_, holders
+from .session import Rooms
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,18 @@ class Parcel:
             low.copy_(out[0])
 
 
-def cut(central: Central, blueprint: Blueprint, rows: int | None = None) -> Tensor:
-    """A subnet's buffer out of the central one (its first `rows` rows)."""
+def cut(
+    central: Central, blueprint: Blueprint, rows: int | None = None, rooms: Rooms | None = None
+) -> Tensor:
+    """A subnet's buffer out of the central one (its first `rows` rows), in memory that may be reused."""
     source = central.buffer[:rows]
     index = central.runs.index(blueprint)
     n_params = central.layout.n_shared + index.numel() * central.runs.grain
-    out = torch.empty(source.shape[0], n_params, dtype=source.dtype, device=source.device)
+    shape = (source.shape[0], n_params)
+    if rooms is not None and source.device.type == "cpu":
+        room = rooms.get("down", math.prod(shape) * source.element_size())
+        return gather_(room.view(source.dtype).view(shape), source, central.runs, index)
+    out = torch.empty(shape, dtype=source.dtype, device=source.device)
     return gather_(out, source, central.runs, index)
 
 
@@ -67,29 +73,8 @@ def prepare(runs: Runs, round: int, blueprints: list[Blueprint]) -> Deal:
     return Deal(round, blueprints, indices, holders(runs, blueprints))
 
 
-def dispatch(
-    central: Central | None,
-    runs: Runs,
-    deal: Deal,
-    cluster: Cluster,
-    rows: int,
-    dtype: torch.dtype,
-) -> Iterator[Parcel]:
-    """Send every remote worker its buffer, then yield this rank's own parcels one by one.
-
-    All remote buffers have been cut before the first local one is yielded: a central seat trains the
-    central weights in place.
-    """
-    seating = cluster.seating
-    if central is not None:
-        for worker, rank in enumerate(seating.ranks):
-            if rank != cluster.rank:
-                cluster.post(rank, cut(central, deal.blueprints[worker]))
-    for worker in cluster.workers:
-        blueprint = deal.blueprints[worker]
-        where = runs.full.narrowed(runs.block_map, runs.block_map.widths(blueprint))
-        if central is not None:
-            source = central.buffer
-        else:
-            source = cluster.receive(0, (rows, where.n_params), dtype)
-        yield Parcel(worker, blueprint, where, deal.indices[worker], source, runs)
+def parcel(deal: Deal, worker: int, runs: Runs, source: Tensor) -> Parcel:
+    """A worker's parcel out of the central buffer, or out of what came over the wire."""
+    blueprint = deal.blueprints[worker]
+    where = runs.full.narrowed(runs.block_map, runs.block_map.widths(blueprint))
+    return Parcel(worker, blueprint, where, deal.indices[worker], source, runs)

@@ -7,7 +7,7 @@ a message. Each attention and each FFN layer draws its own deal.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .blocks import BlockMap, Blueprint, Kind, Widths
 from .config import BlocksConfig
@@ -27,15 +27,18 @@ def deal(
     widths: Sequence[int],
     common: Sequence[int] = (),
     held: Sequence[int] | None = None,
+    *,
+    partial: bool = False,
 ) -> list[tuple[int, ...]]:
     """Deal blocks to workers: all get `common`, every block goes to someone, worker s gets widths[s].
 
     Extra slots are filled uniformly, or, where `held` gives the counts so far, with the blocks held
-    least.
+    least. In a `partial` deal to few workers some blocks may go to nobody.
     """
     n_workers = len(widths)
     room = sum(k - len(common) for k in widths)
-    if any(not len(common) <= k <= n_blocks for k in widths) or room < n_blocks - len(common):
+    covered = partial or room >= n_blocks - len(common)
+    if any(not len(common) <= k <= n_blocks for k in widths) or not covered:
         raise ValueError(
             f"no deal of {n_blocks} blocks with {len(common)} common ones to workers of widths "
             f"{list(widths)} covers every block"
@@ -44,7 +47,7 @@ def deal(
     rest = [block for block in range(n_blocks) if block not in set(common)]
     rng.shuffle(rest)  # repair 1: the printed algorithm deals in index order
     order = rng.sample(range(n_workers), n_workers)  # who is served first changes too
-    while rest:  # round robin over workers with room left
+    for _ in range(n_blocks):  # round robin over workers with room left
         for s in order:
             if rest and len(hands[s]) < widths[s]:
                 hands[s].append(rest.pop())
@@ -102,6 +105,15 @@ def check(block_map: BlockMap, blocks: BlocksConfig, n_workers: int) -> None:
             )
 
 
+def check_own(block_map: BlockMap, blocks: BlocksConfig, own: Mapping[Kind, int]) -> None:
+    """Refuse a K that a worker brings along and no subnet can have."""
+    for kind, k in own.items():
+        n_blocks, least = block_map.n_blocks(kind), max(1, len(blocks.common(kind)))
+        if not least <= k <= n_blocks:
+            legal = f"legal K are {least}..{n_blocks}" if n_blocks else "this run does not cut it"
+            raise ValueError(f"k_{kind} = {k} of a worker: {legal}")
+
+
 def check_dropout(block_map: BlockMap, blocks: BlocksConfig) -> None:
     """Structured dropout covers blocks over time, not over workers: any K >= |C| will do."""
     if blocks.widths == "worker":
@@ -143,16 +155,26 @@ def for_training(
     seed: int,
     round: int,
     held: Held | None = None,
+    present: Sequence[tuple[int, Mapping[Kind, int]]] | None = None,
 ) -> list[Blueprint]:
-    """One blueprint per worker for this round; `held` is read by the `balanced` deal only."""
-    blueprints: list[Blueprint] = [{} for _ in range(n_workers)]
+    """One blueprint per worker for this round; `held` is read by the `balanced` deal only.
+
+    `present` are the workers that are there, as places in 0..n_workers-1 and K of their own. When all
+    are there and bring none, this is the same deal.
+    """
+    if present is None:
+        present = [(place, {}) for place in range(n_workers)]
+    blueprints: list[Blueprint] = [{} for _ in present]
     for group in block_map.groups:
         rng = random.Random(f"deal/{seed}/{round}/{group.name}")
-        widths = widths_in_round(blocks, group.kind, n_workers, round)
+        usual = widths_in_round(blocks, group.kind, n_workers, round)
+        widths = [own.get(group.kind, usual[place]) for place, own in present]
+        partial = len(present) < n_workers or any(own for _, own in present)
         so_far = None
         if blocks.deal == "balanced":
             so_far = held[group.name] if held else [0] * group.n_blocks
-        hands = deal(rng, group.n_blocks, widths, blocks.common(group.kind), so_far)
+        common = blocks.common(group.kind)
+        hands = deal(rng, group.n_blocks, widths, common, so_far, partial=partial)
         for blueprint, hand in zip(blueprints, hands, strict=True):
             blueprint[group.name] = hand
     return blueprints

@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from . import wire
 from .blocks import BlockMap, Shapes, Widths
+from .config import Wire
 
 FLOAT32 = 4  # bytes
 
@@ -62,12 +67,67 @@ def traffic(n_params: int, n_workers: int, n_rounds: int, rows: int = 1) -> int:
 
 
 @dataclass(frozen=True)
+class Bytes:
+    """One direction of a round, over all workers."""
+
+    shared: int = 0  # weights that every worker holds
+    blocks: int = 0  # weights of blocks
+    moments: int = 0  # Adam's m and v of both
+
+    @property
+    def total(self) -> int:
+        return self.shared + self.blocks + self.moments
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(
+            self.shared + other.shared, self.blocks + other.blocks, self.moments + other.moments
+        )
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Bytes that left the central model for workers and came back, in one round."""
 
-    down: int
-    up: int
-    wire: int  # the part of both that crossed a process boundary
+    down: Bytes
+    up: Bytes
+    wire: int  # what crossed a process boundary, seen from the central rank
+    others: dict[str, int] = field(default_factory=dict)  # the same round by other counts
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "bytes_down": self.down.total,
+            "bytes_up": self.up.total,
+            "bytes_wire": self.wire,
+            "bytes": {"down": asdict(self.down), "up": asdict(self.up), **self.others},
+        }
+
+
+def subnet_bytes(
+    n_shared: int, n_params: int, rows: int, kind: Wire, dtype: torch.dtype = torch.float32
+) -> tuple[Bytes, Bytes]:
+    """What one subnet costs down and up."""
+    shape = (rows, n_params)
+
+    def split(weights: int, total: int) -> Bytes:
+        shared = weights * n_shared // n_params
+        return Bytes(shared, weights - shared, total - weights)
+
+    down = split(wire.n_bytes("fp32", n_params, dtype), wire.down_bytes(kind, shape, dtype))
+    return down, split(wire.n_bytes(kind, n_params, dtype), wire.up_bytes(kind, shape, dtype))
+
+
+def other_counts(n_params: int, subnets: Sequence[int], interval: int) -> dict[str, int]:
+    """The same round by other counts, in float32 and without moments, over all links.
+
+    paper: every subnet once down and once up. ddp: a ring over the full model's gradient in every
+    step, 2 (S - 1) M. least: each block is added up at one of its holders and goes back to the others,
+    2 (sum of subnets - M), when all blocks are dealt.
+    """
+    return {
+        "paper": 2 * FLOAT32 * sum(subnets),
+        "ddp": 2 * FLOAT32 * (len(subnets) - 1) * n_params * interval,
+        "least": 2 * FLOAT32 * max(0, sum(subnets) - n_params),
+    }
 
 
 class Metrics:
@@ -86,11 +146,20 @@ class Metrics:
                     kept += [line] if json.loads(line)["round"] <= start else []
                 except ValueError:
                     continue  # a line cut short by a crash
-        self.path.write_text("".join(f"{line}\n" for line in kept))
+        text = "".join(f"{line}\n" for line in kept)
+        self.path.write_text(text)
+        self.size = len(text.encode())  # bytes of whole lines
+        self.waiting = ""  # lines that a full disk did not take yet
 
     def write(self, row: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Append a line; one that a full disk refuses waits for the next."""
+        self.waiting += json.dumps(row) + "\n"
+        data = self.waiting.encode()
+        with suppress(OSError), self.path.open("ab", buffering=0) as file:
+            file.truncate(self.size)  # what the disk took of a refused line
+            if file.write(data) == len(data):
+                self.size += len(data)
+                self.waiting = ""
         if self.board is not None:
             for name, value in scalars(row).items():
                 self.board.add_scalar(name, value, row["round"])
@@ -103,7 +172,7 @@ class Metrics:
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
     """A round's numbers by name: `train/loss`, `perplexity/6/12`."""
-    found = {f"train/{key}": row[key] for key in row if key not in ("round", "eval")}
+    found = {f"train/{key}": row[key] for key in row if key not in ("round", "bytes", "eval")}
     found["train/tokens_per_s"] = row["n_tokens"] / row["seconds"]
     for size, value in row.get("eval", {}).items():
         found[f"perplexity/{size}"] = value if size == "full" else value["mean"]

@@ -12,6 +12,8 @@ from .blocks import KINDS, SETTINGS, BlockMap, Kind, Shapes, widths_of_ratio
 from .config import BlocksConfig, Config, ModelConfig
 from .data import open_tokens
 from .ledger import FLOAT32, count, gpt2_params, paper_rounds, traffic, true_rounds
+from .links import Forecast, forecasts, parse_share
+from .links import table as links_table
 from .terminal import console
 
 RATIOS = ("10/12", "8/12", "6/12", "4/12", "3/12")
@@ -43,18 +45,27 @@ class Plan:
     legal_k: dict[Kind, tuple[int, int]]
     rows: tuple[PlanRow, ...]
     half: dict[str, dict[str, float]]  # asymptotic memory: model -> share of parameters
+    links: tuple[Forecast, ...]  # the busiest link in a round
+    links_say: str  # what they were reckoned with
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def make(cfg: Config) -> Plan:
-    """Count parameters on the meta device and multiply; nothing is downloaded or allocated."""
+def make(cfg: Config, ratio: str = "4/12", gbit: float = 1.0, tflops: float = 100.0) -> Plan:
+    """Count parameters on the meta device and multiply; nothing is downloaded or allocated.
+
+    `ratio` is the share of blocks behind the forecasts for links of `gbit` Gbit/s and workers of
+    `tflops` TFLOP/s.
+    """
+    if not gbit > 0 or not tflops > 0:
+        raise ValueError(f"--gbit {gbit:g} and --tflops {tflops:g}: both must be greater than 0")
     model = models.on_meta(models.planned_config(cfg.model))
     shapes = models.shapes(model)
     block_map = families.partition(model, cfg.blocks)
     t = cfg.train
     generator.check(block_map, cfg.blocks, t.n_workers)
+    kappa = parse_share(ratio)
     n_sequences, source, epochs = _sequences(cfg)
     in_paper = paper_rounds(n_sequences, epochs, t.batch, t.interval)
     in_truth = true_rounds(n_sequences, epochs, t.batch, t.interval, t.n_workers)
@@ -84,7 +95,10 @@ def make(cfg: Config) -> Plan:
     half = {name: _half(size, cfg.blocks) for name, size in sizes.items()} if same else {}
     return Plan(
         cfg.model.type, count(block_map, shapes, block_map.full_widths()), t.n_workers, n_sequences, source,
-        in_paper, in_truth, legal, tuple(rows), half,
+        in_paper, in_truth, legal, tuple(rows), half, tuple(forecasts(cfg, kappa, gbit, tflops)),
+        f"{ratio} of the blocks, {'weights and moments' if t.moments == 'carry' else 'weights'}, run.wire = "
+        f"{cfg.run.wire}, {gbit:g} Gbit/s, {t.interval} steps of {t.batch} x {cfg.data.seq_len} tokens at "
+        f"{tflops:g} TFLOP/s",
     )  # fmt: skip
 
 
@@ -178,3 +192,9 @@ def show(plan: Plan) -> None:
         for parent, shares in plan.half.items():
             table.add_row(parent, *(f"{share:.1%}" for share in shares.values()))
         console.print(table)
+    console.print(links_table(plan.links, f"the busiest link in a round: {plan.links_say}"))
+    console.print(
+        "hub: survives any worker, and is taken while it costs less than a tenth of the local steps. "
+        "sharded: a death ends the run, which resumes from its checkpoint. data parallel is "
+        "train.method = dense: where it wins, try run.wire = int8 or train.moments = reset."
+    )

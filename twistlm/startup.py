@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from . import central as centrals
 from . import checkpoint, families, generator, models
 from . import config as configs
+from . import resume as resumes
 from .blocks import BlockMap, widths_of_ratio
 from .central import Central
 from .cluster import Cluster
@@ -21,9 +23,12 @@ from .data import Batches, open_tokens
 from .dispatcher import Deal
 from .evaluate import Evaluator, Text
 from .flat import Layout, Runs, layout, runs
+from .hub import Hub
+from .leases import Leases
+from .sharded import Shard, spread
+from .stop import Stop
 from .subnet import Rho
-from .terminal import console
-from .worker import Seat
+from .worker import Seats
 
 
 @dataclass
@@ -41,9 +46,20 @@ class Run:
     held: generator.Held
     rho: Rho = field(default_factory=dict)
     start: int = 0  # the first round to run
-    seats: dict[tuple, Seat] = field(default_factory=dict)  # by kind and shape
+    leases: Leases = field(default_factory=Leases)  # before the next round; the same on every rank
     evaluator: Evaluator | None = None
     ahead: Deal | None = None  # the next round's
+    hub: Hub | None = None  # on the central rank, where workers are other processes
+    shard: Shard | None = None  # with it, `central` is a copy that is filled when it is needed
+    stop: Stop = field(default_factory=Stop)
+
+    @cached_property
+    def seats(self) -> Seats:
+        weights = self.central.weights if self.central is not None else None
+        return Seats(
+            self.template, self.block_map, self.full, self.cfg.train, self.cluster.device, self.dtype,
+            weights,
+        )  # fmt: skip
 
     @property
     def full(self) -> Layout:
@@ -65,10 +81,10 @@ class Run:
 
 def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
     """Model, data, block map and central state, all checked before the first step."""
-    if cfg.train.method != "twist" and cfg.run.variant == "true":
+    if cfg.train.method != "twist" and cfg.run.variant in ("true", "sharded"):
         raise ValueError(
-            f"train.method = {cfg.train.method!r} trains on every rank: use run.variant local, masked "
-            f"or hybrid"
+            f"train.method = {cfg.train.method!r} trains one model on every rank: use run.variant local, "
+            f"masked or hybrid"
         )
     out = Path(cfg.run.out)
     folder = out / "checkpoints"
@@ -76,7 +92,7 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
         raise ValueError(
             f"run.out = {cfg.run.out!r} already holds a run: add --resume, or choose another folder"
         )
-    saved = _find(folder, cfg, quiet) if resume and cluster.is_central else None
+    saved = resumes.find(folder, cfg, quiet) if resume and cluster.is_central else None
     template = models.load(cfg.model, cfg.run.seed) if saved is None else checkpoint.template(saved)
     if cfg.train.precision == "float64":
         template = template.double()
@@ -120,6 +136,8 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
         outer = t.method == "twist" and t.nesterov() is not None
         if saved is not None:
             run.central = checkpoint.restore(saved, template, block_map, cluster.device)
+            if saved.round < n_rounds:
+                resumes.log_(out, saved, cfg)
         else:
             run.central = centrals.create(
                 models.state(template),
@@ -131,58 +149,31 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
             )
             _write_config(out, cfg)
         run.held, run.rho, run.start = run.central.held, run.central.rho, run.central.round
+        run.leases = run.central.leases
         text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
         run.evaluator = Evaluator(
             template, block_map, run.central, text, scale=t.scale, precision=t.precision
         )
     _share_start(run)
+    if cfg.run.variant == "sharded":
+        outer = t.nesterov() is not None
+        run.shard = spread(run.central, whole, cluster, run.rows, outer, run.dtype, cfg.run.wire)
     return run
 
 
 def _share_start(run: Run) -> None:
-    """Tell every rank where to begin: the round and how often each block was dealt."""
+    """Tell every rank where to begin: the round, the data leases, how often each block was dealt."""
     counts = [float(count) for group in run.block_map.groups for count in run.held[group.name]]
-    values = run.cluster.broadcast([float(run.start), *counts])
-    run.start = int(values[0])
-    told = iter(values[1:])
+    n_returned = len(run.leases.returned)
+    first = run.cluster.broadcast([run.start, run.leases.next, n_returned, *counts])
+    run.start, next_, n_returned = (int(value) for value in first[:3])
+    returned = [float(place) for place in run.leases.returned] or [0.0] * n_returned
+    if returned:
+        returned = run.cluster.broadcast(returned)
+    run.leases = Leases(next_, tuple(int(place) for place in returned))
+    told = iter(first[3:])
     for group in run.block_map.groups:
         run.held[group.name][:] = [int(next(told)) for _ in range(group.n_blocks)]
-
-
-def _find(folder: Path, cfg: Config, quiet: bool) -> checkpoint.Checkpoint | None:
-    """The newest valid checkpoint to resume from, refusing one of another run."""
-    found, broken = checkpoint.newest(folder)
-    for sentence in broken:
-        console.print(f"skipped: {sentence}", style="yellow")
-    if found is None:
-        if broken:
-            raise ValueError(f"no checkpoint in {folder} is valid: {broken[0]}")
-        return None
-    old, new = configs.to_dict(found.config), configs.to_dict(cfg)
-    for section in ("model", "data", "blocks", "train"):
-        for key, value in new[section].items():
-            was = old[section][key]
-            if was == value:
-                continue
-            name = f"{section}.{key}"
-            outer_appears = key == "outer" and "none" in (was, value)
-            if (
-                section in ("model", "data")
-                or key in ("method", "moments", "precision")
-                or outer_appears
-            ):
-                raise ValueError(
-                    f"cannot resume {found.path}: {name} was {was!r} and is now {value!r}"
-                )
-            if not quiet:
-                console.print(f"{name} was {was!r} and is now {value!r}", style="yellow")
-    if old["run"]["seed"] != cfg.run.seed:
-        raise ValueError(
-            f"cannot resume {found.path}: run.seed was {old['run']['seed']} and is now {cfg.run.seed}"
-        )
-    if not quiet:
-        console.print(f"resuming from {found.path}")
-    return found
 
 
 def _write_config(out: Path, cfg: Config) -> None:

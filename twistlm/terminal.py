@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,9 +19,20 @@ from rich.progress import (
 console = Console(markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
 
 
-def progress(quiet: bool = False) -> Progress:
+class _Bar(Progress):
+    """A progress bar with something of the caller's below it."""
+
+    below: RenderableType | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below is not None:
+            yield self.below
+
+
+def progress(quiet: bool = False, below: RenderableType | None = None) -> Progress:
     """A bar whose tasks have a free `note` field; silent ranks and tests pass `quiet`."""
-    return Progress(
+    bar = _Bar(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
@@ -30,3 +42,5 @@ def progress(quiet: bool = False) -> Progress:
         console=console,
         disable=quiet,
     )
+    bar.below = below
+    return bar

@@ -16,7 +16,6 @@ from .attention import causal_
 from .blocks import BlockMap
 from .cluster import SeatKind
 from .config import TrainConfig
-from .data import Batches
 from .dispatcher import Parcel
 from .flat import Layout, gather_, scatter_
 from .gradient import gradient_of
@@ -148,19 +147,58 @@ class Seat:
         scatter_(self.model_weights[None], part[None], self.parcel.runs, self.parcel.index)
 
 
-def train(seat: Seat, batches: Batches, cfg: TrainConfig, round: int, total_steps: int) -> Result:
-    """`interval` local steps of one worker; all of them are in what it returns.
+class Seats:
+    """The seats of one process: a seat is made when a subnet of its kind and shape first comes."""
+
+    def __init__(
+        self,
+        template: PreTrainedModel,
+        block_map: BlockMap,
+        full: Layout,
+        cfg: TrainConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        central_weights: Tensor | None = None,
+    ):
+        self.template, self.block_map, self.full = template, block_map, full
+        self.cfg, self.device, self.dtype = cfg, device, dtype
+        self.central_weights = central_weights
+        self.made: dict[tuple, Seat] = {}
+
+    def new(self, where: Layout, kind: SeatKind) -> Seat:
+        return Seat(
+            self.template, self.block_map, self.full, where, kind, self.cfg, self.device, self.dtype,
+            self.central_weights,
+        )  # fmt: skip
+
+    def train(
+        self,
+        kind: SeatKind,
+        parcel: Parcel,
+        factors: dict[str, float],
+        ids: Tensor,
+        round: int,
+        total_steps: int,
+    ) -> Result:
+        """Load a parcel and train it; the result lies in the seat until its next parcel."""
+        key = (kind, tuple(parcel.layout.shapes.values()))
+        if key not in self.made:
+            self.made[key] = self.new(parcel.layout, kind)
+        self.made[key].load(parcel, factors, step=round * self.cfg.interval)
+        return train(self.made[key], ids, self.cfg, round, total_steps)
+
+
+def train(seat: Seat, ids: Tensor, cfg: TrainConfig, round: int, total_steps: int) -> Result:
+    """`interval` local steps of one worker on ids [interval, batch, T]; all are in what it returns.
 
     Nothing here waits for a GPU: while it works on one worker's steps, the host prepares the next.
     """
     parcel = seat.parcel
     first = round * cfg.interval
     steps = range(first, first + cfg.interval)
-    ids = to_device(torch.stack([batches(parcel.worker, step) for step in steps]), seat.device)
-    for batch, step in zip(ids, steps, strict=True):
+    for batch, step in zip(to_device(ids, seat.device), steps, strict=True):
         seat.step(batch, learning_rate(cfg, step, total_steps))
-    n_tokens = cfg.interval * batches.batch * batches.seq_len
-    stats = Stats(seat.losses.clone(), cfg.interval, n_tokens)
+    stats = Stats(seat.losses.clone(), cfg.interval, ids.numel())
     return Result(parcel.worker, seat.result(), parcel.index, stats)
 
 

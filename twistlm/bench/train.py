@@ -147,10 +147,10 @@ def measure(
 
     def one_round(i: int) -> None:
         _, traffic = rounds.twist_round(run, i)
-        moved.append(traffic.down + traffic.up)
+        moved.append(traffic.down.total + traffic.up.total)
 
     round_times = list(_times(one_round, cluster.device, 3, warm=1))
-    seat = next(iter(run.seats.values()))
+    seat = next(iter(run.seats.made.values()))
     ids = run.batches(0, 0).to(cluster.device)
 
     step_times = _each(lambda: seat.step(ids, cfg.train.lr), cluster.device, n_steps)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from ..stop import Ended
 from . import (  # noqa: F401  (they join the app)
     bench,
     compare,
     experiments,
     export,
     extract,
+    hub,
     prune,
     tickets,
     training,
@@ -34,6 +36,8 @@ def main() -> None:
         _fail(f"{where}{error.strerror or error}", 2)
     except FloatingPointError as error:
         _fail(str(error), 1)
+    except Ended as end:
+        _fail(str(end), end.code)
     except SystemExit as stop:
         if stop.code != 130:  # typer's word for Ctrl-C
             raise

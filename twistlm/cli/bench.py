@@ -1,4 +1,4 @@
-"""bench train, bench curve, bench deploy: times, bytes and memory on this machine."""
+"""bench train, curve, save, deploy, comm: times, bytes and memory on this machine."""
 
 from __future__ import annotations
 
@@ -83,6 +83,31 @@ def curve(
 
 @bench.command(
     epilog="Examples:\n\n"
+    "twistlm bench save demo\n\n"
+    "twistlm bench save wiki-gpt2 train.moments=reset --out /scratch --n 5 --json save.json"
+)
+def save(
+    preset: Preset,
+    overrides: Overrides = None,
+    n: Annotated[int, typer.Option(min=1, help="Checkpoints to write.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path("."),
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers here too.")
+    ] = None,
+) -> None:
+    """How long a checkpoint of the preset's model keeps training waiting, and when it is safe."""
+    from .. import config
+    from ..bench import save as saves
+    from ..terminal import console
+
+    made = saves.bench(config.load(preset, overrides or []), out, n)
+    console.print(saves.sentence(made))
+    if json_out is not None:
+        json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
+
+
+@bench.command(
+    epilog="Examples:\n\n"
     "twistlm bench deploy runs/demo/twist\n\n"
     "twistlm bench deploy gpt2 --ratio 6/12 --ratio 4/12 --runtime onnx --threads 2 -o runs/bench"
 )
@@ -128,3 +153,46 @@ def deploy(
     console.print(benches.table(made))
     for name, why in made.left_out.items():
         console.print(f"without {name}: {why}")
+
+
+@bench.command(
+    epilog="Examples:\n\n"
+    "twistlm bench comm\n\n"
+    "twistlm bench comm --mb 250 --slow 4 --slow 8 --slow-mb 64 --gbit 1 --json comm.json"
+)
+def comm(
+    workers: Annotated[int, typer.Option(min=3, help="S on this machine's loopback.")] = 4,
+    mb: Annotated[float, typer.Option(min=0.1, help="MB of a subnet there.")] = 250.0,
+    slow: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=3, help="S on slow links, repeatable; default: 4 and 8. Needs root, ip and tc."
+        ),
+    ] = None,
+    slow_mb: Annotated[float, typer.Option(min=0.1, help="MB of a subnet there.")] = 64.0,
+    gbit: Annotated[float, typer.Option(min=0.01, help="Speed of a slow link, Gbit/s.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Exchanges behind a number.")] = 3,
+    wire: Annotated[str, typer.Option(help="fp32, bf16 or int8.")] = "fp32",
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers here too.")
+    ] = None,
+) -> None:
+    """The hub's sessions beside bare gloo, and shards beside the hub in network namespaces.
+
+    A round's exchange with nothing trained; every subnet keeps a third of the blocks.
+    """
+    from .. import config
+    from ..bench import comm as benches
+    from ..terminal import console
+
+    made = benches.bench(
+        loopback=workers, megabytes=mb, slow=slow or (4, 8), slow_megabytes=slow_mb, gbit=gbit,
+        repeats=repeats, wire=config.from_dict({"run": {"wire": wire}}).run.wire,
+    )  # fmt: skip
+    console.print(benches.table(made))
+    for name, ratio in made.ratios().items():
+        console.print(f"{name}: {ratio:.2f}")
+    for name, why in made.left_out.items():
+        console.print(f"{name}: {why}")
+    if json_out is not None:
+        json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")

@@ -100,8 +100,8 @@ def train(
     from ..terminal import console
 
     deadline = time.monotonic() + 60 * minutes
-    stop = (lambda: time.monotonic() >= deadline) if minutes else None
-    last = rounds.train(config.load(preset, overrides or []), resume=resume, stop=stop)
+    is_late = (lambda: time.monotonic() >= deadline) if minutes else None
+    last = rounds.train(config.load(preset, overrides or []), resume=resume, is_late=is_late)
     if on_central_rank():
         console.print(f"checkpoint: {last}")
 
@@ -160,20 +160,28 @@ def eval_(
 
 
 @app.command(
-    epilog="Examples:\n\ntwistlm plan paper\n\ntwistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500"
+    epilog="Examples:\n\n"
+    "twistlm plan paper\n\n"
+    "twistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500\n\n"
+    "twistlm plan paper run.wire=int8 train.n_workers=16 --ratio 1/4 --gbit 10 --tflops 0.1"
 )
 def plan(
     preset: Preset,
     overrides: Overrides = None,
+    ratio: Annotated[str, typer.Option(help="Share of blocks behind the forecasts.")] = "4/12",
+    gbit: Annotated[float, typer.Option(help="Speed of every worker's link, Gbit/s.")] = 1.0,
+    tflops: Annotated[
+        float, typer.Option(help="Speed of a worker, TFLOP/s (`twistlm bench train`).")
+    ] = 100.0,
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers here too.")
     ] = None,
 ) -> None:
-    """Parameters, bytes and rounds of a config, before anything is trained."""
+    """Parameters, bytes, rounds and the busiest link of a config, before anything is trained."""
     from .. import config
     from ..plan import make, show
 
-    made = make(config.load(preset, overrides or []))
+    made = make(config.load(preset, overrides or []), ratio, gbit, tflops)
     show(made)
     if json_out is not None:
         json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")

@@ -116,7 +116,7 @@ class Lab:
             if not self.quiet:
                 console.print(f"train {out.name}")
             cfg = config.override(cfg, [f"run.out={out}"])
-            if rounds.train(cfg, resume=True, quiet=self.quiet, stop=self.is_late) != last:
+            if rounds.train(cfg, resume=True, quiet=self.quiet, is_late=self.is_late) != last:
                 raise TimeIsUp
             _forget()
             points.point(self.points_folder, self.about_training(recipe), lambda: summary(out))

@@ -1,0 +1,226 @@
+"""Hubs and workers as real processes, forked from one that has imported everything (nursery.py)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from conftest import tiny
+from safetensors.torch import load_file
+
+from twistlm import aggregator, leases, rounds, startup
+from twistlm import team as teams
+from twistlm.cluster import Cluster
+from twistlm.flat import holders
+
+FILES = ("model.safetensors", "moments.safetensors", "outer.safetensors")
+SLOW = 60.0  # seconds: a bound that only a hang reaches, however busy the machine is
+
+
+class Child:
+    """One process; `log` has what it printed."""
+
+    def __init__(self, nursery: Nursery, pid: int, log: Path):
+        self.nursery, self.pid, self.log = nursery, pid, log
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text() if self.log.is_file() else ""
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = SLOW) -> int:
+        """Its exit code, negative for a signal."""
+        until = time.monotonic() + seconds
+        while self.pid not in self.nursery.codes:
+            assert time.monotonic() < until, f"process {self.pid} still runs: {self.text[-2000:]}"
+            time.sleep(0.02)
+        return self.nursery.codes[self.pid]
+
+    @property
+    def running(self) -> bool:
+        return self.pid not in self.nursery.codes
+
+
+class Nursery:
+    """Forks processes in milliseconds; all of them are gone when it closes."""
+
+    def __init__(self):
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "nursery.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+        )  # fmt: skip
+        self.codes: dict[int, int] = {}
+        self.born: queue.Queue[dict] = queue.Queue()
+        self.children: list[Child] = []
+        self.ids = itertools.count()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        assert "ready" in self.born.get(timeout=120)
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            told = json.loads(line)
+            if "exit" in told:
+                self.codes[told["exit"]] = told["code"]
+            else:
+                self.born.put(told)
+        self.born.put({})  # it is gone
+
+    def fork(self, call: str, log: Path, **order) -> Child:
+        order |= {"id": next(self.ids), "call": call, "log": str(log)}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        child = Child(self, self.born.get(timeout=SLOW)["pid"], log)
+        self.children.append(child)
+        return child
+
+    def end_children(self) -> None:
+        for child in self.children:
+            if child.running:
+                os.kill(child.pid, signal.SIGKILL)
+                child.wait()
+        self.children.clear()
+
+    def close(self) -> None:
+        self.end_children()
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.reader.join(10)
+        self.process.stdout.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Scene:
+    """A run folder, a hub in it and its workers."""
+
+    def __init__(self, nursery: Nursery, folder: Path, tokens: str, **sections: dict):
+        self.nursery, self.folder, self.tokens, self.sections = nursery, folder, tokens, sections
+        self.port, self.out = free_port(), folder / "run"
+        sections["hub"] = {"wait": 30.0, "floor": 20.0, "patience": 30.0} | sections.get("hub", {})
+        sections["run"] = {"variant": "true"} | sections.get("run", {})
+        self.n_logs = itertools.count()
+        self.host = "127.0.0.1"
+
+    def config(self, out: Path, **more: dict):
+        sections = {k: dict(self.sections.get(k, {})) for k in {*self.sections, *more}}
+        for name, values in more.items():
+            sections[name] |= values
+        return tiny(self.tokens, out, **sections)
+
+    def hub(self, **order) -> Child:
+        from twistlm import config as configs
+
+        table = configs.to_dict(self.config(self.out))
+        log = self.folder / f"hub-{next(self.n_logs)}.log"
+        return self.nursery.fork("hub", log, config=table, port=self.port, host=self.host, **order)
+
+    def worker(self, name: str, *faults: dict, **order) -> Child:
+        order = {"connect": f"{self.host}:{self.port}", "name": name, "faults": faults} | order
+        return self.nursery.fork("worker", self.folder / f"{name}.log", **order)
+
+    def events(self, event: str = "", **fields) -> list[dict]:
+        path = self.out / "events.jsonl"
+        rows = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        )
+        keep = lambda row: (not event or row["event"] == event) and fields.items() <= row.items()  # noqa: E731
+        return [row for row in rows if keep(row)]
+
+    def until(self, seen: Callable[[], object], seconds: float = SLOW):
+        """Wait until `seen()` is true, and return it."""
+        end = time.monotonic() + seconds
+        while not (found := seen()):
+            logs = "".join(child.text[-1500:] for child in self.nursery.children)
+            assert time.monotonic() < end, (
+                f"waited {seconds} s in vain: {self.events()[-5:]} {logs}"
+            )
+            time.sleep(0.02)
+        return found
+
+    def last(self) -> Path:
+        return sorted((self.out / "checkpoints").glob("round-*"))[-1]
+
+    def replay(self) -> startup.Run:
+        """The same rounds in this process: who was in and who was left out, as the events say."""
+        cfg = self.config(self.folder / "replay", run={"variant": "local"})
+        return replay(cfg, self.events("round"), self.events("joined"))
+
+
+def replay(cfg, committed: list[dict], joined: list[dict]) -> startup.Run:
+    cluster = Cluster("local", cfg.train.n_workers, "physical", "cpu")
+    run = startup.set_up(cfg, cluster, resume=False, quiet=True)
+    t = cfg.train
+    for r, event in enumerate(committed):
+        assert event["round"] == r
+        team = [(place, None) for place in event["places"]]
+        own = []
+        for place in event["places"]:
+            came = [j for j in joined if j["place"] == place and j["time"] <= event["time"]]
+            own.append((place, {k: came[-1][k] for k in ("attn", "ffn") if came and k in came[-1]}))
+        blueprints = rounds.generator.for_training(
+            run.block_map, t.n_workers, cfg.blocks, seed=cfg.run.seed, round=r, held=run.held, present=own
+        )  # fmt: skip
+        deal = rounds.dispatcher.prepare(run.runs, r, blueprints)
+        n = len(team)
+        slots, after = leases.take(run.leases, t.interval * n, t.batch)
+        factors = [
+            rounds.scales(run.block_map, run.block_map.widths(b), t.scale, run.rho)
+            for b in blueprints
+        ]
+        results = []
+        for result in teams.local_results(run, deal, team, slots, factors):
+            place = team[result.worker][0]
+            if place in event["lost"]:
+                after = leases.give_back(after, leases.of_worker(slots, result.worker, n))
+            else:
+                results.append(
+                    aggregator.Result(
+                        len(results), result.buffer.clone(), result.index, result.stats
+                    )
+                )
+        there = [
+            b for b, (place, _) in zip(blueprints, team, strict=True) if place not in event["lost"]
+        ]
+        aggregator.aggregate_(run.central, results, holders(run.runs, there), t.nesterov())
+        rounds.generator.count_(run.held, there)
+        run.leases = run.central.leases = after
+        run.central.round = r + 1
+    return run
+
+
+def same_bits(run: startup.Run, path: Path) -> bool:
+    """Whether a checkpoint holds exactly this central state: weights, moments, momentum, leases."""
+    state = json.loads((path / "checkpoint.json").read_text())
+    assert state["round"] == run.central.round
+    views = run.central.layout.views
+    expected = dict(views(run.central.buffer[0]))
+    found = load_file(path / "model.safetensors")
+    if len(run.central.buffer) > 1:
+        found |= load_file(path / "moments.safetensors")
+        expected |= {f"m/{n}": x for n, x in views(run.central.buffer[1]).items()}
+        expected |= {f"v/{n}": x for n, x in views(run.central.buffer[2]).items()}
+    if run.central.velocity is not None:
+        outer = load_file(path / "outer.safetensors")
+        found |= {f"outer/{n}": x for n, x in outer.items()}
+        expected |= {f"outer/{n}": x for n, x in views(run.central.velocity).items()}
+    assert found.keys() == expected.keys()
+    same = all(torch.equal(found[name], expected[name]) for name in found)
+    return same and state["leases"] == leases.to_dict(run.leases)

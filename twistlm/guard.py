@@ -1,0 +1,39 @@
+"""Which results are not believed: NaN, Inf, and updates that no optimizer could have made."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .config import TrainConfig
+
+
+def longest_step(cfg: TrainConfig, sent: Tensor) -> float:
+    """No AdamW can move weights farther than this in a round (L2).
+
+    A bias-corrected step is at most sqrt((1 - beta1) / (1 - beta2)) per weight, or 1; twice that
+    leaves room for moments that were averaged or lay idle. Decay adds its share of the weights.
+    """
+    beta1, beta2 = cfg.betas
+    step = 2 * max(1.0, math.sqrt((1 - beta1) / (1 - beta2)))
+    decay = cfg.weight_decay * float(torch.linalg.vector_norm(sent))
+    return cfg.interval * cfg.lr * (step * math.sqrt(sent.numel()) + 2 * decay)
+
+
+def suspicion(cfg: TrainConfig, result: Tensor, sent: Tensor, loss_sum: float) -> str | None:
+    """Why a result [rows, n] must not be believed; None if there is no reason."""
+    if not math.isfinite(loss_sum):
+        return f"its loss is {loss_sum}"
+    # the norm sees every NaN and Inf, and is 15 times cheaper than isfinite
+    moved = float(torch.linalg.vector_norm(result[0] - sent[0]))
+    rest = [float(torch.linalg.vector_norm(row)) for row in result[1:]]
+    if not all(map(math.isfinite, (moved, *rest))):
+        return "NaN or Inf in the update"
+    bound = longest_step(cfg, sent[0])
+    if moved > bound:
+        return f"the update's norm is {moved:.3g}, and {bound:.3g} is the most that AdamW can move"
+    if len(result) > 2 and float(result[2].amin()) < 0:
+        return "a negative second moment"
+    return None
