@@ -99,7 +99,7 @@ class Scale:
         ]
 
 
-QUIET = ("run.eval_every=-1", "run.save_every=0", "run.keep=1")  # points evaluate, the clock saves
+QUIET = ("run.eval_every=-1", "run.save_every=0", "run.keep=2")  # points evaluate, the clock saves
 X = (3, 4, 6, 8, 10, 12)
 
 _LARGE: dict[str, Any] = {
