@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -37,6 +38,7 @@ def die(fault: dict) -> None:
 def faulty(faults: list[dict], log: Path) -> None:
     """Put faults around the worker's functions; each happens once, unless it is for `always`."""
     current = {"round": -1, "step": 0}
+    rng = random.Random(str(log))
 
     def due(at: str, *kinds: str) -> dict | None:
         for fault in faults:
@@ -44,6 +46,7 @@ def faulty(faults: list[dict], log: Path) -> None:
             if fault.get("or_later"):  # a worker may come in after its round
                 now = current["round"] >= fault["round"]
             here = fault["at"] == at and now
+            here = here and rng.random() < fault.get("p", 1.0)
             if here and (not kinds or fault.get("do") in kinds) and not fault.get("done"):
                 fault["done"] = not fault.get("always")
                 return fault
