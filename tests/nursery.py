@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -36,14 +37,16 @@ def die(fault: dict) -> None:
 
 def faulty(faults: list[dict], log: Path) -> None:
     """Put faults around the worker's functions; each happens once, unless it is for `always`."""
-    current = {"round": -1, "step": 0, "served": 0}
+    current = {"round": -1, "step": 0}
+    rng = random.Random(str(log))
 
     def due(at: str, *kinds: str) -> dict | None:
         for fault in faults:
-            now = fault.get("round") in (current["round"], "any")
-            if "served" in fault:  # rounds it took part in, whenever it came in
-                now = current["served"] > fault["served"]
+            now = fault["round"] in (current["round"], "any")
+            if fault.get("or_later"):  # a worker may come in after its round
+                now = current["round"] >= fault["round"]
             here = fault["at"] == at and now
+            here = here and rng.random() < fault.get("p", 1.0)
             if here and (not kinds or fault.get("do") in kinds) and not fault.get("done"):
                 fault["done"] = not fault.get("always")
                 return fault
@@ -52,7 +55,7 @@ def faulty(faults: list[dict], log: Path) -> None:
     receive, train, send, step = remote._receive, remote._train, remote._send, worker.Seat.step
 
     def receive_(line, desk, message):
-        current.update(round=message.round, step=0, served=current["served"] + 1)
+        current.update(round=message.round, step=0)
         if fault := due("receive"):
             die(fault)
         got = receive(line, desk, message)

@@ -9,6 +9,7 @@ import signal
 import statistics
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -158,24 +159,19 @@ def test_soak(scene, tmp_path):
     here = scene(
         train=TRAIN | {"rounds": n_rounds, "outer": "none", "lr": 3e-3}, run={"save_every": 50}
     )
-    rng = random.Random(0)
     hub = here.hub()
     n_workers, samples, alive = 0, [], []
     while hub.running:
-        done = len(here.events("round"))
         alive = [child for child in alive if child.running]
-        while len(alive) < 3 + 3:  # three wait: a place is taken again in the next round
-            served = 0
-            while rng.random() > p:
-                served += 1
-            alive.append(here.worker(f"w{n_workers}", {"at": "receive", "served": served}))
+        while len(alive) < 6:  # three places, three spares: a death costs one round
+            fault = {"at": "receive", "round": "any", "p": p}
+            alive.append(here.worker(f"w{n_workers}", fault))
             n_workers += 1
-        if done >= 100:
-            try:
+        if len(here.events("round")) >= 100:
+            with suppress(OSError):  # it has just ended
                 fds = len(os.listdir(f"/proc/{hub.pid}/fd"))
-                samples.append((resident(hub.pid), fds))
-            except FileNotFoundError:
-                break
+                if size := resident(hub.pid):
+                    samples.append((size, fds))
         time.sleep(0.25)
     assert hub.wait() == 0, hub.text
     lost = here.events("lost")
@@ -195,5 +191,7 @@ def test_soak(scene, tmp_path):
         f"lost {len(lost)}, growth {growth:.2%}, fds {min(descriptors)}..{max(descriptors)}, loss {tail}"
     )
     assert growth < 0.02
-    assert max(descriptors[-tenth:]) <= max(descriptors[:tenth]) + 8  # sessions come and go
+    # six sessions come and go: what is open at one moment varies, what is open in the middle does not
+    middle = [statistics.median(part) for part in (descriptors[:tenth], descriptors[-tenth:])]
+    assert abs(middle[1] - middle[0]) <= 12
     assert tail[0] == pytest.approx(tail[1], rel=0.01)

@@ -79,6 +79,18 @@ def test_frames_arrive_as_they_were_sent(pair):
         there.hear(5)
 
 
+def test_the_last_words_are_heard_after_the_line_is_cut(pair):
+    """A goodbye that came together with another frame, and then the end of the connection."""
+    here, there = pair
+    here.tell(Kind.ROUND, 1)
+    here.tell(Kind.BYE)
+    here.sock.close()
+    assert there.hear(5).kind == Kind.ROUND
+    assert [message.kind for message in there.heard()] == [Kind.BYE]
+    with pytest.raises(ConnectionError):
+        there.heard()
+
+
 @pytest.mark.parametrize("at", [0, 4, 5, 21, 29, 37, HEADER.size - 1, HEADER.size])
 def test_a_changed_byte_makes_no_message(pair, at):
     """Magic, kind, session, round, bytes, checksum, signature, body: each is held by the signature."""

@@ -184,18 +184,23 @@ class Session:
         self.sock.sendall(unsigned[:-16] + signature + words)
 
     def heard(self) -> list[Message]:
-        """What lies in the socket, without waiting for more."""
+        """What has come, without waiting for more; the end of the line only after its last words."""
+        gone: OSError | None = None
         self.sock.settimeout(0)
         try:
             data = self.sock.recv(1 << 20)
+            self._unread += data
+            gone = None if data else ConnectionError("it closed the connection")
         except BlockingIOError:
-            return []
+            pass
+        except OSError as error:
+            gone = error
         finally:
             self.sock.settimeout(HANDSHAKE)
-        if not data:
-            raise ConnectionError("it closed the connection")
-        self._unread += data
-        return list(self._frames())
+        found = list(self._frames())
+        if gone is not None and not found:
+            raise gone
+        return found
 
     def hear(self, timeout: float | None) -> Message:
         """Wait for one message."""
