@@ -95,7 +95,7 @@ def test_the_list_and_bad_names():
 def test_training_in_pieces_is_the_same_training(tmp_path, tokens):
     """Stopped by the clock after every round, against one go: the same bits."""
     whole = rounds.train(tiny(tokens, tmp_path / "whole", run={"save_every": 0}), quiet=True)
-    cfg = tiny(tokens, tmp_path / "pieces", run={"save_every": 0, "keep": 1})
+    cfg = tiny(tokens, tmp_path / "pieces", run={"save_every": 0, "keep": 2})
     seen = [rounds.train(cfg, resume=True, quiet=True, is_late=lambda: True).name for _ in range(4)]
     assert seen == [f"round-{r:06d}" for r in (1, 2, 3, 4)]
     assert rounds.train(cfg, resume=True, quiet=True, is_late=lambda: True).name == seen[-1]

@@ -140,8 +140,12 @@ class Batches:
 
     def n_rounds(self, epochs: float, interval: int) -> int:
         """Whole rounds in that many epochs: rounds of S * batch * interval sequences."""
-        n = self.file.n_sequences(self.seq_len)
-        return int(epochs * n // (self.n_workers * self.batch * interval))
+        return int(epochs * self.n_sequences // (self.n_workers * self.batch * interval))
+
+    @property
+    def n_sequences(self) -> int:
+        """Of one epoch."""
+        return self.file.n_sequences(self.seq_len)
 
 
 @lru_cache(maxsize=4)  # a batch may straddle two epochs

@@ -75,17 +75,17 @@ def work(knock: Knock) -> None:
     name = knock.name or f"{socket.gethostname()}-{os.getpid()}"
     desk, until, why = None, time.monotonic() + FIRST, ""
     while True:
-        line = None
+        line, sock = None, None
         try:
-            with socket.create_connection((host, port), timeout=2.0) as sock:
-                sock.settimeout(session.HANDSHAKE)
-                line = Session(sock, session.answer(sock, knock.secret))
-                desk = _enter(line, knock, name, desk)
-                if not knock.quiet:
-                    console.print(f"{name} is in at {knock.address}")
-                until = 0.0
-                _serve(line, desk)
-                return
+            sock = socket.create_connection((host, port), timeout=2.0)
+            sock.settimeout(session.HANDSHAKE)
+            line = Session(sock, session.answer(sock, knock.secret))
+            desk = _enter(line, knock, name, desk)
+            if not knock.quiet:
+                console.print(f"{name} is in at {knock.address}")
+            until = 0.0
+            _serve(line, desk)
+            return
         except PermissionError as error:
             raise ValueError(f"the hub at {host}:{port} refused this worker: {error}") from None
         except (KeyboardInterrupt, SystemExit):
@@ -100,9 +100,11 @@ def work(knock: Knock) -> None:
             if not until and not knock.quiet:
                 console.print(f"lost {knock.address} ({why}), knocking again", style="yellow")
             until = until or time.monotonic() + knock.patience
-        finally:
+        finally:  # not earlier: a goodbye may still lie in the socket
             if line is not None:
                 line.close()
+            if sock is not None:
+                sock.close()
         if time.monotonic() > until:
             raise ConnectionError(f"no hub at {host}:{port}: {why}")
         time.sleep(PAUSE)

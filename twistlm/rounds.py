@@ -102,16 +102,16 @@ def _open_hub(run: Run, opened: Opened, quiet: bool) -> Hub:
 
 
 def _train(run: Run, quiet: bool, is_late: Callable[[], bool] | None) -> Path:
-    cfg, central, n_done = run.cfg, run.central, run.n_rounds
+    cfg, central, r = run.cfg, run.central, run.start
     folder = Path(cfg.run.out) / "checkpoints"
     metrics = Metrics(Path(cfg.run.out), run.start) if central is not None else None
     tokenizer = run.batches.file.tokenizer_path
     writer = Writer(folder, cfg, run.template, tokenizer if tokenizer.is_file() else None, central)
     with writer, progress(quiet, run.hub.events if run.hub else None) as bar:
         task = bar.add_task(
-            f"{cfg.train.method} rounds", total=run.n_rounds, completed=run.start, note=""
+            f"{cfg.train.method} rounds", total=run.end(r), completed=run.start, note=""
         )
-        for r in range(run.start, run.n_rounds):
+        while r < run.end(r):
             began = time.perf_counter()
             try:
                 stats, traffic = one_round(run, r)
@@ -120,7 +120,7 @@ def _train(run: Run, quiet: bool, is_late: Callable[[], bool] | None) -> Path:
                 if central is not None and run.shard is None and unsaved:
                     writer.save(central)  # the copy of a sharded one may be of an earlier round
                 raise
-            final, every, stop = r + 1 == run.n_rounds, cfg.run.eval_every, run.stop.wished
+            final, every, stop = r + 1 >= run.end(r + 1), cfg.run.eval_every, run.stop.wished
             if run.shard is not None:
                 stop = run.shard.ends  # what all ranks know
             # the central rank's clock decides for all
@@ -132,7 +132,7 @@ def _train(run: Run, quiet: bool, is_late: Callable[[], bool] | None) -> Path:
             if central is None or metrics is None:
                 if stop and not final:
                     raise stopped(run.stop, r + 1)
-                n_done = r + 1
+                r += 1
                 if late:
                     break
                 continue
@@ -156,7 +156,7 @@ def _train(run: Run, quiet: bool, is_late: Callable[[], bool] | None) -> Path:
                 **traffic.to_dict(),
             }
             note = f"loss {loss:.3f}  {stats.n_tokens / seconds:,.0f} tokens/s"
-            bar.update(task, completed=r + 1, note=note)
+            bar.update(task, total=run.end(r + 1), completed=r + 1, note=note)
             if evaluates:
                 row["eval"], line = evaluate(run)
                 if not quiet:
@@ -167,18 +167,18 @@ def _train(run: Run, quiet: bool, is_late: Callable[[], bool] | None) -> Path:
                 writer.save(central)
             if stop and not final:
                 raise stopped(run.stop, r + 1)
-            n_done = r + 1
+            r += 1
             if late:
                 break
     if metrics is not None:
         metrics.close()
-    return folder / checkpoint.folder_name(n_done)
+    return folder / checkpoint.folder_name(r)
 
 
 def _due(run: Run, n_done: int) -> bool:
     """Whether a checkpoint is written after so many rounds."""
     every = run.cfg.run.save_every
-    return n_done == run.n_rounds or bool(every and n_done % every == 0)
+    return n_done >= run.end(n_done) or bool(every and n_done % every == 0)
 
 
 def one_round(run: Run, r: int) -> tuple[Stats, Traffic]:

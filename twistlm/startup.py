@@ -42,7 +42,7 @@ class Run:
     runs: Runs
     central: Central | None
     batches: Batches
-    n_rounds: int
+    n_rounds: int  # as planned, when nothing is lost: the schedule's length
     held: generator.Held
     rho: Rho = field(default_factory=dict)
     start: int = 0  # the first round to run
@@ -77,6 +77,17 @@ class Run:
     @property
     def total_steps(self) -> int:
         return self.n_rounds * self.cfg.train.interval
+
+    def end(self, n_done: int) -> int:
+        """How many rounds there will be, seen after `n_done`.
+
+        Epochs last until their sequences are trained: results that were lost take rounds of their own.
+        """
+        t, leases = self.cfg.train, self.leases
+        if t.rounds:
+            return t.rounds
+        n_left = t.epochs * self.batches.n_sequences - (leases.next - len(leases.returned))
+        return n_done + max(0, int(n_left // (t.n_workers * t.batch * t.interval)))
 
 
 def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
@@ -124,7 +135,7 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
             f"{t.n_workers} workers x {t.interval} steps x {t.batch} sequences, the data has "
             f"{data.n_sequences(cfg.data.seq_len)}"
         )
-    if saved is not None and saved.round > n_rounds:
+    if saved is not None and t.rounds and saved.round > t.rounds:
         raise ValueError(
             f"{saved.path} has done {saved.round} rounds already, more than train.rounds = {n_rounds}"
         )
@@ -136,8 +147,6 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
         outer = t.method == "twist" and t.nesterov() is not None
         if saved is not None:
             run.central = checkpoint.restore(saved, template, block_map, cluster.device)
-            if saved.round < n_rounds:
-                resumes.log_(out, saved, cfg)
         else:
             run.central = centrals.create(
                 models.state(template),
@@ -150,6 +159,8 @@ def set_up(cfg: Config, cluster: Cluster, resume: bool, quiet: bool) -> Run:
             _write_config(out, cfg)
         run.held, run.rho, run.start = run.central.held, run.central.rho, run.central.round
         run.leases = run.central.leases
+        if saved is not None and saved.round < run.end(saved.round):
+            resumes.log_(out, saved, cfg)
         text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
         run.evaluator = Evaluator(
             template, block_map, run.central, text, scale=t.scale, precision=t.precision
