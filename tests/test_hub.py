@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from twistlm import models, rounds
 from twistlm.address import listen
+from twistlm.data import open_tokens
 from twistlm.session import MAGIC
 
 TRAIN = {"rounds": 6, "interval": 2, "outer": "nesterov(0.7, 0.6)", "schedule": "cosine"}
@@ -71,6 +72,21 @@ def test_a_killed_worker_costs_its_own_result(scene):
     leases = json.loads((here.last() / "checkpoint.json").read_text())["leases"]
     trained = sum(len(row["places"]) - len(row["lost"]) for row in committed) * 2 * 2
     assert leases["next"] - len(leases["returned"]) == trained
+
+
+def test_an_epoch_lasts_until_its_data_is_trained(scene, tmp_path):
+    """A round is 3 workers x 2 steps x 2 sequences; 60 are five rounds, but one worker dies in the second."""
+    data = scene(train=TRAIN).config(tmp_path).data
+    n = open_tokens(data.train).n_sequences(data.seq_len)
+    here = scene(train=TRAIN | {"rounds": 0, "epochs": 60 / n})
+    hub = here.hub()
+    for name, faults in (("mortal", [{"at": "train", "round": 1}]), ("b", []), ("c", [])):
+        here.worker(name, *faults)
+    finish(here, hub, replayed=False)
+    # 12, then 8 in each round, until less than a round of three is left: 12 + 5 x 8
+    assert [len(row["places"]) - len(row["lost"]) for row in here.events("round")] == [3] + [2] * 5
+    leases = json.loads((here.last() / "checkpoint.json").read_text())["leases"]
+    assert leases["next"] - len(leases["returned"]) == 52
 
 
 def test_a_stopped_worker_is_dropped_at_the_deadline_and_comes_back(scene):
