@@ -33,7 +33,7 @@ from ..events import Events
 from ..flat import Runs, layout, runs
 from ..hub import DOWN, IDS, UP, Hub, tag
 from ..session import Kind as Say
-from ..session import Session
+from ..session import Rooms, Session
 from ..stop import Stop
 
 SECRET = b"of no use to anybody"
@@ -111,6 +111,7 @@ class Hubbed:
     def __init__(self, job: dict[str, Any], cluster: Cluster):
         self.n_workers, self.is_central = cluster.world_size - 1, cluster.is_central
         self.kind: Wire = job["wire"]
+        self.rooms = Rooms()
         self.central, self.runs = make(job["megabytes"])
         host = os.environ["MASTER_ADDR"]
         if not self.is_central:
@@ -155,7 +156,7 @@ class Hubbed:
 
     def _answer(self) -> None:
         message = self.line.hear(600.0)
-        down = torch.empty(message.n_bytes, dtype=torch.uint8)
+        down = self.rooms.get("down", message.n_bytes)  # as a worker does
         ids = torch.empty(4, dtype=torch.uint8)
         works = [
             self.line.receive(buffer, tag(message.round, what, 0))
