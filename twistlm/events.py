@@ -47,7 +47,10 @@ class Events:
                 file.write(json.dumps(row) + "\n")  # a full disk is no reason to stop
             self._keep(event, worker, more)
         if event in LOUD and not self.quiet:
-            rest = ", ".join(f"{key} {value}" for key, value in more.items())
+            rest = ", ".join(
+                f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in more.items()
+            )
             console.print(f"{event}: {worker}{' ' if worker else ''}{rest}", style="yellow")
 
     def _keep(self, event: str, worker: str, more: dict[str, Any]) -> None:
