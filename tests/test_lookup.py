@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from twistlm.lookup import add_rows_, intercept_
+from twistlm.lookup import add_rows_, intercept_, sums_by_id
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])
@@ -27,13 +27,17 @@ def test_rows_equal_the_dense_gradient(padding_idx):
 
 
 def test_many_small_rows_of_one_id_are_not_lost_in_bf16():
-    """256 rows of 1/256 are 1; added one by one to 1 in bf16, each would be rounded away."""
+    """256 rows of 1/256 are 1; a GPU that adds them to 1 one by one in bf16 rounds each of them away."""
+    ids = torch.tensor([2] * 256 + [4, 0, 4])
+    rows = torch.full((259, 2), 1 / 256, dtype=torch.bfloat16)
+    sums = sums_by_id(ids, rows, 5)
+    assert sums.dtype == torch.float32
+    expected = torch.zeros(259, 2)
+    expected[[0, 256, 257]] = torch.tensor([[1.0], [2 / 256], [1 / 256]])
+    assert torch.equal(sums, expected)
     grad = torch.ones(5, 2, dtype=torch.bfloat16)
-    ids = torch.tensor([2] * 256 + [4, 0])
-    rows = torch.full((258, 2), 1 / 256, dtype=torch.bfloat16)
     add_rows_(grad, ids, rows)
-    assert grad[2].tolist() == [2.0, 2.0]
-    assert grad[1].tolist() == [1.0, 1.0]
+    assert grad[:, 0].tolist() == [1.0, 1.0, 2.0, 1.0, 1 + 2 / 256]
 
 
 def test_only_plain_embeddings_are_intercepted():

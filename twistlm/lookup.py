@@ -46,9 +46,12 @@ def add_rows_(grad: Tensor, ids: Tensor, rows: Tensor) -> None:
     if grad.element_size() >= 4:
         grad.index_add_(0, ids, rows)
         return
+    grad.index_add_(0, ids, sums_by_id(ids, rows, len(grad)).to(grad.dtype))
+
+
+def sums_by_id(ids: Tensor, rows: Tensor, n_ids: int) -> Tensor:
+    """float32 [n, d]: where an id comes first, the sum of all its rows; where it comes again, 0."""
     places = torch.arange(len(ids), device=ids.device)
-    first = torch.full((len(grad),), len(ids), device=ids.device)
-    first = first.scatter_reduce_(0, ids, places, "amin")[ids]  # where the same id came first
-    sums = torch.zeros(rows.shape, device=rows.device).index_add_(0, first, rows.float())
-    sums = torch.where((first == places)[:, None], sums, 0.0)
-    grad.index_add_(0, ids, sums.to(grad.dtype))
+    first = torch.full((n_ids,), len(ids), device=ids.device)
+    first = first.scatter_reduce_(0, ids, places, "amin")[ids]
+    return torch.zeros(rows.shape, device=rows.device).index_add_(0, first, rows.float())
