@@ -74,5 +74,7 @@ def prune(
         what = f"{made['n_zeros']:,} of {made['n_pruned']:,} weights are zero ({share:.2%})"
     else:
         what = f"{made['n_params']:,} parameters"
-    console.print(f"{method}: {what}, {made['seconds']:.1f} s")
+    peak = made.get("gpu_bytes")
+    memory = f", at most {peak / 1e9:.2f} GB of GPU memory" if peak else ""
+    console.print(f"{method}: {what}, {made['seconds']:.1f} s{memory}")
     console.print(f"written: {out}")

@@ -44,6 +44,21 @@ class Point:
     measure: Callable[[], dict[str, Any]]
 
 
+class Opened:
+    """A parent at hand: read from disk once, cut in memory."""
+
+    def __init__(self, recipe: Recipe | None, parent: Parent):
+        self.recipe, self.parent = recipe, parent
+        self.beside: Any = None
+        self._cut: dict[Setting, tuple[Parent, Evaluator]] = {}
+
+    def cut(self, setting: Setting, tokens: int) -> tuple[Parent, Evaluator]:
+        if setting not in self._cut:
+            mine = parent.recut(self.parent, setting)
+            self._cut[setting] = mine, score.evaluator(mine, tokens=tokens)
+        return self._cut[setting]
+
+
 class Lab:
     """Opens parents, trains those that are missing, and keeps the last one at hand."""
 
@@ -65,7 +80,7 @@ class Lab:
                 f"{START}{self.start_overrides[0]}: scale {name} starts from pretrained weights"
             )
         self.deadline = time.monotonic() + seconds
-        self._open: tuple[Any, Parent, Evaluator] | None = None
+        self._open: Opened | None = None
         self.base = config.load(scale.preset, [*scale.changes, *self.overrides])
 
     @property
@@ -132,21 +147,27 @@ class Lab:
 
     def open(self, recipe: Recipe | None, setting: Setting) -> tuple[Parent, Evaluator]:
         """A trained parent, cut as `setting` says, with the evaluator of this scale's tokens."""
-        key = (recipe, setting)
-        if self._open is None or self._open[0] != key:
+        if self._open is None or self._open.recipe != recipe:
             source = self.trained(recipe)
             self.close()
             d, b = self.base.data, self.base.blocks
-            cut = [f"blocks.setting={setting}"]
+            cut = ["blocks.setting=both"]
             if recipe is None and self.scale.start is None:  # a model brings no config of ours
                 cut += [
                     f"data.valid={d.valid}", f"data.train={d.train}", f"data.seq_len={d.seq_len}",
                     f"blocks.n_ffn={b.n_ffn}", f"blocks.attn_by={b.attn_by}",
                     f"blocks.shared_first={b.shared_first}", f"blocks.shared_last={b.shared_last}",
                 ]  # fmt: skip
-            opened = parent.open_(source, self.base.run.device, cut)
-            self._open = key, opened, score.evaluator(opened, tokens=self.scale.tokens)
-        return self._open[1], self._open[2]
+            self._open = Opened(recipe, parent.open_(source, self.base.run.device, cut))
+        return self._open.cut(setting, self.scale.tokens)
+
+    def beside(self, recipe: Recipe | None, make: Callable[[Parent, Evaluator], Any]) -> Any:
+        """What `make` builds of a parent, whole: kept as long as the parent is at hand."""
+        opened = self.open(recipe, "both")
+        assert self._open is not None
+        if self._open.beside is None:
+            self._open.beside = make(*opened)
+        return self._open.beside
 
     def text(self, ready: Evaluator, tokens: int | None = None) -> Text:
         """What this scale's perplexities are measured on, or the first `tokens` of it."""

@@ -13,7 +13,7 @@ from typing import Any
 from .. import points
 from ..experiments import NAMES
 from ..terminal import console
-from .lab import Lab, TimeIsUp
+from .lab import Lab, Point, TimeIsUp
 from .scales import SCALES, Scale
 
 HIDDEN = {"experiment", "scale", "slug", "parent_hash", "seed"}  # in the line of a point
@@ -40,7 +40,7 @@ def run(
     lab = Lab(folder, scale, _scale(scale, settings), overrides, seconds=60 * minutes or math.inf)
     every = [point for each in modules for point in each.points(lab)]
     # some experiments share points
-    todo = list({points.name_of(point.config): point for point in every}.values())
+    todo = _by_parent(list({points.name_of(point.config): point for point in every}.values()))
     n_done = sum(lab.is_done(point) for point in todo)
     console.print(f"{len(todo)} points in {lab.points_folder}, {n_done} of them finished")
     try:
@@ -55,6 +55,12 @@ def run(
     finally:
         lab.close()
     return True
+
+
+def _by_parent(todo: list[Point]) -> list[Point]:
+    """All points of one parent in a row: to open one takes seconds."""
+    parents = [point.config.get("parent_hash") for point in todo]
+    return [todo[i] for i in sorted(range(len(todo)), key=lambda i: parents.index(parents[i]))]
 
 
 def _scale(name: str, settings: Sequence[str]) -> Scale:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ..compare.cells import Asked, Grid
-from ..compare.rivals import Rival
+from ..compare.cells import Asked, Cell, Grid
+from ..compare.rivals import Rival, weights_sha256
 from ..compare.run import DEFAULT
 from ..config import Setting
+from ..evaluate import Evaluator
+from ..parent import Parent
 from ..prune import calibrate
 from ..prune.write import STRUCTURED
 from ..report import draw, paper
 from ..report.section import Claim, Figure, Section, Table, lowest, number, spread
 from .lab import Lab, Point
-from .scales import DENSE, DROPOUT, TWIST, N, only
+from .scales import DENSE, DROPOUT, TWIST, N, Recipe, only
 from .subnets import subnets
 
 
@@ -21,7 +25,7 @@ def points(lab: Lab) -> list[Point]:
     """Random extraction (SE) from every parent, whole models first; then the pruners on data parallel."""
     scale = lab.scale
     extracted = [
-        subnets(lab, "table1", recipe, setting, k, scale.n_subnets, scale.tokens)
+        _extracted(lab, recipe, setting, k)
         for setting in scale.settings
         for recipe in (None, *only(setting))
         for k in (N, *scale.table1)
@@ -37,25 +41,52 @@ def points(lab: Lab) -> list[Point]:
     return extracted + pruned
 
 
+def _extracted(lab: Lab, recipe: Recipe | None, setting: Setting, k: int) -> Point:
+    """Random tickets: a cell of `twistlm compare` where its one ratio fits all kinds of layer."""
+    scale = lab.scale
+    if scale.n_attn != N:
+        return subnets(lab, "table1", recipe, setting, k, scale.n_subnets, scale.tokens)
+    what, n = ("random", scale.n_subnets) if k < N else ("whole", 1)
+    about = lab.about(
+        "table1", recipe, setting=setting, k=k, ratio=scale.ratio(k), n=n, tokens=scale.tokens,
+        seed=lab.base.run.seed,
+    )  # fmt: skip
+    return Point(about, partial(_cell, lab, recipe, what, setting, k))
+
+
 def _pruned(lab: Lab, method: str, setting: Setting, k: int) -> Point:
     """A cell of `twistlm compare`: the data-parallel parent, pruned after training."""
-    scale, seed, ratio = lab.scale, lab.base.run.seed, f"{k}/{N}"
+    scale = lab.scale
     about = lab.about(
-        "table1", DENSE, method=method, setting=setting, k=k, ratio=ratio, tokens=scale.tokens,
-        n_calibration=scale.n_calibration, seed=seed,
+        "table1", DENSE, method=method, setting=setting, k=k, ratio=f"{k}/{N}", tokens=scale.tokens,
+        n_calibration=scale.n_calibration, seed=lab.base.run.seed,
     )  # fmt: skip
+    return Point(about, partial(_cell, lab, DENSE, method, setting, k))
 
-    def measure() -> dict[str, Any]:
-        parent, ready = lab.open(DENSE, "both")
-        ids = calibrate.windows(parent, None, scale.n_calibration, seed)[1]
-        asked = Asked(
-            (setting,), (ratio,), (method,), ("dense",), (), 0, seed, lab.text(ready), ids
-        )
-        rival = Rival("dense", "dense", parent, lab.hash_of(DENSE), scale.settings)
-        cells = Grid([rival], asked, lab.folder / "scores").cells()
-        return next(cell for cell in cells if cell.what == method).measure(lambda note: None)
 
-    return Point(about, measure)
+def _cell(lab: Lab, recipe: Recipe | None, what: str, setting: Setting, k: int) -> dict[str, Any]:
+    """Measured, or found, among the cells of `twistlm compare -o FOLDER/compare`."""
+    folder, whole = lab.folder / "compare" / "points", what == "whole"
+    place = (what, None, None) if whole else (what, setting, f"{k}/{N}")
+    cells = lab.beside(recipe, partial(_cells, lab, recipe, folder))
+    return cells[place].fill(folder, lambda note: None)
+
+
+def _cells(
+    lab: Lab, recipe: Recipe | None, folder: Path, parent: Parent, ready: Evaluator
+) -> dict[tuple[str, str | None, str | None], Cell]:
+    """Everything that `compare` could ask of one parent, by its place."""
+    scale, seed = lab.scale, lab.base.run.seed
+    ids = calibrate.windows(parent, None, scale.n_calibration, seed)[1]
+    ratios = tuple(f"{k}/{N}" for k in scale.table1)
+    n = scale.n_subnets if scale.n_attn == N else 0
+    asked = Asked(
+        scale.settings, ratios, DEFAULT, ("dense",), (), n, seed, lab.text(ready), ids
+    )  # fmt: skip
+    method = recipe.method if recipe else "dense"
+    rival = Rival(lab.out(recipe).name, method, parent, weights_sha256(parent), scale.settings)
+    cells = Grid([rival], asked, folder).cells()
+    return {(cell.what, cell.setting, cell.ratio): cell for cell in cells}
 
 
 # slug or method -> (what the table calls it, the paper's name for its column)

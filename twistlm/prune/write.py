@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -130,6 +131,8 @@ def _unstructured(
         "nm": next((f"{p.n}:{p.m}" for p in wanted.values() if p.m), None),
         "calibration": based_on,
         "seconds": seconds,
+        # of the whole process, the parent included; nothing on a CPU
+        "gpu_bytes": torch.cuda.max_memory_allocated(weights.device) if weights.is_cuda else None,
         "n_pruned": sum(model.get_parameter(name).numel() for name in zeros),
         "n_zeros": sum(zeros.values()),
         "n_params": central.layout.n_params,
