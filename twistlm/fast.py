@@ -35,6 +35,9 @@ def compile_layers_(model: PreTrainedModel) -> bool:
 
     Layers of one shape share one graph, so another width costs seconds, however deep the model is.
     """
+    # by default torch does not look whether a layer has hooks: a gated one would take the graph of a
+    # shared one of the same shapes, and run without its mask and scale
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     _raise_limit()
