@@ -60,7 +60,7 @@ def test_bf16_logits_lose_little():
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_every_family_takes_the_chunked_loss(name):
+def test_every_family_takes_the_chunked_loss(name, monkeypatch):
     model = tiny_model(name)
     ids = torch.randint(
         0, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1)
@@ -69,8 +69,28 @@ def test_every_family_takes_the_chunked_loss(name):
     whole = copy.deepcopy(model)
     causal_(whole)
     assert whole.config._attn_implementation == "causal"
-    with torch.no_grad():
-        torch.testing.assert_close(chunked_loss(whole, ids), next_token_loss(model, ids))
+    for small in (0, 1 << 24):  # in chunks, and all at once
+        monkeypatch.setattr(losses, "SMALL", small)
+        with torch.no_grad():
+            torch.testing.assert_close(chunked_loss(whole, ids), next_token_loss(model, ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_logits_take_torch_s_own_loss_and_more_are_chunked(dtype, monkeypatch):
+    """Up to `SMALL` of them; in bf16 the softmax is float32's either way."""
+    pick_device("cpu")  # without oneDNN on ARM: it warns about bf16
+    model = copy.deepcopy(tiny_model("gpt2")).to(dtype).requires_grad_()
+    ids = torch.arange(12).view(2, 6)  # 10 targets
+    n_logits, made = 10 * model.config.vocab_size, []
+    for small in (n_logits, n_logits - 1):
+        monkeypatch.setattr(losses, "SMALL", small)
+        made.append(chunked_loss(model, ids))
+    assert [type(loss.grad_fn).__name__ for loss in made] == [
+        "NllLossBackward0",
+        "_LinearCrossEntropyBackward",
+    ]
+    assert [loss.dtype for loss in made] == [torch.float32] * 2
+    torch.testing.assert_close(*made)
 
 
 def test_logits_that_are_more_than_the_head_s_take_the_plain_loss():

@@ -29,7 +29,7 @@ class AdamW:
 
     def _stock(self) -> torch.optim.AdamW:
         """torch's fused AdamW on the same slices."""
-        groups: list[dict] = []
+        params: dict[float, list[nn.Parameter]] = {}  # by decay: torch makes one call for each
         states: dict[Tensor, dict[str, Tensor]] = {}
         for (start, end), decay in self.slices:
             param = nn.Parameter(self.buffer[0, start:end])
@@ -39,7 +39,8 @@ class AdamW:
                 "exp_avg": self.buffer[1, start:end],
                 "exp_avg_sq": self.buffer[2, start:end],
             }
-            groups.append({"params": [param], "weight_decay": decay})
+            params.setdefault(decay, []).append(param)
+        groups = [{"params": some, "weight_decay": decay} for decay, some in params.items()]
         c = self.cfg
         stock = torch.optim.AdamW(groups, lr=c.lr, betas=c.betas, eps=c.eps, fused=True)
         stock.state.update(states)

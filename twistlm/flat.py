@@ -192,8 +192,9 @@ def mean_(
     if worker == 0:
         total.zero_()
     total[:, :n_shared] += part[:, :n_shared]
+    places = index.long()[:, None].expand(-1, runs.grain)
     for sums, result in zip(_blocks(total, runs), _blocks(part, runs), strict=True):
-        sums.index_add_(0, index, result)
+        sums.scatter_add_(0, places, result)  # index_add_ sets up an addition for every run
     if worker == int(holders[:, 1].max()):
         count = holders[runs.block_of.long(), 2:]  # [n_runs, 1]
         for row, sums in enumerate(total.unflatten(1, (-1, runs.grain))):

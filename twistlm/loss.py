@@ -21,6 +21,7 @@ from . import kernels
 Loss = Callable[[PreTrainedModel, Tensor], Tensor]  # (model, ids [batch, seq_len]) -> mean loss
 
 CHUNK = 8192  # tokens; their logits for a vocabulary of 50,304 are 0.8 GB in bf16
+SMALL = 1 << 24  # logits; so few (64 MB in float32) a CPU takes all at once, with torch's own loss
 ALIGN = (
     64  # rows of the head on a GPU: with GPT-2's 50,257 its products run at a sixth of their speed
 )
@@ -52,6 +53,8 @@ def chunked_loss(model: PreTrainedModel, ids: Tensor, into: Into | None = None) 
     head: Any = model.get_output_embeddings()
     bias = getattr(head, "bias", None)
     hidden, targets = hidden.flatten(0, 1), ids[:, 1:].flatten()
+    if into is None and not hidden.is_cuda and len(targets) * len(head.weight) <= SMALL:
+        return _cross_entropy(F.linear(hidden, head.weight, bias), targets)
     if into is None:
         return linear_cross_entropy(hidden, head.weight, bias, targets)
     return _Root.apply(hidden, head.weight.detach(), bias, targets, CHUNK, into)
@@ -60,9 +63,12 @@ def chunked_loss(model: PreTrainedModel, ids: Tensor, into: Into | None = None) 
 def next_token_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Mean cross-entropy of tokens 1.. given those before (HF's own rounds float64 to float32)."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    return _cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    low = logits.dtype in (torch.bfloat16, torch.float16)
+    return F.cross_entropy(logits.float() if low else logits, targets)
 
 
 @torch.no_grad()
