@@ -134,22 +134,35 @@ def test_claims_of_table1_follow_from_the_numbers():
 
 
 def test_table1_marks_the_lowest_and_puts_the_paper_beside():
-    made = table1.section(grid({12: 20, 4: 23}, {12: 15, 4: 974}, {4: 31}))
+    chosen = subnet("data parallel", "dense", 4, 30, None, method="block:fisher")
+    points = [*grid({12: 20, 4: 23}, {12: 15, 4: 974}, {4: 31}), chosen,
+              subnet("data parallel", "dense", 4, 40, None, method="magnitude")]  # fmt: skip
+    made = table1.section(points)
     (table,) = made.tables
     assert table.head == ("both", "whole", "4/12")
     names = [row[0] for row in table.rows]
-    assert names == ["SparseGPT", "the paper", "random blocks of data parallel", "the paper",
-                     "random blocks of TwIST K=6", "the paper"]  # fmt: skip
-    assert {(names[i], table.rows[i][0], j) for i, j in table.best} == {
-        ("random blocks of data parallel", "random blocks of data parallel", 1),
-        ("random blocks of TwIST K=6", "random blocks of TwIST K=6", 2),
-    }
-    assert [table.rows[i][2] for i in sorted(table.small)] == ["31.64", "974.31", "25.53"]
+    assert names == ["SparseGPT", "the paper", "magnitude", "blocks by Fisher", "the paper",
+                     "random blocks of data parallel", "the paper", "random blocks of TwIST K=6", "the paper"]  # fmt: skip
+    # zeros and what is really smaller do not compete
+    assert {(names[i], j) for i, j in table.best} == {
+        ("random blocks of data parallel", 1), ("random blocks of TwIST K=6", 2), ("SparseGPT", 2),
+    }  # fmt: skip
+    assert [table.rows[i][2] for i in sorted(table.small)] == ["31.64", "617.98", "974.31", "25.53"]
     assert made.headlines[0] == (
-        "4/12 of the blocks: TwIST K=6 wins with 23.00, then SparseGPT with 31.00; random blocks of a "
-        "data-parallel model: 974.00."
+        "4/12 of the blocks: TwIST K=6 wins with 23.00, then blocks by Fisher with 30.00; random blocks of a "
+        "data-parallel model: 974.00. As many single zeros, no smaller and no faster: SparseGPT 31.00."
     )
     assert made.headlines[1] == "Whole models: data parallel 15.00, TwIST K=6 20.00."
+    chosen_by = (
+        "TwIST's random blocks beat blocks that a score chooses from data parallel, at every size"
+    )
+    assert verdicts(made)[chosen_by] is True
+    chosen["result"]["mean"] = 22
+    assert verdicts(table1.section(points))[chosen_by] is False
+    for point in points:
+        point["config"]["scale"] = "gpu-smollm2"  # another model than the paper's
+    (table,) = table1.section(points).tables
+    assert not table.small
 
 
 def heat(values: dict[int, dict[int, float]]) -> list[dict]:
