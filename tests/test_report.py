@@ -149,8 +149,8 @@ def test_table1_marks_the_lowest_and_puts_the_paper_beside():
     }  # fmt: skip
     assert [table.rows[i][2] for i in sorted(table.small)] == ["31.64", "617.98", "974.31", "25.53"]
     assert made.headlines[0] == (
-        "4/12 of the blocks: TwIST K=6 wins with 23.00, then blocks by Fisher with 30.00; random blocks of a "
-        "data-parallel model: 974.00. As many single zeros, no smaller and no faster: SparseGPT 31.00."
+        "4/12 of the blocks: TwIST K=6 23.00, then blocks by Fisher 30.00; random blocks of data parallel "
+        "974.00; as many zeros instead, no smaller and no faster: SparseGPT 31.00."
     )
     assert made.headlines[1] == "Whole models: data parallel 15.00, TwIST K=6 20.00."
     chosen_by = (

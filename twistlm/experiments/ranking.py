@@ -60,13 +60,13 @@ def headlines(rows: Rows) -> list[str]:
         if len(smaller) < 2:
             continue
         first, second = sorted(smaller, key=smaller.__getitem__)[:2]
-        line = f"{k}/{N} of the blocks: {first} wins with {number(smaller[first])}, then {second} with {number(smaller[second])}"
+        line = f"{k}/{N} of the blocks: {first} {number(smaller[first])}, then {second} {number(smaller[second])}"
         if DENSE.label in smaller and DENSE.label not in (first, second):
-            line += f"; random blocks of a data-parallel model: {number(smaller[DENSE.label])}"
+            line += f"; random blocks of {DENSE.label} {number(smaller[DENSE.label])}"
         if zeros:
             best = min(zeros, key=zeros.__getitem__)
             line += (
-                f". As many single zeros, no smaller and no faster: {best} {number(zeros[best])}"
+                f"; as many zeros instead, no smaller and no faster: {best} {number(zeros[best])}"
             )
         found.append(f"{line}.")
     whole = {_short(n): r[N]["mean"] for n, r in rows.items() if N in r}

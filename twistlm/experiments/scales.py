@@ -58,6 +58,7 @@ def only(setting: Setting) -> tuple[Recipe, ...]:
 class Scale:
     """Sizes of everything; `changes` are `section.key=value` on a preset."""
 
+    title: str  # what the page calls it
     preset: str
     changes: tuple[str, ...]
     start: tuple[str, ...] | None  # the dense start's own changes; None: the weights are pretrained
@@ -117,6 +118,7 @@ _LARGE: dict[str, Any] = {
 
 SCALES: dict[str, Scale] = {
     "smoke": Scale(  # the demo's model on a CPU: all experiments in minutes, most of them in seconds
+        title="A tiny GPT-2 on a CPU",
         preset="demo",
         changes=(
             *QUIET,
@@ -143,6 +145,7 @@ SCALES: dict[str, Scale] = {
         nodes=((4, 1), (4, 2)),
     ),
     "gpu": Scale(  # GPT-2 124M from scratch: a start of 150M tokens, then 20M each way
+        title="GPT-2 124M, from scratch",
         preset="wiki-gpt2",
         changes=(
             *QUIET,
@@ -162,6 +165,7 @@ SCALES: dict[str, Scale] = {
         **_LARGE,
     ),
     "gpu-smollm2": Scale(  # pretrained SmolLM2-135M out of a GGUF file, 10M tokens each way
+        title="SmolLM2-135M, pretrained",
         preset="smollm2",
         changes=(
             *QUIET,
@@ -176,6 +180,10 @@ SCALES: dict[str, Scale] = {
         **(_LARGE | {"settings": ("both",)}),
     ),
     "paper": Scale(
-        preset="paper", changes=QUIET, start=None, **(_LARGE | {"tokens": 0, "stability_tokens": 0})
+        title="The paper's set-up",
+        preset="paper",
+        changes=QUIET,
+        start=None,
+        **(_LARGE | {"tokens": 0, "stability_tokens": 0}),
     ),
 }

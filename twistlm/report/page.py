@@ -16,7 +16,8 @@ WHAT = (
     "TwIST trains a transformer as many small dense subnetworks: every round deals whole attention heads and "
     "FFN chunks to workers, which train them independently and are averaged back. In the end almost any random "
     "subnet should be a golden ticket: a smaller dense model that ships as it is, with no calibration and no "
-    "fine-tuning."
+    "fine-tuning. 6/12 means that six of twelve blocks stay in every layer that is cut: attn cuts attention heads, "
+    "ffn cuts FFN chunks, both cuts both."
 )
 DARK = ("#a3adbb", "#f0a63a", "#6aa5ff", "#3ccfa4", "#b88bff", "#ff7a9c", "#4fc3d9", "#d3b04a")
 
@@ -114,7 +115,9 @@ def _chapter(chapter: Chapter, drawings: Mapping[str, str], alone: bool) -> str:
     first = ['<div class="first">']
     if said:
         lines = "".join(f"<li>{escape(line)}</li>" for line in said)
-        first.append(f'<div class="won"><h3>What won</h3><ul>{lines}</ul></div>')
+        first.append(
+            f'<div class="won"><h3>What won (perplexity, lower is better)</h3><ul>{lines}</ul></div>'
+        )
     if lead is not None:
         first.append(_figure(lead, at, drawings))
     facts = "".join(f"<li>{escape(fact)}</li>" for fact in chapter.facts)

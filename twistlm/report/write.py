@@ -11,6 +11,7 @@ from typing import Any
 
 from ..experiments import NAMES
 from ..experiments.run import module
+from ..experiments.scales import SCALES
 from . import comparison, draw, training
 from .load import Source, load
 from .markdown import markdown, replace_part
@@ -72,7 +73,9 @@ def chapter(source: Source) -> Chapter:
     if not sections:
         raise ValueError(f"{source.name} has no finished point and no finished round yet")
     plain = re.sub(r"[^a-z0-9]+", "-", source.name.lower()).strip("-") or "runs"
-    return Chapter(plain, source.name, _facts(source), tuple(sections), _made_by(source))
+    scales = dict.fromkeys(p["config"]["scale"] for p in source.points)
+    title = "; ".join(SCALES[scale].title for scale in scales) or source.name
+    return Chapter(plain, title, _facts(source), tuple(sections), _made_by(source))
 
 
 def _facts(source: Source) -> tuple[str, ...]:
@@ -86,7 +89,9 @@ def _facts(source: Source) -> tuple[str, ...]:
             f"A comparison of the parents {names}, on {source.comparison['text']['n_tokens']:,} tokens."
         )
     if source.points:
-        facts.append(f"{len(source.points)} points of scale {', '.join(scales)}, each a JSON file.")
+        facts.append(
+            f"{len(source.points)} points of scale {', '.join(scales)}, each a JSON file in {source.name}."
+        )
     if "smoke" in scales:
         facts.append(
             "Smoke is a tiny model for minutes on a CPU: it shows that every step works, not how good TwIST is."
