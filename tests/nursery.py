@@ -108,6 +108,9 @@ def faulty(faults: list[dict], log: Path) -> None:
             line.tell(Kind.RESULT, round, up, loss_sum=loss_sum)
             wait(line.send(up[:-64].clone(), where), 10)
             line.tell(Kind.SENT, round)
+        elif due("send", "nothing"):  # announced, said to have left, and never sent
+            line.tell(Kind.RESULT, round, up, loss_sum=loss_sum)
+            line.tell(Kind.SENT, round)
         elif due("send", "long"):
             line.tell(Kind.RESULT, round, up, loss_sum=loss_sum)
             wait(line.send(torch.cat([up, up]), where), 10)

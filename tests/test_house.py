@@ -43,7 +43,7 @@ LAYERS = [  # a module imports only from layers above its own
     {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
     {"prepare", "subnet", "adamw", "budget", "speed", "gradient", "links"},
     {"central", "corpus"},
-    {"dispatcher", "aggregator", "checkpoint", "door"},
+    {"dispatcher", "aggregator", "checkpoint", "door", "judge"},
     {"roster"},
     {"hub"},
     {"worker", "writer", "resume", "parent", "points", "sharded"},

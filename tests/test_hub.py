@@ -160,6 +160,22 @@ def test_results_that_are_not_believed(scene):
     assert not barred or "quarantine" in barred[0]["why"]
 
 
+def test_a_result_that_never_comes_holds_up_no_other(scene):
+    """One that is said to have left: the hub waits for it till the deadline, and takes what comes meanwhile."""
+    here = scene(train=TRAIN | {"rounds": 3}, hub={"floor": 2.0})
+    hub = here.hub()
+    here.worker("liar", {"at": "send", "do": "nothing", "round": 1})
+    for name in "ab":  # they answer after the liar
+        here.worker(name, {"at": "train", "round": 1, "sleep": 0.8})
+    finish(here, hub)
+    assert [row["worker"] for row in here.events("lost", round=1)] == ["liar"]
+    assert not here.events("late")
+    row = here.events("round", round=1)[0]
+    assert len(row["places"]) == 3
+    assert len(row["lost"]) == 1
+    assert sorted(row["seconds"]) == ["a", "b"]
+
+
 def test_too_few_workers_commit_nothing(scene):
     """Row 8: below hub.min_workers the round is tried again; the hub says so, and gives up in the end."""
     here = scene(train=TRAIN | {"rounds": 400}, hub={"min_workers": 2, "patience": 4.0})

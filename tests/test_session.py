@@ -11,7 +11,7 @@ import torch
 from conftest import tiny
 
 from twistlm import session
-from twistlm.guard import longest_step, suspicion
+from twistlm.guard import CHUNK, distance, length, longest_step, suspicion
 from twistlm.session import HEADER, Garbled, Kind, Rooms, Session, checksum
 
 SECRET = b"0123456789abcdef"
@@ -169,6 +169,17 @@ def test_no_adamw_makes_a_longer_step(betas):
         assert suspicion(cfg, result, torch.stack([before] * 3), 1.0) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [0, 1, CHUNK, 3 * CHUNK + 5])
+def test_a_distance_in_pieces(n, dtype):
+    torch.manual_seed(0)
+    a, b = torch.randn(2, n, dtype=dtype)
+    a[-1:] += 1e4  # what the last piece holds counts
+    expected = float((a.double() - b.double()).norm())
+    assert distance(a, b) == pytest.approx(expected, rel=1e-5)
+    assert length(a.split(CHUNK)) == pytest.approx(float(a.double().norm()), rel=1e-5)
+
+
 def test_what_is_suspicious():
     cfg = tiny("x", "y").train
     sent = torch.ones(3, 500)
@@ -181,4 +192,11 @@ def test_what_is_suspicious():
         result[row, 7] = value
         assert word in suspicion(cfg, result, sent, 2.0), (row, value)
     assert "loss" in suspicion(cfg, sent.clone(), sent, math.nan)
+    # large weights may decay farther than an update moves: between the two bounds, and beyond both
+    heavy, decays = torch.full((1, 500), 1e3), tiny("x", "y", train={"weight_decay": 0.5}).train
+    least = longest_step(decays, 500, 0.0) / math.sqrt(500)
+    most = longest_step(decays, 500, 1e3 * math.sqrt(500)) / math.sqrt(500)
+    assert 2 * least < most
+    assert suspicion(decays, heavy + (least + most) / 2, heavy, 2.0) is None
+    assert "AdamW" in suspicion(decays, heavy + 1.1 * most, heavy, 2.0)
     assert suspicion(cfg, sent[:1].clone(), sent[:1], 2.0) is None  # moments that do not travel

@@ -114,6 +114,18 @@ def test_adams_step_keeps_its_size(kind):
     assert ((got[1].abs() / got[2].sqrt()) <= 2.01 * m.abs() / v.sqrt()).all()
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_needs_no_decoding_is_not_copied(rows):
+    """250 MB into fresh memory cost more than their transfer."""
+    x = torch.randn(rows, 100)
+    payload = wire.down("fp32", x)
+    assert payload.data_ptr() == x.data_ptr()
+    assert wire.read_down("fp32", payload, (rows, 100)).data_ptr() == x.data_ptr()
+    assert wire.read_up("fp32", payload, (rows, 100), x[0]).data_ptr() == x.data_ptr()
+    weights = wire.down("bf16", x[:1])  # they go down whole in every kind
+    assert wire.read_down("bf16", weights, (1, 100)).data_ptr() == weights.data_ptr()
+
+
 def test_float64_runs_travel_whole():
     x = torch.randn(3, 101, dtype=torch.float64)
     assert torch.equal(

@@ -6,12 +6,12 @@ nothing else. A round ends when every worker has answered or at its deadline, wh
 
 from __future__ import annotations
 
-import math
 import selectors
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from . import session, wire
 from .config import Config, Wire
 from .door import Door
 from .events import Events
-from .guard import suspicion
+from .judge import Judges, Verdict
 from .roster import Member, Order, Roster
 from .session import Kind as Say
 from .session import Message
@@ -62,6 +62,7 @@ class Hub:
     ):
         self.cfg, self.events, self.stopping = cfg, events, stopping
         self.roster = Roster(door, events, range(first_place, cfg.train.n_workers))
+        self._judges = Judges()
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._seconds: dict[str, float] = {}  # of the last round
         self._began = False  # whether a round has been committed since this hub started
@@ -133,22 +134,31 @@ class Hub:
         seconds: dict[str, float] = {}
         until = began + self.deadline()
         with selectors.DefaultSelector() as selector:
+            selector.register(self._judges.bell, selectors.EVENT_READ)
             for member in self.roster.members.values():
                 selector.register(member.session.sock, selectors.EVENT_READ, member)
-            while any(member.order for member in self.roster.members.values()):
+            while orders := [m.order for m in self.roster.members.values() if m.order]:
                 left = until - time.monotonic()
-                if left <= 0 or self.stopping():
+                if left <= 0:  # what has come in time is judged to the end
+                    left = 0.2 if any(order.verdict for order in orders) else 0.0
+                if not left or self.stopping():
                     break
                 for key, _ in selector.select(min(left, 0.2)):
-                    member = key.data
-                    try:
-                        for answer in self._listen(member, round, until):
+                    if key.data is None:
+                        self._judges.silence()
+                        continue
+                    self._listen(key.data, round, until)
+                    order = key.data.order
+                    if key.data.session.closed or (order is not None and order.verdict is not None):
+                        selector.unregister(key.fileobj)  # unheard until it is judged
+                for member in list(self.roster.members.values()):
+                    if member.order and member.order.verdict and member.order.verdict.done():
+                        answer = self._settle(member, member.order, member.order.verdict)
+                        if answer is not None:
                             answers[member.place] = answer
                             seconds[member.name] = time.monotonic() - began
-                    except OSError as error:
-                        self.roster.drop(member, "lost", round=round, why=str(error))
-                    if member.session.closed:
-                        selector.unregister(key.fileobj)
+                        if not member.session.closed:
+                            selector.register(member.session.sock, selectors.EVENT_READ, member)
         if not self.stopping():
             for member in [m for m in self.roster.members.values() if m.order]:
                 limit = until - began
@@ -162,53 +172,59 @@ class Hub:
         self._seconds = seconds
         return answers
 
-    def _listen(self, member: Member, round: int, until: float) -> Iterator[Answer]:
-        for message in member.session.heard():
-            order = member.order
-            if message.kind == Say.BYE or order is None or message.round != round:
-                self.roster.out_of_turn(member, message, round)
-            elif message.kind == Say.AGAIN:
-                if order.tries_down > 1:
-                    raise ConnectionError("the weights did not reach it twice")
-                order.tries_down += 1
-                self._send(member, order)
-            elif message.kind == Say.RESULT and order.announced is None:
-                if message.n_bytes != order.answer.numel():
-                    self.roster.strike(
-                        member, round,
-                        f"it announced {message.n_bytes} bytes instead of {order.answer.numel()}",
-                    )  # fmt: skip
-                    raise ConnectionError("a result of another size")
-                order.announced = message
-                place = tag(round, UP, order.tries_up)
-                order.works.append(member.session.receive(order.answer, place))
-            elif message.kind == Say.SENT and order.announced is not None:
-                session.wait(order.works[-1], until - time.monotonic())
-                if (answer := self._judge(member, order, order.announced)) is not None:
-                    yield answer
-
-    def _judge(self, member: Member, order: Order, announced: Message) -> Answer | None:
-        """Take a result that has arrived, ask for it once more, or refuse it."""
-        round = order.round
-        if session.checksum(order.answer) != announced.checksum:
-            order.tries_up, order.announced = order.tries_up + 1, None
-            if order.tries_up > 1:
-                self.roster.strike(member, round, "a wrong checksum, twice")
-            else:
-                self.events.write("again", member.name, round=round, why="a wrong checksum")
-                member.session.tell(Say.AGAIN, round)
-            return None
-        shape = (order.sent.shape[0], order.sent.shape[1])
-        result = wire.read_up(self.cfg.run.wire, order.answer, shape, order.sent[0])
+    def _listen(self, member: Member, round: int, until: float) -> None:
         try:
-            loss_sum = float(announced.body["loss_sum"])
-        except (KeyError, TypeError, ValueError):
-            loss_sum = math.nan
-        if why := suspicion(self.cfg.train, result, order.sent, loss_sum):
-            self.roster.strike(member, round, why)
+            for message in member.session.heard():
+                self._take(member, message, round, until)
+        except OSError as error:
+            self.roster.drop(member, "lost", round=round, why=str(error))
+
+    def _take(self, member: Member, message: Message, round: int, until: float) -> None:
+        order, kind = member.order, message.kind
+        if kind == Say.BYE or order is None or order.verdict or message.round != round:
+            self.roster.out_of_turn(member, message, round)
+        elif kind == Say.AGAIN:
+            if order.tries_down > 1:
+                raise ConnectionError("the weights did not reach it twice")
+            order.tries_down += 1
+            self._send(member, order)
+        elif kind == Say.RESULT and order.announced is None:
+            if message.n_bytes != order.answer.numel():
+                self.roster.strike(
+                    member, round,
+                    f"it announced {message.n_bytes} bytes instead of {order.answer.numel()}",
+                )  # fmt: skip
+                raise ConnectionError("a result of another size")
+            order.announced = message
+            place = tag(round, UP, order.tries_up)
+            order.works.append(member.session.receive(order.answer, place))
+        elif kind == Say.SENT and order.announced is not None:
+            order.verdict = self._judges.ask(
+                self.cfg, order.announced, order.sent, order.answer, order.works[-1],
+                until - time.monotonic(),
+            )  # fmt: skip
+
+    def _settle(self, member: Member, order: Order, verdict: Future[Verdict]) -> Answer | None:
+        """Take a result that was judged, ask for it once more, or refuse it."""
+        round = order.round
+        try:
+            found = verdict.result()
+            if found.result is None:
+                order.tries_up, order.announced, order.verdict = order.tries_up + 1, None, None
+                if order.tries_up > 1:
+                    self.roster.strike(member, round, "a wrong checksum, twice")
+                else:
+                    self.events.write("again", member.name, round=round, why="a wrong checksum")
+                    member.session.tell(Say.AGAIN, round)
+                return None
+        except OSError as error:
+            self.roster.drop(member, "lost", round=round, why=str(error))
+            return None
+        if found.why:
+            self.roster.strike(member, round, found.why)
             return None
         member.order = None
-        return Answer(member.place, result, loss_sum)
+        return Answer(member.place, found.result, found.loss_sum)
 
     def committed(self, round: int, seconds: float, **more: Any) -> None:
         """The round is in the central model; `more` says who was in it and who was lost."""
@@ -241,3 +257,4 @@ class Hub:
     def close(self) -> None:
         """Tell everybody to go home."""
         self.roster.close()
+        self._judges.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from .config import Kind
 from .door import Door
 from .events import Events
+from .judge import Verdict
 from .session import Kind as Say
 from .session import Message, Rooms, Session
 
@@ -34,6 +36,7 @@ class Order:
     announced: Message | None = None
     tries_down: int = 1
     tries_up: int = 0
+    verdict: Future[Verdict] | None = None  # on a result that has arrived
 
 
 @dataclass

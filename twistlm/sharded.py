@@ -28,8 +28,8 @@ from .dispatcher import Deal, Parcel
 from .flat import Layout, Runs, gather_
 from .stop import Stop
 
-AHEAD = 2  # exchanges under way: a link that has little to carry in one goes on with the next
-PIECE = 4 << 20  # bytes to one peer at a time: gloo is at its best there (docs/log.md)
+AHEAD = 6  # exchanges under way: a link that has little to carry in one goes on with the next
+PIECE = 1 << 20  # bytes to one peer at a time (docs/log.md)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ def cut_tiles(runs: Runs, n_ranks: int, row_bytes: int) -> list[list[Tile]]:
     def tile(i: int) -> Tile:
         return Tile(ends(n_shared, i), ends(n_blocks, i))
 
-    return [[tile(owner * n_chunks + c) for owner in range(n_ranks)] for c in range(n_chunks)]
+    # neighbours have different owners: so a worker's blocks, wherever they lie, come from all of them
+    return [[tile(c * n_ranks + owner) for owner in range(n_ranks)] for c in range(n_chunks)]
 
 
 def spread(

@@ -136,8 +136,8 @@ def _read(
         raise ValueError(
             f"a buffer {list(shape)} has {sum(sizes)} bytes, this payload {payload.numel()}"
         )
-    if len(sizes) == 1 < shape[0]:
-        return decode("fp32", payload, shape, dtype)
+    if len(sizes) == 1:  # in place: a copy into fresh memory costs more than the transfer
+        return decode(kinds[0], payload, shape, dtype)
     parts = zip(kinds, payload.split(sizes), strict=False)
     return torch.stack([decode(kind, part, shape[1:], dtype) for kind, part in parts])
 
