@@ -205,6 +205,8 @@ def test_an_interrupted_comparison_goes_on(here, monkeypatch, capsys):
     process = subprocess.Popen(
         [sys.executable, "-m", "twistlm", "compare", *SMALL, *args],
         env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        # a shell's background jobs ignore Ctrl-C, and so would this child of one
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     points = Path("table/points")
     while len(list(points.glob("*.json"))) < 3:
