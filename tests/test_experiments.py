@@ -26,7 +26,7 @@ from twistlm.experiments import NAMES, shift
 from twistlm.experiments.lab import Lab, TimeIsUp
 from twistlm.experiments.parents import point as parent_point
 from twistlm.experiments.run import module, run
-from twistlm.experiments.scales import DENSE, FIVE, SCALES, TWIST, TWIST_MIXED, Recipe
+from twistlm.experiments.scales import DENSE, SCALES, SIX, TWIST, TWIST_MIXED, Recipe
 from twistlm.experiments.subnets import subnets
 from twistlm.report.write import report
 
@@ -109,7 +109,7 @@ def test_training_in_pieces_is_the_same_training(tmp_path, tokens):
 def test_parents_start_from_the_same_weights_and_see_the_same_tokens(lab):
     start = load_file(Path(lab.trained(None)) / "model.safetensors")
     results = {}
-    for recipe in FIVE:
+    for recipe in SIX:
         out = Path(lab.trained(recipe)).parents[1]
         described = json.loads((out / "run.json").read_text())["config"]
         begun = load_file(Path(described["model"]["weights"]) / "model.safetensors")
@@ -118,7 +118,7 @@ def test_parents_start_from_the_same_weights_and_see_the_same_tokens(lab):
     assert {r["tokens"] for r in results.values()} == {
         2 * 2 * 4 * 64
     }  # rounds, steps, workers, tokens
-    assert json.loads((out / "run.json").read_text())["config"]["blocks"]["k_ffn"] == [3, 8, 4, 6]
+    assert json.loads((out / "run.json").read_text())["config"]["blocks"]["k_ffn"] == [6, 12]
 
 
 def test_a_point_is_what_a_plain_evaluation_gives(lab):
@@ -164,7 +164,7 @@ def test_names_follow_from_what_matters(tmp_path, lab):
     for recipe in (None, DENSE, TWIST_MIXED):
         assert lab.hash_of(recipe) == elsewhere.hash_of(recipe) == saved.hash_of(recipe)
         assert len({x.hash_of(recipe) for x in (lab, hotter, longer)}) == 3
-    every = [*FIVE, *(Recipe("twist", (k,)) for k in (3, 12)), Recipe("twist", setting="attn")]
+    every = [*SIX, *(Recipe("twist", (k,)) for k in (3, 12)), Recipe("twist", setting="attn")]
     assert (
         len({lab.hash_of(recipe) for recipe in every}) == len({r.slug for r in every}) == len(every)
     )
@@ -173,7 +173,7 @@ def test_names_follow_from_what_matters(tmp_path, lab):
 @pytest.mark.parametrize("name", list(SCALES))
 def test_every_scale_makes_legal_configs(name, tmp_path):
     lab = Lab(tmp_path, name, SCALES[name])
-    for recipe in (*FIVE, Recipe("twist", (3,)), Recipe("twist", (12,))):
+    for recipe in (*SIX, Recipe("twist", (3,)), Recipe("twist", (12,))):
         cfg = lab.config(recipe)
         assert len(cfg.blocks.k_attn) == len(cfg.blocks.k_ffn) == len(recipe.widths)
         assert all(1 <= k <= SCALES[name].n_attn for k in cfg.blocks.k_attn)

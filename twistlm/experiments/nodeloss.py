@@ -8,11 +8,11 @@ from .. import drop
 from ..report import draw
 from ..report.section import Claim, Figure, Section, Table, lowest, number
 from .lab import Lab, Point
-from .scales import DENSE, FIVE, TWIST, Recipe
+from .scales import DENSE, SIX, TWIST, Recipe
 
 
 def points(lab: Lab) -> list[Point]:
-    return [_point(lab, recipe, *case) for recipe in FIVE for case in lab.scale.nodes]
+    return [_point(lab, recipe, *case) for recipe in SIX for case in lab.scale.nodes]
 
 
 def _point(lab: Lab, recipe: Recipe, n_nodes: int, n_lost: int) -> Point:

@@ -7,7 +7,7 @@ from typing import Any
 from ..report import draw, paper
 from ..report.section import Claim, Figure, Section, number
 from .lab import Lab, Point
-from .scales import TWIST_MIXED, TWIST_OUTER, N, Recipe
+from .scales import MIXED, TWIST_MIXED, TWIST_OUTER, TWIST_WHOLE, N, Recipe
 from .subnets import subnets
 
 KEEPS = 1.05  # a ratio of perplexities up to which a size "keeps" another's
@@ -15,7 +15,7 @@ SHARP = 1.5  # and from which it degrades sharply
 
 
 def points(lab: Lab) -> list[Point]:
-    """A heat-map per setting with the paper's mean; for `both`, two more rows with the outer optimizer."""
+    """A heat-map per setting with the paper's mean; for `both`, three more rows with the outer optimizer."""
     scale = lab.scale
     found = []
     for setting in scale.settings:
@@ -23,7 +23,7 @@ def points(lab: Lab) -> list[Point]:
         rows = [
             Recipe("twist", (x,), setting="both" if x == N else setting) for x in scale.trained_on
         ]
-        more = (TWIST_OUTER, TWIST_MIXED) if setting == "both" else ()
+        more = (TWIST_OUTER, TWIST_MIXED, TWIST_WHOLE) if setting == "both" else ()
         found += [
             subnets(
                 lab, "robustness", recipe, setting, y, scale.n_subnets, scale.tokens,
@@ -60,7 +60,7 @@ def section(points: list[dict[str, Any]]) -> Section:
 
 
 def _name(config: dict[str, Any]) -> str:
-    width = "mixed" if len(config["widths"]) > 1 else str(config["widths"][0])
+    width = "mixed" if config["widths"] == list(MIXED) else ", ".join(map(str, config["widths"]))
     return f"{width} + outer" if config["outer"] else width
 
 

@@ -26,7 +26,7 @@ class Recipe:
         """A name for folders: `twist-6-outer`, `twist-6-attn`."""
         if self.method == "dense":
             return "dense"
-        width = "mixed" if len(self.widths) > 1 else str(self.widths[0])
+        width = "mixed" if self.widths == MIXED else "-".join(map(str, self.widths))
         parts = [self.method, width, "outer" * self.outer]
         parts.append("" if self.setting == "both" else self.setting)
         return "-".join(part for part in parts if part)
@@ -37,7 +37,7 @@ class Recipe:
         if self.method == "dense":
             return "data parallel"
         name = "TwIST" if self.method == "twist" else "structured dropout"
-        width = "mixed" if len(self.widths) > 1 else f"K={self.widths[0]}"
+        width = "mixed" if self.widths == MIXED else f"K={', '.join(map(str, self.widths))}"
         return f"{name} {width}{' + outer' if self.outer else ''}"
 
 
@@ -46,12 +46,13 @@ DROPOUT = Recipe("dropout")
 TWIST = Recipe("twist")
 TWIST_OUTER = Recipe("twist", outer=True)
 TWIST_MIXED = Recipe("twist", MIXED, outer=True)
-FIVE = (DENSE, DROPOUT, TWIST, TWIST_OUTER, TWIST_MIXED)  # for the setting `both`
+TWIST_WHOLE = Recipe("twist", (6, N), outer=True)  # the whole model every other round (docs/log.md)
+SIX = (DENSE, DROPOUT, TWIST, TWIST_OUTER, TWIST_MIXED, TWIST_WHOLE)  # for the setting `both`
 
 
 def only(setting: Setting) -> tuple[Recipe, ...]:
     """The parents of a setting of its own: training cuts what deployment cuts, as in the paper."""
-    return FIVE if setting == "both" else (DENSE, Recipe("twist", setting=setting))
+    return SIX if setting == "both" else (DENSE, Recipe("twist", setting=setting))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..report.section import Claim, Figure, Section, Table, number
 from ..subnet import activation_scale
 from ..worker import to_device
 from .lab import Lab, Point
-from .scales import DENSE, FIVE, TWIST, Recipe
+from .scales import DENSE, SIX, TWIST, Recipe
 
 N_SEQUENCES = 4
 INIT = "init"  # random weights, before any training
@@ -36,7 +36,7 @@ CLOSE = 0.05  # mean relative error up to which a formula holds
 def points(lab: Lab) -> list[Point]:
     """The untrained model, the start, and every parent: all layers and all K in one pass."""
     has_init = [INIT] if lab.base.model.weights == "random" else []
-    return [_point(lab, which) for which in (*has_init, None, *FIVE)]
+    return [_point(lab, which) for which in (*has_init, None, *SIX)]
 
 
 def _point(lab: Lab, which: Recipe | str | None) -> Point:

@@ -67,8 +67,8 @@ def save(canvas: Any, stem: Path) -> None:
 
 KNOWN = {  # parents have one colour on the whole page
     "data parallel": 0, "structured dropout K=6": 1, "TwIST K=6": 2, "TwIST K=6 + outer": 3,
-    "TwIST mixed + outer": 4, "best zeros": 7, "best chosen blocks": 5, "sqrt(K/N)": 5, "start": 6, "init": 7,
-    "dense": 0, "dropout-6": 1, "twist-6": 2, "twist-6-outer": 3, "twist-mixed-outer": 4,
+    "TwIST mixed + outer": 4, "TwIST K=6, 12 + outer": 6, "best zeros": 5, "best chosen blocks": 7, "sqrt(K/N)": 5, "start": 7, "init": 7,
+    "dense": 0, "dropout-6": 1, "twist-6": 2, "twist-6-outer": 3, "twist-mixed-outer": 4, "twist-6-12-outer": 6,
 }  # fmt: skip
 
 
