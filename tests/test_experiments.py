@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +21,13 @@ from test_report import check_page
 from twistlm import config, families, points, rounds
 from twistlm import parent as parents
 from twistlm.blocks import widths_of_ratio
+from twistlm.compare.run import compare
 from twistlm.config import BlocksConfig
 from twistlm.evaluate import Evaluator, Text
-from twistlm.experiments import NAMES, shift
+from twistlm.experiments import NAMES, shift, table1
 from twistlm.experiments.lab import Lab, TimeIsUp
 from twistlm.experiments.parents import point as parent_point
-from twistlm.experiments.run import module, run
+from twistlm.experiments.run import _by_parent, module, run
 from twistlm.experiments.scales import DENSE, SCALES, SIX, TWIST, TWIST_MIXED, Recipe
 from twistlm.experiments.subnets import subnets
 from twistlm.report.write import report
@@ -133,6 +135,34 @@ def test_a_point_is_what_a_plain_evaluation_gives(lab):
     assert point["result"]["n_params"] == want.n_params
     whole = lab.measure(subnets(lab, "stability", TWIST, "ffn", 12, 3, 128))["result"]
     assert whole["values"] == pytest.approx([ready.full_perplexity()], rel=1e-6)
+
+
+def test_table1_is_made_of_the_cells_of_compare(lab):
+    """`compare -o LAB/compare` finds what Table 1 measured, and Table 1 what compare did."""
+    wanted = {("dense", 6), ("dense", 12), ("twist-6", 6)}
+    mine = [
+        p for p in table1.points(lab)
+        if p.config["setting"] == "both" and (p.config["slug"], p.config["k"]) in wanted
+        and p.config.get("method", "magnitude") == "magnitude"
+    ]  # fmt: skip
+    assert [p.config["slug"] for p in _by_parent(mine[::-1])] == ["dense"] * 3 + ["twist-6"]
+    *before, last = mine  # magnitude on data parallel is left to compare
+    results = [lab.measure(point)["result"] for point in before]
+    folder = lab.folder / "compare"
+    cells = sorted((folder / "points").iterdir())
+    assert len(cells) == len(results) == 3
+    stamps = [path.stat().st_mtime_ns for path in cells]
+    compare(
+        [("dense", str(lab.out(DENSE))), ("twist", str(lab.out(TWIST)))], folder, ratios="6/12",
+        settings="both", methods="magnitude", n=lab.scale.n_subnets, tokens=lab.scale.tokens,
+        n_calibration=lab.scale.n_calibration, device="cpu", quiet=True,
+    )  # fmt: skip
+    assert [path.stat().st_mtime_ns for path in cells] == stamps
+    whats = Counter(point["config"]["what"] for point in points.all_in(folder / "points"))
+    assert whats == {"whole": 2, "random": 2, "magnitude": 1, "decode": 1, "zeros": 1}
+    made = points.all_in(folder / "points")
+    (pruned,) = (point for point in made if point["config"]["what"] == "magnitude")
+    assert lab.measure(last)["result"] == pruned["result"]
 
 
 def test_the_clock_stops_cleanly_and_the_next_call_goes_on(lab):
