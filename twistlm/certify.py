@@ -26,7 +26,7 @@ from rich.table import Table
 from . import certificate, generator, score
 from .blocks import Widths, widths_of_ratio
 from .certificate import Bound
-from .checkpoint import describe_run
+from .checkpoint import describe_run, whole_file
 from .evaluate import Evaluator, Spread
 from .parent import Parent
 from .subnet import scales
@@ -102,11 +102,11 @@ def certify(
     )  # fmt: skip
     if folder is not None:
         text = json.dumps(made.to_dict(), indent=1) + "\n"
-        _replace(folder / "certificate.json", lambda path: path.write_text(text))
+        whole_file(folder / "certificate.json", text)
         if importlib.util.find_spec("matplotlib") is None:
             console.print("no histogram.png: it needs matplotlib: pip install 'twistlm[plot]'")
         else:
-            _replace(folder / "histogram.png", lambda path: draw_histogram(made, path))
+            whole_file(folder / "histogram.png", lambda path: draw_histogram(made, path))
     return made
 
 
@@ -157,16 +157,6 @@ def _open_draws(
     if not path.is_file() or path.stat().st_size == 0:
         add(identity)
     return values, keep
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside `path`, then rename: what stands under the name is whole."""
-    draft = path.with_name(f".{path.name}")
-    try:
-        write(draft)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _histogram(values: tuple[float, ...]) -> tuple[list[int], list[float]]:

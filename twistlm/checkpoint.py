@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -144,6 +144,20 @@ def whole_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def whole_file(path: Path, write: Callable[[Path], Any] | str) -> None:
+    """Write a text, or let `write` fill a draft; the file appears (or is replaced) whole, or the draft is gone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        if isinstance(write, str):
+            draft.write_text(write)
+        else:
+            write(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def save(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import describe_run
+from .checkpoint import describe_run, whole_file
 
 
 def name_of(config: dict[str, Any]) -> str:
@@ -42,13 +41,7 @@ def point(
         "seconds": time.perf_counter() - began,
         "run": describe_run(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.draft")
-    try:
-        draft.write_text(json.dumps(made, indent=1) + "\n")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    whole_file(path, json.dumps(made, indent=1) + "\n")
     return made
 
 

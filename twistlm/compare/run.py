@@ -20,7 +20,7 @@ from rich.table import Table
 
 from .. import families, models
 from ..blocks import SETTINGS, widths_of_ratio
-from ..checkpoint import describe_run
+from ..checkpoint import describe_run, whole_file
 from ..config import Method
 from ..corpus import resolve
 from ..data import open_tokens
@@ -208,4 +208,4 @@ def _write(
     ]  # fmt: skip
     texts = (table.to_csv(everything), "\n".join(parts), json.dumps(record, indent=1) + "\n")
     for name, content in zip(FILES, texts, strict=True):
-        table.replace_file(folder / name, content)
+        whole_file(folder / name, content)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
@@ -136,16 +135,6 @@ def to_csv(lines: Lines) -> str:
 
 def to_dict(made: list[Row]) -> list[dict[str, Any]]:
     return [asdict(row) for row in made]
-
-
-def replace_file(path: Path, text: str) -> None:
-    """What stands under the name is whole."""
-    draft = path.with_name(f".{path.name}")
-    try:
-        draft.write_text(text)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _number(value: float) -> str:

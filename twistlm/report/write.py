@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import whole_file
 from ..experiments import NAMES
 from ..experiments.run import module
 from ..experiments.scales import SCALES
@@ -49,11 +50,11 @@ def report(folders: Sequence[Path], out: Path, markdown_file: Path | None = None
             draw.save(canvas, files / name)
             (files / f"{name}.json").write_text(json.dumps(figure.data, indent=1) + "\n")
             written += [files / f"{name}{suffix}" for suffix in (".png", ".svg", ".json")]
-    _replace(out, page(chapters, drawings))
+    whole_file(out, page(chapters, drawings))
     if markdown_file is not None:
         link = os.path.relpath(files, markdown_file.parent)
         old = markdown_file.read_text() if markdown_file.is_file() else ""
-        _replace(markdown_file, replace_part(old, markdown(chapters, link)))
+        whole_file(markdown_file, replace_part(old, markdown(chapters, link)))
         written.append(markdown_file)
     return written
 
@@ -146,14 +147,3 @@ def _made_by(source: Source) -> tuple[tuple[str, dict[str, Any]], ...]:
         )
     found += [(f"points of {', '.join(sorted(names))}", run) for names, run in ways.values()]
     return tuple(found)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write beside `path`, then rename: what stands under the name is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}")
-    try:
-        draft.write_text(text)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
