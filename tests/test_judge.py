@@ -98,9 +98,10 @@ def test_one_that_never_comes_fails_in_time_and_alone(line, judges):
     cfg, announced, sent, answer, _, _ = arrive(line, SENT + 1e-4, 1)
     sound = arrive(line, SENT + 1e-4, 2)
     began = time.monotonic()
-    missing = judges.ask(cfg, announced, sent, answer.clone(), hub.receive(answer, 3), 1.0)
+    missing = judges.ask(cfg, announced, sent, answer.clone(), hub.receive(answer, 3), 6.0)
+    # gloo cuts the whole line when one transfer on it times out: the sound one has six seconds
     assert judges.ask(*sound).result(10).why is None
     assert not missing.done()
     with pytest.raises(ConnectionError, match="timed out"):
         missing.result(20)
-    assert time.monotonic() - began >= 0.9
+    assert time.monotonic() - began >= 5.9
