@@ -241,13 +241,13 @@ class Session:
         return Message(Kind(kind), round, n_bytes, check, body if isinstance(body, dict) else {})
 
     def send(self, payload: Tensor, tag: int) -> Any:
-        """Start sending bytes; the tensor must stay as it is until the work is done."""
+        """Start sending bytes; the tensor must stay as it is until the work is done, and the work be kept."""
         self.n_sent += payload.numel()
         with _as_connection_error():
             return self._group.send([payload], self._peer, tag)
 
     def receive(self, payload: Tensor, tag: int) -> Any:
-        """Start receiving exactly these bytes."""
+        """Start receiving exactly these bytes; keep the work: gloo cuts the line if it is dropped half-way."""
         self.n_received += payload.numel()
         with _as_connection_error():
             return self._group.recv([payload], self._peer, tag)
