@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -18,12 +19,14 @@ import pytest
 import torch
 from conftest import make_tokens, tiny
 from families_table import tiny_model
+from rich.console import Console
 from test_bad_input import check_refusal, in_process, write_words
 from transformers import AutoModelForCausalLM
 
 from twistlm import data, deploy, generator, rounds
 from twistlm import parent as parents
 from twistlm.blocks import widths_of_ratio
+from twistlm.compare import table
 from twistlm.prune.write import write
 
 SEQ_LEN, N_TOKENS = 16, 96
@@ -71,6 +74,17 @@ def rows(folder: str = "table") -> dict[tuple[str, ...], dict[str, str]]:
         lines = list(csv.DictReader(file))
     keys = ("setting", "ratio", "parent", "method", "repair")
     return {tuple(line[key] for key in keys): line for line in lines}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_loses_a_digit_in_a_narrow_terminal(width):
+    head = ("", "whole", "8/12", "6/12", "4/12", "3/12", "seconds", "tokens", "MB", "decode")
+    spreads = ("48.52 ± 2.41", "80.47 ± 12.22", "140.22 ± 20.40", "183.40 ± 25.33")
+    random = ("structured dropout", "38.51", *spreads, "0.00234", "131,072", "497.8", "1.61x")
+    console = Console(width=width, file=io.StringIO())
+    console.print(table.to_rich([head, random], "both"))
+    shown = console.file.getvalue().split()
+    assert set(" ".join((*head, *random[1:])).split()) <= set(shown)
 
 
 @torch.no_grad()

@@ -169,7 +169,8 @@ def title(asked: Asked, setting: str) -> str:
     n_tokens = asked.text.n_sequences * asked.text.seq_len
     spread = f" (random: mean ± sd of {asked.n})" if asked.n > 1 else ""
     least = min(asked.ratios, key=Fraction)
-    return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; costs at {least}"
+    costs = "seconds after training, calibration tokens, MB on disk and decoding speed on a CPU"
+    return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; {costs} at {least}"
 
 
 def _write(

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from .cells import Cell
@@ -84,7 +85,7 @@ def summary(made: list[Row], setting: str) -> Lines:
     mine = [row for row in made if row.setting == setting]
     ratios = list(dict.fromkeys(row.ratio for row in mine))
     least = min(ratios, key=Fraction)
-    lines: Lines = [("", "whole", *ratios, "seconds", "calibration", "MB", "decode")]
+    lines: Lines = [("", "whole", *ratios, "seconds", "tokens", "MB", "decode")]
     for row in (row for row in made if row.method == "whole"):
         blank = ("",) * len(ratios)
         lines.append((row.parent, row.shown(), *blank, *_costs(row)))
@@ -114,9 +115,14 @@ def everything(made: list[Row]) -> Lines:
 
 
 def to_rich(lines: Lines, title: str) -> Table:
-    result = Table(title=title, title_justify="left")
+    """For the terminal: a narrow one folds names and spreads, no number loses a digit."""
+    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     for i, head in enumerate(lines[0]):
-        result.add_column(head, justify="right" if i else "left", no_wrap=True)
+        folds = not i or "/" in head
+        result.add_column(
+            head, justify="right" if i else "left", no_wrap=not folds, overflow="fold",
+            min_width=7 if folds else None,
+        )  # fmt: skip
     for line in lines[1:]:
         result.add_row(*line)
     return result
@@ -138,4 +144,6 @@ def to_dict(made: list[Row]) -> list[dict[str, Any]]:
 
 
 def _number(value: float) -> str:
-    return f"{value:.2f}" if value < 1e5 else f"{value:.2e}"
+    if value < 1e3:
+        return f"{value:.2f}"
+    return f"{value:,.0f}" if value < 1e5 else f"{value:.2e}"
