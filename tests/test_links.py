@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from conftest import tiny
+from rich.console import Console
 
-from twistlm import config, ledger, links, rounds
+from twistlm import config, ledger, links, rounds, terminal
 
 THIRD = Fraction(1, 3)
 
@@ -105,3 +107,19 @@ def test_a_round_writes_its_bytes(tokens, tmp_path):
     assert row["bytes"]["paper"] == 2 * (down["shared"] + down["blocks"])
     assert 0 < row["bytes"]["least"] < row["bytes"]["paper"] < row["bytes"]["ddp"]
     assert row["bytes_wire"] == 0
+
+
+def test_the_table_is_whole_in_80_characters(monkeypatch):
+    monkeypatch.setattr(terminal, "console", Console(width=80, file=io.StringIO()))
+    made = links.forecasts(config.load("paper", []), Fraction(1, 2), 1.0, 100.0)
+    terminal.console.print(links.table(made, "links"))
+    shown = terminal.console.file.getvalue()
+    for row in made:
+        numbers = (
+            *(n / 1e9 for n in row.n_bytes.values()),
+            *row.seconds.values(),
+            row.train_seconds,
+        )
+        line = {f"{v:,.2f}" if v < 100 else f"{v:,.0f}" for v in numbers}
+        line |= {str(row.n_workers), row.take}
+        assert any(line <= set(text.split()) for text in shown.splitlines()), row

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from . import certificate, generator, score
+from . import certificate, generator, score, terminal
 from .blocks import Widths, widths_of_ratio
 from .certificate import Bound
 from .checkpoint import describe_run, whole_file
@@ -183,16 +183,14 @@ def draw_histogram(made: Certificate, path: Path) -> None:
 
 def table(made: Certificate) -> Table:
     spread, n = made.spread, len(made.spread.values)
-    result = Table(
-        title=f"perplexity of {n} random tickets of {spread.ratio} blocks ({spread.n_params:,} "
-        f"parameters) on {made.n_tokens:,} tokens",
-        title_justify="left",
+    title = (
+        f"perplexity of {n} random tickets of {spread.ratio} blocks ({spread.n_params:,} "
+        f"parameters) on {made.n_tokens:,} tokens"
     )
     rows = {"whole parent": made.full, "mean": spread.mean}
     rows |= {} if spread.sd is None else {"sd": spread.sd}
     rows |= certificate.quantiles(spread.values) | {"worst": spread.worst}
-    for name in rows:
-        result.add_column(name, justify="right")
+    result = terminal.table(title, *rows, words=0)
     result.add_row(*(f"{value:.2f}" for value in rows.values()))
     return result
 

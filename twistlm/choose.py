@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from . import budget as budgets
-from . import deploy, models, speed
+from . import deploy, models, speed, terminal
 from . import pick as picks
 from .blocks import KINDS, Blueprint, Widths
 from .budget import Budget
@@ -162,13 +162,8 @@ def _perplexity(model: PreTrainedModel, ready: Evaluator, bar: Progress) -> dict
 def table(parent: Parent, proof: dict[str, Any]) -> Table:
     """The proof in a few lines."""
     asked, took = proof["budget"], proof["speed"]
-    result = Table(
-        title=f"--{asked['kind']} {asked['asked']} --pick {proof['pick']['how']}",
-        title_justify="left",
-    )
-    result.add_column("")
-    result.add_column("ticket", justify="right")
-    result.add_column("parent", justify="right")
+    title = f"--{asked['kind']} {asked['asked']} --pick {proof['pick']['how']}"
+    result = terminal.table(title, "", "ticket", "parent")
     result.add_row("parameters", f"{proof['n_params']:,}", f"{proof['parent']['n_params']:,}")
     result.add_row(f"bytes of weights ({proof['dtype']})", f"{proof['bytes']:,}", "")
     if found := proof.get("perplexity"):

@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from . import models
+from . import models, terminal
 from .checkpoint import describe_run
 from .corpus import resolve
 from .data import open_tokens
@@ -193,12 +193,10 @@ def _gap(parent: Runnable, plain: Tensor, drafted: Tensor) -> float:
 
 def table(made: Drafts) -> Table:
     n_new = sum(row.n_new for row in made.rows)
-    result = Table(
-        title=f"{len(made.rows)} prompts, {n_new:,} tokens written greedily, {made.n_draft} drafted at a time",
-        title_justify="left",
-    )
-    for name in ("", "tokens/s", "tokens per parent pass", "drafts accepted"):
-        result.add_column(name, justify="right" if name else "left")
+    result = terminal.table(
+        f"{len(made.rows)} prompts, {n_new:,} tokens written greedily, {made.n_draft} drafted at a time",
+        "", "tokens/s", "tokens per parent pass", "drafts accepted",
+    )  # fmt: skip
     result.add_row("parent alone", f"{made.plain_rate:.1f}", "1.00", "")
     result.add_row(
         "with drafts", f"{made.drafted_rate:.1f} ({made.drafted_rate / made.plain_rate:.2f}x)",

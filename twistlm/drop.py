@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from . import checkpoint, score
+from . import checkpoint, score, terminal
 from .blocks import BlockMap, Blueprint
 from .parent import Parent
 from .terminal import progress
@@ -127,15 +127,12 @@ def record(drops: list[Drops], n_nodes: int, n_lost: int) -> dict[str, Any]:
 
 def table(drops: list[Drops], n_nodes: int, n_lost: int) -> Table:
     """One column per parent, one row per loss; in brackets, how many times worse than whole."""
-    result = Table(
-        title=f"perplexity on {drops[0].n_tokens:,} tokens when {n_lost} of {n_nodes} nodes are lost: "
-        f"all {math.comb(n_nodes, n_lost)} cases (x whole)",
-        title_justify="left",
+    title = (
+        f"perplexity on {drops[0].n_tokens:,} tokens when {n_lost} of {n_nodes} nodes are lost: "
+        f"all {math.comb(n_nodes, n_lost)} cases (x whole)"
     )
-    result.add_column("lost nodes")
-    for row in drops:
-        method = f" ({row.method})" if row.method else ""
-        result.add_column(f"{row.name}{method}", justify="right", overflow="fold")
+    heads = (f"{row.name} ({row.method})" if row.method else row.name for row in drops)
+    result = terminal.table(title, "lost nodes", *heads)
     result.add_row("none", *(f"{row.full:.2f}" for row in drops), end_section=True)
     for lost in drops[0].losses:
         cells = (_beside(row.losses[lost], row.full) for row in drops)

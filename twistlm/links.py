@@ -17,7 +17,7 @@ from typing import Literal
 
 from rich.table import Table
 
-from . import families, models
+from . import families, models, terminal
 from .blocks import BlockMap, Shapes
 from .config import Config
 from .ledger import FLOAT32, count, subnet_bytes
@@ -122,28 +122,19 @@ def forecasts(cfg: Config, kappa: Fraction, gbit: float, tflops: float) -> list[
 
 def table(made: Sequence[Forecast], title: str) -> Table:
     """Forecasts for a person."""
-    result = Table(title=title, title_justify="left")
-    for name in (
-        "model",
-        "S",
-        "hub",
-        "",
-        "sharded",
-        "",
-        "data parallel",
-        "",
-        "local steps",
+    result = terminal.table(
+        title, "model", "S", "hub, GB", "s", "sharded, GB", "s", "data parallel, GB", "s", "local steps, s",
         "take",
-    ):
-        justify: Literal["left", "right"] = "left" if name in ("model", "take") else "right"
-        result.add_column(name, justify=justify, no_wrap=True)
+    )  # fmt: skip
     for row in made:
         cells = [
             cell
             for engine in row.n_bytes
-            for cell in (f"{row.n_bytes[engine] / 1e9:,.2f} GB", f"{row.seconds[engine]:,.1f} s")
+            for cell in (_short(row.n_bytes[engine] / 1e9), _short(row.seconds[engine]))
         ]
-        result.add_row(
-            row.model, str(row.n_workers), *cells, f"{row.train_seconds:,.2f} s", row.take
-        )
+        result.add_row(row.model, str(row.n_workers), *cells, _short(row.train_seconds), row.take)
     return result
+
+
+def _short(value: float) -> str:
+    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.table import Table
-
-from . import families, generator, models
+from . import families, generator, models, terminal
 from .blocks import KINDS, SETTINGS, BlockMap, Kind, Shapes, widths_of_ratio
 from .config import BlocksConfig, Config, ModelConfig
 from .data import open_tokens
@@ -163,17 +161,10 @@ def show(plan: Plan) -> None:
         f"{plan.n_sequences:,} sequences ({plan.sequences_from}): {plan.true_rounds:,} rounds of local steps; "
         f"the paper's formula counts {plan.paper_rounds:,}"
     )
-    table = Table(
-        title="one subnet, and bytes both ways over all workers and rounds", title_justify="left"
-    )
-    table.add_column("setting")
-    table.add_column("blocks", justify="right")
-    table.add_column("parameters", justify="right")
-    table.add_column("of full", justify="right")
-    table.add_column("MB", justify="right")
-    table.add_column("paper's formula, TB", justify="right")
-    table.add_column("weights, TB", justify="right")
-    table.add_column("+ moments, TB", justify="right")
+    table = terminal.table(
+        "one subnet, and bytes both ways over all workers and rounds", "setting", "blocks", "parameters",
+        "of full", "MB", "paper's formula, TB", "weights, TB", "+ moments, TB",
+    )  # fmt: skip
     for row in plan.rows:
         table.add_row(
             row.setting, row.ratio, f"{row.n_params:,}", f"{row.n_params / plan.n_params:.1%}",
@@ -183,12 +174,9 @@ def show(plan: Plan) -> None:
         )  # fmt: skip
     console.print(table)
     if plan.half:
-        table = Table(
-            title="a subnet with half the blocks, as a share of its parent", title_justify="left"
-        )
-        table.add_column("parent")
-        for name in next(iter(plan.half.values())):
-            table.add_column(name, justify="right")
+        heads = next(iter(plan.half.values()))
+        title = "a subnet with half the blocks, as a share of its parent"
+        table = terminal.table(title, "parent", *heads)
         for parent, shares in plan.half.items():
             table.add_row(parent, *(f"{share:.1%}" for share in shares.values()))
         console.print(table)

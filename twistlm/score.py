@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from . import checkpoint, config, deploy, models
+from . import checkpoint, config, deploy, models, terminal
 from . import parent as parents
 from .blocks import widths_of_ratio
 from .cluster import pick_device
@@ -148,11 +148,7 @@ def table(rows: list[Scores]) -> Table:
     title = f"perplexity on {first.n_tokens:,} tokens"
     if first.subnets:
         title += f"; {len(first.subnets[0].values)} random subnets: mean ± sd (worst)"
-    result = Table(title=title, title_justify="left")
-    result.add_column("blocks")
-    result.add_column("parameters", justify="right")
-    for row in rows:
-        result.add_column(row.name, justify="right")
+    result = terminal.table(title, "blocks", "parameters", *(row.name for row in rows))
     whole = "full" if first.subnets else "ticket"
     result.add_row(whole, f"{first.n_params:,}", *(f"{row.full:.2f}" for row in rows))
     for i, spread in enumerate(first.subnets):

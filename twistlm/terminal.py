@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
@@ -14,9 +15,22 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Table
 
-# a pipe or a log file has no width of its own: give tables room
-console = Console(markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+ROOMY = 120  # characters: a pipe or a log file has no width of its own, and tables need room
+console = Console(markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else ROOMY)
+
+
+def table(title: str, *heads: str, words: int = 1) -> Table:
+    """An empty table: the first columns are words, the others numbers; narrow, it folds and cuts nothing off."""
+    gap = 0 if console.width < ROOMY else 1  # beside the one space between columns
+    made = Table(
+        title=f"\n{title}", title_justify="left", box=SIMPLE_HEAD, show_edge=False,
+        padding=(0, gap, 0, 0),
+    )  # fmt: skip
+    for i, head in enumerate(heads):
+        made.add_column(head, justify="left" if i < words else "right", overflow="fold")
+    return made
 
 
 class _Bar(Progress):

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
+from .. import terminal
 from ..checkpoint import describe_run
 from ..config import Wire
 from ..ledger import subnet_bytes
@@ -145,18 +146,10 @@ def _run(hosts: list[Host], job: dict[str, Any]) -> dict[str, Any]:
 
 def table(made: Bench) -> Table:
     """For a person."""
-    result = Table(title="one exchange of all workers, nothing trained", title_justify="left")
-    for name in (
-        "where",
-        "engine",
-        "S",
-        "MB a subnet",
-        "seconds",
-        "busiest link, MB",
-        "counted",
-        "MB/s",
-    ):
-        result.add_column(name, justify="left" if name in ("where", "engine") else "right")
+    result = terminal.table(
+        "one exchange of all workers, nothing trained", "where", "engine", "S", "MB a subnet", "seconds",
+        "busiest link, MB", "counted", "MB/s", words=2,
+    )  # fmt: skip
     for row in made.rows:
         counted = "" if row.n_counted is None else f"{row.n_counted / row.n_bytes - 1:+.1%}"
         result.add_row(

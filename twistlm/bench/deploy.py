@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from .. import deploy, generator, models
+from .. import deploy, generator, models, terminal
 from ..blocks import widths_of_ratio
 from ..checkpoint import describe_run, whole_folder
 from ..parent import Parent
@@ -186,15 +186,12 @@ def _measure(
 def table(made: Bench) -> Table:
     """Median / minimum milliseconds, and how many times faster than the full parent."""
     plan = made.plan
-    result = Table(
-        title=f"{made.source}: ms, median / minimum of {plan.n_repeats} runs in turn (x full); "
-        f"{plan.threads} threads, load average {made.load_average[0]:.1f} to {made.load_average[1]:.1f}",
-        title_justify="left",
+    title = (
+        f"{made.source}: ms, median / minimum of {plan.n_repeats} runs in turn (x full); "
+        f"{plan.threads} threads, load average {made.load_average[0]:.1f} to {made.load_average[1]:.1f}"
     )
-    result.add_column("runtime")
-    result.add_column("blocks")
-    for name in ("MB on disk", "peak MB", *made.rows[0].medians(), "max |Δlogit|"):
-        result.add_column(name, justify="right")
+    heads = ("MB on disk", "peak MB", *made.rows[0].medians(), "max |Δlogit|")
+    result = terminal.table(title, "runtime", "blocks", *heads, words=2)
     full = {row.runtime: row.medians() for row in made.rows if row.ratio == FULL}
     for row in made.rows:
         least = row.minima()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
+from .. import terminal
+
 N_STEPS = 3
 N_KERNELS = 40  # kept one by one
 
@@ -63,10 +65,8 @@ def _group(name: str) -> str:
 
 def table(rows: list[tuple[str, float, Profile]]) -> Table:
     """One column per size: (title, ms of a step, profile)."""
-    result = Table(title="where a step's milliseconds go", title_justify="left")
-    result.add_column("")
-    for title, _, _ in rows:
-        result.add_column(title, justify="right")
+    heads = (title for title, _, _ in rows)
+    result = terminal.table("where a step's milliseconds go", "", *heads)
     for group in (*GROUPS, REST):
         result.add_row(group, *(f"{made.groups[group]:.2f}" for _, _, made in rows))
     result.add_row("gaps", *(f"{ms - made.busy_ms:.2f}" for _, ms, made in rows))

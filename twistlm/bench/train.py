@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import central as centrals
-from .. import families, generator, models, rounds
+from .. import families, generator, models, rounds, terminal
 from ..blocks import BlockMap, Widths, widths_of_ratio
 from ..checkpoint import describe_run
 from ..cluster import Cluster
@@ -309,17 +309,14 @@ def tables(made: Bench) -> list[Table]:
         f"model; ideal: by FLOPs; ceiling: share of {made.ceiling_tflops:.3g} TFLOP/s; overhead: share of a "
         f"round of {made.n_workers} workers x {made.interval} steps)"
     )
-    result = Table(title=title, title_justify="left")
-    columns = (
-        "blocks", "setting", "params", "ms", "tokens/s", "TFLOP/s", "ceiling",
+    result = terminal.table(
+        title, "blocks", "params", "ms", "tok/s", "TFLOP/s", "ceiling",
         "faster", "ideal", "state MB", "peak MB", "overhead",
     )  # fmt: skip
-    for column in columns:
-        result.add_column(column, justify="right")
     full = made.full()
     for row in made.rows:
         result.add_row(
-            row.ratio, row.setting, f"{row.n_params / 1e6:.1f}M", f"{row.ms:.2f}", f"{row.tokens_per_s / 1e3:.0f}k",
+            f"{row.ratio} {row.setting}", f"{row.n_params / 1e6:.1f}M", f"{row.ms:.2f}", f"{row.tokens_per_s / 1e3:.0f}k",
             f"{row.tflops:.3g}", f"{row.tflops / made.ceiling_tflops:.1%}",
             f"{full.ms / row.ms:.2f}x" if full else "", f"{full.flops / row.flops:.2f}x" if full else "",
             f"{row.state_bytes / 1e6:,.0f}", _megabytes(row.peak_bytes), f"{row.overhead:.1%}",
@@ -332,9 +329,9 @@ def tables(made: Bench) -> list[Table]:
     where = [profile_table(profiles)] if profiles else []
     if not made.references:
         return [result, *where]
-    beside = Table(title="the same step with stock parts", title_justify="left")
-    for column in ("", "ms/step", "peak MB", "ours at full width"):
-        beside.add_column(column, justify="right")
+    beside = terminal.table(
+        "the same step with stock parts", "", "ms/step", "peak MB", "ours at full width"
+    )
     for reference in made.references:
         faster = f"{reference.ms / full.ms:.1f}x faster" if full else ""
         beside.add_row(

@@ -9,9 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from .. import terminal
 from .cells import Cell
 
 Lines = list[tuple[str, ...]]  # the header first
@@ -116,13 +116,13 @@ def everything(made: list[Row]) -> Lines:
 
 def to_rich(lines: Lines, title: str) -> Table:
     """For the terminal: a narrow one folds names and spreads, no number loses a digit."""
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
-    for i, head in enumerate(lines[0]):
-        folds = not i or "/" in head
-        result.add_column(
-            head, justify="right" if i else "left", no_wrap=not folds, overflow="fold",
-            min_width=7 if folds else None,
-        )  # fmt: skip
+    result = terminal.table(title, *lines[0])
+    result.padding = 0  # ten columns in 80 characters
+    for column in result.columns:
+        if column.header == "" or "/" in str(column.header):
+            column.min_width = 7
+        else:
+            column.no_wrap = True
     for line in lines[1:]:
         result.add_row(*line)
     return result

@@ -15,7 +15,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedModel
 
-from .. import checkpoint, models
+from .. import checkpoint, models, terminal
 from ..evaluate import Text, perplexity
 
 PROMPT = "The city lies on both banks of the river and"
@@ -160,12 +160,10 @@ def record(rows: list[Row]) -> dict[str, Any]:
 def table(rows: list[Row]) -> Table:
     """What the command prints."""
     with_text = rows[0].perplexity is not None
-    result = Table(title=f"{rows[-1].name} against torch", title_justify="left")
-    result.add_column("runtime")
-    for head in ("MB", "max |Δlogit| prompt", "decoding", "greedy equal", "decode tok/s"):
-        result.add_column(head, justify="right")
-    for head in ("perplexity", "prefill tok/s") if with_text else ():
-        result.add_column(head, justify="right")
+    result = terminal.table(
+        f"{rows[-1].name} against torch", "runtime", "MB", "max |Δlogit| prompt", "decoding", "greedy equal",
+        "decode tok/s", *(("perplexity", "prefill tok/s") if with_text else ()),
+    )  # fmt: skip
     for row in rows:
         cells = [
             f"{row.n_bytes / 1e6:.1f}", f"{row.prefill_delta:.1e}", f"{row.decode_delta:.1e}",
