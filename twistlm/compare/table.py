@@ -118,11 +118,6 @@ def to_rich(lines: Lines, title: str) -> Table:
     """For the terminal: a narrow one folds names and spreads, no number loses a digit."""
     result = terminal.table(title, *lines[0])
     result.padding = 0  # ten columns in 80 characters
-    for column in result.columns:
-        if column.header == "" or "/" in str(column.header):
-            column.min_width = 7
-        else:
-            column.no_wrap = True
     for line in lines[1:]:
         result.add_row(*line)
     return result
