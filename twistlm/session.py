@@ -247,7 +247,7 @@ class Session:
             return self._group.send([payload], self._peer, tag)
 
     def receive(self, payload: Tensor, tag: int) -> Any:
-        """Start receiving exactly these bytes; keep the work: gloo cuts the line if it is dropped half-way."""
+        """Start receiving exactly these bytes; gloo cuts the line if the work is let go before its end."""
         self.n_received += payload.numel()
         with _as_connection_error():
             return self._group.recv([payload], self._peer, tag)
