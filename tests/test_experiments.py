@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from test_report import check_page
 
 from twistlm import config, families, points, rounds
 from twistlm import parent as parents
+from twistlm.alone import InUse
 from twistlm.blocks import widths_of_ratio
 from twistlm.compare.run import compare
 from twistlm.config import BlocksConfig
@@ -183,6 +185,31 @@ def test_the_clock_stops_cleanly_and_the_next_call_goes_on(lab):
     assert made["config"] == parent_point(lab, None).config
     assert made["result"]["tokens"] == 3 * 2 * 4 * 64  # rounds, steps, workers, tokens
     rows = (lab.out(None) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["round"] for row in rows] == [1, 2, 3]
+
+
+def test_a_parent_that_another_process_trains_is_waited_for(lab, monkeypatch):
+    monkeypatch.setattr("twistlm.experiments.lab.WAIT", 0.05)
+    out = lab.out(None)
+    hold = (
+        "import pathlib, sys; from twistlm.alone import alone\n"
+        "with alone(pathlib.Path(sys.argv[1])): print('held', flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", hold, str(out)], **pipes) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(InUse, match="another process trains there"):
+            rounds.train(config.override(lab.config(None), [f"run.out={out}"]), quiet=True)
+        looks = iter([False, False, True])  # late at the third look
+        monkeypatch.setattr(lab, "is_late", lambda: next(looks))
+        with pytest.raises(TimeIsUp):
+            lab.trained(None)
+        monkeypatch.undo()
+        killed = threading.Event()
+        threading.Timer(1.5, lambda: (killed.set(), other.kill())).start()
+        assert Path(lab.trained(None)).name == "round-000003"
+        assert killed.is_set()
+    rows = (out / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["round"] for row in rows] == [1, 2, 3]
 
 

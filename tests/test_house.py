@@ -34,6 +34,7 @@ LAYERS = [  # a module imports only from layers above its own
         "report.paper",
         "leases",
         "address",
+        "alone",
     },
     {"report.draw", "events", "stop", "session", "guard", "bench.profile"},
     {"supervisor"},

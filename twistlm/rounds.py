@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import time
@@ -27,6 +28,7 @@ from . import config as configs
 from . import team as teams
 from .address import address_of
 from .aggregator import Result, Stats
+from .alone import alone
 from .blocks import Blueprint, widths_of_ratio
 from .cluster import Cluster
 from .config import Config
@@ -71,15 +73,16 @@ def train(
                 )
                 return Path(cfg.run.out)
             opened = door.for_ranks(cluster, cfg.hub.public)
-        run = set_up(cfg, cluster, resume, quiet)
-        with on_signals(run.stop, quiet):
-            if opened is not None:
-                run.hub = _open_hub(run, opened, quiet)
-            try:
-                return _train(run, quiet or not cluster.is_central, is_late)
-            finally:
-                if run.hub is not None:
-                    run.hub.close()
+        with alone(Path(cfg.run.out)) if cluster.is_central else contextlib.nullcontext():
+            run = set_up(cfg, cluster, resume, quiet)
+            with on_signals(run.stop, quiet):
+                if opened is not None:
+                    run.hub = _open_hub(run, opened, quiet)
+                try:
+                    return _train(run, quiet or not cluster.is_central, is_late)
+                finally:
+                    if run.hub is not None:
+                        run.hub.close()
     finally:
         cluster.close()
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .. import config, parent, points, rounds, score
+from ..alone import InUse
 from ..checkpoint import MANIFEST
 from ..config import Config, Setting
 from ..corpus import resolve
@@ -29,6 +30,7 @@ from ..parent import Parent
 from ..terminal import console
 from .scales import Recipe, Scale
 
+WAIT = 1.0  # seconds between two looks at a parent that another process trains
 START = "start."  # before an override that is for the dense start alone
 
 
@@ -121,18 +123,26 @@ class Lab:
             return self.base.model.weights
         cfg, out = self.config(recipe), self.out(recipe)
         last = out / "checkpoints" / f"round-{self.n_rounds(cfg):06d}"
-        if not (last / MANIFEST).is_file():
+        waits = False
+        while not (last / MANIFEST).is_file():
             if recipe is not None and self.scale.start is not None:
                 start = self.trained(None)
                 cfg = config.override(cfg, [f"model.weights={start}"])
             if self.is_late():
                 raise TimeIsUp
             self.close()
-            if not self.quiet:
+            if not self.quiet and not waits:
                 console.print(f"train {out.name}")
             cfg = config.override(cfg, [f"run.out={out}"])
-            if rounds.train(cfg, resume=True, quiet=self.quiet, is_late=self.is_late) != last:
-                raise TimeIsUp
+            try:
+                if rounds.train(cfg, resume=True, quiet=self.quiet, is_late=self.is_late) != last:
+                    raise TimeIsUp
+            except InUse:  # experiments side by side share their parents
+                if not self.quiet and not waits:
+                    console.print(f"another process trains {out.name}: waiting for it")
+                waits = True
+                time.sleep(WAIT)
+                continue
             _forget()
             points.point(self.points_folder, self.about_training(recipe), lambda: summary(out))
         return str(last)

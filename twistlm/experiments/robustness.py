@@ -107,7 +107,8 @@ def _claims(setting: str, plain: dict[int, dict[int, float]]) -> list[Claim]:
         claims.append(Claim(
             f"{setting}, upward: trained on lean subnets, wider ones keep the perplexity or improve it",
             factor <= KEEPS,
-            f"the largest increase is {factor:.2f} times, from {x}/{N} to {y}/{N} (keeps: up to {KEEPS})",
+            f"at most {factor:.2f} times the perplexity of the size it was trained on, from {x}/{N} to {y}/{N} "
+            f"(keeps: up to {KEEPS})",
         ))  # fmt: skip
     full = [x for x in plain if len(plain[x]) == max(len(r) for r in plain.values())]
     if len(full) > 2:

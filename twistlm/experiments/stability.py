@@ -72,21 +72,17 @@ def _figure(setting: str, found: ByParent) -> Figure:
         for label, results in found.items()
         if smallest in results and results[smallest]["sd"] is not None
     }
-    tight, wide = (
-        (min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__))
-        if shares
-        else ("", "")
-    )
-    reading = (
-        f"At {smallest}/{N} the standard deviation is {shares[tight]:.1%} of the mean for {tight} and "
-        f"{shares[wide]:.1%} for {wide}."
-        if shares
-        else ""
-    )
+    said = [f"{shares[label]:.1%} of the mean for {label}" for label in _ends(shares)]
+    reading = f"At {smallest}/{N} the standard deviation is {' and '.join(said)}." if said else ""
     return Figure(
         f"stability-{setting}", f"Loss of random subnets, {setting}", reading, groups,
         lambda axes: draw.violins(axes, groups, y="loss (ln perplexity)"), height=3.4,
     )  # fmt: skip
+
+
+def _ends(shares: dict[str, float]) -> list[str]:
+    """The lowest and the highest; one, where there is one."""
+    return list(dict.fromkeys(f(shares, key=shares.__getitem__) for f in (min, max) if shares))
 
 
 def _claims(setting: str, found: ByParent) -> list[Claim]:

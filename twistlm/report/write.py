@@ -124,8 +124,8 @@ def _model(cfg: dict[str, Any]) -> str:
         if isinstance(value, int) and "token" not in key
     )
     return (
-        f"Model: {model['type']}{f' ({shape})' if shape else ''}; text: {Path(data['train']).name}, sequences of "
-        f"{data['seq_len']} tokens; {cfg['train']['n_workers']} workers."
+        f"Model: {model['type']}{f' ({shape})' if shape else ''}; text: {'/'.join(Path(data['train']).parts[-2:])}, "
+        f"sequences of {data['seq_len']} tokens; {cfg['train']['n_workers']} workers."
     )
 
 
