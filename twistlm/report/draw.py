@@ -14,7 +14,10 @@ from .section import Figure
 WIDTH = 5.0  # inches: a phone shows it at about its own size
 INK, MUTED, GRID = "#1b1f24", "#667080", "#d8dde4"
 # each colour is a CSS variable of the page; light values here, dark ones in page.py
-SERIES = ("#5b6573", "#c77700", "#1f6feb", "#0a8f6b", "#8a3ffc", "#d1345b", "#0b7285", "#7a5c00")
+SERIES = (
+    "#5b6573", "#c77700", "#1f6feb", "#0a8f6b", "#8a3ffc",
+    "#d1345b", "#0b7285", "#7a5c00", "#a8478f",
+)  # fmt: skip
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {
     colour: f"--c{i}" for i, colour in enumerate(SERIES)
 }
@@ -67,7 +70,7 @@ def save(canvas: Any, stem: Path) -> None:
 
 KNOWN = {  # parents have one colour on the whole page
     "data parallel": 0, "structured dropout K=6": 1, "TwIST K=6": 2, "TwIST K=6 + outer": 3,
-    "TwIST mixed + outer": 4, "TwIST K=6, 12 + outer": 6, "best zeros": 5, "best chosen blocks": 7, "sqrt(K/N)": 5, "start": 7, "init": 7,
+    "TwIST mixed + outer": 4, "TwIST K=6, 12 + outer": 6, "best zeros": 5, "best chosen blocks": 7, "sqrt(K/N)": 5, "start": 8, "init": 7,
     "dense": 0, "dropout-6": 1, "twist-6": 2, "twist-6-outer": 3, "twist-mixed-outer": 4, "twist-6-12-outer": 6,
 }  # fmt: skip
 
