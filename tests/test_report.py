@@ -220,6 +220,10 @@ def test_a_running_folder_and_plain_runs(tmp_path, tokens):
     assert [row["round"] for row in load.training(tmp_path / "twist").rows] == [1, 2]
     out = tmp_path / "page.html"
     report([tmp_path / "twist", tmp_path / "dense"], out)
+    folder = out.with_suffix("")
+    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    report([tmp_path / "twist", tmp_path / "dense"], out)
+    assert first == {path.name: path.read_bytes() for path in folder.iterdir()}
     figures = check_page(out)
     assert figures == {
         f"runs-training-{name}" for name in ("loss", "eval", "coverage", "bytes")

@@ -64,8 +64,11 @@ def inline(svg: str, label: str) -> str:
 
 def save(canvas: Any, stem: Path) -> None:
     """STEM.png and STEM.svg, light on white."""
-    for suffix, more in ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}})):
-        canvas.savefig(stem.with_suffix(suffix), facecolor="white", **more)
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": stem.name}):  # the same figure is the same file
+        for suffix, more in ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}})):
+            canvas.savefig(stem.with_suffix(suffix), facecolor="white", **more)
 
 
 KNOWN = {  # parents have one colour on the whole page
