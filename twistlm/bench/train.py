@@ -285,6 +285,7 @@ def _state_bytes(seat: Seat) -> int:
 def _forget(device: torch.device) -> None:
     gc.collect()  # a seat and its recorded graphs hold each other
     if device.type == "cuda":
+        torch.cuda.init()  # in a fresh process there is no device to reset yet: PyTorch refuses
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
