@@ -13,6 +13,8 @@ WARM_CALLS = 2  # before a graph is recorded: compilation, autotuning and librar
 
 # graphs never overlap, so those of a device share memory: that of this one, which is never freed
 _first: dict[torch.device, Any] = {}
+# one for all warm-ups of a device: cuBLAS keeps a workspace of its own for every stream it has seen
+_side: dict[torch.device, Any] = {}
 
 
 def is_on(compile: str, device: torch.device) -> bool:
@@ -82,7 +84,9 @@ class Replayed:
 
     def _on_side_stream(self) -> None:
         """Recording forbids the default stream, so what is warmed up must not hang on it."""
-        stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        if self.device not in _side:
+            _side[self.device] = torch.cuda.Stream(self.device)
+        stream, current = _side[self.device], torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self.function()
