@@ -61,10 +61,9 @@ def section(points: list[dict[str, Any]]) -> Section | None:
         formula = row["paper_bytes"] / 1e12
         if tb is not None:
             exact.append(abs(formula - tb))
-        peak = None if found is None else found["peak_bytes"]
         rows.append((
             "whole" if k == N else setting, row["ratio"], f"{row['n_params'] / 1e6:.1f}M",
-            "" if found is None else number((peak or found["state_bytes"]) / 1e9, 3), number(gb),
+            "" if found is None else number(found["state_bytes"] / 1e9, 3), number(gb),
             number(formula), number(tb), number(row["carried_bytes"] / 1e12),
             "" if found is None else number(found["round_bytes"] / 1e6, 1),
             "" if found is None else _clock(found["round_ms"] / 1e3 * plan["true_rounds"]), clock,
@@ -74,7 +73,7 @@ def section(points: list[dict[str, Any]]) -> Section | None:
         "with moments, TB", "counted MB per round", "wall clock", "paper",
     )  # fmt: skip
     note = (
-        f"GB: peak of the GPU's memory without the central model, or weights, gradient and moments where there is no GPU. "
+        "GB: what a worker holds between steps: weights and any bf16 copy, gradient, moments (the paper: GPU memory allocated). "
         f"Formula: the paper's {plan['paper_rounds']:,} rounds, weights only. With moments: "
         f"{plan['true_rounds']:,} rounds of 15 local steps, what we really send. Counted: bytes down and up of a "
         "round of the measured model. Wall clock: a worker's measured round times these rounds, on its own device."
