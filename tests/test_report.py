@@ -16,7 +16,7 @@ from conftest import tiny
 
 from twistlm import points, rounds
 from twistlm.experiments import nodeloss, robustness, stability, table1
-from twistlm.report import load, training
+from twistlm.report import draw, load, training
 from twistlm.report.markdown import BEGIN, END, replace_part
 from twistlm.report.page import page
 from twistlm.report.section import count, lowest, number
@@ -252,7 +252,45 @@ def test_a_comparison(tmp_path, tokens):
     assert check_page(out) == {"table-compare-both", "table-compare-ffn"}
     rows = json.loads((tmp_path / "table/compare.json").read_text())["rows"]
     shown = f"{next(r['perplexity'] for r in rows if r['method'] == 'magnitude'):.2f}"
-    assert f"<td>{shown}</td>" in out.read_text()
+    text = out.read_text()
+    assert f"<td>{shown}</td>" in text
+    # magnitude only puts zeros: the reading names a model that is really smaller
+    assert "At the smallest size dense, random is lowest" in text
+    assert "dashed: zeros" in text
+
+
+@pytest.mark.parametrize("high", [60.0, 200.0, 3_000.0, 1_000_000.0])
+def test_a_logarithmic_axis_can_be_read(high):
+    """Three to ten labels however many decades there are, and a band that stays above zero."""
+    from matplotlib.figure import Figure as Canvas
+
+    axes = Canvas(figsize=(5, 3.6)).subplots()
+    series = {"TwIST K=6": {3: high, 8: 30.0}}
+    draw.lines(axes, series, x="", y="", log=True, sd={"TwIST K=6": {3: 2 * high, 8: 3.0}})
+    low, top = axes.get_ylim()
+    assert 3 <= sum(low <= tick <= top for tick in axes.get_yticks()) <= 10
+    (band,) = axes.collections
+    assert band.get_paths()[0].vertices[:, 1].min() > 0
+
+
+def test_lines_of_many_rivals_look_different():
+    from matplotlib.figure import Figure as Canvas
+
+    axes = Canvas().subplots()
+    names = [f"rival {i}" for i in range(12)]
+    draw.lines(axes, {n: {1: 2.0} for n in names}, x="", y="", dashed=names[1:6])
+    looks = {(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}
+    assert len(looks) == len(names)
+
+
+def test_what_one_command_made_stands_together(tmp_path, tokens):
+    for name in ("one", "two"):
+        rounds.train(tiny(tokens, tmp_path / "parents" / name, train={"rounds": 1}), quiet=True)
+    report([tmp_path], tmp_path / "page.html")
+    ran = (tmp_path / "page.html").read_text().split("What was run</h3>")[1].split("<footer>")[0]
+    assert ran.count("<code>") == 1
+    assert "<summary>training one</summary>" in ran
+    assert "<summary>training two</summary>" in ran
 
 
 @pytest.mark.parametrize("deal", ["random", "balanced"])

@@ -48,6 +48,11 @@ class Row:
         return _number(self.perplexity) + (f" ± {_number(self.sd)}" if self.sd is not None else "")
 
 
+def is_smaller(method: str) -> bool:
+    """Whether whole blocks go, and with them bytes and time; else single weights become zeros."""
+    return method == "random" or ":" in method
+
+
 def rows(cells: list[Cell], folder: Path) -> list[Row]:
     """What is measured so far, in the order of the cells."""
     zeros = next((_found(c, folder) for c in cells if c.what == "zeros"), {}).get("speedup")
@@ -60,8 +65,7 @@ def rows(cells: list[Cell], folder: Path) -> list[Row]:
         if cell.what in ("decode", "zeros"):
             continue
         found = _found(cell, folder)
-        structured = cell.what == "random" or ":" in cell.what
-        speedup = decode.get((cell.setting, cell.ratio)) if structured else zeros
+        speedup = decode.get((cell.setting, cell.ratio)) if is_smaller(cell.what) else zeros
         method = cell.what
         if several > 1 and cell.is_pruned and cell.what != "random":
             method += f" ({cell.rival.label})"

@@ -36,12 +36,18 @@ def _figure(setting: str, rows: list[table.Row]) -> Figure:
     for row in rows:
         assert row.perplexity is not None
         series.setdefault(row.name, {})[float(Fraction(row.ratio))] = row.perplexity
+    zeros = [row.name for row in rows if not table.is_smaller(row.method)]
     least = min(share for values in series.values() for share in values)
     there = {name: values[least] for name, values in series.items() if least in values}
-    best = min(there, key=there.__getitem__)
-    reading = f"At the smallest size {best} is lowest with {number(there[best])}."
+    small = {name: value for name, value in there.items() if name not in zeros} or there
+    best = min(small, key=small.__getitem__)
+    reading = f"At the smallest size {best} is lowest with {number(small[best])}" + (
+        " of all that are really smaller; dashed: zeros, no smaller and no faster."
+        if zeros
+        else "."
+    )
     return Figure(
         f"compare-{setting}", f"Perplexity over the share that is kept, {setting}", reading, series,
-        lambda axes: draw.lines(axes, series, x="share kept", y="perplexity", log=True),
+        lambda axes: draw.lines(axes, series, x="share kept", y="perplexity", log=True, dashed=zeros),
         height=3.2 + 0.11 * len(series),
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,19 +97,27 @@ def lines(
     sd: Mapping[str, Mapping[Any, float]] | None = None, log: bool = False,
     dashed: Sequence[str] = (), marks: bool = True,
 ) -> None:  # fmt: skip
-    """One line per series over its x values, with a band of ± sd."""
+    """One line per series over its x values, with a band of ± sd.
+
+    On a logarithmic axis the band goes a factor of 1 + sd / mean both ways: it never reaches zero.
+    """
     for label, values in series.items():
         xs = sorted(values)
         ys = [values[i] for i in xs]
-        shade = colour(label, list(series))
+        peers = list(series)
+        if len(peers) > len(
+            SERIES
+        ):  # too many for a colour each: dashed and solid ones count apart
+            peers = [other for other in peers if (other in dashed) == (label in dashed)]
+        shade = colour(label, peers)
         axes.plot(
             xs, ys, label=label, color=shade,
             linestyle="--" if label in dashed else "-",
             marker="o" if marks and label not in dashed else "", markersize=3.5,
         )  # fmt: skip
         if sd and label in sd:
-            low = [values[i] - sd[label].get(i, 0) for i in xs]
             high = [values[i] + sd[label].get(i, 0) for i in xs]
+            low = [v * v / h if log else 2 * v - h for v, h in zip(ys, high, strict=True)]
             axes.fill_between(xs, low, high, color=shade, alpha=0.18, linewidth=0)
     if log:
         _log(axes)
@@ -118,12 +127,19 @@ def lines(
 
 
 def _log(axes: Any) -> None:
-    """A logarithmic y axis that is labelled in plain numbers, over less than a decade too."""
+    """A logarithmic y axis that is labelled in plain numbers, over less than a decade and over many."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=9))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+    low, high = axes.get_ylim()
+    n_decades = math.log10(high / low)
+    # labels within a decade, by how many decades have to share the axis
+    steps: dict[float, tuple[float, ...]] = {
+        0.6: (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), 1.5: (1, 1.5, 2, 3, 5, 7), 3: (1, 2, 5),
+    }  # fmt: skip
+    subs = next((subs for most, subs in steps.items() if n_decades < most), (1,))
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=9))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -154,8 +170,6 @@ def heatmap(
     *, x: str, y: str,
 ) -> None:  # fmt: skip
     """Numbers on a logarithmic colour scale: bright is low."""
-    import math
-
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 

@@ -39,7 +39,7 @@ h1 {{ font-size: clamp(1.6rem, 5vw, 2.3rem); line-height: 1.15; margin: 0 0 10px
 h2 {{ font-size: 1.45rem; margin: 52px 0 4px; padding-top: 14px; border-top: 3px solid var(--accent) }}
 h3 {{ font-size: 1.15rem; margin: 34px 0 6px }}
 p {{ max-width: 75ch; margin: 6px 0 12px }} a {{ color: var(--accent) }}
-.muted, figcaption .reading, caption {{ color: var(--muted) }}
+.muted, figcaption .reading, .note {{ color: var(--muted) }}
 .first {{ display: grid; gap: 8px 24px; grid-template-columns: minmax(0, 1fr); align-items: start }}
 .first h3 {{ margin-top: 12px }}
 @media (min-width: 860px) {{ .first {{ grid-template-columns: minmax(0, 6fr) minmax(0, 5fr); grid-template-rows: auto 1fr }}
@@ -53,9 +53,9 @@ figcaption {{ font-size: .92rem; margin-bottom: 8px }} figcaption b {{ display: 
 figcaption a {{ font-size: .8rem; white-space: nowrap }}
 .scroll {{ overflow-x: auto; margin: 12px 0 }}
 table {{ border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums }}
-caption {{ caption-side: bottom; text-align: left; font-size: .82rem; padding-top: 6px }}
+.note {{ font-size: .82rem; margin: -6px 0 12px; max-width: 110ch }}
 th, td {{ padding: 4px 10px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap }}
-th.word, td.word {{ text-align: left }} th {{ color: var(--muted); font-weight: 600 }}
+th.word, td.word {{ text-align: left }} th {{ color: var(--muted); font-weight: 600; white-space: normal; vertical-align: bottom }}
 td.word:first-child {{ white-space: normal; min-width: 7.5em }}
 td.best {{ font-weight: 700; color: var(--accent) }}
 tr.small td {{ font-size: .78rem; color: var(--muted); padding-top: 0 }}
@@ -171,10 +171,11 @@ def _table(table: Table) -> str:
             cells.append(f"<td{best}>{escape(text)}</td>")
         small = ' class="small"' if i in table.small else ""
         rows.append(f"<tr{small}>{''.join(cells)}</tr>")
-    note = f"<caption>{escape(table.note)}</caption>" if table.note else ""
+    # outside of the table: a wide one scrolls, and its note would with it
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     return (
-        f'<div class="scroll"><table>{note}<thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>{note}"
     )
 
 
@@ -200,16 +201,22 @@ def _claims(claims: Sequence[Claim], at: str) -> str:
 
 
 def _made_by(chapter: Chapter) -> str:
-    """Command, code and machine of everything on the page, then the configs."""
-    parts = [f'<h3 id="{chapter.id}-run">What was run</h3>']
+    """Every command with its code and machine, what came of it, and the configs."""
+    ways: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for name, run in chapter.made_by:
         versions = ", ".join(f"{k} {v}" for k, v in run.get("versions", {}).items())
-        parts.append(
-            f"<p><b>{escape(name)}</b><br><code>{escape(str(run.get('command', '')))}</code><br>"
+        way = (
+            f"<code>{escape(str(run.get('command', '')))}</code><br>"
             f'<span class="muted">commit {escape(str(run.get("git", "unknown")))}, '
-            f"{escape(str(run.get('device', '')))}; {escape(versions)}</span></p>"
+            f"{escape(str(run.get('device', '')))}; {escape(versions)}</span>"
         )
-        if run.get("config"):
-            text = escape(json.dumps(run["config"], indent=1))
-            parts.append(f"<details><summary>config</summary><pre>{text}</pre></details>")
+        ways.setdefault(way, []).append((name, run))
+    parts = [f'<h3 id="{chapter.id}-run">What was run</h3>']
+    for way, made in ways.items():
+        parts.append(f"<p>{way}</p><ul>")
+        for name, run in made:
+            text = escape(json.dumps(run.get("config"), indent=1))
+            more = f"<details><summary>{escape(name)}</summary><pre>{text}</pre></details>"
+            parts.append(f"<li>{more if run.get('config') else escape(name)}</li>")
+        parts.append("</ul>")
     return "".join(parts)
