@@ -254,6 +254,7 @@ def test_a_comparison(tmp_path, tokens):
     shown = f"{next(r['perplexity'] for r in rows if r['method'] == 'magnitude'):.2f}"
     text = out.read_text()
     assert f"<td>{shown}</td>" in text
+    assert "Comparison of dense" in text
     # magnitude only puts zeros: the reading names a model that is really smaller
     assert "At the smallest size dense, random is lowest" in text
     assert "dashed: zeros" in text

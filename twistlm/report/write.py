@@ -76,6 +76,8 @@ def chapter(source: Source) -> Chapter:
     plain = re.sub(r"[^a-z0-9]+", "-", source.name.lower()).strip("-") or "runs"
     scales = dict.fromkeys(p["config"]["scale"] for p in source.points)
     title = "; ".join(SCALES[scale].title for scale in scales) or source.name
+    if source.comparison and not scales:
+        title = f"Comparison of {', '.join(source.comparison['parents'])}"
     return Chapter(plain, title, _facts(source), tuple(sections), _made_by(source))
 
 
