@@ -254,7 +254,12 @@ def test_a_comparison(tmp_path, tokens):
     shown = f"{next(r['perplexity'] for r in rows if r['method'] == 'magnitude'):.2f}"
     text = out.read_text()
     assert f"<td>{shown}</td>" in text
-    assert "Comparison of dense" in text
+    ffn = {r["method"]: r for r in rows if (r["setting"], r["ratio"]) == ("ffn", "1/4")}
+    random, zeros = ffn["random"], ffn["magnitude"]["perplexity"]
+    assert (
+        f"ffn, 1/4 of the blocks: dense, random {random['perplexity']:.2f} ± {random['sd']:.2f}; "
+        f"zeros, no smaller and no faster: magnitude {zeros:.2f}." in text
+    )
     # magnitude only puts zeros: the reading names a model that is really smaller
     assert "At the smallest size dense, random is lowest" in text
     assert "dashed: zeros" in text

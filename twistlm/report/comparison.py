@@ -22,13 +22,31 @@ def section(record: dict[str, Any]) -> Section | None:
         head, *rows = table.summary(made, setting)
         tables.append(Table((setting, *head[1:]), tuple(rows)))
         figures.append(_figure(setting, [row for row in made if row.setting == setting]))
+    figures = figures[-1:] + figures[:-1]  # beside the headlines stands the figure that they speak of
     what = (
         f"Measured on {record['text']['n_tokens']:,} tokens. Seconds, calibration tokens, MB and decode speed belong to "
         "the smallest size of a line."
     )
     return Section(
-        "compare", "Every rival in one table", what, tuple(tables), tuple(figures), lead=True
-    )
+        "compare", "Every rival in one table", what, tuple(tables), tuple(figures),
+        headlines=_headlines(made, list(settings)[-1]), lead=True,
+    )  # fmt: skip
+
+
+def _headlines(rows: list[table.Row], setting: str) -> tuple[str, ...]:
+    """Per size the best two that are really smaller, and the best zeros."""
+    said = []
+    for ratio in dict.fromkeys(row.ratio for row in rows if row.setting == setting):
+        mine = sorted(
+            (row for row in rows if (row.setting, row.ratio) == (setting, ratio)),
+            key=lambda row: row.perplexity or 0.0,
+        )
+        small = [f"{r.name} {r.shown()}" for r in mine if table.is_smaller(r.method)][:2]
+        zeros = [f"{r.name} {r.shown()}" for r in mine if not table.is_smaller(r.method)][:1]
+        line = [", then ".join(small)] if small else []
+        line += [f"zeros, no smaller and no faster: {zeros[0]}"] if zeros else []
+        said.append(f"{setting}, {ratio} of the blocks: {'; '.join(line)}.")
+    return tuple(said)
 
 
 def _figure(setting: str, rows: list[table.Row]) -> Figure:
