@@ -22,9 +22,8 @@ def section(record: dict[str, Any]) -> Section | None:
         head, *rows = table.summary(made, setting)
         tables.append(Table((setting, *head[1:]), tuple(rows)))
         figures.append(_figure(setting, [row for row in made if row.setting == setting]))
-    figures = (
-        figures[-1:] + figures[:-1]
-    )  # beside the headlines stands the figure that they speak of
+    # beside the headlines stands the figure that they speak of
+    figures = figures[-1:] + figures[:-1]
     what = (
         f"Measured on {record['text']['n_tokens']:,} tokens. Seconds, calibration tokens, MB and decode speed belong to "
         "the smallest size of a line."
