@@ -233,7 +233,7 @@ def test_a_running_folder_and_plain_runs(tmp_path, tokens):
     assert "<td>2 of 4</td>" in text
     assert "k_ffn" in text  # the config
     with pytest.raises(ValueError, match="holds nothing to report"):
-        report([tmp_path], out)
+        report([folder], out)
 
 
 def test_a_comparison(tmp_path, tokens):
@@ -291,8 +291,8 @@ def test_lines_of_many_rivals_look_different():
 
 def test_what_one_command_made_stands_together(tmp_path, tokens):
     for name in ("one", "two"):
-        rounds.train(tiny(tokens, tmp_path / "parents" / name, train={"rounds": 1}), quiet=True)
-    report([tmp_path], tmp_path / "page.html")
+        rounds.train(tiny(tokens, tmp_path / "runs" / name, train={"rounds": 1}), quiet=True)
+    report([tmp_path / "runs"], tmp_path / "page.html")
     ran = (tmp_path / "page.html").read_text().split("What was run</h3>")[1].split("<footer>")[0]
     assert ran.count("<code>") == 1
     assert "<summary>training one</summary>" in ran

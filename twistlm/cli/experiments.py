@@ -67,14 +67,14 @@ def experiment(
 @app.command(
     epilog="Examples:\n\n"
     "twistlm report runs/lab-smoke -o report.html\n\n"
-    "twistlm report runs/demo/dense runs/demo/twist -o demo.html\n\n"
+    "twistlm report runs/demo -o demo.html\n\n"
     "twistlm report runs/lab-gpu runs/lab-gpu-smollm2 -o docs/report.html --markdown docs/results.md"
 )
 def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders of `twistlm experiment`, `compare` or `train`, running ones too."
+            help="Folders of `twistlm experiment`, `compare` or `train`, running ones too, or a folder of trainings."
         ),
     ],
     out: Annotated[

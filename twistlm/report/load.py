@@ -51,10 +51,12 @@ def load(folders: Sequence[Path]) -> list[Source]:
             labs.append(Source(folder.name, _points(folder / "points"), found))
         elif (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file():
             runs.append(training(folder))
+        elif below := sorted(folder.glob("*/run.json")):  # as `twistlm demo` leaves them
+            runs += [training(path.parent) for path in below]
         else:
             raise ValueError(
                 f"{folder} holds nothing to report: give folders of `twistlm experiment` (with points/), of "
-                "`twistlm compare` (with compare.json) or of `twistlm train` (with run.json)"
+                "`twistlm compare` (with compare.json) or of `twistlm train` (with run.json, here or one below)"
             )
     return labs + ([Source("runs", [], runs)] if runs else [])
 
