@@ -244,7 +244,7 @@ def test_a_comparison(tmp_path, tokens):
     cfg = tiny(tokens, tmp_path / "dense", train={"method": "dense", "rounds": 1}, blocks=cut)
     rounds.train(cfg, quiet=True)
     compare(
-        [("dense", str(tmp_path / "dense"))], tmp_path / "table", ratios="2/4,1/4", settings="both,ffn",
+        [("dense", str(tmp_path / "dense"))], tmp_path / "table", ratios="2/4,1/4", settings="ffn,both",
         methods="magnitude", n=2, tokens=64, device="cpu", quiet=True,
     )  # fmt: skip
     out = tmp_path / "page.html"
@@ -254,10 +254,10 @@ def test_a_comparison(tmp_path, tokens):
     shown = f"{next(r['perplexity'] for r in rows if r['method'] == 'magnitude'):.2f}"
     text = out.read_text()
     assert f"<td>{shown}</td>" in text
-    ffn = {r["method"]: r for r in rows if (r["setting"], r["ratio"]) == ("ffn", "1/4")}
-    random, zeros = ffn["random"], ffn["magnitude"]["perplexity"]
+    both = {r["method"]: r for r in rows if (r["setting"], r["ratio"]) == ("both", "1/4")}
+    random, zeros = both["random"], both["magnitude"]["perplexity"]
     assert (
-        f"ffn, 1/4 of the blocks: dense, random {random['perplexity']:.2f} ± {random['sd']:.2f}; "
+        f"both, 1/4 of the blocks: dense, random {random['perplexity']:.2f} ± {random['sd']:.2f}; "
         f"zeros, no smaller and no faster: magnitude {zeros:.2f}." in text
     )
     # magnitude only puts zeros: the reading names a model that is really smaller

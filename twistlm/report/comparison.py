@@ -17,20 +17,20 @@ def section(record: dict[str, Any]) -> Section | None:
     settings = dict.fromkeys(row.setting for row in made if row.setting)
     if not settings:
         return None
+    first = "both" if "both" in settings else next(iter(settings))  # on the first screen
     tables, figures = [], []
     for setting in settings:
         head, *rows = table.summary(made, setting)
         tables.append(Table((setting, *head[1:]), tuple(rows)))
-        figures.append(_figure(setting, [row for row in made if row.setting == setting]))
-    # beside the headlines stands the figure that they speak of
-    figures = figures[-1:] + figures[:-1]
+        figure = _figure(setting, [row for row in made if row.setting == setting])
+        figures.insert(0 if setting == first else len(figures), figure)
     what = (
         f"Measured on {record['text']['n_tokens']:,} tokens. Seconds, calibration tokens, MB and decode speed belong to "
         "the smallest size of a line."
     )
     return Section(
         "compare", "Every rival in one table", what, tuple(tables), tuple(figures),
-        headlines=_headlines(made, list(settings)[-1]), lead=True,
+        headlines=_headlines(made, first), lead=True,
     )  # fmt: skip
 
 
