@@ -18,7 +18,8 @@ def section(record: dict[str, Any]) -> Section | None:
     if not settings:
         return None
     first = "both" if "both" in settings else next(iter(settings))  # on the first screen
-    tables, figures = [], []
+    tables: list[Table] = []
+    figures: list[Figure] = []
     for setting in settings:
         head, *rows = table.summary(made, setting)
         tables.append(Table((setting, *head[1:]), tuple(rows)))
