@@ -15,12 +15,12 @@ import pytest
 from conftest import tiny
 
 from twistlm import points, rounds
-from twistlm.experiments import nodeloss, robustness, stability, table1
-from twistlm.report import draw, load, training
+from twistlm.experiments import nodeloss, robustness, stability, table1, table2
+from twistlm.report import comparison, draw, load, training
 from twistlm.report.markdown import BEGIN, END, replace_part
 from twistlm.report.page import page
 from twistlm.report.section import count, lowest, number
-from twistlm.report.write import report
+from twistlm.report.write import chapter, report
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 CHROMIUM = os.environ.get("CHROMIUM") or next(
@@ -263,6 +263,49 @@ def test_a_comparison(tmp_path, tokens):
     # magnitude only puts zeros: the reading names a model that is really smaller
     assert "At the smallest size dense, random is lowest" in text
     assert "dashed: zeros" in text
+
+
+def test_a_comparison_says_what_won():
+    """The lowest two that are really smaller, then the lowest zeros; rivals in any order."""
+    costs = {"setting": "both", "ratio": "6/12", "repair": "", "n": 1, "seconds": 1.0, "values": []}
+    costs |= {"sd": None, "calibration_tokens": 0, "bytes": 8, "speedup": 1.0}
+    found = {
+        ("dense", "block:fisher"): 70.0, ("dense", "sparsegpt"): 38.0, ("dense", "random"): 80.0,
+        ("dense", "wanda"): 37.0, ("TwIST", "random"): 50.0, ("dense", "block:taylor"): 60.0,
+    }  # fmt: skip
+    rows = [{"parent": p, "method": m, "perplexity": v, **costs} for (p, m), v in found.items()]
+    record = {"rows": rows, "text": {"n_tokens": 64}, "parents": {"dense": {}, "TwIST": {}}}
+    made = comparison.section(record)
+    assert made.headlines == (
+        "both, 6/12 of the blocks: TwIST, random 50.00, then block:taylor 60.00; "
+        "zeros, no smaller and no faster: wanda 37.00.",
+    )
+    whole = record | {"command": "", "git": "", "versions": {}, "device": "cpu"}
+    assert chapter(load.Source("table", comparison=whole)).title == "Comparison of dense, TwIST"
+
+
+def test_table2_shows_what_a_worker_holds():
+    """The state, not the peak, on a GPU too: as the paper's memory allocated."""
+    plan = {
+        "setting": "both",
+        "ratio": "4/12",
+        "n_params": 10,
+        "paper_bytes": 31.69e12,
+        "carried_bytes": 1,
+    }
+    size = {
+        "state_bytes": 1_386_600_000,
+        "peak_bytes": 2_788_400_000,
+        "round_bytes": 1,
+        "round_ms": 1.0,
+    }
+    made = table2.section([
+        {"config": {"experiment": "table2"},
+         "result": {"paper_rounds": 1, "true_rounds": 1, "rows": [plan]}},
+        {"config": {"experiment": "latency", "setting": "both", "k": 4}, "result": size},
+    ])  # fmt: skip
+    (row,) = made.tables[0].rows
+    assert row[3:5] == ("1.387", "1.34")  # ours, and the paper's
 
 
 @pytest.mark.parametrize("high", [60.0, 200.0, 3_000.0, 1_000_000.0])

@@ -105,9 +105,8 @@ def lines(
         xs = sorted(values)
         ys = [values[i] for i in xs]
         peers = list(series)
-        if len(peers) > len(
-            SERIES
-        ):  # too many for a colour each: dashed and solid ones count apart
+        # too many for a colour each: dashed and solid ones count apart
+        if len(peers) > len(SERIES):
             peers = [other for other in peers if (other in dashed) == (label in dashed)]
         shade = colour(label, peers)
         axes.plot(
