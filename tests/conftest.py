@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from twistlm import config
-from twistlm.data import TokenMeta, write_meta
+from twistlm.data.token_file import TokenMeta, write_meta
 
 torch.set_num_threads(1)  # bitwise comparisons need equal threads; CI has two cores and two workers
 

@@ -1,6 +1,6 @@
 """Tiny random models of every supported family: the table that the family tests run over.
 
-Names and head counts are written down here by hand and never read from `twistlm.families`: a
+Names and head counts are written down here by hand and never read from `twistlm.model.families`: a
 reference that asks the code under test proves nothing.
 """
 

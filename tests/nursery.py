@@ -23,9 +23,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from twistlm import aggregator, checkpoint, config, hub, remote, rounds, worker
-from twistlm.session import Kind, Session, wait
-from twistlm.stop import Ended
+from twistlm import config
+from twistlm.system.signals import Ended
+from twistlm.training import aggregator, checkpoint, rounds, worker
+from twistlm.training.engines import remote
+from twistlm.transport import hub
+from twistlm.transport.session import Kind, Session, wait
 
 torch.set_num_threads(1)
 SECRET = b"a secret of sixteen bytes or more"

@@ -19,10 +19,11 @@ import torch
 from conftest import tiny
 from safetensors.torch import load_file
 
-from twistlm import aggregator, leases, rounds, startup
-from twistlm import team as teams
-from twistlm.cluster import Cluster
-from twistlm.flat import holders
+from twistlm.data import leases
+from twistlm.model.layout import holders
+from twistlm.training import aggregator, rounds, startup
+from twistlm.training import team as teams
+from twistlm.transport.ranks import Cluster
 
 FILES = ("model.safetensors", "moments.safetensors", "outer.safetensors")
 SLOW = 60.0  # seconds: a bound that only a hang reaches, however busy the machine is

@@ -11,10 +11,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from twistlm.stop import Ended
+from twistlm.system.signals import Ended
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["twistlm.rounds"])
+SERVER.set_forkserver_preload(["twistlm.training.rounds"])
 
 
 def start(n: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[BaseProcess]:

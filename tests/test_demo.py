@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twistlm import deploy, parent, score
+from twistlm.tickets import deploy, parent, score
 
 SMALL = ["train.rounds=3", "train.interval=2", "model.config.n_layer=2", "run.eval_tokens=640"]
 

@@ -18,78 +18,15 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
     for path in PACKAGE.rglob("*.py")
 }
 
-LAYERS = [  # a module imports only from layers above its own
-    {"export", "export.modeling_ticket"},
-    {"export.register"},
-    {
-        "__init__",
-        "config",
-        "terminal",
-        "certificate",
-        "bench",
-        "compare",
-        "experiments",
-        "report",
-        "report.section",
-        "report.paper",
-        "leases",
-        "address",
-        "alone",
-    },
-    {"report.draw", "events", "stop", "session", "guard", "bench.profile"},
-    {"supervisor"},
-    {"blocks", "fast", "kernels", "attention", "lookup", "wire", "prune", "prune.pattern"},
-    {"prune.magnitude", "prune.sparsegpt", "prune.wanda", "prune.zpruner"},
-    {"generator", "flat", "data", "cluster", "families", "models", "ledger", "loss"},
-    {"prepare", "subnet", "adamw", "budget", "speed", "gradient", "links"},
-    {"central", "corpus"},
-    {"dispatcher", "aggregator", "checkpoint", "door", "judge"},
-    {"roster"},
-    {"hub"},
-    {"worker", "writer", "resume", "parent", "points", "sharded"},
-    {"export.card", "export.hf", "prune.calibrate"},
-    {"remote", "evaluate", "dense", "deploy", "prune.importance", "prune.methods", "prune.repair"},
-    {"startup", "plan", "pick", "export.verify", "export.gguf_vocab", "export.llamacpp"},
-    {"team"},
-    {"rounds", "score", "runnable", "export.gguf", "export.onnx", "prune.write"},
-    {
-        "demo",
-        "choose",
-        "certify",
-        "drop",
-        "generate",
-        "draft",
-        "bench.train",
-        "bench.curve",
-        "bench.save",
-        "bench.runtimes",
-        "compare.rivals",
-    },
-    {"bench.measure", "bench.namespaces", "bench.peer", "compare.measure", "experiments.scales"},
-    {"compare.cells"},
-    {"compare.table"},
-    {"compare.run"},
-    {"bench.deploy", "bench.comm", "experiments.lab"},
-    {"experiments.subnets", "experiments.latency", "experiments.memory", "experiments.nodeloss"},
-    {"experiments.parents", "experiments.shift", "experiments.table2"},
-    {"experiments.stability", "experiments.robustness", "experiments.ranking"},
-    {"experiments.table1"},
-    {"experiments.run", "report.load"},
-    {"report.training", "report.page", "report.comparison"},
-    {"report.markdown"},
-    {"report.write"},
-    {"cli.app"},
-    {"cli.training"},
-    {"cli.tickets"},
-    {
-        "cli.bench",
-        "cli.compare",
-        "cli.experiments",
-        "cli.export",
-        "cli.extract",
-        "cli.hub",
-        "cli.prune",
-    },
+FLOORS = [  # a room imports from its own floor's room and from floors above this line, never from below
+    {"config", "system"},
+    {"model", "transport"},
+    {"data"},
+    {"compute"},
+    {"training"},
+    {"tickets", "export"},
+    {"pruners", "demo"},
+    {"lab"},
     {"cli"},
     {"__main__"},
 ]
@@ -112,15 +49,25 @@ def imports(name: str, source: str) -> set[str]:
     return found
 
 
-def test_every_module_has_its_layer():
-    assert set(SOURCES) == set().union(*LAYERS)
+def room(module: str) -> str:
+    return module.split(".")[0]
 
 
-def test_import_direction():
-    level = {name: i for i, names in enumerate(LAYERS) for name in names}
-    for name, source in SOURCES.items():
-        for other in imports(name, source):
-            assert level[other] < level[name], f"{name} imports {other}"
+def test_every_module_stands_in_a_room():
+    assert {room(name) for name in SOURCES} - {"__init__"} == set().union(*FLOORS)
+
+
+def test_no_room_imports_upwards_or_its_neighbour():
+    floor = {name: i for i, names in enumerate(FLOORS) for name in names}
+    wrong = [
+        f"{name} imports {other}"
+        for name, source in SOURCES.items()
+        for other in imports(name, source)
+        if name != "__init__"
+        and room(name) != room(other)
+        and not floor[room(other)] < floor[room(name)]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_model_names_stand_in_families_and_exports_alone():
@@ -132,17 +79,23 @@ def test_model_names_stand_in_families_and_exports_alone():
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
         "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune", "cli.compare",
-        "cli.experiments", "cli.hub", "bench.runtimes", "config", "experiments.scales", "ledger", "models", "plan",
+        "cli.experiments", "cli.hub", "lab.bench.runtimes", "config", "lab.experiments.scales", "model.count",
+        "model.huggingface", "training.plan", "transport.traffic",
     }  # fmt: skip
     for name, source in SOURCES.items():
-        if name == "families" or name.startswith("export."):
+        if name == "model.families" or name.startswith("export."):
             continue
         code = re.sub(r'"""(.|\n)*?"""|#.*', "", source)
         assert not re.findall(modules, code), name
         assert name in may_name_types or not re.findall(types, code), name
 
 
-MEET = {"cluster", "door", "session", "bench.peer"}  # the last beside bare gloo
+MEET = {
+    "transport.ranks",
+    "transport.listener",
+    "transport.session",
+    "lab.bench.peer",
+}  # the last beside bare gloo
 
 
 def test_torch_distributed_is_imported_where_processes_meet():
@@ -164,7 +117,7 @@ def test_the_training_path_needs_no_extra():
     code = (
         "import sys\n"
         "for name in ('datasets', 'pydantic', 'tensorboard', 'gguf', 'matplotlib', 'onnx', 'onnxruntime'): sys.modules[name] = None\n"
-        "import twistlm.rounds, twistlm.score, twistlm.demo, twistlm.prepare\n"
+        "import twistlm.training.rounds, twistlm.tickets.score, twistlm.demo, twistlm.data.prepare\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

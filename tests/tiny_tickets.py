@@ -8,9 +8,9 @@ from typing import Any
 from families_table import TABLE, build
 from transformers import PreTrainedModel
 
-from twistlm import deploy, parent
-from twistlm.blocks import Blueprint
-from twistlm.parent import Parent
+from twistlm.model.blocks import Blueprint
+from twistlm.tickets import deploy, parent
+from twistlm.tickets.parent import Parent
 
 N_FFN = 3  # blocks of 16 neurons
 KEPT_FFN = ((0, 2), (0, 1, 2), (1,))  # by layer

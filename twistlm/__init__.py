@@ -1,6 +1,6 @@
 """twistlm: language models that are trained once and deployed at any size (TwIST)."""
 
-from .export.register import register_when_loaded
+from .tickets.register import register_when_loaded
 
 __version__ = "0.1.0"
 

@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from . import config, deploy, generator, rounds, score
-from . import parent as parents
-from .blocks import widths_of_ratio
-from .checkpoint import describe_run
+from . import config
 from .config import Config, Method
-from .corpus import build
-from .parent import Parent
-from .score import Scores
-from .terminal import console, progress
+from .data.builtin import build
+from .model import generator
+from .model.blocks import widths_of_ratio
+from .system.provenance import describe_run
+from .system.terminal import console, progress
+from .tickets import deploy, score
+from .tickets import parent as parents
+from .tickets.parent import Parent
+from .tickets.score import Scores
+from .training import rounds
 
 PARENTS: dict[str, Method] = {"data parallel": "dense", "TwIST": "twist"}
 TICKET = "6/12"

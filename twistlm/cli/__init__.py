@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..stop import Ended
+from ..system.signals import Ended
 from . import (  # noqa: F401  (they join the app)
     bench,
     compare,

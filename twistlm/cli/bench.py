@@ -42,8 +42,8 @@ def train(
     The model of the preset is built with random weights and fed random tokens; nothing is loaded.
     """
     from .. import config
-    from ..bench import train as benches
-    from ..terminal import console
+    from ..lab.bench import train as benches
+    from ..system.terminal import console
 
     made = benches.bench(
         config.load(preset, overrides or []), sizes.split(","), settings.split(","),
@@ -69,8 +69,8 @@ def curve(
 ) -> None:
     """The loss of our local step beside stock Hugging Face in float32: same start, same batches."""
     from .. import config
-    from ..bench import curve as curves
-    from ..terminal import console
+    from ..lab.bench import curve as curves
+    from ..system.terminal import console
 
     made = curves.curve(config.load(preset, overrides or []), steps)
     console.print(
@@ -97,8 +97,8 @@ def save(
 ) -> None:
     """How long a checkpoint of the preset's model keeps training waiting, and when it is safe."""
     from .. import config
-    from ..bench import save as saves
-    from ..terminal import console
+    from ..lab.bench import save as saves
+    from ..system.terminal import console
 
     made = saves.bench(config.load(preset, overrides or []), out, n)
     console.print(saves.sentence(made))
@@ -141,9 +141,9 @@ def deploy(
     ] = None,
 ) -> None:
     """The full parent against tickets: prefill, decode with KV cache, bytes on disk, memory."""
-    from .. import parent as parents
-    from ..bench import deploy as benches
-    from ..terminal import console
+    from ..lab.bench import deploy as benches
+    from ..system.terminal import console
+    from ..tickets import parent as parents
 
     made = benches.bench(
         parents.open_(source, "cpu", overrides or []), ratio or RATIOS,
@@ -182,8 +182,8 @@ def comm(
     A round's exchange with nothing trained; every subnet keeps a third of the blocks.
     """
     from .. import config
-    from ..bench import comm as benches
-    from ..terminal import console
+    from ..lab.bench import comm as benches
+    from ..system.terminal import console
 
     made = benches.bench(
         loopback=workers, megabytes=mb, slow=slow or (4, 8), slow_megabytes=slow_mb, gbit=gbit,

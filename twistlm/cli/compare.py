@@ -87,8 +87,8 @@ def compare(
     Perplexity, seconds after training, calibration tokens, bytes, and measured CPU decode speed-up. Pruned
     models are scored in memory; nothing but the table and its cells is written.
     """
-    from ..compare import run
-    from ..terminal import console
+    from ..lab.compare import run
+    from ..system.terminal import console
 
     sources = [("dense", parent_dense), ("dropout", parent_dropout)]
     sources += [("twist", source) for source in parent_twist or []]

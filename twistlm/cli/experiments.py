@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..experiments import NAMES
+from ..lab.experiments import NAMES
 from .app import app
 
 UNFINISHED = 3  # exit code: the time was up, the same command goes on
@@ -47,14 +47,14 @@ def experiment(
     ] = 0,
 ) -> None:
     """Reproduce the paper's tables and figures, point by point; a finished point is never run again."""
-    from ..terminal import console
+    from ..system.terminal import console
 
     words = names or []
     if list_ or not words:
         for name, what in NAMES.items():
             console.print(f"{name:<12}{what}")
         return
-    from ..experiments.run import run
+    from ..lab.experiments.run import run
 
     overrides = [word for word in words if "=" in word]
     folder = out or Path("runs") / f"lab-{scale}"
@@ -91,8 +91,8 @@ def report(
     ] = None,
 ) -> None:
     """One self-contained page: what was run, tables, figures, and which of the paper's claims hold."""
-    from ..report.write import report as write
-    from ..terminal import console
+    from ..lab.report.write import report as write
+    from ..system.terminal import console
 
     written = write(runs, out, markdown)
     console.print(f"written: {out} and {len(written) - 1} more files")

@@ -32,12 +32,12 @@ def export(
     ] = None,
 ) -> None:
     """Write a ticket as GGUF or ONNX, and compare it with torch on the spot."""
-    from ..data import open_tokens
-    from ..deploy import load_ticket
-    from ..evaluate import Text
+    from ..compute.perplexity import Text
+    from ..data.token_file import open_tokens
     from ..export import gguf, onnx, verify
-    from ..models import from_folder_or_hub, vocab_size
-    from ..terminal import console
+    from ..model.huggingface import from_folder_or_hub, vocab_size
+    from ..system.terminal import console
+    from ..tickets.deploy import load_ticket
 
     formats = {"gguf": (gguf.export, "q8_0"), "onnx": (onnx.export, "f32")}
     if to not in formats:

@@ -55,17 +55,17 @@ def extract(
     device: Device = "auto",
 ) -> None:
     """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
-    from .. import budget, choose
-    from .. import parent as parents
-    from .. import pick as picks
-    from ..terminal import console
+    from ..system.terminal import console
+    from ..tickets import budget, extract
+    from ..tickets import parent as parents
+    from ..tickets import pick as picks
 
     limit = budget.parse(ratio=ratio, params=params, size=size, latency=latency)
     how = picks.parse(pick)
-    choose.check_target(out)
+    extract.check_target(out)
     parent = parents.open_(source, device, overrides or [])
-    proof = choose.write(parent, out, limit, how, seed=seed, data=data, tokens=tokens, dtype=dtype)
-    console.print(choose.table(parent, proof))
+    proof = extract.write(parent, out, limit, how, seed=seed, data=data, tokens=tokens, dtype=dtype)
+    console.print(extract.table(parent, proof))
     if proof["whole"]:
         console.print("the budget has room for the whole parent: this ticket is all of it")
     console.print(f"ticket: {out}")

@@ -50,8 +50,8 @@ def hub(
     Exit codes: 0 done, 2 a mistake in the call, 4 too few workers for too long, 130 and 143 stopped.
     """
     from .. import config
-    from ..address import listen, read_secret
-    from ..supervisor import supervise as keep_alive
+    from ..transport.address import listen, read_secret
+    from ..transport.supervisor import supervise as keep_alive
 
     cfg = config.load(preset, overrides or [])
     if cfg.run.variant == "local":
@@ -65,8 +65,8 @@ def hub(
         listener = listen(cfg.hub.bind, cfg.hub.public)
         if supervise:
             raise typer.Exit(keep_alive(listener, sys.argv[1:], Path(cfg.run.out)))
-    from .. import rounds
-    from ..terminal import console
+    from ..system.terminal import console
+    from ..training import rounds
 
     last = rounds.train(cfg, resume=resume, opened=(listener, secret))
     console.print(f"checkpoint: {last}")
@@ -94,10 +94,10 @@ def worker(
     ] = False,
 ) -> None:
     """Train for a hub: config, weights and tokens come from there. Nothing is encrypted."""
-    from ..address import read_secret
+    from ..transport.address import read_secret
 
     secret = read_secret(secret_file)  # before the slow import
-    from .. import remote
+    from ..training.engines import remote
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     own: dict[Kind, int] = {"attn": k_attn, "ffn": k_ffn}

@@ -60,9 +60,9 @@ def prune(
 
     The layers and kinds are those of the config's blocks.*; everything else stays as it is.
     """
-    from .. import parent as parents
-    from ..prune import write
-    from ..terminal import console
+    from ..pruners import write
+    from ..system.terminal import console
+    from ..tickets import parent as parents
 
     write.check(out, method)
     made = write.write(

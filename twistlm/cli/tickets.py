@@ -57,9 +57,9 @@ def certify(
 
     The bound assumes nothing about the distribution: it is one of the measured values in order.
     """
-    from .. import certify as certificates
-    from .. import parent as parents
-    from ..terminal import console
+    from ..system.terminal import console
+    from ..tickets import certify as certificates
+    from ..tickets import parent as parents
 
     made = certificates.certify(
         parents.open_(source, device, overrides or []), ratio, n,
@@ -94,9 +94,9 @@ def drop(
     nodes one block more where they do not divide evenly), and all that is not cut. The rest is
     rescaled.
     """
-    from .. import drop as drops
-    from .. import parent as parents
-    from ..terminal import console
+    from ..system.terminal import console
+    from ..tickets import lost_nodes as drops
+    from ..tickets import parent as parents
 
     overrides = [source for source in sources if "=" in source and not Path(source).exists()]
     opened = {s: parents.open_(s, device, overrides) for s in sources if s not in overrides}
@@ -126,8 +126,8 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""
-    from .. import runnable
-    from ..generate import write
+    from ..tickets import runnable
+    from ..tickets.generate import write
 
     def emit(text: str) -> None:
         print(text, end="", flush=True)
@@ -159,9 +159,9 @@ def draft(
     json_out: JsonOut = None,
 ) -> None:
     """Let a ticket draft for its own parent: drafts accepted, tokens per second, the same text."""
-    from .. import draft as drafts
-    from .. import runnable
-    from ..terminal import console
+    from ..system.terminal import console
+    from ..tickets import runnable
+    from ..tickets import speculate as drafts
 
     pair = runnable.open_(parent, device), runnable.open_(ticket, device)
     prompts = drafts.prompts(pair[0], prompt or [], data, n, prompt_tokens)

@@ -63,8 +63,8 @@ def prepare(
     ] = None,
 ) -> None:
     """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json)."""
-    from ..prepare import prepare as prepare_
-    from ..terminal import console
+    from ..data.prepare import prepare as prepare_
+    from ..system.terminal import console
 
     file = prepare_(sources, out, tokenizer, column=column, eos=eos)
     meta = file.meta
@@ -95,9 +95,10 @@ def train(
     """Train a parent in TwIST rounds (or the data-parallel control)."""
     import time
 
-    from .. import config, rounds
-    from ..cluster import on_central_rank
-    from ..terminal import console
+    from .. import config
+    from ..system.terminal import console
+    from ..training import rounds
+    from ..transport.ranks import on_central_rank
 
     deadline = time.monotonic() + 60 * minutes
     is_late = (lambda: time.monotonic() >= deadline) if minutes else None
@@ -140,9 +141,9 @@ def eval_(
     ] = None,
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket."""
-    from ..parent import what_is
-    from ..score import score_checkpoint, score_ticket, table
-    from ..terminal import console
+    from ..system.terminal import console
+    from ..tickets.parent import what_is
+    from ..tickets.score import score_checkpoint, score_ticket, table
 
     more = overrides or []
     if what_is(source) == "ticket":
@@ -179,7 +180,7 @@ def plan(
 ) -> None:
     """Parameters, bytes, rounds and the busiest link of a config, before anything is trained."""
     from .. import config
-    from ..plan import make, show
+    from ..training.plan import make, show
 
     made = make(config.load(preset, overrides or []), ratio, gbit, tflops)
     show(made)

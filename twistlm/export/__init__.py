@@ -1,1 +1,1 @@
-"""A ticket in the formats that other programs read."""
+"""Other programs' formats: GGUF and ONNX."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import families, models
-from ..evaluate import Text
+from ..compute.perplexity import Text
+from ..model import families, huggingface
 from . import gguf_vocab, llamacpp, verify
 
 TYPES = ("f32", "f16", "q8_0")
@@ -112,14 +112,14 @@ def _write(
     type_: str,
     tokenizer: Path | None,
 ) -> None:
-    config, n_tokens = model.config, models.vocab_size(model)
+    config, n_tokens = model.config, huggingface.vocab_size(model)
     writer = gguf.GGUFWriter(path, home.name)
     writer.add_name(path.stem)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_vocab_size(n_tokens)
-    dh, params = families.head_dim(model.config), models.state(model)
+    dh, params = families.head_dim(model.config), huggingface.state(model)
     n_query, n_key, n_ffn = (
         [
             params[f"model.layers.{i}.{name}.weight"].shape[0]
@@ -181,7 +181,7 @@ def _home(model: PreTrainedModel) -> Architecture:
             f"{config.hidden_act}; {other}"
         )
     known = {*home.shared, *home.layer, *home.fused}
-    for name in models.state(model):
+    for name in huggingface.state(model):
         module, _, leaf = name.rpartition(".")
         inner = module.split(".", 3)[3] if module.startswith("model.layers.") else module
         if inner not in known or (leaf == "bias" and home.fused):
@@ -194,7 +194,7 @@ def _home(model: PreTrainedModel) -> Architecture:
 
 def _tensors(model: PreTrainedModel, home: Architecture) -> Iterator[tuple[str, Tensor]]:
     """GGUF name and value of every tensor; rows of q and k in the order that llama.cpp turns them."""
-    state = {name: p.detach().float().cpu() for name, p in models.state(model).items()}
+    state = {name: p.detach().float().cpu() for name, p in huggingface.state(model).items()}
     dh = families.head_dim(model.config)
 
     def turned(name: str) -> Tensor:

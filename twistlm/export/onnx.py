@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .. import checkpoint, models
-from ..evaluate import Text
+from ..compute.perplexity import Text
+from ..model import huggingface
+from ..system import files
 from . import verify
 
 TYPES = ("f32", "q8")
@@ -52,7 +53,7 @@ def export(
     goal = verify.reference(model, tokenizer, prompt)
     rows = [verify.torch_row(model, goal, text)]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with checkpoint.whole_folder(folder) as draft:
+    with files.whole_folder(folder) as draft:
         with _quiet():
             _write(model, draft / FILE, untie=type_ == "q8")
         rows.append(verify.check("onnxruntime f32", OnnxTicket(draft), goal, text, _size(draft)))
@@ -155,12 +156,12 @@ def _names(model: PreTrainedModel, what: str) -> list[str]:
 @torch.no_grad()
 def _write(model: PreTrainedModel, path: Path, untie: bool) -> None:
     """Trace with example shapes; a tied head shares the embedding unless it is to be quantized."""
-    plain = models.clone_structure(model)
+    plain = huggingface.clone_structure(model)
     tied = plain.get_input_embeddings().weight
     for name, module in list(plain.named_modules()):
         if isinstance(module, nn.Linear | Conv1D) and (untie or module.weight is not tied):
             plain.set_submodule(name, _Times(module))
-    ids = torch.arange(10).view(2, 5) % models.vocab_size(model)
+    ids = torch.arange(10).view(2, 5) % huggingface.vocab_size(model)
     cache = DynamicCache()
     model(input_ids=ids[:, :3], past_key_values=cache, use_cache=True)
     past = _flat(cache)

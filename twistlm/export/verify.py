@@ -15,8 +15,9 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedModel
 
-from .. import checkpoint, models, terminal
-from ..evaluate import Text, perplexity
+from ..compute.perplexity import Text, perplexity
+from ..model import huggingface
+from ..system import provenance, terminal
 
 PROMPT = "The city lies on both banks of the river and"
 N_NEW = 24
@@ -104,7 +105,7 @@ def reference(model: PreTrainedModel, tokenizer: Path | None, prompt: str = PROM
             raise ValueError(f"--prompt has {len(ids)} tokens; legal are 1..{most - 2}")
     else:
         rng = np.random.default_rng(0)
-        ids = rng.integers(models.vocab_size(model), size=min(16, most // 2)).tolist()
+        ids = rng.integers(huggingface.vocab_size(model), size=min(16, most // 2)).tolist()
     tokens = greedy(TorchTicket(model), ids, min(N_NEW, most - len(ids)))
     out: Any = model(input_ids=torch.tensor([ids + tokens]), use_cache=False)
     return Reference(ids, tokens, out.logits[0].float().numpy(), words)
@@ -131,7 +132,7 @@ def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes
 
 def torch_row(model: PreTrainedModel, goal: Reference, text: Text | None) -> Row:
     """torch itself with a cache, and its perplexity as `twistlm eval` measures it."""
-    n_bytes = sum(t.numel() * t.element_size() for t in models.state(model).values())
+    n_bytes = sum(t.numel() * t.element_size() for t in huggingface.state(model).values())
     row = asdict(check("torch f32", TorchTicket(model), goal, None, n_bytes))
     if text is not None:
         found, speed = _timed(lambda: perplexity(model, text, "float32"), text)
@@ -153,7 +154,7 @@ def record(rows: list[Row]) -> dict[str, Any]:
     """The comparison as JSON, with command, code and machine."""
     return {
         "verified": [asdict(row) for row in rows],
-        **checkpoint.describe_run(),
+        **provenance.describe_run(),
     }
 
 

@@ -1,0 +1,62 @@
+"""The compiled optimizer's formula against torch's AdamW."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twistlm.compute.optimizer import AdamW, adamw_
+from twistlm.config import TrainConfig
+from twistlm.model.layout import Layout
+
+CFG = TrainConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+# torch's compiler uses parts of torch that are deprecated
+COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw_equals_torch(decay):
+    generator = torch.Generator().manual_seed(0)
+    weights, m, v = (torch.randn(50, dtype=torch.float64, generator=generator) for _ in range(3))
+    m.zero_(), v.zero_()
+    param = torch.nn.Parameter(weights.clone())
+    stock = torch.optim.AdamW([param], lr=1e-2, betas=CFG.betas, eps=CFG.eps, weight_decay=decay)
+    lr, count = torch.tensor(1e-2, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for _ in range(5):
+        grad = torch.randn(50, dtype=torch.float64, generator=generator)
+        param.grad = 0.5 * grad
+        stock.step()
+        count += 1
+        adamw_(weights, m, v, grad, weights, lr, count, torch.tensor(0.5, dtype=torch.float64), CFG.betas, CFG.eps, decay)  # fmt: skip
+        torch.testing.assert_close(weights, param.detach(), rtol=1e-12, atol=1e-14)
+
+
+def flat_seat(fast: bool, clip: float) -> tuple[AdamW, torch.Tensor, torch.Tensor]:
+    """Ten decayed numbers and six plain ones, with a rounded copy."""
+    layout = Layout({"w": (2, 5), "b": (6,)}, 0, ((0, 10),), ((10, 16),))
+    generator = torch.Generator().manual_seed(1)
+    buffer = torch.zeros(3, 16)
+    buffer[0] = torch.randn(16, generator=generator)
+    grad = torch.randn(16, generator=generator)
+    work = buffer[0].bfloat16()
+    cfg = TrainConfig(betas=(0.9, 0.95), weight_decay=0.5, clip=clip)
+    return AdamW(buffer, grad, work, layout, cfg, fast), buffer, work
+
+
+@COMPILES
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_both_kinds_of_step_agree_and_round_the_copy(clip):
+    results = []
+    for fast in (True, False):
+        optimizer, buffer, work = flat_seat(fast, clip)
+        grad = optimizer.grad.clone()
+        optimizer.start_(0)
+        for step in range(3):
+            optimizer.grad.copy_(grad * (step + 1))
+            optimizer.set_(0.1 / (step + 1))
+            optimizer.step_()
+        assert torch.equal(work, buffer[0].bfloat16())
+        assert float(optimizer.count) == 3
+        results.append(buffer.clone())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,138 @@
+"""Every sequence of the stream is trained exactly once, whoever dies, joins or changes the batch."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokens, tiny
+from twistlm.data.leases import Leases
+from twistlm.data.stream import Batches
+from twistlm.data.token_file import open_tokens
+
+from twistlm.data import leases
+from twistlm.training import checkpoint, rounds, startup
+from twistlm.transport.ranks import Cluster
+
+
+@pytest.mark.parametrize(("n_workers", "batch", "interval"), [(1, 1, 1), (3, 2, 4), (4, 5, 2)])
+def test_without_faults_slots_are_the_batches_of_the_formula(tokens, n_workers, batch, interval):
+    batches = Batches(open_tokens(tokens), 16, n_workers, batch, seed=3)
+    ledger = Leases()
+    for r in range(5):
+        slots, ledger = leases.take(ledger, interval * n_workers, batch)
+        for w in range(n_workers):
+            mine = leases.of_worker(slots, w, n_workers)
+            assert len(mine) == interval
+            for j in range(interval):
+                assert mine[j] == slots[j * n_workers + w]
+                assert torch.equal(batches.slot(mine[j]), batches(w, r * interval + j))
+    assert ledger == Leases(5 * interval * n_workers * batch)
+
+
+def test_returned_go_out_first_and_in_order():
+    slots, ledger = leases.take(Leases(), 6, 2)
+    assert slots == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))
+    ledger = leases.give_back(ledger, (slots[4], slots[1]))
+    assert ledger == Leases(12, (2, 3, 8, 9))
+    again, ledger = leases.take(ledger, 1, 2)
+    assert (again, ledger) == (((2, 3),), Leases(12, (8, 9)))
+    again, ledger = leases.take(ledger, 2, 3)  # another batch: cut anew, old ones first
+    assert (again, ledger) == (((8, 9, 12), (13, 14, 15)), Leases(16))
+    assert leases.take(ledger, 0, 3) == ((), ledger)
+
+
+def test_what_was_never_taken_cannot_come_back():
+    slots, ledger = leases.take(Leases(), 2, 2)
+    with pytest.raises(AssertionError, match="never taken"):
+        leases.give_back(ledger, ((4, 5),))
+    ledger = leases.give_back(ledger, slots[:1])
+    with pytest.raises(AssertionError, match="twice"):
+        leases.give_back(ledger, slots[:1])
+
+
+def test_json_round_trip():
+    ledger = Leases(40, (1, 2, 31))
+    assert leases.from_dict(json.loads(json.dumps(leases.to_dict(ledger)))) == ledger
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_exactly_once_by_counting(seed):
+    """200 rounds of random deaths and joins, the batch and the interval changing now and then."""
+    rng = random.Random(seed)
+    ledger, trained, batch, interval = Leases(), Counter(), 4, 3
+    for _ in range(200):
+        if rng.random() < 0.1:
+            batch, interval = rng.randint(1, 7), rng.randint(1, 5)
+            ledger = leases.from_dict(json.loads(json.dumps(leases.to_dict(ledger))))
+        n = rng.randint(1, 8)
+        slots, after = leases.take(ledger, interval * n, batch)
+        assert [len(slot) for slot in slots] == [batch] * (interval * n)
+        for w in range(n):
+            mine = leases.of_worker(slots, w, n)
+            if rng.random() < 0.3:
+                after = leases.give_back(after, mine)
+            else:
+                trained.update(place for slot in mine for place in slot)
+        if rng.random() < 0.05:  # the hub dies before it commits: the old ledger holds
+            for slot in slots:
+                trained.subtract(set(slot) - set(after.returned))
+            continue
+        ledger = after
+    assert {count for count in trained.values() if count} == {1}
+    done = {place for place, count in trained.items() if count}
+    assert done | set(ledger.returned) == set(range(ledger.next))
+    assert not done & set(ledger.returned)
+    assert len(ledger.returned) < 8 * 7 * 5  # never more than one round's worth piles up
+
+
+def setup(tokens: str, out: Path, resume: bool = False, **sections: dict) -> startup.Run:
+    cfg = tiny(tokens, out, **sections)
+    cluster = Cluster(cfg.run.variant, cfg.train.n_workers, cfg.run.seat, "cpu")
+    return startup.set_up(cfg, cluster, resume=resume, quiet=True)
+
+
+@pytest.mark.parametrize("method", ["twist", "dense", "dropout"])
+def test_a_run_that_changes_s_and_batch_trains_every_sequence_once(tmp_path, monkeypatch, method):
+    """One epoch of 126 sequences: S = 3, batch 2; then S = 2, batch 3; then S = 4, batch 1."""
+    tokens = make_tokens(tmp_path / "tokens", 126 * 16)
+    seen: list[int] = []
+    whole = Batches.slot
+    monkeypatch.setattr(
+        Batches, "slot", lambda self, slot: seen.extend(self.rows_at(slot)) or whole(self, slot)
+    )
+    counts = []
+    for until, n_workers, batch in ((2, 3, 2), (5, 2, 3), (8, 4, 1)):
+        train = {"method": method, "rounds": until, "n_workers": n_workers, "batch": batch}
+        rounds.train(tiny(tokens, tmp_path / "run", train=train), resume=until > 2, quiet=True)
+        counts.append(len(seen))
+    assert counts == [36, 90, 126]  # rounds of 18, 18 and 12 sequences
+    assert Counter(seen) == Counter(range(126))
+    saved = checkpoint.open_(tmp_path / "run")
+    assert saved.manifest["leases"] == {"next": 126, "returned": []}
+
+
+def test_returned_leases_survive_a_checkpoint(tmp_path, tokens):
+    """What a lost worker gave back is the first data of the resumed run."""
+    run = setup(tokens, tmp_path / "run")
+    slots, after = leases.take(run.leases, 9, 2)
+    lost = leases.of_worker(slots, 1, 3)
+    run.central.leases = leases.give_back(after, lost)
+    run.central.round = 1
+    folder = tmp_path / "run/checkpoints"
+    checkpoint.save(folder, run.central, run.cfg, run.template, None, keep=2)
+    resumed = setup(tokens, tmp_path / "run", resume=True)
+    assert resumed.leases == resumed.central.leases == run.central.leases
+    assert leases.take(resumed.leases, 9, 2)[0][:3] == lost
+
+
+def test_a_checkpoint_without_leases_counts_its_rounds(tmp_path, tokens):
+    last = rounds.train(tiny(tokens, tmp_path / "run"), quiet=True)
+    saved = checkpoint.open_(last)
+    assert saved.leases == Leases(4 * 3 * 3 * 2)  # rounds, interval, S, batch
+    del saved.manifest["leases"]
+    assert saved.leases == Leases(4 * 3 * 3 * 2)

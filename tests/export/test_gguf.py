@@ -1,0 +1,293 @@
+"""GGUF files against a llama.cpp graph written down here, and (mark `runtime`) against llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families_table import N_NEURONS, TABLE, VOCAB, tiny_model
+from tiny_tickets import KEPT_ATTN, KEPT_FFN, N_FFN, open_parent, tiny_ticket
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from typer.testing import CliRunner
+
+from twistlm.cli import app
+from twistlm.export import gguf as exporter
+from twistlm.export import llamacpp, verify
+from twistlm.tickets import deploy
+
+gguf = pytest.importorskip("gguf")
+
+IDS = [int(i) for i in np.random.default_rng(1).integers(VOCAB, size=16)]
+TIED = {"tie_word_embeddings": True}
+TICKETS = [
+    ("llama", "head", {}),
+    ("llama-biases", "head", TIED),
+    ("llama-gqa", "group", TIED),
+    ("llama-gqa", "query", {}),
+    ("llama-mqa", "query", {}),
+    ("mistral", "group", {"sliding_window": None}),
+    ("qwen2", "group", TIED),
+    ("qwen2", "query", TIED),
+    ("qwen3", "group", TIED),
+    ("qwen3", "query", TIED),
+]
+NAMES = [f"{name}-{attn_by}" for name, attn_by, _ in TICKETS]
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def fields(path: Path) -> dict:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def run_graph(path: Path, ids: list[int]) -> np.ndarray:
+    """What llama.cpp computes for `deci` and `openelm`, in float64: logits [len(ids), vocab]."""
+    reader, meta = gguf.GGUFReader(path), fields(path)
+    w = {
+        t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(float) for t in reader.tensors
+    }
+    arch = meta["general.architecture"]
+    eps, dh = (meta[f"{arch}.attention.{k}"] for k in ("layer_norm_rms_epsilon", "key_length"))
+    frequency = meta[f"{arch}.rope.freq_base"] ** -(np.arange(0, dh, 2) / dh)
+    frequency = frequency / w.get("rope_freqs.weight", 1.0)
+    turn = np.exp(1j * np.arange(len(ids))[:, None, None] * frequency)  # [T, 1, dh/2]
+
+    def rms(x, weight):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def rope(x):  # deci turns neighbours, openelm the two halves
+        pairs = x[..., ::2] + 1j * x[..., 1::2] if arch == "deci" else None
+        if pairs is None:
+            pairs = x[..., : dh // 2] + 1j * x[..., dh // 2 :]
+        pairs = pairs * turn
+        if arch == "deci":
+            return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
+        return np.concatenate([pairs.real, pairs.imag], -1)
+
+    x = w["token_embd.weight"][ids]
+    for i in range(meta[f"{arch}.block_count"]):
+        n_head, n_kv = (meta[f"{arch}.attention.{k}"][i] for k in ("head_count", "head_count_kv"))
+        y = rms(x, w[f"blk.{i}.attn_norm.weight"])
+        if arch == "deci":
+            q, k, v = (linear(y, f"blk.{i}.attn_{part}") for part in "qkv")
+        else:
+            q, k, v = np.split(
+                linear(y, f"blk.{i}.attn_qkv"), [n_head * dh, (n_head + n_kv) * dh], axis=1
+            )
+        q, k, v = (t.reshape(len(ids), -1, dh) for t in (q, k, v))
+        assert q.shape[1] == n_head
+        assert k.shape[1] == v.shape[1] == n_kv
+        if arch == "openelm":
+            q = rms(q, w[f"blk.{i}.attn_q_norm.weight"])
+            k = rms(k, w[f"blk.{i}.attn_k_norm.weight"])
+        q, k = rope(q), rope(k)
+        k, v = (np.repeat(t, n_head // n_kv, axis=1) for t in (k, v))
+        score = np.einsum("thd,shd->hts", q, k) / np.sqrt(dh)
+        score[:, np.triu(np.ones((len(ids), len(ids)), bool), 1)] = -np.inf
+        share = np.exp(score - score.max(-1, keepdims=True))
+        share /= share.sum(-1, keepdims=True)
+        mixed = np.einsum("hts,shd->thd", share, v).reshape(len(ids), -1)
+        x = x + linear(mixed, f"blk.{i}.attn_output")
+        y = rms(x, w[f"blk.{i}.ffn_norm.weight"])
+        gate, up = linear(y, f"blk.{i}.ffn_gate"), linear(y, f"blk.{i}.ffn_up")
+        assert up.shape[1] == meta[f"{arch}.feed_forward_length"][i]
+        x = x + linear(gate / (1 + np.exp(-gate)) * up, f"blk.{i}.ffn_down")
+    head = w.get("output.weight", w["token_embd.weight"])
+    return rms(x, w["output_norm.weight"]) @ head.T
+
+
+@torch.no_grad()
+def logits(model, ids=IDS) -> np.ndarray:
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+@pytest.mark.parametrize(("name", "attn_by", "config"), TICKETS, ids=NAMES)
+def test_the_file_holds_the_ticket(name, attn_by, config, tmp_path):
+    """Another width in every layer: arrays counted by hand, logits of the graph = torch's."""
+    row = TABLE[name]
+    model = tiny_ticket(name, attn_by, tmp_path / "parent", **config)
+    path = tmp_path / "ticket.gguf"
+    exporter.export(model, path, "f32")
+    meta, arch = fields(path), "openelm" if row.type == "qwen3" else "deci"
+    assert meta["general.architecture"] == arch
+    kept = [len(blocks) for blocks in KEPT_ATTN]
+    per_kv = row.n_query // row.n_kv
+    query = [k * row.n_kv if attn_by == "query" else k * per_kv for k in kept]
+    assert meta[f"{arch}.attention.head_count"] == query
+    n_kv = [row.n_kv] * 3 if attn_by == "query" else kept
+    assert meta[f"{arch}.attention.head_count_kv"] == n_kv
+    ffn = [len(blocks) * N_NEURONS // N_FFN for blocks in KEPT_FFN]
+    assert meta[f"{arch}.feed_forward_length"] == ffn
+    assert meta[f"{arch}.rope.dimension_count"] == row.head_dim
+    assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4
+    assert json.loads(Path(f"{path}.json").read_text())["max_weight_delta"] == 0.0
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "parent",
+        "ticket.gguf",
+        "ticket.gguf.json",
+    ]
+
+
+def test_scaled_rope(tmp_path):
+    """Llama 3's frequencies travel as factors."""
+    model = tiny_ticket("llama", "head", tmp_path / "parent", rope_parameters=LLAMA3_ROPE)
+    path = tmp_path / "ticket.gguf"
+    exporter.export(model, path, "f32")
+    assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4
+
+
+def test_types(tmp_path):
+    """q8_0 within half a step of every block of 32; rows that do not fit are f16; vectors f32."""
+    model = tiny_ticket("llama", "head", tmp_path / "parent")
+    exporter.export(model, tmp_path / "t.gguf", "q8_0")
+    state = dict(model.named_parameters())
+    seen = {}
+    for entry in gguf.GGUFReader(tmp_path / "t.gguf").tensors:
+        seen[entry.name] = entry.tensor_type.name
+        if entry.name == "blk.0.ffn_down.weight":  # 32 of 48 neurons are left: one block a row
+            want = state["model.layers.0.mlp.down_proj.weight"].detach().numpy()
+            step = np.abs(want).max(axis=1, keepdims=True) / 127
+            found = gguf.quants.dequantize(entry.data, entry.tensor_type)
+            assert np.abs(found - want).max() > 0
+            assert (np.abs(found - want) <= 0.51 * step + 1e-3 * np.abs(want)).all()
+    assert seen["token_embd.weight"] == seen["blk.0.ffn_down.weight"] == "Q8_0"
+    assert seen["blk.1.ffn_down.weight"] == seen["blk.1.attn_output.weight"] == "F16"  # 48, 8
+    assert seen["blk.0.attn_norm.weight"] == "F32"
+    exporter.export(model, tmp_path / "t.gguf", "f16")
+    found = {e.name: e.tensor_type.name for e in gguf.GGUFReader(tmp_path / "t.gguf").tensors}
+    assert {name: "F16" if kind == "Q8_0" else kind for name, kind in seen.items()} == found
+
+
+def refused(name: str, **config) -> str:
+    model = tiny_model(name)
+    for key, value in config.items():
+        setattr(model.config, key, value)
+    with pytest.raises(ValueError, match="no GGUF for") as error:
+        exporter._home(model)
+    return str(error.value)
+
+
+def test_models_without_a_home_are_refused():
+    for name in ("gpt2", "opt", "phi", "gemma3_text", "smollm3"):
+        assert "--to onnx" in refused(name)
+    assert "sliding_window = 5" in refused("mistral")
+    assert "lm_head" in refused("qwen3")  # openelm has tied embeddings alone
+    assert "gelu" in refused("llama", hidden_act="gelu")
+
+
+TEXT = "In 1984, the city's 12,345 people weren't\n\n  there:   naïve 東京 days."
+SPLITS = {
+    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    ),
+    "qwen2": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(
+                Regex(
+                    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+                    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+                ),
+                "isolated",
+            ),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
+    ),
+}
+
+
+def make_tokenizer(path: Path, split) -> Tokenizer:
+    """A byte-level BPE of 320 tokens, with one special token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = split
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def word_ticket(tmp_path: Path, vocab_size: int = 330):
+    return tiny_ticket("llama", "head", tmp_path / "parent", vocab_size=vocab_size, eos_token_id=0)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_tokenizer(name, tmp_path):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer.json", SPLITS[name])
+    exporter.export(word_ticket(tmp_path), tmp_path / "t.gguf", "f16", tmp_path / "tokenizer.json")
+    meta = fields(tmp_path / "t.gguf")
+    assert meta["tokenizer.ggml.pre"] == name
+    n = tokenizer.get_vocab_size()
+    assert meta["tokenizer.ggml.tokens"][:n] == [tokenizer.id_to_token(i) for i in range(n)]
+    assert len(meta["tokenizer.ggml.tokens"]) == len(meta["tokenizer.ggml.token_type"]) == 330
+    assert meta["tokenizer.ggml.token_type"][:2] == [3, 1]  # control, normal
+    assert meta["tokenizer.ggml.eos_token_id"] == 0
+    assert meta["tokenizer.ggml.add_bos_token"] is False
+    merges = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
+    assert [m.split(" ") for m in meta["tokenizer.ggml.merges"]] == merges
+
+
+def test_a_tokenizer_that_llama_cpp_would_misread_is_refused(tmp_path):
+    make_tokenizer(tmp_path / "tokenizer.json", pre_tokenizers.Whitespace())
+    with pytest.raises(ValueError, match="Whitespace"):
+        exporter.export(
+            word_ticket(tmp_path), tmp_path / "t.gguf", "f16", tmp_path / "tokenizer.json"
+        )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["parent", "tokenizer.json"]
+
+
+def test_bad_input(tmp_path, monkeypatch):
+    opened, blueprint = open_parent("llama", "head", tmp_path / "parent")
+    deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
+    target = ["-o", str(tmp_path / "t.gguf"), "--to", "gguf"]
+    for arguments, what in (
+        ([str(tmp_path / "ticket"), *target, "--type", "q4_0"], "q8_0"),
+        ([str(tmp_path / "ticket"), *target[:3], "tflite"], "gguf or onnx"),
+        ([str(tmp_path / "absent"), *target], "neither a ticket"),
+    ):
+        result = CliRunner().invoke(app, ["export", *arguments])
+        assert isinstance(result.exception, ValueError)
+        assert what in str(result.exception)
+    monkeypatch.setattr(exporter.importlib.util, "find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "ticket"), *target])
+    assert "twistlm[gguf]" in str(result.exception)
+    with pytest.raises(ValueError, match=r"twistlm\[llama\]"):
+        llamacpp.load(tmp_path / "t.gguf", 8)
+    assert [p.name for p in tmp_path.iterdir() if "gguf" in p.name] == []
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize(("name", "attn_by", "config"), TICKETS, ids=NAMES)
+def test_llama_cpp_computes_the_ticket(name, attn_by, config, tmp_path):
+    """Prompt and decoding through the cache: torch's logits and greedy tokens."""
+    pytest.importorskip("llama_cpp")
+    model = tiny_ticket(name, attn_by, tmp_path / "parent", **config)
+    exporter.export(model, tmp_path / "t.gguf", "f32")
+    runner = llamacpp.load(tmp_path / "t.gguf", 40, threads=1, all_logits=True, exact=True)
+    want = logits(model)
+    assert np.abs(runner.prefill(IDS, len(IDS)) - want).max() < 1e-4
+    runner.prefill(IDS[:5])
+    found = np.array([runner.decode(token) for token in IDS[5:]])
+    assert np.abs(found - want[5:]).max() < 1e-4
+    greedy = model.generate(torch.tensor([IDS]), max_new_tokens=16, do_sample=False)[0, 16:]
+    assert verify.greedy(runner, IDS, 16) == greedy.tolist()
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("name", SPLITS)
+def test_llama_cpp_tokenizes_as_we_do(name, tmp_path):
+    pytest.importorskip("llama_cpp")
+    tokenizer = make_tokenizer(tmp_path / "tokenizer.json", SPLITS[name])
+    exporter.export(word_ticket(tmp_path), tmp_path / "t.gguf", "f16", tmp_path / "tokenizer.json")
+    runner = llamacpp.load(tmp_path / "t.gguf", 40, threads=1)
+    assert runner.tokenize(TEXT) == tokenizer.encode(TEXT).ids

@@ -1,0 +1,125 @@
+"""ONNX exports against Hugging Face's own logits: prompt, decoding through the cache, greedy text."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_tokens
+from families_table import N_LAYERS, VOCAB
+from tiny_tickets import open_parent, tiny_ticket
+from typer.testing import CliRunner
+
+from twistlm.cli import app
+from twistlm.compute.perplexity import Text, perplexity
+from twistlm.data.token_file import open_tokens
+from twistlm.export import onnx as exporter
+from twistlm.export import verify
+from twistlm.tickets import deploy
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+IDS = np.random.default_rng(1).integers(VOCAB, size=(3, 24))
+
+
+@torch.no_grad()
+def logits(model, ids) -> np.ndarray:
+    return model(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
+
+
+def nodes(folder) -> list[str]:
+    return [node.op_type for node in onnx.load(folder / exporter.FILE).graph.node]
+
+
+@pytest.mark.parametrize(
+    ("name", "attn_by"), [("gpt2", "head"), ("llama-gqa", "query"), ("qwen3", "group")]
+)
+def test_the_graph_computes_the_ticket(name, attn_by, tmp_path):
+    """Another width in every layer; any batch, any length, any split between prompt and cache."""
+    model = tiny_ticket(name, attn_by, tmp_path / "parent")
+    exporter.export(model, tmp_path / "out")
+    want, runner = logits(model, IDS), exporter.load(tmp_path / "out", threads=1)
+    for row, n in ((0, 1), (1, 9), (2, 23)):  # a new prompt forgets the one before
+        ids = IDS[row].tolist()
+        assert np.abs(runner.prefill(ids[:n], n) - want[row, :n]).max() < 1e-4
+        found = np.array([runner.decode(token) for token in ids[n:]])
+        assert np.abs(found - want[row, n:]).max() < 1e-4
+    prompt = IDS[:1, :10]
+    greedy = model.generate(torch.tensor(prompt), max_new_tokens=20, do_sample=False)[0, 10:]
+    assert verify.greedy(runner, prompt[0].tolist(), 20) == greedy.tolist()
+    # the bare graph: three sequences at once, in pieces, logits of two positions
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    names = json.loads((tmp_path / "out" / "export.json").read_text())
+    shapes = {entry.name: entry.shape for entry in session.get_inputs()}
+    assert list(shapes) == names["inputs"]
+    caches = names["inputs"][2:]
+    assert len(caches) == 2 * N_LAYERS
+    past = [np.zeros((3, shapes[c][1], 0, shapes[c][3]), np.float32) for c in caches]
+    for start, stop in ((0, 7), (7, 12), (12, 24)):
+        feed = {"input_ids": IDS[:, start:stop], "wanted": np.array([0, 4])}
+        out = session.run(names["outputs"], feed | dict(zip(caches, past, strict=True)))
+        assert np.abs(out[0] - want[:, [start, start + 4]]).max() < 1e-4
+        past = out[1:]
+
+
+def test_eight_bits_from_the_command_line(tmp_path):
+    """Every matrix becomes a MatMulNBits; perplexities are measured on the same windows as ours."""
+    opened, blueprint = open_parent("gpt2", "head", tmp_path / "parent")
+    deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
+    data = make_tokens(tmp_path / "tokens", 400)
+    arguments = ["export", str(tmp_path / "ticket"), "--to", "onnx", "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*arguments, "--type", "q8", "--data", data], catch_exceptions=False)  # fmt: skip
+    assert "onnxruntime q8" in result.output
+    found = nodes(tmp_path / "out")
+    assert found.count("MatMulNBits") == 4 * N_LAYERS + 1  # qkv, out, two of the FFN; the head
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    torch_, f32, q8 = record["verified"]
+    model = deploy.load_ticket(tmp_path / "ticket")
+    want = perplexity(model, Text(open_tokens(data), 40), "float32")
+    assert torch_["perplexity"] == pytest.approx(want, rel=1e-6)
+    assert f32["perplexity"] == pytest.approx(want, rel=1e-5)
+    assert f32["prefill_delta"] < 1e-4
+    assert f32["decode_delta"] < 1e-4
+    assert q8["perplexity"] == pytest.approx(want, rel=0.02)
+    assert 1e-4 < q8["prefill_delta"] < 0.5
+    assert q8["n_bytes"] < f32["n_bytes"]
+    runner = exporter.load(tmp_path / "out")
+    assert np.abs(runner.prefill(IDS[0].tolist(), 24) - logits(model, IDS[:1])[0]).max() < 0.5
+
+
+def test_bad_input(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"no model\.onnx"):
+        exporter.load(tmp_path)
+    model = tiny_ticket("gpt2", "head", tmp_path / "parent")
+    with pytest.raises(ValueError, match="f32, q8"):
+        exporter.export(model, tmp_path / "out", "q4")
+    monkeypatch.setattr(exporter.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"twistlm\[onnx\]"):
+        exporter.export(model, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["parent"]
+
+
+def test_a_wrong_graph_gets_no_name(tmp_path):
+    """The check that every float32 export must pass refuses what is not torch's."""
+    model = tiny_ticket("gpt2", "head", tmp_path / "parent")
+    goal = verify.reference(model, None)
+    runner = verify.TorchTicket(tiny_ticket("gpt2", "head", tmp_path / "other", n_embd=64))
+    row = verify.check("another model", runner, goal, None, 0)
+    assert row.n_equal < row.n_tokens
+    with pytest.raises(ValueError, match="nothing was written"):
+        verify.demand_equal(row, goal)
+    verify.demand_equal(verify.torch_row(model, goal, None), goal)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    kept = tmp_path / "thesis" / "chapter.txt"
+    kept.parent.mkdir()
+    kept.write_text("years of work")
+    model = tiny_ticket("gpt2", "head", tmp_path / "parent")
+    with pytest.raises(ValueError, match="is no ONNX export"):
+        exporter.export(model, kept.parent)
+    assert kept.read_text() == "years of work"

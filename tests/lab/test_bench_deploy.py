@@ -1,0 +1,136 @@
+"""`bench deploy` measures what it says: the models, their bytes, the same logits; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families_table import tiny_model
+
+from twistlm.lab.bench import deploy as bench
+from twistlm.lab.bench.runtimes import RUNTIMES
+from twistlm.tickets import deploy
+from twistlm.tickets import parent as parents
+
+CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory) -> parents.Parent:
+    folder = tmp_path_factory.mktemp("parent") / "model"
+    tiny_model("gpt2").save_pretrained(folder)
+    return parents.open_(folder, "cpu", CUT)
+
+
+FEW: dict = {"prefill": [4, 9], "n_decode": 3, "n_repeats": 2, "threads": 1, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def made(parent, tmp_path_factory) -> tuple[bench.Bench, Path]:
+    """All runtimes but those that take long to write."""
+    out = tmp_path_factory.mktemp("bench") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("onnx", "onnx-q8"):
+            patch.delitem(RUNTIMES, name)
+        return bench.bench(parent, ["attn=2/4,ffn=1/4"], folder=out, **FEW), out
+
+
+def test_rows(made):
+    """Warm-up is not counted: repeats times prompts, repeats times tokens."""
+    result, _ = made
+    assert [(row.runtime, row.ratio) for row in result.rows] == [
+        ("torch", "full"), ("torch", "attn=2/4,ffn=1/4"),
+    ]  # fmt: skip
+    for row in result.rows:
+        assert {n: len(ms) for n, ms in row.prefill_ms.items()} == {4: 2, 9: 2}
+        assert len(row.decode_ms) == 2 * 3
+        assert min(row.minima().values()) > 0
+        assert list(row.medians()) == ["prefill 4", "prefill 9", "decode"]
+        assert row.medians()["decode"] == pytest.approx(float(np.median(row.decode_ms)))
+        assert row.minima()["prefill 9"] == min(row.prefill_ms[9])
+        assert row.peak_bytes is None or row.peak_bytes > 0
+        assert row.delta == 0
+    assert bench.table(result).row_count == 2
+
+
+def test_bytes_are_those_of_the_models_it_leaves(made):
+    result, out = made
+    for row, name in zip(result.rows, ("full", "attn=2-4,ffn=1-4"), strict=True):
+        assert row.n_bytes == (out / "torch" / name / "model.safetensors").stat().st_size
+    assert result.rows[1].n_bytes < result.rows[0].n_bytes
+
+
+def test_the_record(made):
+    result, out = made
+    record = json.loads((out / "deploy.json").read_text())
+    assert [row["median_ms"] for row in record["rows"]] == [row.medians() for row in result.rows]
+    assert record["plan"]["threads"] == 1
+    assert len(record["load_average"]) == 2
+    assert {"command", "git", "versions", "device"} <= set(record["run"])
+
+
+def test_the_logits_are_those_of_the_ticket(made):
+    """What was timed is the prompt's last position of the very model on disk."""
+    result, out = made
+    ids = torch.tensor([result.plan.ids(9 + 3)[:4]])
+    for row, name in zip(result.rows, ("full", "attn=2-4,ffn=1-4"), strict=True):
+        with torch.no_grad():
+            want = deploy.load_ticket(out / "torch" / name)(input_ids=ids).logits[0, -1]
+        assert torch.allclose(torch.from_numpy(row.logits), want, atol=1e-5)
+    with torch.no_grad():
+        whole = tiny_model("gpt2")(input_ids=ids).logits[0, -1]
+    assert torch.allclose(torch.from_numpy(result.rows[0].logits), whole, atol=1e-5)
+
+
+def test_a_family_without_a_home_is_left_out_with_the_reason(parent, made, tmp_path):
+    """llama.cpp takes no narrow GPT-2; asked for by name, that is an error before anything is timed."""
+    result, out = made
+    assert "llama.cpp" in result.left_out["llama.cpp-q8_0"]
+    assert sorted(path.name for path in out.iterdir()) == ["deploy.json", "torch"]
+    with pytest.raises(ValueError, match=r"llama\.cpp"):
+        bench.bench(parent, [], runtimes=["llama.cpp-q8_0"], folder=tmp_path / "out", **FEW)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "close"), [("torch", 1e-5), ("onnx", 1e-4), ("llama.cpp-q8_0", 0.1)]
+)
+def test_a_runner_remembers_and_forgets(tmp_path, name, close):
+    """Decoding after a prompt is a longer prompt; a new prompt starts anew."""
+    if name.startswith("llama.cpp"):
+        pytest.importorskip("llama_cpp")
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    parent = parents.open_(tmp_path / "model", "cpu", CUT)
+    deploy.save_ticket(parent, parent.block_map.full(), tmp_path / "ticket")
+    files = RUNTIMES[name].write(tmp_path / "ticket", tmp_path / "files")
+    assert all(path.is_file() for path in files)
+    runner = RUNTIMES[name].load(files[0], 1, 16)
+    ids = [3, 1, 4, 1, 5, 9]
+    runner.prefill(ids[:4])
+    runner.decode(ids[4])
+    stepped = runner.decode(ids[5])
+    with torch.no_grad():
+        want = tiny_model("llama")(input_ids=torch.tensor([ids])).logits[0, -1].numpy()
+    size = np.abs(want).max()
+    assert np.abs(stepped - want).max() < close * size
+    assert np.abs(runner.prefill(ids)[-1] - want).max() < close * size
+
+
+def test_prompts_that_fit(parent):
+    """40 positions hold neither 128 nor 512."""
+    assert bench._lengths(parent, (), 32) == (8,)
+    assert bench._lengths(parent, (5, 6), 32) == (5, 6)
+
+
+def test_nothing_is_left_of_a_bench_that_failed(parent, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="legal"):
+        bench.bench(parent, ["5/12"], folder=tmp_path / "out", quiet=True)
+    monkeypatch.setattr(
+        deploy, "save_ticket", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
+    )
+    with pytest.raises(OSError, match="No space"):
+        bench.bench(parent, ["2/4"], folder=tmp_path / "out", n_decode=4, quiet=True)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,144 @@
+"""What `bench train` and `bench curve` print is what they measured: counts by hand, no times."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import tiny
+
+from twistlm import cli, config
+from twistlm.lab.bench import curve, profile, train
+from twistlm.model import families, huggingface, layout
+from twistlm.model.blocks import widths_of_ratio
+from twistlm.system.device import pick_device
+from twistlm.training.worker import Seat
+
+# torch's compiler uses parts of torch that are deprecated
+COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.mark.parametrize(("ratio", "millions"), [("12/12", 854.4), ("4/12", 577.6)])
+def test_flops_of_gpt2_by_hand(ratio, millions):
+    """6 FLOPs per weight in a product (12 d^2 a layer, and the head) and 12 T d for attention."""
+    model = huggingface.on_meta(huggingface.planned_config(config.ModelConfig()))
+    block_map = families.partition(model, config.BlocksConfig())
+    full = layout.layout(block_map, huggingface.shapes(model))
+    where = full.narrowed(block_map, widths_of_ratio(block_map, ratio))
+    d, share = 768, 1 if ratio == "12/12" else 1 / 3
+    layers = 4 + 8 * share  # four layers are never cut
+    by_hand = 6 * (layers * 12 * d * d + 50257 * d) + 12 * 1024 * d * layers
+    assert train._flops(model, where, 1024) == pytest.approx(by_hand)
+    assert by_hand / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_bench_train(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "bench.json"
+    overrides = [
+        "run.device=cpu", "train.interval=1", "data.seq_len=16", "model.config.n_layer=2", "model.config.vocab_size=64",
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [
+        "twistlm", "bench", "train", "demo", *overrides, "--sizes", "12/12,6/12", "--settings", "both,ffn",
+        "--steps", "1", "--no-references", "--json", str(out),
+    ])  # fmt: skip
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code in (None, 0)
+    made = json.loads(out.read_text())
+    rows = {(row["setting"], row["ratio"]): row for row in made["rows"]}
+    assert list(rows) == [("both", "12/12"), ("both", "6/12"), ("ffn", "6/12")]
+    d, vocab, positions = 48, 64, 64
+    layer = 12 * d * d + 13 * d
+    full = (vocab + positions) * d + 2 * layer + 2 * d
+    assert rows["both", "12/12"]["n_params"] == full
+    ffn = 2 * (
+        d * 2 * d + 2 * d + d * 2 * d
+    )  # what half of two FFN layers takes away: fc, its bias, proj
+    assert rows["ffn", "6/12"]["n_params"] == full - ffn
+    for row in rows.values():
+        assert (
+            row["state_bytes"] == 16 * row["n_params"]
+        )  # weight, gradient and two moments in float32
+        assert row["flops"] == pytest.approx(row["tflops"] * row["ms"] * 1e9)
+        assert row["tokens_per_s"] == pytest.approx(16e3 / row["ms"])
+        assert row["overhead"] == pytest.approx(1 - row["ms"] / row["round_ms"])
+    assert {"command", "git", "versions", "device", "config"} <= made["run"].keys()
+    assert "12/12" in capsys.readouterr().out
+
+
+def test_curve_is_stock_training(tokens, tmp_path):
+    """In float32, without compilation, our step is Hugging Face's and torch's, to rounding."""
+    made = curve.curve(tiny(tokens, tmp_path), 12, quiet=True)
+    assert len(made.ours) == len(made.stock) == 12
+    assert made.ours[-1] < made.ours[0]
+    assert made.difference < 1e-5
+
+
+def test_bf16_trains_a_rounded_copy(tokens, tmp_path):
+    """Master weights stay in float32 and follow the exact run; the model reads them rounded."""
+    exact = curve.curve(tiny(tokens, tmp_path), 12, quiet=True)
+    low = curve.curve(tiny(tokens, tmp_path, train={"precision": "bf16"}), 12, quiet=True)
+    assert low.stock == exact.stock
+    assert 0 < low.difference < 2e-2
+    cfg = tiny(tokens, tmp_path, train={"precision": "bf16"})
+    model = huggingface.load(cfg.model, 0)
+    seat = curve._seat(model, cfg, pick_device("cpu"))
+    assert isinstance(seat, Seat)
+    before = seat.buffer[0].clone()
+    seat.step(torch.zeros(2, 16, dtype=torch.int64), 1e-4)
+    assert {p.dtype for p in seat.subnet.model.parameters()} == {torch.bfloat16}
+    assert seat.buffer.dtype == torch.float32
+    assert torch.equal(seat.work, seat.buffer[0].bfloat16())
+    assert not torch.equal(seat.buffer[0], before)  # a step too small for bf16 is not lost
+    assert float((seat.buffer[0] - before).abs().max()) <= 2e-4
+
+
+@COMPILES
+def test_a_compiled_run_equals_an_eager_one(tokens, tmp_path):
+    """The same loss, gradient and optimizer through torch.compile (inductor's C++ on a CPU)."""
+    eager = curve.curve(tiny(tokens, tmp_path), 4, quiet=True)
+    compiled = curve.curve(tiny(tokens, tmp_path, train={"compile": "true"}), 4, quiet=True)
+    assert compiled.ours == pytest.approx(eager.ours, rel=1e-5)
+
+
+def test_kernels_fall_into_groups():
+    """By hand: every kernel counts once, unknown ones in the last group."""
+    made = profile.summary([
+        ("nvjet_sm90_tst_96x128", 32.0, 0.25), ("cudnn_sdpa_flash_bprop", 12.0, 0.5),
+        ("triton_poi_fused_add_pow_rsub_sqrt_sub_0", 4.0, 0.75), ("triton_red_fused_sum", 24.0, 0.125),
+    ])  # fmt: skip
+    assert made.n_kernels == 72
+    assert made.busy_ms == 1.625
+    assert made.groups["matrix products"] == 0.25
+    assert made.groups["attention"] == 0.5
+    assert made.groups["AdamW"] == 0.75
+    assert made.groups[profile.REST] == 0.125
+    assert made.groups["softmax and loss"] == 0.0
+    assert [name for name, _, _ in made.kernels][:2] == [
+        "triton_poi_fused_add_pow_rsub_sqrt_sub_0",
+        "cudnn_sdpa_flash_bprop",
+    ]
+    assert profile.table([("12/12", 2.0, made)]).row_count == len(profile.GROUPS) + 3
+
+
+def test_bench_save(tmp_path, monkeypatch, capsys):
+    """Bytes by hand: weights, m and v of a 2-layer GPT-2 in float32; nothing stays on the disk."""
+    out = tmp_path / "save.json"
+    overrides = ["run.device=cpu", "model.config.n_layer=2", "model.config.vocab_size=64"]
+    monkeypatch.setattr(sys, "argv", [
+        "twistlm", "bench", "save", "demo", *overrides, "--n", "3", "--out", str(tmp_path), "--json", str(out),
+    ])  # fmt: skip
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code in (None, 0)
+    made = json.loads(out.read_text())
+    d, vocab, positions = 48, 64, 64
+    n_params = (vocab + positions) * d + 2 * (12 * d * d + 13 * d) + 2 * d
+    assert made["n_bytes"] == 3 * 4 * n_params
+    assert len(made["blocked"]) == len(made["safe"]) == len(made["pause"]) == 3
+    assert all(0 < a < b for a, b in zip(made["blocked"], made["safe"], strict=True))
+    assert made["run"]["command"].startswith("twistlm bench save")
+    assert f"{made['n_bytes'] / 1e9:.3f} GB" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["save.json"]

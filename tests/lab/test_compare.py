@@ -1,0 +1,415 @@
+"""The comparison: every cell against models on disk and plain Hugging Face, and it goes on where it stopped."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokens, tiny
+from families_table import tiny_model
+from rich.console import Console
+from test_bad_input import check_refusal, in_process, write_words
+from transformers import AutoModelForCausalLM
+
+from twistlm.data import token_file
+from twistlm.lab.compare import table
+from twistlm.model import generator
+from twistlm.model.blocks import widths_of_ratio
+from twistlm.pruners.write import write
+from twistlm.tickets import deploy
+from twistlm.tickets import parent as parents
+from twistlm.training import rounds
+
+SEQ_LEN, N_TOKENS = 16, 96
+KINDS = {"dense": "dense", "dropout": "dropout", "twist": "twist"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A parent of each kind, one TwIST parent that was cut in attention alone, and token files."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # all paths are relative: copies are complete
+        make_tokens(Path("tokens"), 1200)
+        for name, method in KINDS.items():
+            train = {"rounds": 1, "method": method}
+            rounds.train(tiny("tokens", Path(name), train=train), quiet=True)
+        blocks = {"setting": "attn"}
+        rounds.train(tiny("tokens", Path("attn"), train={"rounds": 1}, blocks=blocks), quiet=True)
+    return folder
+
+
+@pytest.fixture
+def here(home, tmp_path, monkeypatch) -> Path:
+    shutil.copytree(home, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+PARENTS = tuple(arg for kind in KINDS for arg in (f"--parent-{kind}", kind))
+SMALL = (
+    "--ratios", "3/4,2/4", "--n", "3", "--tokens", str(N_TOKENS), "--calibration-sequences", "6",
+    "--device", "cpu", "-o", "table",
+)  # fmt: skip
+
+
+def run(monkeypatch, capsys, *args: str) -> str:
+    code, out, err = in_process(monkeypatch, capsys, "compare", *SMALL, *args)
+    assert code == 0, err
+    return out
+
+
+def rows(folder: str = "table") -> dict[tuple[str, ...], dict[str, str]]:
+    """The CSV by (setting, ratio, parent, method, repair)."""
+    with Path(folder, "compare.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    keys = ("setting", "ratio", "parent", "method", "repair")
+    return {tuple(line[key] for key in keys): line for line in lines}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_loses_a_digit_in_a_narrow_terminal(width):
+    head = ("", "whole", "8/12", "6/12", "4/12", "3/12", "seconds", "tokens", "MB", "decode")
+    spreads = ("48.52 ± 2.41", "80.47 ± 12.22", "140.22 ± 20.40", "183.40 ± 25.33")
+    random = ("structured dropout", "38.51", *spreads, "0.00234", "131,072", "497.8", "1.61x")
+    console = Console(width=width, file=io.StringIO())
+    console.print(table.to_rich([head, random], "both"))
+    shown = console.file.getvalue().split()
+    assert set(" ".join((*head, *random[1:])).split()) <= set(shown)
+
+
+@torch.no_grad()
+def perplexity(model) -> float:
+    """Hugging Face's logits over the first windows of the token file."""
+    ids = token_file.open_tokens("tokens").sequences(list(range(N_TOKENS // SEQ_LEN)), SEQ_LEN)
+    logp = model(input_ids=ids, use_cache=False).logits[:, :-1].double().log_softmax(-1)
+    return math.exp(-float(logp.gather(2, ids[:, 1:, None]).mean()))
+
+
+def opened(name: str, setting: str) -> parents.Parent:
+    return parents.open_(name, "cpu", [f"blocks.setting={setting}"])
+
+
+def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
+    """Tickets and pruned models through their folders, and Hugging Face's own forward pass."""
+    methods = "sparsegpt,magnitude,block:fisher"
+    out = run(
+        monkeypatch, capsys, *PARENTS, "--settings", "attn,both", "--methods", methods,
+        "--repair", "lstsq", "--ratios", "2/4",
+    )  # fmt: skip
+    found = rows()
+    n_tickets = 3 * 2 * 2  # parents, settings, repaired or not
+    n_methods = 2 * (2 + 2)
+    assert len(found) == 3 + n_tickets + n_methods
+    for kind, label in (("dense", "dense"), ("dropout", "dropout"), ("twist", "TwIST")):
+        folder = next(Path(kind, "checkpoints").iterdir())
+        whole = found["", "", label, "whole", ""]
+        want = perplexity(AutoModelForCausalLM.from_pretrained(folder))
+        assert float(whole["perplexity"]) == pytest.approx(want, rel=1e-5)
+        assert int(whole["bytes"]) == (folder / "model.safetensors").stat().st_size
+        assert (whole["calibration_tokens"], whole["speedup"]) == ("0", "1.0")
+        parent = opened(kind, "attn")
+        widths = widths_of_ratio(parent.block_map, "2/4")
+        values = []
+        for draw in range(3):
+            blueprint = generator.for_deployment(parent.block_map, widths, seed=0, draw=draw)
+            deploy.save_ticket(parent, blueprint, Path("ticket"))
+            values.append(perplexity(deploy.load_ticket(Path("ticket"))))
+        row = found["attn", "2/4", label, "random", ""]
+        assert float(row["perplexity"]) == pytest.approx(statistics.mean(values), rel=1e-5)
+        assert float(row["sd"]) == pytest.approx(statistics.stdev(values), rel=1e-2)
+        assert int(row["bytes"]) == Path("ticket/model.safetensors").stat().st_size
+        assert (row["n"], row["calibration_tokens"]) == ("3", "0")
+    for setting in ("attn", "both"):
+        for method in methods.split(","):
+            for repair in ("", "lstsq") if ":" in method else ("",):
+                write(
+                    opened("dense", setting), Path("out"), method,
+                    ratio="2/4", n=6, repair=repair or None, quiet=True,
+                )  # fmt: skip
+                load = deploy.load_ticket if ":" in method else AutoModelForCausalLM.from_pretrained
+                want = perplexity(load(Path("out")))
+                row = found[setting, "2/4", "dense", method, repair]
+                assert float(row["perplexity"]) == pytest.approx(want, rel=1e-5), (method, repair)
+                assert int(row["bytes"]) == Path("out/model.safetensors").stat().st_size
+                read = repair or method != "magnitude"
+                assert int(row["calibration_tokens"]) == (6 * SEQ_LEN if read else 0)
+                assert float(row["seconds"]) > 0
+                assert row["sd"] == ""
+                shutil.rmtree("out")
+    # a ticket's speed depends on its shapes alone; zeros are measured once
+    speeds: dict[tuple, set[str]] = {}
+    for key, row in found.items():
+        is_ticket = ":" in key[3] or key[3] == "random"
+        if key[0]:
+            assert float(row["speedup"]) > 0
+            speeds.setdefault(key[:2] if is_ticket else (), set()).add(row["speedup"])
+    assert {len(values) for values in speeds.values()} == {1}
+    assert len(set.union(*speeds.values())) == 2 + 1
+    record = json.loads(Path("table/compare.json").read_text())
+    assert len(record["rows"]) == len(found)
+    assert set(record["parents"]) == {"dense", "dropout", "TwIST"}
+    assert record["versions"]
+    text = Path("table/compare.md").read_text()
+    for row in (
+        found["both", "2/4", "TwIST", "random", ""],
+        found["attn", "2/4", "dense", "sparsegpt", ""],
+    ):
+        assert f"{float(row['perplexity']):.2f}" in text
+        assert f"{float(row['perplexity']):.2f}" in out
+    # nothing but the table and its cells
+    assert sorted(os.listdir("table")) == ["compare.csv", "compare.json", "compare.md", "points"]
+    assert all(p.suffix == ".json" for p in Path("table/points").iterdir())
+
+
+def state(folder: str = "table/points") -> dict[str, tuple[int, bytes]]:
+    return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in Path(folder).iterdir()}
+
+
+def test_what_is_measured_once_is_never_measured_again(here, monkeypatch, capsys):
+    args = (*PARENTS[:2], *PARENTS[4:], "--settings", "both", "--methods", "wanda,block:taylor")
+    run(monkeypatch, capsys, *args)
+    before, table = state(), rows()
+    whats = [json.loads(text)["config"]["what"] for _, text in before.values()]
+    assert whats.count("scores taylor") == 1  # two ratios share it
+    # another place on disk, a smaller grid, another order: nothing runs
+    Path("twist").rename("elsewhere")
+    args = tuple("elsewhere" if arg == "twist" else arg for arg in args)
+    run(monkeypatch, capsys, *args)
+    assert state() == before
+    assert rows() == table
+    run(monkeypatch, capsys, *args, "--ratios", "0.5", "--methods", "wanda")
+    assert state() == before
+    assert {key[1] for key in rows()} == {"", "0.5"}
+    assert rows()["both", "0.5", "dense", "wanda", ""] == table[
+        "both", "2/4", "dense", "wanda", ""
+    ] | {"ratio": "0.5"}
+    # one cell that is gone comes back as it was, but for its times
+    gone = next(
+        name for name, (_, text) in before.items() if json.loads(text)["config"]["what"] == "random"
+    )
+    Path("table/points", gone).unlink()
+    run(monkeypatch, capsys, *args)
+    after = state()
+    assert {name for name in after if after[name] != before[name]} == {gone}
+    old, new = (json.loads(each[gone][1]) for each in (before, after))
+    assert old["config"] == new["config"]
+    assert old["result"]["values"] == new["result"]["values"]
+    # other numbers belong to other points: seed, n, tokens, calibration
+    for more in (("--seed", "1"), ("--n", "2"), ("--tokens", "48"), ("train.scale=none",)):
+        known = set(state())
+        run(monkeypatch, capsys, *args, "--ratios", "2/4", *more)
+        new = [json.loads(text) for name, (_, text) in state().items() if name not in known]
+        assert "random" in {made["config"]["what"] for made in new}, more
+        assert {name: value for name, value in state().items() if name in after} == after
+
+
+def test_an_interrupted_comparison_goes_on(here, monkeypatch, capsys):
+    args = (*PARENTS, "--settings", "ffn", "--methods", "magnitude", "--n", "9")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "twistlm", "compare", *SMALL, *args],
+        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        # a shell's background jobs ignore Ctrl-C, and so would this child of one
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    points = Path("table/points")
+    while len(list(points.glob("*.json"))) < 3:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted; the same command goes on where it stopped" in err
+    before = state()
+    assert all(name.endswith(".json") for name in before)  # no half-written cell
+    filled = [row for row in rows().values() if row["perplexity"]]
+    assert 3 <= len(filled) < len(rows())  # the table shows what is there
+    run(monkeypatch, capsys, *args)
+    after = state()
+    assert {name: after[name] for name in before} == before
+    assert all(row["perplexity"] for row in rows().values())
+
+
+def test_parents_show_tickets_where_their_training_cut(here, monkeypatch, capsys):
+    run(
+        monkeypatch, capsys, "--parent-dense", "dense", "--parent-twist", "twist", "--parent-twist",
+        "attn", "--settings", "attn,ffn", "--methods", "magnitude", "--on", "dense,twist", "--ratios",
+        "2/4",
+    )  # fmt: skip
+    names = {"magnitude (dense)", "magnitude (TwIST twist)", "magnitude (TwIST attn)"}
+    assert {key[3] for key in rows()} == {"whole", "random", *names}
+    random = {(key[2], key[0]) for key in rows() if key[3] == "random"}
+    assert random == {
+        ("dense", "attn"), ("dense", "ffn"), ("TwIST twist", "attn"), ("TwIST twist", "ffn"),
+        ("TwIST attn", "attn"),
+    }  # fmt: skip
+
+
+def test_single_weights_need_no_whole_blocks(here, monkeypatch, capsys):
+    """1/3 of the weights can stay where no third of 4 blocks can."""
+    make_tokens(Path("long"), 1000)
+    tiny_model("llama").save_pretrained("llama")
+    cut = ("data.seq_len=16", "blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
+    out = run(
+        monkeypatch, capsys, "--parent-dense", "llama", "--settings", "both", "--ratios", "1/3",
+        "--methods", "magnitude,sparsegpt", "--n", "0", "--data", "long", "--calibration", "long", *cut,
+    )  # fmt: skip
+    assert {key[3] for key in rows()} == {"whole", "magnitude", "sparsegpt"}
+    assert "sparsegpt" in out
+    parent = parents.open_("llama", "cpu", cut)
+    made = write(parent, Path("out"), "magnitude", sparsity="2/3", quiet=True)
+    ids = token_file.open_tokens("long").sequences(list(range(N_TOKENS // SEQ_LEN)), SEQ_LEN)
+    assert made["n_zeros"] > 0
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained("out")(input_ids=ids).logits[:, :-1]
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    row = rows()["both", "1/3", "dense", "magnitude", ""]
+    assert float(row["perplexity"]) == pytest.approx(math.exp(float(nll)), rel=1e-4)
+
+
+def other_parent(here: Path, name: str, **sections: dict) -> None:
+    train = {"rounds": 1} | sections.pop("train", {})
+    tokens = sections.pop("tokens", "tokens")
+    rounds.train(tiny(tokens, Path(name), train=train, **sections), quiet=True)
+
+
+def words(here: Path) -> None:
+    """Two parents with tokenizers behind their tokens: the same words, numbered otherwise."""
+    names = [f"w{i}" for i in range(64)]
+    for name, vocabulary in (("one", names), ("two", names[::-1])):
+        write_words(name, vocabulary, 1200)
+        other_parent(here, f"run-{name}", tokens=name)
+
+
+def wide(here: Path) -> None:
+    make_tokens(Path("wide"), 1200, vocab=70)
+    model = {"vocab_size": 70, "n_positions": 16, "n_embd": 16, "n_head": 4, "n_layer": 3}
+    other_parent(here, "odd", tokens="wide", model={"config": model})
+
+
+def deep(here: Path) -> None:
+    model = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_head": 4, "n_layer": 4}
+    other_parent(here, "odd", model={"config": model})
+
+
+def llama(here: Path) -> None:
+    tiny_model("llama").save_pretrained("odd")
+
+
+def nan(here: Path) -> None:
+    model = tiny_model("gpt2")
+    with torch.no_grad():
+        model.get_parameter("transformer.h.1.mlp.c_fc.weight")[0, 0] = float("nan")
+    model.save_pretrained("odd")
+
+
+ONE = ("--parent-dense", "dense")
+TWO = (*ONE, "--parent-twist", "odd")
+CUT = ("data.seq_len=16", "blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0")
+BAD = {
+    "no parent": (None, (), ("give at least one of --parent-dense, --parent-dropout and",)),
+    "no such parent": (None, ("--parent-dense", "./nowhere"), ("./nowhere",)),
+    "ticket": (
+        lambda here: deploy.save_ticket(p := opened("twist", "both"), p.block_map.full(), here / "odd"),
+        ("--parent-twist", "odd", "--methods", ""), ("odd is a ticket", "give the parent"),
+    ),
+    "method": (
+        None, ("--parent-twist", "dense", "--methods", ""),
+        ("--parent-twist dense was trained with train.method = dense", "--parent-dense"),
+    ),
+    "vocabulary": (wide, TWO, ("odd cannot be compared with dense", "a vocabulary of 70, not 64")),
+    "tokenizer": (
+        words, ("--parent-twist", "run-one", "--parent-twist", "run-two", "--methods", ""),
+        ("run-two cannot be compared with run-one", "its tokenizer has sha256"),
+    ),
+    "shape": (deep, TWO, ("odd cannot be compared with dense", "h.3.", "None")),
+    "family": (llama, (*TWO, *CUT), ("odd cannot be compared with dense", "it is a llama, not gpt2")),
+    "blocks": (
+        lambda here: other_parent(here, "odd", blocks={"n_ffn": 8, "k_ffn": 4}), TWO,
+        ("odd cannot be compared", "blocks.n_ffn = 8, not 4", "give blocks.n_ffn="),
+    ),
+    "shared": (
+        lambda here: other_parent(here, "odd", blocks={"shared_first": 0}), TWO,
+        ("odd cannot be compared", "blocks.shared_first = 0, not 1"),
+    ),
+    "seq_len": (
+        lambda here: other_parent(here, "odd", data={"seq_len": 8}), TWO,
+        ("odd cannot be compared", "data.seq_len = 8, not 16"),
+    ),
+    "ratio": (
+        None, (*ONE, "--ratios", "2/4,1/3"),
+        ("ratio '1/3' is no whole number of attn blocks", "1/4, 2/4, 3/4, 4/4"),
+    ),
+    "no ratio": (None, (*ONE, "--ratios", "half"), ("--ratios 'half' is not a fraction",)),
+    "large ratio": (None, (*ONE, "--ratios", "5/4"), ("--ratios '5/4': it must lie in (0, 1]",)),
+    "ratios": (None, (*ONE, "--ratios", ","), ("--ratios names no ratio",)),
+    "setting": (None, (*ONE, "--settings", "mlp"), ("--settings 'mlp': use some of attn, ffn, both",)),
+    "settings": (None, (*ONE, "--settings", ""), ("--settings names none of attn, ffn, both",)),
+    "methods": (None, (*ONE, "--methods", "wands"), ("--methods 'wands': use some of sparsegpt",)),
+    "random": (None, (*ONE, "--methods", "block:random"), ("--methods 'block:random': use some of",)),
+    "on": (None, (*ONE, "--on", "twist"), ("--on 'twist'", "give --parent-twist")),
+    "no dense": (None, ("--parent-twist", "twist"), ("--on 'dense'", "give --parent-dense")),
+    "nothing": (None, (*ONE, "--methods", "", "--n", "0"), ("nothing to compare in --settings",)),
+    "nothing learnt": (
+        None, ("--parent-twist", "attn", "--methods", "", "--settings", "ffn,both"),
+        ("nothing to compare in --settings ffn,both",),
+    ),
+    "repair": (None, (*ONE, "--repair", "ridge"), ("--repair 'ridge': use some of bias, rescale",)),
+    "repair family": (
+        llama, ("--parent-dense", "odd", *CUT, "--repair", "bias", "--data", "tokens", "--calibration",
+        "tokens"), ("--repair bias: no output projection of this llama has a bias",),
+    ),
+    "no calibration": (
+        llama, ("--parent-dense", "odd", *CUT, "--data", "tokens"),
+        ("odd has no tokens to calibrate on: give --calibration STEM",),
+    ),
+    "no text": (
+        llama, ("--parent-dense", "odd", *CUT, "--calibration", "tokens"),
+        ("odd has no validation tokens of its own: give --data STEM",),
+    ),
+    "short": (
+        None, (*ONE, "--calibration-sequences", "99"),
+        ("tokens is too short for --calibration-sequences 99: it has 75 sequences",),
+    ),
+    "no file": (None, (*ONE, "--calibration", "missing"), ("no token file missing.bin",)),
+    "folder": (None, (*ONE, "-o", "dense"), ("--out dense exists and is no comparison",)),
+    "file": (None, (*ONE, "-o", "tokens.bin"), ("--out tokens.bin exists and is no comparison",)),
+    "nan": (
+        nan, ("--parent-dense", "odd", *CUT, "--data", "tokens", "--calibration", "tokens"),
+        ("odd has no perplexity: its logits are not finite",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence(here, monkeypatch, capsys, case):
+    prepare, args, parts = BAD[case]
+    if prepare is not None:
+        prepare(here)
+    before = sorted(here.rglob("*"))
+    code, out, err = in_process(monkeypatch, capsys, "compare", *SMALL, *args)
+    check_refusal(code, out, err, parts)
+    if case != "nan":  # refused before anything is written
+        assert sorted(here.rglob("*")) == before
+
+
+def test_a_cell_that_was_cut_short_is_refused_by_name(here, monkeypatch, capsys):
+    args = (*ONE, "--methods", "magnitude", "--settings", "ffn", "--n", "0")
+    run(monkeypatch, capsys, *args)
+    path = next(Path("table/points").iterdir())
+    path.write_bytes(path.read_bytes()[:100])
+    code, out, err = in_process(monkeypatch, capsys, "compare", *SMALL, *args)
+    check_refusal(code, out, err, (str(path), "is not a finished point: delete it"))

@@ -1,0 +1,298 @@
+"""Experiments: every one end to end in `smoke`, points that resume, measurements held to references."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokens, tiny
+from families_table import TABLE, tiny_model
+from safetensors.torch import load_file
+from test_report import check_page
+
+from twistlm import config
+from twistlm.compute.perplexity import Evaluator, Text
+from twistlm.config import BlocksConfig
+from twistlm.lab import points
+from twistlm.lab.compare.run import compare
+from twistlm.lab.experiments import NAMES, shift, table1
+from twistlm.lab.experiments.lab import Lab, TimeIsUp
+from twistlm.lab.experiments.parents import point as parent_point
+from twistlm.lab.experiments.run import _by_parent, module, run
+from twistlm.lab.experiments.scales import DENSE, SCALES, SIX, TWIST, TWIST_MIXED, Recipe
+from twistlm.lab.experiments.subnets import subnets
+from twistlm.lab.report.write import report
+from twistlm.model import families
+from twistlm.model.blocks import widths_of_ratio
+from twistlm.system.lock import InUse
+from twistlm.tickets import parent as parents
+from twistlm.training import rounds
+
+TINY = replace(
+    SCALES["smoke"],
+    changes=(*SCALES["smoke"].changes, "train.rounds=2", "train.interval=2", "model.config.n_layer=2"),
+    start=("train.rounds=3",),
+    tokens=128,
+)  # fmt: skip
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    stem = make_tokens(tmp_path / "tokens", vocab=512)
+    data = [f"data.train={stem}", f"data.valid={stem}"]
+    return Lab(tmp_path / "lab", "smoke", TINY, data, quiet=True)
+
+
+def test_every_experiment_end_to_end_and_its_page(tmp_path, monkeypatch):
+    """All of `smoke`, from the text that ships with Python to the page; a second call measures nothing."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "lab"
+    short = ["train.rounds=2", "train.interval=2", "start.train.rounds=2", "model.config.n_layer=2"]
+    assert run(["all"], "smoke", folder, short)
+    made = points.all_in(folder / "points")
+    assert {point["config"]["experiment"] for point in made} == set(NAMES)
+    for point in made:
+        numbers = json.dumps(point["result"])
+        assert "NaN" not in numbers
+        assert "Infinity" not in numbers
+    stamps = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
+    assert run(["all"], "smoke", folder, short)
+    assert stamps == {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
+    report([folder], tmp_path / "page.html", tmp_path / "results.md")
+    figures = check_page(tmp_path / "page.html")
+    wanted = {"table1-both", "stability-attn", "robustness-both", "nodeloss", "shift-ffn", "latency",
+              "memory", "training-loss", "training-coverage", "training-bytes"}  # fmt: skip
+    assert {f"lab-{name}" for name in wanted} <= figures
+    text = (tmp_path / "results.md").read_text()
+    for name in (
+        "Table 1",
+        "Table 2",
+        "Which claims hold here",
+        "SparseGPT",
+        "TwIST mixed + outer",
+    ):
+        assert name in text
+
+
+def test_the_list_and_bad_names():
+    done = subprocess.run(
+        [sys.executable, "-m", "twistlm", "experiment", "--list"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(NAMES)
+    with pytest.raises(ValueError, match="experiment 'tabel1'"):
+        module("tabel1")
+    with pytest.raises(ValueError, match="--scale 'huge'"):
+        run(["memory"], "huge", Path("unused"))
+    with pytest.raises(ValueError, match=r"--settings 'ffm'"):
+        run(["memory"], "smoke", Path("unused"), settings=["ffm"])
+    with pytest.raises(ValueError, match="pretrained"):
+        run(["memory"], "paper", Path("unused"), ["start.train.rounds=3"])
+
+
+def test_training_in_pieces_is_the_same_training(tmp_path, tokens):
+    """Stopped by the clock after every round, against one go: the same bits."""
+    whole = rounds.train(tiny(tokens, tmp_path / "whole", run={"save_every": 0}), quiet=True)
+    cfg = tiny(tokens, tmp_path / "pieces", run={"save_every": 0, "keep": 2})
+    seen = [rounds.train(cfg, resume=True, quiet=True, is_late=lambda: True).name for _ in range(4)]
+    assert seen == [f"round-{r:06d}" for r in (1, 2, 3, 4)]
+    assert rounds.train(cfg, resume=True, quiet=True, is_late=lambda: True).name == seen[-1]
+    for name in ("model.safetensors", "moments.safetensors"):
+        one = load_file(whole / name)
+        other = load_file(tmp_path / "pieces/checkpoints/round-000004" / name)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_parents_start_from_the_same_weights_and_see_the_same_tokens(lab):
+    start = load_file(Path(lab.trained(None)) / "model.safetensors")
+    results = {}
+    for recipe in SIX:
+        out = Path(lab.trained(recipe)).parents[1]
+        described = json.loads((out / "run.json").read_text())["config"]
+        begun = load_file(Path(described["model"]["weights"]) / "model.safetensors")
+        assert all(torch.equal(begun[key], start[key]) for key in start)
+        results[recipe] = lab.measure(parent_point(lab, recipe))["result"]
+    assert {r["tokens"] for r in results.values()} == {
+        2 * 2 * 4 * 64
+    }  # rounds, steps, workers, tokens
+    assert json.loads((out / "run.json").read_text())["config"]["blocks"]["k_ffn"] == [6, 12]
+
+
+def test_a_point_is_what_a_plain_evaluation_gives(lab):
+    point = lab.measure(subnets(lab, "stability", TWIST, "ffn", 4, 3, 128))
+    opened = parents.open_(lab.trained(TWIST), "cpu", ["blocks.setting=ffn"])
+    file = lab.open(TWIST, "ffn")[1].text.file
+    ready = Evaluator(
+        opened.template, opened.block_map, opened.central, Text(file, 64, 128), scale="sqrt"
+    )
+    want = ready.random_subnets("4/12", widths_of_ratio(opened.block_map, "4/12"), 3, 0)
+    assert point["result"]["values"] == pytest.approx(want.values, rel=1e-6)
+    assert point["result"]["n_params"] == want.n_params
+    whole = lab.measure(subnets(lab, "stability", TWIST, "ffn", 12, 3, 128))["result"]
+    assert whole["values"] == pytest.approx([ready.full_perplexity()], rel=1e-6)
+
+
+def test_table1_is_made_of_the_cells_of_compare(lab):
+    """`compare -o LAB/compare` finds what Table 1 measured, and Table 1 what compare did."""
+    wanted = {("dense", 6), ("dense", 12), ("twist-6", 6)}
+    mine = [
+        p for p in table1.points(lab)
+        if p.config["setting"] == "both" and (p.config["slug"], p.config["k"]) in wanted
+        and p.config.get("method", "magnitude") == "magnitude"
+    ]  # fmt: skip
+    assert [p.config["slug"] for p in _by_parent(mine[::-1])] == ["dense"] * 3 + ["twist-6"]
+    *before, last = mine  # magnitude on data parallel is left to compare
+    results = [lab.measure(point)["result"] for point in before]
+    folder = lab.folder / "compare"
+    cells = sorted((folder / "points").iterdir())
+    assert len(cells) == len(results) == 3
+    stamps = [path.stat().st_mtime_ns for path in cells]
+    compare(
+        [("dense", str(lab.out(DENSE))), ("twist", str(lab.out(TWIST)))], folder, ratios="6/12",
+        settings="both", methods="magnitude", n=lab.scale.n_subnets, tokens=lab.scale.tokens,
+        n_calibration=lab.scale.n_calibration, device="cpu", quiet=True,
+    )  # fmt: skip
+    assert [path.stat().st_mtime_ns for path in cells] == stamps
+    whats = Counter(point["config"]["what"] for point in points.all_in(folder / "points"))
+    assert whats == {"whole": 2, "random": 2, "magnitude": 1, "decode": 1, "zeros": 1}
+    made = points.all_in(folder / "points")
+    (pruned,) = (point for point in made if point["config"]["what"] == "magnitude")
+    assert lab.measure(last)["result"] == pruned["result"]
+
+
+def test_the_clock_stops_cleanly_and_the_next_call_goes_on(lab):
+    lab.deadline = -math.inf
+    with pytest.raises(TimeIsUp):
+        lab.measure(parent_point(lab, DENSE))
+    assert not (lab.folder / "points").exists()
+    stops = iter([False, False, True])  # late after the start's second round
+    lab.is_late = lambda: next(stops)  # type: ignore[method-assign]
+    with pytest.raises(TimeIsUp):
+        lab.trained(None)
+    assert (lab.out(None) / "checkpoints/round-000002").is_dir()
+    del lab.is_late  # type: ignore[attr-defined]
+    lab.deadline = math.inf
+    assert not (lab.folder / "points").exists()
+    assert Path(lab.trained(None)).name == "round-000003"
+    (made,) = points.all_in(lab.folder / "points")
+    assert made["config"] == parent_point(lab, None).config
+    assert made["result"]["tokens"] == 3 * 2 * 4 * 64  # rounds, steps, workers, tokens
+    rows = (lab.out(None) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["round"] for row in rows] == [1, 2, 3]
+
+
+def test_a_parent_that_another_process_trains_is_waited_for(lab, monkeypatch):
+    monkeypatch.setattr("twistlm.lab.experiments.lab.WAIT", 0.05)
+    out = lab.out(None)
+    hold = (
+        "import pathlib, sys; from twistlm.system.lock import alone\n"
+        "with alone(pathlib.Path(sys.argv[1])): print('held', flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", hold, str(out)], **pipes) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(InUse, match="another process trains there"):
+            rounds.train(config.override(lab.config(None), [f"run.out={out}"]), quiet=True)
+        looks = iter([False, False, True])  # late at the third look
+        monkeypatch.setattr(lab, "is_late", lambda: next(looks))
+        with pytest.raises(TimeIsUp):
+            lab.trained(None)
+        monkeypatch.undo()
+        killed = threading.Event()
+        threading.Timer(1.5, lambda: (killed.set(), other.kill())).start()
+        assert Path(lab.trained(None)).name == "round-000003"
+        assert killed.is_set()
+    rows = (out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["round"] for row in rows] == [1, 2, 3]
+
+
+def test_names_follow_from_what_matters(tmp_path, lab):
+    elsewhere = Lab(tmp_path / "other", "smoke", TINY, lab.overrides)
+    hotter = Lab(lab.folder, "smoke", TINY, [*lab.overrides, "train.lr=1e-2"])
+    longer = Lab(lab.folder, "smoke", TINY, [*lab.overrides, "start.train.rounds=4"])
+    saved = Lab(lab.folder, "smoke", TINY, [*lab.overrides, "run.save_every=1"])
+    for recipe in (None, DENSE, TWIST_MIXED):
+        assert lab.hash_of(recipe) == elsewhere.hash_of(recipe) == saved.hash_of(recipe)
+        assert len({x.hash_of(recipe) for x in (lab, hotter, longer)}) == 3
+    every = [*SIX, *(Recipe("twist", (k,)) for k in (3, 12)), Recipe("twist", setting="attn")]
+    assert (
+        len({lab.hash_of(recipe) for recipe in every}) == len({r.slug for r in every}) == len(every)
+    )
+
+
+@pytest.mark.parametrize("name", list(SCALES))
+def test_every_scale_makes_legal_configs(name, tmp_path):
+    lab = Lab(tmp_path, name, SCALES[name])
+    for recipe in (*SIX, Recipe("twist", (3,)), Recipe("twist", (12,))):
+        cfg = lab.config(recipe)
+        assert len(cfg.blocks.k_attn) == len(cfg.blocks.k_ffn) == len(recipe.widths)
+        assert all(1 <= k <= SCALES[name].n_attn for k in cfg.blocks.k_attn)
+        assert (cfg.train.nesterov() is not None) == recipe.outer
+    fewer = SCALES[name].n_attn == 3  # as in the preset's own ratios
+    assert SCALES[name].ratio(4) == ("attn=1/3,ffn=4/12" if fewer else "4/12")
+    if SCALES[name].start is not None:
+        assert lab.config(None).train.method == "dense"
+        assert lab.config(None).run.seed != lab.config(DENSE).run.seed
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_shift_against_the_modules_themselves(name):
+    """All subsets of K blocks, by zeroing inputs of the output projection in float64."""
+    row, model = TABLE[name], tiny_model(name).double()
+    block_map = families.partition(model, BlocksConfig(n_ffn=4, shared_first=0, shared_last=0))
+    torch.manual_seed(0)
+    ids = torch.randint(0, 60, (2, 8))
+    found = {(r["group"], r["k"]): r for r in shift.shifts(model, block_map, ids, 40)}
+    group = next(g for g in block_map.groups if g.kind == "ffn" and g.layer == 1)
+    module = model.get_submodule(f"{row.layers}.1.{row.ffn_out}")
+    inputs = []
+    handle = module.register_forward_pre_hook(lambda m, args: inputs.append(args[0].detach()))
+    with torch.no_grad():
+        model(input_ids=ids)
+        handle.remove()
+        bias = module(torch.zeros_like(inputs[0]))
+        whole = (module(inputs[0]) - bias).flatten(0, 1)
+        for k in (1, 2, 3):
+            squares, norms = [], []
+            for kept in itertools.combinations(range(4), k):
+                size = inputs[0].shape[-1] // 4
+                mask = torch.zeros(4, size, dtype=torch.float64)
+                mask[list(kept)] = 1
+                part = (module(inputs[0] * mask.flatten()) - bias).flatten(0, 1)
+                squares.append(part.square().sum() / whole.square().sum())
+                norms.append(part.norm(dim=1).mean() / whole.norm(dim=1).mean())
+            made = found[group.name, k]
+            assert made["exact"] ** 2 == pytest.approx(float(sum(squares) / len(squares)), rel=1e-5)
+            assert min(norms) * 0.999 <= made["measured"] <= max(norms) * 1.001
+            assert made["measured"] == pytest.approx(float(sum(norms) / len(norms)), rel=0.1)
+            assert made["paper"] == pytest.approx(math.sqrt(k / 4))
+
+
+def test_tensorboard_gets_every_round(tmp_path, tokens):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rounds.train(tiny(tokens, tmp_path / "run", run={"eval_every": 2}), quiet=True)
+    seen = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    seen.Reload()
+    rows = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [e.step for e in seen.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [e.value for e in seen.Scalars("train/loss")] == pytest.approx([r["loss"] for r in rows])
+    assert [e.step for e in seen.Scalars("perplexity/2/4")] == [2, 4]
+
+
+def test_overrides_reach_the_training_config(lab):
+    lab = Lab(lab.folder, "smoke", TINY, ["train.lr=7e-3", "start.train.lr=9e-3"])
+    assert lab.config(TWIST).train.lr == 7e-3
+    assert lab.config(None).train.lr == 9e-3
+    assert config.load("demo").train.lr not in (7e-3, 9e-3)

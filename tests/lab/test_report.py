@@ -1,0 +1,407 @@
+"""The page: well-formed, self-contained, every figure drawn; its sentences follow from the numbers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from conftest import tiny
+
+from twistlm.lab import points
+from twistlm.lab.experiments import nodeloss, robustness, stability, table1, table2
+from twistlm.lab.page import draw
+from twistlm.lab.page.html import page
+from twistlm.lab.page.markdown import BEGIN, END, replace_part
+from twistlm.lab.page.section import count, lowest, number
+from twistlm.lab.report import comparison, load, training
+from twistlm.lab.report.write import chapter, report
+from twistlm.training import rounds
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+CHROMIUM = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+
+class Page(HTMLParser):
+    """Collects ids, links and the shape of every figure, and refuses wrong nesting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.figures: dict[str, int] = {}  # id -> marks drawn inside its svg
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if "figure" not in self.open and found.get("id"):
+            self.ids.append(str(found["id"]))
+        if tag == "figure":
+            self.figures[str(found["id"])] = 0
+            self.ids.append(str(found["id"]))
+        if "svg" in self.open and tag in ("path", "rect", "use", "text"):
+            self.figures[list(self.figures)[-1]] += 1
+        self.links += [
+            str(found[key]) for key in ("href", "src") if found.get(key) and "svg" not in self.open
+        ]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> without its start"
+        assert self.open[-1] == tag, f"</{tag}> closes <{self.open[-1]}>"
+        self.open.pop()
+
+
+def check_page(path: Path) -> set[str]:
+    """The browser-free test of a page; returns the ids of its figures."""
+    text = path.read_text()
+    found = Page()
+    found.feed(text)
+    assert not found.open
+    assert len(found.ids) == len(set(found.ids))
+    for link in found.links:
+        if link.startswith("#"):
+            assert link[1:] in found.ids, link
+        else:
+            head, _, data = link.partition(",")
+            assert head == "data:application/json;base64"
+            json.loads(base64.b64decode(data))
+    assert not re.search(r"""(href|src)=["']https?:|url\(\s*["']?https?:|@import|<script""", text)
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    assert all(n > 10 for n in found.figures.values()), found.figures
+    for name in found.figures:
+        for suffix in (".png", ".svg", ".json"):
+            assert (path.with_suffix("") / f"{name}{suffix}").stat().st_size > 0
+    return set(found.figures)
+
+
+def subnet(parent: str, slug: str, k: int, mean: float, sd: float | None = 1.0, **more) -> dict:
+    config = {"experiment": more.pop("experiment", "table1"), "scale": "gpu", "parent": parent, "slug": slug,
+              "parent_hash": slug, "setting": "both", "k": k, **more}  # fmt: skip
+    values = [mean] if sd is None else [mean - sd, mean, mean + sd]
+    result = {"values": values, "mean": mean, "sd": sd, "worst": max(values), "n": len(values)}
+    return {
+        "config": config,
+        "result": result,
+        "run": {"command": "twistlm", "git": "abc", "device": "x"},
+    }
+
+
+def grid(twist: dict[int, float], dense: dict[int, float], gpt: dict[int, float]) -> list[dict]:
+    parents = {("data parallel", "dense"): dense, ("TwIST K=6", "twist-6"): twist}
+    made = [
+        subnet(*names, k, mean, None if k == 12 else 1.0)
+        for names, means in parents.items()
+        for k, mean in means.items()
+    ]
+    return made + [
+        subnet("data parallel", "dense", k, v, None, method="sparsegpt") for k, v in gpt.items()
+    ]
+
+
+def verdicts(section) -> dict[str, bool | None]:
+    return {claim.says.split(": ", 1)[-1]: claim.holds for claim in section.claims}
+
+
+def test_claims_of_table1_follow_from_the_numbers():
+    twist, gpt = {12: 20, 8: 20, 6: 21, 4: 23, 3: 25}, {8: 16, 6: 19, 4: 31, 3: 58}
+    dense = {12: 15, 8: 54, 6: 176, 4: 974, 3: 2587}
+    beats, flat = (
+        "TwIST's random subnets beat data parallel's at every size",
+        "TwIST's curve over the size is flatter than data parallel's",
+    )
+    cross = "SparseGPT is ahead at 6/12 and above, TwIST at 4/12 and below (crossover)"
+    whole = "the whole TwIST model is as good as the whole data-parallel one"
+    found = verdicts(table1.section(grid(twist, dense, gpt)))
+    assert found == {beats: True, flat: True, cross: True, whole: False}
+    lost = verdicts(table1.section(grid(twist | {8: 60, 12: 14}, dense, gpt | {6: 22})))
+    assert lost == {beats: False, flat: True, cross: False, whole: True}
+    steep = verdicts(table1.section(grid(twist | {3: 2580}, dense | {3: 2587, 8: 2000}, gpt)))
+    assert steep[flat] is False
+
+
+def test_table1_marks_the_lowest_and_puts_the_paper_beside():
+    chosen = subnet("data parallel", "dense", 4, 30, None, method="block:fisher")
+    points = [*grid({12: 20, 4: 23}, {12: 15, 4: 974}, {4: 31}), chosen,
+              subnet("data parallel", "dense", 4, 40, None, method="magnitude")]  # fmt: skip
+    made = table1.section(points)
+    (table,) = made.tables
+    assert table.head == ("both", "whole", "4/12")
+    names = [row[0] for row in table.rows]
+    assert names == ["SparseGPT", "the paper", "magnitude", "blocks by Fisher", "the paper",
+                     "random blocks of data parallel", "the paper", "random blocks of TwIST K=6", "the paper"]  # fmt: skip
+    # zeros and what is really smaller do not compete
+    assert {(names[i], j) for i, j in table.best} == {
+        ("random blocks of data parallel", 1), ("random blocks of TwIST K=6", 2), ("SparseGPT", 2),
+    }  # fmt: skip
+    assert [table.rows[i][2] for i in sorted(table.small)] == ["31.64", "617.98", "974.31", "25.53"]
+    assert made.headlines[0] == (
+        "4/12 of the blocks: TwIST K=6 23.00, then blocks by Fisher 30.00; random blocks of data parallel "
+        "974.00; as many zeros instead, no smaller and no faster: SparseGPT 31.00."
+    )
+    assert made.headlines[1] == "Whole models: data parallel 15.00, TwIST K=6 20.00."
+    chosen_by = (
+        "TwIST's random blocks beat blocks that a score chooses from data parallel, at every size"
+    )
+    assert verdicts(made)[chosen_by] is True
+    chosen["result"]["mean"] = 22
+    assert verdicts(table1.section(points))[chosen_by] is False
+    for point in points:
+        point["config"]["scale"] = "gpu-smollm2"  # another model than the paper's
+    (table,) = table1.section(points).tables
+    assert not table.small
+
+
+def heat(values: dict[int, dict[int, float]]) -> list[dict]:
+    return [
+        subnet(f"TwIST K={x}", f"twist-{x}", y, v, experiment="robustness", widths=[x], outer=False)
+        for x, row in values.items() for y, v in row.items()
+    ]  # fmt: skip
+
+
+def test_claims_of_robustness():
+    good = {3: {3: 25, 6: 25, 10: 25}, 6: {3: 24, 6: 21, 10: 20}, 10: {3: 60, 6: 25, 10: 18}}
+    found = robustness.section(heat(good))
+    assert [claim.holds for claim in found.claims] == [True, True, True]
+    assert "X=3: 25.00, X=6: 24.00, X=10: 60.00; lowest at X=6" in found.claims[2].because
+    edge = good | {3: {3: 22, 6: 22, 10: 30}, 10: {3: 26, 6: 20, 10: 18}}
+    assert [claim.holds for claim in robustness.section(heat(edge)).claims] == [False, False, True]
+    edge = good | {3: {3: 22, 6: 22, 10: 22}}
+    assert [claim.holds for claim in robustness.section(heat(edge)).claims] == [True, True, False]
+
+
+def test_claims_of_stability_and_node_loss():
+    def sd(twist: float, dense: dict[int, float]) -> list[dict]:
+        made = [subnet("TwIST K=6", "twist-6", k, 20, twist, experiment="stability") for k in dense]
+        return made + [
+            subnet("data parallel", "dense", k, 50, s, experiment="stability")
+            for k, s in dense.items()
+        ]
+
+    assert [c.holds for c in stability.section(sd(0.5, {4: 9, 8: 2})).claims] == [True, True]
+    assert [c.holds for c in stability.section(sd(3.0, {4: 1, 8: 2})).claims] == [False, False]
+    assert "4.0 to 18.0 times smaller" in stability.section(sd(0.5, {4: 9, 8: 2})).claims[0].because
+
+    def lost(twist: float) -> list[dict]:
+        about = {"experiment": "nodeloss", "nodes": 4, "lost": 1}
+        both = {"TwIST K=6": (20.0, twist), "data parallel": (15.0, 30.0)}
+        return [
+            {"config": {"parent": p, **about}, "result": {"full": f, "mean": w, "worst": w, "values": [w]}}
+            for p, (f, w) in both.items()
+        ]  # fmt: skip
+
+    assert nodeloss.section(lost(22.0)).claims[0].holds is True
+    assert nodeloss.section(lost(44.0)).claims[0].holds is False
+
+
+def test_a_running_folder_and_plain_runs(tmp_path, tokens):
+    """Two plain runs, one of them cut off in the middle of a line."""
+    for method in ("twist", "dense"):
+        rounds.train(
+            tiny(tokens, tmp_path / method, train={"method": method}, run={"eval_every": 2}),
+            quiet=True,
+        )
+    path = tmp_path / "twist/metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:2]) + "\n" + lines[2][:25])
+    assert [row["round"] for row in load.training(tmp_path / "twist").rows] == [1, 2]
+    out = tmp_path / "page.html"
+    report([tmp_path / "twist", tmp_path / "dense"], out)
+    folder = out.with_suffix("")
+    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    report([tmp_path / "twist", tmp_path / "dense"], out)
+    assert first == {path.name: path.read_bytes() for path in folder.iterdir()}
+    figures = check_page(out)
+    assert figures == {
+        f"runs-training-{name}" for name in ("loss", "eval", "coverage", "bytes")
+    }  # fmt: skip
+    text = out.read_text()
+    assert "1 trainings are not finished yet" in text
+    assert "<td>2 of 4</td>" in text
+    assert "k_ffn" in text  # the config
+    with pytest.raises(ValueError, match="holds nothing to report"):
+        report([folder], out)
+
+
+def test_a_comparison(tmp_path, tokens):
+    """A folder of `twistlm compare`, as it is."""
+    from twistlm.lab.compare.run import compare
+
+    cut = {"k_attn": 2, "k_ffn": 2, "n_ffn": 4, "shared_first": 0}
+    cfg = tiny(tokens, tmp_path / "dense", train={"method": "dense", "rounds": 1}, blocks=cut)
+    rounds.train(cfg, quiet=True)
+    compare(
+        [("dense", str(tmp_path / "dense"))], tmp_path / "table", ratios="2/4,1/4", settings="ffn,both",
+        methods="magnitude", n=2, tokens=64, device="cpu", quiet=True,
+    )  # fmt: skip
+    out = tmp_path / "page.html"
+    report([tmp_path / "table"], out)
+    assert check_page(out) == {"table-compare-both", "table-compare-ffn"}
+    rows = json.loads((tmp_path / "table/compare.json").read_text())["rows"]
+    shown = f"{next(r['perplexity'] for r in rows if r['method'] == 'magnitude'):.2f}"
+    text = out.read_text()
+    assert f"<td>{shown}</td>" in text
+    both = {r["method"]: r for r in rows if (r["setting"], r["ratio"]) == ("both", "1/4")}
+    random, zeros = both["random"], both["magnitude"]["perplexity"]
+    assert (
+        f"both, 1/4 of the blocks: dense, random {random['perplexity']:.2f} ± {random['sd']:.2f}; "
+        f"zeros, no smaller and no faster: magnitude {zeros:.2f}." in text
+    )
+    # magnitude only puts zeros: the reading names a model that is really smaller
+    assert "At the smallest size dense, random is lowest" in text
+    assert "dashed: zeros" in text
+
+
+def test_a_comparison_says_what_won():
+    """The lowest two that are really smaller, then the lowest zeros; rivals in any order."""
+    costs = {"setting": "both", "ratio": "6/12", "repair": "", "n": 1, "seconds": 1.0, "values": []}
+    costs |= {"sd": None, "calibration_tokens": 0, "bytes": 8, "speedup": 1.0}
+    found = {
+        ("dense", "block:fisher"): 70.0, ("dense", "sparsegpt"): 38.0, ("dense", "random"): 80.0,
+        ("dense", "wanda"): 37.0, ("TwIST", "random"): 50.0, ("dense", "block:taylor"): 60.0,
+    }  # fmt: skip
+    rows = [{"parent": p, "method": m, "perplexity": v, **costs} for (p, m), v in found.items()]
+    record = {"rows": rows, "text": {"n_tokens": 64}, "parents": {"dense": {}, "TwIST": {}}}
+    made = comparison.section(record)
+    assert made.headlines == (
+        "both, 6/12 of the blocks: TwIST, random 50.00, then block:taylor 60.00; "
+        "zeros, no smaller and no faster: wanda 37.00.",
+    )
+    whole = record | {"command": "", "git": "", "versions": {}, "device": "cpu"}
+    assert chapter(load.Source("table", comparison=whole)).title == "Comparison of dense, TwIST"
+
+
+def test_table2_shows_what_a_worker_holds():
+    """The state, not the peak, on a GPU too: as the paper's memory allocated."""
+    plan = {
+        "setting": "both",
+        "ratio": "4/12",
+        "n_params": 10,
+        "paper_bytes": 31.69e12,
+        "carried_bytes": 1,
+    }
+    size = {
+        "state_bytes": 1_386_600_000,
+        "peak_bytes": 2_788_400_000,
+        "round_bytes": 1,
+        "round_ms": 1.0,
+    }
+    made = table2.section([
+        {"config": {"experiment": "table2"},
+         "result": {"paper_rounds": 1, "true_rounds": 1, "rows": [plan]}},
+        {"config": {"experiment": "latency", "setting": "both", "k": 4}, "result": size},
+    ])  # fmt: skip
+    (row,) = made.tables[0].rows
+    assert row[3:5] == ("1.387", "1.34")  # ours, and the paper's
+
+
+@pytest.mark.parametrize("high", [60.0, 200.0, 3_000.0, 1_000_000.0])
+def test_a_logarithmic_axis_can_be_read(high):
+    """Three to ten labels however many decades there are, and a band that stays above zero."""
+    from matplotlib.figure import Figure as Canvas
+
+    axes = Canvas(figsize=(5, 3.6)).subplots()
+    series = {"TwIST K=6": {3: high, 8: 30.0}}
+    draw.lines(axes, series, x="", y="", log=True, sd={"TwIST K=6": {3: 2 * high, 8: 3.0}})
+    low, top = axes.get_ylim()
+    assert 3 <= sum(low <= tick <= top for tick in axes.get_yticks()) <= 10
+    (band,) = axes.collections
+    assert band.get_paths()[0].vertices[:, 1].min() > 0
+
+
+def test_lines_of_many_rivals_look_different():
+    from matplotlib.figure import Figure as Canvas
+
+    axes = Canvas().subplots()
+    names = [f"rival {i}" for i in range(12)]
+    draw.lines(axes, {n: {1: 2.0} for n in names}, x="", y="", dashed=names[1:6])
+    looks = {(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}
+    assert len(looks) == len(names)
+
+
+def test_what_one_command_made_stands_together(tmp_path, tokens):
+    for name in ("one", "two"):
+        rounds.train(tiny(tokens, tmp_path / "runs" / name, train={"rounds": 1}), quiet=True)
+    report([tmp_path / "runs"], tmp_path / "page.html")
+    ran = (tmp_path / "page.html").read_text().split("What was run</h3>")[1].split("<footer>")[0]
+    assert ran.count("<code>") == 1
+    assert "<summary>training one</summary>" in ran
+    assert "<summary>training two</summary>" in ran
+
+
+@pytest.mark.parametrize("deal", ["random", "balanced"])
+def test_coverage_is_what_the_loop_deals(tmp_path, tokens, deal):
+    cfg = tiny(tokens, tmp_path / "run", blocks={"deal": deal, "k_ffn": 2})
+    last = rounds.train(cfg, quiet=True)
+    held = json.loads((last / "checkpoint.json").read_text())["held"]
+    low, high, covered = training.dealt(cfg, 4)[-1]
+    ratios = [n * len(c) / sum(c) for c in held.values() for n in c]
+    assert (low, high) == pytest.approx((min(ratios), max(ratios)))
+    assert covered == 1.0
+
+
+def test_two_parents_of_one_name_are_told_apart(tmp_path):
+    """The one with most points keeps the name."""
+    for word, k in (("aaaa1", 4), ("bbbb2", 4), ("bbbb2", 6)):
+        made = subnet("TwIST K=6", "twist-6", k, 20.0)
+        made["config"]["parent_hash"] = word
+        points.point(tmp_path / "points", made["config"], lambda made=made: made["result"])
+    (source,) = load.load([tmp_path])
+    names = {p["config"]["parent_hash"]: p["config"]["parent"] for p in source.points}
+    assert names == {"aaaa1": "TwIST K=6 [aaaa]", "bbbb2": "TwIST K=6"}
+
+
+def test_what_is_kept_by_hand_stays():
+    text = "# Results\n\nBy hand.\n"
+    once = replace_part(text, "one")
+    assert once.startswith(text)
+    assert once.endswith(f"{BEGIN}\none\n{END}\n")
+    twice = replace_part(once + "\nMore by hand.\n", "two")
+    assert twice == f"{text}\n{BEGIN}\ntwo\n{END}\n\nMore by hand.\n"
+    assert replace_part(twice, "two") == twice
+
+
+def test_numbers_are_readable():
+    assert [number(x) for x in (3.14159, 2587.42, None)] == ["3.14", "2,587", ""]
+    assert [count(x) for x in (23040, 30e6, 1.24e9)] == ["23,040", "30.0M", "1.2B"]
+    assert lowest([[3.0, None], [2.0, 1.0]]) == {(1, 0)}
+    assert "<script" not in page([], {})
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [500, 1280])
+def test_a_browser_shows_every_figure_and_logs_nothing(tmp_path, tokens, width):
+    """In headless Chromium: no console message, every figure has a size, nothing is wider than the page."""
+    rounds.train(tiny(tokens, tmp_path / "run"), quiet=True)
+    out = tmp_path / "page.html"
+    report([tmp_path / "run"], out)
+    measure = (
+        "<script>const seen = [...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect());"
+        "document.body.dataset.seen = JSON.stringify({n: seen.filter(r => r.width > 200 && r.height > 100).length,"
+        "wide: document.documentElement.scrollWidth - document.documentElement.clientWidth});</script></body>"
+    )
+    out.write_text(out.read_text().replace("</body>", measure))
+    done = subprocess.run(
+        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+         "--enable-logging=stderr", f"--window-size={width},900", "--dump-dom", out.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "CONSOLE" not in done.stderr
+    seen = json.loads(re.search(r'data-seen="([^"]*)"', done.stdout)[1].replace("&quot;", '"'))
+    assert seen == {"n": len(re.findall("<figure ", out.read_text())), "wide": 0}

@@ -1,0 +1,472 @@
+"""The block algebra and the flat buffer, against slices taken by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from twistlm.model import layout
+from twistlm.model.blocks import (
+    BlockGroup,
+    BlockMap,
+    Partition,
+    parse_ratio,
+    positions,
+    widths_of_ratio,
+)
+
+CPU = torch.device("cpu")
+N_HEADS, HEAD_DIM, WIDTH, N_NEURONS, N_LAYERS = 4, 3, 12, 20, 3
+
+SHAPES: dict[str, tuple[int, ...]] = {"wte": (7, WIDTH), "wpe": (5, WIDTH)}
+for _i in range(N_LAYERS):
+    SHAPES |= {
+        f"h.{_i}.ln.weight": (WIDTH,),
+        f"h.{_i}.ln.bias": (WIDTH,),
+        f"h.{_i}.c_attn.weight": (WIDTH, 3 * WIDTH),  # [in, out], q | k | v
+        f"h.{_i}.c_attn.bias": (3 * WIDTH,),
+        f"h.{_i}.c_proj.weight": (WIDTH, WIDTH),
+        f"h.{_i}.c_proj.bias": (WIDTH,),
+        f"h.{_i}.fc.weight": (WIDTH, N_NEURONS),
+        f"h.{_i}.fc.bias": (N_NEURONS,),
+        f"h.{_i}.proj.weight": (N_NEURONS, WIDTH),
+        f"h.{_i}.proj.bias": (WIDTH,),
+    }
+
+
+def gpt2_like() -> BlockMap:
+    """A fused q, k, v with the heads inside each of its three sections, and neurons one by one."""
+    groups = []
+    for i in range(N_LAYERS):
+        attn = (
+            Partition(f"h.{i}.c_attn.weight", 1, HEAD_DIM, 3),
+            Partition(f"h.{i}.c_attn.bias", 0, HEAD_DIM, 3),
+            Partition(f"h.{i}.c_proj.weight", 0, HEAD_DIM),
+        )
+        ffn = (
+            Partition(f"h.{i}.fc.weight", 1, 1),
+            Partition(f"h.{i}.fc.bias", 0, 1),
+            Partition(f"h.{i}.proj.weight", 0, 1),
+        )
+        out = (f"h.{i}.c_proj.weight", f"h.{i}.c_proj.bias")
+        groups.append(BlockGroup(f"h.{i}.attn", "attn", i, N_HEADS, attn, out))
+        out = (f"h.{i}.proj.weight", f"h.{i}.proj.bias")
+        groups.append(BlockGroup(f"h.{i}.ffn", "ffn", i, N_NEURONS, ffn, out))
+    return BlockMap(tuple(groups))
+
+
+def cut_map() -> BlockMap:
+    """Layers 1 and 2, four FFN blocks of five neurons."""
+    return gpt2_like().select("both", shared_first=1).coarsen("ffn", 4)
+
+
+BLUEPRINT = {"h.1.attn": (0, 2), "h.1.ffn": (1, 2, 3), "h.2.attn": (3,), "h.2.ffn": (0, 3)}
+
+
+def kept_by_hand(name: str) -> tuple[int, list[int]] | None:
+    """Dimension and kept positions of a parameter under BLUEPRINT, None for a shared one."""
+    _, layer, leaf = name.split(".", 2) if name.startswith("h.") else ("", "", name)
+    if layer not in ("1", "2"):
+        return None
+    heads = BLUEPRINT[f"h.{layer}.attn"]
+    rows = [head * HEAD_DIM + d for head in heads for d in range(HEAD_DIM)]
+    neurons = [5 * block + j for block in BLUEPRINT[f"h.{layer}.ffn"] for j in range(5)]
+    fused = rows + [WIDTH + r for r in rows] + [2 * WIDTH + r for r in rows]
+    return {
+        "c_attn.weight": (1, fused),
+        "c_attn.bias": (0, fused),
+        "c_proj.weight": (0, rows),
+        "fc.weight": (1, neurons),
+        "fc.bias": (0, neurons),
+        "proj.weight": (0, neurons),
+    }.get(leaf)
+
+
+def take(tensor: Tensor, where: tuple[int, list[int]] | None) -> Tensor:
+    """Row by row and column by column, with Python lists."""
+    if where is None:
+        return tensor
+    dim, kept = where
+    if dim == 0:
+        return torch.stack([tensor[i] for i in kept])
+    return torch.stack([tensor[:, i] for i in kept], dim=1)
+
+
+def numbered() -> dict[str, Tensor]:
+    """Parameters in which no two elements are alike."""
+    params, first = {}, 1.0
+    for name, shape in SHAPES.items():
+        size = math.prod(shape)
+        params[name] = torch.arange(first, first + size, dtype=torch.float64).view(shape)
+        first += size
+    return params
+
+
+def filled(where: layout.Layout, params: dict[str, Tensor]) -> Tensor:
+    buffer = torch.full((where.n_params,), math.nan, dtype=torch.float64)
+    for name, view in where.views(buffer).items():
+        view.copy_(params[name])
+    return buffer
+
+
+# positions, select, coarsen
+
+
+def test_positions_against_a_loop():
+    rng = random.Random(0)
+    for sections in (1, 2, 3, 5):
+        for n_blocks in (1, 3, 4):
+            for chunk in (1, 2, 7):
+                group = BlockGroup("g", "attn", 0, n_blocks, (), ())
+                part = Partition("p", 0, chunk, sections)
+                kept = sorted(rng.sample(range(n_blocks), rng.randint(1, n_blocks)))
+                want = []
+                for section in range(sections):
+                    for block in kept:
+                        for offset in range(chunk):
+                            want.append(section * n_blocks * chunk + block * chunk + offset)
+                assert positions(group, part, kept).tolist() == want
+    group = BlockGroup("g", "attn", 0, 4, (), ())
+    fused = positions(group, Partition("p", 0, 2, 3), (1, 3))
+    assert fused.view(3, 4).tolist() == [[2, 3, 6, 7], [10, 11, 14, 15], [18, 19, 22, 23]]
+
+
+def test_select_keeps_kinds_and_middle_layers():
+    whole = gpt2_like()
+    names = [[group.name for group in whole.select(s).groups] for s in ("attn", "ffn", "both")]
+    assert names[0] == ["h.0.attn", "h.1.attn", "h.2.attn"]
+    assert names[1] == ["h.0.ffn", "h.1.ffn", "h.2.ffn"]
+    assert names[2] == ["h.0.attn", "h.0.ffn", "h.1.attn", "h.1.ffn", "h.2.attn", "h.2.ffn"]
+    assert [g.name for g in whole.select("attn", 1, 1).groups] == ["h.1.attn"]
+    assert [g.name for g in whole.select("ffn", 2).groups] == ["h.2.ffn"]
+    assert [g.name for g in whole.select("ffn", shared_last=2).groups] == ["h.0.ffn"]
+    assert whole.select("both").n_blocks("attn") == 4
+    assert whole.select("ffn").n_blocks("attn") == 0  # shared
+
+
+def test_select_refuses_with_the_legal_values():
+    with pytest.raises(ValueError, match=r"blocks\.setting = 'all': use one of attn, ffn, both"):
+        gpt2_like().select("all")
+    for first, last in ((3, 0), (2, 1), (0, 3), (-1, 0), (0, -1), (9, 9)):
+        with pytest.raises(ValueError, match=r"0\.\.2 .*3 layers") as caught:
+            gpt2_like().select("both", first, last)
+        assert f"blocks.shared_first = {first}" in str(caught.value)
+        assert f"blocks.shared_last = {last}" in str(caught.value)
+
+
+def test_coarsen_merges_neighbours():
+    """R blocks of N/R neurons: the same slices as the neurons one by one."""
+    fine, coarse = gpt2_like(), gpt2_like().coarsen("ffn", 5)
+    coarse.check(SHAPES)
+    assert (coarse.n_blocks("ffn"), coarse.n_blocks("attn")) == (5, 4)
+    for before, after in zip(fine.groups, coarse.groups, strict=True):
+        if before.kind == "attn":
+            assert before == after
+            continue
+        assert (before.name, before.layer, before.out) == (after.name, after.layer, after.out)
+        for part, merged in zip(before.parts, after.parts, strict=True):
+            neurons = [4 * block + j for block in (0, 3) for j in range(4)]
+            assert torch.equal(positions(after, merged, (0, 3)), positions(before, part, neurons))
+
+
+def test_coarsen_merges_inside_each_section():
+    coarse = gpt2_like().coarsen("attn", 2)["h.0.attn"]
+    kept = positions(coarse, coarse.parts[0], (1,)).tolist()
+    assert kept == [*range(6, 12), *range(18, 24), *range(30, 36)]
+
+
+@pytest.mark.parametrize("n_blocks", [0, -4, 3, 8, 40])
+def test_coarsen_refuses_with_the_legal_values(n_blocks):
+    said = rf"h\.0\.ffn: 20 ffn .* {n_blocks} .*legal: 1, 2, 4, 5, 10, 20"
+    with pytest.raises(ValueError, match=said):
+        gpt2_like().coarsen("ffn", n_blocks)
+
+
+# check, check_blueprint
+
+
+def test_check_passes_the_right_map():
+    gpt2_like().check(SHAPES)
+    cut_map().check(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (Partition("h.0.c_attn.weight", 1, HEAD_DIM), r"1 is 36, but 1 sections .* 3 make 12"),
+        (Partition("h.0.c_attn.weight", 0, HEAD_DIM, 3), r"0 is 12, but 3 sections .* make 36"),
+        (Partition("h.0.c_proj.weight", 0, HEAD_DIM + 1), r"0 is 12, but .* make 16"),
+        (Partition("h.0.q_proj.weight", 0, HEAD_DIM), r"no parameter 'h\.0\.q_proj\.weight'"),
+    ],
+)
+def test_check_catches_a_wrong_map(wrong, said):
+    group = BlockGroup("h.0.attn", "attn", 0, N_HEADS, (wrong,), ())
+    with pytest.raises(ValueError, match=said):
+        BlockMap((group,)).check(SHAPES)
+    fewer = BlockGroup("h.0.attn", "attn", 0, 3, gpt2_like()["h.0.attn"].parts, ())
+    with pytest.raises(ValueError, match="3 blocks"):
+        BlockMap((fewer,)).check(SHAPES)
+
+
+def test_check_blueprint_passes_legal_ones():
+    cut_map().check_blueprint(BLUEPRINT)
+    cut_map().check_blueprint(cut_map().full())
+
+
+@pytest.mark.parametrize("kept", [(), (2, 0), (1, 1), (0, 4), (-1, 2), (4,)])
+def test_check_blueprint_refuses_bad_blocks(kept):
+    with pytest.raises(ValueError, match=r"'h\.1\.attn'.*1\.\.4 .*0\.\.3") as caught:
+        cut_map().check_blueprint(BLUEPRINT | {"h.1.attn": kept})
+    assert str(kept) in str(caught.value)
+
+
+def test_check_blueprint_refuses_other_groups():
+    short = {name: kept for name, kept in BLUEPRINT.items() if name != "h.2.ffn"}
+    long = BLUEPRINT | {"h.0.attn": (1,)}
+    for blueprint, odd in ((short, "h.2.ffn"), (long, "h.0.attn"), ({}, "h.1.attn")):
+        with pytest.raises(ValueError, match="does not fit this model") as caught:
+            cut_map().check_blueprint(blueprint)
+        assert odd in str(caught.value)
+
+
+def test_widths_and_narrowed_shapes():
+    block_map = cut_map()
+    assert block_map.widths(BLUEPRINT) == {"h.1.attn": 2, "h.1.ffn": 3, "h.2.attn": 1, "h.2.ffn": 2}
+    assert block_map.full_widths() == block_map.widths(block_map.full())
+    assert block_map.narrowed(SHAPES, block_map.full_widths()) == SHAPES
+    narrow = block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT))
+    for name, tensor in numbered().items():
+        assert narrow[name] == tuple(take(tensor, kept_by_hand(name)).shape), name
+    assert SHAPES["h.1.c_attn.weight"] == (12, 36)  # not changed in place
+
+
+def test_out_part_is_the_output_projection():
+    assert cut_map()["h.1.attn"].out_part == Partition("h.1.c_proj.weight", 0, HEAD_DIM)
+    assert cut_map()["h.1.ffn"].out_part == Partition("h.1.proj.weight", 0, 5)
+
+
+# ratios
+
+
+@pytest.mark.parametrize(
+    ("text", "n_blocks", "k"),
+    [
+        ("6/12", 12, 6),
+        ("0.5", 12, 6),
+        ("1", 12, 12),
+        ("1/3", 12, 4),
+        ("3/12", 4, 1),
+        (" 2/4 ", 4, 2),
+    ],
+)
+def test_parse_ratio(text, n_blocks, k):
+    assert parse_ratio(text, n_blocks, "ffn") == k
+
+
+@pytest.mark.parametrize("text", ["5/12", "0.33", "0", "-1/4", "5/4", "2"])
+def test_parse_ratio_refuses_parts_of_blocks(text):
+    with pytest.raises(ValueError, match=r"ffn blocks; legal: 1/4, 2/4, 3/4, 4/4"):
+        parse_ratio(text, 4, "ffn")
+
+
+@pytest.mark.parametrize("text", ["half", "", "1/0", "1/2/3", "nan"])
+def test_parse_ratio_refuses_what_is_no_fraction(text):
+    with pytest.raises(ValueError, match=r"is not a fraction such as 6/12") as caught:
+        parse_ratio(text, 4, "ffn")
+    assert repr(text) in str(caught.value)
+
+
+def test_widths_of_ratio():
+    block_map = gpt2_like().select("both", 1).coarsen("ffn", 10)
+    half = {"h.1.attn": 2, "h.1.ffn": 5, "h.2.attn": 2, "h.2.ffn": 5}
+    assert widths_of_ratio(block_map, "1/2") == half
+    by_kind = {"h.1.attn": 3, "h.1.ffn": 1, "h.2.attn": 3, "h.2.ffn": 1}
+    assert widths_of_ratio(block_map, "attn=3/4,ffn=0.1") == by_kind
+    assert widths_of_ratio(block_map, "ffn=0.1,attn=3/4") == by_kind
+    only = block_map.select("ffn")
+    assert widths_of_ratio(only, "3/10") == {"h.1.ffn": 3, "h.2.ffn": 3}  # no attention to be asked
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        ("3/4", r"ffn blocks; legal: 1/10"),  # fits attention, not the FFN
+        ("attn=3/4", "says nothing about ffn"),
+        ("attn=3/4,mlp=1/2", "kinds are attn and ffn"),
+        ("attn=1/3,ffn=1/2", r"attn blocks; legal: 1/4"),
+        ("attn=3/4,1/2", "attn and ffn|attn=2/3,ffn=6/12"),
+        ("attn=3/4,", "attn and ffn|attn=2/3,ffn=6/12"),
+    ],
+)
+def test_widths_of_ratio_refuses(ratio, said):
+    block_map = gpt2_like().select("both", 1).coarsen("ffn", 10)
+    with pytest.raises(ValueError, match=said):
+        widths_of_ratio(block_map, ratio)
+
+
+# the flat buffer
+
+
+@pytest.mark.parametrize("which", ["cut", "whole", "empty", "narrow"])
+def test_views_cover_the_buffer_exactly_once(which):
+    block_map, shapes = cut_map(), SHAPES
+    if which == "whole":
+        block_map = gpt2_like()
+    elif which == "empty":
+        block_map = BlockMap(())
+    elif which == "narrow":
+        shapes = block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT))
+    where = layout.layout(block_map, shapes)
+    assert where.n_params == sum(math.prod(shape) for shape in shapes.values())
+    buffer = torch.zeros(where.n_params)
+    views = where.views(buffer)
+    assert {name: tuple(view.shape) for name, view in views.items()} == shapes
+    for view in views.values():
+        view.add_(1.0)
+    assert torch.equal(buffer, torch.ones_like(buffer))
+
+
+def spans_of(where: layout.Layout, names: list[str]) -> set[int]:
+    """Positions of these parameters, read off marks in the buffer."""
+    buffer = torch.zeros(where.n_params)
+    views = where.views(buffer)
+    for name in names:
+        views[name].fill_(1.0)
+    return set(buffer.nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("n_cut", [0, 1, 2, 3])
+def test_shared_first_and_matrices_apart_from_vectors(n_cut):
+    """The optimizer decays `decayed` only, and the dispatcher copies the first `n_shared`."""
+    block_map = gpt2_like().select("both", N_LAYERS - n_cut) if n_cut else BlockMap(())
+    where = layout.layout(block_map, SHAPES)
+    leaves = [
+        "c_attn.weight",
+        "c_attn.bias",
+        "c_proj.weight",
+        "fc.weight",
+        "fc.bias",
+        "proj.weight",
+    ]
+    layers = range(N_LAYERS - n_cut, N_LAYERS)
+    partitioned = {f"h.{i}.{leaf}" for i in layers for leaf in leaves}
+    shared = [name for name in SHAPES if name not in partitioned]
+    assert where.n_shared == sum(math.prod(SHAPES[name]) for name in shared)
+    assert spans_of(where, shared) == set(range(where.n_shared))
+    for spans, names in (
+        (where.decayed, [name for name, shape in SHAPES.items() if len(shape) == 2]),
+        (where.plain, [name for name, shape in SHAPES.items() if len(shape) == 1]),
+    ):
+        inside = [i for start, end in spans for i in range(start, end)]
+        assert len(inside) == len(set(inside))
+        assert set(inside) == spans_of(where, names)
+        assert len(spans) <= 2
+
+
+def test_the_order_does_not_hang_on_the_widths():
+    """A subnet's shared part is one slice of the central buffer, so both must agree on it."""
+    block_map = cut_map()
+    narrow = layout.layout(block_map, block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT)))
+    full = layout.layout(block_map, SHAPES)
+    assert list(narrow.shapes) == list(full.shapes)
+    assert narrow.n_shared == full.n_shared
+
+
+@pytest.fixture
+def pair() -> tuple[layout.Layout, layout.Layout, layout.Runs, Tensor]:
+    """Layouts of the whole model and of BLUEPRINT's subnet, the runs, and the index between them."""
+    block_map = cut_map()
+    full = layout.layout(block_map, SHAPES)
+    narrow = layout.layout(block_map, block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT)))
+    runs = layout.runs(full, block_map, CPU)
+    return full, narrow, runs, runs.index(BLUEPRINT)
+
+
+def test_runs_know_their_block(pair):
+    """Fill each block with its number by hand: every run must lie in one block, the one it names."""
+    full, _, runs, _ = pair
+    numbers = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in SHAPES.items()}
+    for name, (group, part) in cut_map().partitioned().items():
+        for block in range(group.n_blocks):
+            for place in positions(group, part, [block]).tolist():
+                numbers[name].select(part.dim, place).fill_(runs.numbers[group.name] + block)
+    flat_numbers = torch.cat([numbers[name].reshape(-1) for name in full.shapes])
+    assert torch.equal(flat_numbers, runs.block_of.repeat_interleave(runs.grain))
+    assert int(runs.block_of.max()) + 1 == runs.n_blocks
+
+
+def test_gather_takes_the_blocks(pair):
+    full, narrow, runs, index = pair
+    params = numbered()
+    assert index.unique().numel() == index.numel()
+    assert index.numel() * runs.grain == narrow.n_params - full.n_shared
+    out = torch.full((1, narrow.n_params), math.nan, dtype=torch.float64)
+    whole = filled(full, params)[None]
+    assert layout.gather_(out, whole, runs, index) is out
+    for name, view in narrow.views(out).items():
+        assert torch.equal(view, take(params[name], kept_by_hand(name))), name
+    assert torch.equal(whole[0], filled(full, params))
+
+
+def by_hand_back(full: layout.Layout, narrow: layout.Layout, part: Tensor) -> Tensor:
+    """The whole buffer after a subnet's came back, element by element."""
+    params = {name: tensor.clone() for name, tensor in numbered().items()}
+    for name, view in narrow.views(part).items():
+        where = kept_by_hand(name)
+        if where is None:
+            params[name] = view
+            continue
+        dim, kept = where
+        for i, position in enumerate(kept):
+            spot = params[name][position] if dim == 0 else params[name][:, position]
+            spot.copy_(view[i] if dim == 0 else view[:, i])
+    return filled(full, params)
+
+
+def test_scatter_writes_the_blocks_and_nothing_else(pair):
+    full, narrow, runs, index = pair
+    part = torch.randn(
+        1, narrow.n_params, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    whole = filled(full, numbered())[None]
+    assert layout.scatter_(whole, part, runs, index) is whole
+    assert torch.equal(whole[0], by_hand_back(full, narrow, part[0]))
+
+
+def test_gather_then_scatter_is_the_identity(pair):
+    full, narrow, runs, index = pair
+    whole = filled(full, numbered()).repeat(3, 1)
+    empty = torch.empty(3, narrow.n_params, dtype=torch.float64)
+    part = layout.gather_(empty, whole, runs, index)
+    assert torch.equal(layout.scatter_(whole.clone(), part, runs, index), whole)
+    back = layout.scatter_(torch.zeros_like(whole), part, runs, index)
+    assert torch.equal(layout.gather_(torch.empty_like(part), back, runs, index), part)
+
+
+def test_an_empty_map_has_an_empty_index():
+    full = layout.layout(BlockMap(()), SHAPES)
+    runs = layout.runs(full, BlockMap(()), CPU)
+    index = runs.index({})
+    whole = filled(full, numbered())[None]
+    assert index.numel() == 0
+    assert torch.equal(layout.gather_(torch.empty_like(whole), whole, runs, index), whole)
+
+
+def test_holders_against_a_count(pair):
+    _, _, runs, _ = pair
+    rng = random.Random(3)
+    blueprints = [
+        {g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks)))) for g in runs.block_map.groups}
+        for _ in range(3)
+    ]  # fmt: skip
+    table = layout.holders(runs, blueprints).tolist()
+    assert table[0] == [0, 2, 3]
+    for group in runs.block_map.groups:
+        for block in range(group.n_blocks):
+            who = [i for i, blueprint in enumerate(blueprints) if block in blueprint[group.name]]
+            expected = [who[0], who[-1], len(who)] if who else [-1, -1, 0]
+            assert table[runs.numbers[group.name] + block] == expected

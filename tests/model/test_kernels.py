@@ -1,0 +1,76 @@
+"""The Triton kernels against their torch twins, in Triton's own interpreter: no GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TWINS = """
+import random
+import torch
+import torch.nn.functional as F
+from families_table import tiny_model
+from twistlm import families, flat, kernels, models
+
+assert kernels.usable(torch.zeros(1))
+generator = torch.Generator().manual_seed(0)
+
+# softmax: rows of 101 columns in a buffer of 128, gradient of the mean over 9 tokens
+logits, targets = torch.randn(7, 128, generator=generator), torch.tensor([0, 100, 3, 5, 5, 64, 99])
+exact = logits[:, :101].double().requires_grad_()
+losses = F.cross_entropy(exact, targets, reduction="none")
+(losses.sum() / 9).backward()
+got = logits.clone()
+torch.testing.assert_close(kernels.softmax_(got, targets, 101, 9, True), losses.detach().float())
+torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
+assert (got[:, 101:] == 0).all()
+kept = logits.clone()
+kernels.softmax_(kept, targets, 101, 9, False)
+assert torch.equal(kept, logits)
+
+# gather and mean: every row of three workers' buffers, blocks that one, several or nobody holds
+for name in ("gpt2", "llama-gqa"):
+    model = tiny_model(name)
+    block_map = families.block_map(model, "both").select("both", 1).coarsen("ffn", 4)
+    runs = flat.runs(flat.layout(block_map, models.shapes(model)), block_map, torch.device("cpu"))
+    rng = random.Random(1)
+    blueprints = [
+        {g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks)))) for g in block_map.groups}
+        for _ in range(3)
+    ]
+    whole = torch.randn(3, runs.full.n_params, generator=generator)
+    table = flat.holders(runs, blueprints)
+    assert (table[:, 2] == 0).any() or name != "gpt2"  # a block that nobody holds is in the test
+    results = {}
+    for fast in (True, False):
+        flat._fast = lambda buffer, fast=fast: fast
+        central, total = whole.clone(), torch.full_like(whole, torch.nan)
+        for worker, blueprint in enumerate(blueprints):
+            index = runs.index(blueprint)
+            n = runs.full.n_shared + index.numel() * runs.grain
+            part, low = torch.empty(3, n), torch.empty(n, dtype=torch.bfloat16)
+            flat.gather_(part, whole, runs, index, low)
+            results[fast, worker] = (part.clone(), low)
+            flat.mean_(central, total, part * (worker + 2), runs, index, table, worker)
+        results[fast, "mean"] = (central,)
+    for key in (0, 1, 2, "mean"):
+        for mine, twin in zip(results[True, key], results[False, key], strict=True):
+            # the interpreter cuts float32 down to bf16 where a GPU rounds: one unit in the last place
+            within = 2**-7 if mine.dtype == torch.bfloat16 else 0
+            torch.testing.assert_close(mine, twin, rtol=within, atol=0)
+    assert not torch.equal(results[True, "mean"][0], whole)
+"""
+
+
+@pytest.mark.runtime
+def test_kernels_equal_their_twins():
+    pytest.importorskip("triton")
+    here = Path(__file__).parents[1]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), env.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", TWINS], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

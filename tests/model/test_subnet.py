@@ -1,0 +1,224 @@
+"""The activation scale and the gates that apply it."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+import torch
+from families_table import N_NEURONS, TABLE, VOCAB, tiny_model
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from twistlm.compute.loss import next_token_loss
+from twistlm.model import families, huggingface, layout, subnet
+
+N_FFN = 4
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("n", "k"), [(12, 6), (12, 3), (9, 4), (4, 1)])
+def test_scales_without_measuring(n, k):
+    assert subnet.activation_scale("sqrt", n, k) == pytest.approx((n / k) ** 0.5, rel=1e-15)
+    assert subnet.activation_scale("inverse", n, k) == pytest.approx(n / k, rel=1e-15)
+    assert subnet.activation_scale("none", n, k) == 1.0
+
+
+@pytest.mark.parametrize("mode", ["sqrt", "none", "inverse", "measured"])
+def test_a_whole_layer_is_not_scaled(mode):
+    """The full model is evaluated with no scale, one-block layers included."""
+    for n in (1, 2, 12):
+        assert subnet.activation_scale(mode, n, n, rho=0.3) == 1.0
+
+
+def test_an_unknown_mode_is_our_own_mistake():
+    with pytest.raises(AssertionError, match="cube"):
+        subnet.activation_scale("cube", 12, 6)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0, -0.4])
+@pytest.mark.parametrize("n", [2, 5, 6])
+def test_measured_is_exact_over_all_subsets(n, shift):
+    """E|y'|^2 / |y|^2 = (p - p2)/rho + p2 over every subset; `shift` makes blocks correlated."""
+    generator = torch.Generator().manual_seed(n)
+    shares = torch.randn(n, 11, dtype=torch.float64, generator=generator)
+    shares += shift * shares[0]  # they all lean one way
+    whole = float(shares.sum(0).square().sum())
+    rho = whole / float(shares.square().sum())
+    for k in range(1, n):
+        subsets = list(combinations(range(n), k))
+        mean = sum(float(shares[list(kept)].sum(0).square().sum()) for kept in subsets) / len(
+            subsets
+        )
+        p, p2 = k / n, k * (k - 1) / (n * (n - 1))
+        assert mean / whole == pytest.approx((p - p2) / rho + p2, rel=1e-12)
+        scale = subnet.activation_scale("measured", n, k, rho)
+        assert scale**2 * mean == pytest.approx(whole, rel=1e-12)  # the norm is restored
+
+
+def test_measured_meets_sqrt_and_inverse():
+    """Uncorrelated blocks (rho = 1) need sqrt(N/K), equal ones (rho = N) need N/K."""
+    for n, k in ((12, 6), (9, 2), (2, 1)):
+        assert subnet.activation_scale("measured", n, k, 1.0) == pytest.approx(math.sqrt(n / k))
+        assert subnet.activation_scale("measured", n, k, float(n)) == pytest.approx(n / k)
+        assert subnet.activation_scale("measured", n, k) == pytest.approx(math.sqrt(n / k))
+
+
+def test_each_group_has_its_own_scale():
+    block_map = families.block_map(tiny_model("llama-gqa"), "both", "group")
+    block_map = block_map.select("both", shared_first=1).coarsen("ffn", N_FFN)
+    names = [group.name for group in block_map.groups]
+    assert names == [f"model.layers.{i}.{kind}" for i in (1, 2) for kind in ("attn", "ffn")]
+    widths = dict(zip(names, (1, 3, 2, 4), strict=True))
+    factors = subnet.scales(block_map, widths, "sqrt")
+    assert [factors[name] for name in names] == pytest.approx(
+        [3**0.5, (4 / 3) ** 0.5, 1.5**0.5, 1.0]
+    )
+    # a layer that was not measured yet counts as uncorrelated
+    factors = subnet.scales(block_map, widths, "measured", {names[0]: 3.0, names[3]: 2.0})
+    assert [factors[name] for name in names] == pytest.approx([3.0, (4 / 3) ** 0.5, 1.5**0.5, 1.0])
+
+
+def projection(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    module = Conv1D(5, 6) if kind == "conv1d" else nn.Linear(6, 5)  # 6 to 5
+    with torch.no_grad():
+        module.bias.normal_()
+    return module
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_a_gate_scales_weight_and_bias_and_masks_inputs(kind):
+    module, x = projection(kind), torch.randn(2, 3, 6)
+    weight = module.weight.detach() if kind == "conv1d" else module.weight.detach().T  # [in, out]
+    bias = module.bias.detach()
+    assert weight.shape == (6, 5)
+    gate = subnet.Gate(module, 6, weight)
+
+    def by_hand(scale: float, kept: list[int]) -> Tensor:
+        y = bias.expand(2, 3, 5).clone()
+        for i in kept:
+            y = y + x[..., i, None] * weight[i]
+        return scale * y
+
+    everything = list(range(6))
+    torch.testing.assert_close(module(x), by_hand(1.0, everything))
+    gate.scale.fill_(3.0)
+    torch.testing.assert_close(module(x), by_hand(3.0, everything))
+    torch.testing.assert_close(module(torch.zeros_like(x)), (3.0 * bias).expand(2, 3, 5))
+    gate.mask.copy_(torch.tensor([1.0, 0, 0, 1, 1, 0]))
+    torch.testing.assert_close(module(x), by_hand(3.0, everything))  # the mask is not on yet
+    gate.masked = True
+    torch.testing.assert_close(module(x), by_hand(3.0, [0, 3, 4]))
+
+
+def full_subnet(name: str, attn_by: str) -> tuple[subnet.Subnet, Tensor, layout.Layout]:
+    model = tiny_model(name)
+    block_map = families.block_map(model, "both", attn_by).select("both", 1).coarsen("ffn", N_FFN)
+    where = layout.layout(block_map, huggingface.shapes(model))
+    weights = torch.empty(where.n_params)
+    for param, view in where.views(weights).items():
+        view.copy_(huggingface.state(model)[param].detach())
+    return subnet.build(model, block_map, where, weights, masked=True), weights, where
+
+
+def test_gates_are_refilled_and_never_replaced():
+    """A captured graph reads the tensors it saw first."""
+    full, _, _ = full_subnet("gpt2", "head")
+    before = {name: (gate.scale, gate.mask) for name, gate in full.gates.items()}
+    blueprint = {group.name: (1, 3) for group in full.block_map.groups}
+    full.mask_(blueprint)
+    full.scale_({name: 2.0 + i for i, name in enumerate(full.gates)})
+    for i, (name, gate) in enumerate(full.gates.items()):
+        assert gate.scale is before[name][0]
+        assert gate.mask is before[name][1]
+        assert float(gate.scale) == 2.0 + i
+        n_inputs = gate.mask.numel()
+        assert gate.mask.tolist() == [float(4 * i // n_inputs in (1, 3)) for i in range(n_inputs)]
+    full.mask_({group.name: (0,) for group in full.block_map.groups})  # the old mask is gone
+    for gate in full.gates.values():
+        assert gate.mask.sum() == gate.mask.numel() / 4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-biases", "llama"])
+def test_fold_scales_output_projections_and_nothing_else(name):
+    row = TABLE[name]
+    full, weights, where = full_subnet(name, row.ways[0])
+    before = {param: view.clone() for param, view in where.views(weights).items()}
+    factors = {group.name: 2.0 + i for i, group in enumerate(full.block_map.groups)}
+    subnet.fold_(where.views(weights), full.block_map, factors)
+    expected = {}
+    for i, (layer, out) in enumerate((n, o) for n in (1, 2) for o in (row.attn_out, row.ffn_out)):
+        for leaf in ("weight", "bias"):
+            expected[f"{row.layers}.{layer}.{out}.{leaf}"] = 2.0 + i
+    assert len(set(expected) & set(before)) == (4 if name == "llama" else 8)
+    for param, view in where.views(weights).items():
+        assert torch.equal(view, before[param] * expected.get(param, 1.0)), param
+
+
+@pytest.mark.parametrize(
+    ("name", "attn_by"),
+    [("gpt2", "head"), ("opt", "head"), ("llama-gqa", "group"), ("llama-gqa", "query")],
+)
+def test_rho_against_a_loop_over_blocks(name, attn_by):
+    """Run the stock model's output projection once per block, on that block's inputs alone."""
+    row, model = TABLE[name], tiny_model(name)
+    ids = torch.randint(1, VOCAB, (3, 11), generator=torch.Generator().manual_seed(2))
+    inputs: dict[tuple[int, str], Tensor] = {}
+    outs = {}
+    for layer in (1, 2):
+        for kind, out in (("attn", row.attn_out), ("ffn", row.ffn_out)):
+            module = outs[layer, kind] = model.get_submodule(f"{row.layers}.{layer}.{out}")
+            module.register_forward_pre_hook(
+                lambda _, args, key=(layer, kind): inputs.__setitem__(
+                    key, args[0].detach().double()
+                )
+            )
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+
+    def rho(layer: int, kind: str) -> float:
+        module, x = outs[layer, kind].double(), inputs[layer, kind]
+        n_blocks = row.n_attn(attn_by) if kind == "attn" else N_FFN
+        n_inputs = row.n_query * row.head_dim if kind == "attn" else N_NEURONS
+        assert x.shape[-1] == n_inputs
+        nothing = module(torch.zeros_like(x))  # the bias belongs to no block
+        total, parts = torch.zeros_like(nothing), 0.0
+        for block in range(n_blocks):
+            alone = torch.zeros_like(x)
+            for i in range(n_inputs):
+                if row.block_of_input(kind, attn_by, i, N_FFN) == block:
+                    alone[..., i] = x[..., i]
+            share = module(alone) - nothing
+            total += share
+            parts += float(share.square().sum())
+        return float(total.square().sum()) / parts
+
+    full, _, _ = full_subnet(name, attn_by)
+    n_hooks = sum(len(m._forward_pre_hooks) for m in full.model.modules())
+    got = subnet.measure_rho(full, ids)
+    assert set(got) == {group.name for group in full.block_map.groups}
+    with torch.no_grad():
+        for group in full.block_map.groups:
+            assert got[group.name] == pytest.approx(rho(group.layer, group.kind), rel=1e-4)
+    assert len({round(value, 4) for value in got.values()}) == len(
+        got
+    )  # no layer stands for another
+    assert sum(len(m._forward_pre_hooks) for m in full.model.modules()) == n_hooks  # hooks are gone
+
+
+def test_next_token_loss_against_a_loop():
+    """Position t predicts token t + 1, and the mean runs over all predictions."""
+    model = tiny_model("llama").double()
+    ids = torch.randint(1, VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = next_token_loss(model, ids)
+    total = 0.0
+    for row in range(2):
+        for t in range(4):
+            scores = [math.exp(x) for x in logits[row, t].tolist()]
+            total -= math.log(scores[ids[row, t + 1]] / sum(scores))
+    assert loss.dtype == torch.float64
+    assert float(loss) == pytest.approx(total / 8, rel=1e-12)

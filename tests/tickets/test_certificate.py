@@ -1,0 +1,235 @@
+"""The certificate's promise: the bound holds at its stated rate, for any shape of distribution."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_tokens
+from families_table import tiny_model
+
+from twistlm.model import generator
+from twistlm.tickets import certificate, deploy
+from twistlm.tickets import parent as parents
+from twistlm.tickets.certify import Certificate, certify, reading, table
+
+SEQ_LEN = 16
+CUT = ("blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0", f"data.seq_len={SEQ_LEN}")
+
+
+# ---------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize("coverage", [0.5, 0.8, 0.95, 0.99])
+@pytest.mark.parametrize("confidence", [0.5, 0.9, 0.99])
+def test_rank_is_that_of_the_binomial_sum(coverage, confidence):
+    """The smallest r for which fewer than r of n draws below the quantile are likely enough."""
+    for n in (1, 2, 7, 59, 90, 200, 500):
+        mass = [math.comb(n, i) * coverage**i * (1 - coverage) ** (n - i) for i in range(n + 1)]
+        legal = [r for r in range(1, n + 1) if math.fsum(mass[:r]) >= confidence - 1e-12]
+        if legal:
+            assert certificate.rank(n, coverage, confidence) == min(legal), n
+        else:
+            with pytest.raises(
+                ValueError, match=f"n = {n} .* at least {fewest(coverage, confidence)}"
+            ):
+                certificate.rank(n, coverage, confidence)
+
+
+def fewest(coverage: float, confidence: float) -> int:
+    n = 1
+    while 1 - coverage**n < confidence - 1e-12:
+        n += 1
+    return n
+
+
+def test_published_sample_sizes():
+    """One-sided, distribution-free: 59 for 95/95, 90 for 95/99, 299 for 99/95, 22 for 90/90."""
+    cases = {(0.95, 0.95): 59, (0.95, 0.99): 90, (0.99, 0.95): 299, (0.9, 0.9): 22}
+    assert {case: certificate.smallest_n(*case) for case in cases} == cases
+    assert certificate.smallest_n(0.5, 0.75) == 2  # 1 - 0.5 ** 2 is 0.75 to the last bit
+    assert certificate.rank(2, 0.5, 0.75) == 2
+
+
+POPULATIONS = {
+    "normal": lambda rng, n: rng.normal(50, 1, n),
+    "uniform": lambda rng, n: rng.uniform(0, 1, n),
+    "heavy tail": lambda rng, n: 1 + rng.pareto(0.7, n),
+    "two modes": lambda rng, n: np.where(rng.random(n) < 0.9, rng.normal(0, 1, n), rng.normal(90, 1, n)),
+    "left tail": lambda rng, n: -rng.lognormal(0, 2, n),
+    "few values": lambda rng, n: rng.poisson(2.0, n).astype(float),
+    "coin": lambda rng, n: (rng.random(n) < 0.1).astype(float),
+    "constant": lambda rng, n: np.full(n, 7.0),
+}  # fmt: skip
+CONTINUOUS = {"normal", "uniform", "heavy tail", "two modes", "left tail"}
+
+
+@pytest.mark.parametrize("name", POPULATIONS)
+@pytest.mark.parametrize(("n", "coverage", "confidence"), [(40, 0.9, 0.95), (200, 0.95, 0.99)])
+def test_the_bound_holds_at_its_stated_rate(name, n, coverage, confidence):
+    """Many certificates from one population of tickets: count how often the bound is true."""
+    n_certificates = 3000
+    rng = np.random.default_rng(sum(map(ord, name)) + n)
+    population = np.sort(POPULATIONS[name](rng, 100_001))
+    held = 0
+    for _ in range(n_certificates):
+        values = population[rng.integers(population.size, size=n)].tolist()
+        bound = certificate.bound(values, coverage, confidence)
+        assert bound.value in values
+        below = np.searchsorted(population, bound.value, side="right") / population.size
+        held += below >= coverage
+    rate = held / n_certificates
+    assert rate >= confidence - 4 * math.sqrt(confidence * (1 - confidence) / n_certificates)
+    if name in CONTINUOUS:  # without ties the rate is known, and one rank lower would break it
+        mass = [math.comb(n, i) * coverage**i * (1 - coverage) ** (n - i) for i in range(n + 1)]
+        exact = math.fsum(mass[: bound.rank])
+        assert rate == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / n_certificates))
+        assert math.fsum(mass[: bound.rank - 1]) < confidence <= exact
+
+
+def test_share_below_the_worst():
+    """(the share p whose n-th power is 1 - confidence) = the coverage for which rank n suffices."""
+    for n in (20, 100, 200):
+        share = certificate.covered_by_worst(n, 0.99)
+        assert share**n == pytest.approx(0.01)
+        assert certificate.rank(n, round(share - 1e-4, 6), 0.99) == n
+        with pytest.raises(ValueError, match="at least"):
+            certificate.rank(n, round(share + 1e-4, 6), 0.99)
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0, -0.1, 95.0])
+def test_shares_lie_between_0_and_1(bad):
+    with pytest.raises(ValueError, match=f"coverage = {bad}"):
+        certificate.rank(100, bad, 0.99)
+    with pytest.raises(ValueError, match=f"confidence = {bad}"):
+        certificate.rank(100, 0.95, bad)
+
+
+# ---------------------------------------------------------------- a model's certificate
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory) -> parents.Parent:
+    folder = tmp_path_factory.mktemp("parent")
+    tiny_model("llama").save_pretrained(folder / "model")
+    make_tokens(folder / "tokens", 400)
+    return parents.open_(folder / "model", "cpu", CUT)
+
+
+def tokens_of(parent: parents.Parent) -> str:
+    return str(Path(parent.source).parent / "tokens")
+
+
+def make(parent: parents.Parent, folder: Path | None = None, n: int = 12, **more) -> Certificate:
+    options = {
+        "data": tokens_of(parent),
+        "tokens": 64,
+        "coverage": 0.8,
+        "confidence": 0.9,
+        "quiet": True,
+    }
+    return certify(parent, "2/4", n, folder=folder, **options | more)
+
+
+def test_values_are_the_perplexities_of_extracted_tickets(parent):
+    """Against Hugging Face's own loss of the ticket, cut by another path."""
+    made = make(parent)
+    ids = torch.from_numpy(np.fromfile(f"{tokens_of(parent)}.bin", "<u2")[:64].astype(np.int64))
+    widths = {group.name: 2 for group in parent.block_map.groups}
+    for draw, value in enumerate(made.spread.values):
+        blueprint = generator.for_deployment(parent.block_map, widths, seed=0, draw=draw)
+        ticket = deploy.extract(parent, blueprint)
+        with torch.no_grad():
+            rows = ids.view(-1, SEQ_LEN)
+            loss = ticket(input_ids=rows, labels=rows).loss
+        assert value == pytest.approx(math.exp(loss), rel=1e-5)
+    assert len(set(made.spread.values)) == 12
+    assert made.bound.value == sorted(made.spread.values)[made.bound.rank - 1]
+    assert made.full == pytest.approx(make(parent, n=15).full)
+
+
+def test_record_and_table(parent, tmp_path):
+    made = make(parent, tmp_path / "out", n=15)
+    record = json.loads((tmp_path / "out/certificate.json").read_text())
+    values = record["spread"]["values"]
+    assert values == list(made.spread.values)
+    assert record["spread"]["mean"] == pytest.approx(statistics.fmean(values))
+    assert record["spread"]["sd"] == pytest.approx(statistics.stdev(values))
+    assert record["spread"]["worst"] == max(values)
+    assert record["quantiles"]["50%"] == pytest.approx(statistics.median(values))
+    assert record["bound"]["rank"] == made.bound.rank
+    assert sum(record["histogram"]["counts"]) == 15
+    assert {"command", "git", "versions", "device"} <= set(record["run"])
+    assert (tmp_path / "out/histogram.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "certificate.json", "draws.jsonl", "histogram.png",
+    ]  # fmt: skip
+    assert f"80% of tickets are at or below {made.bound.value:.2f}, with 90% confidence" in reading(
+        made
+    )
+    assert table(made).row_count == 1
+
+
+def test_goes_on_where_it_stopped(parent, tmp_path):
+    """Half a line of a killed process is dropped; draws that were kept are not measured again."""
+    whole = make(parent, n=15)
+    folder = tmp_path / "out"
+    make(parent, folder, n=11)
+    path = folder / "draws.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    marked = json.loads(lines[1]) | {"perplexity": 1.5}  # a value no model gives
+    path.write_text("".join([lines[0], json.dumps(marked) + "\n", *lines[2:6], lines[6][:9]]))
+    made = make(parent, folder, n=15)
+    assert made.spread.values == (1.5, *whole.spread.values[1:])
+    assert len(path.read_text().splitlines()) == 1 + 15
+    assert make(parent, folder, n=11).spread.values == made.spread.values[:11]
+
+
+def test_an_empty_file_of_draws_is_a_beginning(parent, tmp_path):
+    (tmp_path / "draws.jsonl").write_text('{"weights')  # killed in the first line
+    assert make(parent, tmp_path).spread.values == make(parent).spread.values
+    assert len((tmp_path / "draws.jsonl").read_text().splitlines()) == 1 + 12
+
+
+@pytest.mark.parametrize("more", [{"seed": 1}, {"tokens": 32}])
+def test_draws_of_something_else_are_refused(parent, tmp_path, more):
+    make(parent, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"something else .*choose another folder"):
+        make(parent, tmp_path, **more)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_other_weights_are_refused(parent, tmp_path):
+    make(parent, tmp_path)
+    other = parents.open_(parent.source, "cpu", CUT)
+    other.central.weights[0] += 1e-6
+    with pytest.raises(ValueError, match="weights_sha256"):
+        make(other, tmp_path, data=tokens_of(parent))
+
+
+def test_too_few_draws_are_refused_before_anything_happens(parent, tmp_path):
+    with pytest.raises(ValueError, match=r"n = 10 .*95%.*99%.* at least 90"):
+        make(parent, tmp_path / "out", n=10, coverage=0.95, confidence=0.99)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_numbers_is_refused(parent, tmp_path):
+    broken = parents.open_(parent.source, "cpu", CUT)
+    broken.central.weights.fill_(math.nan)
+    with pytest.raises(ValueError, match="ticket 0 has no perplexity"):
+        make(broken, tmp_path, data=tokens_of(parent))
+
+
+def test_without_matplotlib_only_the_picture_is_missing(parent, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    make(parent, tmp_path)
+    assert "pip install 'twistlm[plot]'" in capsys.readouterr().out
+    assert (tmp_path / "certificate.json").is_file()
+    assert not (tmp_path / "histogram.png").exists()

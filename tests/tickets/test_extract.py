@@ -1,0 +1,729 @@
+"""A ticket for a budget: what is promised is counted again from the files that were written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokens
+from families_table import TABLE, tiny_model
+from safetensors.torch import load_file, save_file
+from test_bad_input import as_process, in_process, snapshot
+from test_families import far, logits
+
+from twistlm.compute import speed
+from twistlm.compute.perplexity import Text, perplexity
+from twistlm.data.token_file import open_tokens
+from twistlm.model import generator, huggingface
+from twistlm.model.blocks import BlockGroup, BlockMap, Partition, widths_of_ratio
+from twistlm.model.layout import runs
+from twistlm.tickets import budget, deploy, extract, importance, parent
+from twistlm.tickets import pick as picks
+from twistlm.tickets.budget import Budget
+
+SEQ_LEN = 16
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """Hugging Face folders of tiny models, and token files."""
+    folder = tmp_path_factory.mktemp("choose")
+    for name in ("gpt2", "llama", "llama-gqa", "qwen3"):
+        tiny_model(name).save_pretrained(folder / name)
+    make_tokens(folder / "text", 2000)
+    make_tokens(folder / "other", 2000, seed=7)
+    return folder
+
+
+FIXED = (
+    "blocks.n_ffn=6",
+    "blocks.shared_first=0",
+    "blocks.shared_last=0",
+    f"data.seq_len={SEQ_LEN}",
+)
+
+
+def open_(home: Path, name: str, *overrides: str) -> parent.Parent:
+    return parent.open_(home / name, "cpu", [*FIXED, *overrides])
+
+
+def ask(home: Path, folder: Path, name: str = "gpt2", *, pick: str = "random", seed: int = 0,
+        data: str | None = None, tokens: int = 0, dtype: str = "float32",
+        overrides: tuple[str, ...] = (), **what: str):  # fmt: skip
+    """Write a ticket; returns its parent and its ticket.json."""
+    opened = open_(home, name, *overrides)
+    extract.write(
+        opened, folder, budget.parse(**what), picks.parse(pick), seed=seed,
+        data=str(home / data) if data else None, tokens=tokens, dtype=dtype, quiet=True,
+    )  # fmt: skip
+    return opened, json.loads((folder / "ticket.json").read_text())
+
+
+def recount(folder: Path) -> tuple[int, int]:
+    """Parameters in the weights file, and its bytes on disk."""
+    file = folder / "model.safetensors"
+    return sum(t.numel() for t in load_file(file).values()), os.stat(file).st_size
+
+
+# ---------------------------------------------------------------- amounts
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "want"),
+    [
+        ("params", "85M", 85_000_000),
+        ("params", "1.5B", 1_500_000_000),
+        ("params", "0.0001M", 100),
+        ("params", "123,456", 123_456),
+        ("params", "12_345", 12_345),
+        ("params", " 7 k ", 7000),
+        ("size", "60MB", 60_000_000),
+        ("size", "60MiB", 62_914_560),
+        ("size", "1.5kb", 1500),
+        ("size", "1.9b", 1),
+        ("size", "1000", 1000),
+        ("latency", "12ms", 12),
+        ("latency", "0.5s", 500),
+        ("latency", "250us", 0.25),
+    ],
+)
+def test_amounts(kind, text, want):
+    assert budget.parse(**{kind: text}) == Budget(kind, text, want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("params", "85Q"), ("params", "M"), ("params", "-5M"), ("params", "8 5M"), ("params", "1e6"),
+     ("size", "60ms"), ("size", ""), ("size", "6.MB"), ("latency", "12"), ("latency", "12MB"), ("latency", "nan")],
+)  # fmt: skip
+def test_malformed_amounts(kind, text):
+    with pytest.raises(ValueError, match=rf"--{kind} '.*' is no amount such as .* \(units: "):
+        budget.parse(**{kind: text})
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [({}, "none"), ({"ratio": "1/2", "params": "1M"}, "--ratio and --params"),
+     ({"size": "1MB", "latency": "1ms", "ratio": None}, "--size and --latency")],
+)  # fmt: skip
+def test_exactly_one_budget(options, given):
+    with pytest.raises(ValueError, match=rf"exactly one of .*\(given: {given}\)"):
+        budget.parse(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("random", picks.Pick("random")),
+        ("best-of:12", picks.Pick("best-of:12", n_draws=12)),
+        ("importance", picks.Pick("importance", method="fisher")),
+        ("importance:taylor", picks.Pick("importance:taylor", method="taylor")),
+    ],
+)
+def test_picks(text, want):
+    assert picks.parse(text) == want
+
+
+@pytest.mark.parametrize(
+    "text", ["", "best", "best-of", "best-of:0", "best-of:-1", "best-of:x", "importance:",
+             "importance:hessian", "random:3", "fisher"],
+)  # fmt: skip
+def test_unknown_picks(text):
+    with pytest.raises(ValueError, match="use random, best-of:N, importance"):
+        picks.parse(text)
+
+
+# ---------------------------------------------------------------- how a budget is spent
+
+
+def a_map(n_layers: int, n_attn: int, n_ffn: int, attn: int, ffn: int):
+    """A map whose blocks have `attn` and `ffn` parameters each, and 10 shared parameters."""
+    groups = []
+    for layer, kind in itertools.product(range(n_layers), ("attn", "ffn")):
+        n, chunk = (n_attn, attn) if kind == "attn" else (n_ffn, ffn)
+        name = f"{layer}.{kind}"
+        groups.append(BlockGroup(name, kind, layer, n, (Partition(name, 0, chunk),), (name,)))
+    shapes = {g.name: (g.n_blocks * g.parts[0].chunk,) for g in groups}
+    return BlockMap(tuple(groups)), shapes | {"shared": (10,)}
+
+
+def never(widths) -> float:
+    raise AssertionError("nothing is measured for this budget")
+
+
+def fit(block_map, shapes, **what: str):
+    (widths,) = budget.fit(block_map, shapes, budget.parse(**what), "float32", never)
+    return widths
+
+
+def test_the_fit_is_exact_for_every_budget():
+    """Every number of parameters from the least to beyond all, counted by hand."""
+    block_map, shapes = a_map(3, 4, 6, attn=7, ffn=3)
+    groups = block_map.groups
+
+    def n_params(widths):
+        return 10 + sum(widths[g.name] * (7 if g.kind == "attn" else 3) for g in groups)
+
+    least, most = 10 + 3 * (7 + 3), 10 + 3 * (4 * 7 + 6 * 3)
+    seen = []
+    for limit in range(least, most + 5):
+        widths = fit(block_map, shapes, params=str(limit))
+        seen.append(n_params(widths))
+        assert seen[-1] <= limit
+        for g in groups:
+            assert 1 <= widths[g.name] <= g.n_blocks
+            larger = widths | {g.name: widths[g.name] + 1}
+            assert widths[g.name] == g.n_blocks or n_params(larger) > limit
+    assert seen == sorted(seen)
+    assert seen[-1] == most
+    for limit in (0, least - 1):
+        with pytest.raises(
+            ValueError, match=rf"impossible: the smallest .* takes {least} parameters"
+        ):
+            fit(block_map, shapes, params=str(limit))
+
+
+def test_the_fit_is_as_even_as_it_can_be():
+    """Equal blocks: widths differ by one at most, and the extra ones are spread over the depth."""
+    block_map, shapes = a_map(8, 12, 12, attn=1, ffn=1)
+    for n_extra in range(16):
+        widths = fit(block_map, shapes, params=str(10 + 16 * 5 + n_extra))
+        assert sorted(widths.values()) == [5] * (16 - n_extra) + [6] * n_extra
+        longer = [layer for layer in range(8) if widths[f"{layer}.attn"] == 6]
+        halves = [sum(layer < 4 for layer in longer), sum(layer >= 4 for layer in longer)]
+        assert abs(halves[0] - halves[1]) <= 1
+        kinds = [sum(widths[f"{layer}.{kind}"] for layer in range(8)) for kind in ("attn", "ffn")]
+        assert abs(kinds[0] - kinds[1]) <= 1
+
+
+def test_shares_stay_together_where_kinds_have_other_counts():
+    """3 attention blocks beside 12 FFN blocks: no kind runs ahead by more than a block of its own."""
+    block_map, shapes = a_map(4, 3, 12, attn=5, ffn=5)
+    for limit in range(60, 330, 7):
+        widths = fit(block_map, shapes, params=str(limit))
+        shares = [widths[g.name] / g.n_blocks for g in block_map.groups]
+        assert max(shares) - min(shares) <= 1 / 3 + 1e-9
+
+
+def test_the_ladder_climbs_from_one_block_to_all():
+    block_map, _ = a_map(2, 3, 12, attn=1, ffn=1)
+    rungs = budget.ladder(block_map)
+    assert set(rungs[0].values()) == {1}
+    assert rungs[-1] == block_map.full_widths()
+    for low, high in itertools.pairwise(rungs):
+        steps = {high[name] - low[name] for name in low}
+        assert steps <= {0, 1}
+        assert 1 in steps
+    assert {"0.attn": 2, "0.ffn": 8, "1.attn": 2, "1.ffn": 8} in rungs
+
+
+def test_latency_climbs_to_the_highest_rung_that_was_measured_to_fit():
+    """A stand-in clock: 1 ms per block, and it must be read seldom."""
+    block_map, shapes = a_map(4, 12, 12, attn=1, ffn=1)
+    read = []
+
+    def clock(widths) -> float:
+        read.append(widths)
+        return float(sum(widths.values()))
+
+    def fits(text: str):
+        read.clear()
+        found = budget.fit(block_map, shapes, budget.parse(latency=text), "float32", clock)
+        assert len(read) <= 5
+        return [widths["0.attn"] for widths in found]
+
+    assert fits("40ms") == [5, 4, 3, 2, 1]
+    assert fits("39.9ms") == [4, 3, 2, 1]
+    assert fits("8ms") == [1]
+    assert fits("1s")[0] == 12
+    with pytest.raises(ValueError, match=r"--latency 7ms is impossible: .* takes 8.00 ms"):
+        fits("7ms")
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_bytes_are_those_of_the_file(tmp_path, name):
+    """Lengths of numbers and padding in the header, over random shapes."""
+    rng, dtype = random.Random(0), getattr(torch, name)
+    for i in range(40):
+        shapes = {
+            f"{'x' * rng.randrange(1, 20)}.{j}": tuple(
+                rng.choices(range(1, 40), k=rng.randrange(3))
+            )
+            for j in range(rng.randrange(1, 12))
+        }
+        file = tmp_path / f"{i}.safetensors"
+        tensors = {key: torch.zeros(shape, dtype=dtype) for key, shape in shapes.items()}
+        save_file(tensors, file, {"format": "pt"})
+        assert budget.weights_bytes(shapes, name) == os.stat(file).st_size
+
+
+# ---------------------------------------------------------------- written tickets
+
+
+def one_more(opened: parent.Parent, widths: dict[str, int]):
+    """All ways to keep one block more."""
+    for g in opened.block_map.groups:
+        if widths[g.name] < g.n_blocks:
+            yield widths | {g.name: widths[g.name] + 1}
+
+
+def blocks_of(note) -> dict[str, int]:
+    return {name: len(kept) for name, kept in note["blueprint"].items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "kind", "dtype"),
+    [
+        ("gpt2", 0.1, "params", "float32"),
+        ("gpt2", 0.8, "size", "float32"),
+        ("gpt2", 0.47, "size", "bfloat16"),
+        ("llama-gqa", 0.47, "params", "float32"),
+        ("llama-gqa", 0.1, "size", "float32"),
+        ("qwen3", 0.8, "params", "float32"),
+        ("qwen3", 0.47, "size", "float16"),
+    ],
+)
+def test_a_budget_is_met_to_the_last_block(home, tmp_path, name, share, kind, dtype):
+    """The files say: within the budget; a ticket with any further block, written too, is over it."""
+    opened = open_(home, name)
+    measure = 0 if kind == "params" else 1
+
+    def written(widths: dict[str, int]) -> int:
+        blueprint = generator.for_deployment(opened.block_map, widths, seed=1)
+        deploy.save_ticket(opened, blueprint, tmp_path / "t", dtype=getattr(torch, dtype))
+        return recount(tmp_path / "t")[measure]
+
+    least = written(dict.fromkeys(opened.block_map.full_widths(), 1))
+    most = written(opened.block_map.full_widths())
+    limit = int(least + share * (most - least))
+    opened, note = ask(home, tmp_path / "a", name, dtype=dtype, **{kind: str(limit)})
+    counted = recount(tmp_path / "a")
+    assert counted[measure] <= limit
+    assert (note["n_params"], note["bytes"]) == counted
+    assert note["budget"] == {
+        "kind": kind,
+        "asked": str(limit),
+        "limit": limit,
+        "spent": counted[measure],
+    }
+    assert all(written(larger) > limit for larger in one_more(opened, blocks_of(note)))
+    assert len(set(blocks_of(note).values())) > 1  # spent unevenly
+
+    opened, note = ask(home, tmp_path / "b", name, dtype=dtype, **{kind: str(counted[measure])})
+    assert recount(tmp_path / "b") == counted  # what was spent buys the same again
+    unit = "parameters" if kind == "params" else "bytes"
+    with pytest.raises(ValueError, match=rf"impossible: .* takes {least:,} {unit}"):
+        ask(home, tmp_path / "c", name, dtype=dtype, **{kind: str(least - 1)})
+    ask(home, tmp_path / "c", name, dtype=dtype, **{kind: str(least)})
+    assert recount(tmp_path / "c")[measure] == least
+
+
+def test_more_than_enough_is_the_whole_parent(home, tmp_path, monkeypatch, capsys):
+    model = tiny_model("llama")
+    ids = torch.arange(12)[None]
+    for i, what in enumerate(({"params": "1B"}, {"size": "1GB"}, {"latency": "100s"})):
+        opened, note = ask(home, tmp_path / str(i), "llama", **what)
+        assert note["whole"]
+        assert blocks_of(note) == opened.block_map.full_widths()
+        assert far(logits(deploy.load_ticket(tmp_path / str(i)), ids), logits(model, ids)) < 1e-5
+    monkeypatch.chdir(tmp_path)
+    args = (
+        "extract",
+        str(home / "llama"),
+        "-o",
+        "whole",
+        "--params",
+        "1B",
+        "--device",
+        "cpu",
+        *FIXED,
+    )
+    code, out, err = in_process(monkeypatch, capsys, *args)
+    assert (code, err) == (0, "")
+    assert "the whole parent" in out
+
+
+def test_latency_is_met_by_the_ticket_itself(home, tmp_path):
+    """The number in the proof was measured on the ticket and lies within the budget."""
+    opened = open_(home, "gpt2")
+    slow = speed.measure(deploy.extract(opened, opened.block_map.full())).decode_ms
+    _, note = ask(home, tmp_path / "t", "gpt2", latency=f"{50 * slow:.3f}ms")
+    assert note["budget"]["spent"] == note["speed"]["decode_ms"] <= note["budget"]["limit"]
+    with pytest.raises(ValueError, match=r"--latency 1us is impossible: .* takes \d+\.\d\d ms"):
+        ask(home, tmp_path / "u", "gpt2", latency="1us")
+    assert not (tmp_path / "u").exists()
+
+
+def test_a_ticket_over_the_latency_gives_way_to_a_smaller_one(home, tmp_path, monkeypatch):
+    """A clock of our own: 1 ms between readings, and 3 ms while the finished ticket is timed."""
+    readings, slow = [0.0], range(0)
+
+    def clock() -> float:
+        readings.append(readings[-1] + (0.003 if len(readings) in slow else 0.001))
+        return readings[-1]
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    _, note = ask(home, tmp_path / "t", latency="2ms")
+    assert note["whole"]
+    n_readings = len(readings)
+    per_measurement = (
+        2 * 4 * (1 + note["speed"]["n_steps"])
+    )  # begin and end, 4 runs, prompt and steps
+    readings, slow = [0.0], range(n_readings - per_measurement, n_readings)
+    opened, note = ask(home, tmp_path / "t", latency="2ms")
+    assert blocks_of(note) == budget.ladder(opened.block_map)[-2]
+    assert note["speed"]["decode_ms"] == note["budget"]["spent"] == pytest.approx(1)
+    readings, slow = [0.0], range(n_readings - per_measurement, 10**6)
+    with pytest.raises(ValueError, match=r"impossible: the smallest ticket .* takes 3.00 ms"):
+        ask(home, tmp_path / "u", latency="2ms")
+    assert not (tmp_path / "u").exists()
+
+
+@pytest.mark.parametrize("name", list(TABLE))
+def test_speed_of_every_family(name):
+    """The clock runs prompt and cache of each model, within its positions."""
+    took = speed.measure(tiny_model(name), n_repeats=1)
+    assert took.decode_ms > 0
+    assert took.prefill_ms > 0
+    assert took.n_prompt + took.n_steps <= tiny_model(name).config.max_position_embeddings
+    assert (took.device, took.n_threads) == ("cpu", torch.get_num_threads())
+
+
+# ---------------------------------------------------------------- ratios
+
+
+def test_a_ratio_may_name_layers(home):
+    block_map = open_(home, "gpt2").block_map  # 3 layers, 4 heads, 6 FFN blocks
+    widths = widths_of_ratio(block_map, "attn=2/4, ffn=1/6, ffn.0=1, attn.2=0.25")
+    assert list(widths.values()) == [2, 6, 2, 1, 1, 1]
+    alone = widths_of_ratio(block_map, ",".join(f"attn.{i}={i + 1}/4,ffn.{i}=1" for i in range(3)))
+    assert list(alone.values()) == [1, 6, 2, 6, 3, 6]
+    for bad, match in {
+        "attn=1/2,ffn=1/2,ffn.3=1": "'ffn.3' names nothing",
+        "attn=1/2,ffn=1/2,ffn.0=1/5": "no whole number of ffn blocks",
+        "attn=1/2,ffn.0=1/2": "nothing about ffn of layer 1",
+        "attn=1/2,ffn=1/2,heads=1": "'heads' names nothing",
+        "0=1/2": "'0' names nothing",
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            widths_of_ratio(block_map, bad)
+
+
+def test_a_ratio_by_layer_is_what_is_written(home, tmp_path):
+    _, note = ask(home, tmp_path / "t", ratio="attn=2/4,ffn=3/6,ffn.1=1")
+    assert list(blocks_of(note).values()) == [2, 3, 2, 6, 2, 3]
+    assert note["budget"] == {"kind": "ratio", "asked": "attn=2/4,ffn=3/6,ffn.1=1"}
+    weights = load_file(tmp_path / "t/model.safetensors")
+    inner = [weights[f"transformer.h.{i}.mlp.c_fc.weight"].shape[1] for i in range(3)]
+    assert inner == [24, 48, 24]
+
+
+# ---------------------------------------------------------------- picks
+
+
+def test_random_follows_the_seed(home, tmp_path):
+    drawn = {}
+    for key, seed in (("a", 3), ("b", 3), ("c", 4)):
+        opened, note = ask(home, tmp_path / key, ratio="1/2", seed=seed)
+        drawn[key] = note["blueprint"]
+        assert note["pick"] == {"how": "random", "seed": seed}
+    want = generator.for_deployment(
+        opened.block_map, widths_of_ratio(opened.block_map, "1/2"), seed=3
+    )
+    assert drawn["a"] == drawn["b"] == {name: list(kept) for name, kept in want.items()}
+    assert drawn["c"] != drawn["a"]
+
+
+def test_best_of_n_is_the_best_of_n(home, tmp_path):
+    """Each draw is extracted on its own and scored with a loop over stock forward passes."""
+    _, note = ask(
+        home, tmp_path / "t", ratio="1/2", pick="best-of:5", seed=2, data="text", tokens=400
+    )
+    opened = open_(home, "gpt2")
+    widths, found = widths_of_ratio(opened.block_map, "1/2"), []
+    text = open_tokens_by_hand(home / "text")
+    for draw in range(5):
+        blueprint = generator.for_deployment(opened.block_map, widths, seed=2, draw=draw)
+        found.append(
+            (ppl_by_hand(deploy.extract(opened, blueprint), text[: 400 // 16 * 16]), blueprint)
+        )
+    best = min(found, key=lambda pair: pair[0])
+    assert note["pick"]["perplexities"] == pytest.approx([ppl for ppl, _ in found], rel=1e-4)
+    assert note["blueprint"] == {name: list(kept) for name, kept in best[1].items()}
+    assert note["perplexity"]["ticket"] == pytest.approx(best[0], rel=1e-4)
+    assert len({round(ppl, 3) for ppl, _ in found}) == 5
+
+
+def open_tokens_by_hand(stem: Path) -> list[int]:
+    raw = Path(f"{stem}.bin").read_bytes()
+    return [int.from_bytes(raw[i : i + 2], "little") for i in range(0, len(raw), 2)]
+
+
+@torch.no_grad()
+def ppl_by_hand(model, text: list[int]) -> float:
+    losses = []
+    for start in range(0, len(text) - SEQ_LEN + 1, SEQ_LEN):
+        ids = torch.tensor([text[start : start + SEQ_LEN]])
+        logp = model(input_ids=ids).logits[0].log_softmax(-1)
+        losses += [-float(logp[t, ids[0, t + 1]]) for t in range(SEQ_LEN - 1)]
+    return math.exp(sum(losses) / len(losses))
+
+
+@pytest.mark.parametrize("method", ["fisher", "mask-fisher", "taylor", "magnitude", "random"])
+def test_importance_keeps_the_highest_scores(home, tmp_path, method):
+    needs = method in ("fisher", "mask-fisher", "taylor")
+    pick = "importance" if method == "fisher" else f"importance:{method}"
+    opened, note = ask(home, tmp_path / "t", ratio="1/2", pick=pick, seed=1, tokens=64,
+                       data="text" if needs else None)  # fmt: skip
+    ids = picks.calibrate(opened, str(home / "text"), 64, 1).ids
+    assert ids.shape == (4, SEQ_LEN)
+    scores = importance.score(opened, method, ids, 1)
+    for name, kept in note["blueprint"].items():
+        dropped = set(range(len(scores[name]))) - set(kept)
+        assert min(scores[name][b] for b in kept) > max(scores[name][b] for b in dropped)
+    based_on = {"data": str(home / "text"), "n_sequences": 4, "seq_len": SEQ_LEN} if needs else {}
+    assert note["pick"] == {"how": pick, "seed": 1, "method": method, **based_on}
+
+
+def test_calibration_takes_windows_of_the_training_text(home, tmp_path):
+    train, valid = (open_tokens_by_hand(home / stem) for stem in ("text", "other"))
+
+    def windows(text: list[int]) -> set[tuple[int, ...]]:
+        return {tuple(text[i : i + SEQ_LEN]) for i in range(0, len(text), SEQ_LEN)}
+
+    stems = (f"data.train={home / 'text'}", f"data.valid={home / 'other'}")
+    both = open_(home, "gpt2", *stems)
+    taken = picks.calibrate(both, None, 800, 0)
+    assert len({tuple(row) for row in taken.ids.tolist()}) == 50
+    assert {tuple(row) for row in taken.ids.tolist()} <= windows(train)
+    assert torch.equal(picks.calibrate(both, str(home / "other"), 800, 0).ids, taken.ids)
+    assert not torch.equal(picks.calibrate(both, None, 800, 1).ids, taken.ids)
+    gone = open_(home, "gpt2", f"data.train={tmp_path / 'gone'}", stems[1])
+    taken = picks.calibrate(gone, None, 0, 0)
+    assert {tuple(row) for row in taken.ids.tolist()} <= windows(valid)
+    assert len(taken.ids) == 2000 // SEQ_LEN  # fewer than the most there may be
+    assert picks.calibrate(open_(home, "gpt2"), str(home / "text"), 0, 0).stem == str(home / "text")
+
+
+# ---------------------------------------------------------------- the proof
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+def test_the_proof_is_true(home, tmp_path, name):
+    _, note = ask(home, tmp_path / "t", name, params="20k", data="text", tokens=480)
+    ticket = deploy.load_ticket(tmp_path / "t")
+    text = open_tokens_by_hand(home / "text")[:480]
+    assert note["perplexity"]["ticket"] == pytest.approx(ppl_by_hand(ticket, text), rel=1e-4)
+    assert note["perplexity"]["parent"] == pytest.approx(
+        ppl_by_hand(tiny_model(name), text), rel=1e-4
+    )
+    assert note["perplexity"]["n_tokens"] == 480
+    assert note["perplexity"]["data"] == str(home / "text")
+    assert note["parent"] == {
+        "source": str(home / name), "n_params": sum(p.numel() for p in tiny_model(name).parameters())
+    }  # fmt: skip
+    assert 0 < note["max_logit_difference"] < 1e-5
+    assert not note["whole"]
+    assert note["speed"]["decode_ms"] > 0
+    assert note["speed"]["prefill_ms"] > 0
+    assert {"command", "git", "versions", "device"} <= set(note)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_no_tokens_no_perplexity(home, tmp_path, capsys):
+    _, note = ask(home, tmp_path / "t", ratio="1/2")
+    assert "perplexity" not in note
+    assert "no perplexity: " in capsys.readouterr().out
+    ask(home, tmp_path / "u", ratio="1/2", overrides=(f"data.valid={tmp_path / 'gone'}",))
+    assert "no token file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_half_precision(home, tmp_path, name, dtype):
+    """Half the bytes; the rounded weights and nothing else differ."""
+    ratio = "1/2" if name == "gpt2" else "attn=2/3,ffn=1/2"
+    opened, note = ask(
+        home, tmp_path / "t", name, ratio=ratio, dtype=dtype, data="text", tokens=160
+    )
+    saved = load_file(tmp_path / "t/model.safetensors")
+    blueprint = {key: tuple(kept) for key, kept in note["blueprint"].items()}
+    exact = huggingface.state(deploy.extract(opened, blueprint))
+    assert saved.keys() == exact.keys()
+    for key, value in saved.items():
+        assert value.dtype == getattr(torch, dtype)
+        assert torch.equal(value, exact[key].detach().to(value.dtype))
+    assert note["dtype"] == json.loads((tmp_path / "t/config.json").read_text())["dtype"] == dtype
+    assert note["bytes"] == os.stat(tmp_path / "t/model.safetensors").st_size
+    text = Text(open_tokens(str(home / "text")), SEQ_LEN, 160)
+    full = perplexity(deploy.extract(opened, blueprint), text)
+    assert note["perplexity"]["ticket"] == pytest.approx(full, rel=0.05)
+    assert note["perplexity"]["ticket"] != full
+
+
+def test_a_wrong_cut_is_not_written(home, tmp_path):
+    """A map that takes q, k and v for one section cuts other columns than the mask hides."""
+    good = open_(home, "gpt2")
+
+    def wrong(group: BlockGroup) -> BlockGroup:
+        parts = (
+            replace(p, sections=1, chunk=p.chunk * 3) if p.sections == 3 else p for p in group.parts
+        )
+        return replace(group, parts=tuple(parts))
+
+    odd = BlockMap(tuple(wrong(group) for group in good.block_map.groups))
+    odd.check(huggingface.shapes(good.template))  # the sizes are fine
+    bad = replace(
+        good,
+        block_map=odd,
+        central=replace(good.central, runs=runs(good.central.layout, odd, torch.device("cpu"))),
+    )
+    how = Budget("ratio", "1/2"), picks.parse("random")
+    with pytest.raises(
+        FloatingPointError, match=r"differ from the masked parent's by .* nothing was written"
+    ):
+        extract.write(bad, tmp_path / "t", *how, quiet=True)
+    good.central.weights[0] = math.nan
+    with pytest.raises(FloatingPointError, match="by nan"):
+        extract.write(good, tmp_path / "t", *how, quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_large_logits_round_more(home, tmp_path):
+    """The check is relative to the logits: it passes their rounding and still sees a wrong block."""
+    big = open_(home, "llama")  # its head is its own
+    views = big.central.layout.views(big.central.weights)
+    views["lm_head.weight"].mul_(100_000)
+    how = Budget("ratio", "1/2"), picks.parse("random")
+    proof = extract.write(big, tmp_path / "t", *how, quiet=True)
+    blueprint = json.loads((tmp_path / "t/ticket.json").read_text())["blueprint"]
+    name, kept = next(iter(blueprint.items()))
+    n_blocks = big.block_map[name].n_blocks
+    moved = {**blueprint, name: sorted({*range(n_blocks)} - {*kept})[: len(kept)]}
+    moved = {key: tuple(value) for key, value in moved.items()}
+    blueprint = {key: tuple(value) for key, value in blueprint.items()}
+    with pytest.raises(FloatingPointError, match="nothing was written"):
+        extract.logit_difference(big, blueprint, deploy.extract(big, moved))
+    assert proof["max_logit_difference"] > 1e-3  # rounding alone
+
+
+# ---------------------------------------------------------------- folders and disks
+
+
+def test_only_tickets_are_replaced(home, tmp_path):
+    ask(home, tmp_path / "t", ratio="1/2", seed=1)
+    (tmp_path / "t/stale.bin").write_text("of the old ticket")
+    _, note = ask(home, tmp_path / "t", ratio="1/2", seed=2)
+    assert note["pick"]["seed"] == 2
+    assert not (tmp_path / "t/stale.bin").exists()
+    (tmp_path / "empty").mkdir()
+    ask(home, tmp_path / "empty", ratio="1/2")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/thesis.tex").write_text("precious")
+    (tmp_path / "file").write_text("precious")
+    before = snapshot(tmp_path)
+    for name in ("work", "file"):
+        with pytest.raises(ValueError, match=rf"--out .*{name} exists and is no ticket"):
+            ask(home, tmp_path / name, ratio="1/2")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_blueprint_that_does_not_fit(home, tmp_path):
+    opened, other = open_(home, "gpt2"), open_(home, "llama-gqa")
+    for blueprint in (
+        other.block_map.full(),
+        opened.block_map.full() | {"transformer.h.0.attn": (0, 4)},
+    ):
+        with pytest.raises(ValueError, match="blueprint"):
+            deploy.save_ticket(opened, blueprint, tmp_path / "t")
+    assert not list(tmp_path.iterdir())
+
+
+FULL_DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+import twistlm.tickets.extract  # what it imports may be compiled and cached first
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+from twistlm import cli
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_disk_that_takes_no_more(home, tmp_path, earlier):
+    """The system refuses to write on: one sentence, nothing half-written, an earlier ticket stays."""
+    if earlier:
+        ask(home, tmp_path / "t", ratio="1/2")
+    before = snapshot(tmp_path)
+    args = [
+        "extract",
+        str(home / "gpt2"),
+        "-o",
+        "t",
+        "--ratio",
+        "1/2",
+        "--device",
+        "cpu",
+        *FIXED,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, *args], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "File too large" in done.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_a_real_full_disk(home, tmp_path):
+    """A file system of 48 KiB, where the machine lets a test mount one."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(small)], capture_output=True
+        ).returncode
+    ):
+        pytest.skip("no permission to mount")
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            ask(home, small / "t", ratio="1/2")
+        assert not list(small.iterdir())
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command(home, tmp_path):
+    """As a process: a table on stdout, a ticket that loads, the command line beside its numbers."""
+    args = (
+        "extract", str(home / "gpt2"), "-o", "deep/t", "--params", "22,000", "--pick", "best-of:2",
+        "--data", str(home / "text"), "--tokens", "160", "--device", "cpu", "--seed", "5",
+        *FIXED,
+    )  # fmt: skip
+    code, out, err = as_process(*args, cwd=tmp_path)
+    assert (code, err) == (0, "")
+    note = json.loads((tmp_path / "deep/t/ticket.json").read_text())
+    assert recount(tmp_path / "deep/t")[0] == note["n_params"] <= 22_000
+    for part in ("--params 22,000", f"{note['n_params']:,}", f"{note['bytes']:,}", "ms per decoded token",
+                 f"{note['perplexity']['ticket']:.2f}", f"{note['perplexity']['parent']:.2f}", "deep/t"):  # fmt: skip
+        assert part in out
+    assert note["command"].startswith("twistlm extract ")
+    assert "--seed 5" in note["command"]
+    deploy.load_ticket(tmp_path / "deep/t")

@@ -1,0 +1,120 @@
+"""`generate` writes what Hugging Face's own generate writes, piece by piece, from any kind of folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from families_table import build
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from twistlm import cli
+from twistlm import config as configs
+from twistlm.data.builtin import train_bpe
+from twistlm.model import generator
+from twistlm.tickets import deploy, runnable
+from twistlm.tickets import parent as parents
+from twistlm.tickets.generate import write
+from twistlm.training import checkpoint
+
+VOCAB = 300
+PROMPT = "the café – naïve words"  # bytes that need more than one token
+CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """One model as a Hugging Face folder, a run with a checkpoint, and a ticket; one without words."""
+    folder = tmp_path_factory.mktemp("home")
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 80, "n_inner": 48}
+    none = {"bos_token_id": None, "eos_token_id": None}
+    model = build("gpt2", {"vocab_size": VOCAB, **sizes, **none})
+    for name in ("model", "mute"):
+        model.save_pretrained(folder / name)
+    train_bpe([PROMPT] * 4, VOCAB).save(str(folder / "model/tokenizer.json"))
+    parent = parents.open_(folder / "model", "cpu", CUT)
+    checkpoint.save(
+        folder / "run/checkpoints", parent.central, configs.Config(), parent.template, parent.tokenizer, 1
+    )  # fmt: skip
+    widths = {group.name: 3 for group in parent.block_map.groups}
+    blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
+    deploy.save_ticket(parent, blueprint, folder / "ticket")
+    return folder
+
+
+def pieces(source: Path, **options) -> tuple[list[str], list[int]]:
+    found: list[str] = []
+    ids = write(runnable.open_(source, "cpu"), PROMPT, emit=found.append, **options)
+    return found, ids
+
+
+@pytest.mark.parametrize("kind", ["model", "run", "ticket"])
+def test_greedy_text_is_that_of_hugging_face(home, kind):
+    tok = PreTrainedTokenizerFast(tokenizer_file=str(home / "model/tokenizer.json"))
+    prompt = torch.tensor([tok(PROMPT)["input_ids"]])
+    if kind == "ticket":
+        model = deploy.load_ticket(home / "ticket")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(home / "model")
+    want = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False, pad_token_id=0
+    )[0]  # fmt: skip
+    found, ids = pieces(home / kind, max_new_tokens=30)
+    assert ids == want.tolist()
+    assert "".join(found).startswith(PROMPT)
+    # what has no complete bytes yet at the end is held back
+    assert tok.decode(want, clean_up_tokenization_spaces=False).startswith("".join(found))
+    assert len(found) > 5  # it streams
+
+
+def test_a_ticket_is_another_model(home):
+    assert pieces(home / "ticket", max_new_tokens=30) != pieces(home / "model", max_new_tokens=30)
+
+
+def test_draws_follow_from_the_seed(home):
+    draws = {seed: pieces(home / "model", temperature=1.5, seed=seed)[1] for seed in (0, 1)}
+    assert draws[0] != draws[1]
+    assert pieces(home / "model", temperature=1.5, seed=0)[1] == draws[0]
+    greedy = pieces(home / "model")[1]
+    assert pieces(home / "model", top_k=1)[1] == greedy  # the likeliest of one
+    assert pieces(home / "model", temperature=1e-3)[1] == greedy
+    assert draws[0] != greedy
+
+
+def test_by_default_it_writes_what_fits(home):
+    assert len(pieces(home / "model")[1]) == 80
+
+
+def test_it_stops_at_the_end_of_text(home, tmp_path):
+    ids = pieces(home / "model")[1]
+    n_prompt = len(runnable.open_(home / "model", "cpu").tokenizer().encode(PROMPT).ids)
+    model = AutoModelForCausalLM.from_pretrained(home / "model")
+    model.generation_config.eos_token_id = ids[n_prompt + 3]
+    model.save_pretrained(tmp_path)
+    shutil.copyfile(home / "model/tokenizer.json", tmp_path / "tokenizer.json")
+    first = ids.index(ids[n_prompt + 3], n_prompt)
+    assert pieces(tmp_path)[1] == ids[: first + 1]
+
+
+def test_an_authors_sampling_defaults_do_not_change_greedy(home, tmp_path):
+    """A hub model may ship do_sample and penalties; greedy means greedy."""
+    model = AutoModelForCausalLM.from_pretrained(home / "model")
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=9.0)
+    model.save_pretrained(tmp_path)
+    shutil.copyfile(home / "model/tokenizer.json", tmp_path / "tokenizer.json")
+    assert pieces(tmp_path)[1] == pieces(home / "model")[1]
+
+
+def test_without_a_tokenizer(home):
+    with pytest.raises(ValueError, match=r"mute can read no text: .*tokenizer\.json"):
+        pieces(home / "mute")
+
+
+def test_the_command_prints_the_text_and_nothing_else(home):
+    args = ["generate", str(home / "ticket"), "--prompt", PROMPT, "--max-new-tokens", "20"]
+    done = CliRunner().invoke(cli.app, args)
+    assert done.exit_code == 0
+    assert done.stdout == "".join(pieces(home / "ticket", max_new_tokens=20)[0]) + "\n"

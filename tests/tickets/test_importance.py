@@ -1,0 +1,278 @@
+"""Block scores against loops by hand, closed forms and finite differences, for every family."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families_table import TABLE, tiny_model, ways
+from test_families import CPU, N_FFN, as_parent, case, cut_by_hand, tokens
+from torch import Tensor
+
+from twistlm.compute.loss import next_token_loss
+from twistlm.model import central, families, huggingface
+from twistlm.model.subnet import build
+from twistlm.tickets import importance
+from twistlm.tickets.parent import Parent
+from twistlm.training.dispatcher import cut
+
+IDS = tokens(3, 7, seed=5)
+every_way = pytest.mark.parametrize("key", list(ways()), ids="/".join)
+
+
+@cache
+def parent64(name: str, attn_by: str) -> Parent:
+    """A parent in float64 that cuts all layers."""
+    model = tiny_model(name).double()
+    block_map = families.block_map(model, "both", attn_by).coarsen("ffn", N_FFN)
+    whole = central.create(
+        huggingface.state(model),
+        huggingface.shapes(model),
+        block_map,
+        carry=False,
+        outer=False,
+        device=CPU,
+    )
+    return as_parent(model, block_map, whole, "sqrt")
+
+
+def score(parent: Parent, method: str, ids: Tensor | None = IDS, seed: int = 0):
+    return importance.score(parent, method, ids, seed)
+
+
+def loss_of(model, ids: Tensor) -> Tensor:
+    """By the definition, with no help from the package."""
+    logp = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+    picked = [logp[i, t, ids[i, t + 1]] for i in range(len(ids)) for t in range(ids.shape[1] - 1)]
+    return -sum(picked) / len(picked)
+
+
+def positions_by_hand(parent: Parent, name: str, attn_by: str, layer: int, kind: str, block: int):
+    """Parameter -> (dimension, positions) of one block, counted head by head."""
+    row = TABLE[name]
+    params = dict(parent.template.named_parameters())
+    cuts = cut_by_hand(row, attn_by, kind, (block,))
+    prefix = f"{row.layers}.{layer}"
+    return {f"{prefix}.{n}": w for n, w in cuts.items() if f"{prefix}.{n}" in params}
+
+
+def block_rows(parent: Parent, name: str, attn_by: str):
+    """(group, block, {parameter: (dim, positions)}) over the whole model."""
+    for group in parent.block_map.groups:
+        for block in range(group.n_blocks):
+            yield (
+                group, block,
+                positions_by_hand(parent, name, attn_by, group.layer, group.kind, block),
+            )  # fmt: skip
+
+
+@every_way
+def test_fisher_is_the_mean_of_squared_example_gradients(key):
+    parent = parent64(*key)
+    model = copy.deepcopy(parent.template)
+    want = {g.name: torch.zeros(g.n_blocks, dtype=torch.float64) for g in parent.block_map.groups}
+    for example in IDS:
+        model.zero_grad()
+        loss_of(model, example[None]).backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        for group, block, rows in block_rows(parent, *key):
+            assert rows
+            for name, (dim, at) in rows.items():
+                squares = grads[name].index_select(dim, torch.tensor(at)).square()
+                want[group.name][block] += squares.sum() / len(IDS)
+    got = score(parent, "fisher")
+    assert list(got) == list(want)
+    for name in want:
+        assert want[name].min() > 0
+        torch.testing.assert_close(got[name], want[name], rtol=1e-9, atol=0)
+    batched = score(parent, "fisher", IDS[:1].repeat(3, 1))  # equal examples: the mean is one
+    torch.testing.assert_close(batched, score(parent, "fisher", IDS[:1]), rtol=1e-9, atol=0)
+
+
+@every_way
+def test_mask_gradient_is_the_output_rows_times_their_gradient(key):
+    """dl/dm_b = <C_b, dl/dC_b>, C_b found by hand in the stock model."""
+    parent = parent64(*key)
+    row, model = TABLE[key[0]], copy.deepcopy(parent.template)
+    slopes = list(importance.mask_slopes(parent, IDS))
+    for example, slope in zip(IDS, slopes, strict=True):
+        model.zero_grad()
+        loss_of(model, example[None]).backward()
+        params = dict(model.named_parameters())
+        for group, block, rows in block_rows(parent, *key):
+            out = row.attn_out if group.kind == "attn" else row.ffn_out
+            name = f"{row.layers}.{group.layer}.{out}.weight"
+            dim, at = rows[name]
+            pick = torch.tensor(at)
+            product = params[name] * params[name].grad
+            want = product.index_select(dim, pick).sum().detach()
+            got = slope[group.name].sum(0)[block]
+            torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-12)
+    fisher, taylor = score(parent, "mask-fisher"), score(parent, "taylor")
+    for group in parent.block_map.groups:
+        for block in range(group.n_blocks):
+            mine = [slope[group.name][:, block].tolist() for slope in slopes]
+            squares = [sum(per_token) ** 2 for per_token in mine]
+            sizes = [abs(x) for per_token in mine for x in per_token]
+            assert float(fisher[group.name][block]) == pytest.approx(sum(squares) / len(squares))
+            assert float(taylor[group.name][block]) == pytest.approx(sum(sizes) / len(sizes))
+
+
+@pytest.mark.parametrize("key", list(ways("gpt2", "opt", "llama-gqa", "qwen3")), ids="/".join)
+def test_finite_differences_in_the_mask(key):
+    """A hand-made hook scales one block's inputs of the output projection by 1 +- h, at one token or all."""
+    parent = parent64(*key)
+    # RMS norms round to float32 inside: there the step must be large enough to be seen
+    h, tolerance = (1e-5, 1e-5) if key[0] in ("gpt2", "opt") else (1e-2, 1e-2)
+    row, model, ids = TABLE[key[0]], copy.deepcopy(parent.template), IDS[:1]
+    (slope,) = importance.mask_slopes(parent, ids)
+    for group, block, rows in block_rows(parent, *key):
+        if group.layer != 1:
+            continue
+        out = f"{row.layers}.1.{row.attn_out if group.kind == 'attn' else row.ffn_out}"
+        at = torch.tensor(rows[f"{out}.weight"][1])
+        for token in (None, 2):
+
+            def loss(m: float, at=at, token=token, out=out) -> float:
+                def scale(module, args):
+                    x = args[0].clone()
+                    flat = x.view(-1, x.shape[-1])  # batch 1: one row per token
+                    rows = torch.arange(len(flat)) if token is None else torch.tensor([token])
+                    flat[rows[:, None], at] *= m
+                    return (x,)
+
+                handle = model.get_submodule(out).register_forward_pre_hook(scale)
+                with torch.no_grad():
+                    value = float(loss_of(model, ids))
+                handle.remove()
+                return value
+
+            want = (loss(1 + h) - loss(1 - h)) / (2 * h)
+            values = slope[group.name][:, block]
+            got = float(values.sum() if token is None else values[token])
+            assert got == pytest.approx(want, rel=tolerance, abs=1e-4 * tolerance)
+
+
+def test_the_last_token_predicts_nothing():
+    """Causality: what blocks make of the last token reaches no loss, of any other token it does."""
+    (slope,) = importance.mask_slopes(parent64("gpt2", "head"), IDS[:1])
+    for values in slope.values():
+        assert (values[-1] == 0).all()
+        assert (values[:-1] != 0).all()
+
+
+@pytest.mark.parametrize("key", list(ways("gpt2", "opt", "llama-gqa", "qwen3")), ids="/".join)
+def test_masking_a_block_is_removing_it(key):
+    """The loss with m_b = 0 is that of the physically narrower model (no scale)."""
+    parent = parent64(*key)
+    layout, weights = parent.central.layout, parent.central.weights
+    masked = build(parent.template, parent.block_map, layout, weights, masked=True)
+    full = float(next_token_loss(masked.model, IDS))
+    for group in parent.block_map.groups:
+        if group.layer != 1:
+            continue
+        for block in range(group.n_blocks):
+            blueprint = parent.block_map.full()
+            blueprint[group.name] = tuple(b for b in range(group.n_blocks) if b != block)
+            masked.mask_(blueprint)
+            where = layout.narrowed(parent.block_map, parent.block_map.widths(blueprint))
+            narrow = cut(parent.central, blueprint, rows=1)[0]
+            removed = build(parent.template, parent.block_map, where, narrow)
+            zero, gone = (float(next_token_loss(s.model, IDS)) for s in (masked, removed))
+            assert zero == pytest.approx(gone, rel=1e-12 if key[0] in ("gpt2", "opt") else 1e-6)
+            assert abs(zero - full) > 1e-4
+
+
+@every_way
+def test_magnitude_is_the_norm_of_the_weights(key):
+    parent = parent64(*key)
+    params = dict(parent.template.named_parameters())
+    got = score(parent, "magnitude", None)
+    for group, block, rows in block_rows(parent, *key):
+        pieces = [
+            params[name].detach().index_select(dim, torch.tensor(at)).flatten()
+            for name, (dim, at) in rows.items()
+        ]
+        assert float(got[group.name][block]) == pytest.approx(float(torch.cat(pieces).norm()))
+
+
+def test_random_scores_follow_the_seed():
+    parent = parent64("gpt2", "head")
+    one, again, other = (score(parent, "random", None, seed) for seed in (1, 1, 2))
+    name = parent.block_map.groups[0].name
+    assert torch.equal(one[name], again[name])
+    assert not torch.equal(one[name], other[name])
+
+
+@pytest.mark.parametrize("method", importance.METHODS)
+def test_a_score_leaves_the_parent_alone(method):
+    """One contract over the table: names, shapes, finite numbers, same again, weights untouched."""
+    parent = case(("llama-gqa", "group", "both")).parent()
+    before, ticks = parent.central.weights.clone(), []
+    scores = importance.score(parent, method, IDS, 3, lambda: ticks.append(1))
+    assert list(scores) == [group.name for group in parent.block_map.groups]
+    for group in parent.block_map.groups:
+        assert scores[group.name].shape == (group.n_blocks,)
+        assert scores[group.name].isfinite().all()
+        assert (scores[group.name] > 0).all()
+    again = importance.score(parent, method, IDS, 3)
+    assert all(torch.equal(scores[name], again[name]) for name in scores)
+    assert torch.equal(parent.central.weights, before)
+    assert all(param.grad is None for param in parent.template.parameters())
+    assert len(ticks) == (len(IDS) if method in importance.NEEDS_TEXT else 0)
+    blueprint = importance.keep_best(parent.block_map, scores, dict.fromkeys(scores, 2))
+    parent.block_map.check_blueprint(blueprint)
+
+
+def test_a_dead_block_is_the_first_to_go():
+    """A block that writes nothing has no slope; one whose weights are all zero has no magnitude."""
+    parent = parent64("gpt2", "head")
+    weights = parent.central.weights.clone()
+    views = parent.central.layout.views(parent.central.weights)
+    group = parent.block_map["transformer.h.1.attn"]
+    dead = 2
+    try:
+        with torch.no_grad():
+            dh = TABLE["gpt2"].head_dim
+            for part in group.parts:
+                rows = views[part.param].movedim(part.dim, 0)
+                for section in range(part.sections):
+                    first = (section * group.n_blocks + dead) * dh
+                    rows[first : first + dh] = 0
+        for method in ("fisher", "mask-fisher", "taylor", "magnitude"):
+            scores = score(parent, method)
+            assert scores[group.name].argmin() == dead
+            widths = parent.block_map.full_widths() | {group.name: 3}
+            kept = importance.keep_best(parent.block_map, scores, widths)
+            assert kept == parent.block_map.full() | {group.name: (0, 1, 3)}
+    finally:
+        parent.central.weights.copy_(weights)
+
+
+def test_keep_best_sorts_and_breaks_ties_by_order():
+    block_map = parent64("gpt2", "head").block_map
+    scores = {g.name: torch.tensor([1.0, 3.0, 2.0, 3.0]).double() for g in block_map.groups}
+    kept = {k: importance.keep_best(block_map, scores, dict.fromkeys(scores, k)) for k in (1, 2, 3)}
+    assert [set(kept[k].values()) for k in (1, 2, 3)] == [{(1,)}, {(1, 3)}, {(1, 2, 3)}]
+
+
+def test_refusals():
+    parent = case(("gpt2", "head", "both")).parent()
+    with pytest.raises(
+        ValueError, match="use one of fisher, mask-fisher, taylor, magnitude, random"
+    ):
+        score(parent, "hessian")
+    for ids in (None, IDS[:0]):
+        with pytest.raises(ValueError, match="needs text"):
+            score(parent, "fisher", ids)
+
+
+@torch.no_grad()
+def test_the_reference_loss_is_the_usual_one():
+    model = parent64("gpt2", "head").template
+    logits = model(input_ids=IDS, use_cache=False).logits
+    want = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    assert float(loss_of(model, IDS)) == pytest.approx(float(want))

@@ -1,0 +1,142 @@
+"""Structured dropout, the second control: against a loop written by hand, and over ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokens, tiny, tiny_table
+from test_variants import FILES, TRAIN, distance, toml, torchrun
+
+from twistlm.data.stream import Batches
+from twistlm.data.token_file import open_tokens
+from twistlm.model import families, generator, huggingface
+from twistlm.training import rounds
+from twistlm.training.checkpoint import open_, template
+
+DROPOUT = {"method": "dropout", "precision": "float64", "clip": 0.5, "outer": "none"}
+
+
+@pytest.mark.parametrize("scale", ["sqrt", "inverse", "none"])
+def test_dropout_is_adamw_on_the_joint_batch_behind_masks(tokens, tmp_path, scale):
+    """Stock Hugging Face and torch's AdamW; masks and scales are hooks of this test."""
+    blocks = {"k_attn": [2, 4], "k_ffn": [3, 1, 2]}  # K cycles over steps
+    cfg = tiny(tokens, tmp_path / "run", train=DROPOUT | {"scale": scale}, blocks=blocks)
+    last = rounds.train(cfg, quiet=True)
+    model = huggingface.load(cfg.model, cfg.run.seed).double()
+    block_map = families.partition(model, cfg.blocks)
+    batches = Batches(open_tokens(tokens), 16, 3, cfg.train.batch, cfg.run.seed)
+    masks, factors = {}, {}
+    for layer in (1, 2):  # layer 0 is shared; 4 heads of 4 features, 4 chunks of 16 neurons
+        for name, chunk in (("attn", 4), ("mlp", 16)):
+            key, module = (layer, name), model.transformer.h[layer].get_submodule(f"{name}.c_proj")
+            masks[key] = torch.ones(4, chunk, dtype=torch.float64)
+            module.register_forward_pre_hook(
+                lambda _, args, key=key: (args[0] * masks[key].flatten(),)
+            )
+            module.register_forward_hook(lambda _, args, y, key=key: y * factors[key])
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    adam = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=cfg.train.lr, betas=cfg.train.betas,
+    )  # fmt: skip
+    formula = {
+        "sqrt": lambda k: math.sqrt(4 / k),
+        "inverse": lambda k: 4 / k,
+        "none": lambda k: 1.0,
+    }
+    for step in range(cfg.train.rounds * cfg.train.interval):
+        kept = generator.for_step(block_map, cfg.blocks, seed=cfg.run.seed, step=step)
+        for group in block_map.groups:
+            key = (group.layer, "attn" if group.kind == "attn" else "mlp")
+            k = [2, 4][step % 2] if group.kind == "attn" else [3, 1, 2][step % 3]
+            assert len(kept[group.name]) == k
+            masks[key].zero_()
+            masks[key][list(kept[group.name])] = 1
+            factors[key] = formula[scale](k)
+        ids = torch.cat([batches(worker, step) for worker in range(3)])
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        adam.zero_grad()
+        torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adam.step()
+    trained = template(open_(last))
+    for (name, a), b in zip(trained.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_all_blocks_kept_is_plain_data_parallel(tokens, tmp_path):
+    """K = N masks nothing: weights and moments are those of the other control."""
+    made = {}
+    for method in ("dense", "dropout"):
+        cfg = tiny(
+            tokens, tmp_path / method, train=DROPOUT | {"method": method},
+            blocks={"k_attn": 4, "k_ffn": 4},
+        )  # fmt: skip
+        made[method] = rounds.train(cfg, quiet=True)
+    assert distance(made["dense"], made["dropout"], FILES[:2]) < 1e-12
+
+
+def test_dropout_ranks_equal_local(tmp_path):
+    tokens = make_tokens(tmp_path / "tokens")
+    train = TRAIN | {"method": "dropout", "outer": "none", "scale": "measured"}
+    reference = rounds.train(tiny(tokens, tmp_path / "local", train=train), quiet=True)
+    table = tiny_table(tokens, tmp_path / "run", train=train, run={"variant": "hybrid"})
+    torchrun(3, "train", toml(tmp_path / "config.toml", table))
+    ranks = tmp_path / "run/checkpoints/round-000004"
+    assert distance(reference, ranks, FILES[:2]) < 1e-10
+
+
+@pytest.mark.parametrize("scale", ["sqrt", "measured"])
+def test_stop_and_resume_is_the_uninterrupted_run(tokens, tmp_path, scale):
+    train = {"method": "dropout", "scale": scale, "moments": "reset"}  # a control has one optimizer
+    whole = rounds.train(tiny(tokens, tmp_path / "whole", train=train), quiet=True)
+    rounds.train(tiny(tokens, tmp_path / "parts", train=train | {"rounds": 2}), quiet=True)
+    parts = rounds.train(tiny(tokens, tmp_path / "parts", train=train), resume=True, quiet=True)
+    for name in FILES[:2]:
+        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+
+
+def test_masks_are_fresh_uniform_and_keep_common_blocks(tokens, tmp_path):
+    cfg = tiny(tokens, tmp_path / "run", blocks={"k_attn": 2, "k_ffn": 3, "common_ffn": [1]})
+    block_map = families.partition(huggingface.load(cfg.model, 0), cfg.blocks)
+    drawn = [generator.for_step(block_map, cfg.blocks, seed=7, step=s) for s in range(600)]
+    again = generator.for_step(block_map, cfg.blocks, seed=7, step=599)
+    assert again == drawn[-1] != generator.for_step(block_map, cfg.blocks, seed=8, step=599)
+    for group in block_map.groups:
+        kept = [blueprint[group.name] for blueprint in drawn]
+        counts = [sum(block in hand for hand in kept) for block in range(4)]
+        share = 1 / 2 if group.kind == "attn" else 2 / 3
+        common = 600 if group.kind == "ffn" else counts[1]
+        assert counts[1] == common
+        assert all(abs(counts[b] - 600 * share) < 60 for b in (0, 2, 3))  # 5 standard deviations
+    assert any(len({blueprint[g.name] for g in block_map.groups}) > 2 for blueprint in drawn)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sentence"),
+    [
+        ({"k_attn": 5}, r"blocks.k_attn = 5 .* legal K are 1..4"),
+        ({"k_ffn": 1, "common_ffn": [0, 2]}, r"blocks.k_ffn = 1 .* legal K are 2..4"),
+        ({"common_ffn": [9]}, r"blocks.common_ffn = \[9\]"),
+        ({"widths": "worker", "k_attn": [2, 2, 2]}, r"blocks.widths = 'worker'"),
+    ],
+)
+def test_what_no_mask_can_keep_is_refused(tokens, tmp_path, blocks, sentence):
+    cfg = tiny(tokens, tmp_path / "run", train={"method": "dropout"}, blocks=blocks)
+    with pytest.raises(ValueError, match=sentence):
+        rounds.train(cfg, quiet=True)
+    assert not Path(cfg.run.out).exists()
+
+
+def test_fewer_blocks_than_workers_can_cover_are_fine(tokens, tmp_path):
+    """TwIST's 3 workers must cover 4 blocks between them; a mask need not."""
+    blocks = {"k_attn": 1, "k_ffn": 1}
+    rounds.train(
+        tiny(tokens, tmp_path / "run", train={"method": "dropout"}, blocks=blocks), quiet=True
+    )
+    with pytest.raises(ValueError, match="infeasible"):
+        rounds.train(tiny(tokens, tmp_path / "other", blocks=blocks), quiet=True)

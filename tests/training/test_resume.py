@@ -1,0 +1,120 @@
+"""SIGKILL at a random moment, `--resume`, and the end is bitwise that of an uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from conftest import make_tokens, tiny, tiny_table
+from test_variants import FILES, toml
+
+from twistlm.data.leases import Leases
+from twistlm.training import checkpoint, rounds
+
+TRAIN = {
+    "rounds": 30,
+    "interval": 2,
+    "outer": "nesterov(0.7, 0.6)",
+    "schedule": "cosine",
+    "scale": "measured",
+}
+BLOCKS = {"deal": "balanced", "k_attn": [2, 3], "k_ffn": [3, 2]}
+
+
+def command(config: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "twistlm", "train", config, *more]
+
+
+def start(config: str, *more: str) -> subprocess.Popen:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command(config, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    output = process.communicate(timeout=300)[0].decode()
+    assert process.returncode == 0, output
+    return output
+
+
+def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
+    """At a round boundary, said on the console and in `resumes.jsonl`; the data goes on where it was."""
+    tokens = make_tokens(tmp_path / "tokens")
+    rounds.train(tiny(tokens, tmp_path / "run", train={"rounds": 2}), quiet=True)
+    assert not (tmp_path / "run/resumes.jsonl").exists()
+    capsys.readouterr()
+    train = {"rounds": 3, "n_workers": 4, "batch": 1}
+    cfg = tiny(tokens, tmp_path / "run", train=train, blocks={"k_ffn": 2}, run={"threads": 2})
+    try:
+        rounds.train(cfg, resume=True)
+    finally:
+        torch.set_num_threads(1)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "train.n_workers was 3 and is now 4" in out
+    assert "blocks.k_ffn was (3,) and is now (2,)" in out
+    assert "cpu, 1 threads' and is now" in out
+    assert "run.threads" in out
+    (line,) = (tmp_path / "run/resumes.jsonl").read_text().splitlines()
+    told = json.loads(line)
+    assert told["round"] == 2
+    assert told["changed"] == {
+        "train.n_workers": [3, 4], "train.batch": [2, 1], "train.rounds": [2, 3], "blocks.k_ffn": [[3], [2]],
+    }  # fmt: skip
+    assert told["device"].endswith("cpu, 2 threads")
+    saved = checkpoint.open_(tmp_path / "run")
+    assert (saved.config.train.n_workers, saved.config.blocks.k_ffn) == (4, (2,))
+    assert saved.manifest["device"].endswith("cpu, 2 threads")  # also from the writing thread
+    assert saved.leases == Leases(2 * 3 * 3 * 2 + 3 * 4 * 1)
+    rounds.train(cfg, resume=True)  # nothing left to do, nothing to tell
+    assert len((tmp_path / "run/resumes.jsonl").read_text().splitlines()) == 1
+
+
+def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):
+    tokens = make_tokens(tmp_path / "tokens")
+    configs = {}
+    for name in ("straight", "killed"):
+        table = tiny_table(
+            tokens, tmp_path / name, train=TRAIN, blocks=BLOCKS, run={"save_every": 3}
+        )
+        configs[name] = toml(tmp_path / f"{name}.toml", table)
+    finish(start(configs["straight"]))
+    rng = random.Random(1)
+    victim = start(configs["killed"])
+    for attempt in range(4):
+        # wait until it trains, then any moment: in a round, while saving, between the two
+        metrics = tmp_path / "killed/metrics.jsonl"
+        rounds_then = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+        deadline = time.time() + 120
+        while time.time() < deadline and victim.poll() is None:
+            if metrics.is_file() and len(metrics.read_text().splitlines()) > rounds_then:
+                break
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.4))
+        assert attempt or victim.poll() is None, "the run ended before it could be killed"
+        victim.send_signal(signal.SIGKILL)
+        victim.communicate()
+        victim = start(configs["killed"], "--resume")
+    finish(victim)
+    last = "checkpoints/round-000030"
+    for name in FILES:
+        straight, killed = (tmp_path / run / last / name for run in ("straight", "killed"))
+        assert straight.read_bytes() == killed.read_bytes(), name
+    lines = [
+        json.loads(line) for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines()
+    ]
+    reference = [
+        json.loads(line) for line in (tmp_path / "straight/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["round"] for line in lines] == list(range(1, 31))
+    assert [line["loss"] for line in lines] == [line["loss"] for line in reference]
+    assert not list((tmp_path / "killed/checkpoints").glob(".draft-*")), (
+        "a dead draft was not cleaned up"
+    )

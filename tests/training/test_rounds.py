@@ -1,0 +1,424 @@
+"""Dispatch, local steps and aggregation against plain references written here."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokens, tiny
+from transformers import AutoModelForCausalLM
+
+from twistlm.model import central, families, generator, huggingface
+from twistlm.model.layout import holders
+from twistlm.training import aggregator, rounds, startup
+from twistlm.training.aggregator import Result, Stats
+from twistlm.training.checkpoint import open_, template
+from twistlm.training.dispatcher import cut
+from twistlm.training.worker import learning_rate
+from twistlm.transport.ranks import Cluster
+
+STATS = Stats(1.0, 3, 96)
+
+
+def setup(tokens: str, out: Path, **sections: dict) -> startup.Run:
+    cfg = tiny(tokens, out, **sections)
+    cluster = Cluster(cfg.run.variant, cfg.train.n_workers, cfg.run.seat, "cpu")
+    return startup.set_up(cfg, cluster, resume=False, quiet=True)
+
+
+def random_central(run: startup.Run, seed: int = 0) -> central.Central:
+    """Every number different from every other, so that a misplaced one is seen."""
+    generator_ = torch.Generator().manual_seed(seed)
+    run.central.buffer.copy_(torch.randn(run.central.buffer.shape, generator=generator_))
+    if run.central.velocity is not None:
+        run.central.velocity.copy_(torch.randn(run.central.velocity.shape, generator=generator_))
+    return run.central
+
+
+def deal(run: startup.Run, r: int = 0):
+    return generator.for_training(
+        run.block_map, run.cfg.train.n_workers, run.cfg.blocks, seed=run.cfg.run.seed, round=r
+    )
+
+
+def returned(run: startup.Run, blueprints, change=lambda worker, buffer: buffer) -> list[Result]:
+    results = []
+    for worker, blueprint in enumerate(blueprints):
+        buffer = change(worker, cut(run.central, blueprint))
+        results.append(Result(worker, buffer, run.runs.index(blueprint), STATS))
+    return results
+
+
+@pytest.mark.parametrize("moments", ["carry", "reset"])
+def test_dispatch_then_aggregate_is_the_identity(tokens, tmp_path, moments):
+    run = setup(tokens, tmp_path / "run", train={"moments": moments, "precision": "float64"})
+    state = random_central(run)
+    before = state.buffer.clone()
+    assert before.shape[0] == (3 if moments == "carry" else 1)
+    blueprints = deal(run)
+    aggregator.aggregate_(state, returned(run, blueprints), holders(run.runs, blueprints))
+    # the mean of equal copies: exact for 1, 2 copies, to the last bit or so for 3
+    torch.testing.assert_close(state.buffer, before, rtol=1e-15, atol=0)
+
+
+def test_aggregate_is_the_mean_over_holders(tokens, tmp_path):
+    """Against a loop over named parameters and single blocks."""
+    run = setup(tokens, tmp_path / "run", train={"precision": "float64"})
+    state = random_central(run)
+    blueprints = deal(run)
+    old = {n: v.clone() for n, v in state.layout.views(state.buffer[0]).items()}
+    shift = lambda worker, buffer: buffer + 10.0 ** (worker + 1)  # noqa: E731
+    results = returned(run, blueprints, shift)
+    aggregator.aggregate_(state, results, holders(run.runs, blueprints))
+    new = state.layout.views(state.buffer[0])
+    partitioned = run.block_map.partitioned()
+    held_by_several = 0
+    for name, value in new.items():
+        moved = value - old[name]
+        if name not in partitioned:
+            torch.testing.assert_close(moved, torch.full_like(moved, (10 + 100 + 1000) / 3))
+            continue
+        group, part = partitioned[name]
+        view = moved.movedim(part.dim, 0).reshape(part.sections, group.n_blocks, part.chunk, -1)
+        for block in range(group.n_blocks):
+            moves = [10.0 ** (w + 1) for w, b in enumerate(blueprints) if block in b[group.name]]
+            held_by_several += len(moves) > 1
+            expected = torch.full_like(view[:, block], sum(moves) / len(moves))
+            torch.testing.assert_close(view[:, block], expected)
+    assert held_by_several  # overlapping blocks are in the test
+
+
+@pytest.mark.parametrize("outer", [None, (0.7, 0.6)])
+def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path, outer):
+    """Worker 0 is lost: blocks that only it held stay as they are, bit for bit."""
+    run = setup(tokens, tmp_path / "run", train={"outer": "nesterov(0.7, 0.6)"})
+    state = random_central(run)
+    before, velocity = state.buffer.clone(), state.velocity.clone()
+    blueprints = deal(run)
+    results = returned(run, blueprints, lambda worker, buffer: buffer + 1)[1:]
+    aggregator.aggregate_(state, results, holders(run.runs, blueprints[1:]), outer)
+    held = torch.zeros_like(state.weights, dtype=torch.bool)
+    held[: state.layout.n_shared] = True
+    for result in results:
+        held[state.layout.n_shared :].view(-1, run.runs.grain)[result.index] = True
+    assert (~held).any()
+    assert torch.equal(state.buffer[:, ~held], before[:, ~held])
+    assert torch.equal(state.velocity[~held], velocity[~held])
+    assert (state.buffer[:, held] != before[:, held]).float().mean() > 0.9
+
+
+def test_nesterov_one_zero_is_the_mean_bit_for_bit(tokens, tmp_path):
+    plain = rounds.train(tiny(tokens, tmp_path / "plain"), quiet=True)
+    outer = rounds.train(
+        tiny(tokens, tmp_path / "outer", train={"outer": "nesterov(1, 0)"}), quiet=True
+    )
+    for name in ("model.safetensors", "moments.safetensors"):
+        assert (plain / name).read_bytes() == (outer / name).read_bytes()
+
+
+def test_nesterov_equals_torch_sgd():
+    """torch's SGD(nesterov) on the pseudo-gradient is the independent reference."""
+    torch.manual_seed(0)
+    old = torch.randn(50, dtype=torch.float64)
+    param = torch.nn.Parameter(old.clone())
+    sgd = torch.optim.SGD([param], lr=0.7, momentum=0.6, nesterov=True)
+    velocity = torch.zeros_like(old)
+    held = torch.ones_like(old, dtype=torch.bool)
+    for _ in range(4):
+        mean = old + torch.randn_like(old)
+        param.grad = old - mean
+        sgd.step()
+        old = aggregator.nesterov_(old, mean, velocity, held, 0.7, 0.6)
+        torch.testing.assert_close(old, param.detach(), rtol=1e-12, atol=1e-12)
+
+
+def reference_rounds(run: startup.Run, n_rounds: int) -> dict[str, torch.Tensor]:
+    """TwIST by hand: stock HF model, zeroed output rows, one torch AdamW per worker, named tensors.
+
+    Inactive blocks are held out by hooks on the output projections; the optimizer sees whole
+    parameters, and what a worker did not hold is thrown away afterwards.
+    """
+    cfg, t = run.cfg, run.cfg.train
+    base = huggingface.load(cfg.model, cfg.run.seed).double()
+    weights = {n: p.detach().clone() for n, p in base.named_parameters()}
+    m = {n: torch.zeros_like(w) for n, w in weights.items()}
+    v = {n: torch.zeros_like(w) for n, w in weights.items()}
+    partitioned = run.block_map.partitioned()
+    for r in range(n_rounds):
+        blueprints = generator.for_training(
+            run.block_map, t.n_workers, cfg.blocks, seed=cfg.run.seed, round=r
+        )
+        sums = [{n: torch.zeros_like(w) for n, w in weights.items()} for _ in range(3)]
+        counts = {n: torch.zeros_like(w) for n, w in weights.items()}
+        for worker, blueprint in enumerate(blueprints):
+            model = huggingface.load(cfg.model, cfg.run.seed).double()
+            active = {}
+            for name, param in model.named_parameters():
+                param.data.copy_(weights[name])
+                active[name] = torch.ones_like(param)
+                if name in partitioned:
+                    group, part = partitioned[name]
+                    keep = torch.zeros(
+                        part.sections, group.n_blocks, part.chunk, dtype=torch.float64
+                    )
+                    keep[:, list(blueprint[group.name])] = 1
+                    shape = [1] * param.dim()
+                    shape[part.dim] = -1
+                    active[name] = active[name] * keep.reshape(shape)
+            for group in run.block_map.groups:
+                module = model.get_submodule(group.out[0].rpartition(".")[0])
+                mask = active[group.out[0]].amax(1 - group.out_part.dim)
+                scale = math.sqrt(group.n_blocks / len(blueprint[group.name]))
+                module.register_forward_pre_hook(lambda mod, args, mask=mask: (args[0] * mask,))
+                module.register_forward_hook(lambda mod, args, out, scale=scale: out * scale)
+            matrices = [p for p in model.parameters() if p.dim() > 1]
+            vectors = [p for p in model.parameters() if p.dim() == 1]
+            adam = torch.optim.AdamW(
+                [{"params": matrices, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+                lr=t.lr, betas=t.betas, eps=t.eps,
+            )  # fmt: skip
+            for name, param in model.named_parameters():
+                step = torch.tensor(float(r * t.interval))
+                adam.state[param] = {
+                    "step": step,
+                    "exp_avg": m[name].clone(),
+                    "exp_avg_sq": v[name].clone(),
+                }
+            for i in range(t.interval):
+                ids = run.batches(worker, r * t.interval + i)
+                logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+                model.zero_grad()
+                torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
+                norm = torch.sqrt(
+                    sum((p.grad * active[n]).square().sum() for n, p in model.named_parameters())
+                )
+                for param in model.parameters():
+                    param.grad.mul_(min(1.0, t.clip / (float(norm) + 1e-6)))
+                for group in adam.param_groups:
+                    group["lr"] = learning_rate(t, r * t.interval + i, run.total_steps)
+                adam.step()
+            for name, param in model.named_parameters():
+                counts[name] += active[name]
+                values = (
+                    param.detach(),
+                    adam.state[param]["exp_avg"],
+                    adam.state[param]["exp_avg_sq"],
+                )
+                for total, value in zip(sums, values, strict=True):
+                    total[name] += value * active[name]
+        for store, total in zip((weights, m, v), sums, strict=True):
+            for name in store:
+                mean = total[name] / counts[name].clamp(min=1)
+                store[name] = torch.where(counts[name] > 0, mean, store[name])
+    return weights | {f"m/{n}": x for n, x in m.items()} | {f"v/{n}": x for n, x in v.items()}
+
+
+@pytest.mark.parametrize("seat", ["physical", "masked"])
+def test_rounds_equal_a_reference_by_hand(tokens, tmp_path, seat):
+    """Three rounds of the whole machinery against the loop above: weights and both moments."""
+    run = setup(
+        tokens, tmp_path / "run", run={"seat": seat},
+        train={"precision": "float64", "schedule": "cosine", "warmup": 2, "rounds": 3, "clip": 0.5},
+    )  # fmt: skip
+    for r in range(3):
+        stats, _ = rounds.twist_round(run, r)
+        # every local step of every worker is in the aggregate
+        assert stats.n_steps == run.cfg.train.n_workers * run.cfg.train.interval
+    expected = reference_rounds(run, 3)
+    for row, prefix in zip(run.central.buffer, ("", "m/", "v/"), strict=True):
+        for name, value in run.central.layout.views(row).items():
+            torch.testing.assert_close(value, expected[prefix + name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
+    """With stale moments and weight decay a plain AdamW would; the central seat trains in place."""
+    run = setup(tokens, tmp_path / "run", run={"variant": "local", "seat": "masked"})
+    random_central(run).buffer[0].mul_(0.02)
+    run.central.buffer[2].abs_()
+    blueprints = deal(run)
+    before = run.central.weights.clone()
+    deal_ = rounds.dispatcher.prepare(run.runs, 0, blueprints)
+    parcel = rounds.dispatcher.parcel(deal_, 0, run.runs, run.central.buffer)
+    seat = run.seats.new(parcel.layout, "central")
+    seat.load(
+        parcel, rounds.scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 5
+    )
+    held = torch.zeros_like(before, dtype=torch.bool)
+    held[: run.full.n_shared] = True
+    held[run.full.n_shared :].view(-1, run.runs.grain)[parcel.index] = True
+    for step in range(3):
+        seat.step(run.batches(0, step), 1e-2)
+        assert torch.equal(run.central.weights[~held], before[~held])
+        assert not torch.equal(run.central.weights[held], before[held])
+    seat.result()
+    assert torch.equal(
+        run.central.weights, before
+    )  # put back: the aggregator alone moves the centre
+
+
+@pytest.mark.parametrize("over_the_wire", [False, True])
+def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wire):
+    """The rounded copy is what the model runs on: it must follow every new parcel."""
+    run = setup(tokens, tmp_path / "run", train={"precision": "bf16"})
+    random_central(run)
+    deal_ = rounds.dispatcher.prepare(run.runs, 0, deal(run))
+    parcel = rounds.dispatcher.parcel(deal_, 0, run.runs, run.central.buffer)
+    expected = cut(run.central, parcel.blueprint)
+    if over_the_wire:
+        parcel = replace(parcel, source=expected.clone())
+    seat = run.seats.new(parcel.layout, "physical")
+    seat.load(
+        parcel, rounds.scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 0
+    )
+    assert torch.equal(seat.buffer, expected)
+    assert torch.equal(seat.work, expected[0].bfloat16())
+
+
+def test_dense_equals_adamw_on_the_joint_batch(tokens, tmp_path):
+    """The control against stock HF + torch AdamW on the concatenated batches."""
+    cfg = tiny(
+        tokens, tmp_path / "run", train={"method": "dense", "precision": "float64", "clip": 0.5}
+    )
+    last = rounds.train(cfg, quiet=True)
+    model = huggingface.load(cfg.model, cfg.run.seed).double()
+    run = setup(tokens, tmp_path / "other", train={"method": "dense"})
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    adam = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=cfg.train.lr, betas=cfg.train.betas,
+    )  # fmt: skip
+    for step in range(cfg.train.rounds * cfg.train.interval):
+        ids = torch.cat([run.batches(worker, step) for worker in range(3)])
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        adam.zero_grad()
+        torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adam.step()
+    trained = template(open_(last))
+    for (name, a), b in zip(trained.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_mixed_and_heterogeneous_widths_train(tokens, tmp_path):
+    """K cycled over rounds, and one K per worker, in the same loop; the loss falls."""
+    for name, blocks in {
+        "cycle": {"k_attn": [2, 4, 3], "k_ffn": [4, 2, 3]},
+        "worker": {"k_attn": [1, 2, 4], "k_ffn": [3, 2, 1], "widths": "worker", "deal": "balanced"},
+        "common": {
+            "k_attn": 2,
+            "k_ffn": 3,
+            "common_attn": [1],
+            "common_ffn": [0, 3],
+            "deal": "balanced",
+        },
+    }.items():
+        train = {"rounds": 12, "outer": "nesterov(0.7, 0.3)", "scale": "measured"}
+        rounds.train(tiny(tokens, tmp_path / name, blocks=blocks, train=train), quiet=True)
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.3, name
+
+
+def test_bytes_are_counted(tokens, tmp_path):
+    """Hand count: 3 rows (weights, m, v) of float32 for each worker's subnet, each way."""
+    run = setup(tokens, tmp_path / "run")
+    _, traffic = rounds.twist_round(run, 0)
+    d, dh, k_attn, k_ffn, chunk = 16, 4, 2, 3, 16
+    attn = 3 * k_attn * dh * (d + 1) + k_attn * dh * d + d
+    ffn = k_ffn * chunk * (2 * d + 1) + d
+    whole = 12 * d * d + 13 * d  # the shared first layer, norms included
+    n_params = (64 + 16) * d + whole + 2 * (attn + ffn + 4 * d) + 2 * d
+    assert traffic.down.total == traffic.up.total == 3 * n_params * 3 * 4
+    assert traffic.wire == 0
+
+
+def test_perplexity_is_hugging_faces_own(tokens, tmp_path):
+    """Full-model evaluation against exp of HF's loss over the same windows."""
+    from twistlm.tickets import parent, score
+
+    last = rounds.train(tiny(tokens, tmp_path / "run"), quiet=True)
+    loaded = parent.open_(last, "cpu")
+    ready = score.evaluator(loaded, tokens=1600)
+    model = AutoModelForCausalLM.from_pretrained(last)
+    ids = ready.text.file.sequences(list(range(100)), 16)
+    with torch.no_grad():
+        expected = math.exp(float(model(input_ids=ids, labels=ids).loss))
+    assert ready.full_perplexity() == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_evaluated_subnet_is_the_masked_model(tokens, tmp_path):
+    """random_subnets builds one model per width and refills it: every draw must be its own subnet."""
+    from twistlm.compute.perplexity import perplexity
+    from twistlm.model.blocks import widths_of_ratio
+    from twistlm.model.subnet import build, scales
+    from twistlm.tickets import parent, score
+
+    last = rounds.train(tiny(tokens, tmp_path / "run"), quiet=True)
+    loaded = parent.open_(last, "cpu")
+    ready = score.evaluator(loaded, tokens=320)
+    widths = widths_of_ratio(loaded.block_map, "2/4")
+    spread = ready.random_subnets("2/4", widths, 4, seed=3)
+    masked = build(
+        loaded.template,
+        loaded.block_map,
+        loaded.central.layout,
+        loaded.central.weights,
+        masked=True,
+    )
+    masked.scale_(scales(loaded.block_map, widths, "sqrt"))
+    for draw, value in enumerate(spread.values):
+        masked.mask_(generator.for_deployment(loaded.block_map, widths, seed=3, draw=draw))
+        assert value == pytest.approx(perplexity(masked.model, ready.text), rel=1e-5)
+    assert len(set(spread.values)) == 4
+    assert spread.worst == max(spread.values)
+    assert spread.mean == pytest.approx(sum(spread.values) / 4)
+
+
+def test_learning_rate_schedule():
+    cfg = tiny("x", Path("y"), train={"lr": 1.0, "warmup": 4, "schedule": "cosine"}).train
+    rates = [learning_rate(cfg, step, 104) for step in range(104)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == pytest.approx(1.0)
+    assert rates[54] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    constant = tiny("x", Path("y"), train={"lr": 1.0}).train
+    assert {learning_rate(constant, step, 10) for step in range(10)} == {1.0}
+
+
+def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tokens, tmp_path):
+    out = tmp_path / "run"
+    rounds.train(tiny(tokens, out, train={"rounds": 2}), quiet=True)
+    wild = tiny(tokens, out, train={"lr": 1e30, "clip": 0.0, "rounds": 8})
+    with pytest.raises(FloatingPointError, match=r"train\.lr"):
+        rounds.train(wild, resume=True, quiet=True)
+    left = open_(out)
+    assert left.round >= 2
+    assert all(torch.isfinite(p).all() for p in template(left).parameters())
+
+
+def test_measured_rho_is_saved_and_used(tokens, tmp_path):
+    last = rounds.train(tiny(tokens, tmp_path / "run", train={"scale": "measured"}), quiet=True)
+    found = open_(last)
+    model = template(found)
+    names = {group.name for group in families.partition(model, found.config.blocks).groups}
+    assert found.manifest["rho"].keys() == names
+    assert all(0 < value < 4 for value in found.manifest["rho"].values())
+
+
+def test_make_tokens_is_learnable(tmp_path):
+    """The fixture itself: a walk over 64 ids with four possible steps has entropy ln 4."""
+    cfg = tiny(
+        make_tokens(tmp_path / "t", 20000),
+        tmp_path / "run",
+        train={"method": "dense", "rounds": 60},
+    )
+    rounds.train(cfg, quiet=True)
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["loss"] < 2.5 < math.log(64)

@@ -1,0 +1,189 @@
+"""The sharded engine with real processes: bitwise the local run, in both directions of a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks
+from conftest import make_tokens, tiny, tiny_table
+from test_variants import FILES, toml, torchrun
+
+from twistlm import config
+from twistlm.training import rounds
+from twistlm.training.engines import sharded
+from twistlm.training.startup import set_up
+from twistlm.transport.ranks import Cluster
+
+TRAIN = {
+    "outer": "nesterov(0.7, 0.6)",
+    "scale": "measured",
+    "schedule": "cosine",
+    "warmup": 4,
+    "n_workers": 3,
+    "rounds": 4,
+}
+BLOCKS = {"deal": "balanced", "k_attn": [2, 3], "k_ffn": [3, 2]}
+RUN = {"keep": 4, "eval_every": 2}
+PIECE = 2000  # bytes: the tiny model then has several chunks
+
+
+def train(table: dict, piece: int = PIECE, resume: bool = False) -> None:
+    """What each rank runs."""
+    sharded.PIECE = piece
+    rounds.train(config.from_dict(table), resume=resume, quiet=True)
+
+
+def sharded_table(tokens: str, out: Path, **sections: dict) -> dict:
+    own = {"train": TRAIN, "blocks": BLOCKS, "run": RUN | {"variant": "sharded"}}
+    return tiny_table(tokens, out, **{k: own[k] | sections.get(k, {}) for k in own})
+
+
+def same(a: Path, b: Path) -> None:
+    for name in FILES:
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+
+
+def lines(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def until_it_trains(run: Path, n_rounds: int) -> None:
+    deadline = time.time() + 240
+    while not (run / "metrics.jsonl").is_file() or len(lines(run)) < n_rounds:
+        assert time.time() < deadline
+        time.sleep(0.01)
+
+
+def by_formula(rows: list[dict]) -> None:
+    """In S shards (S - 1) / S of all parcels cross a link, and rank 0 sends and receives an S-th of that.
+
+    A tile of the tiny model is uneven: 10%.
+    """
+    for row in rows:
+        expected = (row["bytes_down"] + row["bytes_up"]) * 2 / 3 * 2 / 3
+        assert row["bytes_wire"] == pytest.approx(expected, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, str]:
+    """The same four rounds: `local` in this process, `sharded` on three ranks with many small tiles."""
+    folder = tmp_path_factory.mktemp("sharded")
+    tokens = make_tokens(folder / "tokens")
+    started = ranks.start(3, folder, train, sharded_table(tokens, folder / "sharded"))
+    rounds.train(tiny(tokens, folder / "local", train=TRAIN, blocks=BLOCKS, run=RUN), quiet=True)
+    ranks.finish(started, folder)
+    return folder, tokens
+
+
+def test_sharded_is_bitwise_local(runs):
+    """Carried moments, outer momentum, measured scale, balanced deals, widths that change."""
+    folder, _ = runs
+    for r in (1, 4):
+        same(*(folder / name / f"checkpoints/round-00000{r}" for name in ("local", "sharded")))
+    ours, reference = lines(folder / "sharded"), lines(folder / "local")
+    assert [row["loss"] for row in ours] == [row["loss"] for row in reference]
+    assert [row.get("eval") for row in ours] == [row.get("eval") for row in reference]
+    assert ours[1]["eval"]
+    by_formula(ours)
+
+
+def test_one_tile_for_each_under_torchrun(runs, tmp_path):
+    folder, tokens = runs
+    table = sharded_table(tokens, tmp_path / "run", run={"eval_every": -1, "save_every": 0})
+    torchrun(3, "train", toml(tmp_path / "config.toml", table))
+    same(*(at / "checkpoints/round-000004" for at in (folder / "local", tmp_path / "run")))
+
+
+def test_a_sharded_run_resumes_as_local_and_the_other_way_round(runs, tmp_path):
+    folder, tokens = runs
+    for name, origin in (("to_sharded", "local"), ("to_local", "sharded")):
+        shutil.copytree(folder / origin, tmp_path / name)
+        for r in (3, 4):
+            shutil.rmtree(tmp_path / name / f"checkpoints/round-00000{r}")
+    table = sharded_table(tokens, tmp_path / "to_sharded")
+    started = ranks.start(3, tmp_path, train, table, PIECE, True)
+    local = tiny(tokens, tmp_path / "to_local", train=TRAIN, blocks=BLOCKS, run=RUN)
+    rounds.train(local, resume=True, quiet=True)
+    ranks.finish(started, tmp_path)
+    for name in ("to_sharded", "to_local"):
+        same(*(at / "checkpoints/round-000004" for at in (folder / "local", tmp_path / name)))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_a_narrow_wire_changes_little(runs, tmp_path, wire):
+    folder, tokens = runs
+    table = sharded_table(tokens, tmp_path / "run", run=RUN | {"variant": "sharded", "wire": wire})
+    ranks.finish(ranks.start(3, tmp_path, train, table), tmp_path)
+    ours, exact = lines(tmp_path / "run"), lines(folder / "local")
+    assert ours[0]["loss"] == exact[0]["loss"]  # weights go down as they are
+    assert ours[-1]["loss"] != exact[-1]["loss"]
+    for mine, reference in zip(ours, exact, strict=True):
+        assert mine["loss"] == pytest.approx(reference["loss"], rel=0.01)
+        assert mine["bytes_up"] < {"bf16": 0.51, "int8": 0.35}[wire] * reference["bytes_up"]
+    by_formula(ours)
+
+
+def test_a_death_ends_the_run_with_a_sentence_and_resume_is_bitwise(runs, tmp_path):
+    """A killed rank takes its shard with it: the others say so, and the checkpoint carries on."""
+    _, tokens = runs
+    few, constant = {"eval_every": -1, "save_every": 3}, {"schedule": "constant", "scale": "sqrt"}
+    long = sharded_table(tokens, tmp_path / "run", train=constant | {"rounds": 1000}, run=few)
+    started = ranks.start(3, tmp_path, train, long)
+    until_it_trains(tmp_path / "run", 4)
+    os.kill(started[1].pid, signal.SIGKILL)
+    for rank in (0, 2):
+        started[rank].join(60)
+        assert started[rank].exitcode == 2, ranks.said(tmp_path, rank)
+        assert "another rank of this run is gone" in ranks.said(tmp_path, rank)
+        assert "--resume" in ranks.said(tmp_path, rank)
+    done = len(lines(tmp_path / "run"))
+    shorter = sharded_table(
+        tokens, tmp_path / "run", train=constant | {"rounds": done + 2}, run=few
+    )
+    ranks.finish(ranks.start(3, tmp_path, train, shorter, PIECE, True), tmp_path)
+    straight = shorter | {
+        "run": shorter["run"] | {"out": str(tmp_path / "local"), "variant": "local"}
+    }
+    last = rounds.train(config.from_dict(straight), quiet=True)
+    same(last, tmp_path / "run/checkpoints" / last.name)
+
+
+def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):
+    """The round is finished and saved, though only one rank was told."""
+    _, tokens = runs
+    long = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run={"save_every": 0})
+    started = ranks.start(3, tmp_path, train, long)
+    until_it_trains(tmp_path / "run", 1)
+    os.kill(started[2].pid, signal.SIGTERM)
+    for rank in started:
+        rank.join(120)
+        assert rank.exitcode == 128 + signal.SIGTERM
+    (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
+    assert saved.name == f"round-{len(lines(tmp_path / 'run')):06d}"
+    assert "--resume" in ranks.said(tmp_path, 0)
+
+
+def test_tiles_cover_every_run_once_and_every_rank_owns_as_much(tokens, tmp_path, monkeypatch):
+    cfg = tiny(tokens, tmp_path / "run")
+    cluster = Cluster("local", 3, "physical", "cpu")
+    runs_ = set_up(cfg, cluster, resume=False, quiet=True).runs
+    monkeypatch.setattr(sharded, "PIECE", 100)
+    tiles = sharded.cut_tiles(runs_, 3, row_bytes=12)
+    seen, owned = np.zeros(runs_.full.n_params), np.zeros(3)
+    for chunk in tiles:
+        for owner, tile in enumerate(chunk):
+            for span in tile.spans(runs_):
+                seen[span] += 1
+                owned[owner] += span.stop - span.start
+                assert (span.stop - span.start) % runs_.grain == 0
+    assert (seen == 1).all()
+    assert np.ptp(owned) <= 2 * runs_.grain
+    assert len(tiles) > 5
+    assert any(tile.shared[0] == tile.shared[1] for chunk in tiles for tile in chunk)

@@ -1,0 +1,303 @@
+"""Checkpoints written behind a run's back: what they hold, when they fail, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokens, tiny, tiny_table
+from test_checkpoint import CPU, TRAIN, random_central
+from test_variants import toml
+
+from twistlm import config
+from twistlm.data.leases import Leases
+from twistlm.model import families, huggingface
+from twistlm.model.central import Central
+from twistlm.system import files
+from twistlm.training import checkpoint, rounds
+from twistlm.training.writer import Writer
+
+
+@pytest.fixture(scope="module")
+def cfg(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("writer")
+    return tiny(make_tokens(folder / "tokens"), folder / "run", train=TRAIN)
+
+
+@pytest.fixture(scope="module")
+def model(cfg):
+    return huggingface.load(cfg.model, seed=3)
+
+
+def reopened(path: Path, cfg) -> Central:
+    saved = checkpoint.verify(path)
+    template = checkpoint.template(saved)
+    return checkpoint.restore(saved, template, families.partition(template, cfg.blocks), CPU)
+
+
+class Gate:
+    """Holds the writing thread before its first file until `open` is set."""
+
+    def __init__(self, monkeypatch):
+        self.open, self.reached, self.n_inside = threading.Event(), threading.Event(), 0
+        whole = files.save_tensors
+
+        def waiting(*args):
+            self.n_inside += 1
+            self.reached.set()
+            assert self.open.wait(30)
+            whole(*args)
+            self.n_inside -= 1
+
+        monkeypatch.setattr(checkpoint, "save_tensors", waiting)
+
+
+def test_what_changes_after_save_is_not_in_it(tmp_path, cfg, model, monkeypatch):
+    """The very bits at the time of the call, although everything has changed when they are written."""
+    gate = Gate(monkeypatch)
+    central = random_central(model, cfg)
+    central.leases = Leases(40, (3, 4))
+    before = {"buffer": central.buffer.clone(), "velocity": central.velocity.clone()}
+    told = (json.dumps(central.held), dict(central.rho))
+    with Writer(tmp_path, cfg, model, None, central) as writer:
+        writer.save(central)
+        assert gate.reached.wait(30)
+        central.buffer.zero_()
+        central.velocity.zero_()
+        next(iter(central.held.values()))[0] += 1000
+        central.rho.clear()
+        central.round, central.leases = 18, Leases(99)
+        assert writer.last is None
+        gate.open.set()
+    assert writer.last == tmp_path / "round-000017"
+    after = reopened(writer.last, cfg)
+    assert torch.equal(after.buffer, before["buffer"])
+    assert torch.equal(after.velocity, before["velocity"])
+    assert (json.dumps(after.held), after.rho) == told
+    assert (after.round, after.leases) == (17, Leases(40, (3, 4)))
+
+
+def test_one_in_flight_and_the_host_memory_is_used_again(tmp_path, cfg, model, monkeypatch):
+    gate = Gate(monkeypatch)
+    central = random_central(model, cfg)
+    with Writer(tmp_path, cfg, model, None, central) as writer:
+        where = writer._copy.buffer.data_ptr(), writer._copy.velocity.data_ptr()
+        writer.save(central)
+        assert gate.reached.wait(30)
+        central.round = 18
+        second = threading.Thread(target=writer.save, args=(central,))
+        second.start()
+        second.join(0.3)
+        assert second.is_alive()  # waits for the first
+        assert gate.n_inside == 1
+        gate.open.set()
+        second.join(30)
+        assert (writer._copy.buffer.data_ptr(), writer._copy.velocity.data_ptr()) == where
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000017", "round-000018"]
+    assert not any(thread.name == "checkpoint" for thread in threading.enumerate())
+
+
+def test_a_full_disk_is_said_at_once_and_an_error_only_at_the_end(
+    tmp_path, cfg, model, monkeypatch, capsys
+):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    central = random_central(model, cfg)
+    writer = Writer(tmp_path, cfg, model, None, central)
+    with writer:
+        writer.save(central)
+        writer.wait()
+        monkeypatch.setattr(checkpoint, "save_tensors", full)
+        central.round = 18
+        writer.save(central)
+        writer.wait()  # no exception: the run goes on
+        n_bytes = 4 * 4 * central.layout.n_params  # weights, m, v, velocity in float32
+        assert writer.failure in capsys.readouterr().out
+        for part in (str(tmp_path / "round-000018"), f"{n_bytes:,} bytes", "No space left"):
+            assert part in writer.failure
+        assert [p.name for p in tmp_path.iterdir()] == ["round-000017"]
+        monkeypatch.undo()
+        central.round = 19
+        writer.save(central)
+        writer.wait()
+        assert writer.failure is None
+    assert checkpoint.newest(tmp_path)[0].round == 19
+    monkeypatch.setattr(checkpoint, "save_tensors", full)
+    central.round = 20
+    with pytest.raises(OSError, match=r"round-000020 .* bytes.*No space left"), writer:
+        writer.save(central)
+    with pytest.raises(KeyboardInterrupt):  # another reason to stop is not hidden
+        stopped(writer, central)
+
+
+def stopped(writer: Writer, central: Central) -> None:
+    with writer:
+        writer.save(central)
+        raise KeyboardInterrupt
+
+
+def saved_twice(writer: Writer, central: Central) -> None:
+    with writer:
+        writer.save(central)
+        central.round += 1
+        writer.save(central)
+
+
+def test_a_bug_in_the_thread_reaches_the_run(tmp_path, cfg, model, monkeypatch):
+    def bug(*args):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(checkpoint, "save_tensors", bug)
+    central = random_central(model, cfg)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        saved_twice(Writer(tmp_path, cfg, model, None, central), central)
+    with (
+        pytest.raises(ZeroDivisionError, match="ours"),
+        Writer(tmp_path, cfg, model, None, central) as one,
+    ):
+        one.save(central)
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- row 11: a disk that takes no more
+
+
+def wait_for(what, seconds: float = 60.0):
+    """Until `what()` is true, with its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.005)
+    return value
+
+
+def test_a_run_outlives_a_full_disk(tmp_path):
+    """A real process whose files may not grow past 2 KiB for a while: it says so, trains on, retries."""
+    n, every = 120, 40
+    tokens = make_tokens(tmp_path / "tokens")
+    train = {"rounds": n, "interval": 1}
+    straight = tiny(tokens, tmp_path / "straight", train=train, run={"save_every": 0})
+    rounds.train(straight, quiet=True)
+    table = tiny_table(tokens, tmp_path / "run", train=train, run={"save_every": every})
+    file = toml(tmp_path / "c.toml", table)
+    folder, told = tmp_path / "run/checkpoints", []
+    with subprocess.Popen(
+        [sys.executable, "-m", "twistlm", "train", file], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+    ) as process:  # fmt: skip
+        wait_for(lambda: list(folder.glob("round-*")))
+        limit(process, 2048)
+        while len(told) < 3:
+            line = process.stdout.readline()
+            assert line, "the run ended"
+            told += [line] if "could not be written" in line else []
+        before = {path.name for path in folder.iterdir()}
+        limit(process, resource.RLIM_INFINITY)
+        rest = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, rest
+    rows = [re.search(r"round-(\d+) \(([\d,]+) bytes, [\d,]+ free\)", line) for line in told]
+    failed = [int(row[1]) for row in rows]
+    assert failed[0] == 2 * every
+    assert failed[0] < failed[1] < failed[2] < 3 * every  # it did not wait for the next 40
+    assert all(str(folder) in line and "File too large" in line for line in told)
+    assert before == {f"round-{every:06d}"}  # nothing half-written
+    for name in ("model.safetensors", "moments.safetensors"):
+        straight, run = (
+            tmp_path / x / f"checkpoints/round-{n:06d}" / name for x in ("straight", "run")
+        )
+        assert straight.read_bytes() == run.read_bytes()
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == list(range(1, n + 1))
+
+
+def limit(process: subprocess.Popen, n_bytes: int) -> None:
+    """From now on no file of this process grows past n_bytes."""
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (n_bytes, resource.RLIM_INFINITY))
+
+
+def test_a_real_full_disk(tmp_path, cfg, model):
+    """A file system with room for one checkpoint and a half, where the machine lets a test mount one."""
+    central = random_central(model, cfg)
+    n_bytes = 4 * 4 * central.layout.n_params * 3 // 2 + 64 * 1024
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "tmpfs", str(small)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no permission to mount")
+    try:
+        with pytest.raises(OSError, match=r"round-000018 .*No space left"):
+            saved_twice(Writer(small, cfg, model, None, central), central)
+        assert [p.name for p in small.iterdir()] == ["round-000017"]
+        assert checkpoint.newest(small)[0].round == 17
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+# ---------------------------------------------------------------- row 10: killed while writing
+
+
+def victim(folder: str, table: dict) -> None:
+    """Saves one checkpoint after another; every number in it is the round's."""
+    torch.set_num_threads(1)
+    cfg = config.from_dict(table)
+    model = huggingface.load(cfg.model, seed=3)
+    found, _ = checkpoint.newest(Path(folder))
+    central = random_central(model, cfg)
+    first = found.round + 1 if found else 1
+    with Writer(Path(folder), cfg, model, None, central) as writer:
+        for r in range(first, first + 10_000):
+            central.buffer.fill_(r)
+            central.velocity.fill_(r)
+            central.held = {name: [r] * len(counts) for name, counts in central.held.items()}
+            central.round, central.leases = r, Leases(r)
+            writer.save(central)
+
+
+def killed_while_writing(folder: Path, cfg, model, n: int) -> None:
+    """Kill n processes at random moments; after each the newest valid checkpoint is of one round."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["twistlm.training.writer"])
+    rng, block_map, done, n_broken = random.Random(n), families.partition(model, cfg.blocks), 0, 0
+    for _ in range(n):
+        process = context.Process(target=victim, args=(str(folder), config.to_dict(cfg)))
+        process.start()
+        target = folder / checkpoint.folder_name(done + 1)
+        wait_for(lambda: target.exists() or not process.is_alive())  # noqa: B023
+        time.sleep(rng.uniform(0, 0.15))
+        assert process.is_alive()
+        process.kill()
+        process.join(30)
+        found, broken = checkpoint.newest(folder)
+        assert found.round > done
+        assert broken == []
+        done = found.round
+        central = checkpoint.restore(found, model, block_map, CPU)
+        assert (central.buffer == done).all()
+        assert (central.velocity == done).all()
+        assert {count for counts in central.held.values() for count in counts} == {done}
+        assert (central.round, central.leases) == (done, Leases(done))
+        n_broken += len(list(folder.glob(".draft-*")))
+    assert n_broken > 0, "no kill fell into a write"
+    assert len(list(folder.glob(".draft-*"))) <= 1
+
+
+def test_killed_while_writing(tmp_path, cfg, model):
+    killed_while_writing(tmp_path / "checkpoints", cfg, model, 5)
+
+
+@pytest.mark.chaos
+def test_killed_while_writing_100_times(tmp_path, cfg, model):
+    killed_while_writing(tmp_path / "checkpoints", cfg, model, 100)

@@ -1,0 +1,133 @@
+"""Wire formats against numpy, a loop over groups, and what Adam needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from twistlm.transport import wire
+
+KINDS = ("fp32", "bf16", "int8")
+SIZES = (0, 1, 7, 255, 256, 257, 1000)
+
+
+def values(n: int, seed: int = 0) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy((rng.normal(size=n) * 10.0 ** rng.integers(-9, 3, n)).astype("<f4"))
+
+
+def reference(kind: str, x: np.ndarray) -> np.ndarray:
+    """What must come out, in plain numpy."""
+    if kind == "fp32":
+        return x
+    if kind == "bf16":  # the upper half of the bits, rounded to even
+        bits = x.view("<u4").astype(np.uint64)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+        return bits.astype("<u4").view("<f4")
+    out = np.zeros_like(x)
+    for first in range(0, len(x), 256):
+        group = x[first : first + 256]
+        scale = np.float32(np.abs(group).max() / np.float32(127))
+        out[first : first + 256] = np.rint(group / scale) * scale if scale else 0
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", SIZES)
+def test_a_round_trip_is_the_reference_bit_for_bit(kind, n):
+    x = values(n)
+    payload = wire.encode(kind, x)
+    assert payload.dtype == torch.uint8
+    assert payload.numel() == wire.n_bytes(kind, n)
+    back = wire.decode(kind, payload, (n,))
+    assert back.dtype == torch.float32
+    assert np.array_equal(back.numpy(), reference(kind, x.numpy()))
+    assert torch.equal(payload, wire.encode(kind, x))
+
+
+def test_bytes_by_hand():
+    assert [wire.n_bytes(kind, 1000) for kind in KINDS] == [4000, 2000, 1016]  # 4 scales
+    assert [wire.n_bytes(kind, 3) for kind in KINDS] == [16, 8, 8]  # whole multiples of 8
+    assert wire.n_bytes("fp32", 10, torch.float64) == 80
+    assert wire.down_bytes("int8", (3, 1000)) == 4000 + 1016 + 2000
+    assert wire.up_bytes("int8", (3, 1000)) == 1016 + 1016 + 2000
+    assert wire.up_bytes("fp32", (3, 1000)) == wire.down_bytes("fp32", (3, 1000)) == 12000
+
+
+def test_zeros_stay_zero_and_what_is_not_finite_stays_seen():
+    assert not wire.decode("int8", wire.encode("int8", torch.zeros(300)), (300,)).any()
+    for kind in KINDS:
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            x = values(600)
+            x[300] = bad
+            back = wire.decode(kind, wire.encode(kind, x), (600,))
+            assert not back[300].isfinite()
+            assert back[:256].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_size_is_refused(kind):
+    payload = wire.encode(kind, values(1000))
+    with pytest.raises(ValueError, match=f"{kind} payload of 900 values"):
+        wire.decode(kind, payload, (900,))
+    with pytest.raises(ValueError, match="bytes"):
+        wire.read_down(kind, payload, (3, 1000))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_buffer_goes_down_and_comes_back(kind, rows):
+    """Weights go down untouched; their change comes up; moments are rounded both ways."""
+    sent = torch.stack([values(999, seed) for seed in range(rows)])
+    if rows == 3:
+        sent[2] = sent[2].square()
+    shape = (rows, 999)
+    payload = wire.down(kind, sent)
+    assert payload.numel() == wire.down_bytes(kind, shape)
+    got = wire.read_down(kind, payload, shape)
+    assert torch.equal(got[0], sent[0])
+    trained = got * 1.01 + 1e-3
+    payload = wire.up(kind, trained, got[0])
+    assert payload.numel() == wire.up_bytes(kind, shape)
+    back = wire.read_up(kind, payload, shape, sent[0])
+    kinds = (kind, kind, "fp32" if kind == "fp32" else "bf16")
+    if kind == "fp32":
+        assert torch.equal(back, trained)
+        return
+    change = reference(kind, (trained[0] - got[0]).numpy())
+    assert np.array_equal(back[0].numpy(), sent[0].numpy() + change)
+    for row in range(1, rows):
+        assert np.array_equal(got[row].numpy(), reference(kinds[row], sent[row].numpy()))
+        assert np.array_equal(back[row].numpy(), reference(kinds[row], trained[row].numpy()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adams_step_keeps_its_size(kind):
+    """v beside one a million times larger stays positive, and |m| / sqrt(v) at most doubles or so."""
+    m, v = values(1024, 1), values(1024, 2).square() + 1e-12
+    v[::256] = 1e6
+    buffer = torch.stack([torch.zeros(1024), m, v])
+    got = wire.read_down(kind, wire.down(kind, buffer), (3, 1024))
+    assert (got[2] > 0).all()
+    torch.testing.assert_close(got[2], v, rtol=2**-8, atol=0)
+    assert ((got[1].abs() / got[2].sqrt()) <= 2.01 * m.abs() / v.sqrt()).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_needs_no_decoding_is_not_copied(rows):
+    """250 MB into fresh memory cost more than their transfer."""
+    x = torch.randn(rows, 100)
+    payload = wire.down("fp32", x)
+    assert payload.data_ptr() == x.data_ptr()
+    assert wire.read_down("fp32", payload, (rows, 100)).data_ptr() == x.data_ptr()
+    assert wire.read_up("fp32", payload, (rows, 100), x[0]).data_ptr() == x.data_ptr()
+    weights = wire.down("bf16", x[:1])  # they go down whole in every kind
+    assert wire.read_down("bf16", weights, (1, 100)).data_ptr() == weights.data_ptr()
+
+
+def test_float64_runs_travel_whole():
+    x = torch.randn(3, 101, dtype=torch.float64)
+    assert torch.equal(
+        wire.read_up("fp32", wire.up("fp32", x, x[0]), (3, 101), torch.zeros_like(x[0])), x
+    )

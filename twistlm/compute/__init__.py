@@ -1,0 +1,1 @@
+"""What a step computes: loss, gradient, optimizer, attention, compiled graphs, perplexity."""

@@ -1,0 +1,194 @@
+"""Next-token cross-entropy without all the logits: head, softmax and loss in chunks of tokens.
+
+The logits of 32 x 1024 tokens of GPT-2 are 6.6 GB in float32. Here one chunk's logits live in the model's
+own precision, the softmax in float32 registers, and both gradients are made on the way forward.
+torch's own chunked `linear_cross_entropy` (2.13) does the same but cannot be compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..model import kernels
+
+Loss = Callable[[PreTrainedModel, Tensor], Tensor]  # (model, ids [batch, seq_len]) -> mean loss
+
+CHUNK = 8192  # tokens; their logits for a vocabulary of 50,304 are 0.8 GB in bf16
+SMALL = 1 << 24  # logits; so few (64 MB in float32) a CPU takes all at once, with torch's own loss
+ALIGN = (
+    64  # rows of the head on a GPU: with GPT-2's 50,257 its products run at a sixth of their speed
+)
+
+
+@dataclass(frozen=True)
+class Into:
+    """Buffers that take the head's gradients, of `share` times the loss, straight from the products."""
+
+    weight: Tensor
+    bias: Tensor | None
+    share: float = 1.0
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int = CHUNK
+) -> Tensor:
+    """Mean cross-entropy of `hidden @ weight.T + bias` [tokens, vocab] against `targets` [tokens]."""
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk)
+
+
+def chunked_loss(model: PreTrainedModel, ids: Tensor, into: Into | None = None) -> Tensor:
+    """`next_token_loss` through the base model and the head, a chunk of tokens at a time.
+
+    With `into`, autograd sees the hidden states alone, this loss must be the root of its graph, and what lies
+    behind `into.weight` in memory must be written after it (`_aligned`).
+    """
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    head: Any = model.get_output_embeddings()
+    bias = getattr(head, "bias", None)
+    hidden, targets = hidden.flatten(0, 1), ids[:, 1:].flatten()
+    if into is None and not hidden.is_cuda and len(targets) * len(head.weight) <= SMALL:
+        return _cross_entropy(F.linear(hidden, head.weight, bias), targets)
+    if into is None:
+        return linear_cross_entropy(hidden, head.weight, bias, targets)
+    return _Root.apply(hidden, head.weight.detach(), bias, targets, CHUNK, into)
+
+
+def next_token_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Mean cross-entropy of tokens 1.. given those before (HF's own rounds float64 to float32)."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return _cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    low = logits.dtype in (torch.bfloat16, torch.float16)
+    return F.cross_entropy(logits.float() if low else logits, targets)
+
+
+@torch.no_grad()
+def loss_for(model: PreTrainedModel) -> Loss:
+    """The chunked loss where the logits are the head's alone, the plain one where more is done to them.
+
+    (Some families cap or scale their logits.) `model` is tried on a few tokens.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    ids = torch.arange(8, device=model.device)[None] % embeddings.weight.shape[0]
+    plain, chunked = next_token_loss(model, ids), chunked_loss(model, ids)
+    return chunked_loss if torch.allclose(plain, chunked, rtol=1e-3) else next_token_loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """mean over tokens of logsumexp(h W^T + b) - (h W^T + b)[target]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
+    ) -> Tensor:
+        if not any(ctx.needs_input_grad):
+            return _forward(hidden, weight, bias, targets, chunk)[0]
+        rows = weight.new_empty(_aligned_rows(weight), weight.shape[1])
+        into = Into(rows[: len(weight)], None if bias is None else torch.empty_like(bias))
+        loss, d_hidden = _forward(hidden, weight, bias, targets, chunk, into)
+        ctx.save_for_backward(d_hidden, into.weight, into.bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if d is None else d * share.to(d.dtype) for d in ctx.saved_tensors)
+        return (*scaled, None, None)
+
+
+class _Root(torch.autograd.Function):
+    """The same, with the head's gradients in `into` and its own gradient taken to be 1."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *rest: Any) -> Tensor:
+        loss, d_hidden = _forward(hidden, *rest)
+        ctx.save_for_backward(d_hidden)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ctx.saved_tensors, *(None,) * 5)
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    chunk: int,
+    into: Into | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The mean loss, and with `into` the gradient of its share by `hidden`; those of the head are there."""
+    n_tokens, vocab = len(targets), len(weight)
+    head = _aligned(weight)
+    d_head = None if into is None else _aligned(into.weight)
+    n_pad = len(head) - vocab
+    losses, d_hidden = [], []
+    for i, (x, y) in enumerate(zip(hidden.split(chunk), targets.split(chunk), strict=True)):
+        logits = x @ head.T  # [chunk, vocab + n_pad]
+        if bias is not None:
+            logits = logits + F.pad(bias, (0, n_pad))
+        scale = n_tokens / (1.0 if into is None else into.share)
+        losses.append(_softmax_(logits, y, vocab, scale, into is not None))
+        if into is None or d_head is None:
+            continue
+        # `logits` now holds the gradient of the loss by the logits: 0 in the padding
+        d_hidden.append(logits @ head)
+        if i == 0:
+            torch.mm(logits.T, x, out=d_head)
+        else:
+            d_head.addmm_(logits.T, x)
+        if into.bias is not None:
+            total = logits[:, :vocab].sum(0)
+            into.bias.copy_(total if i == 0 else into.bias + total)
+    if into is None or d_head is None:
+        return torch.cat(losses).mean(), hidden
+    if d_head.data_ptr() != into.weight.data_ptr():
+        into.weight.copy_(d_head[:vocab])
+    return torch.cat(losses).mean(), torch.cat(d_hidden)
+
+
+def _aligned_rows(weight: Tensor) -> int:
+    return len(weight) + -len(weight) % ALIGN if weight.is_cuda else len(weight)
+
+
+def _aligned(weight: Tensor) -> Tensor:
+    """The head, or its gradient, with a multiple of `ALIGN` rows on a GPU.
+
+    In a flat buffer the rows beyond its own are the next parameter's, and nothing is copied. As weights they
+    are multiplied by zeros; as gradients they become zeros before the next parameter's are written.
+    """
+    n_rows, (vocab, d) = _aligned_rows(weight), weight.shape
+    assert weight.is_contiguous()
+    end = (weight.storage_offset() + n_rows * d) * weight.element_size()
+    if end <= weight.untyped_storage().nbytes():
+        return weight.as_strided((n_rows, d), (d, 1))
+    return F.pad(weight, (0, 0, 0, n_rows - vocab))
+
+
+def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wanted: bool) -> Tensor:
+    """Each token's loss; where `wanted`, `logits` become the gradient of the sum over `n_tokens`.
+
+    Columns from `vocab` on are padding: they count for nothing and their gradient is 0.
+    """
+    if kernels.usable(logits) and logits.dtype != torch.float64:
+        return kernels.softmax_(logits, targets, vocab, n_tokens, wanted)
+    exact = logits[:, :vocab]
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        exact = exact.float()
+    log_probs = exact.log_softmax(-1)
+    losses = -log_probs.gather(1, targets[:, None])[:, 0]
+    if wanted:
+        grad = log_probs.exp_()
+        grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
+        logits[:, :vocab] = grad.div_(n_tokens)
+        logits[:, vocab:] = 0.0
+    return losses

@@ -1,0 +1,140 @@
+"""Perplexity of the full model, of one subnet, and of n random subnets."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..data.token_file import TokenFile
+from ..model import generator
+from ..model.blocks import BlockMap, Blueprint, Widths
+from ..model.central import Central
+from ..model.layout import gather_
+from ..model.subnet import Subnet, build, scales
+from ..system.device import autocast, to_device
+from .attention import causal_
+from .loss import Loss, loss_for
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The perplexities of n random subnets of one size."""
+
+    ratio: str
+    n_params: int
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def sd(self) -> float | None:
+        """Sample standard deviation; a single subnet has none."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def worst(self) -> float:
+        return max(self.values)
+
+    def summary(self) -> dict[str, float | int | None]:
+        return {"mean": self.mean, "sd": self.sd, "worst": self.worst, "n": len(self.values)}
+
+    def __str__(self) -> str:
+        """`mean ± sd (worst)`."""
+        spread = "" if self.sd is None else f" ± {self.sd:.2f} ({self.worst:.2f})"
+        return f"{self.mean:.2f}{spread}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """What perplexity is measured on: the first `max_tokens` tokens in non-overlapping windows."""
+
+    file: TokenFile
+    seq_len: int
+    max_tokens: int = 0
+    batch: int = 16
+
+    @property
+    def n_sequences(self) -> int:
+        n = self.file.n_sequences(self.seq_len)
+        return min(n, max(1, self.max_tokens // self.seq_len)) if self.max_tokens else n
+
+
+@torch.no_grad()
+def perplexity(
+    model: PreTrainedModel, text: Text, precision: str = "auto", loss: Loss | None = None
+) -> float:
+    """exp of the mean next-token loss over all windows (seq_len - 1 predictions in each)."""
+    device, loss = model.device, loss or loss_for(model)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for first in range(0, text.n_sequences, text.batch):
+        rows = list(range(first, min(first + text.batch, text.n_sequences)))
+        ids = to_device(text.file.sequences(rows, text.seq_len), device)
+        with autocast(precision, device):
+            total += loss(model, ids).double() * len(rows)
+    return math.exp(min(float(total) / text.n_sequences, 700.0))  # exp overflows beyond 709
+
+
+class Evaluator:
+    """Evaluates subnets of a central model; one model per width is built and refilled."""
+
+    def __init__(
+        self,
+        template: PreTrainedModel,
+        block_map: BlockMap,
+        central: Central,
+        text: Text,
+        *,
+        scale: str,
+        precision: str = "auto",
+    ):
+        self.template, self.block_map, self.central = template, block_map, central
+        self.text, self.scale, self.precision = text, scale, precision
+        self.loss = loss_for(template)
+        self.full = build(template, block_map, central.layout, central.weights)
+        causal_(self.full.model)
+        self._built: dict[tuple[int, ...], tuple[Subnet, torch.Tensor]] = {}
+
+    def full_perplexity(self) -> float:
+        """The full model, with no mask and no scale."""
+        return perplexity(self.full.model, self.text, self.precision, self.loss)
+
+    def subnet(self, blueprint: Blueprint) -> Subnet:
+        """A physical subnet of the central model as it is now, with its activation scale."""
+        self.block_map.check_blueprint(blueprint)
+        widths = self.block_map.widths(blueprint)
+        where = self.central.layout.narrowed(self.block_map, widths)
+        key = tuple(widths.values())
+        if key not in self._built:
+            weights = torch.empty(
+                where.n_params, dtype=self.central.buffer.dtype, device=self.central.buffer.device
+            )
+            self._built[key] = (build(self.template, self.block_map, where, weights), weights)
+            causal_(self._built[key][0].model)
+        subnet, weights = self._built[key]
+        runs = self.central.runs
+        gather_(weights[None], self.central.buffer[:1], runs, runs.index(blueprint))
+        subnet.scale_(scales(self.block_map, widths, self.scale, self.central.rho))
+        return subnet
+
+    def subnet_perplexity(self, blueprint: Blueprint) -> float:
+        """A subnet, scaled."""
+        return perplexity(self.subnet(blueprint).model, self.text, self.precision, self.loss)
+
+    def random_subnets(
+        self, ratio: str, widths: Widths, n: int, seed: int, tick: Callable[[], None] = lambda: None
+    ) -> Spread:
+        """n uniformly random subnets of these widths, scaled."""
+        values = []
+        for draw in range(n):
+            blueprint = generator.for_deployment(self.block_map, widths, seed=seed, draw=draw)
+            values.append(self.subnet_perplexity(blueprint))
+            tick()
+        where = self.central.layout.narrowed(self.block_map, widths)
+        return Spread(ratio, where.n_params, tuple(values))

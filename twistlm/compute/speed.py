@@ -1,0 +1,75 @@
+"""How fast a model is here and now: milliseconds for a prompt and for one decoded token."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..model.huggingface import vocab_size
+
+PROMPT = 128  # tokens, or half of what the model can see
+STEPS = 16  # decoded tokens after it
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over repeated runs, batch 1, with the KV cache."""
+
+    prefill_ms: float  # the whole prompt
+    decode_ms: float  # one token
+    n_prompt: int
+    n_steps: int
+    n_repeats: int
+    device: str
+    n_threads: int
+
+
+def measure(model: PreTrainedModel, n_repeats: int = 3) -> Speed:
+    """Prefill a prompt, then decode greedily; the first run only warms up."""
+    return measure_all([model], n_repeats)[0]
+
+
+@torch.inference_mode()
+def measure_all(models: Sequence[PreTrainedModel], n_repeats: int = 3) -> list[Speed]:
+    """The same of several models in turn, so that a busy machine slows all of them alike."""
+    first = models[0]
+    most = getattr(first.config, "max_position_embeddings", None) or PROMPT + STEPS
+    n_prompt = min(PROMPT, most // 2)
+    n_steps = min(STEPS, most - n_prompt)
+    draw = torch.Generator().manual_seed(0)
+    prompt = torch.randint(vocab_size(first), (1, n_prompt), generator=draw).to(first.device)
+    runs = [[_seconds(m, prompt, n_steps) for m in models] for _ in range(1 + n_repeats)][1:]
+    return [
+        Speed(
+            prefill_ms=1000 * statistics.median(run[i][0] for run in runs),
+            decode_ms=1000 * statistics.median(second for run in runs for second in run[i][1:]),
+            n_prompt=n_prompt, n_steps=n_steps, n_repeats=n_repeats,
+            device=str(model.device), n_threads=torch.get_num_threads(),
+        )
+        for i, model in enumerate(models)
+    ]  # fmt: skip
+
+
+def _seconds(model: Any, ids: Tensor, n_steps: int) -> list[float]:
+    """Seconds of the prompt and of every greedy step after it."""
+    seconds, past = [], None
+    for _ in range(1 + n_steps):
+        began = _now(ids.device)
+        # the last logits alone: with all of them the LM head would be most of the prefill
+        out = model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+        ids, past = out.logits[:, -1:].argmax(-1), out.past_key_values
+        seconds.append(_now(ids.device) - began)
+    return seconds
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

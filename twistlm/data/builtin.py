@@ -1,0 +1,105 @@
+"""English text that ships with every Python: the reference manual's topics and stdlib docstrings.
+
+It lets the first command train on real sentences with no download. The text is the Python Software
+Foundation's (PSF licence); nothing of it is stored in this project.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import platform
+import random
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data import topics
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from .token_file import TokenFile, open_tokens
+from .prepare import prepare
+from ..system.terminal import console
+
+NAME = "builtin:python-docs"
+EOS = "<|endoftext|>"
+VOCAB_SIZE = 512
+VALID_SHARE = 0.05  # of the documents
+SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
+
+
+def documents() -> list[str]:
+    """All documents once, in an order that depends on nothing but the text."""
+    texts = [text for text in topics.topics.values() if text.strip()]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if not SKIP & set(path.relative_to(root).parts):
+            texts += _docstrings(path)
+    return sorted(set(texts))
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text and len(text) > 40:
+                yield text
+
+
+def train_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE like GPT-2's, trained on these texts."""
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tok.train_from_iterator(texts, trainer)
+    return tok
+
+
+def build(folder: Path, quiet: bool = False) -> dict[str, TokenFile]:
+    """Token files `train` and `valid` of the built-in corpus, and the BPE behind them."""
+    texts = documents()
+    random.Random(0).shuffle(texts)
+    n_valid = max(1, int(len(texts) * VALID_SHARE))
+    splits = {"valid": texts[:n_valid], "train": texts[n_valid:]}
+    n_bytes = sum(len(text.encode()) for text in texts)
+    if not quiet:
+        console.print(
+            f"text: the reference-manual topics and standard-library docstrings of Python "
+            f"{platform.python_version()}: {len(texts):,} documents, {n_bytes / 1e6:.1f} MB"
+        )
+    tok = train_bpe(splits["train"], VOCAB_SIZE)
+    with tempfile.TemporaryDirectory() as draft:
+        files = {}
+        for split, part in splits.items():
+            path = Path(draft) / f"{split}.jsonl"
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+            files[split] = prepare([str(path)], folder / split, tok, quiet=quiet)
+    return files
+
+
+def resolve(stem: str, split: str) -> str:
+    """A token file's stem; the built-in corpus is made on first use."""
+    if not stem.startswith("builtin:"):
+        return stem
+    if stem != NAME:
+        raise ValueError(f"data.{split} = {stem!r}: the only built-in corpus is {NAME}")
+    folder = Path("runs") / f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}"
+    try:
+        open_tokens(str(folder / split))
+    except ValueError:
+        build(folder)
+    return str(folder / split)

@@ -1,0 +1,1 @@
+"""Measuring: benchmarks, comparisons, the paper's experiments, and the page that shows them."""

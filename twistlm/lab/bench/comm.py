@@ -1,0 +1,159 @@
+"""Exchanges without training: the hub beside bare gloo, and shards beside the hub on slow links."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from ...config import Wire
+from ...system import terminal
+from ...system.provenance import describe_run
+from ...system.terminal import progress
+from ...training.links import busiest
+from ...transport.traffic import subnet_bytes
+from .namespaces import LOOPBACK, Host, slow_hosts, why_not
+
+LONGEST = 1800  # seconds for one set of processes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One engine's exchange: every worker gets its subnet and returns it."""
+
+    where: str
+    engine: str
+    n_workers: int
+    megabytes: float  # of one subnet in float32
+    seconds: tuple[float, ...]
+    n_bytes: int  # of the busiest link, by the formula
+    n_counted: int | None  # and as its interface counted them, headers included
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Everything `twistlm bench comm` prints."""
+
+    rows: tuple[Measured, ...]
+    left_out: dict[str, str]  # what was not measured, and why
+    about: dict[str, Any]
+
+    def ratio(self, where: str, engine: str, other: str, n_workers: int) -> float:
+        """Seconds of one engine over those of another."""
+        found = {row.engine: row.median for row in self.rows if (row.where, row.n_workers) == (where, n_workers)}  # fmt: skip
+        return found[engine] / found[other]
+
+    def ratios(self) -> dict[str, float]:
+        made = {}
+        for where, engine, other in (("loopback", "bare", "sessions"), ("slow", "sharded", "hub")):
+            for n in sorted({row.n_workers for row in self.rows if row.where == where}):
+                made[f"{where}: {engine} / {other}, S = {n}"] = self.ratio(where, engine, other, n)
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ratios": self.ratios()}
+
+
+def bench(
+    *, loopback: int, megabytes: float, slow: Sequence[int], slow_megabytes: float, gbit: float,
+    repeats: int, wire: Wire,
+) -> Bench:  # fmt: skip
+    """S = `loopback` workers on this machine; S in `slow` on hosts with links of `gbit` Gbit/s."""
+    rows, left_out, about = [], {}, describe_run()
+    about |= {"cores": os.cpu_count(), "load before": os.getloadavg()[0]}
+    if slow and (why := why_not()):
+        left_out["slow links"], slow = f"not measured: {why}", ()
+    with progress(False) as bar:
+        task = bar.add_task("exchanges", total=1 + 2 * len(slow), note="")
+        rows += _measure("loopback", ("bare", "sessions"), loopback, megabytes, repeats, wire)
+        bar.advance(task)
+        for n in slow:
+            for engine in ("hub", "sharded"):
+                rows += _measure("slow", (engine,), n, slow_megabytes, repeats, wire, gbit)
+                bar.advance(task)
+    about["load after"] = os.getloadavg()[0]
+    return Bench(tuple(rows), left_out, about)
+
+
+def _measure(
+    where: str, engines: tuple[str, ...], n_workers: int, megabytes: float, repeats: int, wire: Wire,
+    gbit: float = 0.0,
+) -> list[Measured]:  # fmt: skip
+    n = n_workers + (engines != ("sharded",))  # a hub does not train
+    with tempfile.TemporaryDirectory() as folder:
+        job = {
+            "megabytes": megabytes, "engines": engines, "repeats": repeats, "wire": wire,
+            "folder": folder,
+        }  # fmt: skip
+        with slow_hosts(n, gbit) if gbit else nullcontext([LOOPBACK] * n) as hosts:
+            said = _run(hosts, job)
+    made = []
+    for engine in engines:
+        # what crosses the busiest link: through a hub one way after the other, else both at once
+        both = sum(b.total for b in subnet_bytes(0, said["n_subnet"], 1, wire))
+        formula = busiest("sharded" if engine == "sharded" else "hub", n_workers, both, 0, 0)
+        link = statistics.median(said["link"][engine]) if gbit else None
+        if link is not None and engine == "sharded":
+            link /= 2  # the interface counts both directions
+        counted = None if link is None else int(link)
+        seconds = tuple(said["seconds"][engine])
+        made.append(Measured(where, engine, n_workers, megabytes, seconds, formula, counted))
+    return made
+
+
+def _run(hosts: list[Host], job: dict[str, Any]) -> dict[str, Any]:
+    """A process on every host; what rank 0 says."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    started = []
+    for rank, host in enumerate(hosts):
+        env = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "OMP_NUM_THREADS": "1"}
+        env |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": port}
+        env |= {"GLOO_SOCKET_IFNAME": host.interface, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = [*host.prefix, sys.executable, "-m", "twistlm.lab.bench.peer"]
+        command.append(json.dumps(job | {"interface": host.interface}))
+        started.append(
+            subprocess.Popen(
+                command, env=os.environ | env, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+    try:
+        said = [process.communicate(timeout=LONGEST) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, (_, errors) in zip(started, said, strict=True):
+        if process.returncode:
+            raise OSError(f"a process of the bench failed: {errors.strip().splitlines()[-1:]}")
+    return json.loads(said[0][0].splitlines()[-1])
+
+
+def table(made: Bench) -> Table:
+    """For a person."""
+    result = terminal.table(
+        "one exchange of all workers, nothing trained", "where", "engine", "S", "MB a subnet", "seconds",
+        "busiest link, MB", "counted", "MB/s", words=2,
+    )  # fmt: skip
+    for row in made.rows:
+        counted = "" if row.n_counted is None else f"{row.n_counted / row.n_bytes - 1:+.1%}"
+        result.add_row(
+            row.where, row.engine, str(row.n_workers), f"{row.megabytes:g}", f"{row.median:.2f}",
+            f"{row.n_bytes / 1e6:,.0f}", counted, f"{row.n_bytes / row.median / 1e6:,.0f}",
+        )  # fmt: skip
+    return result

@@ -1,0 +1,113 @@
+"""Times and memory of models in a runtime, each taken in a process of its own.
+
+Latency: one process holds all sizes and runs them in turn, so that a busy machine slows all of them
+alike. Memory: one process per size.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...export.verify import Runner
+from .runtimes import RUNTIMES
+
+MEMORY = (
+    "peak resident memory while running, less what the process held before the model was loaded "
+    "(VmHWM after a reset - VmRSS), a process for each"
+)
+Times = tuple[dict[int, list[float]], list[float], np.ndarray]  # prefill ms, decode ms, logits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every model is put through."""
+
+    prefill: tuple[int, ...]  # prompt lengths
+    n_decode: int  # tokens read one by one after the shortest prompt
+    n_repeats: int
+    threads: int
+    vocab_size: int
+
+    @property
+    def n_context(self) -> int:
+        return max(self.prefill) + self.n_decode
+
+    def ids(self, n: int) -> list[int]:
+        return np.random.default_rng(0).integers(self.vocab_size, size=n).tolist()
+
+
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it where nothing else was imported, loaded or started."""
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(function, *args).result()
+    except BrokenProcessPool:
+        raise OSError(f"the process that ran {args[0]} was killed: is memory short?") from None
+
+
+def times(name: str, files: dict[str, Path], plan: Plan) -> dict[str, Times]:
+    """Times of every size, in turn: each repeat runs all of them."""
+    runners = {
+        ratio: RUNTIMES[name].load(path, plan.threads, plan.n_context)
+        for ratio, path in files.items()
+    }
+    result: dict[str, Times] = {}
+    for _ in range(1 + plan.n_repeats):
+        for ratio, runner in runners.items():
+            prefill_ms, decode_ms, logits = _once(runner, plan)
+            if ratio not in result:  # the first run of each warms up
+                result[ratio] = ({n: [] for n in plan.prefill}, [], logits)
+                continue
+            for n, ms in prefill_ms.items():
+                result[ratio][0][n].append(ms)
+            result[ratio][1].extend(decode_ms)
+    return result
+
+
+def _once(runner: Runner, plan: Plan) -> tuple[dict[int, float], list[float], np.ndarray]:
+    """Every prompt, the shortest last; then tokens one by one after it."""
+    ids = plan.ids(plan.n_context)
+    prefill_ms, decode_ms = {}, []
+    for n in sorted(plan.prefill, reverse=True):
+        prefill_ms[n], logits = _timed(runner.prefill, ids[:n])
+    for token in ids[n : n + plan.n_decode]:
+        decode_ms.append(_timed(runner.decode, token)[0])
+    return prefill_ms, decode_ms, logits[-1]
+
+
+def _timed(read: Callable[[Any], np.ndarray], tokens: Any) -> tuple[float, np.ndarray]:
+    began = time.perf_counter()
+    logits = read(tokens)
+    return 1000 * (time.perf_counter() - began), logits
+
+
+def peak_bytes(name: str, path: Path, plan: Plan) -> int | None:
+    """Memory of one model at work; None where the system keeps no such count."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not status.is_file():
+        return None
+    before = _resident(status, "VmRSS")
+    runner = RUNTIMES[name].load(path, plan.threads, plan.n_context)
+    gc.collect()
+    try:
+        reset.write_text("5")  # forget the peak of loading
+    except OSError:
+        return None
+    _once(runner, plan)
+    return _resident(status, "VmHWM") - before
+
+
+def _resident(status: Path, key: str) -> int:
+    line = next(line for line in status.read_text().splitlines() if line.startswith(key))
+    return 1024 * int(line.split()[1])

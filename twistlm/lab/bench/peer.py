@@ -1,0 +1,230 @@
+"""One process of `bench comm`: it takes its part in every exchange and nobody trains.
+
+    python -m twistlm.lab.bench.peer JOB     (JSON; RANK, WORLD_SIZE and MASTER_ADDR as under torchrun)
+
+Rank 0 prints what it measured as the last line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import config
+from ...config import Wire
+from ...model import generator
+from ...model.blocks import BlockGroup, BlockMap, Partition
+from ...model.central import Central, create
+from ...model.layout import Runs, layout, runs
+from ...system.buffers import Rooms
+from ...system.signals import Stop
+from ...training import dispatcher
+from ...training.aggregator import Result, Stats, aggregate_
+from ...training.dispatcher import Deal, Parcel
+from ...training.engines import sharded
+from ...transport import address, session, wire
+from ...transport.events import Events
+from ...transport.hub import DOWN, IDS, UP, Hub, tag
+from ...transport.listener import Door
+from ...transport.ranks import Cluster
+from ...transport.session import Kind as Say
+from ...transport.session import Session
+
+SECRET = b"of no use to anybody"
+N_BLOCKS, K = 12, 4
+SHARED = 0.78  # of a subnet, as of GPT-2 124M with a third of the blocks
+UNIT = 1024  # elements: the grain
+
+
+def model(megabytes: float) -> tuple[BlockMap, dict[str, tuple[int, ...]]]:
+    """One shared and one partitioned matrix; a subnet of K blocks has so many MB in float32."""
+    rows = max(1, round(1e6 * megabytes * (1 - SHARED) / K / UNIT / 4))
+    n_shared = max(1, round(1e6 * megabytes * SHARED / UNIT / 4))
+    part = Partition("blocks", 0, rows)
+    group = BlockGroup("blocks", "ffn", 0, N_BLOCKS, (part,), ("blocks",))
+    return BlockMap((group,)), {"shared": (n_shared, UNIT), "blocks": (N_BLOCKS * rows, UNIT)}
+
+
+def make(megabytes: float) -> tuple[Central, Runs]:
+    block_map, shapes = model(megabytes)
+    params = {name: torch.ones(shape) for name, shape in shapes.items()}
+    device = torch.device("cpu")
+    whole = runs(layout(block_map, shapes), block_map, device)
+    return create(params, shapes, block_map, carry=False, outer=False, device=device), whole
+
+
+def deal(whole: Runs, n_workers: int, r: int) -> Deal:
+    hands = generator.deal(random.Random(r), N_BLOCKS, [K] * n_workers)
+    return dispatcher.prepare(whole, r, [{"blocks": hand} for hand in hands])
+
+
+def n_subnet(whole: Runs) -> int:
+    n_shared = whole.full.n_shared
+    return n_shared + (whole.full.n_params - n_shared) * K // N_BLOCKS
+
+
+def untrained(parcel: Parcel) -> Result:
+    return Result(parcel.worker, parcel.source, parcel.index, Stats(0.0, 1, 1))
+
+
+class Sharded:
+    """A round of the sharded engine without its local steps."""
+
+    def __init__(self, job: dict[str, Any], cluster: Cluster):
+        self.cluster = cluster
+        central, self.runs = make(job["megabytes"])
+        whole = central if cluster.is_central else None
+        self.shard = sharded.spread(whole, self.runs, cluster, 1, False, torch.float32, job["wire"])
+
+    def exchange(self, r: int) -> None:
+        there = deal(self.runs, self.cluster.world_size, r)
+        sharded.round_(self.shard, there, self.cluster, untrained, None, Stop())
+
+
+class Bare:
+    """What gloo does by itself: isend to all, irecv from all, nothing checked and nothing added up."""
+
+    def __init__(self, job: dict[str, Any], cluster: Cluster):
+        self.cluster, central = cluster, cluster.is_central
+        n = n_subnet(make(job["megabytes"])[1])
+        self.peers = list(range(1, cluster.world_size)) if central else [0]
+        self.buffers = [torch.ones(n) for _ in self.peers]
+        self.moves = (dist.isend, dist.irecv) if central else (dist.irecv, dist.isend)
+
+    def exchange(self, r: int) -> None:
+        for move in self.moves:
+            works = [move(b, peer) for b, peer in zip(self.buffers, self.peers, strict=True)]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+
+class Hubbed:
+    """A round through the hub without local steps: cut, post, collect, aggregate."""
+
+    def __init__(self, job: dict[str, Any], cluster: Cluster):
+        self.n_workers, self.is_central = cluster.world_size - 1, cluster.is_central
+        self.kind: Wire = job["wire"]
+        self.rooms = Rooms()
+        self.central, self.runs = make(job["megabytes"])
+        host = os.environ["MASTER_ADDR"]
+        if not self.is_central:
+            self.line = self._enter(host, int(cluster.broadcast([0.0])[0]))
+            return
+        listener = address.listen(f"{host}:0", False)
+        run = {"wire": self.kind, "out": job["folder"]}
+        cfg = config.from_dict({"train": {"n_workers": self.n_workers}, "run": run})
+        events = Events(Path(job["folder"]), quiet=True)
+        self.hub = Hub(Door(listener, SECRET, {}, lambda own: None, events, 60.0), cfg, events, 0)
+        cluster.broadcast([float(listener.getsockname()[1])])
+        self.members = self.hub.gather(0, 0, time.monotonic())
+
+    def _enter(self, host: str, port: int) -> Session:
+        sock = socket.create_connection((host, port))
+        line = Session(sock, session.answer(sock, SECRET))
+        line.tell(Say.HELLO, name=os.environ["RANK"], widths={}, torch=torch.__version__)
+        store = line.hear(session.HANDSHAKE).body["store"]
+        line.tell(Say.READY)
+        line.open_((host, store), 1)
+        return line
+
+    def exchange(self, r: int) -> None:
+        if not self.is_central:
+            self._answer()
+            return
+        there = deal(self.runs, self.n_workers, r)
+        cuts = (dispatcher.cut(self.central, blueprint) for blueprint in there.blueprints)
+        answers = self._round(r, cuts)
+        results = [
+            Result(i, answers[i], there.indices[i], Stats(0.0, 1, 1)) for i in range(self.n_workers)
+        ]
+        aggregate_(self.central, results, there.holders)
+
+    def _round(self, r: int, cuts: Iterable[Tensor]) -> list[Tensor]:
+        began = time.monotonic()
+        for member, buffer in zip(self.members, cuts, strict=True):
+            self.hub.post(member, r, buffer, torch.zeros(1, 1, 1, dtype=torch.int64), {})
+        answers = self.hub.collect(r, began)
+        self.hub.committed(r, time.monotonic() - began)
+        return [answers[member.place].buffer for member in self.members]
+
+    def _answer(self) -> None:
+        message = self.line.hear(600.0)
+        down = self.rooms.get("down", message.n_bytes)  # as a worker does
+        ids = torch.empty(4, dtype=torch.uint8)
+        works = [
+            self.line.receive(buffer, tag(message.round, what, 0))
+            for buffer, what in ((down, DOWN), (ids, IDS))
+        ]
+        for work in works:
+            session.wait(work, 600.0)
+        if session.checksum(down) != message.checksum:
+            raise ConnectionError("the weights did not arrive as they were sent")
+        sent = wire.read_down(self.kind, down, (1, n_subnet(self.runs)))
+        up = wire.up(self.kind, sent, sent[0])
+        self.line.tell(Say.RESULT, message.round, up, loss_sum=0.0)
+        session.wait(self.line.send(up, tag(message.round, UP, 0)), 600.0)
+        self.line.tell(Say.SENT, message.round)
+
+
+class Sessions(Hubbed):
+    """The hub's transport alone: buffers that are cut already, results that nobody adds up."""
+
+    def exchange(self, r: int) -> None:
+        if not self.is_central:
+            self._answer()
+            return
+        if not hasattr(self, "buffers"):
+            self.buffers = [torch.ones(1, n_subnet(self.runs)) for _ in self.members]
+        self._round(r, self.buffers)
+
+
+ENGINES: dict[str, Callable[[dict[str, Any], Cluster], Any]] = {
+    "sharded": Sharded, "bare": Bare, "hub": Hubbed, "sessions": Sessions,
+}  # fmt: skip
+
+
+def on_the_link(interface: str) -> int:
+    """Bytes that an interface has sent and received, headers and all."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == interface:
+            return int(counts.split()[0]) + int(counts.split()[8])
+    return 0
+
+
+def main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    cluster = Cluster("sharded", int(os.environ["WORLD_SIZE"]), "physical", "cpu", together=True)
+    engines = {name: ENGINES[name](job, cluster) for name in job["engines"]}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    link: dict[str, list[int]] = {name: [] for name in engines}
+    for r in range(1 + job["repeats"]):  # the first one warms up
+        for name, engine in engines.items():
+            cluster.barrier()
+            before, began = on_the_link(job["interface"]), time.perf_counter()
+            engine.exchange(r)
+            cluster.barrier()
+            if r:
+                seconds[name].append(time.perf_counter() - began)
+                link[name].append(on_the_link(job["interface"]) - before)
+    if cluster.is_central:
+        n = n_subnet(make(job["megabytes"])[1])
+        print(json.dumps({"n_subnet": n, "seconds": seconds, "link": link}), flush=True)
+    cluster.barrier()
+    os._exit(0)  # sessions and groups close in any order
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,349 @@
+"""bench train: a worker's local step and a whole round, at every size, beside plain Hugging Face.
+
+Weights and tokens are random: a step costs the same whatever they are. Every number is a median of
+repeats in one run, so ratios hold on any machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...compute.loss import next_token_loss
+from ...config import Config, override
+from ...data.stream import Batches
+from ...data.token_file import TokenFile, TokenMeta
+from ...model import central as centrals
+from ...model import families, generator, huggingface
+from ...model.blocks import BlockMap, Widths, widths_of_ratio
+from ...model.count import flops_per_token
+from ...model.layout import Layout, layout, runs
+from ...system import terminal
+from ...system.device import is_bf16
+from ...system.provenance import describe_run
+from ...system.terminal import progress
+from ...training import rounds
+from ...training.startup import Run
+from ...training.worker import Seat
+from ...transport.ranks import Cluster
+from .profile import Profile, profile
+from .profile import table as profile_table
+
+FULL = "12/12"
+SIZES = ("12/12", "10/12", "8/12", "6/12", "4/12", "3/12")
+SETTINGS = ("both", "attn", "ffn")
+REPEATS = 7
+SEQUENCES = 256  # random ones; rounds walk through them
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size of worker."""
+
+    setting: str
+    ratio: str
+    n_params: int
+    ms: float  # median of a local step, optimizer included
+    ms_fastest: float
+    tokens_per_s: float
+    tflops: float  # TFLOP/s by `ledger.flops_per_token`
+    flops: int  # of a step
+    state_bytes: int  # weights, gradient and moments
+    peak_bytes: int | None  # of the GPU's memory, with activations, without the central model
+    round_ms: float  # median of a worker's round: dispatch, `interval` steps, aggregation
+    overhead: float  # share of it that is not local steps
+    round_bytes: int  # counted: down and up of all workers in a round, carried moments included
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Hugging Face's own model and torch's own AdamW."""
+
+    name: str
+    ms: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All rows of one run, and what they are held against."""
+
+    rows: tuple[Row, ...]
+    references: tuple[Reference, ...]
+    ceiling_tflops: float  # a large matrix product in the step's precision
+    batch: int
+    seq_len: int
+    interval: int
+    n_workers: int
+    run: dict[str, Any]
+
+    def full(self) -> Row | None:
+        return next((row for row in self.rows if row.ratio == FULL), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bench(
+    cfg: Config, sizes: Sequence[str] = SIZES, settings: Sequence[str] = SETTINGS, *,
+    n_steps: int = 0, references: bool = True, quiet: bool = False,
+    save: Callable[[Bench], object] = lambda made: None,
+) -> Bench:  # fmt: skip
+    """Measure every size of every setting; whole models are the same in all settings.
+
+    `save` gets what there is after every row: a run that is cut off loses nothing.
+    """
+    cluster = Cluster("local", cfg.train.n_workers, "physical", cfg.run.device)
+    device = cluster.device
+    template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
+    points = [(s, r) for s in settings for r in sizes if r != FULL or s == settings[0]]
+    names = ("Hugging Face, float32, eager", "Hugging Face, compiled") if references else ()
+    t = cfg.train
+    made = Bench(
+        (), (), 0.0, t.batch, cfg.data.seq_len, t.interval, t.n_workers,
+        describe_run() | {"config": asdict(cfg)},
+    )  # fmt: skip
+    with progress(quiet) as bar:
+        task = bar.add_task("bench train", total=1 + len(points) + len(names), note="ceiling")
+        made = replace(made, ceiling_tflops=_ceiling(device, is_bf16(t.precision, device)))
+        bar.advance(task)
+        for name in names:
+            bar.update(task, note=name)
+            reference = _reference(template, cfg, device, n_steps, name)
+            made = replace(made, references=(*made.references, reference))
+            save(made)
+            bar.advance(task)
+        for setting, ratio in points:
+            bar.update(task, note=f"{ratio} {setting}")
+            row = measure(template, cfg, cluster, setting, ratio, n_steps)
+            made = replace(made, rows=(*made.rows, row))
+            save(made)
+            bar.advance(task)
+    return made
+
+
+def measure(
+    template: PreTrainedModel, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
+) -> Row:
+    """One size of one setting."""
+    blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
+    block_map = families.partition(template, blocks)
+    widths = widths_of_ratio(block_map, ratio)
+    ks = {kind: _k(block_map, widths, kind) for kind in ("attn", "ffn")}
+    cfg = replace(cfg, blocks=replace(blocks, k_attn=(ks["attn"],), k_ffn=(ks["ffn"],)))
+    _forget(cluster.device)
+    run = _run(cfg, template, block_map, cluster)
+    generator.check(block_map, cfg.blocks, cfg.train.n_workers)
+    where = run.full.narrowed(block_map, widths)
+    moved = []
+
+    def one_round(i: int) -> None:
+        _, traffic = rounds.twist_round(run, i)
+        moved.append(traffic.down.total + traffic.up.total)
+
+    round_times = list(_times(one_round, cluster.device, 3, warm=1))
+    seat = next(iter(run.seats.made.values()))
+    ids = run.batches(0, 0).to(cluster.device)
+
+    step_times = _each(lambda: seat.step(ids, cfg.train.lr), cluster.device, n_steps)
+    ms = 1e3 * statistics.median(step_times)
+    round_ms = 1e3 * statistics.median(round_times) / cfg.train.n_workers
+    n_tokens = cfg.train.batch * cfg.data.seq_len
+    flops = n_tokens * _flops(template, where, cfg.data.seq_len)
+    return Row(
+        setting, ratio, where.n_params, ms, 1e3 * min(step_times), 1e3 * n_tokens / ms, flops / ms / 1e9, flops,
+        _state_bytes(seat), _peak(cluster.device, run), round_ms, 1 - cfg.train.interval * ms / round_ms,
+        moved[-1], profile(lambda: seat.step(ids, cfg.train.lr), cluster.device),
+    )  # fmt: skip
+
+
+def _k(block_map: BlockMap, widths: Widths, kind: str) -> int:
+    return next((widths[group.name] for group in block_map.groups if group.kind == kind), 1)
+
+
+def _run(cfg: Config, template: PreTrainedModel, block_map: BlockMap, cluster: Cluster) -> Run:
+    """A run over random tokens that lives in memory alone."""
+    vocab, seq_len = huggingface.vocab_size(template), cfg.data.seq_len
+    tokens = np.random.default_rng(cfg.run.seed).integers(0, vocab, SEQUENCES * seq_len)
+    meta = TokenMeta(len(tokens), 1, vocab, vocab - 1, "int64", "", None)
+    batches = Batches(
+        TokenFile("random", meta, tokens),
+        seq_len,
+        cfg.train.n_workers,
+        cfg.train.batch,
+        cfg.run.seed,
+    )
+    carry = cfg.train.moments == "carry"
+    shapes = huggingface.shapes(template)
+    central = centrals.create(
+        huggingface.state(template), shapes, block_map,
+        carry=carry, outer=cfg.train.nesterov() is not None, device=cluster.device,
+    )  # fmt: skip
+    whole = runs(layout(block_map, shapes), block_map, cluster.device)
+    return Run(cfg, cluster, template, block_map, whole, central, batches, 10**6, central.held)
+
+
+def _reference(
+    template: PreTrainedModel, cfg: Config, device: torch.device, n_steps: int, name: str
+) -> Reference:
+    """Stock model, stock loss, stock AdamW: what most people run."""
+    _forget(device)
+    eager = name.endswith("eager")
+    model = huggingface.clone_structure(template)
+    huggingface.bind_(model, {n: p.detach().clone() for n, p in template.named_parameters()})
+    nn.Module.to(model, device).requires_grad_()
+    adamw = torch.optim.AdamW(model.parameters(), lr=cfg.train.lr, fused=not eager)
+    loss = next_token_loss if eager else torch.compile(next_token_loss)
+    low = not eager and is_bf16(cfg.train.precision, device)
+    vocab = huggingface.vocab_size(template)
+    ids = torch.randint(vocab, (cfg.train.batch, cfg.data.seq_len), device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
+            value = loss(model, ids)
+        value.backward()
+        adamw.step()
+        adamw.zero_grad()
+
+    times = _each(step, device, n_steps)
+    return Reference(name, 1e3 * statistics.median(times), _peak(device))
+
+
+def _each(function: Callable[[], Any], device: torch.device, n_calls: int) -> list[float]:
+    """Seconds of one call, `REPEATS` times; `n_calls` (0: as many as take 0.2 s) lie behind each."""
+
+    def calls(_: int) -> None:
+        for _ in range(n_calls):
+            function()
+
+    for _ in range(3):  # compile and record
+        function()
+    if not n_calls:
+        n_calls = 1
+        n_calls = max(1, round(0.2 / min(_times(calls, device, 2))))
+    return [seconds / n_calls for seconds in _times(calls, device, REPEATS)]
+
+
+def _times(
+    function: Callable[[int], Any], device: torch.device, n: int, warm: int = 2
+) -> Iterator[float]:
+    """Seconds of n calls, after some that warm up."""
+    for i in range(warm + n):
+        _wait(device)
+        began = time.perf_counter()
+        function(i)
+        _wait(device)
+        if i >= warm:
+            yield time.perf_counter() - began
+
+
+def _ceiling(device: torch.device, low: bool) -> float:
+    """TFLOP/s of a large square matrix product, once the clocks are up: the fastest of repeats."""
+    size, dtype = (
+        (8192 if device.type == "cuda" else 1024),
+        torch.bfloat16 if low else torch.float32,
+    )
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+
+    times = [seconds for _ in range(3) for seconds in _each(lambda: torch.mm(a, b), device, 0)]
+    return 2 * size**3 / min(times) / 1e12
+
+
+def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
+    """FLOPs of a token: embeddings are looked up, not multiplied; the head is a product."""
+    tables = {
+        f"{name}.weight" for name, m in template.named_modules() if isinstance(m, nn.Embedding)
+    }
+    head: Any = template.get_output_embeddings()
+    products = sum(
+        math.prod(shape)
+        for name, shape in where.shapes.items()
+        if len(shape) == 2 and name not in tables
+    )
+    if not any(p is head.weight for n, p in template.named_parameters() if n not in tables):
+        products += head.weight.numel()  # tied to a table
+    attn = families.block_map(template, "attn").groups
+    widths = [where.shapes[g.out[0]][g.out_part.dim] for g in attn]
+    return flops_per_token(products, widths, seq_len)
+
+
+def _state_bytes(seat: Seat) -> int:
+    held = [seat.buffer, seat.grad]
+    if seat.work.data_ptr() != seat.buffer.data_ptr():
+        held.append(seat.work)
+    return sum(t.numel() * t.element_size() for t in held)
+
+
+def _forget(device: torch.device) -> None:
+    gc.collect()  # a seat and its recorded graphs hold each other
+    if device.type == "cuda":
+        torch.cuda.init()  # in a fresh process there is no device to reset yet: PyTorch refuses
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(device: torch.device, run: Run | None = None) -> int | None:
+    if device.type != "cuda":
+        return None
+    held = [] if run is None or run.central is None else [run.central.buffer, run.central.sums]
+    central = sum(t.numel() * t.element_size() for t in held if t is not None)
+    return torch.cuda.max_memory_allocated(device) - central
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def tables(made: Bench) -> list[Table]:
+    """The sizes, and what stock tools take in the same run."""
+    title = (
+        f"a local step: batch {made.batch} x {made.seq_len} tokens, AdamW included (faster: than the full "
+        f"model; ideal: by FLOPs; ceiling: share of {made.ceiling_tflops:.3g} TFLOP/s; overhead: share of a "
+        f"round of {made.n_workers} workers x {made.interval} steps)"
+    )
+    result = terminal.table(
+        title, "blocks", "params", "ms", "tok/s", "TFLOP/s", "ceiling",
+        "faster", "ideal", "state MB", "peak MB", "overhead",
+    )  # fmt: skip
+    full = made.full()
+    for row in made.rows:
+        result.add_row(
+            f"{row.ratio} {row.setting}", f"{row.n_params / 1e6:.1f}M", f"{row.ms:.2f}", f"{row.tokens_per_s / 1e3:.0f}k",
+            f"{row.tflops:.3g}", f"{row.tflops / made.ceiling_tflops:.1%}",
+            f"{full.ms / row.ms:.2f}x" if full else "", f"{full.flops / row.flops:.2f}x" if full else "",
+            f"{row.state_bytes / 1e6:,.0f}", _megabytes(row.peak_bytes), f"{row.overhead:.1%}",
+        )  # fmt: skip
+    profiles = [
+        (f"{row.ratio} {row.setting}", row.ms, row.profile)
+        for row in made.rows
+        if row.profile is not None and row.setting == made.rows[0].setting
+    ]
+    where = [profile_table(profiles)] if profiles else []
+    if not made.references:
+        return [result, *where]
+    beside = terminal.table(
+        "the same step with stock parts", "", "ms/step", "peak MB", "ours at full width"
+    )
+    for reference in made.references:
+        faster = f"{reference.ms / full.ms:.1f}x faster" if full else ""
+        beside.add_row(
+            reference.name, f"{reference.ms:.2f}", _megabytes(reference.peak_bytes), faster
+        )
+    return [result, *where, beside]
+
+
+def _megabytes(n_bytes: int | None) -> str:
+    return "" if n_bytes is None else f"{n_bytes / 1e6:,.0f}"

@@ -1,0 +1,220 @@
+"""The cells of a comparison: what each number follows from, and its place in the table."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...compute.perplexity import Text
+from ...config import Setting
+from ...model import huggingface
+from ...pruners.methods import METHODS
+from ...pruners.write import STRUCTURED
+from ...tickets import importance
+from ..points import name_of, path_of, point, read
+from .measure import REPAIR_SEQUENCES, Note, Result, Stand
+from .rivals import Rival
+
+BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is compared."""
+
+    settings: tuple[Setting, ...]
+    ratios: tuple[str, ...]
+    methods: tuple[str, ...]  # of `twistlm prune`
+    on: tuple[str, ...]  # kinds of parent that they prune
+    repairs: tuple[str, ...]
+    n: int  # random tickets of each parent and size; 0: none
+    seed: int
+    text: Text
+    ids: Tensor | None  # calibration
+
+    @property
+    def tickets(self) -> bool:
+        return self.n > 0 or any(method.startswith(STRUCTURED) for method in self.methods)
+
+    @property
+    def zeros(self) -> bool:
+        return any(not method.startswith(STRUCTURED) for method in self.methods)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number and its place in the table."""
+
+    rival: Rival
+    what: str  # "whole", "random", a method; "decode" and "zeros" are speeds
+    setting: Setting | None
+    ratio: str | None
+    repair: str | None
+    config: dict[str, Any]  # everything that the number follows from
+    measure: Callable[[Note], Result]
+
+    def __str__(self) -> str:
+        parts = [self.rival.label, self.setting, self.ratio, self.what, self.repair]
+        return " ".join(part for part in parts if part)
+
+    @property
+    def is_pruned(self) -> bool:
+        """A row of the table, rather than a whole parent or a speed."""
+        return self.what not in ("whole", "decode", "zeros")
+
+    def find(self, folder: Path) -> Result | None:
+        """The result, if the cell was measured before."""
+        path = path_of(folder, self.config)
+        return read(path)["result"] if path.is_file() else None
+
+    def fill(self, folder: Path, note: Note) -> Result:
+        return point(folder, self.config, partial(self.measure, note))["result"]
+
+
+class Grid:
+    """All cells of what is asked; `folder` holds the points."""
+
+    def __init__(self, rivals: list[Rival], asked: Asked, folder: Path):
+        self.rivals, self.asked, self.folder = rivals, asked, folder
+        first, text = rivals[0].parent, asked.text
+        device, precision = first.central.weights.device, first.cfg.train.precision
+        self.stand = Stand(text, asked.ids, precision, device)
+        self.device = device.type
+        used = text.file.tokens[: text.n_sequences * text.seq_len]
+        self.text = {
+            "sha256": hashlib.sha256(np.ascontiguousarray(used).data).hexdigest(),
+            "n_tokens": len(used),
+            "seq_len": text.seq_len,
+            "precision": f"{precision} on {self.device}",
+        }
+
+    def cells(self) -> list[Cell]:
+        """In the order of measurement: parent, setting, ratio; speeds last."""
+        found: list[Cell] = []
+        for rival in self.rivals:
+            found.append(self._whole(rival))
+            for setting in self.asked.settings:
+                for ratio in self.asked.ratios:
+                    found += self._of(rival, setting, ratio)
+        return found + list(self._decodes())
+
+    def _of(self, rival: Rival, setting: Setting, ratio: str) -> Iterator[Cell]:
+        hows = (None, *self.asked.repairs)
+        if self.asked.n and setting in rival.settings:
+            for how in hows:
+                yield self._random(rival, setting, ratio, how)
+        if rival.method in self.asked.on:
+            for method in self.asked.methods:
+                if not method.startswith(STRUCTURED):
+                    yield self._unstructured(rival, setting, ratio, method)
+                else:
+                    for how in hows:
+                        yield self._blocks(rival, setting, ratio, method, how)
+
+    def _whole(self, rival: Rival) -> Cell:
+        config = {"what": "whole", "weights": rival.sha256, "text": self.text}
+        return Cell(
+            rival, "whole", None, None, None, config, lambda note: self.stand.whole(rival)
+        )  # fmt: skip
+
+    def _random(self, rival: Rival, setting: Setting, ratio: str, how: str | None) -> Cell:
+        n, seed = self.asked.n, self.asked.seed
+        config = self._ticket("random", rival, setting, ratio, how) | {"n": n, "seed": seed}
+        measure = partial(self.stand.random, rival, setting, ratio, how, n, seed)
+        return Cell(rival, "random", setting, ratio, how, config, measure)
+
+    def _blocks(
+        self, rival: Rival, setting: Setting, ratio: str, method: str, how: str | None
+    ) -> Cell:
+        """No setting and no ratio changes the scores of blocks: they are a point of their own."""
+        name = method.removeprefix(STRUCTURED)
+        needs = name in importance.NEEDS_TEXT
+        text = self._calibration() if needs else None
+        scores = {
+            "what": f"scores {name}",
+            "weights": rival.sha256,
+            "blocks": self._cut(rival, rival.parent.cfg.blocks.setting),
+            "calibration": text,
+            "device": self.device,
+        }
+
+        def measure(note: Note) -> Result:
+            score = partial(self.stand.scores, rival, name, self.asked.seed, note)
+            scored = point(self.folder, scores, score)["result"]
+            return self.stand.blocks(rival, setting, ratio, how, scored, needs)
+
+        config = self._ticket(method, rival, setting, ratio, how) | {"calibration": text}
+        return Cell(rival, method, setting, ratio, how, config, measure)
+
+    def _unstructured(self, rival: Rival, setting: Setting, ratio: str, method: str) -> Cell:
+        needs = METHODS[method].observe is not None
+        config = self._pruned(method, rival, setting, ratio)
+        config["calibration"] = self._calibration() if needs else None
+        measure = partial(self.stand.unstructured, rival, setting, ratio, method)
+        return Cell(rival, method, setting, ratio, None, config, measure)
+
+    def _decodes(self) -> Iterator[Cell]:
+        """A ticket's speed depends on its shapes alone; zeros are tried once, where there are most."""
+        asked = self.asked
+        for setting in asked.settings if asked.tickets else ():
+            for ratio in asked.ratios:
+                yield self._decode("decode", setting, ratio)
+        if asked.zeros:
+            yield self._decode("zeros", asked.settings[-1], min(asked.ratios, key=Fraction))
+
+    def _decode(self, what: str, setting: Setting, ratio: str) -> Cell:
+        rival = self.rivals[0]
+        shapes = {
+            name: list(shape) for name, shape in huggingface.shapes(rival.parent.template).items()
+        }
+        config = {
+            "what": what,
+            "model": name_of({"type": rival.parent.template.config.model_type, "shapes": shapes}),
+            "blocks": self._cut(rival, setting),
+            "ratio": str(Fraction(ratio)),
+            "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        }
+
+        def measure(note: Note) -> Result:
+            return self.stand.decode(rival, setting, ratio, what == "zeros")
+
+        return Cell(rival, what, setting, ratio, None, config, measure)
+
+    def _pruned(self, what: str, rival: Rival, setting: Setting, ratio: str) -> dict[str, Any]:
+        """What every perplexity of a pruned parent follows from."""
+        return {
+            "what": what,
+            "weights": rival.sha256,
+            "blocks": self._cut(rival, setting),
+            "ratio": str(Fraction(ratio)),
+            "text": self.text,
+        }
+
+    def _ticket(
+        self, what: str, rival: Rival, setting: Setting, ratio: str, how: str | None
+    ) -> dict[str, Any]:
+        """A ticket has an activation scale, and may be repaired."""
+        scale, rho = rival.parent.scale, rival.parent.central.rho
+        return self._pruned(what, rival, setting, ratio) | {
+            "scale": {scale: rho} if scale == "measured" else scale,
+            "repair": None if how is None else {how: self._calibration(REPAIR_SEQUENCES)},
+        }
+
+    def _cut(self, rival: Rival, setting: Setting) -> dict[str, Any]:
+        blocks = rival.parent.cfg.blocks
+        return {"setting": setting, **{key: getattr(blocks, key) for key in BLOCKS}}
+
+    def _calibration(self, n: int | None = None) -> dict[str, Any]:
+        assert self.asked.ids is not None
+        ids = self.asked.ids[:n].contiguous()
+        return {"sha256": hashlib.sha256(ids.numpy().data).hexdigest(), "shape": list(ids.shape)}

@@ -1,0 +1,226 @@
+"""How each kind of cell is measured: in memory, on models that share parents, text and calibration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...compute import speed
+from ...compute.attention import causal_
+from ...compute.perplexity import Evaluator, Spread, Text, perplexity
+from ...config import Setting
+from ...model import generator
+from ...model.blocks import Blueprint, Shapes, widths_of_ratio
+from ...model.subnet import build
+from ...pruners import calibrate
+from ...pruners import repair as repairs
+from ...pruners.methods import METHODS, prune_
+from ...pruners.pattern import Pattern
+from ...tickets import budget, deploy, importance
+from ...tickets import parent as parents
+from ...tickets.importance import Scores
+from ...tickets.parent import Parent
+from .rivals import Rival
+
+REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
+Note = Callable[[str], None]  # says where a long measurement stands
+Result = dict[str, Any]
+
+
+@dataclass
+class Cut:
+    """A parent in one setting, ready to be evaluated; lives while its cells are measured."""
+
+    parent: Parent
+    ready: Evaluator
+    scratch: tuple[Tensor, PreTrainedModel] | None = None
+
+    def fresh(self) -> PreTrainedModel:
+        """The whole parent in weights of its own, to be pruned; the one before is overwritten."""
+        central = self.parent.central
+        if self.scratch is None:
+            weights = torch.empty_like(central.weights)
+            model = build(
+                self.parent.template, self.parent.block_map, central.layout, weights
+            ).model
+            causal_(model)
+            self.scratch = weights, model
+        self.scratch[0].copy_(central.weights)
+        return self.scratch[1]
+
+    def narrow(self, ratio: str) -> Shapes:
+        """Shapes of a ticket's weights."""
+        block_map = self.parent.block_map
+        widths = widths_of_ratio(block_map, ratio)
+        return block_map.narrowed(self.parent.central.layout.shapes, widths)
+
+
+class Stand:
+    """Lives as long as the comparison; one parent is cut at a time, and stays so for its next cell."""
+
+    def __init__(self, text: Text, ids: Tensor | None, precision: str, device: torch.device):
+        self.text, self.precision, self.device = text, precision, device
+        self.ids = ids  # calibration [n, seq_len]; None where nothing needs it
+        self._cut: tuple[tuple[str, Setting], Cut] | None = None
+
+    def whole(self, rival: Rival) -> Result:
+        cut = self._of(rival, rival.parent.cfg.blocks.setting)
+        shapes = cut.parent.central.layout.shapes
+        return self._result(rival, [cut.ready.full_perplexity()], 0.0, 0, shapes)
+
+    def random(
+        self, rival: Rival, setting: Setting, ratio: str, how: str | None, n: int, seed: int, note: Note
+    ) -> Result:  # fmt: skip
+        """n random tickets, repaired if a repair is named."""
+        cut = self._of(rival, setting)
+        block_map, values, seconds = cut.parent.block_map, [], 0.0
+        widths = widths_of_ratio(block_map, ratio)
+        for draw in range(n):
+            note(f"{draw}/{n}")
+            began = time.perf_counter()
+            blueprint = generator.for_deployment(block_map, widths, seed=seed, draw=draw)
+            value, took = self._ticket(cut, blueprint, how, began)
+            values.append(value)
+            seconds += took / n
+        return self._result(rival, values, seconds, self._n_tokens(how=how), cut.narrow(ratio))
+
+    def scores(self, rival: Rival, name: str, seed: int, note: Note) -> Result:
+        """Scores of all blocks that any setting cuts."""
+        ids = self.ids if name in importance.NEEDS_TEXT else None
+        began = time.perf_counter()
+        tick = _counter(note, 0 if ids is None else len(ids))
+        found = importance.score(rival.parent, name, ids, seed, tick)
+        return {
+            "scores": {group: values.tolist() for group, values in found.items()},
+            "seconds": self._now() - began,
+        }
+
+    def blocks(
+        self, rival: Rival, setting: Setting, ratio: str, how: str | None, scored: Result, needs: bool
+    ) -> Result:  # fmt: skip
+        """The ticket of the highest scores; its seconds contain those of the scores."""
+        cut = self._of(rival, setting)
+        block_map = cut.parent.block_map
+        began = time.perf_counter()
+        scores: Scores = {
+            group: torch.tensor(values, dtype=torch.float64)
+            for group, values in scored["scores"].items()
+        }
+        blueprint = importance.keep_best(block_map, scores, widths_of_ratio(block_map, ratio))
+        value, took = self._ticket(cut, blueprint, how, began)
+        n_tokens = self._n_tokens(needs, how)
+        return self._result(rival, [value], scored["seconds"] + took, n_tokens, cut.narrow(ratio))
+
+    def unstructured(
+        self, rival: Rival, setting: Setting, ratio: str, method: str, note: Note
+    ) -> Result:
+        """Single weights pruned to a sparsity of 1 - ratio; no byte is saved by that."""
+        cut = self._of(rival, setting)
+        model, block_map = cut.fresh(), cut.parent.block_map
+        ids = self.ids if METHODS[method].observe else None
+        wanted = {group.name: Pattern(1 - Fraction(ratio)) for group in block_map.groups}
+        n_all = 0 if ids is None else len(ids) * len({g.layer for g in block_map.groups})
+        began = time.perf_counter()
+        prune_(model, block_map, METHODS[method], wanted, ids, _counter(note, n_all))
+        seconds = self._now() - began
+        value = perplexity(model, self.text, self.precision, cut.ready.loss)
+        shapes = cut.parent.central.layout.shapes
+        return self._result(rival, [value], seconds, self._n_tokens(ids is not None), shapes)
+
+    def decode(self, rival: Rival, setting: Setting, ratio: str, zeros: bool) -> Result:
+        """How much faster than its parent a ticket, or a parent with zeros, decodes on the CPU."""
+        cut = parents.recut(rival.parent, setting)
+        kept = whole = cut.block_map.full()
+        if not zeros:
+            widths = widths_of_ratio(cut.block_map, ratio)
+            kept = {name: tuple(range(k)) for name, k in widths.items()}  # any: equal shapes
+        full, other = (deploy.extract(cut, blueprint) for blueprint in (whole, kept))
+        for model in (full, other):
+            nn.Module.to(model, "cpu")
+        if zeros:
+            _drop_(other, cut, 1 - Fraction(ratio))
+        slow, fast = speed.measure_all([full, other])
+        return {
+            "speedup": slow.decode_ms / fast.decode_ms,
+            "parent": asdict(slow),
+            "pruned": asdict(fast),
+        }
+
+    def _of(self, rival: Rival, setting: Setting) -> Cut:
+        """The parent in one setting; the one before makes room."""
+        key = rival.sha256, setting
+        if self._cut is None or self._cut[0] != key:
+            self._cut = None
+            cut = parents.recut(rival.parent, setting)
+            ready = Evaluator(
+                cut.template, cut.block_map, cut.central, self.text,
+                scale=cut.scale, precision=self.precision,
+            )  # fmt: skip
+            self._cut = key, Cut(cut, ready)
+        return self._cut[1]
+
+    def _ticket(
+        self, cut: Cut, blueprint: Blueprint, how: str | None, began: float
+    ) -> tuple[float, float]:
+        """Perplexity of a ticket, and the seconds from `began` until it was there."""
+        if how is None:
+            model = cut.ready.subnet(blueprint).model
+        else:
+            assert self.ids is not None
+            ids = self.ids[:REPAIR_SEQUENCES]
+            model = deploy.extract(repairs.repair(cut.parent, blueprint, how, ids), blueprint)
+            causal_(model)
+        seconds = self._now() - began
+        return perplexity(model, self.text, self.precision, cut.ready.loss), seconds
+
+    def _n_tokens(self, needs: bool = False, how: str | None = None) -> int:
+        """Calibration tokens behind a method that needs them, a repair, or both."""
+        if self.ids is None or not (needs or how):
+            return 0
+        return self.ids.numel() if needs else self.ids[:REPAIR_SEQUENCES].numel()
+
+    def _result(
+        self, rival: Rival, values: list[float], seconds: float, n_tokens: int, shapes: Shapes
+    ) -> Result:
+        if not np.isfinite(values).all():
+            raise ValueError(f"{rival.parent.source} has no perplexity: its logits are not finite")
+        return {
+            **Spread("", 0, tuple(values)).summary(),
+            "values": values,
+            "seconds": seconds,
+            "calibration_tokens": n_tokens,
+            "bytes": budget.weights_bytes(shapes),
+        }
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _counter(note: Note, n_all: int) -> Callable[[], None]:
+    n = 0
+
+    def tick() -> None:
+        nonlocal n
+        n += 1
+        note(f"{n}/{n_all}")
+
+    return tick
+
+
+@torch.no_grad()
+def _drop_(model: PreTrainedModel, parent: Parent, share: Fraction) -> None:
+    """Zeros in random places: how many there are could matter to speed, not where."""
+    draw = torch.Generator().manual_seed(0)
+    for linear in calibrate.linears(model, parent.block_map):
+        weight = linear.weight(model)
+        weight.masked_fill_(torch.rand(weight.shape, generator=draw) < float(share), 0)

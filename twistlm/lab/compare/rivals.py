@@ -1,0 +1,126 @@
+"""The parents of a comparison: opened, told apart, and refused where they cannot stand side by side."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config import Method, Setting
+from ...model import huggingface
+from ...model.blocks import SETTINGS
+from ...tickets import parent as parents
+from ...tickets.parent import Parent
+
+LABELS: dict[Method, str] = {"dense": "dense", "dropout": "dropout", "twist": "TwIST"}
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One parent, cut in the widest setting that is asked for."""
+
+    label: str  # what tables call it
+    method: Method  # how it was trained
+    parent: Parent
+    sha256: str  # of its weights: results belong to them, wherever the folder lies
+    settings: tuple[Setting, ...]  # those that its training cut
+
+    def describe(self) -> dict[str, Any]:
+        cfg = self.parent.cfg
+        return {
+            "source": self.parent.source, "weights_sha256": self.sha256, "method": self.method,
+            "round": self.parent.central.round, "scale": cfg.train.scale,
+            "trained_on": cfg.blocks.setting, "k_attn": cfg.blocks.k_attn, "k_ffn": cfg.blocks.k_ffn,
+        }  # fmt: skip
+
+
+def open_all(
+    sources: Sequence[tuple[Method, str]],
+    settings: Sequence[Setting],
+    device: str,
+    overrides: Sequence[str],
+) -> list[Rival]:
+    """Open the parents in order; the first one's text, precision and blocks hold for all."""
+    if not sources:
+        raise ValueError("give at least one of --parent-dense, --parent-dropout and --parent-twist")
+    widest = _widest(settings)
+    found: list[Rival] = []
+    for method, source in sources:
+        opened = parents.open_(source, device, overrides)
+        trained = opened.cfg.train.method
+        if parents.what_is(source) == "checkpoint" and trained != method:
+            raise ValueError(
+                f"--parent-{method} {source} was trained with train.method = {trained}: "
+                f"give it as --parent-{trained}"
+            )
+        # of a setting that its training never cut, a parent's tickets are no better than dense ones
+        learnt = SETTINGS[opened.cfg.blocks.setting] if method != "dense" else SETTINGS["both"]
+        shown = tuple(s for s in settings if set(SETTINGS[s]) <= set(learnt))
+        alone = sum(other == method for other, _ in sources) == 1
+        label = LABELS[method] if alone else f"{LABELS[method]} {_name(source)}"
+        if label in (rival.label for rival in found):
+            label += f" #{1 + sum(rival.method == method for rival in found)}"
+        rival = Rival(
+            label, method, parents.recut(opened, widest), weights_sha256(opened), shown
+        )  # fmt: skip
+        if found:
+            _check_alike(found[0].parent, rival.parent, source)
+        found.append(rival)
+    return found
+
+
+def _widest(settings: Sequence[Setting]) -> Setting:
+    """The setting that cuts all kinds of layer that are asked for."""
+    kinds = {kind for setting in settings for kind in SETTINGS[setting]}
+    return next(name for name, cut in SETTINGS.items() if set(cut) == kinds)
+
+
+def weights_sha256(parent: Parent) -> str:
+    """Of all parameters by name: the same for a checkpoint and a Hugging Face folder of it."""
+    digest = hashlib.sha256()
+    for name, param in sorted(huggingface.state(parent.template).items()):
+        digest.update(name.encode())
+        digest.update(param.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_alike(one: Parent, other: Parent, source: str) -> None:
+    """Numbers of two parents mean something side by side if text, model and blocks are the same."""
+
+    def refuse(what: str, values: Sequence[Any], advice: str = "") -> None:
+        raise ValueError(
+            f"{source} cannot be compared with {one.source}: {what} {values[0]}, not {values[1]}{advice}"
+        )
+
+    n_tokens = [huggingface.vocab_size(p.template) for p in (other, one)]
+    if n_tokens[0] != n_tokens[1]:
+        refuse("it has a vocabulary of", n_tokens)
+    shas = [p.tokenizer_sha256 for p in (other, one)]
+    if None not in shas and shas[0] != shas[1]:
+        refuse("its tokenizer has sha256", [f"{str(sha)[:12]}..." for sha in shas])
+    if other.template.config.model_type != one.template.config.model_type:
+        refuse("it is a", [p.template.config.model_type for p in (other, one)])
+    shapes = [huggingface.shapes(p.template) for p in (other, one)]
+    if shapes[0] != shapes[1]:
+        names = sorted(shapes[0].keys() | shapes[1].keys())
+        odd = next(n for n in names if shapes[0].get(n) != shapes[1].get(n))
+        refuse(f"{odd} has shape", [each.get(odd) for each in shapes])
+    keys = ("shared_first", "shared_last", "n_ffn", "attn_by")
+    if one.block_map != other.block_map:
+        blocks = [p.cfg.blocks for p in (other, one)]
+        odd = next(key for key in keys if getattr(blocks[0], key) != getattr(blocks[1], key))
+        values = [getattr(each, odd) for each in blocks]
+        refuse(f"blocks.{odd} =", values, f"; give blocks.{odd}=... for all of them")
+    lengths = [p.cfg.data.seq_len for p in (other, one)]
+    if lengths[0] != lengths[1]:
+        refuse("data.seq_len =", lengths, "; give data.seq_len=... for all of them")
+
+
+def _name(source: str) -> str:
+    """The run folder's own name."""
+    parts = [p for p in Path(source).parts if p != "checkpoints" and not p.startswith("round-")]
+    return parts[-1] if parts else source

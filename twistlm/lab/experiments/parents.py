@@ -1,0 +1,64 @@
+"""Every trained model that the other experiments share, and what it cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..page.section import Section, Table, count, number
+from .lab import Lab, Point, summary
+from .scales import Recipe, only
+
+
+def recipes(lab: Lab) -> list[Recipe | None]:
+    """The start (where it is trained), the five ways of `both`, and TwIST in the other settings.
+
+    Those of the heat-maps are trained, and recorded here, when `robustness` needs them.
+    """
+    found: list[Recipe | None] = [None] if lab.scale.start is not None else []
+    for setting in lab.scale.settings:
+        found += [recipe for recipe in only(setting) if recipe not in found]
+    return found
+
+
+def points(lab: Lab) -> list[Point]:
+    return [point(lab, recipe) for recipe in recipes(lab)]
+
+
+def point(lab: Lab, recipe: Recipe | None) -> Point:
+    def measure() -> dict[str, Any]:
+        lab.trained(recipe)
+        return summary(lab.out(recipe))
+
+    return Point(lab.about_training(recipe), measure)
+
+
+def section(points: list[dict[str, Any]]) -> Section:
+    """What every parent cost."""
+    rows = []
+    for point in points:
+        config, result, run = point["config"], point["result"], point["run"]
+        rows.append((
+            config["parent"], config["setting"], count(result["tokens"]), f"{result['seconds']:,.0f}",
+            f"{result['tokens_per_s']:,.0f}", number(result["loss"], 3), f"{result['bytes'] / 1e9:,.1f}",
+            str(config["seed"]), config["parent_hash"][:8], run["git"][:12],
+        ))  # fmt: skip
+    head = (
+        "parent",
+        "setting",
+        "tokens",
+        "seconds",
+        "tokens/s",
+        "loss",
+        "GB moved",
+        "seed",
+        "hash",
+        "commit",
+    )
+    note = (
+        "seconds: on the clock, compilation included, and whatever else ran on the device; tokens/s: the median "
+        "round's. loss: mean of the last tenth of the rounds, of the subnets that were trained (whole models for "
+        "data parallel). GB moved: counted bytes between the central model and workers, or gradients."
+    )
+    what = "Every parent starts from the same weights and sees the same number of tokens."
+    table = Table(head, tuple(rows), note=note, names=2)
+    return Section("parents", "What was trained", what, (table,))

@@ -1,0 +1,156 @@
+"""Rows of Table 1, who wins among them, and which claims they decide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...pruners.write import STRUCTURED
+from ..page.section import Claim, number
+from .scales import DENSE, DROPOUT, SCALES, TWIST, N
+
+# slug or method -> (what the table calls it, the paper's name for its column)
+NAMES = {
+    "sparsegpt": ("SparseGPT", "sparsegpt"),
+    "wanda": ("Wanda", "wanda"),
+    "zpruner": ("Z-Pruner", "zpruner"),
+    "zpruner-datafree": ("Z-Pruner, no data", ""),
+    "magnitude": ("magnitude", ""),
+    "block:fisher": ("blocks by Fisher", "block"),
+    "block:mask-fisher": ("blocks by mask Fisher", ""),
+    "block:taylor": ("blocks by Taylor", ""),
+    "block:magnitude": ("blocks by magnitude", ""),
+}
+EXTRACTED = "random blocks of "  # before a parent's name
+Rows = dict[str, dict[int, dict[str, Any]]]  # name of a row -> K -> result
+ZEROS = {name for method, (name, _) in NAMES.items() if not method.startswith(STRUCTURED)}
+
+
+def is_zeros(name: str) -> bool:
+    """Whether a row has single weights removed: zeros, where others have a smaller model."""
+    return name in ZEROS
+
+
+def rows_of(points: list[dict[str, Any]]) -> tuple[Rows, dict[str, str]]:
+    """Results by row, and the paper's column of each row that has one."""
+    rows: Rows = {}
+    theirs = {}
+    alike = all(SCALES[p["config"]["scale"]].n_attn == N for p in points)  # GPT-2, as in the paper
+    for point in points:
+        config = point["config"]
+        if "method" in config:
+            name, column = NAMES.get(config["method"], (config["method"], ""))
+        else:
+            name, column = f"{EXTRACTED}{config['parent']}", ""
+            plain = config["slug"].removesuffix(f"-{config['setting']}")
+            column = {"dense": "dense", "twist-6": "twist-6"}.get(plain, "")
+        theirs[name] = column if alike else ""
+        rows.setdefault(name, {})[config["k"]] = point["result"]
+    known = [name for name, _ in NAMES.values()]  # pruners first, in the paper's order
+    order = sorted(rows, key=lambda name: known.index(name) if name in known else len(known))
+    return {name: rows[name] for name in order}, theirs
+
+
+def headlines(rows: Rows) -> list[str]:
+    """Who wins at each size among what is really smaller, and what zeros alone would give."""
+    found = []
+    for k in (8, 6, 4, 3):
+        there = {_short(n): r[k]["mean"] for n, r in rows.items() if k in r}
+        zeros = {n: v for n, v in there.items() if is_zeros(n)}
+        smaller = {n: v for n, v in there.items() if n not in zeros}
+        if len(smaller) < 2:
+            continue
+        first, second = sorted(smaller, key=smaller.__getitem__)[:2]
+        line = f"{k}/{N} of the blocks: {first} {number(smaller[first])}, then {second} {number(smaller[second])}"
+        if DENSE.label in smaller and DENSE.label not in (first, second):
+            line += f"; random blocks of {DENSE.label} {number(smaller[DENSE.label])}"
+        if zeros:
+            best = min(zeros, key=zeros.__getitem__)
+            line += (
+                f"; as many zeros instead, no smaller and no faster: {best} {number(zeros[best])}"
+            )
+        found.append(f"{line}.")
+    whole = {_short(n): r[N]["mean"] for n, r in rows.items() if N in r}
+    if len(whole) > 1:
+        order = sorted(whole, key=whole.__getitem__)
+        found.append(f"Whole models: {', '.join(f'{n} {number(whole[n])}' for n in order[:3])}.")
+    return found
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(EXTRACTED)
+
+
+def claims(setting: str, rows: Rows) -> list[Claim]:
+    """What the numbers of one setting say: the paper's claims, then ours."""
+    dense = rows.get(f"{EXTRACTED}{DENSE.label}", {})
+    twist = rows.get(f"{EXTRACTED}{TWIST.label}", {})
+    sizes = sorted(k for k in set(dense) & set(twist) if k < N)
+    if not sizes:
+        return []
+    beats = [k for k in sizes if twist[k]["mean"] < dense[k]["mean"]]
+    found = [
+        Claim(
+            f"{setting}: TwIST's random subnets beat data parallel's at every size",
+            beats == sizes,
+            ", ".join(
+                f"{k}/{N}: {number(twist[k]['mean'])} against {number(dense[k]['mean'])}" for k in sizes
+            ),
+        ),
+        _flat(setting, dense, twist, sizes),
+    ]  # fmt: skip
+    gpt = rows.get("SparseGPT", {})
+    if shared := [k for k in sizes if k in gpt]:
+        won = [k for k in shared if twist[k]["mean"] < gpt[k]["mean"]]
+        lean, wide = [k for k in shared if k <= 4], [k for k in shared if k >= 6]
+        found.append(Claim(
+            f"{setting}: SparseGPT is ahead at 6/12 and above, TwIST at 4/12 and below (crossover)",
+            set(won) == set(lean) and bool(lean) and bool(wide) if lean or wide else None,
+            f"TwIST is ahead at {', '.join(f'{k}/{N}' for k in won) or 'no size'}: "
+            + ", ".join(f"{k}/{N}: {number(twist[k]['mean'])} against {number(gpt[k]['mean'])}" for k in shared),
+        ))  # fmt: skip
+    return found + _ours(setting, rows, dense, twist, sizes)
+
+
+def _flat(setting: str, dense: dict, twist: dict, sizes: list[int]) -> Claim:
+    low, high = sizes[0], sizes[-1]
+    growth = [r[low]["mean"] / r[high]["mean"] for r in (twist, dense)]
+    return Claim(
+        f"{setting}: TwIST's curve over the size is flatter than data parallel's",
+        growth[0] < growth[1],
+        f"from {high}/{N} to {low}/{N} perplexity grows {growth[0]:.2f} times, data parallel's "
+        f"{growth[1]:.2f} times",
+    )
+
+
+def _ours(setting: str, rows: Rows, dense: dict, twist: dict, sizes: list[int]) -> list[Claim]:
+    """What the paper does not ask: the whole model, chosen blocks, and the control with TwIST's idea."""
+    claims = []
+    chosen = [r for n, r in rows.items() if not n.startswith(EXTRACTED) and not is_zeros(n)]
+    if shared := [k for k in sizes if any(k in r for r in chosen)]:
+        best_of = {k: min(r[k]["mean"] for r in chosen if k in r) for k in shared}
+        claims.append(Claim(
+            f"{setting}: TwIST's random blocks beat blocks that a score chooses from data parallel, at every size",
+            all(twist[k]["mean"] < best_of[k] for k in shared),
+            ", ".join(
+                f"{k}/{N}: {number(twist[k]['mean'])} against {number(best_of[k])}" for k in shared
+            ), "ours",
+        ))  # fmt: skip
+    if N in dense and N in twist:
+        claims.append(Claim(
+            f"{setting}: the whole TwIST model is as good as the whole data-parallel one",
+            twist[N]["mean"] <= dense[N]["mean"],
+            f"{number(twist[N]['mean'])} against {number(dense[N]['mean'])}", "ours",
+        ))  # fmt: skip
+    control = rows.get(f"{EXTRACTED}{DROPOUT.label}", {})
+    versions = {n: r for n, r in rows.items() if n.startswith(f"{EXTRACTED}TwIST")}
+    if shared := [k for k in sizes if k in control]:
+        best = {k: min((r[k]["mean"], n) for n, r in versions.items() if k in r) for k in shared}
+        claims.append(Claim(
+            f"{setting}: TwIST (its best version) beats structured dropout at every size",
+            all(best[k][0] < control[k]["mean"] for k in shared),
+            "; ".join(
+                f"{k}/{N}: {number(best[k][0])} ({best[k][1].removeprefix(EXTRACTED)}) against "
+                f"{number(control[k]['mean'])}" for k in shared
+            ), "ours",
+        ))  # fmt: skip
+    return claims

@@ -1,0 +1,123 @@
+"""Robustness: trained on X blocks, evaluated on Y, for the setting `both`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..page import draw
+from ..page.section import Claim, Figure, Section, number
+from . import paper
+from .lab import Lab, Point
+from .scales import MIXED, TWIST_MIXED, TWIST_OUTER, TWIST_WHOLE, N, Recipe
+from .subnets import subnets
+
+KEEPS = 1.05  # a ratio of perplexities up to which a size "keeps" another's
+SHARP = 1.5  # and from which it degrades sharply
+
+
+def points(lab: Lab) -> list[Point]:
+    """A heat-map per setting with the paper's mean; for `both`, three more rows with the outer optimizer."""
+    scale = lab.scale
+    found = []
+    for setting in scale.settings:
+        # whole subnets are the same in every setting
+        rows = [
+            Recipe("twist", (x,), setting="both" if x == N else setting) for x in scale.trained_on
+        ]
+        more = (TWIST_OUTER, TWIST_MIXED, TWIST_WHOLE) if setting == "both" else ()
+        found += [
+            subnets(
+                lab, "robustness", recipe, setting, y, scale.n_subnets, scale.tokens,
+                widths=list(recipe.widths), outer=recipe.outer,
+            )
+            for recipe in (*rows, *more)
+            for y in scale.evaluated_on
+        ]  # fmt: skip
+    return found
+
+
+def section(points: list[dict[str, Any]]) -> Section:
+    """The heat-maps, and what they say about the paper's three claims."""
+    figures, claims = [], []
+    for setting in dict.fromkeys(p["config"]["setting"] for p in points):
+        mine = [p for p in points if p["config"]["setting"] == setting]
+        mine.sort(
+            key=lambda p: (p["config"]["outer"], len(p["config"]["widths"]), p["config"]["widths"])
+        )
+        shown: dict[str, dict[int, float]] = {}  # trained on -> evaluated on -> perplexity
+        for point in mine:
+            shown.setdefault(_name(point["config"]), {})[point["config"]["k"]] = point["result"][
+                "mean"
+            ]
+        figures.append(_figure(setting, shown))
+        claims += _claims(setting, {int(x): row for x, row in shown.items() if x.isdigit()})
+    low, high = paper.ROBUSTNESS_ON_4
+    what = (
+        "Every parent is trained from the same start with subnets of X blocks; random subnets of Y blocks "
+        f"are then evaluated (12: the whole model). The paper for both, on its own text: trained on 10, "
+        f"{paper.ROBUSTNESS[10, 10]} at 10 and {paper.ROBUSTNESS[10, 4]} at 4; trained on 4, {low} to {high}."
+    )
+    return Section("robustness", "Robustness to the size", what, (), tuple(figures), tuple(claims))
+
+
+def _name(config: dict[str, Any]) -> str:
+    width = "mixed" if config["widths"] == list(MIXED) else ", ".join(map(str, config["widths"]))
+    return f"{width} + outer" if config["outer"] else width
+
+
+def _figure(setting: str, shown: dict[str, dict[int, float]]) -> Figure:
+    columns = sorted({k for row in shown.values() for k in row})
+    values = [[row.get(k) for k in columns] for row in shown.values()]
+    whole = {x: max(row.values()) for x, row in shown.items() if len(row) == len(columns)}
+    reading = ""
+    if whole:
+        best = min(whole, key=whole.__getitem__)
+        reading = (
+            f"Trained on {best}, the worst size costs {number(whole[best])}: the lowest worst case of "
+            f"{len(whole)} ways to train."
+        )
+    return Figure(
+        f"robustness-{setting}", f"Trained on X (rows), evaluated on Y (columns), {setting}", reading, shown,
+        lambda axes: draw.heatmap(
+            axes, list(shown), [str(k) for k in columns], values,
+            x="blocks in the evaluated subnet", y="blocks in training",
+        ),
+        height=0.9 + 0.34 * len(shown),
+    )  # fmt: skip
+
+
+def _claims(setting: str, plain: dict[int, dict[int, float]]) -> list[Claim]:
+    """`plain`: X -> Y -> perplexity, for the paper's mean."""
+    claims = []
+    wide = max((x for x in plain if x < N), default=None)
+    if wide is not None and wide in plain[wide]:
+        lean = min(plain[wide])
+        factor = plain[wide][lean] / plain[wide][wide]
+        claims.append(Claim(
+            f"{setting}, downward: trained on wide subnets, lean ones degrade sharply",
+            factor >= SHARP,
+            f"trained on {wide}, perplexity at {lean}/{N} is {factor:.2f} times that at {wide}/{N} "
+            f"(paper: 3.3 times from 10 to 4; sharply means {SHARP} times or more)",
+        ))  # fmt: skip
+    ups = [
+        (plain[x][y] / plain[x][x], x, y)
+        for x in plain for y in plain[x] if x in plain[x] and y > x
+    ]  # fmt: skip
+    if ups:
+        factor, x, y = max(ups)
+        claims.append(Claim(
+            f"{setting}, upward: trained on lean subnets, wider ones keep the perplexity or improve it",
+            factor <= KEEPS,
+            f"at most {factor:.2f} times the perplexity of the size it was trained on, from {x}/{N} to {y}/{N} "
+            f"(keeps: up to {KEEPS})",
+        ))  # fmt: skip
+    full = [x for x in plain if len(plain[x]) == max(len(r) for r in plain.values())]
+    if len(full) > 2:
+        worst = {x: max(plain[x].values()) for x in full}
+        best = min(worst, key=worst.__getitem__)
+        claims.append(Claim(
+            f"{setting}, sweet spot: a mid-level training width has the lowest worst case over all sizes",
+            min(full) < best < max(full),
+            ", ".join(f"X={x}: {number(worst[x])}" for x in sorted(worst)) + f"; lowest at X={best}",
+        ))  # fmt: skip
+    return claims

@@ -1,0 +1,83 @@
+"""Run experiments point by point, in one process, until they are done or the time is up."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ...system.terminal import console
+from .. import points
+from . import NAMES
+from .lab import Lab, Point, TimeIsUp
+from .scales import SCALES, Scale
+
+HIDDEN = {"experiment", "scale", "slug", "parent_hash", "seed"}  # in the line of a point
+
+
+def module(name: str) -> ModuleType:
+    """The file of an experiment."""
+    if name not in NAMES:
+        raise ValueError(f"experiment {name!r}: use {', '.join(NAMES)}, or all")
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+def run(
+    names: Sequence[str],
+    scale: str,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    minutes: float = 0,
+    settings: Sequence[str] = (),
+) -> bool:
+    """Measure every point that is not on disk; False when the time was up before the last."""
+    modules = [module(n) for n in (NAMES if "all" in names else dict.fromkeys(names))]
+    lab = Lab(folder, scale, _scale(scale, settings), overrides, seconds=60 * minutes or math.inf)
+    every = [point for each in modules for point in each.points(lab)]
+    # some experiments share points
+    todo = _by_parent(list({points.name_of(point.config): point for point in every}.values()))
+    n_done = sum(lab.is_done(point) for point in todo)
+    console.print(f"{len(todo)} points in {lab.points_folder}, {n_done} of them finished")
+    try:
+        for point in todo:
+            if not lab.is_done(point):
+                made = lab.measure(point)
+                n_done += 1
+                console.print(f"{n_done}/{len(todo)} {line(made)}", highlight=False)
+    except TimeIsUp:
+        console.print(f"the time is up: {n_done} of {len(todo)} points are finished; call it again")
+        return False
+    finally:
+        lab.close()
+    return True
+
+
+def _by_parent(todo: list[Point]) -> list[Point]:
+    """All points of one parent in a row: to open one takes seconds."""
+    parents = [point.config.get("parent_hash") for point in todo]
+    return [todo[i] for i in sorted(range(len(todo)), key=lambda i: parents.index(parents[i]))]
+
+
+def _scale(name: str, settings: Sequence[str]) -> Scale:
+    if name not in SCALES:
+        raise ValueError(f"--scale {name!r}: use {', '.join(SCALES)}")
+    scale = SCALES[name]
+    if odd := sorted(set(settings) - set(scale.settings)):
+        raise ValueError(f"--settings {odd[0]!r}: scale {name} has {', '.join(scale.settings)}")
+    if settings:
+        scale = replace(scale, settings=tuple(s for s in scale.settings if s in settings))
+    return scale
+
+
+def line(made: dict[str, Any]) -> str:
+    """A finished point in one line."""
+    about = made["config"]
+    said = [str(v) for k, v in about.items() if k not in HIDDEN and not isinstance(v, dict)]
+    numbers = [f"{k} {v:.4g}" for k, v in made["result"].items() if isinstance(v, float)]
+    what = f"{about['experiment']}: {' '.join(said)}"
+    return f"{what}: {', '.join(numbers[:4])} ({made['seconds']:.1f} s)"

@@ -1,0 +1,168 @@
+"""Table 1: perplexity by setting and size, for every parent's random subnets and every pruner."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...compute.perplexity import Evaluator
+from ...config import Setting
+from ...pruners import calibrate
+from ...pruners.write import STRUCTURED
+from ...tickets.parent import Parent
+from ..compare.cells import Asked, Cell, Grid
+from ..compare.rivals import Rival, weights_sha256
+from ..compare.run import DEFAULT
+from ..page import draw
+from ..page.section import Figure, Section, Table, lowest, number, spread
+from . import paper, ranking
+from .lab import Lab, Point
+from .ranking import EXTRACTED, Rows, is_zeros
+from .scales import DENSE, N, Recipe, only
+from .subnets import subnets
+
+BEST_ZEROS, BEST_BLOCKS = "best zeros", "best chosen blocks"  # of the pruners, in a figure
+
+
+def points(lab: Lab) -> list[Point]:
+    """Random extraction (SE) from every parent, whole models first; then the pruners on data parallel."""
+    scale = lab.scale
+    extracted = [
+        _extracted(lab, recipe, setting, k)
+        for setting in scale.settings
+        for recipe in (None, *only(setting))
+        for k in (N, *scale.table1)
+    ]
+    pruned = [
+        _pruned(lab, method, setting, k)
+        for setting in scale.settings
+        for k in scale.table1
+        for method in DEFAULT
+        # whole blocks need a whole number of them in every layer
+        if not method.startswith(STRUCTURED) or k * scale.n_attn % N == 0
+    ]
+    return extracted + pruned
+
+
+def _extracted(lab: Lab, recipe: Recipe | None, setting: Setting, k: int) -> Point:
+    """Random tickets: a cell of `twistlm compare` where its one ratio fits all kinds of layer."""
+    scale = lab.scale
+    if scale.n_attn != N:
+        return subnets(lab, "table1", recipe, setting, k, scale.n_subnets, scale.tokens)
+    what, n = ("random", scale.n_subnets) if k < N else ("whole", 1)
+    about = lab.about(
+        "table1", recipe, setting=setting, k=k, ratio=scale.ratio(k), n=n, tokens=scale.tokens,
+        seed=lab.base.run.seed,
+    )  # fmt: skip
+    return Point(about, partial(_cell, lab, recipe, what, setting, k))
+
+
+def _pruned(lab: Lab, method: str, setting: Setting, k: int) -> Point:
+    """A cell of `twistlm compare`: the data-parallel parent, pruned after training."""
+    scale = lab.scale
+    about = lab.about(
+        "table1", DENSE, method=method, setting=setting, k=k, ratio=f"{k}/{N}", tokens=scale.tokens,
+        n_calibration=scale.n_calibration, seed=lab.base.run.seed,
+    )  # fmt: skip
+    return Point(about, partial(_cell, lab, DENSE, method, setting, k))
+
+
+def _cell(lab: Lab, recipe: Recipe | None, what: str, setting: Setting, k: int) -> dict[str, Any]:
+    """Measured, or found, among the cells of `twistlm compare -o FOLDER/compare`."""
+    folder, whole = lab.folder / "compare" / "points", what == "whole"
+    place = (what, None, None) if whole else (what, setting, f"{k}/{N}")
+    cells = lab.beside(recipe, partial(_cells, lab, recipe, folder))
+    return cells[place].fill(folder, lambda note: None)
+
+
+def _cells(
+    lab: Lab, recipe: Recipe | None, folder: Path, parent: Parent, ready: Evaluator
+) -> dict[tuple[str, str | None, str | None], Cell]:
+    """Everything that `compare` could ask of one parent, by its place."""
+    scale, seed = lab.scale, lab.base.run.seed
+    ids = calibrate.windows(parent, None, scale.n_calibration, seed)[1]
+    ratios = tuple(f"{k}/{N}" for k in scale.table1)
+    n = scale.n_subnets if scale.n_attn == N else 0
+    asked = Asked(
+        scale.settings, ratios, DEFAULT, ("dense",), (), n, seed, lab.text(ready), ids
+    )  # fmt: skip
+    method = recipe.method if recipe else "dense"
+    rival = Rival(lab.out(recipe).name, method, parent, weights_sha256(parent), scale.settings)
+    cells = Grid([rival], asked, folder).cells()
+    return {(cell.what, cell.setting, cell.ratio): cell for cell in cells}
+
+
+def section(points: list[dict[str, Any]]) -> Section:
+    """A table and a figure per setting, the paper's numbers below ours."""
+    tables, figures, claims, headlines = [], [], [], []
+    for setting in dict.fromkeys(p["config"]["setting"] for p in points):
+        rows, theirs = ranking.rows_of([p for p in points if p["config"]["setting"] == setting])
+        tables.append(_table(setting, rows, theirs))
+        figures.append(_figure(setting, rows))
+        claims += ranking.claims(setting, rows)
+        if setting == "both":
+            headlines += ranking.headlines(rows)
+    what = (
+        "Random blocks: the mean of random subnets, taken as they are. The other rows prune the "
+        "data-parallel parent after training: single weights (zeros, which save neither bytes nor time without "
+        "sparse kernels) or whole blocks. Bold: the lowest of the zeros, and the lowest of all that is really smaller."
+    )
+    if any(table.small for table in tables):
+        what += f" Small print: the paper's numbers ({paper.SETUP})."
+    return Section(
+        "table1", "Table 1: perplexity by size", what, tuple(tables), tuple(figures), tuple(claims),
+        tuple(headlines), lead=True,
+    )  # fmt: skip
+
+
+def _table(setting: str, rows: Rows, theirs: dict[str, str]) -> Table:
+    sizes = sorted({k for results in rows.values() for k in results}, reverse=True)
+    best: set[tuple[int, int]] = set()  # of either kind: they do not compete for the same use
+    for kind in (True, False):
+        best |= lowest([
+            [r[k]["mean"] if k in r and is_zeros(name) == kind else None for k in sizes]
+            for name, r in rows.items()
+        ])  # fmt: skip
+    cells: list[tuple[str, ...]] = []
+    small, marks = set(), set()
+    for i, (name, results) in enumerate(rows.items()):
+        marks |= {(len(cells), j + 1) for row, j in best if row == i}
+        cells.append((name, *(spread(results[k]) if k in results else "" for k in sizes)))
+        if column := theirs[name]:
+            small.add(len(cells))
+            known = paper.TABLE1[setting]
+            beside = (number(known[k][column]) if k in known else "" for k in sizes)
+            cells.append(("the paper", *beside))
+    head = (setting, *("whole" if k == N else f"{k}/{N}" for k in sizes))
+    return Table(head, tuple(cells), frozenset(marks), small=frozenset(small))
+
+
+def _figure(setting: str, rows: Rows) -> Figure:
+    """Random extraction from every parent over the size, with the best pruners at each size."""
+    curves = {n.removeprefix(EXTRACTED): r for n, r in rows.items() if n.startswith(EXTRACTED)}
+    means = {label: {k: r["mean"] for k, r in results.items()} for label, results in curves.items()}
+    sds = {
+        label: {k: r["sd"] or 0.0 for k, r in results.items()} for label, results in curves.items()
+    }
+    for label, kind in ((BEST_BLOCKS, False), (BEST_ZEROS, True)):
+        pruners = [
+            r for name, r in rows.items() if not name.startswith(EXTRACTED) and is_zeros(name) == kind
+        ]  # fmt: skip
+        if sizes := {k for results in pruners for k in results}:
+            means[label] = {k: min(r[k]["mean"] for r in pruners if k in r) for k in sizes}
+    smallest = min(k for values in means.values() for k in values)
+    there = {label: values[smallest] for label, values in means.items() if smallest in values}
+    low, high = min(there, key=there.__getitem__), max(there, key=there.__getitem__)
+    reading = (
+        f"At {smallest}/{N} blocks {low} is lowest with {number(there[low])}, {high} highest with "
+        f"{number(there[high])}."
+    )
+    return Figure(
+        f"table1-{setting}", f"Perplexity of random subnets over their size, {setting}", reading, means,
+        lambda axes: draw.lines(
+            axes, means, sd=sds, x="blocks kept, of 12 (12: the whole model)", y="perplexity", log=True,
+            dashed=(BEST_BLOCKS, BEST_ZEROS),
+        ),
+        height=3.6,
+    )  # fmt: skip

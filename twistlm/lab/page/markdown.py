@@ -1,0 +1,86 @@
+"""The same sections as markdown: a marked part of a file whose other parts are kept by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .html import Chapter
+from .section import Claim, Section, Table
+
+BEGIN = "<!-- written by `twistlm report`: from here -->"
+END = "<!-- written by `twistlm report`: up to here -->"
+
+
+def replace_part(text: str, part: str) -> str:
+    """`text` with `part` between the marks; without marks it is added at the end."""
+    marked = f"{BEGIN}\n{part.strip()}\n{END}\n"
+    if BEGIN in text and END in text:
+        before, _, rest = text.partition(BEGIN)
+        after = rest.partition(END)[2]
+        return before + marked + after.removeprefix("\n")
+    return f"{text.rstrip()}\n\n{marked}" if text.strip() else marked
+
+
+def markdown(chapters: Sequence[Chapter], figures: str) -> str:
+    """Every chapter; `figures` is the folder of the drawings, as seen from the file."""
+    parts = []
+    for chapter in chapters:
+        parts += [f"## Experiments: {chapter.title}", ""]
+        parts += [f"- {fact}" for fact in chapter.facts]
+        parts += [f"- {line}" for section in chapter.sections for line in section.headlines]
+        commands = dict.fromkeys(str(run.get("command", "")) for _, run in chapter.made_by)
+        parts += ["", "```sh", *(command for command in commands if command), "```", ""]
+        parts += _claims(chapter.claims)
+        for section in chapter.sections:
+            parts += _section(section, chapter.id, figures)
+    return "\n".join(parts)
+
+
+def _claims(claims: Sequence[Claim]) -> list[str]:
+    decided = [claim for claim in claims if claim.holds is not None]
+    if not decided:
+        return []
+    rows = [
+        "### Which claims hold here",
+        "",
+        "| claim | whose | holds | numbers |",
+        "|---|---|---|---|",
+    ]
+    rows += [
+        f"| {_cell(c.says)} | {c.whose} | {'yes' if c.holds else '**no**'} | {_cell(c.because)} |"
+        for c in decided
+    ]
+    return [*rows, ""]
+
+
+def _section(section: Section, at: str, figures: str) -> list[str]:
+    parts = [f"### {section.title}", "", section.what, ""]
+    for table in section.tables:
+        parts += [_table(table), ""]
+        parts += [table.note, ""] if table.note else []
+    for figure in section.figures:
+        parts += [f"![{figure.title}]({figures}/{at}-{figure.id}.png)", "", figure.reading, ""]
+    return parts
+
+
+def _table(table: Table) -> str:
+    def cell(i: int, j: int, text: str) -> str:
+        text = _cell(text)
+        return (
+            f"**{text}**"
+            if (i, j) in table.best
+            else f"*{text}*"
+            if i in table.small and text
+            else text
+        )
+
+    head = f"| {' | '.join(_cell(text) for text in table.head)} |"
+    rows = [
+        f"| {' | '.join(cell(i, j, text) for j, text in enumerate(row))} |"
+        for i, row in enumerate(table.rows)
+    ]
+    return "\n".join([head, "|---" * len(table.head) + "|", *rows])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

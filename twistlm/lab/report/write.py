@@ -1,0 +1,152 @@
+"""`twistlm report`: points and run folders in, one page out, with its figures and a part of a markdown file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...system.files import whole_file
+from ..experiments import NAMES
+from ..experiments.run import module
+from ..experiments.scales import SCALES
+from ..page import draw
+from ..page.html import Chapter, page
+from ..page.markdown import markdown, replace_part
+from ..page.section import Section, count
+from . import comparison, training
+from .load import Source, load
+
+# what a reader wants first; the rest follows in the order of the table of experiments
+ORDER = (
+    "table1",
+    "stability",
+    "robustness",
+    "nodeloss",
+    "shift",
+    "table2",
+    "latency",
+    "memory",
+    "parents",
+)
+
+
+def report(folders: Sequence[Path], out: Path, markdown_file: Path | None = None) -> list[Path]:
+    """Write the page, STEM/ with PNG, SVG and JSON of every figure, and the markdown; returns all paths."""
+    draw.need_matplotlib()
+    chapters = [chapter(source) for source in load(folders)]
+    files = out.with_suffix("")
+    if files == out:
+        raise ValueError(f"--out {out}: give a file such as report.html")
+    files.mkdir(parents=True, exist_ok=True)
+    drawings, written = {}, [out]
+    for each in chapters:
+        for figure in (f for s in each.sections for f in s.figures):
+            name = f"{each.id}-{figure.id}"
+            canvas, svg = draw.render(figure)
+            drawings[name] = draw.inline(svg, figure.title)
+            draw.save(canvas, files / name)
+            (files / f"{name}.json").write_text(json.dumps(figure.data, indent=1) + "\n")
+            written += [files / f"{name}{suffix}" for suffix in (".png", ".svg", ".json")]
+    whole_file(out, page(chapters, drawings))
+    if markdown_file is not None:
+        link = os.path.relpath(files, markdown_file.parent)
+        old = markdown_file.read_text() if markdown_file.is_file() else ""
+        whole_file(markdown_file, replace_part(old, markdown(chapters, link)))
+        written.append(markdown_file)
+    return written
+
+
+def chapter(source: Source) -> Chapter:
+    """The sections that a source has points for, and its training."""
+    sections: list[Section] = []
+    for name in sorted(NAMES, key=ORDER.index):
+        wanted = {name, "latency"} if name == "table2" else {name}
+        mine = [p for p in source.points if p["config"]["experiment"] in wanted]
+        made = module(name).section(mine) if mine else None
+        sections += [made] if made else []
+    if source.comparison and (made := comparison.section(source.comparison)):
+        sections.append(made)
+    trained = training.section(source.trainings)
+    sections += [trained] if trained else []
+    if not sections:
+        raise ValueError(f"{source.name} has no finished point and no finished round yet")
+    plain = re.sub(r"[^a-z0-9]+", "-", source.name.lower()).strip("-") or "runs"
+    scales = dict.fromkeys(p["config"]["scale"] for p in source.points)
+    title = "; ".join(SCALES[scale].title for scale in scales) or source.name
+    if source.comparison and not scales:
+        title = f"Comparison of {', '.join(source.comparison['parents'])}"
+    return Chapter(plain, title, _facts(source), tuple(sections), _made_by(source))
+
+
+def _facts(source: Source) -> tuple[str, ...]:
+    facts = []
+    scales = sorted({p["config"]["scale"] for p in source.points})
+    runs = [t.run for t in source.trainings] + [p["run"] for p in source.points]
+    if source.comparison:
+        runs.append(source.comparison)
+        names = ", ".join(source.comparison["parents"])
+        facts.append(
+            f"A comparison of the parents {names}, on {source.comparison['text']['n_tokens']:,} tokens."
+        )
+    if source.points:
+        facts.append(
+            f"{len(source.points)} points of scale {', '.join(scales)}, each a JSON file in {source.name}."
+        )
+    if "smoke" in scales:
+        facts.append(
+            "Smoke is a tiny model for minutes on a CPU: it shows that every step works, not how good TwIST is."
+        )
+    begun = [t for t in source.trainings if t.rows]
+    if begun:
+        tokens = [sum(row["n_tokens"] for row in t.rows) for t in begun]
+        low, high = count(min(tokens)), count(max(tokens))
+        facts.append(
+            f"{len(begun)} trained models, {f'{low} to {high}' if low != high else low} tokens each."
+        )
+        configs = [t.config for t in begun if t.config]
+        if configs:
+            facts.append(_model(configs[0]))
+    unfinished = sum(t.n_rounds > t.rows[-1]["round"] for t in begun)
+    if unfinished:
+        facts.append(f"{unfinished} trainings are not finished yet.")
+    devices = sorted({run["device"] for run in runs if "device" in run})
+    commits = sorted({run["git"] for run in runs if "git" in run})
+    facts.append(f"Device: {', '.join(devices)}. Commit: {', '.join(commits)}.")
+    return tuple(facts)
+
+
+def _model(cfg: dict[str, Any]) -> str:
+    model, data = cfg["model"], cfg["data"]
+    shape = ", ".join(
+        f"{key} {value}"
+        for key, value in model["config"].items()
+        if isinstance(value, int) and "token" not in key
+    )
+    return (
+        f"Model: {model['type']}{f' ({shape})' if shape else ''}; text: {'/'.join(Path(data['train']).parts[-2:])}, "
+        f"sequences of {data['seq_len']} tokens; {cfg['train']['n_workers']} workers."
+    )
+
+
+def _made_by(source: Source) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Every training with its config, then every distinct way in which points were made."""
+    found: list[tuple[str, dict[str, Any]]] = [
+        (f"training {t.name}", t.run | {"config": t.config}) for t in source.trainings
+    ]
+    ways: dict[str, tuple[set[str], dict[str, Any]]] = {}
+    for point in source.points:
+        key = json.dumps(point["run"], sort_keys=True)
+        ways.setdefault(key, (set(), point["run"]))[0].add(point["config"]["experiment"])
+    if source.comparison:
+        found.append(
+            (
+                "comparison",
+                {k: source.comparison[k] for k in ("command", "git", "versions", "device")},
+            )
+        )
+    found += [(f"points of {', '.join(sorted(names))}", run) for names, run in ways.values()]
+    return tuple(found)

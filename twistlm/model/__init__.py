@@ -1,0 +1,1 @@
+"""Models as blocks: families, the block algebra, subnets, flat layouts, the central tensors."""

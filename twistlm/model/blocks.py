@@ -1,0 +1,200 @@
+"""The block algebra: which slices of which parameters belong to which block.
+
+One view carries everything: the partitioned dimension of a parameter is laid out as
+`(sections, n_blocks, chunk)`, and a subnet keeps `[:, kept, :]` of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from ..config import Kind, Setting
+
+KINDS: tuple[Kind, ...] = ("attn", "ffn")
+SETTINGS: dict[Setting, tuple[Kind, ...]] = {"attn": ("attn",), "ffn": ("ffn",), "both": KINDS}
+
+State = dict[str, Tensor]  # trainable parameters by Hugging Face name; a tied one appears once
+Shapes = Mapping[str, tuple[int, ...]]  # the same, shapes only
+Blueprint = dict[str, tuple[int, ...]]  # group name -> kept block ids, sorted: one subnet
+Widths = dict[str, int]  # group name -> number of kept blocks: the shape of a subnet
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One parameter whose dimension `dim` is `(sections, n_blocks, chunk)`."""
+
+    param: str
+    dim: int
+    chunk: int
+    sections: int = 1
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """The blocks of one attention or FFN layer: cut together or not at all."""
+
+    name: str
+    kind: Kind
+    layer: int
+    n_blocks: int
+    parts: tuple[Partition, ...]
+    out: tuple[str, ...]  # what the activation scale multiplies: output projection weight, bias
+
+    @property
+    def out_part(self) -> Partition:
+        """The output projection's own partition: its blocks are rows of the layer's sum."""
+        return next(part for part in self.parts if part.param == self.out[0])
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """All partitioned layers of a model; a parameter that is not in the map is shared."""
+
+    groups: tuple[BlockGroup, ...]
+
+    def __getitem__(self, name: str) -> BlockGroup:
+        return next(group for group in self.groups if group.name == name)
+
+    def select(self, setting: Setting, shared_first: int = 0, shared_last: int = 0) -> BlockMap:
+        """Keep the kinds of `setting` and drop (that is, share) the first and last layers."""
+        if setting not in SETTINGS:
+            raise ValueError(f"blocks.setting = {setting!r}: use one of {', '.join(SETTINGS)}")
+        n_layers = 1 + max(group.layer for group in self.groups)
+        if shared_first < 0 or shared_last < 0 or shared_first + shared_last >= n_layers:
+            raise ValueError(
+                f"blocks.shared_first = {shared_first} and blocks.shared_last = {shared_last} leave "
+                f"no layer to partition: their sum must lie in 0..{n_layers - 1} "
+                f"(the model has {n_layers} layers)"
+            )
+        layers = range(shared_first, n_layers - shared_last)
+        return BlockMap(
+            tuple(g for g in self.groups if g.kind in SETTINGS[setting] and g.layer in layers)
+        )
+
+    def coarsen(self, kind: Kind, n_blocks: int) -> BlockMap:
+        """Merge neighbouring blocks of `kind` into `n_blocks` equal ones (the paper's R)."""
+
+        def merge(group: BlockGroup) -> BlockGroup:
+            if group.kind != kind:
+                return group
+            if n_blocks < 1 or group.n_blocks % n_blocks:
+                raise ValueError(
+                    f"{group.name}: {group.n_blocks} {kind} blocks cannot be merged into {n_blocks} "
+                    f"equal ones (blocks.n_{kind} = {n_blocks}); legal: {_short(_divisors(group.n_blocks))}"
+                )
+            factor = group.n_blocks // n_blocks
+            parts = tuple(replace(part, chunk=part.chunk * factor) for part in group.parts)
+            return replace(group, n_blocks=n_blocks, parts=parts)
+
+        return BlockMap(tuple(merge(group) for group in self.groups))
+
+    def n_blocks(self, kind: Kind) -> int:
+        """N of one kind: the same in every layer of a model, 0 where the kind is shared."""
+        return next((group.n_blocks for group in self.groups if group.kind == kind), 0)
+
+    def partitioned(self) -> dict[str, tuple[BlockGroup, Partition]]:
+        """Parameter name -> its group and partition."""
+        return {part.param: (group, part) for group in self.groups for part in group.parts}
+
+    def check(self, shapes: Shapes) -> None:
+        """Every partition must fill its dimension exactly; a wrong map would cut wrong weights."""
+        for name, (group, part) in self.partitioned().items():
+            if name not in shapes:
+                raise ValueError(f"{group.name}: the model has no parameter {name!r}")
+            size, want = shapes[name][part.dim], part.sections * group.n_blocks * part.chunk
+            if size != want:
+                raise ValueError(
+                    f"{name}: dimension {part.dim} is {size}, but {part.sections} sections x "
+                    f"{group.n_blocks} blocks x {part.chunk} make {want}"
+                )
+
+    def check_blueprint(self, blueprint: Blueprint) -> None:
+        """A blueprint names every group once, with sorted, distinct, existing blocks."""
+        if set(blueprint) != {group.name for group in self.groups}:
+            odd = set(blueprint) ^ {group.name for group in self.groups}
+            raise ValueError(f"the blueprint does not fit this model: {_short(sorted(odd))}")
+        for group in self.groups:
+            kept = blueprint[group.name]
+            if (
+                not kept
+                or list(kept) != sorted(set(kept))
+                or not 0 <= kept[0] <= kept[-1] < group.n_blocks
+            ):
+                raise ValueError(
+                    f"blueprint[{group.name!r}] = {kept}: needs 1..{group.n_blocks} sorted, distinct "
+                    f"block ids out of 0..{group.n_blocks - 1}"
+                )
+
+    def widths(self, blueprint: Blueprint) -> Widths:
+        return {group.name: len(blueprint[group.name]) for group in self.groups}
+
+    def full_widths(self) -> Widths:
+        return {group.name: group.n_blocks for group in self.groups}
+
+    def full(self) -> Blueprint:
+        """The blueprint of the whole model."""
+        return {group.name: tuple(range(group.n_blocks)) for group in self.groups}
+
+    def narrowed(self, shapes: Shapes, widths: Widths) -> dict[str, tuple[int, ...]]:
+        """Shapes of all parameters of a subnet with these widths."""
+        result = {name: tuple(shape) for name, shape in shapes.items()}
+        for name, (group, part) in self.partitioned().items():
+            shape = list(result[name])
+            shape[part.dim] = part.sections * widths[group.name] * part.chunk
+            result[name] = tuple(shape)
+        return result
+
+
+def positions(group: BlockGroup, part: Partition, kept: Iterable[int]) -> Tensor:
+    """Indices along `part.dim` that the kept blocks occupy, section by section."""
+    size = part.sections * group.n_blocks * part.chunk
+    view = torch.arange(size).view(part.sections, group.n_blocks, part.chunk)
+    return view[:, list(kept), :].reshape(-1)
+
+
+def parse_ratio(text: str, n_blocks: int, kind: Kind) -> int:
+    """K for a ratio such as `6/12`, `0.5` or `1`, which must be a whole number of blocks."""
+    try:
+        k = Fraction(text.strip()) * n_blocks
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"ratio {text!r} is not a fraction such as 6/12 or 0.5") from None
+    if k.denominator != 1 or not 1 <= k <= n_blocks:
+        legal = ", ".join(f"{i}/{n_blocks}" for i in range(1, n_blocks + 1))
+        raise ValueError(f"ratio {text!r} is no whole number of {kind} blocks; legal: {legal}")
+    return int(k)
+
+
+def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
+    """Widths for `6/12` (everywhere), `attn=2/3,ffn=6/12` (each kind) or `..., ffn.0=1` (one layer)."""
+    pairs = [pair.partition("=") for pair in ratio.split(",")] if "=" in ratio else []
+    shares = {key.strip(): text for key, _, text in pairs}
+    layers = {f"{group.kind}.{group.layer}" for group in block_map.groups}
+    for key in shares:
+        if key not in (*KINDS, *layers):
+            raise ValueError(
+                f"ratio {ratio!r}: {key!r} names nothing; the kinds are attn and ffn, as in "
+                f"attn=2/3,ffn=6/12, and a layer that is cut is added as ffn.{block_map.groups[0].layer}=1"
+            )
+    widths = {}
+    for group in block_map.groups:
+        text = shares.get(f"{group.kind}.{group.layer}", shares.get(group.kind)) if pairs else ratio
+        if text is None:
+            raise ValueError(
+                f"ratio {ratio!r} says nothing about {group.kind} of layer {group.layer}"
+            )
+        widths[group.name] = parse_ratio(text, group.n_blocks, group.kind)
+    return widths
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _short(items: list, limit: int = 12) -> str:
+    text = ", ".join(str(item) for item in items[:limit])
+    return text + (", ..." if len(items) > limit else "")

@@ -1,0 +1,295 @@
+"""How each Hugging Face family names its layers: model_type -> block map.
+
+A family is a description, never a branch: two `Sublayer`s say which projections are cut and which
+attributes follow the cut weights. Families with a published tensor-parallel plan
+(`base_model_tp_plan`: Llama, Mistral, Qwen2, Qwen3, Gemma3, SmolLM3, Phi, ...) are derived from it;
+the others have a row in `ROWS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..config import BlocksConfig, ModelConfig, Setting
+from .blocks import BlockGroup, BlockMap, Kind, Partition
+
+ATTN_BY = ("auto", "head", "group", "query")
+
+# what an attribute of an attention module counts: heads, their features, or query heads per kv head
+Counts = Literal["heads", "features", "queries_per_kv"]
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One attention or FFN layer; module names are relative to the transformer layer."""
+
+    ins: tuple[str, ...]  # projections whose outputs are cut; for attention: q, k, v or one fused
+    out: str  # the projection whose inputs are cut
+    fused: int = 1  # matrices side by side in one of `ins`
+    transposed: bool = False  # weights are stored [in, out] (Conv1D), not [out, in] (Linear)
+    width: str = "intermediate_size"  # the config's name for how wide it is
+    # attribute -> what it counts: what the forward pass reads besides weights
+    follows: tuple[tuple[str, Counts], ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """A string in place of a sublayer is the reason why it cannot be cut."""
+
+    layers: str  # module list of the transformer layers
+    attn: Sublayer | str
+    ffn: Sublayer | str
+
+
+ROWS: dict[str, Family] = {
+    "gpt2": Family(
+        layers="transformer.h",
+        attn=Sublayer(
+            ins=("attn.c_attn",),
+            out="attn.c_proj",
+            fused=3,
+            transposed=True,
+            width="n_head",
+            follows=(("attn.num_heads", "heads"), ("attn.split_size", "features")),
+        ),
+        ffn=Sublayer(ins=("mlp.c_fc",), out="mlp.c_proj", transposed=True, width="n_inner"),
+    ),
+    "opt": Family(
+        layers="model.decoder.layers",
+        attn=Sublayer(
+            ins=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            out="self_attn.out_proj",
+            width="num_attention_heads",
+            follows=(("self_attn.num_heads", "heads"),),
+        ),
+        ffn=Sublayer(ins=("fc1",), out="fc2", width="ffn_dim"),
+    ),
+}
+
+# GPT-2's published sizes, for the paper's asymptotic-memory figure
+GPT2_SIZES = {
+    name: ModelConfig(type="gpt2", config={"n_layer": n_layer, "n_embd": n_embd, "n_head": n_head})
+    for name, n_layer, n_embd, n_head in (
+        ("GPT-2 small", 12, 768, 12),
+        ("GPT-2 medium", 24, 1024, 16),
+        ("GPT-2 large", 36, 1280, 20),
+        ("GPT-2 XL", 48, 1600, 25),
+    )
+}
+LLAMA_SIZES = {  # the shapes of Llama 2
+    name: ModelConfig(
+        type="llama",
+        config={
+            "num_hidden_layers": n_layers, "hidden_size": d, "intermediate_size": d_ffn,
+            "num_attention_heads": n_heads, "num_key_value_heads": n_kv, "vocab_size": 32000,
+        },
+    )
+    for name, n_layers, d, d_ffn, n_heads, n_kv in (
+        ("Llama 7B", 32, 4096, 11008, 32, 32),
+        ("Llama 13B", 40, 5120, 13824, 40, 40),
+        ("Llama 70B", 80, 8192, 28672, 64, 8),
+    )
+}  # fmt: skip
+
+
+def family(model: PreTrainedModel) -> Family:
+    """The description of a model's family, from the table or derived from its plan."""
+    model_type = model.config.model_type
+    if model_type in ROWS:
+        return ROWS[model_type]
+    plan = getattr(model.config, "base_model_tp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"model type {model_type!r} cannot be cut: it has no row in twistlm/model/families.py and "
+            f"publishes no tensor-parallel plan; known: {', '.join(ROWS)} and Llama-like families"
+        )
+    return Family(
+        layers=f"{model.base_model_prefix}.layers",
+        attn=_derive(plan, "self_attn", model_type),
+        ffn=_derive(plan, "mlp", model_type),
+    )
+
+
+def _derive(plan: dict[str, str], module: str, model_type: str) -> Sublayer | str:
+    """Colwise projections are `ins`, the rowwise one is `out`; anything else mixes blocks."""
+    styles = {
+        name.removeprefix("layers.*."): style
+        for name, style in plan.items()
+        if name.startswith(f"layers.*.{module}.")
+    }
+    ins = tuple(name for name, style in styles.items() if style == "colwise")
+    outs = tuple(name for name, style in styles.items() if style == "rowwise")
+    odd = {name: style for name, style in styles.items() if name not in ins + outs}
+    mixing = {name: style for name, style in odd.items() if not style.startswith("replicated")}
+    if mixing or len(outs) != 1 or (module == "self_attn" and len(ins) != 3):
+        found = ", ".join(f"{name} is {style!r}" for name, style in (mixing or styles).items())
+        return (
+            f"{model_type} publishes no plan that splits {module} into independent blocks "
+            f"({found or 'nothing'})"
+        )
+    if module != "self_attn":
+        return Sublayer(ins, outs[0])
+    # repeat_kv reads this attribute; all head counts are inferred from head_dim
+    follows: tuple[tuple[str, Counts], ...] = (
+        (f"{module}.num_key_value_groups", "queries_per_kv"),
+    )
+    return Sublayer(ins, outs[0], width="num_attention_heads", follows=follows)
+
+
+def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = "auto") -> BlockMap:
+    """The map of a model: attention by head, kv group or query head; FFN by single neuron.
+
+    Only the kinds of `setting` are looked at, so a family whose attention cannot be cut still
+    serves `ffn`. Coarsen the FFN to the paper's R with `BlockMap.coarsen`.
+    """
+    if attn_by not in ATTN_BY:
+        raise ValueError(f"blocks.attn_by = {attn_by!r}: use one of {', '.join(ATTN_BY)}")
+    if model.config.num_hidden_layers < 1:
+        raise ValueError(
+            f"model.config: a model of {model.config.num_hidden_layers} layers has nothing to cut"
+        )
+    described = family(model)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    groups: list[BlockGroup] = []
+    for layer in range(model.config.num_hidden_layers):
+        prefix = f"{described.layers}.{layer}"
+        if setting in ("attn", "both"):
+            groups.append(
+                _attn_group(model, _cuttable(described.attn, "attn"), prefix, layer, attn_by)
+            )
+        if setting in ("ffn", "both"):
+            sub = _cuttable(described.ffn, "ffn")
+            dim = 0 if sub.transposed else 1
+            n_neurons = shapes[f"{prefix}.{sub.out}.weight"][dim]
+            chunks = dict.fromkeys(sub.ins, 1)
+            groups.append(_group(shapes, sub, prefix, "ffn", layer, n_neurons, chunks, 1))
+    result = BlockMap(tuple(groups))
+    result.check(shapes)
+    return result
+
+
+def partition(model: PreTrainedModel, blocks: BlocksConfig) -> BlockMap:
+    """The block map that a config describes for a model."""
+    cut = block_map(model, blocks.setting, blocks.attn_by)
+    return cut.select(blocks.setting, blocks.shared_first, blocks.shared_last).coarsen(
+        "ffn", blocks.n_ffn
+    )
+
+
+def refit_(model: PreTrainedModel, cut: BlockMap) -> None:
+    """Set the sizes that modules remember to those of their (narrowed) weights."""
+    described = family(model)
+    for group in cut.groups:
+        sub = _cuttable(described.attn if group.kind == "attn" else described.ffn, group.kind)
+        layer = model.get_submodule(f"{described.layers}.{group.layer}")
+        for name in (*sub.ins, sub.out):
+            module: Any = layer.get_submodule(name)
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+            else:  # transformers' Conv1D
+                module.nx, module.nf = module.weight.shape
+        for name, counts in sub.follows:
+            module_name, _, attribute = name.rpartition(".")
+            setattr(layer.get_submodule(module_name), attribute, _count(model, layer, sub, counts))
+
+
+def _count(model: PreTrainedModel, layer: nn.Module, sub: Sublayer, counts: Counts) -> int:
+    """How many heads, features or query heads per kv head a (narrowed) attention layer has."""
+    features = n_features(layer, sub.out, "in")
+    if counts == "queries_per_kv":
+        return features // n_features(layer, sub.ins[1], "out")
+    return features // head_dim(model.config) if counts == "heads" else features
+
+
+def n_features(layer: nn.Module, name: str, side: Literal["in", "out"]) -> int:
+    """The size of a projection as its weight tells it."""
+    module: Any = layer.get_submodule(name)
+    out, in_ = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
+    return in_ if side == "in" else out
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Features of one head, of which only some families have a name for."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _cuttable(sub: Sublayer | str, kind: Kind) -> Sublayer:
+    if isinstance(sub, str):
+        other = "ffn" if kind == "attn" else "attn"
+        raise ValueError(
+            f"{kind} layers of this model cannot be cut: {sub}; try blocks.setting = {other!r}"
+        )
+    return sub
+
+
+def _attn_group(
+    model: PreTrainedModel, sub: Sublayer, prefix: str, layer: int, attn_by: str
+) -> BlockGroup:
+    config = model.config
+    shapes = {
+        name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith(prefix)
+    }
+    n_query = config.num_attention_heads
+    n_kv = getattr(config, "num_key_value_heads", None) or n_query
+    dh = head_dim(config)
+    _check_no_norm_over_heads(sub, prefix, shapes, dh, config.model_type)
+    if attn_by == "auto":
+        attn_by = "head" if n_kv == n_query else "group" if n_kv > 1 else "query"
+    if attn_by == "head" and n_kv != n_query:
+        raise ValueError(
+            f"blocks.attn_by = 'head', but {n_query} query heads share {n_kv} kv heads: use 'group' "
+            f"({n_kv} blocks) or 'query' ({n_query // n_kv} blocks)"
+        )
+    per_kv = n_query // n_kv
+    if attn_by == "query":  # kv heads are shared; block i is the i-th query head of every kv head
+        if len(sub.ins) != 3:
+            raise ValueError(
+                f"blocks.attn_by = 'query': {config.model_type} has fused q, k, v; use 'head'"
+            )
+        return _group(
+            shapes, sub, prefix, "attn", layer, per_kv, {sub.ins[0]: dh}, dh, sections=n_kv
+        )
+    chunks = dict.fromkeys(sub.ins, dh)
+    chunks[sub.ins[0]] = per_kv * dh
+    return _group(shapes, sub, prefix, "attn", layer, n_kv, chunks, per_kv * dh)
+
+
+def _group(
+    shapes: dict[str, tuple[int, ...]],
+    sub: Sublayer,
+    prefix: str,
+    kind: Kind,
+    layer: int,
+    n_blocks: int,
+    in_chunks: dict[str, int],  # only these of `sub.ins` are cut
+    out_chunk: int,
+    sections: int = 1,
+) -> BlockGroup:
+    in_dim, out_dim = (1, 0) if sub.transposed else (0, 1)
+    parts = []
+    for name, chunk in in_chunks.items():
+        parts.append(Partition(f"{prefix}.{name}.weight", in_dim, chunk, sections * sub.fused))
+        if f"{prefix}.{name}.bias" in shapes:
+            parts.append(Partition(f"{prefix}.{name}.bias", 0, chunk, sections * sub.fused))
+    out = f"{prefix}.{sub.out}"
+    parts.append(Partition(f"{out}.weight", out_dim, out_chunk, sections))
+    scaled = (f"{out}.weight",) + ((f"{out}.bias",) if f"{out}.bias" in shapes else ())
+    return BlockGroup(f"{prefix}.{kind}", kind, layer, n_blocks, tuple(parts), scaled)
+
+
+def _check_no_norm_over_heads(
+    sub: Sublayer, prefix: str, shapes: dict[str, tuple[int, ...]], dh: int, model_type: str
+) -> None:
+    """Anything else inside attention must act on one head alone, or heads are not independent."""
+    module = f"{prefix}.{sub.out.split('.')[0]}."
+    projections = tuple(f"{prefix}.{name}." for name in (*sub.ins, sub.out))
+    for name, shape in shapes.items():
+        if name.startswith(module) and not name.startswith(projections) and shape != (dh,):
+            raise ValueError(
+                f"attn layers of {model_type} cannot be cut: {name} has shape {shape}, which spans more "
+                f"than one head of {dh}; try blocks.setting = 'ffn'"
+            )

@@ -1,0 +1,209 @@
+"""(2) The subnet generator: Algorithm 1 of the paper, with its three faults repaired.
+
+Every draw is a pure function of (seed, round, layer), so all ranks deal the same blueprints without
+a message. Each attention and each FFN layer draws its own deal.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from ..config import BlocksConfig
+from .blocks import BlockMap, Blueprint, Kind, Widths
+
+Held = dict[str, list[int]]  # group name -> how often each block was dealt so far
+
+
+def legal_range(n_blocks: int, n_workers: int, n_common: int) -> tuple[int, int]:
+    """Legal K: ceil((N + (S-1)|C|)/S) <= K <= N (paper, section 3.1), and at least one block."""
+    least = -(-(n_blocks + (n_workers - 1) * n_common) // n_workers)
+    return max(1, least), n_blocks
+
+
+def deal(
+    rng: random.Random,
+    n_blocks: int,
+    widths: Sequence[int],
+    common: Sequence[int] = (),
+    held: Sequence[int] | None = None,
+    *,
+    partial: bool = False,
+) -> list[tuple[int, ...]]:
+    """Deal blocks to workers: all get `common`, every block goes to someone, worker s gets widths[s].
+
+    Extra slots are filled uniformly, or, where `held` gives the counts so far, with the blocks held
+    least. In a `partial` deal to few workers some blocks may go to nobody.
+    """
+    n_workers = len(widths)
+    room = sum(k - len(common) for k in widths)
+    covered = partial or room >= n_blocks - len(common)
+    if any(not len(common) <= k <= n_blocks for k in widths) or not covered:
+        raise ValueError(
+            f"no deal of {n_blocks} blocks with {len(common)} common ones to workers of widths "
+            f"{list(widths)} covers every block"
+        )
+    hands: list[list[int]] = [list(common) for _ in widths]
+    rest = [block for block in range(n_blocks) if block not in set(common)]
+    rng.shuffle(rest)  # repair 1: the printed algorithm deals in index order
+    order = rng.sample(range(n_workers), n_workers)  # who is served first changes too
+    for _ in range(n_blocks):  # round robin over workers with room left
+        for s in order:
+            if rest and len(hands[s]) < widths[s]:
+                hands[s].append(rest.pop())
+    # the pass above gave every block once (common ones are never extras): it shifts no comparison
+    counts = list(held) if held is not None else None
+    for s in order:
+        # repair 2: lists, not a zero matrix that reads as "block 0 is here"
+        absent = [block for block in range(n_blocks) if block not in hands[s]]
+        n_extra = widths[s] - len(hands[s])  # repair 3: 0 means none, not "the whole row"
+        rng.shuffle(absent)
+        if counts is not None:
+            absent.sort(key=counts.__getitem__)  # a stable sort: ties stay shuffled
+        extra = absent[:n_extra]
+        hands[s] += extra
+        if counts is not None:
+            for block in extra:
+                counts[block] += 1
+    return [tuple(sorted(hand)) for hand in hands]
+
+
+def widths_in_round(blocks: BlocksConfig, kind: Kind, n_workers: int, round: int) -> list[int]:
+    """K of every worker: one K, a set cycled over rounds, or one per worker."""
+    ks = blocks.k(kind)
+    if blocks.widths == "worker":
+        return list(ks)
+    return [ks[round % len(ks)]] * n_workers
+
+
+def check(block_map: BlockMap, blocks: BlocksConfig, n_workers: int) -> None:
+    """Refuse settings that no deal can satisfy, with the legal range."""
+    for kind in ("attn", "ffn"):
+        n_blocks = block_map.n_blocks(kind)
+        if n_blocks == 0:
+            continue
+        ks, common = _checked(blocks, kind, n_blocks)
+        least, most = legal_range(n_blocks, n_workers, len(common))
+        where = f"N = {n_blocks} {kind} blocks, S = {n_workers} workers, |C| = {len(common)}"
+        if blocks.widths == "worker":
+            if len(ks) != n_workers:
+                raise ValueError(
+                    f"blocks.k_{kind} = {list(ks)} with blocks.widths = 'worker' needs one K per worker: "
+                    f"{n_workers} of them"
+                )
+            room = sum(k - len(common) for k in ks)
+            low = max(1, len(common))
+            if any(not low <= k <= n_blocks for k in ks) or room < n_blocks - len(common):
+                raise ValueError(
+                    f"blocks.k_{kind} = {list(ks)} is infeasible for {where}: each K must lie in "
+                    f"{low}..{n_blocks} and their sum must be at least "
+                    f"{n_blocks + (n_workers - 1) * len(common)}, or a block is left out"
+                )
+        elif bad := [k for k in ks if not least <= k <= most]:
+            raise ValueError(
+                f"blocks.k_{kind} = {bad[0]} is infeasible for {where}: legal K are {least}..{most}"
+            )
+
+
+def check_own(block_map: BlockMap, blocks: BlocksConfig, own: Mapping[Kind, int]) -> None:
+    """Refuse a K that a worker brings along and no subnet can have."""
+    for kind, k in own.items():
+        n_blocks, least = block_map.n_blocks(kind), max(1, len(blocks.common(kind)))
+        if not least <= k <= n_blocks:
+            legal = f"legal K are {least}..{n_blocks}" if n_blocks else "this run does not cut it"
+            raise ValueError(f"k_{kind} = {k} of a worker: {legal}")
+
+
+def check_dropout(block_map: BlockMap, blocks: BlocksConfig) -> None:
+    """Structured dropout covers blocks over time, not over workers: any K >= |C| will do."""
+    if blocks.widths == "worker":
+        raise ValueError(
+            "blocks.widths = 'worker': structured dropout has one mask for all workers of a step"
+        )
+    for kind in ("attn", "ffn"):
+        n_blocks = block_map.n_blocks(kind)
+        if n_blocks == 0:
+            continue
+        ks, common = _checked(blocks, kind, n_blocks)
+        least = max(1, len(common))
+        if bad := [k for k in ks if not least <= k <= n_blocks]:
+            raise ValueError(
+                f"blocks.k_{kind} = {bad[0]} is infeasible for structured dropout of N = {n_blocks} "
+                f"{kind} blocks, |C| = {len(common)}: legal K are {least}..{n_blocks}"
+            )
+
+
+def _checked(
+    blocks: BlocksConfig, kind: Kind, n_blocks: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """K and common blocks of a kind: some K, and distinct blocks that exist."""
+    ks, common = blocks.k(kind), blocks.common(kind)
+    if not ks:
+        raise ValueError(f"blocks.k_{kind} is empty: give at least one K in 1..{n_blocks}")
+    if len(set(common)) != len(common) or any(not 0 <= c < n_blocks for c in common):
+        raise ValueError(
+            f"blocks.common_{kind} = {list(common)}: needs distinct block ids in 0..{n_blocks - 1}"
+        )
+    return ks, common
+
+
+def for_training(
+    block_map: BlockMap,
+    n_workers: int,
+    blocks: BlocksConfig,
+    *,
+    seed: int,
+    round: int,
+    held: Held | None = None,
+    present: Sequence[tuple[int, Mapping[Kind, int]]] | None = None,
+) -> list[Blueprint]:
+    """One blueprint per worker for this round; `held` is read by the `balanced` deal only.
+
+    `present` are the workers that are there, as places in 0..n_workers-1 and K of their own. When all
+    are there and bring none, this is the same deal.
+    """
+    if present is None:
+        present = [(place, {}) for place in range(n_workers)]
+    blueprints: list[Blueprint] = [{} for _ in present]
+    for group in block_map.groups:
+        rng = random.Random(f"deal/{seed}/{round}/{group.name}")
+        usual = widths_in_round(blocks, group.kind, n_workers, round)
+        widths = [own.get(group.kind, usual[place]) for place, own in present]
+        partial = len(present) < n_workers or any(own for _, own in present)
+        so_far = None
+        if blocks.deal == "balanced":
+            so_far = held[group.name] if held else [0] * group.n_blocks
+        common = blocks.common(group.kind)
+        hands = deal(rng, group.n_blocks, widths, common, so_far, partial=partial)
+        for blueprint, hand in zip(blueprints, hands, strict=True):
+            blueprint[group.name] = hand
+    return blueprints
+
+
+def for_step(block_map: BlockMap, blocks: BlocksConfig, *, seed: int, step: int) -> Blueprint:
+    """Structured dropout's mask: the common blocks and random ones, K in all; K cycles over steps."""
+    blueprint = {}
+    for group in block_map.groups:
+        rng = random.Random(f"dropout/{seed}/{step}/{group.name}")
+        ks, common = blocks.k(group.kind), blocks.common(group.kind)
+        rest = [block for block in range(group.n_blocks) if block not in common]
+        drawn = rng.sample(rest, ks[step % len(ks)] - len(common))
+        blueprint[group.name] = tuple(sorted([*common, *drawn]))
+    return blueprint
+
+
+def count_(held: Held, blueprints: Sequence[Blueprint]) -> None:
+    """Add one round's deal to the counts."""
+    for blueprint in blueprints:
+        for name, kept in blueprint.items():
+            for block in kept:
+                held[name][block] += 1
+
+
+def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int = 0) -> Blueprint:
+    """A single uniformly random subnet of these widths: the paper's random extraction (SE)."""
+    blueprint = {}
+    for group in block_map.groups:
+        rng = random.Random(f"ticket/{seed}/{draw}/{group.name}")
+        blueprint[group.name] = tuple(sorted(rng.sample(range(group.n_blocks), widths[group.name])))
+    return blueprint

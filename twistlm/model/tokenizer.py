@@ -1,0 +1,42 @@
+"""Tokenizers from a file, a folder, the hub or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
+
+
+def load_tokenizer(source: str) -> Tokenizer:
+    """A tokenizer from tokenizer.json, a folder that has one, or the hub."""
+    if source.startswith("gguf:"):
+        from ..model.huggingface import gguf_tokenizer
+
+        return gguf_tokenizer(source)
+    path = Path(source)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if path.suffix == ".json" or path.exists():
+        if not path.is_file():
+            raise ValueError(f"no tokenizer at {source}: expected a tokenizer.json")
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{path} is not a tokenizer.json: {error}") from None
+    try:
+        return Tokenizer.from_pretrained(source)
+    except Exception as error:
+        raise ValueError(
+            f"tokenizer {source!r} is no local file and the hub gave none: {error}"
+        ) from None
+
+
+def find_eos(tok: Tokenizer, eos: str | None = None) -> int | None:
+    """The id written after each document; None if the tokenizer has no such token."""
+    if eos is not None:
+        if (found := tok.token_to_id(eos)) is None:
+            raise ValueError(f"--eos {eos!r}: the tokenizer has no such token")
+        return found
+    return next((i for name in EOS_NAMES if (i := tok.token_to_id(name)) is not None), None)

@@ -1,0 +1,1 @@
+"""The machine: files, locks, signals, terminal, device, provenance. Knows nothing of models."""

@@ -1,0 +1,50 @@
+"""The device that a run computes on, and in which precision."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of a config, ready for use."""
+    if name == "auto":
+        name = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"run.device = {name!r}: use auto, cpu, cuda or cuda:N")
+    if device.type == "cpu" and platform.machine() in ("aarch64", "arm64"):
+        # oneDNN's path for a transposed matrix is 14x slower than OpenBLAS at small sizes on ARM and
+        # no faster at large ones (docs/log.md); every backward pass has one per linear
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment,unused-ignore]
+    if device.type == "cuda":
+        n_gpus = torch.cuda.device_count()
+        if device.index is None:
+            device = torch.device("cuda", local_rank)
+        if (device.index or 0) >= n_gpus:
+            raise ValueError(f"run.device = {name!r}: this machine has {n_gpus} CUDA devices")
+    return device
+
+
+def is_bf16(precision: str, device: torch.device) -> bool:
+    """Whether the model runs in bf16: where asked for, or by `auto` on a GPU that has it."""
+    if precision == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return precision == "bf16"
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """bf16 products over float32 weights and a float32 residual stream: for evaluation."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bf16(precision, device))
+
+
+def to_device(ids: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return ids.pin_memory().to(device, non_blocking=True)
+    return ids

@@ -1,0 +1,53 @@
+"""What a number needs beside it: the command, the code and the machine that made it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def describe_run() -> dict[str, Any]:
+    """Command, code and machine: what a number needs beside it."""
+    packages = ("twistlm", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+    versions = {name: _version(name) for name in packages}
+    versions["python"] = platform.python_version()
+    program = Path(sys.argv[0]).stem
+    program = "twistlm" if program == "__main__" else program  # python -m twistlm
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "command": " ".join([program, *sys.argv[1:]]),
+        "git": git_hash(),
+        "versions": versions,
+        "device": gpu or f"{platform.machine()} cpu, {torch.get_num_threads()} threads",
+    }
+
+
+def git_hash() -> str:
+    """Commit of the twistlm source, with `-dirty` when it was changed; `unknown` outside a clone."""
+    here = Path(__file__).parent
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return run.stdout.strip() if run.returncode == 0 else "unknown"
+
+
+@cache  # a package's metadata takes milliseconds to read, and points ask for every cell
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

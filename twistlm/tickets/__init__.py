@@ -1,0 +1,1 @@
+"""(6) Deployment: choose, extract, prove, write and load a ticket."""

@@ -1,0 +1,207 @@
+"""`twistlm certify`: the perplexities of n random tickets, and what they promise for all tickets.
+
+FOLDER/
+  draws.jsonl        what is measured, then one line per ticket as it comes: an interrupted
+                     certificate goes on from here, and a larger n adds to it
+  certificate.json   all numbers
+  histogram.png
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from ..compute.perplexity import Evaluator, Spread
+from ..model import generator
+from ..model.blocks import Widths, widths_of_ratio
+from ..model.subnet import scales
+from ..system import terminal
+from ..system.files import whole_file
+from ..system.provenance import describe_run
+from ..system.terminal import console, progress
+from . import certificate, score
+from .certificate import Bound
+from .parent import Parent
+
+N_BINS = 24
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The spread of random tickets of one size, and the bound that follows."""
+
+    source: str
+    full: float  # perplexity of the whole parent
+    spread: Spread
+    bound: Bound
+    seed: int
+    data: str
+    n_tokens: int
+    run: dict[str, Any]
+
+    @property
+    def covered_by_worst(self) -> float:
+        return certificate.covered_by_worst(len(self.spread.values), self.bound.confidence)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "spread": {**asdict(self.spread), **self.spread.summary()},
+            "quantiles": certificate.quantiles(self.spread.values),
+            "covered_by_worst": self.covered_by_worst,
+            "histogram": dict(zip(("counts", "edges"), _histogram(self.spread.values), strict=True)),
+        }  # fmt: skip
+
+
+def certify(
+    parent: Parent,
+    ratio: str,
+    n: int,
+    *,
+    data: str | None = None,
+    tokens: int = 0,
+    seed: int = 0,
+    coverage: float = 0.95,
+    confidence: float = 0.99,
+    folder: Path | None = None,
+    quiet: bool = False,
+) -> Certificate:
+    """Measure n random tickets, going on from those that `folder` holds, and write it there."""
+    certificate.rank(n, coverage, confidence)  # an n that promises nothing is refused at once
+    widths = widths_of_ratio(parent.block_map, ratio)
+    ready = score.evaluator(parent, data, tokens)
+    values: list[float] = []
+    keep: Callable[[float], None] = values.append
+    if folder is not None:
+        values, keep = _open_draws(folder, _identity(parent, ready, widths, seed))
+    with progress(quiet) as bar:
+        task = bar.add_task(f"certify {ratio}", total=1 + n, note="")
+        full = ready.full_perplexity()
+        bar.update(task, completed=1 + min(n, len(values)))
+        for draw in range(len(values), n):
+            blueprint = generator.for_deployment(parent.block_map, widths, seed=seed, draw=draw)
+            value = ready.subnet_perplexity(blueprint)
+            if math.isnan(value):
+                raise ValueError(f"{parent.source}: ticket {draw} has no perplexity (NaN logits)")
+            keep(value)
+            bar.update(task, advance=1, note=f"worst {max(values):.2f}")
+    n_params = parent.central.layout.narrowed(parent.block_map, widths).n_params
+    spread = Spread(ratio, n_params, tuple(values[:n]))
+    made = Certificate(
+        parent.source, full, spread, certificate.bound(spread.values, coverage, confidence),
+        seed, ready.text.file.stem, ready.text.n_sequences * ready.text.seq_len, describe_run(),
+    )  # fmt: skip
+    if folder is not None:
+        text = json.dumps(made.to_dict(), indent=1) + "\n"
+        whole_file(folder / "certificate.json", text)
+        if importlib.util.find_spec("matplotlib") is None:
+            console.print("no histogram.png: it needs matplotlib: pip install 'twistlm[plot]'")
+        else:
+            whole_file(folder / "histogram.png", lambda path: draw_histogram(made, path))
+    return made
+
+
+def _identity(parent: Parent, ready: Evaluator, widths: Widths, seed: int) -> dict[str, Any]:
+    """Everything that a draw's perplexity follows from: draws of one file must agree in it."""
+    text, cut = ready.text, parent.block_map
+    ids = text.file.tokens[: text.n_sequences * text.seq_len]
+    weights = parent.central.weights.detach().cpu().view(torch.uint8).numpy()
+    return {
+        "weights_sha256": hashlib.sha256(weights.data).hexdigest(),
+        "tokens_sha256": hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest(),
+        "seq_len": text.seq_len,
+        "precision": f"{ready.precision} on {parent.central.buffer.device.type}",
+        "tickets": {g.name: f"{widths[g.name]}/{g.n_blocks}" for g in cut.groups},
+        "attn_by": parent.cfg.blocks.attn_by,
+        "scales": scales(cut, widths, parent.scale, parent.central.rho),
+        "seed": seed,
+    }
+
+
+def _open_draws(
+    folder: Path, identity: dict[str, Any]
+) -> tuple[list[float], Callable[[float], None]]:
+    """The draws that a folder holds, and a function that adds one to them, on disk at once."""
+    path = folder / "draws.jsonl"
+    values: list[float] = []
+    if path.is_file():
+        whole = path.read_bytes().rpartition(b"\n")[0]  # a killed process may leave half a line
+        lines = [json.loads(line) for line in whole.split(b"\n") if line]
+        if lines and (odd := [key for key in identity if lines[0].get(key) != identity[key]]):
+            raise ValueError(
+                f"{folder} holds a certificate of something else ({', '.join(odd)} differ): choose "
+                f"another folder or remove it"
+            )
+        values = [line["perplexity"] for line in lines[1:]]
+        os.truncate(path, len(whole) + 1 if lines else 0)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(line: dict[str, Any]) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def keep(value: float) -> None:
+        add({"draw": len(values), "perplexity": value})
+        values.append(value)
+
+    if not path.is_file() or path.stat().st_size == 0:
+        add(identity)
+    return values, keep
+
+
+def _histogram(values: tuple[float, ...]) -> tuple[list[int], list[float]]:
+    counts, edges = np.histogram(values, bins=N_BINS)
+    return counts.tolist(), edges.tolist()
+
+
+def draw_histogram(made: Certificate, path: Path) -> None:
+    """Counts of tickets over perplexity, with the bound and the whole parent marked."""
+    from matplotlib.figure import Figure  # no pyplot: it looks for a display
+
+    counts, edges = _histogram(made.spread.values)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.stairs(counts, edges, fill=True, color="tab:blue", alpha=0.6)
+    axes.axvline(made.bound.value, color="tab:red", label=str(made.bound))
+    axes.axvline(made.full, color="black", linestyle=":", label=f"whole parent: {made.full:.2f}")
+    axes.set_title(f"{len(made.spread.values)} random tickets of {made.spread.ratio} blocks")
+    axes.set_xlabel(f"perplexity on {made.n_tokens:,} tokens")
+    axes.set_ylabel("tickets")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def table(made: Certificate) -> Table:
+    spread, n = made.spread, len(made.spread.values)
+    title = (
+        f"perplexity of {n} random tickets of {spread.ratio} blocks ({spread.n_params:,} "
+        f"parameters) on {made.n_tokens:,} tokens"
+    )
+    rows = {"whole parent": made.full, "mean": spread.mean}
+    rows |= {} if spread.sd is None else {"sd": spread.sd}
+    rows |= certificate.quantiles(spread.values) | {"worst": spread.worst}
+    result = terminal.table(title, *rows, words=0)
+    result.add_row(*(f"{value:.2f}" for value in rows.values()))
+    return result
+
+
+def reading(made: Certificate) -> str:
+    """What the draws promise, in two sentences."""
+    share = int(made.covered_by_worst * 1000) / 10  # rounded down: a promise must hold
+    return (
+        f"{made.bound} (draw {made.bound.rank} of {len(made.spread.values)} in order). "
+        f"With the same confidence, {share}% are no worse than the worst one seen."
+    )

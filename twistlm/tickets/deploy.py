@@ -1,0 +1,121 @@
+"""(6) A ticket: one subnet, extracted as a dense model with the activation scale folded in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..model import families, huggingface
+from ..model.blocks import Blueprint
+from ..model.subnet import build, fold_, scales
+from ..system.files import whole_folder
+from ..system.provenance import describe_run
+from ..training.checkpoint import MANIFEST
+from ..training.dispatcher import cut
+from . import card, hf_folder
+from .parent import Parent
+
+TICKET = "ticket.json"
+
+
+@torch.no_grad()
+def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
+    """A stand-alone dense model: physically narrow, scale folded into the output projections."""
+    block_map, central = parent.block_map, parent.central
+    block_map.check_blueprint(blueprint)
+    widths = block_map.widths(blueprint)
+    where = central.layout.narrowed(block_map, widths)
+    weights = cut(central, blueprint, rows=1)[0]
+    fold_(where.views(weights), block_map, scales(block_map, widths, parent.scale, central.rho))
+    return build(parent.template, block_map, where, weights, gated=False).model
+
+
+def save_ticket(
+    parent: Parent,
+    blueprint: Blueprint,
+    folder: Path,
+    notes: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Extract a ticket and write its folder, whole or not at all; `notes` join ticket.json."""
+    model, block_map = extract(parent, blueprint), parent.block_map
+    nn.Module.to(model, dtype)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with whole_folder(folder) as draft:
+        config = hf_folder.save(parent, model, draft)
+        ticket = {
+            "parent": parent.source,
+            "n_params": sum(t.numel() for t in huggingface.state(model).values()),
+            "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in block_map.groups},
+            "blueprint": blueprint,
+            **(notes or {}),
+            **describe_run(),
+        }
+        (draft / TICKET).write_text(json.dumps(ticket, indent=1) + "\n")
+        card.save(parent, config, ticket, notes or {}, draft)
+
+
+def load_ticket(folder: Path) -> PreTrainedModel:
+    """The dense model of a ticket folder, checked against its ticket.json."""
+    ticket = read_ticket(folder)
+    load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
+    try:
+        model, info = load(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+    except (OSError, ValueError, RuntimeError, AttributeError, KeyError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder} cannot be loaded as a ticket: {huggingface.one_line(error)}"
+        ) from None
+    # Hugging Face fills what is missing or misshapen with random numbers
+    for what, names in info.items():
+        if names:
+            first = sorted(str(name) for name in names)[0]
+            raise ValueError(f"{folder}: weights and config.json disagree ({what}: {first})")
+    _check_fits(folder, ticket, model)
+    return model.eval()
+
+
+def _check_fits(folder: Path, ticket: dict[str, Any], model: PreTrainedModel) -> None:
+    """The record must be that of these weights: its parameters, and k/n of the full width."""
+    found = sum(param.numel() for param in model.parameters())
+    if found != ticket["n_params"]:
+        raise ValueError(
+            f"{folder}: ticket.json tells of {ticket['n_params']:,} parameters, the weights have {found:,}"
+        )
+    family, full = families.family(model), model.config.to_dict()
+    for name, text in ticket["widths"].items():
+        k, n_blocks = map(int, text.split("/"))
+        layer, kind = name.split(".")[-2:]
+        _, width, _ = full["ticket"]["projections"][getattr(family, kind).out]
+        here = getattr(model.config.per_layer_config[int(layer)], width)
+        if here * n_blocks != full[width] * k:
+            raise ValueError(
+                f"{folder}: ticket.json gives {name} {text} of the blocks, its weights have "
+                f"{here}/{full[width]} of {width}"
+            )
+
+
+def read_ticket(folder: Path) -> dict[str, Any]:
+    """The record of a ticket folder: parameters, widths, blueprint, what made it."""
+    if not (folder / TICKET).is_file():
+        what = "it has no ticket.json"
+        if (folder / MANIFEST).is_file() or (folder / "checkpoints").is_dir():
+            what = "it is a checkpoint, from which tickets are cut"
+        elif (folder / "config.json").is_file():
+            what = "it is a Hugging Face model without ticket.json"
+        raise ValueError(f"{folder} is no ticket: {what}")
+    try:
+        ticket = json.loads((folder / TICKET).read_text())
+        for name, kept in ticket["blueprint"].items():
+            k, n_blocks = map(int, ticket["widths"][name].split("/"))
+            if len(kept) != k or not 0 <= min(kept) <= max(kept) < n_blocks:
+                raise ValueError(f"blueprint[{name!r}] does not fit its width {k}/{n_blocks}")
+        int(ticket["n_params"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / TICKET} is damaged: {huggingface.one_line(error)}") from None
+    return ticket

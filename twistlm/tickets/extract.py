@@ -1,0 +1,186 @@
+"""Choose a ticket: a budget says how wide, a pick says which blocks, a proof says what came out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from ..compute import speed
+from ..compute.perplexity import Evaluator, perplexity
+from ..model import huggingface
+from ..model.blocks import KINDS, Blueprint, Widths
+from ..model.subnet import build, scales
+from ..system import terminal
+from ..system.terminal import console, progress
+from . import budget as budgets
+from . import deploy
+from . import pick as picks
+from .budget import Budget
+from .parent import Parent
+from .pick import Pick
+from .score import evaluator
+
+# max |logit difference| to the masked parent, as a share of the largest logit (at least 1). Of SmolLM2's
+# 34, float32 rounds off 2e-3 (float64: 0), and one wrong block in one layer makes 4.6
+TOLERANCE = 1e-3
+
+
+def write(
+    parent: Parent,
+    folder: Path,
+    budget: Budget,
+    how: Pick,
+    *,
+    seed: int = 0,
+    data: str | None = None,
+    tokens: int = 0,
+    dtype: str = "float32",
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Write the ticket that a budget buys, with its proof in ticket.json; returns the proof."""
+    check_target(folder)
+    if dtype not in budgets.DTYPES:
+        raise ValueError(f"--dtype {dtype!r}: use one of {', '.join(budgets.DTYPES)}")
+    ready = _text(parent, data, tokens, how)
+    sequences = picks.calibrate(parent, data, tokens, seed) if how.needs_calibration else None
+    with progress(quiet) as bar:
+        for widths in _fit(parent, budget, dtype, bar):
+            blueprint, based_on = picks.pick(parent, widths, how, seed, ready, sequences, bar)
+            task = bar.add_task("check and time", total=2, note="")
+            model = deploy.extract(parent, blueprint)
+            difference = logit_difference(parent, blueprint, model)
+            bar.update(task, advance=1, note=f"max |Δlogit| {difference:.1e}")
+            measured = speed.measure(model.to(getattr(torch, dtype)))
+            bar.update(task, advance=1, note=f"{measured.decode_ms:.2f} ms per token")
+            if budget.kind != "latency" or measured.decode_ms <= budget.limit:
+                break
+        else:  # the machine was quicker while the budget was fitted
+            raise budgets.impossible(budget, measured.decode_ms, "ms")
+        n_params = sum(param.numel() for param in model.parameters())
+        n_bytes = budgets.weights_bytes(huggingface.shapes(model), dtype)
+        spent = {"params": n_params, "size": n_bytes, "latency": measured.decode_ms}
+        asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
+        if budget.kind in spent:
+            asked |= {"limit": budget.limit, "spent": spent[budget.kind]}
+        proof: dict[str, Any] = {
+            "parent": {"source": parent.source, "n_params": parent.central.layout.n_params},
+            "budget": asked,
+            "pick": {"how": how.asked, "seed": seed, **based_on},
+            "whole": widths == parent.block_map.full_widths(),
+            "n_params": n_params,
+            "bytes": n_bytes,
+            "dtype": dtype,
+            "max_logit_difference": difference,
+            "speed": asdict(measured),
+        }
+        if ready is not None:
+            proof["perplexity"] = _perplexity(model, ready, bar)
+        task = bar.add_task("write", total=1, note="")
+        deploy.save_ticket(parent, blueprint, folder, proof, dtype=getattr(torch, dtype))
+        bar.advance(task)
+    assert (folder / "model.safetensors").stat().st_size == n_bytes
+    return proof | {"widths": widths}
+
+
+def _fit(parent: Parent, budget: Budget, dtype: str, bar: Progress) -> list[Widths]:
+    """The widths that the budget buys; for a latency smaller ones follow."""
+    if budget.kind == "latency":
+        task = bar.add_task("measure ms per token", total=None, note="")
+    n_measured = 0
+
+    def milliseconds(widths: Widths) -> float:
+        nonlocal n_measured
+        kept = {name: tuple(range(k)) for name, k in widths.items()}  # any blocks: equal shapes
+        model = deploy.extract(parent, kept)
+        took = speed.measure(model.to(getattr(torch, dtype))).decode_ms
+        n_measured += 1
+        bar.update(task, advance=1, note=f"{took:.2f} ms")
+        return took
+
+    shapes = parent.central.layout.shapes
+    found = budgets.fit(parent.block_map, shapes, budget, dtype, milliseconds)
+    if n_measured:
+        bar.update(task, total=n_measured)  # the bisection is over: it never knew how many
+    return found
+
+
+def check_target(folder: Path) -> None:
+    """An earlier ticket or an empty folder is replaced; anything else is left alone."""
+    if (folder / "ticket.json").is_file() or not folder.exists():
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise ValueError(f"--out {folder} exists and is no ticket: choose another folder")
+
+
+@torch.no_grad()
+def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedModel) -> float:
+    """max |logit of the ticket - logit of the masked and scaled parent| on random tokens."""
+    block_map, central = parent.block_map, parent.central
+    masked = build(parent.template, block_map, central.layout, central.weights, masked=True)
+    masked.mask_(blueprint)
+    masked.scale_(scales(block_map, block_map.widths(blueprint), parent.scale, central.rho))
+    shape = (2, min(64, parent.cfg.data.seq_len))
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(huggingface.vocab_size(parent.template), shape, generator=draw)
+    ids = ids.to(central.weights.device)
+    ours, theirs = (m(input_ids=ids, use_cache=False).logits for m in (model, masked.model))
+    difference = float((ours - theirs).abs().max())
+    allowed = TOLERANCE * max(1.0, float(theirs.abs().max()))
+    if not difference <= allowed:  # a NaN is no proof either
+        raise FloatingPointError(
+            f"the ticket's logits differ from the masked parent's by {difference:.2g} (at most "
+            f"{allowed:.2g} is rounding): nothing was written"
+        )
+    return difference
+
+
+def _text(parent: Parent, data: str | None, tokens: int, how: Pick) -> Evaluator | None:
+    """What perplexity is measured on; a parent whose own tokens are gone goes without."""
+    try:
+        return evaluator(parent, data, tokens)
+    except ValueError as error:
+        if data or how.needs_perplexity:
+            raise
+        console.print(f"no perplexity: {error}")
+        return None
+
+
+def _perplexity(model: PreTrainedModel, ready: Evaluator, bar: Progress) -> dict[str, Any]:
+    task = bar.add_task("perplexity", total=2, note="")
+    ticket = perplexity(model, ready.text, ready.precision, ready.loss)
+    bar.update(task, advance=1, note=f"{ticket:.2f}")
+    full = ready.full_perplexity()
+    bar.advance(task)
+    text = ready.text
+    n_tokens = text.n_sequences * text.seq_len
+    return {"ticket": ticket, "parent": full, "data": text.file.stem, "n_tokens": n_tokens}
+
+
+def table(parent: Parent, proof: dict[str, Any]) -> Table:
+    """The proof in a few lines."""
+    asked, took = proof["budget"], proof["speed"]
+    title = f"--{asked['kind']} {asked['asked']} --pick {proof['pick']['how']}"
+    result = terminal.table(title, "", "ticket", "parent")
+    result.add_row("parameters", f"{proof['n_params']:,}", f"{proof['parent']['n_params']:,}")
+    result.add_row(f"bytes of weights ({proof['dtype']})", f"{proof['bytes']:,}", "")
+    if found := proof.get("perplexity"):
+        name = f"perplexity on {found['n_tokens']:,} tokens"
+        result.add_row(name, f"{found['ticket']:.2f}", f"{found['parent']:.2f}")
+    result.add_row("ms per decoded token", f"{took['decode_ms']:.2f}", "")
+    result.add_row(f"ms for a prompt of {took['n_prompt']} tokens", f"{took['prefill_ms']:.2f}", "")
+    result.add_row("max |Δlogit| to the masked parent", f"{proof['max_logit_difference']:.1e}", "")
+    for kind in KINDS:
+        groups = [group for group in parent.block_map.groups if group.kind == kind]
+        if groups:
+            each = [proof["widths"][group.name] for group in groups]
+            kept = " ".join(map(str, each))
+            if len(set(each)) == 1:
+                kept = f"{each[0]} in each of {len(each)} layers"
+            result.add_row(f"{kind} blocks in cut layers", kept, f"{groups[0].n_blocks}")
+    return result

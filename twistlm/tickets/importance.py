@@ -1,0 +1,154 @@
+"""How much each block matters: scores per block, the same for every family.
+
+A score is a number per block of every group, read through the `(sections, n_blocks, chunk)` view.
+The loss of an example (one sequence) is its mean next-token loss under the full parent, float32.
+A mask m_b multiplies what block b feeds into the output projection; m = 1 is the parent, and
+dl/dm_b = <C_b, dl/dC_b> with C_b the block's rows of the output projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..compute.loss import next_token_loss
+from ..model.blocks import BlockGroup, BlockMap, Blueprint, Partition, Widths
+from ..model.subnet import build
+from .parent import Parent
+
+Scores = dict[str, Tensor]  # group name -> float64 [n_blocks]; on the parent's device until the end
+Tick = Callable[[], None]  # called after every example
+
+
+def fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
+    """F_b = mean over examples of the sum over the block's weights of (dl/dw)^2."""
+    block_map, central = parent.block_map, parent.central
+    grads = torch.zeros_like(central.weights)
+    full = build(parent.template, block_map, central.layout, central.weights, grads)
+    views, scores = central.layout.views(grads), _zeros(parent)
+    for example in ids.split(1):  # the square of a batch's gradient is no sum of squares
+        grads.zero_()
+        next_token_loss(full.model, example.to(grads.device)).backward()
+        for group in block_map.groups:
+            for part in group.parts:
+                squares = views[part.param].detach().square()
+                scores[group.name] += sum_blocks(group, part, squares) / len(ids)
+        tick()
+    return scores
+
+
+def mask_fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
+    """Mean over examples of (dl/dm_b)^2."""
+    scores = _zeros(parent)
+    for slopes in mask_slopes(parent, ids):
+        for name, slope in slopes.items():
+            scores[name] += slope.sum(0).square() / len(ids)
+        tick()
+    return scores
+
+
+def taylor(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
+    """Mean over tokens of |dl/dm_b|, with a mask of its own for every token."""
+    scores = _zeros(parent)
+    for slopes in mask_slopes(parent, ids):
+        for name, slope in slopes.items():
+            scores[name] += slope.abs().mean(0) / len(ids)
+        tick()
+    return scores
+
+
+def magnitude(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> Scores:
+    """The L2 norm of all weights of a block."""
+    views, scores = parent.central.layout.views(parent.central.weights), _zeros(parent)
+    for group in parent.block_map.groups:
+        for part in group.parts:
+            squares = views[part.param].detach().square()
+            scores[group.name] += sum_blocks(group, part, squares)
+        scores[group.name].sqrt_()
+    return scores
+
+
+def uniform(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> Scores:
+    """Random scores: keeping the best of them is the paper's random extraction (SE)."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        group.name: torch.rand(group.n_blocks, dtype=torch.float64, generator=draw)
+        for group in parent.block_map.groups
+    }
+
+
+METHODS: dict[str, Callable[..., Scores]] = {
+    "fisher": fisher,
+    "mask-fisher": mask_fisher,
+    "taylor": taylor,
+    "magnitude": magnitude,
+    "random": uniform,
+}
+NEEDS_TEXT = ("fisher", "mask-fisher", "taylor")
+
+
+def score(
+    parent: Parent, method: str, ids: Tensor | None, seed: int = 0, tick: Tick = lambda: None
+) -> Scores:
+    """Scores of every block by one of `METHODS`; `ids` are calibration sequences [n, seq_len]."""
+    if method not in METHODS:
+        raise ValueError(f"importance {method!r}: use one of {', '.join(METHODS)}")
+    if method in NEEDS_TEXT and (ids is None or not len(ids)):
+        raise ValueError(f"importance {method!r} needs text: give --data STEM")
+    scores = {n: values.cpu() for n, values in METHODS[method](parent, ids, seed, tick).items()}
+    for name, values in scores.items():
+        if not values.isfinite().all():
+            raise FloatingPointError(f"importance {method!r} of {name} is not finite")
+    return scores
+
+
+def keep_best(block_map: BlockMap, scores: Scores, widths: Widths) -> Blueprint:
+    """The blueprint of each group's highest scores; of equal ones the first."""
+    return {
+        group.name: tuple(
+            sorted(
+                scores[group.name]
+                .argsort(descending=True, stable=True)[: widths[group.name]]
+                .tolist()
+            )
+        )
+        for group in block_map.groups
+    }
+
+
+def mask_slopes(parent: Parent, ids: Tensor) -> Iterator[dict[str, Tensor]]:
+    """For every example and group dl/dm of each token and block: float64 [seq_len, n_blocks].
+
+    One mask for all tokens has the sum over tokens as its gradient.
+    """
+    central = parent.central
+    full = build(parent.template, parent.block_map, central.layout, central.weights, masked=True)
+    for gate in full.gates.values():
+        gate.masked = True
+        gate.mask = gate.mask.repeat(ids.shape[1], 1).requires_grad_()  # [seq_len, inputs]
+    for example in ids.split(1):
+        loss = next_token_loss(full.model, example.to(central.weights.device))
+        grads = torch.autograd.grad(loss, [gate.mask for gate in full.gates.values()])
+        slopes = {}
+        for name, grad in zip(full.gates, grads, strict=True):
+            group = parent.block_map[name]
+            part = group.out_part
+            view = grad.double().view(-1, part.sections, group.n_blocks, part.chunk)
+            slopes[name] = view.sum((1, 3))
+        yield slopes
+
+
+def sum_blocks(group: BlockGroup, part: Partition, values: Tensor) -> Tensor:
+    """Sums over each block's part of a parameter-shaped tensor: float64 [n_blocks]."""
+    rows = values.movedim(part.dim, 0).reshape(part.sections, group.n_blocks, -1)
+    return rows.sum((0, 2), dtype=torch.float64)
+
+
+def _zeros(parent: Parent) -> Scores:
+    device = parent.central.weights.device
+    return {
+        group.name: torch.zeros(group.n_blocks, dtype=torch.float64, device=device)
+        for group in parent.block_map.groups
+    }

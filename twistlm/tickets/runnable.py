@@ -1,0 +1,73 @@
+"""Any model that runs as it is: a ticket, a checkpoint's whole model, a Hugging Face model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..model import huggingface
+from ..model.tokenizer import load_tokenizer
+from ..system.device import pick_device
+from ..training import checkpoint
+from . import deploy
+from . import parent as parents
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A model in memory and the place where its tokenizer lies."""
+
+    source: str
+    model: PreTrainedModel
+
+    @property
+    def n_positions(self) -> int:
+        """Tokens that fit into the model's context."""
+        return getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
+
+    def tokenizer(self) -> Tokenizer:
+        try:
+            return load_tokenizer(self.source)
+        except ValueError as error:
+            raise ValueError(f"{self.source} can read no text: {error}") from None
+
+
+def open_(source: str | Path, device: str = "auto") -> Runnable:
+    """Open a ticket, a run folder or checkpoint, a Hugging Face folder or hub id, or gguf:FILE."""
+    kind, where = parents.what_is(source), pick_device(device)
+    name = str(source)
+    if kind == "ticket":
+        model = deploy.load_ticket(Path(source))
+    elif kind == "checkpoint":
+        found = checkpoint.open_(source)
+        name, model = str(found.path), checkpoint.template(found)
+    elif name.startswith("gguf:"):
+        model = huggingface.from_gguf(huggingface.gguf_path(name))
+    else:
+        model = huggingface.from_folder_or_hub(name)
+    torch.nn.Module.to(model, where)
+    # An author's sampling defaults would pass for ours, so only the ends of a text are kept. There is
+    # no padding token either: one sequence needs none, and assisted generation hides every such
+    # token of a prompt from the draft model.
+    ids = ("bos_token_id", "eos_token_id")
+    kept = {key: getattr(model.generation_config, key) for key in ids}
+    model.generation_config = GenerationConfig(**kept)
+    return Runnable(name, model.eval())
+
+
+def check_room(runnable: Runnable, n_prompt: int, max_new_tokens: int | None) -> int:
+    """How many tokens to write after a prompt: what was asked, or by default 100 if they fit."""
+    if n_prompt < 1:
+        raise ValueError("the prompt is empty: give at least one token")
+    room = runnable.n_positions - n_prompt
+    if room < (max_new_tokens or 1):
+        raise ValueError(
+            f"{runnable.source} has {runnable.n_positions} positions and the prompt takes {n_prompt}: "
+            f"{max(0, room)} tokens fit after it"
+            + (f", not --max-new-tokens {max_new_tokens}" if max_new_tokens else "")
+        )
+    return max_new_tokens or min(100, room)

@@ -1,0 +1,219 @@
+"""`twistlm draft`: a ticket drafts for its own parent in Hugging Face's assisted generation.
+
+Each step the ticket proposes a few tokens, one forward pass of the parent checks them all, and the
+longest correct beginning plus one token of the parent's own is kept: the parent's greedy text, in
+fewer passes of the parent.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from ..data.builtin import resolve
+from ..data.token_file import open_tokens
+from ..model import huggingface
+from ..system import terminal
+from ..system.provenance import describe_run
+from ..system.terminal import progress
+from .runnable import Runnable, check_room
+
+TIE = 1e-3  # logits this close are a tie: a batched pass rounds otherwise than a single one
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One prompt, continued by the parent alone and with the ticket's drafts."""
+
+    n_prompt: int
+    n_plain: int  # tokens written by the parent alone
+    n_new: int  # and with drafts
+    n_parent: int  # forward passes of the parent
+    n_proposed: int  # forward passes of the ticket: each proposes one token
+    plain_s: float
+    drafted_s: float
+    gap: float | None  # the parent's top-2 logit gap where the texts part; None: they are identical
+
+    @property
+    def n_accepted(self) -> int:
+        """Every pass of the parent writes one token of its own; the others were proposed."""
+        return self.n_new - self.n_parent
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What a ticket's drafts save."""
+
+    parent: str
+    ticket: str
+    n_draft: int
+    rows: tuple[Draft, ...]
+    run: dict[str, Any]
+
+    @property
+    def acceptance(self) -> float:
+        """The share of proposed tokens that the parent would have written too."""
+        return sum(r.n_accepted for r in self.rows) / max(1, sum(r.n_proposed for r in self.rows))
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens written per forward pass of the parent; 1 without drafts."""
+        return sum(r.n_new for r in self.rows) / sum(r.n_parent for r in self.rows)
+
+    @property
+    def plain_rate(self) -> float:
+        """Tokens per second of the parent alone."""
+        return sum(r.n_plain for r in self.rows) / sum(r.plain_s for r in self.rows)
+
+    @property
+    def drafted_rate(self) -> float:
+        return sum(r.n_new for r in self.rows) / sum(r.drafted_s for r in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("acceptance", "tokens_per_pass", "plain_rate", "drafted_rate")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}
+
+
+def prompts(
+    parent: Runnable, texts: list[str], data: str | None, n: int, n_tokens: int
+) -> list[Tensor]:
+    """Typed prompts, and n windows spread over a token file: int64 [length]."""
+    if not texts and data is None:
+        raise ValueError("nothing to go on from: give --prompt TEXT or --data STEM")
+    found = []
+    if texts:
+        tokenizer = parent.tokenizer()
+        found = [torch.tensor(tokenizer.encode(text).ids, dtype=torch.long) for text in texts]
+    if data is not None:
+        file = open_tokens(resolve(data, "valid"))
+        file.check(n_tokens, huggingface.vocab_size(parent.model))
+        n_windows = file.n_sequences(n_tokens)
+        n = min(n, n_windows)
+        rows = [i * n_windows // n for i in range(n)]
+        found += list(file.sequences(rows, n_tokens))
+    return found
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
+    """Count forward passes: the list grows by the length of each pass's input."""
+    lengths: list[int] = []
+
+    def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        lengths.append(kwargs["input_ids"].shape[1])
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield lengths
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def draft(
+    parent: Runnable,
+    ticket: Runnable,
+    prompts: list[Tensor],
+    *,
+    max_new_tokens: int | None = None,
+    n_draft: int = 5,
+    quiet: bool = False,
+) -> Drafts:
+    """Continue each prompt (int64 [length]) greedily, alone and with drafts, one after the other."""
+    sizes = [huggingface.vocab_size(runnable.model) for runnable in (parent, ticket)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{ticket.source} cannot draft for {parent.source}: their vocabularies have {sizes[1]} and "
+            f"{sizes[0]} tokens"
+        )
+    n_new = [check_room(parent, len(prompt), max_new_tokens) for prompt in prompts]
+    config: Any = ticket.model.generation_config
+    config.num_assistant_tokens = n_draft
+    config.num_assistant_tokens_schedule = "constant"
+    config.assistant_confidence_threshold = (
+        0.0  # always n_draft tokens: nothing adapts, runs repeat
+    )
+    rows = []
+    with progress(quiet) as bar:
+        task = bar.add_task("draft", total=len(prompts), note="")
+        # the first call of a process pays for everything that is set up once
+        _continue(parent, prompts[0], min(4, n_new[0]), ticket)
+        for prompt, n in zip(prompts, n_new, strict=True):
+            rows.append(_both_ways(parent, ticket, prompt, n))
+            bar.advance(task)
+    return Drafts(parent.source, ticket.source, n_draft, tuple(rows), describe_run())
+
+
+def _both_ways(parent: Runnable, ticket: Runnable, prompt: Tensor, n_new: int) -> Draft:
+    began = time.perf_counter()
+    plain = _continue(parent, prompt, n_new)
+    middle = time.perf_counter()
+    with counted(parent.model) as checks, counted(ticket.model) as proposals:
+        drafted = _continue(parent, prompt, n_new, ticket)
+    ended = time.perf_counter()
+    gap = None if torch.equal(plain, drafted) else _gap(parent, plain, drafted)
+    return Draft(
+        len(prompt), len(plain) - len(prompt), len(drafted) - len(prompt), len(checks), len(proposals),
+        middle - began, ended - middle, gap,
+    )  # fmt: skip
+
+
+def _continue(
+    parent: Runnable, prompt: Tensor, n_new: int, assistant: Runnable | None = None
+) -> Tensor:
+    """The parent's greedy text, int64 [length]."""
+    model: Any = parent.model
+    ids = prompt[None].to(model.device)
+    written = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=n_new,
+        do_sample=False,
+        assistant_model=assistant.model if assistant else None,
+    )
+    return written[0]
+
+
+@torch.no_grad()
+def _gap(parent: Runnable, plain: Tensor, drafted: Tensor) -> float:
+    """How close the parent's two best logits are where the two texts part."""
+    n = min(len(plain), len(drafted))
+    parting = int((plain[:n] == drafted[:n]).long().cumprod(0).sum())
+    logits = parent.model(input_ids=plain[None, :parting], use_cache=False).logits[0, -1]
+    best = logits.float().topk(2).values
+    return float(best[0] - best[1])
+
+
+def table(made: Drafts) -> Table:
+    n_new = sum(row.n_new for row in made.rows)
+    result = terminal.table(
+        f"{len(made.rows)} prompts, {n_new:,} tokens written greedily, {made.n_draft} drafted at a time",
+        "", "tokens/s", "tokens per parent pass", "drafts accepted",
+    )  # fmt: skip
+    result.add_row("parent alone", f"{made.plain_rate:.1f}", "1.00", "")
+    result.add_row(
+        "with drafts", f"{made.drafted_rate:.1f} ({made.drafted_rate / made.plain_rate:.2f}x)",
+        f"{made.tokens_per_pass:.2f}", f"{100 * made.acceptance:.1f}%",
+    )  # fmt: skip
+    return result
+
+
+def reading(made: Drafts) -> str:
+    """Whether the text is the parent's own."""
+    gaps = [row.gap for row in made.rows if row.gap is not None]
+    if not gaps:
+        return f"The text is identical to the parent's own in all {len(made.rows)} cases."
+    ties = sum(gap < TIE for gap in gaps)
+    return (
+        f"The text is identical to the parent's own in {len(made.rows) - len(gaps)} of {len(made.rows)} "
+        f"cases; {ties} of the other {len(gaps)} part at a tie (the parent's two best logits differ by "
+        f"less than {TIE}); the median gap there is {statistics.median(gaps):.1e}."
+    )

@@ -1,0 +1,245 @@
+"""Checkpoints: safetensors + JSON in one folder, written atomically, verified by sha256.
+
+round-000120/
+  model.safetensors    weights by Hugging Face name (with config.json: a plain HF folder)
+  moments.safetensors  Adam's m/ and v/, when they are carried
+  outer.safetensors    the outer optimizer's momentum, when there is one
+  config.json          Hugging Face's
+  tokenizer.json
+  checkpoint.json      round, twistlm config, git hash, versions, sha256 of every file above
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from .. import config as configs
+from ..config import Config
+from ..data import leases
+from ..data.leases import Leases
+from ..model.blocks import BlockMap, State
+from ..model.central import Central, create
+from ..model.huggingface import shapes as shapes_of
+from ..system.files import file_sha256, save_tensors, whole_folder
+from ..system.provenance import describe_run
+from ..system.terminal import console
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def config(self) -> Config:
+        return configs.from_dict(self.manifest["config"])
+
+    @property
+    def round(self) -> int:
+        return self.manifest["round"]
+
+    @property
+    def leases(self) -> Leases:
+        """What of the data has been trained; before leases existed, all workers lived in all rounds."""
+        if "leases" in self.manifest:
+            return leases.from_dict(self.manifest["leases"])
+        t = self.config.train
+        return Leases(self.round * t.interval * t.n_workers * t.batch)
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        return self.manifest["tokenizer_sha256"]
+
+
+def save(
+    folder: Path,
+    central: Central,
+    cfg: Config,
+    model: PreTrainedModel,
+    tokenizer: Path | None,
+    keep: int,
+) -> Path:
+    """Write `folder/round-NNNNNN`; it appears whole or not at all, then older ones are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / folder_name(central.round)
+    for dead in folder.glob(".draft-*"):  # of a process that was killed while it wrote
+        shutil.rmtree(dead, ignore_errors=True)
+    with whole_folder(target) as draft:
+        views = [central.layout.views(row) for row in central.buffer]
+        save_tensors(views[0], draft / "model.safetensors")
+        if len(views) > 1:
+            moments = {f"m/{name}": t for name, t in views[1].items()}
+            moments |= {f"v/{name}": t for name, t in views[2].items()}
+            save_tensors(moments, draft / "moments.safetensors")
+        if central.velocity is not None:
+            save_tensors(central.layout.views(central.velocity), draft / "outer.safetensors")
+        hf_config = copy.deepcopy(model.config)
+        hf_config.architectures = [type(model).__name__]
+        hf_config.dtype = central.buffer.dtype
+        hf_config.save_pretrained(draft)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, draft / "tokenizer.json")
+        manifest = {
+            "format": FORMAT,
+            "round": central.round,
+            "config": configs.to_dict(cfg),
+            "tokenizer_sha256": file_sha256(tokenizer) if tokenizer else None,
+            "leases": leases.to_dict(central.leases),
+            "held": central.held,
+            "rho": central.rho,
+            **describe_run(),
+            "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
+        }
+        manifest["sha256"] = _own_sha256(manifest)
+        (draft / MANIFEST).write_text(_written(manifest))
+    until_now = [path for path in _numbered(folder) if _round(path) <= central.round]
+    for old in until_now[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def folder_name(round: int) -> str:
+    return f"round-{round:06d}"
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that verifies, and a sentence for each newer one that does not."""
+    broken: list[str] = []
+    for path in reversed(_numbered(folder)):
+        try:
+            return verify(path), broken
+        except ValueError as error:
+            broken.append(str(error))
+    return None, broken
+
+
+def open_(path: str | Path) -> Checkpoint:
+    """A checkpoint folder, or the newest valid one of a run folder."""
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return verify(path)
+    found, broken = newest(path / "checkpoints")
+    if found is None:
+        why = f": {broken[0]}" if broken else f" (no {MANIFEST}, no checkpoints folder)"
+        raise ValueError(f"{path} holds no valid checkpoint{why}")
+    for sentence in broken:
+        console.print(f"skipped: {sentence}", style="yellow", markup=False, soft_wrap=True)
+    return found
+
+
+def verify(path: Path) -> Checkpoint:
+    """Read the manifest and compare every file's sha256: a flipped byte is refused."""
+    try:
+        text = (path / MANIFEST).read_bytes().decode()
+        manifest = json.loads(text)
+        files, version = dict(manifest["files"]), manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no checkpoint: {MANIFEST} cannot be read ({error!r})"
+        ) from None
+    if version != FORMAT:
+        raise ValueError(f"{path} has checkpoint format {version}; this twistlm reads {FORMAT}")
+    if manifest.get("sha256") != _own_sha256(manifest) or text != _written(manifest):
+        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} does not match its own sha256")
+    for name, sha256 in files.items():
+        file = path / Path(name).name
+        if not file.is_file():
+            raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
+        if file_sha256(file) != sha256:
+            raise ValueError(f"checkpoint {path} is damaged: {name} does not match its sha256")
+    return Checkpoint(path, manifest)
+
+
+def template(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The checkpoint's model, with its weights."""
+    hf_config = AutoConfig.from_pretrained(checkpoint.path)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    weights = _load(checkpoint, "model.safetensors")
+    missing = set(shapes_of(model)) ^ set(weights)
+    if missing:
+        raise ValueError(
+            f"{checkpoint.path}: weights and config.json disagree about {sorted(missing)[0]}"
+        )
+    dtype = next(iter(weights.values())).dtype
+    model.to(dtype)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if weights[name].shape != param.shape:
+                raise ValueError(
+                    f"{checkpoint.path}: {name} has shape {tuple(weights[name].shape)}"
+                )
+            param.copy_(weights[name])
+    return model.eval()
+
+
+def restore(
+    checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap, device: torch.device
+) -> Central:
+    """The central model as it was saved; `model` must be the architecture it was saved from."""
+    want, weights = shapes_of(model), _load(checkpoint, "model.safetensors")
+    found = {name: tuple(t.shape) for name, t in weights.items()}
+    if want != found:
+        odd = next(n for n in sorted(want.keys() | found.keys()) if want.get(n) != found.get(n))
+        raise ValueError(
+            f"{checkpoint.path} is a checkpoint of another model: {odd} has shape {found.get(odd)} there "
+            f"and {want.get(odd)} here"
+        )
+    files = checkpoint.manifest["files"]
+    carry, outer = "moments.safetensors" in files, "outer.safetensors" in files
+    central = create(weights, want, block_map, carry=carry, outer=outer, device=device)
+    if carry:
+        moments = _load(checkpoint, "moments.safetensors")
+        for row, prefix in ((1, "m/"), (2, "v/")):
+            for name, view in central.layout.views(central.buffer[row]).items():
+                view.copy_(moments[prefix + name])
+    if central.velocity is not None:
+        saved = _load(checkpoint, "outer.safetensors")
+        for name, view in central.layout.views(central.velocity).items():
+            view.copy_(saved[name])
+    central.round, central.leases = checkpoint.round, checkpoint.leases
+    for name, counts in checkpoint.manifest["held"].items():
+        if len(counts) == len(central.held.get(name, ())):  # other blocks are counted anew
+            central.held[name] = counts
+    central.rho = dict(checkpoint.manifest["rho"])
+    return central
+
+
+def _load(checkpoint: Checkpoint, name: str) -> State:
+    try:
+        return load_file(checkpoint.path / name)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"checkpoint {checkpoint.path} is damaged: {name}: {error}") from None
+
+
+def _numbered(folder: Path) -> list[Path]:
+    found = (p for p in folder.glob("round-*") if p.is_dir() and p.name[6:].isdigit())
+    return sorted(found, key=_round)
+
+
+def _round(path: Path) -> int:
+    return int(path.name[6:])
+
+
+def _own_sha256(manifest: dict[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _written(manifest: dict[str, Any]) -> str:
+    return json.dumps(manifest, indent=1) + "\n"

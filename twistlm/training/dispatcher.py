@@ -1,0 +1,80 @@
+"""(3) The dispatcher: blueprint -> one contiguous buffer -> seat."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model.blocks import Blueprint
+from ..model.central import Central
+from ..model.layout import Layout, Runs, gather_, holders
+from ..system.buffers import Rooms
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What one worker gets: its subnet's buffer, and where its blocks lie in the central one.
+
+    Here the buffer is still part of the central one and is cut into the seat itself; what came over
+    the wire is cut already.
+    """
+
+    worker: int
+    blueprint: Blueprint
+    layout: Layout
+    index: Tensor  # its blocks' runs in the central buffer
+    source: Tensor  # [rows, n_subnet], or [rows, n_params] of the central model
+    runs: Runs
+
+    @property
+    def rows(self) -> int:
+        return self.source.shape[0]
+
+    def unpack_(self, out: Tensor, low: Tensor | None = None) -> None:
+        """Fill `out` [rows, n_subnet], and `low` [n_subnet] with its weights, rounded."""
+        if self.source.shape[1] == self.runs.full.n_params:
+            gather_(out, self.source, self.runs, self.index, low)
+            return
+        out.copy_(self.source)
+        if low is not None:
+            low.copy_(out[0])
+
+
+def cut(
+    central: Central, blueprint: Blueprint, rows: int | None = None, rooms: Rooms | None = None
+) -> Tensor:
+    """A subnet's buffer out of the central one (its first `rows` rows), in memory that may be reused."""
+    source = central.buffer[:rows]
+    index = central.runs.index(blueprint)
+    n_params = central.layout.n_shared + index.numel() * central.runs.grain
+    shape = (source.shape[0], n_params)
+    if rooms is not None and source.device.type == "cpu":
+        room = rooms.get("down", math.prod(shape) * source.element_size())
+        return gather_(room.view(source.dtype).view(shape), source, central.runs, index)
+    out = torch.empty(shape, dtype=source.dtype, device=source.device)
+    return gather_(out, source, central.runs, index)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """What follows from a round's number alone: who holds what."""
+
+    round: int
+    blueprints: list[Blueprint]
+    indices: list[Tensor]  # each worker's `Runs.index`
+    holders: Tensor
+
+
+def prepare(runs: Runs, round: int, blueprints: list[Blueprint]) -> Deal:
+    indices = [runs.index(blueprint) for blueprint in blueprints]
+    return Deal(round, blueprints, indices, holders(runs, blueprints))
+
+
+def parcel(deal: Deal, worker: int, runs: Runs, source: Tensor) -> Parcel:
+    """A worker's parcel out of the central buffer, or out of what came over the wire."""
+    blueprint = deal.blueprints[worker]
+    where = runs.full.narrowed(runs.block_map, runs.block_map.widths(blueprint))
+    return Parcel(worker, blueprint, where, deal.indices[worker], source, runs)

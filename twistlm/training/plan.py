@@ -1,0 +1,189 @@
+"""`twistlm plan`: what a config costs, counted from shapes alone, beside the paper's arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..config import BlocksConfig, Config, ModelConfig
+from ..data.token_file import open_tokens
+from ..model import families, generator, huggingface
+from ..model.blocks import KINDS, SETTINGS, BlockMap, Kind, Shapes, widths_of_ratio
+from ..model.count import FLOAT32, count, gpt2_params, paper_rounds, traffic, true_rounds
+from ..system import terminal
+from ..system.terminal import console
+from .links import Forecast, forecasts, parse_share
+from .links import table as links_table
+
+RATIOS = ("10/12", "8/12", "6/12", "4/12", "3/12")
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One subnet size."""
+
+    setting: str
+    ratio: str
+    n_params: int
+    paper_bytes: int  # weights only, the paper's number of rounds
+    true_bytes: int  # weights only, rounds of `interval` local steps
+    carried_bytes: int  # weights and both moments, the same rounds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `twistlm plan` prints."""
+
+    model: str
+    n_params: int
+    n_workers: int
+    n_sequences: int
+    sequences_from: str
+    paper_rounds: int
+    true_rounds: int
+    legal_k: dict[Kind, tuple[int, int]]
+    rows: tuple[PlanRow, ...]
+    half: dict[str, dict[str, float]]  # asymptotic memory: model -> share of parameters
+    links: tuple[Forecast, ...]  # the busiest link in a round
+    links_say: str  # what they were reckoned with
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make(cfg: Config, ratio: str = "4/12", gbit: float = 1.0, tflops: float = 100.0) -> Plan:
+    """Count parameters on the meta device and multiply; nothing is downloaded or allocated.
+
+    `ratio` is the share of blocks behind the forecasts for links of `gbit` Gbit/s and workers of
+    `tflops` TFLOP/s.
+    """
+    if not gbit > 0 or not tflops > 0:
+        raise ValueError(f"--gbit {gbit:g} and --tflops {tflops:g}: both must be greater than 0")
+    model = huggingface.on_meta(huggingface.planned_config(cfg.model))
+    shapes = huggingface.shapes(model)
+    block_map = families.partition(model, cfg.blocks)
+    t = cfg.train
+    generator.check(block_map, cfg.blocks, t.n_workers)
+    kappa = parse_share(ratio)
+    n_sequences, source, epochs = _sequences(cfg)
+    in_paper = paper_rounds(n_sequences, epochs, t.batch, t.interval)
+    in_truth = true_rounds(n_sequences, epochs, t.batch, t.interval, t.n_workers)
+    rows = [
+        _row(
+            "full",
+            "12/12",
+            count(block_map, shapes, block_map.full_widths()),
+            t.n_workers,
+            in_paper,
+            in_truth,
+        )
+    ]
+    for setting in SETTINGS:
+        try:
+            cut = families.partition(model, replace(cfg.blocks, setting=setting))
+        except ValueError:
+            continue  # this kind cannot be cut in this family
+        rows += _rows(cut, shapes, setting, t.n_workers, in_paper, in_truth)
+    legal = {
+        kind: generator.legal_range(n, t.n_workers, len(cfg.blocks.common(kind)))
+        for kind in KINDS
+        if (n := block_map.n_blocks(kind))
+    }
+    sizes = families.GPT2_SIZES
+    same = any(size.type == cfg.model.type for size in sizes.values())
+    half = {name: _half(size, cfg.blocks) for name, size in sizes.items()} if same else {}
+    return Plan(
+        cfg.model.type, count(block_map, shapes, block_map.full_widths()), t.n_workers, n_sequences, source,
+        in_paper, in_truth, legal, tuple(rows), half, tuple(forecasts(cfg, kappa, gbit, tflops)),
+        f"{ratio} of the blocks, {'weights and moments' if t.moments == 'carry' else 'weights'}, run.wire = "
+        f"{cfg.run.wire}, {gbit:g} Gbit/s, {t.interval} steps of {t.batch} x {cfg.data.seq_len} tokens at "
+        f"{tflops:g} TFLOP/s",
+    )  # fmt: skip
+
+
+def _rows(
+    cut: BlockMap, shapes: Shapes, setting: str, n_workers: int, in_paper: int, in_truth: int
+) -> list[PlanRow]:
+    rows = []
+    for ratio in RATIOS:
+        try:
+            widths = widths_of_ratio(cut, ratio)
+        except ValueError:
+            continue  # no whole number of blocks
+        rows.append(_row(setting, ratio, count(cut, shapes, widths), n_workers, in_paper, in_truth))
+    return rows
+
+
+def _row(setting: str, ratio: str, n: int, n_workers: int, in_paper: int, in_truth: int) -> PlanRow:
+    paper, weights = traffic(n, n_workers, in_paper), traffic(n, n_workers, in_truth)
+    return PlanRow(setting, ratio, n, paper, weights, traffic(n, n_workers, in_truth, rows=3))
+
+
+def _sequences(cfg: Config) -> tuple[int, str, float]:
+    """Training sequences, where that number comes from, and epochs over them."""
+    t = cfg.train
+    if t.rounds:
+        return t.rounds * t.interval * t.batch * t.n_workers, "train.rounds", 1.0
+    try:
+        return open_tokens(cfg.data.train).n_sequences(cfg.data.seq_len), cfg.data.train, t.epochs
+    except ValueError:
+        if not cfg.data.planned_sequences:
+            raise
+    return cfg.data.planned_sequences, "data.planned_sequences", t.epochs
+
+
+def _half(size: ModelConfig, blocks: BlocksConfig) -> dict[str, float]:
+    """Share of parameters that a subnet with half the blocks keeps, by the paper's formulas."""
+    config = huggingface.planned_config(size)
+    shape = (
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.vocab_size,
+        config.max_position_embeddings,
+    )
+    n_layers, full = shape[0], gpt2_params(*shape)
+    cut_layers = {
+        f"first {blocks.shared_first} and last {blocks.shared_last} layers shared": n_layers
+        - blocks.shared_first
+        - blocks.shared_last,
+        "all layers cut": n_layers,
+    }
+    return {name: gpt2_params(*shape, n_cut=n, share=0.5) / full for name, n in cut_layers.items()}
+
+
+def show(plan: Plan) -> None:
+    """Print a plan as tables."""
+    console.print(
+        f"{plan.model}: {plan.n_params:,} parameters, {plan.n_params * FLOAT32 / 1e6:,.1f} MB in float32"
+    )
+    for kind, (least, most) in plan.legal_k.items():
+        console.print(f"legal K for {kind} with S = {plan.n_workers}: {least}..{most}")
+    console.print(
+        f"{plan.n_sequences:,} sequences ({plan.sequences_from}): {plan.true_rounds:,} rounds of local steps; "
+        f"the paper's formula counts {plan.paper_rounds:,}"
+    )
+    table = terminal.table(
+        "one subnet, and bytes both ways over all workers and rounds", "setting", "blocks", "parameters",
+        "of full", "MB", "paper's formula, TB", "weights, TB", "+ moments, TB",
+    )  # fmt: skip
+    for row in plan.rows:
+        table.add_row(
+            row.setting, row.ratio, f"{row.n_params:,}", f"{row.n_params / plan.n_params:.1%}",
+            f"{row.n_params * FLOAT32 / 1e6:,.1f}", f"{row.paper_bytes / 1e12:.2f}",
+            f"{row.true_bytes / 1e12:.2f}", f"{row.carried_bytes / 1e12:.2f}",
+            end_section=row.ratio in ("12/12", RATIOS[-1]),
+        )  # fmt: skip
+    console.print(table)
+    if plan.half:
+        heads = next(iter(plan.half.values()))
+        title = "a subnet with half the blocks, as a share of its parent"
+        table = terminal.table(title, "parent", *heads)
+        for parent, shares in plan.half.items():
+            table.add_row(parent, *(f"{share:.1%}" for share in shares.values()))
+        console.print(table)
+    console.print(links_table(plan.links, f"the busiest link in a round: {plan.links_say}"))
+    console.print(
+        "hub: survives any worker, and is taken while it costs less than a tenth of the local steps. "
+        "sharded: a death ends the run, which resumes from its checkpoint. data parallel is "
+        "train.method = dense: where it wins, try run.wire = int8 or train.moments = reset."
+    )

@@ -1,0 +1,212 @@
+"""(4) A worker: its seat (model, flat buffers, optimizer) and its local steps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..compute import graphs
+from ..compute.attention import causal_
+from ..compute.gradient import gradient_of
+from ..compute.loss import loss_for
+from ..compute.optimizer import AdamW
+from ..config import TrainConfig
+from ..model.blocks import BlockMap
+from ..model.layout import Layout, gather_, scatter_
+from ..model.subnet import build
+from ..system.device import is_bf16, to_device
+from ..transport.ranks import SeatKind
+from .aggregator import Result, Stats
+from .dispatcher import Parcel
+
+
+class Seat:
+    """One place to train subnets of one shape; it is loaded anew in every round.
+
+    The optimizer always works on compact buffers of the subnet's own size. A masked or central seat
+    runs the full model, gathers the gradient of its blocks, and scatters the new weights: absent
+    blocks cannot move, whatever Adam's moments or the weight decay say.
+
+    In bf16 the model reads rounded weights (`work`) and writes a bf16 gradient; master weights and
+    moments stay in float32.
+    """
+
+    def __init__(
+        self,
+        template: PreTrainedModel,
+        block_map: BlockMap,
+        full: Layout,
+        layout: Layout,
+        kind: SeatKind,
+        cfg: TrainConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        central_weights: Tensor | None = None,
+    ):
+        self.kind, self.layout, self.device = kind, layout, device
+        self.fast = graphs.is_on(cfg.compile, device)
+        low = torch.bfloat16 if is_bf16(cfg.precision, device) else dtype
+        self.buffer = torch.zeros(3, layout.n_params, dtype=dtype, device=device)  # weights, m, v
+        self.grad = self._zeros(layout, low if self.fast else dtype)
+        self.work = self.buffer[0] if low == dtype else self._zeros(layout, low)
+        where, self.model_weights, self.model_grad = layout, self.work, self.grad
+        if kind != "physical":
+            where, self.model_grad = full, self._zeros(full, self.grad.dtype)
+            if kind == "central" and low == dtype:
+                assert central_weights is not None
+                self.model_weights = central_weights
+            else:
+                self.model_weights = self._zeros(full, low)
+        self.subnet = build(
+            template, block_map, where, self.model_weights, masked=kind != "physical"
+        )
+        causal_(self.subnet.model)
+        self.subnet.model.requires_grad_()
+        self.gradient = gradient_of(
+            self.subnet.model, loss_for(template), where.views(self.model_grad), self.fast
+        )
+        self.optimizer = AdamW(self.buffer, self.grad, self.work, layout, cfg, self.fast)
+        self.losses = torch.zeros((), dtype=torch.float64, device=device)  # sum over steps
+        # storages never move, so compiled and recorded graphs outlive every repartition
+        self.ids = torch.empty(0, 0, dtype=torch.int64, device=device)
+        self.share = 1.0
+        self._backward = graphs.Replayed(self._differentiate, device, self.fast)
+        self._apply = graphs.Replayed(self._optimize, device, self.fast)
+        self._both = graphs.Replayed(self._step, device, self.fast)
+
+    def _zeros(self, layout: Layout, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(layout.n_params, dtype=dtype, device=self.device)
+
+    def load(self, parcel: Parcel, scales: dict[str, float], step: int) -> None:
+        """Take a parcel: weights, and the moments if they travel; `step` is Adam's count so far."""
+        self.parcel = parcel
+        low = None if self.work.data_ptr() == self.buffer.data_ptr() else self.work
+        parcel.unpack_(self.buffer[: parcel.rows], low)
+        self.buffer[parcel.rows :].zero_()
+        self.optimizer.start_(step if parcel.rows > 1 else 0)
+        self.losses.zero_()
+        self.subnet.scale_(scales)
+        if self.kind != "physical":
+            self.subnet.mask_(parcel.blueprint)
+            self.before = self.buffer[0].clone() if self.kind == "central" else None
+            self._to_model()
+
+    def step(self, ids: Tensor, lr: float) -> None:
+        """One local step; nothing is read back."""
+        if self.kind != "physical":
+            self.backward(ids)
+            self.apply(lr)
+            return
+        self._place(ids, 1.0)
+        self.optimizer.set_(lr)
+        self._both()
+
+    def _step(self) -> None:
+        self._differentiate()
+        self._optimize()
+
+    def _place(self, ids: Tensor, share: float) -> None:
+        """Put a batch where recorded graphs read it; another shape means other graphs."""
+        if self.ids.shape != ids.shape or self.share != share:
+            self.ids, self.share = torch.empty_like(ids, device=self.device), share
+            self._backward = graphs.Replayed(self._differentiate, self.device, self.fast)
+            self._both = graphs.Replayed(self._step, self.device, self.fast)
+        self.ids.copy_(ids, non_blocking=True)
+
+    def backward(self, ids: Tensor, share: float = 1.0) -> None:
+        """Set the gradient to that of `share` times the loss, and add the loss to `losses`."""
+        self._place(ids, share)
+        self._backward()
+
+    def _differentiate(self) -> None:
+        self.losses += self.gradient(self.ids, self.share)
+
+    def apply(self, lr: float) -> None:
+        """Clip the gradient that lies in the buffer and make one AdamW step."""
+        if self.kind != "physical":
+            gather_(self.grad[None], self.model_grad[None], self.parcel.runs, self.parcel.index)
+        self.optimizer.set_(lr)
+        self._apply()
+        if self.kind != "physical":
+            self._to_model()
+
+    def _optimize(self) -> None:
+        self.optimizer.step_()
+
+    def result(self) -> Tensor:
+        """The trained buffer, with as many rows as came. A central seat puts the central weights back."""
+        if self.kind == "central" and self.before is not None:
+            self._to_model(self.before)
+        return self.buffer[: self.parcel.rows]
+
+    def _to_model(self, weights: Tensor | None = None) -> None:
+        part = self.work if weights is None else weights.to(self.model_weights.dtype)
+        scatter_(self.model_weights[None], part[None], self.parcel.runs, self.parcel.index)
+
+
+class Seats:
+    """The seats of one process: a seat is made when a subnet of its kind and shape first comes."""
+
+    def __init__(
+        self,
+        template: PreTrainedModel,
+        block_map: BlockMap,
+        full: Layout,
+        cfg: TrainConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        central_weights: Tensor | None = None,
+    ):
+        self.template, self.block_map, self.full = template, block_map, full
+        self.cfg, self.device, self.dtype = cfg, device, dtype
+        self.central_weights = central_weights
+        self.made: dict[tuple, Seat] = {}
+
+    def new(self, where: Layout, kind: SeatKind) -> Seat:
+        return Seat(
+            self.template, self.block_map, self.full, where, kind, self.cfg, self.device, self.dtype,
+            self.central_weights,
+        )  # fmt: skip
+
+    def train(
+        self,
+        kind: SeatKind,
+        parcel: Parcel,
+        factors: dict[str, float],
+        ids: Tensor,
+        round: int,
+        total_steps: int,
+    ) -> Result:
+        """Load a parcel and train it; the result lies in the seat until its next parcel."""
+        key = (kind, tuple(parcel.layout.shapes.values()))
+        if key not in self.made:
+            self.made[key] = self.new(parcel.layout, kind)
+        self.made[key].load(parcel, factors, step=round * self.cfg.interval)
+        return train(self.made[key], ids, self.cfg, round, total_steps)
+
+
+def train(seat: Seat, ids: Tensor, cfg: TrainConfig, round: int, total_steps: int) -> Result:
+    """`interval` local steps of one worker on ids [interval, batch, T]; all are in what it returns.
+
+    Nothing here waits for a GPU: while it works on one worker's steps, the host prepares the next.
+    """
+    parcel = seat.parcel
+    first = round * cfg.interval
+    steps = range(first, first + cfg.interval)
+    for batch, step in zip(to_device(ids, seat.device), steps, strict=True):
+        seat.step(batch, learning_rate(cfg, step, total_steps))
+    stats = Stats(seat.losses.clone(), cfg.interval, ids.numel())
+    return Result(parcel.worker, seat.result(), parcel.index, stats)
+
+
+def learning_rate(cfg: TrainConfig, step: int, total_steps: int) -> float:
+    """Linear warm-up, then constant or cosine to a tenth, over local steps."""
+    if step < cfg.warmup:
+        return cfg.lr * (step + 1) / cfg.warmup
+    if cfg.schedule == "constant":
+        return cfg.lr
+    done = (step - cfg.warmup) / max(1, total_steps - cfg.warmup)
+    return cfg.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))

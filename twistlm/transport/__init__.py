@@ -1,0 +1,1 @@
+"""How weights travel between processes: bytes on the wire, sessions, ranks, events."""

@@ -1,0 +1,85 @@
+"""What happens to the workers of a hub: a live table for a person, JSON lines for a program."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..system.terminal import console
+
+LOUD = {"lost", "late", "refused", "stranger", "quarantined", "waiting", "giving up"}
+MOST_ROWS = 40  # workers in the table; `events.jsonl` has all of them
+
+
+@dataclass
+class Standing:
+    """One worker as the table shows it."""
+
+    state: str = "in"
+    rounds: int = 0  # results that were accepted
+    seconds: float = 0.0  # its last result came so long after the weights had left
+    waited: float = 0.0  # seconds in all for which everybody else had finished
+    refused: int = 0
+    why: str = ""
+
+
+@dataclass
+class Events:
+    """`events.jsonl` of a run folder, and who stands where; written by the hub's threads."""
+
+    out: Path
+    quiet: bool = False
+    standings: dict[str, Standing] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def write(self, event: str, worker: str = "", **more: Any) -> None:
+        row: dict[str, Any] = {"time": round(time.time(), 3), "event": event}
+        row |= {"worker": worker, **more} if worker else more
+        with self._lock:
+            with suppress(OSError), (self.out / "events.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")  # a full disk is no reason to stop
+            self._keep(event, worker, more)
+        if event in LOUD and not self.quiet:
+            rest = ", ".join(
+                f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in more.items()
+            )
+            console.print(f"{event}: {worker}{' ' if worker else ''}{rest}", style="yellow")
+
+    def _keep(self, event: str, worker: str, more: dict[str, Any]) -> None:
+        if event == "round":
+            in_order = sorted(more["seconds"].items(), key=lambda item: item[1])
+            before = 0.0
+            for name, seconds in in_order:
+                standing = self.standings.setdefault(name, Standing())
+                standing.rounds, standing.seconds = standing.rounds + 1, seconds
+                standing.state, before_this = "in", before
+                before = seconds
+            if in_order:
+                self.standings[in_order[-1][0]].waited += before - before_this
+        elif worker and event != "stranger":
+            standing = self.standings.setdefault(worker, Standing())
+            standing.state = {"joined": "in", "refused": standing.state}.get(event, event)
+            standing.why = more.get("why", "")
+            standing.refused += event == "refused"
+
+    def __rich__(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name in ("worker", "state", "rounds", "last, s", "waited for, s", "refused", ""):
+            numeric = name in ("rounds", "last, s", "waited for, s", "refused")
+            table.add_column(name, justify="right" if numeric else "left")
+        with self._lock:
+            newest = sorted(self.standings.items(), key=lambda item: item[1].state != "in")
+        for name, s in newest[:MOST_ROWS]:
+            table.add_row(
+                name, s.state, str(s.rounds), f"{s.seconds:.2f}", f"{s.waited:.1f}",
+                str(s.refused), s.why,
+            )  # fmt: skip
+        return table

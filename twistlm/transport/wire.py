@@ -1,0 +1,150 @@
+"""What travels: values or changes of a subnet's buffer as bytes.
+
+Weights go down as they are. With `fp32` everything does, both ways, so one process and many give the
+same bits. With `bf16` and `int8`:
+
+    weights   up    the change since they came down, in the kind
+    m         both  values in the kind; rounding to the nearest at most doubles one, or makes it 0
+    v         both  values in bf16: its error is relative, so a small v neither vanishes nor turns
+                    negative, and m / sqrt(v) keeps its size (in int8 a v beside a large one would be 0)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import Wire
+
+GROUP = 256  # values of int8 that share a float32 scale
+ALIGN = 8  # bytes: so that payloads laid end to end can be read in place
+FLOAT32 = torch.float32
+
+
+def n_bytes(kind: Wire, n: int, dtype: torch.dtype = FLOAT32) -> int:
+    """Bytes of n encoded values."""
+    if kind == "fp32":
+        exact = n * dtype.itemsize
+    else:
+        exact = 2 * n if kind == "bf16" else n + 4 * _n_groups(n)
+    return -(-exact // ALIGN) * ALIGN
+
+
+def encode(kind: Wire, tensor: Tensor) -> Tensor:
+    """uint8 [n_bytes] on the tensor's device; `fp32` is its own bytes, float64 ones too."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel():  # torch cannot view nothing as bytes
+        return torch.empty(0, dtype=torch.uint8, device=flat.device)
+    if kind == "fp32":
+        parts = [_bytes(flat)]
+    elif kind == "bf16":
+        parts = [_bytes(flat.to(torch.bfloat16))]
+    else:
+        n_groups = _n_groups(flat.numel())
+        rest = n_groups * GROUP - flat.numel()
+        groups = torch.nn.functional.pad(flat.float(), (0, rest)).view(n_groups, GROUP)
+        scales = groups.abs().amax(1, keepdim=True) / 127
+        # a NaN or Inf makes its scale NaN or Inf, and so the whole group when it is read: it stays seen
+        steps = torch.where(scales > 0, groups / scales, 0).round().to(torch.int8)
+        parts = [_bytes(scales), _bytes(steps)[: flat.numel()]]
+    gap = n_bytes(kind, flat.numel(), tensor.dtype) - sum(part.numel() for part in parts)
+    if gap:
+        parts.append(torch.zeros(gap, dtype=torch.uint8, device=flat.device))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def decode(
+    kind: Wire, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype = FLOAT32
+) -> Tensor:
+    """The tensor behind a payload; its shape is known beforehand and never read from a peer."""
+    n = torch.Size(shape).numel()
+    want = n_bytes(kind, n, dtype)
+    if payload.dtype != torch.uint8 or payload.numel() != want:
+        raise ValueError(
+            f"a {kind} payload of {n} values has {want} bytes, this one {payload.numel()}"
+        )
+    if not n:
+        return torch.empty(shape, dtype=dtype, device=payload.device)
+    if kind == "fp32":
+        return payload[: n * dtype.itemsize].view(dtype).view(shape)
+    if kind == "bf16":
+        return payload[: 2 * n].view(torch.bfloat16).to(dtype).view(shape)
+    n_groups = _n_groups(n)
+    scales = payload[: 4 * n_groups].view(FLOAT32)
+    steps = payload[4 * n_groups : 4 * n_groups + n].view(torch.int8)
+    return (steps * scales.repeat_interleave(GROUP)[:n]).to(dtype).view(shape)
+
+
+def down(kind: Wire, buffer: Tensor) -> Tensor:
+    """A subnet's buffer [rows, n] on its way to a worker; with `fp32` it is not copied."""
+    if kind == "fp32":
+        return encode(kind, buffer)
+    return torch.cat([encode(k, row) for k, row in zip(_kinds("fp32", kind), buffer, strict=False)])
+
+
+def read_down(
+    kind: Wire, payload: Tensor, shape: tuple[int, int], dtype: torch.dtype = FLOAT32
+) -> Tensor:
+    """What the worker makes of it."""
+    return _read(_kinds("fp32", kind), payload, shape, dtype)
+
+
+def up(kind: Wire, result: Tensor, sent: Tensor) -> Tensor:
+    """A trained buffer [rows, n] on its way back; `sent` [n] are the weights that came down (unread in fp32)."""
+    if kind == "fp32":
+        return encode(kind, result)
+    rows = [result[0] - sent, *result[1:]]
+    return torch.cat([encode(k, row) for k, row in zip(_kinds(kind, kind), rows, strict=False)])
+
+
+def read_up(kind: Wire, payload: Tensor, shape: tuple[int, int], sent: Tensor) -> Tensor:
+    """What the centre makes of it; `sent` [n] are the weights that went down."""
+    result = _read(_kinds(kind, kind), payload, shape, sent.dtype)
+    if kind != "fp32":
+        result[0] += sent
+    return result
+
+
+def down_bytes(kind: Wire, shape: tuple[int, int], dtype: torch.dtype = FLOAT32) -> int:
+    """Bytes of a buffer [rows, n] to a worker."""
+    return sum(_sizes(_kinds("fp32", kind), shape, dtype))
+
+
+def up_bytes(kind: Wire, shape: tuple[int, int], dtype: torch.dtype = FLOAT32) -> int:
+    """Bytes of a buffer [rows, n] from a worker."""
+    return sum(_sizes(_kinds(kind, kind), shape, dtype))
+
+
+def _kinds(weights: Wire, moments: Wire) -> tuple[Wire, Wire, Wire]:
+    """The kinds of weights, m and v."""
+    return weights, moments, "fp32" if moments == "fp32" else "bf16"
+
+
+def _sizes(kinds: tuple[Wire, ...], shape: tuple[int, int], dtype: torch.dtype) -> list[int]:
+    """Bytes of each row; where all are `fp32` the buffer travels as one."""
+    rows, n = shape
+    if set(kinds) == {"fp32"}:
+        return [n_bytes("fp32", rows * n, dtype)]
+    return [n_bytes(kind, n, dtype) for kind in kinds[:rows]]
+
+
+def _read(
+    kinds: tuple[Wire, ...], payload: Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    sizes = _sizes(kinds, shape, dtype)
+    if payload.numel() != sum(sizes):
+        raise ValueError(
+            f"a buffer {list(shape)} has {sum(sizes)} bytes, this payload {payload.numel()}"
+        )
+    if len(sizes) == 1:  # in place: a copy into fresh memory costs more than the transfer
+        return decode(kinds[0], payload, shape, dtype)
+    parts = zip(kinds, payload.split(sizes), strict=False)
+    return torch.stack([decode(kind, part, shape[1:], dtype) for kind, part in parts])
+
+
+def _n_groups(n: int) -> int:
+    return -(-n // GROUP)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
