@@ -1,0 +1,1 @@
+"""Token files, the stream of batches, and how text becomes tokens."""
