@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +16,7 @@ from ..model import generator
 from ..model.blocks import BlockMap, Blueprint, Widths
 from ..model.central import Central
 from ..model.layout import gather_
-from ..model.subnet import Subnet, build, scales
+from ..model.subnet import Rho, Subnet, build, scales
 from ..system.device import autocast, to_device
 from .attention import causal_
 from .loss import Loss, loss_for
@@ -81,25 +82,36 @@ def perplexity(
     return math.exp(min(float(total) / text.n_sequences, 700.0))  # exp overflows beyond 709
 
 
+@dataclass(frozen=True)
 class Evaluator:
-    """Evaluates subnets of a central model; one model per width is built and refilled."""
+    """Evaluates a central model, as it is now, and subnets of it.
 
-    def __init__(
-        self,
-        template: PreTrainedModel,
-        block_map: BlockMap,
-        central: Central,
-        text: Text,
-        *,
-        scale: str,
-        precision: str = "auto",
-    ):
-        self.template, self.block_map, self.central = template, block_map, central
-        self.text, self.scale, self.precision = text, scale, precision
-        self.loss = loss_for(template)
-        self.full = build(template, block_map, central.layout, central.weights)
-        causal_(self.full.model)
-        self._built: dict[tuple[int, ...], tuple[Subnet, torch.Tensor]] = {}
+    One model per width is built and then refilled; `dataclasses.replace(evaluator, text=...)` is another
+    evaluator over the same models.
+    """
+
+    template: PreTrainedModel
+    block_map: BlockMap
+    central: Central
+    text: Text
+    scale: str  # `train.scale`
+    precision: str = "auto"
+    rho: Rho = field(default_factory=dict)  # for the measured scale
+    models: dict[tuple[int, ...], tuple[Subnet, torch.Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def loss(self) -> Loss:
+        return loss_for(self.template)
+
+    @property
+    def full(self) -> Subnet:
+        """The whole model over the central weights."""
+        if () not in self.models:
+            weights = self.central.weights
+            whole = build(self.template, self.block_map, self.central.layout, weights)
+            causal_(whole.model)
+            self.models[()] = whole, weights
+        return self.models[()][0]
 
     def full_perplexity(self) -> float:
         """The full model, with no mask and no scale."""
@@ -111,16 +123,16 @@ class Evaluator:
         widths = self.block_map.widths(blueprint)
         where = self.central.layout.narrowed(self.block_map, widths)
         key = tuple(widths.values())
-        if key not in self._built:
+        if key not in self.models:
             weights = torch.empty(
                 where.n_params, dtype=self.central.buffer.dtype, device=self.central.buffer.device
             )
-            self._built[key] = (build(self.template, self.block_map, where, weights), weights)
-            causal_(self._built[key][0].model)
-        subnet, weights = self._built[key]
+            self.models[key] = (build(self.template, self.block_map, where, weights), weights)
+            causal_(self.models[key][0].model)
+        subnet, weights = self.models[key]
         runs = self.central.runs
         gather_(weights[None], self.central.buffer[:1], runs, runs.index(blueprint))
-        subnet.scale_(scales(self.block_map, widths, self.scale, self.central.rho))
+        subnet.scale_(scales(self.block_map, widths, self.scale, self.rho))
         return subnet
 
     def subnet_perplexity(self, blueprint: Blueprint) -> float:

@@ -1,17 +1,14 @@
-"""The central model: weights, moments and outer momentum as flat buffers, and what a run remembers."""
+"""The central model: weights, moments and outer momentum as flat buffers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..data.leases import Leases
 from .blocks import BlockMap, Shapes, State
-from .generator import Held
 from .layout import Layout, Runs, layout, runs
-from .subnet import Rho
 
 ROWS = ("weights", "m", "v")
 
@@ -23,10 +20,6 @@ class Central:
     runs: Runs
     buffer: Tensor  # [rows, n_params]: weights, and with carried moments Adam's m and v
     velocity: Tensor | None  # [n_params]: the outer optimizer's momentum
-    held: Held
-    rho: Rho = field(default_factory=dict)
-    round: int = 0  # rounds done
-    leases: Leases = field(default_factory=Leases)  # the data of these rounds
     sums: Tensor | None = None  # [rows, n_params]: the aggregator's scratch, kept between rounds
 
     @property
@@ -54,5 +47,4 @@ def create(
     for name, view in where.views(buffer[0]).items():
         view.copy_(params[name].detach())
     velocity = torch.zeros_like(buffer[0]) if outer else None
-    held = {group.name: [0] * group.n_blocks for group in block_map.groups}
-    return Central(runs(where, block_map, device), buffer, velocity, held)
+    return Central(runs(where, block_map, device), buffer, velocity)

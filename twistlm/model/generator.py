@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from ..config import BlocksConfig
 from .blocks import BlockMap, Blueprint, Kind, Widths
 
-Held = dict[str, list[int]]  # group name -> how often each block was dealt so far
+Held = Mapping[str, Sequence[int]]  # group name -> how often each block was dealt so far
 
 
 def legal_range(n_blocks: int, n_workers: int, n_common: int) -> tuple[int, int]:
@@ -192,12 +192,14 @@ def for_step(block_map: BlockMap, blocks: BlocksConfig, *, seed: int, step: int)
     return blueprint
 
 
-def count_(held: Held, blueprints: Sequence[Blueprint]) -> None:
-    """Add one round's deal to the counts."""
+def counted(held: Held, blueprints: Sequence[Blueprint]) -> Held:
+    """The counts with one round's deal added."""
+    counts = {name: list(numbers) for name, numbers in held.items()}
     for blueprint in blueprints:
         for name, kept in blueprint.items():
             for block in kept:
-                held[name][block] += 1
+                counts[name][block] += 1
+    return {name: tuple(numbers) for name, numbers in counts.items()}
 
 
 def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int = 0) -> Blueprint:

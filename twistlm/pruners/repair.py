@@ -98,7 +98,7 @@ def repair(
     check(parent, how)
     block_map, old = parent.block_map, parent.central
     block_map.check_blueprint(blueprint)
-    factors = scales(block_map, block_map.widths(blueprint), parent.scale, old.rho)
+    factors = scales(block_map, block_map.widths(blueprint), parent.scale, parent.progress.rho)
     shapes = old.layout.shapes
     new = create(
         old.layout.views(old.weights), shapes, block_map,

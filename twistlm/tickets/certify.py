@@ -125,7 +125,7 @@ def _identity(parent: Parent, ready: Evaluator, widths: Widths, seed: int) -> di
         "precision": f"{ready.precision} on {parent.central.buffer.device.type}",
         "tickets": {g.name: f"{widths[g.name]}/{g.n_blocks}" for g in cut.groups},
         "attn_by": parent.cfg.blocks.attn_by,
-        "scales": scales(cut, widths, parent.scale, parent.central.rho),
+        "scales": scales(cut, widths, parent.scale, parent.progress.rho),
         "seed": seed,
     }
 

@@ -32,7 +32,11 @@ def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     widths = block_map.widths(blueprint)
     where = central.layout.narrowed(block_map, widths)
     weights = cut(central, blueprint, rows=1)[0]
-    fold_(where.views(weights), block_map, scales(block_map, widths, parent.scale, central.rho))
+    fold_(
+        where.views(weights),
+        block_map,
+        scales(block_map, widths, parent.scale, parent.progress.rho),
+    )
     return build(parent.template, block_map, where, weights, gated=False).model
 
 

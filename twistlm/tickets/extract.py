@@ -124,7 +124,7 @@ def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedMode
     block_map, central = parent.block_map, parent.central
     masked = build(parent.template, block_map, central.layout, central.weights, masked=True)
     masked.mask_(blueprint)
-    masked.scale_(scales(block_map, block_map.widths(blueprint), parent.scale, central.rho))
+    masked.scale_(scales(block_map, block_map.widths(blueprint), parent.scale, parent.progress.rho))
     shape = (2, min(64, parent.cfg.data.seq_len))
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(huggingface.vocab_size(parent.template), shape, generator=draw)

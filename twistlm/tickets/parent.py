@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from ..model.blocks import BlockMap
 from ..model.central import Central, create
 from ..system.device import pick_device
 from ..training import checkpoint
+from ..training.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Parent:
     central: Central
     tokenizer: Path | None  # a tokenizer.json
     tokenizer_sha256: str | None
+    progress: Progress = field(default_factory=Progress)  # of its run, when it was saved
 
     @property
     def scale(self) -> str:
@@ -71,7 +73,6 @@ def recut(parent: Parent, setting: Setting) -> Parent:
         old.layout.views(old.weights), huggingface.shapes(parent.template), block_map,
         carry=False, outer=False, device=old.weights.device,
     )  # fmt: skip
-    central.rho, central.round = old.rho, old.round
     return replace(parent, cfg=cfg, block_map=block_map, central=central)
 
 
@@ -85,6 +86,7 @@ def _from_checkpoint(path: Path, device: str, overrides: Sequence[str]) -> Paren
     return Parent(
         str(found.path), cfg, template, block_map, central,
         tokenizer if tokenizer.is_file() else None, found.tokenizer_sha256,
+        checkpoint.progress_of(found, block_map),
     )  # fmt: skip
 
 

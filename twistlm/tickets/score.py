@@ -58,7 +58,7 @@ def evaluator(parent: Parent, data: str | None = None, tokens: int = 0) -> Evalu
     text = Text(file, cfg.data.seq_len, tokens)
     return Evaluator(
         parent.template, parent.block_map, parent.central, text,
-        scale=parent.scale, precision=cfg.train.precision,
+        scale=parent.scale, precision=cfg.train.precision, rho=parent.progress.rho,
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def score(
         )
     text = ready.text
     return Scores(
-        name, parent.central.round, parent.central.layout.n_params, full, subnets, text.file.stem,
+        name, parent.progress.round, parent.central.layout.n_params, full, subnets, text.file.stem,
         text.n_sequences * text.seq_len, seed, provenance.describe_run(),
     )  # fmt: skip
 

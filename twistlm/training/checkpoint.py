@@ -24,16 +24,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from .. import config as configs
+from .. import config
 from ..config import Config
 from ..data import leases
 from ..data.leases import Leases
+from ..model import huggingface
 from ..model.blocks import BlockMap, State
 from ..model.central import Central, create
-from ..model.huggingface import shapes as shapes_of
 from ..system.files import file_sha256, save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
+from .progress import Progress, beginning
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
@@ -48,7 +49,7 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        return configs.from_dict(self.manifest["config"])
+        return config.from_dict(self.manifest["config"])
 
     @property
     def round(self) -> int:
@@ -70,6 +71,7 @@ class Checkpoint:
 def save(
     folder: Path,
     central: Central,
+    progress: Progress,
     cfg: Config,
     model: PreTrainedModel,
     tokenizer: Path | None,
@@ -77,7 +79,7 @@ def save(
 ) -> Path:
     """Write `folder/round-NNNNNN`; it appears whole or not at all, then older ones are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / folder_name(central.round)
+    target = folder / folder_name(progress.round)
     for dead in folder.glob(".draft-*"):  # of a process that was killed while it wrote
         shutil.rmtree(dead, ignore_errors=True)
     with whole_folder(target) as draft:
@@ -97,18 +99,18 @@ def save(
             shutil.copyfile(tokenizer, draft / "tokenizer.json")
         manifest = {
             "format": FORMAT,
-            "round": central.round,
-            "config": configs.to_dict(cfg),
+            "round": progress.round,
+            "config": config.to_dict(cfg),
             "tokenizer_sha256": file_sha256(tokenizer) if tokenizer else None,
-            "leases": leases.to_dict(central.leases),
-            "held": central.held,
-            "rho": central.rho,
+            "leases": leases.to_dict(progress.leases),
+            "held": {name: list(counts) for name, counts in progress.held.items()},
+            "rho": dict(progress.rho),
             **describe_run(),
             "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
         }
         manifest["sha256"] = _own_sha256(manifest)
         (draft / MANIFEST).write_text(_written(manifest))
-    until_now = [path for path in _numbered(folder) if _round(path) <= central.round]
+    until_now = [path for path in _numbered(folder) if _round(path) <= progress.round]
     for old in until_now[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
@@ -171,7 +173,7 @@ def template(checkpoint: Checkpoint) -> PreTrainedModel:
     hf_config = AutoConfig.from_pretrained(checkpoint.path)
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
     weights = _load(checkpoint, "model.safetensors")
-    missing = set(shapes_of(model)) ^ set(weights)
+    missing = set(huggingface.shapes(model)) ^ set(weights)
     if missing:
         raise ValueError(
             f"{checkpoint.path}: weights and config.json disagree about {sorted(missing)[0]}"
@@ -192,7 +194,7 @@ def restore(
     checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap, device: torch.device
 ) -> Central:
     """The central model as it was saved; `model` must be the architecture it was saved from."""
-    want, weights = shapes_of(model), _load(checkpoint, "model.safetensors")
+    want, weights = huggingface.shapes(model), _load(checkpoint, "model.safetensors")
     found = {name: tuple(t.shape) for name, t in weights.items()}
     if want != found:
         odd = next(n for n in sorted(want.keys() | found.keys()) if want.get(n) != found.get(n))
@@ -212,12 +214,17 @@ def restore(
         saved = _load(checkpoint, "outer.safetensors")
         for name, view in central.layout.views(central.velocity).items():
             view.copy_(saved[name])
-    central.round, central.leases = checkpoint.round, checkpoint.leases
-    for name, counts in checkpoint.manifest["held"].items():
-        if len(counts) == len(central.held.get(name, ())):  # other blocks are counted anew
-            central.held[name] = counts
-    central.rho = dict(checkpoint.manifest["rho"])
     return central
+
+
+def progress_of(checkpoint: Checkpoint, block_map: BlockMap) -> Progress:
+    """Where the run stood; blocks of another number than then are counted anew."""
+    held = dict(beginning(block_map).held)
+    for name, counts in checkpoint.manifest["held"].items():
+        if len(counts) == len(held.get(name, ())):
+            held[name] = tuple(counts)
+    rho = dict(checkpoint.manifest["rho"])
+    return Progress(checkpoint.round, checkpoint.leases, held, rho)
 
 
 def _load(checkpoint: Checkpoint, name: str) -> State:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .. import config as configs
+from .. import config
 from ..config import Config
 from ..system import provenance
 from ..system.terminal import console
@@ -50,7 +50,7 @@ def find(folder: Path, cfg: Config, quiet: bool) -> Checkpoint | None:
 
 def changes(found: Checkpoint, cfg: Config) -> dict[str, tuple[Any, Any]]:
     """`section.key` -> (was, is now) of every knob that makes a difference to what is trained."""
-    old, new = configs.to_dict(found.config), configs.to_dict(cfg)
+    old, new = config.to_dict(found.config), config.to_dict(cfg)
     knobs = [
         (section, key) for section in ("model", "data", "blocks", "train") for key in new[section]
     ]

@@ -6,7 +6,6 @@ import math
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..compute import graphs
 from ..compute.attention import causal_
@@ -14,7 +13,7 @@ from ..compute.gradient import gradient_of
 from ..compute.loss import loss_for
 from ..compute.optimizer import AdamW
 from ..config import TrainConfig
-from ..model.blocks import BlockMap
+from ..model.cut import CutModel
 from ..model.layout import Layout, gather_, scatter_
 from ..model.subnet import build
 from ..system.device import is_bf16, to_device
@@ -36,16 +35,13 @@ class Seat:
 
     def __init__(
         self,
-        template: PreTrainedModel,
-        block_map: BlockMap,
-        full: Layout,
+        cut: CutModel,
         layout: Layout,
         kind: SeatKind,
         cfg: TrainConfig,
-        device: torch.device,
-        dtype: torch.dtype,
         central_weights: Tensor | None = None,
     ):
+        device, dtype = cut.device, cut.dtype
         self.kind, self.layout, self.device = kind, layout, device
         self.fast = graphs.is_on(cfg.compile, device)
         low = torch.bfloat16 if is_bf16(cfg.precision, device) else dtype
@@ -54,19 +50,19 @@ class Seat:
         self.work = self.buffer[0] if low == dtype else self._zeros(layout, low)
         where, self.model_weights, self.model_grad = layout, self.work, self.grad
         if kind != "physical":
-            where, self.model_grad = full, self._zeros(full, self.grad.dtype)
+            where, self.model_grad = cut.full, self._zeros(cut.full, self.grad.dtype)
             if kind == "central" and low == dtype:
                 assert central_weights is not None
                 self.model_weights = central_weights
             else:
-                self.model_weights = self._zeros(full, low)
+                self.model_weights = self._zeros(cut.full, low)
         self.subnet = build(
-            template, block_map, where, self.model_weights, masked=kind != "physical"
+            cut.template, cut.block_map, where, self.model_weights, masked=kind != "physical"
         )
         causal_(self.subnet.model)
         self.subnet.model.requires_grad_()
         self.gradient = gradient_of(
-            self.subnet.model, loss_for(template), where.views(self.model_grad), self.fast
+            self.subnet.model, loss_for(cut.template), where.views(self.model_grad), self.fast
         )
         self.optimizer = AdamW(self.buffer, self.grad, self.work, layout, cfg, self.fast)
         self.losses = torch.zeros((), dtype=torch.float64, device=device)  # sum over steps
@@ -150,26 +146,12 @@ class Seat:
 class Seats:
     """The seats of one process: a seat is made when a subnet of its kind and shape first comes."""
 
-    def __init__(
-        self,
-        template: PreTrainedModel,
-        block_map: BlockMap,
-        full: Layout,
-        cfg: TrainConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        central_weights: Tensor | None = None,
-    ):
-        self.template, self.block_map, self.full = template, block_map, full
-        self.cfg, self.device, self.dtype = cfg, device, dtype
-        self.central_weights = central_weights
+    def __init__(self, cut: CutModel, cfg: TrainConfig, central_weights: Tensor | None = None):
+        self.cut, self.cfg, self.central_weights = cut, cfg, central_weights
         self.made: dict[tuple, Seat] = {}
 
     def new(self, where: Layout, kind: SeatKind) -> Seat:
-        return Seat(
-            self.template, self.block_map, self.full, where, kind, self.cfg, self.device, self.dtype,
-            self.central_weights,
-        )  # fmt: skip
+        return Seat(self.cut, where, kind, self.cfg, self.central_weights)
 
     def train(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import threading
 from dataclasses import replace
@@ -16,6 +15,7 @@ from ..config import Config
 from ..model.central import Central
 from ..system.terminal import console
 from . import checkpoint
+from .progress import Progress
 
 
 class Writer:
@@ -41,12 +41,14 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
 
-    def save(self, central: Central) -> None:
+    def save(self, central: Central, progress: Progress) -> None:
         """Copy the central model and write it from there; it may change as soon as this returns."""
         self.wait()
         self.failure = None
         self._copy = _copied(central, self._copy)
-        self._thread = threading.Thread(target=self._write, args=(self._copy,), name="checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(self._copy, progress), name="checkpoint"
+        )
         self._thread.start()
 
     @property
@@ -70,18 +72,24 @@ class Writer:
         if self.failure and kind is None:
             raise OSError(self.failure)
 
-    def _write(self, central: Central) -> None:
+    def _write(self, central: Central, progress: Progress) -> None:
         try:
             self.last = checkpoint.save(
-                self.folder, central, self.cfg, self.model, self.tokenizer, self.cfg.run.keep
+                self.folder,
+                central,
+                progress,
+                self.cfg,
+                self.model,
+                self.tokenizer,
+                self.cfg.run.keep,
             )
         except OSError as error:
-            self.failure = self._sentence(central, error)
+            self.failure = self._sentence(central, progress.round, error)
             console.print(self.failure, style="yellow")
         except BaseException as bug:  # not ours to hide: it is raised where the run can see it
             self._bug = bug
 
-    def _sentence(self, central: Central, error: OSError) -> str:
+    def _sentence(self, central: Central, done: int, error: OSError) -> str:
         kept = [central.buffer] if central.velocity is None else [central.buffer, central.velocity]
         n_bytes = sum(tensor.nbytes for tensor in kept)
         try:
@@ -89,7 +97,7 @@ class Writer:
         except OSError:
             free = "unknown"
         return (
-            f"checkpoint {self.folder / checkpoint.folder_name(central.round)} ({n_bytes:,} bytes, {free} free) could "
+            f"checkpoint {self.folder / checkpoint.folder_name(done)} ({n_bytes:,} bytes, {free} free) could "
             f"not be written: {error}; older checkpoints are unharmed"
         )
 
@@ -102,8 +110,7 @@ def _copied(central: Central, old: Central | None) -> Central:
         velocity = _host(central.velocity, old.velocity if old else None)
     if central.buffer.is_cuda:
         torch.cuda.current_stream(central.buffer.device).synchronize()
-    held, rho = copy.deepcopy(central.held), dict(central.rho)
-    return replace(central, buffer=buffer, velocity=velocity, held=held, rho=rho, sums=None)
+    return replace(central, buffer=buffer, velocity=velocity, sums=None)
 
 
 def _host(tensor: Tensor, old: Tensor | None) -> Tensor:

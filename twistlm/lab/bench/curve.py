@@ -18,8 +18,8 @@ from ...config import Config
 from ...data.builtin import resolve
 from ...data.stream import Batches
 from ...data.token_file import open_tokens
-from ...model import families, huggingface
-from ...model.layout import layout
+from ...model import huggingface
+from ...model.cut import cut_model
 from ...model.subnet import scales
 from ...system.device import pick_device
 from ...system.provenance import describe_run
@@ -70,10 +70,10 @@ def curve(cfg: Config, n_steps: int, quiet: bool = False) -> Curve:
 
 def _seat(template: PreTrainedModel, cfg: Config, device: torch.device) -> Seat:
     """A full seat that holds the template's weights."""
-    block_map = families.partition(template, cfg.blocks)
-    full = layout(block_map, huggingface.shapes(template))
-    seat = Seat(template, block_map, full, full, "physical", cfg.train, device, torch.float32)
-    for name, view in full.views(seat.buffer[0]).items():
+    cut = cut_model(template, cfg.blocks, device, torch.float32)
+    block_map = cut.block_map
+    seat = Seat(cut, cut.full, "physical", cfg.train)
+    for name, view in cut.full.views(seat.buffer[0]).items():
         view.copy_(huggingface.state(template)[name].detach())
     seat.work.copy_(seat.buffer[0])
     seat.subnet.scale_(scales(block_map, block_map.full_widths(), "none"))

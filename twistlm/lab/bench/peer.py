@@ -29,10 +29,9 @@ from ...model.central import Central, create
 from ...model.layout import Runs, layout, runs
 from ...system.buffers import Rooms
 from ...system.signals import Stop
-from ...training import dispatcher
+from ...training import dispatcher, shards
 from ...training.aggregator import Result, Stats, aggregate_
 from ...training.dispatcher import Deal, Parcel
-from ...training.engines import sharded
 from ...transport import address, session, wire
 from ...transport.events import Events
 from ...transport.hub import DOWN, IDS, UP, Hub, tag
@@ -85,11 +84,11 @@ class Sharded:
         self.cluster = cluster
         central, self.runs = make(job["megabytes"])
         whole = central if cluster.is_central else None
-        self.shard = sharded.spread(whole, self.runs, cluster, 1, False, torch.float32, job["wire"])
+        self.shard = shards.spread(whole, self.runs, cluster, 1, False, torch.float32, job["wire"])
 
     def exchange(self, r: int) -> None:
         there = deal(self.runs, self.cluster.world_size, r)
-        sharded.round_(self.shard, there, self.cluster, untrained, None, Stop())
+        shards.round_(self.shard, there, self.cluster, untrained, None, Stop())
 
 
 class Bare:

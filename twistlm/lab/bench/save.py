@@ -14,6 +14,7 @@ from ...model.central import create
 from ...system.device import pick_device
 from ...system.provenance import describe_run
 from ...system.terminal import progress
+from ...training.progress import Progress
 from ...training.writer import Writer
 
 TICK = 1e-3  # seconds
@@ -55,9 +56,9 @@ def bench(cfg: Config, parent: Path, n: int, quiet: bool = False) -> Saving:
         progress(quiet) as bar,
     ):
         task = bar.add_task("bench save", total=n, note="")
-        for central.round in range(1, n + 1):
+        for done in range(1, n + 1):
             began = time.perf_counter()
-            writer.save(central)
+            writer.save(central, Progress(done))
             blocked.append(time.perf_counter() - began)
             pause.append(_longest_pause(writer))
             safe.append(time.perf_counter() - began)

@@ -24,17 +24,19 @@ from ...compute.loss import next_token_loss
 from ...config import Config, override
 from ...data.stream import Batches
 from ...data.token_file import TokenFile, TokenMeta
-from ...model import central as centrals
 from ...model import families, generator, huggingface
 from ...model.blocks import BlockMap, Widths, widths_of_ratio
+from ...model.central import create
 from ...model.count import flops_per_token
-from ...model.layout import Layout, layout, runs
+from ...model.cut import cut_model
+from ...model.layout import Layout
 from ...system import terminal
 from ...system.device import is_bf16
 from ...system.provenance import describe_run
 from ...system.terminal import progress
-from ...training import rounds
-from ...training.startup import Run
+from ...training.engines.local import Local
+from ...training.progress import beginning
+from ...training.run import Run
 from ...training.worker import Seat
 from ...transport.ranks import Cluster
 from .profile import Profile, profile
@@ -147,11 +149,14 @@ def measure(
     run = _run(cfg, template, block_map, cluster)
     generator.check(block_map, cfg.blocks, cfg.train.n_workers)
     where = run.full.narrowed(block_map, widths)
-    moved = []
+    moved: list[int] = []
+    engine, progress = Local(run), beginning(block_map)
 
     def one_round(i: int) -> None:
-        _, traffic = rounds.twist_round(run, i)
-        moved.append(traffic.down.total + traffic.up.total)
+        nonlocal progress
+        done = engine.round(progress)
+        progress = done.progress
+        moved.append(done.traffic.down.total + done.traffic.up.total)
 
     round_times = list(_times(one_round, cluster.device, 3, warm=1))
     seat = next(iter(run.seats.made.values()))
@@ -186,13 +191,12 @@ def _run(cfg: Config, template: PreTrainedModel, block_map: BlockMap, cluster: C
         cfg.run.seed,
     )
     carry = cfg.train.moments == "carry"
-    shapes = huggingface.shapes(template)
-    central = centrals.create(
-        huggingface.state(template), shapes, block_map,
+    cut = cut_model(template, cfg.blocks, cluster.device, torch.float32)
+    central = create(
+        huggingface.state(template), cut.full.shapes, block_map,
         carry=carry, outer=cfg.train.nesterov() is not None, device=cluster.device,
     )  # fmt: skip
-    whole = runs(layout(block_map, shapes), block_map, cluster.device)
-    return Run(cfg, cluster, template, block_map, whole, central, batches, 10**6, central.held)
+    return Run(cfg, cluster, cut, batches, 10**6, central)
 
 
 def _reference(

@@ -204,7 +204,7 @@ class Grid:
         self, what: str, rival: Rival, setting: Setting, ratio: str, how: str | None
     ) -> dict[str, Any]:
         """A ticket has an activation scale, and may be repaired."""
-        scale, rho = rival.parent.scale, rival.parent.central.rho
+        scale, rho = rival.parent.scale, rival.parent.progress.rho
         return self._pruned(what, rival, setting, ratio) | {
             "scale": {scale: rho} if scale == "measured" else scale,
             "repair": None if how is None else {how: self._calibration(REPAIR_SEQUENCES)},

@@ -162,7 +162,7 @@ class Stand:
             cut = parents.recut(rival.parent, setting)
             ready = Evaluator(
                 cut.template, cut.block_map, cut.central, self.text,
-                scale=cut.scale, precision=self.precision,
+                scale=cut.scale, precision=self.precision, rho=cut.progress.rho,
             )  # fmt: skip
             self._cut = key, Cut(cut, ready)
         return self._cut[1]

@@ -33,7 +33,7 @@ class Rival:
         cfg = self.parent.cfg
         return {
             "source": self.parent.source, "weights_sha256": self.sha256, "method": self.method,
-            "round": self.parent.central.round, "scale": cfg.train.scale,
+            "round": self.parent.progress.round, "scale": cfg.train.scale,
             "trained_on": cfg.blocks.setting, "k_attn": cfg.blocks.k_attn, "k_ffn": cfg.blocks.k_ffn,
         }  # fmt: skip
 

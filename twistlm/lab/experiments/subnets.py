@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from ...config import Setting
@@ -33,7 +34,7 @@ def subnets(
 
     def measure() -> dict[str, Any]:
         parent, ready = lab.open(recipe, setting)
-        ready.text = lab.text(ready, tokens)
+        ready = replace(ready, text=lab.text(ready, tokens))
         if k == N:
             whole = ready.full_perplexity()
             return {"values": [whole], "mean": whole, "sd": None, "worst": whole, "n": 1,

@@ -133,13 +133,13 @@ def dealt(cfg: config.Config, n_rounds: int) -> list[tuple[float, float, float]]
     """After every round: the fewest and most holds of a block over the mean, and the round's covered share."""
     model = huggingface.on_meta(huggingface.planned_config(cfg.model))
     block_map = families.partition(model, cfg.blocks)
-    held = {group.name: [0] * group.n_blocks for group in block_map.groups}
+    held: generator.Held = {g.name: (0,) * g.n_blocks for g in block_map.groups}
     found = []
     for r in range(n_rounds):
         hands = generator.for_training(
             block_map, cfg.train.n_workers, cfg.blocks, seed=cfg.run.seed, round=r, held=held
         )
-        generator.count_(held, hands)
+        held = generator.counted(held, hands)
         seen = sum(len({b for hand in hands for b in hand[name]}) for name in held)
         ratios = [n / statistics.fmean(counts) for counts in held.values() for n in counts]
         n_blocks = sum(len(counts) for counts in held.values())

@@ -2,48 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from ...config import TrainConfig
+from ...data import leases
 from ...data.leases import Slot
-from ...data.stream import Batches
-from ...model.central import Central
+from ...model import generator
+from ...model.subnet import Rho, scales
 from ...system.device import to_device
-from ...transport.ranks import Cluster
+from ...transport.traffic import Bytes, Traffic
+from .. import dispatcher
 from ..aggregator import Stats
+from ..assignments import measured_rho
+from ..progress import Progress
+from ..run import Run
 from ..worker import Seat, learning_rate
+from .protocol import Outcome
 
 
-def round_(
-    central: Central | None,
-    seat: Seat,
-    cluster: Cluster,
-    batches: Batches,
-    slots: tuple[Slot, ...],
-    cfg: TrainConfig,
-    round: int,
-    total_steps: int,
-    mask_: Callable[[int], None] = lambda step: None,
-) -> Stats:
-    """`interval` steps, each with the mean gradient over all workers' batches.
+class DataParallel:
+    """Every step takes the mean gradient over all workers' batches; every rank holds the whole model.
 
-    A rank's workers are one larger batch: that is what data parallel means in one process. Every
-    rank holds the full seat; the one on the central rank is copied back at the end. `mask_` is called
-    before each step: structured dropout chooses the blocks of all workers there.
+    With structured dropout (`train.method = "dropout"`) a fresh random mask of K blocks is drawn for
+    each step, the same for all workers.
     """
-    seat.losses.zero_()
-    first = round * cfg.interval
-    mine = cluster.workers
-    for i, step in enumerate(range(first, first + cfg.interval)):
-        mask_(step)
-        ids = torch.cat([batches.slot(slots[i * cfg.n_workers + worker]) for worker in mine])
-        seat.backward(to_device(ids, seat.device), share=len(mine) / cfg.n_workers)
-        cluster.sum_(seat.model_grad)  # a masked seat gathers it in `apply`
-        seat.apply(learning_rate(cfg, step, total_steps))
-    losses = cluster.sum_(seat.losses * len(cluster.workers))
-    if central is not None:
-        central.buffer.copy_(seat.buffer[: central.buffer.shape[0]])
-    n_steps = cfg.interval * cfg.n_workers
-    return Stats(losses, n_steps, n_steps * batches.batch * batches.seq_len)
+
+    is_whole, events = True, None
+
+    def __init__(self, run: Run, progress: Progress):
+        self.run, self.drops = run, run.cfg.train.method == "dropout"
+        seat = run.seats.new(run.full, "masked" if self.drops else "physical")
+        source = run.central.buffer if run.central is not None else seat.buffer[: run.rows].clone()
+        whole = dispatcher.prepare(run.segments, progress.round, [run.block_map.full()])
+        parcel = dispatcher.parcel(whole, 0, run.segments, run.cluster.broadcast_(source))
+        unscaled = scales(run.block_map, run.block_map.full_widths(), "none")
+        seat.load(parcel, unscaled, progress.round * run.cfg.train.interval)
+        self.seat: Seat = seat
+
+    def round(self, progress: Progress) -> Outcome:
+        """`interval` steps of everyone together; the central rank's seat is copied back at the end."""
+        run, t = self.run, self.run.cfg.train
+        rho = measured_rho(run, progress) if self.drops else progress.rho
+        slots, after = leases.take(progress.leases, t.interval * t.n_workers, t.batch)
+        stats = self._steps(progress.round, slots, rho)
+        gradients = run.full.n_params * self.seat.grad.element_size() * t.interval * t.n_workers
+        moved = Bytes(shared=gradients)
+        traffic = Traffic(moved, moved, 2 * gradients if run.cluster.world_size > 1 else 0)
+        now = replace(progress, round=progress.round + 1, leases=after, rho=rho)
+        return Outcome(stats, traffic, now)
+
+    def _steps(self, round: int, slots: tuple[Slot, ...], rho: Rho) -> Stats:
+        """A rank's workers are one larger batch: that is what data parallel means in one process."""
+        run, seat, t, cluster = self.run, self.seat, self.run.cfg.train, self.run.cluster
+        seat.losses.zero_()
+        first, mine = round * t.interval, cluster.workers
+        for i, step in enumerate(range(first, first + t.interval)):
+            if self.drops:
+                self._mask_(step, rho)
+            ids = torch.cat([run.batches.slot(slots[i * t.n_workers + worker]) for worker in mine])
+            seat.backward(to_device(ids, seat.device), share=len(mine) / t.n_workers)
+            cluster.sum_(seat.model_grad)  # a masked seat gathers it in `apply`
+            seat.apply(learning_rate(t, step, run.total_steps))
+        losses = cluster.sum_(seat.losses * len(mine))
+        if run.central is not None:
+            run.central.buffer.copy_(seat.buffer[: run.central.buffer.shape[0]])
+        n_steps = t.interval * t.n_workers
+        return Stats(losses, n_steps, n_steps * run.batches.batch * run.batches.seq_len)
+
+    def _mask_(self, step: int, rho: Rho) -> None:
+        run = self.run
+        kept = generator.for_step(run.block_map, run.cfg.blocks, seed=run.cfg.run.seed, step=step)
+        self.seat.subnet.mask_(kept)
+        widths = run.block_map.widths(kept)
+        self.seat.subnet.scale_(scales(run.block_map, widths, run.cfg.train.scale, rho))
+
+    def collect_(self) -> None:
+        pass
+
+    @property
+    def stops(self) -> bool:
+        return self.run.stop.wished
+
+    def close(self) -> None:
+        pass

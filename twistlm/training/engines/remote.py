@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ... import config as configs
 from ...config import Config, Kind
-from ...model import families, huggingface
 from ...model.blocks import BlockMap, Blueprint
-from ...model.layout import Runs, layout, runs
+from ...model.cut import cut_model
+from ...model.layout import Runs
 from ...system.buffers import Rooms
 from ...system.device import pick_device
 from ...system.terminal import console
@@ -144,10 +144,9 @@ def _build(words: str, body: dict[str, Any], device_name: str) -> Desk:
     dtype = torch.float64 if cfg.train.precision == "float64" else torch.float32
     described = AutoConfig.for_model(**body["model"])
     template = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
-    block_map = families.partition(template, cfg.blocks)
-    whole = runs(layout(block_map, huggingface.shapes(template)), block_map, device)
-    seats = Seats(template, block_map, whole.full, cfg.train, device, dtype)
-    return Desk(words, cfg, block_map, whole, seats, body["total_steps"], body["rows"])
+    cut = cut_model(template, cfg.blocks, device, dtype)
+    seats = Seats(cut, cfg.train)
+    return Desk(words, cfg, cut.block_map, cut.segments, seats, body["total_steps"], body["rows"])
 
 
 def _serve(line: Session, desk: Desk) -> None:
@@ -177,7 +176,7 @@ def _receive(line: Session, desk: Desk, message: Message) -> tuple[Tensor, Tenso
     desk.block_map.check_blueprint(blueprint)
     where = desk.runs.full.narrowed(desk.block_map, desk.block_map.widths(blueprint))
     shape, kind = (desk.rows, where.n_params), desk.cfg.run.wire
-    if message.n_bytes != wire.down_bytes(kind, shape, desk.seats.dtype):
+    if message.n_bytes != wire.down_bytes(kind, shape, desk.seats.cut.dtype):
         raise Garbled(f"it announced {message.n_bytes} bytes for a subnet of {list(shape)}")
     down = desk.rooms.get("down", message.n_bytes)
     ids = torch.empty(body["ids"], dtype=torch.int32)
@@ -192,7 +191,7 @@ def _receive(line: Session, desk: Desk, message: Message) -> tuple[Tensor, Tenso
     found = (session.checksum(down), session.checksum(flat).hex())
     if found != (message.checksum, body["ids_checksum"]):
         return None
-    return wire.read_down(kind, down, shape, desk.seats.dtype), ids.long()
+    return wire.read_down(kind, down, shape, desk.seats.cut.dtype), ids.long()
 
 
 def _train(desk: Desk, message: Message, sent: Tensor, ids: Tensor) -> tuple[Tensor, float]:
@@ -200,7 +199,7 @@ def _train(desk: Desk, message: Message, sent: Tensor, ids: Tensor) -> tuple[Ten
     body, cfg = message.body, desk.cfg
     blueprint: Blueprint = {name: tuple(kept) for name, kept in body["blueprint"].items()}
     deal = dispatcher.prepare(desk.runs, message.round, [blueprint])
-    parcel = dispatcher.parcel(deal, 0, desk.runs, sent.to(desk.seats.device))
+    parcel = dispatcher.parcel(deal, 0, desk.runs, sent.to(desk.seats.cut.device))
     result = desk.seats.train(
         body["seat"], parcel, body["scales"], ids, message.round, desk.total_steps
     )

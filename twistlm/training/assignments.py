@@ -1,0 +1,128 @@
+"""What the workers of a round get: blueprints, activation scales and sequences, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..config import Kind
+from ..data import leases
+from ..data.leases import Leases, Slot
+from ..model import generator
+from ..model.blocks import Blueprint
+from ..model.subnet import Rho, measure_rho, scales
+from ..system.device import to_device
+from ..transport.traffic import Bytes, Traffic, other_counts, subnet_bytes
+from . import dispatcher
+from .aggregator import Result
+from .dispatcher import Deal, Parcel
+from .progress import Progress
+from .run import Run
+
+RHO_DECAY = 0.9  # of the running rho per layer
+
+Present = Sequence[
+    tuple[int, Mapping[Kind, int]]
+]  # a worker's place, and K of its own if it has one
+
+
+def everyone(run: Run) -> Present:
+    """All S workers, each with the round's usual K."""
+    return [(place, {}) for place in range(run.cluster.seating.n_workers)]
+
+
+def deal(run: Run, progress: Progress, present: Present) -> Deal:
+    """(2) Who holds what in the next round: a function of its number and the counts so far."""
+    blueprints = generator.for_training(
+        run.block_map,
+        run.cluster.seating.n_workers,
+        run.cfg.blocks,
+        seed=run.cfg.run.seed,
+        round=progress.round,
+        held=progress.held,
+        present=present,
+    )
+    return dispatcher.prepare(run.segments, progress.round, blueprints)
+
+
+@dataclass(frozen=True)
+class Assignments:
+    """A deal, and the sequences and scales that go with it."""
+
+    deal: Deal
+    places: tuple[int, ...]  # [worker]: its place among the S of the run
+    slots: tuple[Slot, ...]  # of all workers and steps
+    leases: Leases  # once all of them are trained
+    factors: tuple[dict[str, float], ...]  # [worker]: the activation scale of each layer
+
+    def tokens(self, run: Run, worker: int) -> Tensor:
+        """A worker's batches: int64 [interval, batch, T]."""
+        slots = leases.of_worker(self.slots, worker, len(self.places))
+        return torch.stack([run.batches.slot(slot) for slot in slots])
+
+
+def assign(run: Run, progress: Progress, dealt: Deal, present: Present, rho: Rho) -> Assignments:
+    """Sequences from the stream and activation scales for everyone in a deal."""
+    t = run.cfg.train
+    slots, after = leases.take(progress.leases, t.interval * len(present), t.batch)
+    widths = [run.block_map.widths(blueprint) for blueprint in dealt.blueprints]
+    factors = tuple(scales(run.block_map, kept, t.scale, rho) for kept in widths)
+    return Assignments(dealt, tuple(place for place, _ in present), slots, after, factors)
+
+
+def train_here(run: Run, work: Assignments, worker: int, parcel: Parcel) -> Result:
+    """(4) A worker's local steps in one of this process's seats."""
+    return run.seats.train(
+        run.cluster.seating.kinds[work.places[worker]],
+        parcel,
+        work.factors[worker],
+        work.tokens(run, worker),
+        work.deal.round,
+        run.total_steps,
+    )
+
+
+def committed(progress: Progress, after: Leases, back: Sequence[Blueprint], rho: Rho) -> Progress:
+    """The progress after a round whose results, of these blueprints, are in the central model."""
+    return replace(
+        progress,
+        round=progress.round + 1,
+        leases=after,
+        held=generator.counted(progress.held, back),
+        rho={**progress.rho, **rho},
+    )
+
+
+def measured_rho(run: Run, progress: Progress) -> Rho:
+    """The running rho, with a measurement on the central model and the round's first sequence."""
+    if run.cfg.train.scale != "measured":
+        return progress.rho
+    rho = dict(progress.rho)
+    names = [group.name for group in run.block_map.groups]
+    if run.central is not None:
+        assert run.evaluator is not None
+        ids = run.batches.slot(leases.take(progress.leases, 1, 1)[0][0])
+        fresh = measure_rho(run.evaluator.full, to_device(ids, run.cluster.device))
+        for name in names:
+            rho[name] = RHO_DECAY * rho.get(name, fresh[name]) + (1 - RHO_DECAY) * fresh[name]
+    values = run.cluster.broadcast([rho.get(name, 1.0) for name in names])
+    return dict(zip(names, values, strict=True))
+
+
+def traffic(run: Run, dealt: list[Blueprint], back: list[Blueprint], wired: int) -> Traffic:
+    """What a round's subnets cost both ways; without a wire they are counted as they lie in memory."""
+    kind = run.cfg.run.wire if wired else "fp32"
+
+    def size(blueprint: Blueprint) -> int:
+        return run.full.narrowed(run.block_map, run.block_map.widths(blueprint)).n_params
+
+    def cost(blueprints: list[Blueprint], way: int) -> Bytes:
+        n_shared, dtype = run.full.n_shared, run.cut.dtype
+        parts = (subnet_bytes(n_shared, size(b), run.rows, kind, dtype) for b in blueprints)
+        return sum((part[way] for part in parts), Bytes())
+
+    other = other_counts(run.full.n_params, [size(b) for b in dealt], run.cfg.train.interval)
+    return Traffic(cost(dealt, 0), cost(back, 1), wired, other)

@@ -1,0 +1,47 @@
+"""Where a run stands: the small numbers that change together with the weights, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..data.leases import Leases
+from ..model.blocks import BlockMap
+from ..model.generator import Held
+from ..model.subnet import Rho
+from ..transport.ranks import Cluster
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a run after a committed round, beside the central tensors.
+
+    A round makes a new one from it; who keeps the old one can go back to it.
+    """
+
+    round: int = 0  # rounds done
+    leases: Leases = field(default_factory=Leases)  # which sequences these rounds have trained
+    held: Held = field(default_factory=dict)  # how often each block was dealt
+    rho: Rho = field(default_factory=dict)  # per layer, where `train.scale` is measured
+
+
+def beginning(block_map: BlockMap) -> Progress:
+    """No round done, nothing dealt."""
+    return Progress(held={group.name: (0,) * group.n_blocks for group in block_map.groups})
+
+
+def share(progress: Progress, block_map: BlockMap, cluster: Cluster) -> Progress:
+    """The central rank's progress on every rank; rho stays where it is measured."""
+    counts = [float(count) for group in block_map.groups for count in progress.held[group.name]]
+    leases = progress.leases
+    told = cluster.broadcast([progress.round, leases.next, len(leases.returned), *counts])
+    done, next_, n_returned = (int(value) for value in told[:3])
+    returned = [float(place) for place in leases.returned] or [0.0] * n_returned
+    if returned:
+        returned = cluster.broadcast(returned)
+    rest = iter(told[3:])
+    held = {
+        group.name: tuple(int(next(rest)) for _ in range(group.n_blocks))
+        for group in block_map.groups
+    }
+    ledger = Leases(next_, tuple(int(place) for place in returned))
+    return Progress(done, ledger, held, progress.rho)

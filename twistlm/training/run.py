@@ -1,0 +1,82 @@
+"""What stays the same from the first round of a run to its last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from transformers import PreTrainedModel
+
+from ..compute.perplexity import Evaluator
+from ..config import Config
+from ..data.stream import Batches
+from ..model.blocks import BlockMap
+from ..model.central import ROWS, Central
+from ..model.cut import CutModel
+from ..model.layout import Layout, Runs
+from ..system.signals import Stop
+from ..transport.ranks import Cluster
+from .progress import Progress
+from .worker import Seats
+
+
+@dataclass(frozen=True)
+class Run:
+    """Config, model, data and the central tensors of one process of a run.
+
+    What changes from round to round is `Progress`; how a round is carried is an engine's.
+    """
+
+    cfg: Config
+    cluster: Cluster
+    cut: CutModel
+    batches: Batches
+    n_rounds: int  # as planned, when nothing is lost: the schedule's length
+    central: Central | None = None  # on the central rank
+    evaluator: Evaluator | None = None  # likewise
+    stop: Stop = field(default_factory=Stop)
+
+    @property
+    def template(self) -> PreTrainedModel:
+        return self.cut.template
+
+    @property
+    def block_map(self) -> BlockMap:
+        return self.cut.block_map
+
+    @property
+    def segments(self) -> Runs:
+        return self.cut.segments
+
+    @property
+    def full(self) -> Layout:
+        return self.cut.full
+
+    @cached_property
+    def seats(self) -> Seats:
+        """Where this process trains the workers that it plays."""
+        return Seats(self.cut, self.cfg.train, self.central.weights if self.central else None)
+
+    @property
+    def rows(self) -> int:
+        return n_rows(self.cfg)
+
+    @property
+    def total_steps(self) -> int:
+        return self.n_rounds * self.cfg.train.interval
+
+    def end(self, progress: Progress) -> int:
+        """How many rounds there will be, seen from `progress`.
+
+        Epochs last until their sequences are trained: results that were lost take rounds of their own.
+        """
+        t, leases = self.cfg.train, progress.leases
+        if t.rounds:
+            return t.rounds
+        n_left = t.epochs * self.batches.n_sequences - (leases.next - len(leases.returned))
+        return progress.round + max(0, int(n_left // (t.n_workers * t.batch * t.interval)))
+
+
+def n_rows(cfg: Config) -> int:
+    """Rows of the central buffer: the weights, and with carried moments Adam's m and v."""
+    return len(ROWS) if cfg.train.moments == "carry" or cfg.train.method != "twist" else 1

@@ -1,0 +1,329 @@
+"""Shards: every rank owns 1/S of the central model and trains a worker too.
+
+The central buffer is cut into tiles, a stretch of the shared runs and one of the blocks' runs each, and
+every rank owns as many. A subnet's runs are sorted, so a tile is also two slices of every subnet's buffer.
+One all-to-all a tile brings each worker its part of it (down) or its owner all results for it (up); the
+owner then does what the central rank does elsewhere, in worker order, so the bits are the same. Bytes
+per link do not grow with S.
+
+A rank that dies takes its shard with it: the others stop, and the run resumes from its checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import Wire
+from ..model.central import Central
+from ..model.layout import Layout, Runs, gather_
+from ..system.signals import Stop
+from ..transport import wire
+from ..transport.ranks import Cluster
+from .aggregator import Result, Stats, aggregate_
+from .dispatcher import Deal, Parcel
+
+AHEAD = 6  # exchanges under way: a link that has little to carry in one goes on with the next
+PIECE = 1 << 20  # bytes to one peer at a time (docs/log.md)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one owner handles at a time: [start, end) of the shared runs and of the blocks' runs."""
+
+    shared: tuple[int, int]
+    blocks: tuple[int, int]  # counted from the first partitioned run
+
+    def spans(self, runs: Runs) -> tuple[slice, slice]:
+        """Its two slices of a full buffer."""
+        first, grain = runs.full.n_shared, runs.grain
+        shared, blocks = (tuple(grain * run for run in ends) for ends in (self.shared, self.blocks))
+        return slice(*shared), slice(first + blocks[0], first + blocks[1])
+
+    def size(self, runs: Runs) -> int:
+        """Its elements."""
+        return sum(span.stop - span.start for span in self.spans(runs))
+
+
+@dataclass
+class Shard:
+    """This rank's part of the central model; lives as long as the run."""
+
+    runs: Runs
+    tiles: list[list[Tile]]  # [chunk][owner]
+    centrals: list[Central]  # [chunk]: its own tiles, each a small central model
+    wire: Wire
+
+    @property
+    def rows(self) -> int:
+        return self.centrals[0].buffer.shape[0]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where one worker's runs lie in the tiles."""
+
+    index: Tensor  # its blocks' runs, sorted
+    ends: np.ndarray  # [chunk, owner, 2]: of each tile's part in `index`
+
+    def pieces(self, runs: Runs, tile: Tile, place: tuple[int, int]) -> tuple[slice, slice]:
+        """A tile's two slices of the subnet's buffer."""
+        first, grain = runs.full.n_shared, runs.grain
+        start, end = self.ends[place]
+        shared = slice(grain * tile.shared[0], grain * tile.shared[1])
+        return shared, slice(first + grain * int(start), first + grain * int(end))
+
+    def inside(self, tile: Tile, place: tuple[int, int]) -> Tensor:
+        """Its runs of a tile's blocks, counted from the tile's first one."""
+        start, end = self.ends[place]
+        return self.index[int(start) : int(end)] - tile.blocks[0]
+
+    def size(self, runs: Runs, tile: Tile, place: tuple[int, int]) -> int:
+        """Elements of its part of a tile."""
+        start, end = self.ends[place]
+        return runs.grain * (tile.shared[1] - tile.shared[0] + int(end) - int(start))
+
+
+def cut_tiles(runs: Runs, n_ranks: int, row_bytes: int) -> list[list[Tile]]:
+    """[chunk][owner]; a tile has at most `PIECE` bytes, at `row_bytes` for a parameter."""
+    n_chunks = max(1, -(-runs.full.n_params * row_bytes // (PIECE * n_ranks)))
+    n_shared = runs.full.n_shared // runs.grain
+    n_blocks = runs.full.n_params // runs.grain - n_shared
+
+    def ends(n_runs: int, i: int) -> tuple[int, int]:
+        return n_runs * i // (n_ranks * n_chunks), n_runs * (i + 1) // (n_ranks * n_chunks)
+
+    def tile(i: int) -> Tile:
+        return Tile(ends(n_shared, i), ends(n_blocks, i))
+
+    # neighbours have different owners: so a worker's blocks, wherever they lie, come from all of them
+    return [[tile(c * n_ranks + owner) for owner in range(n_ranks)] for c in range(n_chunks)]
+
+
+def spread(
+    central: Central | None,
+    runs: Runs,
+    cluster: Cluster,
+    rows: int,
+    outer: bool,
+    dtype: torch.dtype,
+    kind: Wire,
+) -> Shard:
+    """Give every rank its shard of what the central rank created or restored."""
+    tiles = cut_tiles(runs, cluster.world_size, rows * dtype.itemsize)
+    centrals: list[Central] = []
+    nothing = torch.empty(0, dtype=torch.uint8, device=cluster.device)
+
+    def send(c: int) -> tuple[list[Tensor], list[int]]:
+        size = (rows + outer) * tiles[c][cluster.rank].size(runs)
+        sizes = [wire.n_bytes("fp32", size, dtype)] + [0] * (cluster.world_size - 1)
+        if central is None:
+            return [nothing] * cluster.world_size, sizes
+        return [wire.encode("fp32", _copy(central, runs, tile)) for tile in tiles[c]], sizes
+
+    def take(c: int, payloads: list[Tensor]) -> None:
+        small = _small(runs, tiles[c][cluster.rank])
+        whole = wire.decode("fp32", payloads[0], (rows + outer, small.full.n_params), dtype)
+        velocity = whole[rows].clone() if outer else None
+        centrals.append(Central(small, whole[:rows].clone(), velocity))
+
+    _exchange(cluster, len(tiles), send, take)
+    return Shard(runs, tiles, centrals, kind)
+
+
+def collect_(central: Central | None, shard: Shard, cluster: Cluster) -> None:
+    """Bring all shards to the central rank's copy of the model: to evaluate it and to save it."""
+    runs, dtype = shard.runs, shard.centrals[0].buffer.dtype
+    nothing = torch.empty(0, dtype=torch.uint8, device=cluster.device)
+    rows = shard.rows + (shard.centrals[0].velocity is not None)
+
+    def send(c: int) -> tuple[list[Tensor], list[int]]:
+        mine = shard.centrals[c]
+        whole = mine.buffer
+        if mine.velocity is not None:
+            whole = torch.cat([whole, mine.velocity[None]])
+        sizes = [wire.n_bytes("fp32", rows * tile.size(runs), dtype) for tile in shard.tiles[c]]
+        parts = [wire.encode("fp32", whole)] + [nothing] * (cluster.world_size - 1)
+        return parts, sizes if central is not None else [0] * cluster.world_size
+
+    def take(c: int, payloads: list[Tensor]) -> None:
+        if central is not None:
+            for tile, payload in zip(shard.tiles[c], payloads, strict=True):
+                whole = wire.decode("fp32", payload, (rows, tile.size(runs)), dtype)
+                _place_(central, runs, tile, whole)
+
+    _exchange(cluster, len(shard.tiles), send, take)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A round's losses over all workers, and the signal that any of the ranks was sent."""
+
+    stats: Stats
+    wish: int
+
+
+def round_(
+    shard: Shard,
+    deal: Deal,
+    cluster: Cluster,
+    train: Callable[[Parcel], Result],
+    outer: tuple[float, float] | None,
+    stop: Stop,
+) -> Exchanged:
+    """One round: parcels come from all owners, the worker trains, results go to all owners.
+
+    A signal that reached any rank by the end of its local steps is known to all afterwards.
+    """
+    cuts = [_cut(shard, index) for index in deal.indices]
+    parcel = _dispatch(shard, deal, cuts, cluster)
+    result = train(parcel)
+    stats, wish = _share_stats(result.stats, stop.wish, cluster)
+    _aggregate(shard, deal, cuts, cluster, parcel.source, result.buffer, outer)
+    return Exchanged(stats, wish)
+
+
+def _dispatch(shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster) -> Parcel:
+    """This rank's parcel, tile by tile."""
+    runs, rank = shard.runs, cluster.rank
+    blueprint, dtype = deal.blueprints[rank], shard.centrals[0].buffer.dtype
+    where = runs.full.narrowed(runs.block_map, runs.block_map.widths(blueprint))
+    source = torch.empty(shard.rows, where.n_params, dtype=dtype, device=cluster.device)
+
+    def send(c: int) -> tuple[list[Tensor], list[int]]:
+        tile = shard.tiles[c][rank]
+        parts = [_gather(shard.centrals[c], cut.inside(tile, (c, rank))) for cut in cuts]
+        shapes = [
+            (shard.rows, cuts[rank].size(runs, tile, (c, owner)))
+            for owner, tile in enumerate(shard.tiles[c])
+        ]
+        sizes = [wire.down_bytes(shard.wire, shape, dtype) for shape in shapes]
+        return [wire.down(shard.wire, part) for part in parts], sizes
+
+    def take(c: int, payloads: list[Tensor]) -> None:
+        for owner, (tile, payload) in enumerate(zip(shard.tiles[c], payloads, strict=True)):
+            shape = (shard.rows, cuts[rank].size(runs, tile, (c, owner)))
+            part = wire.read_down(shard.wire, payload, shape, dtype)
+            _set(source, cuts[rank].pieces(runs, tile, (c, owner)), part)
+
+    _exchange(cluster, len(shard.tiles), send, take)
+    return Parcel(rank, blueprint, where, deal.indices[rank], source, runs)
+
+
+def _aggregate(
+    shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster, sent: Tensor, trained: Tensor,
+    outer: tuple[float, float] | None,
+) -> None:  # fmt: skip
+    """Send this rank's result to all owners, and take all results for its own tiles, in worker order."""
+    runs, rank, dtype = shard.runs, cluster.rank, trained.dtype
+    exact = shard.wire == "fp32"  # values come up, not changes: what went down is not needed
+
+    def send(c: int) -> tuple[list[Tensor], list[int]]:
+        parts = []
+        for owner, tile in enumerate(shard.tiles[c]):
+            pieces = cuts[rank].pieces(runs, tile, (c, owner))
+            came = sent[0] if exact else _get(sent[:1], pieces)[0]
+            parts.append(wire.up(shard.wire, _get(trained, pieces), came))
+        mine = shard.tiles[c][rank]
+        shapes = [(shard.rows, cut.size(runs, mine, (c, rank))) for cut in cuts]
+        return parts, [wire.up_bytes(shard.wire, shape, dtype) for shape in shapes]
+
+    def take(c: int, payloads: list[Tensor]) -> None:
+        central, tile, results = shard.centrals[c], shard.tiles[c][rank], []
+        for worker, (cut, payload) in enumerate(zip(cuts, payloads, strict=True)):
+            index = cut.inside(tile, (c, rank))
+            shape = (shard.rows, cut.size(runs, tile, (c, rank)))
+            went = central.weights if exact else _gather(central, index, 1)[0]
+            buffer = wire.read_up(shard.wire, payload, shape, went)
+            results.append(Result(worker, buffer, index, Stats(0.0, 0, 0)))
+        aggregate_(central, results, deal.holders, outer)
+
+    _exchange(cluster, len(shard.tiles), send, take)
+
+
+def _exchange(
+    cluster: Cluster, n_chunks: int,
+    send: Callable[[int], tuple[list[Tensor], list[int]]], take: Callable[[int, list[Tensor]], None],
+) -> None:  # fmt: skip
+    """All chunks in order, some on their way while others are packed and taken."""
+    under_way: deque[Callable[[], list[Tensor]]] = deque()
+    n_sent = 0
+    for c in range(n_chunks):
+        while n_sent < min(n_chunks, c + AHEAD):
+            under_way.append(cluster.exchange(*send(n_sent)))
+            n_sent += 1
+        take(c, under_way.popleft()())
+
+
+def _share_stats(stats: Stats, wish: int, cluster: Cluster) -> tuple[Stats, int]:
+    """The sum over workers, in worker order, and any rank's signal; on every rank."""
+    mine = [stats.loss_sum, stats.n_steps, stats.n_tokens, wish]
+    told = torch.tensor(mine, dtype=torch.float64, device=cluster.device)
+    payload, n = wire.encode("fp32", told), cluster.world_size
+    total, wish = Stats(0.0, 0, 0), 0
+    for heard in cluster.exchange([payload] * n, [payload.numel()] * n)():
+        loss_sum, n_steps, n_tokens, number = wire.decode(
+            "fp32", heard, (4,), torch.float64
+        ).tolist()
+        total += Stats(loss_sum, int(n_steps), int(n_tokens))
+        wish = wish or int(number)
+    return total, wish
+
+
+def _cut(shard: Shard, index: Tensor) -> Cut:
+    bounds = np.array([[tile.blocks for tile in chunk] for chunk in shard.tiles])
+    return Cut(index, np.searchsorted(index.cpu().numpy(), bounds))
+
+
+def _small(runs: Runs, tile: Tile) -> Runs:
+    """The runs of a tile, as those of a small central model."""
+    shared, blocks = tile.spans(runs)
+    first = runs.full.n_shared // runs.grain
+    block_of = torch.cat(
+        [
+            runs.block_of[tile.shared[0] : tile.shared[1]],
+            runs.block_of[first + tile.blocks[0] : first + tile.blocks[1]],
+        ]
+    )
+    n_shared, n_blocks = shared.stop - shared.start, blocks.stop - blocks.start
+    layout = Layout({"shared": (n_shared,), "blocks": (n_blocks,)}, n_shared, (), ())
+    return Runs(layout, runs.block_map, runs.grain, runs.numbers, {}, block_of)
+
+
+def _gather(central: Central, index: Tensor, rows: int | None = None) -> Tensor:
+    """A worker's part of a tile."""
+    source, runs = central.buffer[:rows], central.runs
+    n = runs.full.n_shared + index.numel() * runs.grain
+    out = torch.empty(len(source), n, dtype=source.dtype, device=source.device)
+    return gather_(out, source, runs, index)
+
+
+def _get(buffer: Tensor, pieces: tuple[slice, slice]) -> Tensor:
+    return torch.cat([buffer[:, piece] for piece in pieces], dim=1)
+
+
+def _set(buffer: Tensor, pieces: tuple[slice, slice], part: Tensor) -> None:
+    n_shared = pieces[0].stop - pieces[0].start
+    buffer[:, pieces[0]] = part[:, :n_shared]
+    buffer[:, pieces[1]] = part[:, n_shared:]
+
+
+def _copy(central: Central, runs: Runs, tile: Tile) -> Tensor:
+    """A tile of a whole central model, its outer momentum as the last row."""
+    spans = tile.spans(runs)
+    part = _get(central.buffer, spans)
+    if central.velocity is None:
+        return part
+    return torch.cat([part, _get(central.velocity[None], spans)])
+
+
+def _place_(central: Central, runs: Runs, tile: Tile, whole: Tensor) -> None:
+    spans, rows = tile.spans(runs), len(central.buffer)
+    _set(central.buffer, spans, whole[:rows])
+    if central.velocity is not None:
+        _set(central.velocity[None], spans, whole[rows:])
