@@ -19,9 +19,9 @@ from pydoc_data import topics
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .token_file import TokenFile, open_tokens
-from .prepare import prepare
 from ..system.terminal import console
+from .prepare import prepare
+from .token_file import TokenFile, open_tokens
 
 NAME = "builtin:python-docs"
 EOS = "<|endoftext|>"

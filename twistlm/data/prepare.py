@@ -12,16 +12,14 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from .token_file import TokenFile, TokenMeta, open_tokens, write_meta
 from ..model.tokenizer import find_eos, load_tokenizer
 from ..system.files import file_sha256
 from ..system.terminal import progress
+from .token_file import TokenFile, TokenMeta, open_tokens, write_meta
 
 PIECE = 1 << 20  # characters of one .txt piece handed to the tokenizer
 CUT = re.compile(r"\S(?= \S)|\S\n(?=\S)")
 BATCH = 256  # documents per call into the tokenizer, which is parallel inside
-
-
 
 
 def documents(source: str, column: str = "text") -> Iterator[str]:
@@ -197,5 +195,3 @@ def _batches(texts: Iterable[str], source: str) -> Iterator[tuple[list[str], lis
 
 def _encode(tok: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tok.encode_batch(texts, add_special_tokens=False)]
-
-

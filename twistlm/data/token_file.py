@@ -6,18 +6,13 @@ hashes, where it came from) and `STEM.tokenizer.json` (the tokenizer that made i
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from .leases import Slot
 
 
 @dataclass(frozen=True)
@@ -97,9 +92,3 @@ def open_tokens(stem: str) -> TokenFile:
 
 def write_meta(stem: Path, meta: TokenMeta) -> None:
     Path(f"{stem}.json").write_text(json.dumps(asdict(meta), indent=1) + "\n")
-
-
-
-
-
-
