@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_tokens, tiny
+
+from twistlm.data import leases
 from twistlm.data.leases import Leases
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens
-
-from twistlm.data import leases
 from twistlm.training import checkpoint, rounds, startup
 from twistlm.transport.ranks import Cluster
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from twistlm.data.prepare import documents, prepare
-from twistlm.data.token_file import open_tokens
 
 from twistlm.data import prepare as preparing
+from twistlm.data.prepare import documents, prepare
+from twistlm.data.token_file import open_tokens
 from twistlm.model.tokenizer import load_tokenizer
 
 EOS = "<|endoftext|>"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tokens
+
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import TokenFile, TokenMeta, open_tokens, write_meta
 
