@@ -25,7 +25,6 @@ from twistlm.training import aggregator, rounds, startup
 from twistlm.training import team as teams
 from twistlm.transport.ranks import Cluster
 
-FILES = ("model.safetensors", "moments.safetensors", "outer.safetensors")
 SLOW = 60.0  # seconds: a bound that only a hang reaches, however busy the machine is
 
 

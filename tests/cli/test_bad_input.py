@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -15,14 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import as_process, check_refusal, in_process, snapshot, toml
 from conftest import VOCAB, tiny_table
-from test_variants import toml
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
+from token_files import write_words
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from twistlm import cli, config
-from twistlm.data.prepare import prepare
 from twistlm.model import families, generator, huggingface
 from twistlm.model.central import create
 from twistlm.tickets import deploy
@@ -31,19 +28,6 @@ from twistlm.training import checkpoint, rounds
 
 N_ROUNDS = 3
 FIRST, LAST = "checkpoints/round-000001", f"checkpoints/round-{N_ROUNDS:06d}"
-
-
-def word_level(names: list[str]) -> Tokenizer:
-    tok = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
-    tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tok
-
-
-def write_words(name: str, names: list[str], n: int) -> None:
-    """A real token file, with a tokenizer behind it: every word once, then random ones."""
-    words = (names + random.Random(n).choices(names, k=n))[:n]
-    Path(f"{name}.txt").write_text(" ".join(words))
-    prepare([f"{name}.txt"], name, word_level(names), quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -71,50 +55,7 @@ def here(home, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def snapshot(folder: Path) -> dict[str, bytes | None]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in folder.rglob("*")
-    }
-
-
 # ---------------------------------------------------------------- running the command
-
-
-def in_process(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
-    """The real entry point with this process's imports."""
-    monkeypatch.setattr(sys, "argv", ["twistlm", *args])
-    capsys.readouterr()
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def as_process(*args: str, cwd: Path) -> tuple[int, str, str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "1000", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "twistlm", *args],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def check_refusal(code: int, out: str, err: str, parts: tuple[str, ...]) -> None:
-    assert "Traceback" not in out + err
-    assert err.count("error:") == 1
-    assert err.startswith("error: ")
-    assert len(err.strip().splitlines()) == 1, err  # one sentence, no stray warnings
-    assert code == 2
-    missing = [part for part in parts if part not in err]
-    assert not missing, f"{missing} not in {err!r}"
 
 
 # ---------------------------------------------------------------- damages

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoints import FILES
+from commands import toml
 from conftest import make_tokens, tiny_table
-from processes import FILES, free_port
-from test_variants import toml
+from processes import free_port
 
 from twistlm import config
 from twistlm.training import rounds

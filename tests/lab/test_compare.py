@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import check_refusal, in_process
 from conftest import make_tokens, tiny
 from families_table import tiny_model
 from rich.console import Console
-from test_bad_input import check_refusal, in_process, write_words
+from token_files import write_words
 from transformers import AutoModelForCausalLM
 
 from twistlm.data import token_file

@@ -16,8 +16,8 @@ import pytest
 import torch
 from conftest import make_tokens, tiny
 from families_table import TABLE, tiny_model
+from pages import check_page
 from safetensors.torch import load_file
-from test_report import check_page
 
 from twistlm import config
 from twistlm.compute.perplexity import Evaluator, Text

@@ -284,10 +284,10 @@ def a_bit_of_everything() -> list:
     return [two_kinds(4), list(deals(10, 4, 3, 5, deal="balanced")), ticket]
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "31337"])
-def test_a_fresh_process_deals_the_same(hash_seed):
+def test_a_fresh_process_deals_the_same():
     """Ranks deal without a message, so no deal may hang on Python's salted hash."""
-    code = f"import sys; sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})\n"
+    hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "31337"  # another than here
+    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
     code += "import json, test_generator; print(json.dumps(test_generator.a_bit_of_everything()))"
     env = os.environ | {"PYTHONHASHSEED": hash_seed}
     command = [sys.executable, "-c", code]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import make_tokens, tiny
 from families_table import TABLE, VOCAB, tiny_model, ways
-from test_bad_input import write_words
+from token_files import write_words
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 

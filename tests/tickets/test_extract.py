@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import as_process, in_process, snapshot
 from conftest import make_tokens
 from families_table import TABLE, tiny_model
+from family_cases import far, logits
 from safetensors.torch import load_file, save_file
-from test_bad_input import as_process, in_process, snapshot
-from test_families import far, logits
 
 from twistlm.compute import speed
 from twistlm.compute.perplexity import Text, perplexity

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from families_table import N_LAYERS, TABLE, VOCAB, build, tiny_model
+from family_cases import ALONE, BOTH, N_FFN, as_parent, case, far, logits, sentence, tokens
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from test_families import ALONE, BOTH, N_FFN, as_parent, case, far, logits, sentence, tokens
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

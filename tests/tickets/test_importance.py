@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families_table import TABLE, tiny_model, ways
-from test_families import CPU, N_FFN, as_parent, case, cut_by_hand, tokens
+from family_cases import CPU, N_FFN, as_parent, case, cut_by_hand, tokens
 from torch import Tensor
 
 from twistlm.compute.loss import next_token_loss

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from processes import Scene, replay
-from test_hub_chaos import numbered_tokens
+from token_files import numbered_tokens
 
 from twistlm import config
 from twistlm.data.builtin import build

@@ -13,19 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import CPU, random_central
 from conftest import VOCAB, make_tokens, tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import twistlm
 from twistlm.model import families, huggingface
-from twistlm.model.central import Central, create
 from twistlm.system import files
 from twistlm.system.files import file_sha256
 from twistlm.training import checkpoint, rounds
 from twistlm.training.metrics import Metrics
 
-CPU = torch.device("cpu")
 TRAIN = {"outer": "nesterov(0.7, 0.6)", "scale": "measured"}
 
 
@@ -38,28 +37,6 @@ def cfg(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(cfg):
     return huggingface.load(cfg.model, seed=3)
-
-
-def random_central(model, cfg, *, carry: bool = True, outer: bool = True, seed: int = 0) -> Central:
-    """A central model in the middle of a run: nothing in it is zero or equal to anything else."""
-    block_map = families.partition(model, cfg.blocks)
-    central = create(
-        huggingface.state(model),
-        huggingface.shapes(model),
-        block_map,
-        carry=carry,
-        outer=outer,
-        device=CPU,
-    )
-    rng = torch.Generator().manual_seed(seed)
-    central.buffer.copy_(torch.randn(central.buffer.shape, generator=rng) * 0.1)
-    if central.velocity is not None:
-        central.velocity.copy_(torch.randn(central.velocity.shape, generator=rng))
-    picks = random.Random(seed)
-    central.held = {name: [picks.randrange(99) for _ in c] for name, c in central.held.items()}
-    central.rho = {name: picks.random() / 3 for name in central.held}
-    central.round = 17
-    return central
 
 
 # ---------------------------------------------------------------- round trip

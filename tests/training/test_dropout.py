@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import FILES, FLOAT64_TRAIN, distance
+from commands import toml, torchrun
 from conftest import make_tokens, tiny, tiny_table
-from test_variants import FILES, TRAIN, distance, toml, torchrun
 
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens
@@ -82,7 +83,7 @@ def test_all_blocks_kept_is_plain_data_parallel(tokens, tmp_path):
 
 def test_dropout_ranks_equal_local(tmp_path):
     tokens = make_tokens(tmp_path / "tokens")
-    train = TRAIN | {"method": "dropout", "outer": "none", "scale": "measured"}
+    train = FLOAT64_TRAIN | {"method": "dropout", "outer": "none", "scale": "measured"}
     reference = rounds.train(tiny(tokens, tmp_path / "local", train=train), quiet=True)
     table = tiny_table(tokens, tmp_path / "run", train=train, run={"variant": "hybrid"})
     torchrun(3, "train", toml(tmp_path / "config.toml", table))

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import torch
+from checkpoints import FILES
+from commands import toml
 from conftest import make_tokens, tiny, tiny_table
-from test_variants import FILES, toml
 
 from twistlm.data.leases import Leases
 from twistlm.training import checkpoint, rounds

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ranks
+from checkpoints import FILES
+from commands import toml, torchrun
 from conftest import make_tokens, tiny, tiny_table
-from test_variants import FILES, toml, torchrun
 
 from twistlm import config
 from twistlm.training import rounds

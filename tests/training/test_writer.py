@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import CPU, random_central
+from commands import toml
 from conftest import make_tokens, tiny, tiny_table
-from test_checkpoint import CPU, TRAIN, random_central
-from test_variants import toml
 
 from twistlm import config
 from twistlm.data.leases import Leases
@@ -33,7 +33,11 @@ from twistlm.training.writer import Writer
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory):
     folder = tmp_path_factory.mktemp("writer")
-    return tiny(make_tokens(folder / "tokens"), folder / "run", train=TRAIN)
+    return tiny(
+        make_tokens(folder / "tokens"),
+        folder / "run",
+        train={"outer": "nesterov(0.7, 0.6)", "scale": "measured"},
+    )
 
 
 @pytest.fixture(scope="module")

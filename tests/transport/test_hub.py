@@ -15,7 +15,8 @@ import subprocess
 import time
 
 import pytest
-from processes import FILES, Scene, same_bits
+from checkpoints import FILES
+from processes import Scene, same_bits
 from safetensors.torch import load_file
 
 from twistlm.data.token_file import open_tokens

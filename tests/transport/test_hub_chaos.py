@@ -12,13 +12,13 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 from processes import Scene, same_bits
+from token_files import numbered_tokens
 
 from twistlm.data.leases import Leases
 from twistlm.data.stream import Batches
-from twistlm.data.token_file import TokenMeta, open_tokens, write_meta
+from twistlm.data.token_file import open_tokens
 from twistlm.training import rounds
 
 TRAIN = {"n_workers": 3, "interval": 1, "outer": "nesterov(0.7, 0.6)"}
@@ -44,15 +44,6 @@ def test_every_worker_in_every_phase(scene, phase, victim):
         assert lost == [0, 0, 1, 0, 0, 0]
         assert [len(row["places"]) for row in committed] == [3, 3, 3, 2, 2, 2]
     assert same_bits(here.replay(), here.last())
-
-
-def numbered_tokens(stem: Path, n: int, seq_len: int = 16) -> str:
-    """A token file in which the first id of a sequence is its number."""
-    tokens = np.random.default_rng(0).integers(0, n, (n, seq_len)).astype("<u2")
-    tokens[:, 0] = np.arange(n)
-    tokens.tofile(f"{stem}.bin")
-    write_meta(stem, TokenMeta(n * seq_len, 1, n, n - 1, "uint16", "none", None, ["numbers"]))
-    return str(stem)
 
 
 def torment(here: Scene, hub, rng: random.Random) -> list[str]:

@@ -1,0 +1,56 @@
+"""Checkpoints to compare, and a central model in the middle of a run to save."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from twistlm.model import families, huggingface
+from twistlm.model.central import Central, create
+
+CPU = torch.device("cpu")
+FLOAT64_TRAIN = {  # exact enough to compare engines: 1e-10
+    "precision": "float64",
+    "outer": "nesterov(0.7, 0.6)",
+    "schedule": "cosine",
+    "warmup": 4,
+    "n_workers": 3,
+    "rounds": 4,
+}
+FILES = ("model.safetensors", "moments.safetensors", "outer.safetensors")
+
+
+def distance(a: Path, b: Path, files: tuple[str, ...] = FILES) -> float:
+    """Largest difference of any central weight, moment or outer momentum between two checkpoints."""
+    worst = 0.0
+    for name in files:
+        left, right = load_file(a / name), load_file(b / name)
+        assert left.keys() == right.keys()
+        assert all(t.dtype == torch.float64 for t in left.values())
+        worst = max(worst, *(float((left[k] - right[k]).abs().max()) for k in left))
+    return worst
+
+
+def random_central(model, cfg, *, carry: bool = True, outer: bool = True, seed: int = 0) -> Central:
+    """A central model in the middle of a run: nothing in it is zero or equal to anything else."""
+    block_map = families.partition(model, cfg.blocks)
+    central = create(
+        huggingface.state(model),
+        huggingface.shapes(model),
+        block_map,
+        carry=carry,
+        outer=outer,
+        device=CPU,
+    )
+    rng = torch.Generator().manual_seed(seed)
+    central.buffer.copy_(torch.randn(central.buffer.shape, generator=rng) * 0.1)
+    if central.velocity is not None:
+        central.velocity.copy_(torch.randn(central.velocity.shape, generator=rng))
+    picks = random.Random(seed)
+    central.held = {name: [picks.randrange(99) for _ in c] for name, c in central.held.items()}
+    central.rho = {name: picks.random() / 3 for name in central.held}
+    central.round = 17
+    return central
