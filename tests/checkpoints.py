@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from twistlm.data.leases import Leases
 from twistlm.model import families, huggingface
 from twistlm.model.central import Central, create
+from twistlm.training.progress import Progress
 
 CPU = torch.device("cpu")
 FLOAT64_TRAIN = {  # exact enough to compare engines: 1e-10
@@ -49,8 +51,13 @@ def random_central(model, cfg, *, carry: bool = True, outer: bool = True, seed: 
     central.buffer.copy_(torch.randn(central.buffer.shape, generator=rng) * 0.1)
     if central.velocity is not None:
         central.velocity.copy_(torch.randn(central.velocity.shape, generator=rng))
-    picks = random.Random(seed)
-    central.held = {name: [picks.randrange(99) for _ in c] for name, c in central.held.items()}
-    central.rho = {name: picks.random() / 3 for name in central.held}
-    central.round = 17
     return central
+
+
+def random_progress(model, cfg, seed: int = 0, round: int = 17) -> Progress:
+    """The numbers that go with it."""
+    picks = random.Random(seed)
+    groups = families.partition(model, cfg.blocks).groups
+    held = {g.name: tuple(picks.randrange(99) for _ in range(g.n_blocks)) for g in groups}
+    rho = {name: picks.random() / 3 for name in held}
+    return Progress(round, Leases(40, (3, 4)), held, rho)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,9 +21,13 @@ from conftest import tiny
 from safetensors.torch import load_file
 
 from twistlm.data import leases
+from twistlm.model import generator
 from twistlm.model.layout import holders
-from twistlm.training import aggregator, rounds, startup
-from twistlm.training import team as teams
+from twistlm.model.subnet import scales
+from twistlm.training import aggregator, dispatcher
+from twistlm.training.progress import Progress
+from twistlm.training.run import Run
+from twistlm.training.startup import set_up
 from twistlm.transport.ranks import Cluster
 
 SLOW = 60.0  # seconds: a bound that only a hang reaches, however busy the machine is
@@ -158,58 +163,63 @@ class Scene:
     def last(self) -> Path:
         return sorted((self.out / "checkpoints").glob("round-*"))[-1]
 
-    def replay(self) -> startup.Run:
+    def replay(self) -> tuple[Run, Progress]:
         """The same rounds in this process: who was in and who was left out, as the events say."""
         cfg = self.config(self.folder / "replay", run={"variant": "local"})
         return replay(cfg, self.events("round"), self.events("joined"))
 
 
-def replay(cfg, committed: list[dict], joined: list[dict]) -> startup.Run:
+def replay(cfg, committed: list[dict], joined: list[dict]) -> tuple[Run, Progress]:
     cluster = Cluster("local", cfg.train.n_workers, "physical", "cpu")
-    run = startup.set_up(cfg, cluster, resume=False, quiet=True)
+    run, progress = set_up(cfg, cluster, False, quiet=True)
     t = cfg.train
     for r, event in enumerate(committed):
         assert event["round"] == r
-        team = [(place, None) for place in event["places"]]
-        own = []
+        present = []
         for place in event["places"]:
             came = [j for j in joined if j["place"] == place and j["time"] <= event["time"]]
-            own.append((place, {k: came[-1][k] for k in ("attn", "ffn") if came and k in came[-1]}))
-        blueprints = rounds.generator.for_training(
-            run.block_map, t.n_workers, cfg.blocks, seed=cfg.run.seed, round=r, held=run.held, present=own
-        )  # fmt: skip
-        deal = rounds.dispatcher.prepare(run.runs, r, blueprints)
-        n = len(team)
-        slots, after = leases.take(run.leases, t.interval * n, t.batch)
-        factors = [
-            rounds.scales(run.block_map, run.block_map.widths(b), t.scale, run.rho)
-            for b in blueprints
-        ]
-        results = []
-        for result in teams.local_results(run, deal, team, slots, factors):
-            place = team[result.worker][0]
+            own = {k: came[-1][k] for k in ("attn", "ffn") if came and k in came[-1]}
+            present.append((place, own))
+        blueprints = generator.for_training(
+            run.block_map,
+            t.n_workers,
+            cfg.blocks,
+            seed=cfg.run.seed,
+            round=r,
+            held=progress.held,
+            present=present,
+        )
+        deal = dispatcher.prepare(run.segments, r, blueprints)
+        n = len(present)
+        slots, after = leases.take(progress.leases, t.interval * n, t.batch)
+        results, there = [], []
+        for i, (place, _) in enumerate(present):
+            mine = leases.of_worker(slots, i, n)
             if place in event["lost"]:
-                after = leases.give_back(after, leases.of_worker(slots, result.worker, n))
-            else:
-                results.append(
-                    aggregator.Result(
-                        len(results), result.buffer.clone(), result.index, result.stats
-                    )
-                )
-        there = [
-            b for b, (place, _) in zip(blueprints, team, strict=True) if place not in event["lost"]
-        ]
-        aggregator.aggregate_(run.central, results, holders(run.runs, there), t.nesterov())
-        rounds.generator.count_(run.held, there)
-        run.leases = run.central.leases = after
-        run.central.round = r + 1
-    return run
+                after = leases.give_back(after, mine)
+                continue
+            factors = scales(run.block_map, run.block_map.widths(blueprints[i]), t.scale)
+            result = run.seats.train(
+                "physical",
+                dispatcher.parcel(deal, i, run.segments, run.central.buffer),
+                factors,
+                torch.stack([run.batches.slot(slot) for slot in mine]),
+                r,
+                run.total_steps,
+            )
+            there.append(blueprints[i])
+            results.append(replace(result, worker=len(results), buffer=result.buffer.clone()))
+        aggregator.aggregate_(run.central, results, holders(run.segments, there), t.nesterov())
+        held = generator.counted(progress.held, there)
+        progress = Progress(r + 1, after, held, progress.rho)
+    return run, progress
 
 
-def same_bits(run: startup.Run, path: Path) -> bool:
+def same_bits(replayed: tuple[Run, Progress], path: Path) -> bool:
     """Whether a checkpoint holds exactly this central state: weights, moments, momentum, leases."""
+    run, progress = replayed
     state = json.loads((path / "checkpoint.json").read_text())
-    assert state["round"] == run.central.round
+    assert state["round"] == progress.round
     views = run.central.layout.views
     expected = dict(views(run.central.buffer[0]))
     found = load_file(path / "model.safetensors")
@@ -223,4 +233,4 @@ def same_bits(run: startup.Run, path: Path) -> bool:
         expected |= {f"outer/{n}": x for n, x in views(run.central.velocity).items()}
     assert found.keys() == expected.keys()
     same = all(torch.equal(found[name], expected[name]) for name in found)
-    return same and state["leases"] == leases.to_dict(run.leases)
+    return same and state["leases"] == leases.to_dict(progress.leases)

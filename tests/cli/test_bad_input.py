@@ -97,9 +97,14 @@ def put_weights_of(**attributes: int) -> Callable[[Path], None]:
             outer=False,
             device=torch.device("cpu"),
         )
-        central.round = saved.round
         checkpoint.save(
-            here / "run/checkpoints", central, cfg, checkpoint.template(saved), None, keep=9
+            here / "run/checkpoints",
+            central,
+            checkpoint.progress_of(saved, block_map),
+            cfg,
+            checkpoint.template(saved),
+            None,
+            keep=9,
         )
 
     return change

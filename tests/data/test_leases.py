@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from twistlm.data.leases import Leases
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens
 from twistlm.training import checkpoint, rounds, startup
+from twistlm.training.progress import Progress
+from twistlm.training.run import Run
 from twistlm.transport.ranks import Cluster
 
 
@@ -90,10 +93,10 @@ def test_exactly_once_by_counting(seed):
     assert len(ledger.returned) < 8 * 7 * 5  # never more than one round's worth piles up
 
 
-def setup(tokens: str, out: Path, resume: bool = False, **sections: dict) -> startup.Run:
+def setup(tokens: str, out: Path, resume: bool = False, **sections: dict) -> tuple[Run, Progress]:
     cfg = tiny(tokens, out, **sections)
     cluster = Cluster(cfg.run.variant, cfg.train.n_workers, cfg.run.seat, "cpu")
-    return startup.set_up(cfg, cluster, resume=resume, quiet=True)
+    return startup.set_up(cfg, cluster, resume, quiet=True)
 
 
 @pytest.mark.parametrize("method", ["twist", "dense", "dropout"])
@@ -118,15 +121,14 @@ def test_a_run_that_changes_s_and_batch_trains_every_sequence_once(tmp_path, mon
 
 def test_returned_leases_survive_a_checkpoint(tmp_path, tokens):
     """What a lost worker gave back is the first data of the resumed run."""
-    run = setup(tokens, tmp_path / "run")
-    slots, after = leases.take(run.leases, 9, 2)
+    run, progress = setup(tokens, tmp_path / "run")
+    slots, after = leases.take(progress.leases, 9, 2)
     lost = leases.of_worker(slots, 1, 3)
-    run.central.leases = leases.give_back(after, lost)
-    run.central.round = 1
+    progress = replace(progress, round=1, leases=leases.give_back(after, lost))
     folder = tmp_path / "run/checkpoints"
-    checkpoint.save(folder, run.central, run.cfg, run.template, None, keep=2)
-    resumed = setup(tokens, tmp_path / "run", resume=True)
-    assert resumed.leases == resumed.central.leases == run.central.leases
+    checkpoint.save(folder, run.central, progress, run.cfg, run.template, None, keep=2)
+    _, resumed = setup(tokens, tmp_path / "run", resume=True)
+    assert resumed == progress
     assert leases.take(resumed.leases, 9, 2)[0][:3] == lost
 
 

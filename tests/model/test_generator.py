@@ -38,7 +38,7 @@ def deals(n: int, s: int, k: int, n_rounds: int = 1, seed: int = 0, **blocks) ->
     held = {"layers.0.attn": [0] * n}
     for r in range(n_rounds):
         dealt = generator.for_training(block_map, s, cfg, seed=seed, round=r, held=held)
-        generator.count_(held, dealt)
+        held = generator.counted(held, dealt)
         yield [blueprint["layers.0.attn"] for blueprint in dealt]
 
 
@@ -358,13 +358,14 @@ def test_balanced_reads_the_counts():
         dealt = generator.for_training(a_map(8), 4, cfg, seed=0, round=r, held=held)
         counts = Counter(block for blueprint in dealt for block in blueprint["layers.0.attn"])
         assert [counts[block] for block in (2, 4, 7)] == [1, 1, 1]  # the covering pass only
-    assert held == {"layers.0.attn": [0, 0, 50, 0, 50, 0, 0, 50]}  # `count_` alone changes it
+    assert held == {"layers.0.attn": [0, 0, 50, 0, 50, 0, 0, 50]}  # a deal changes nothing
 
 
 def test_count_adds_one_round():
     held = {"a": [0, 1, 0], "b": [0, 0]}
-    generator.count_(held, [{"a": (0, 2), "b": (1,)}, {"a": (1, 2), "b": (1,)}])
-    assert held == {"a": [1, 2, 2], "b": [0, 2]}
+    after = generator.counted(held, [{"a": (0, 2), "b": (1,)}, {"a": (1, 2), "b": (1,)}])
+    assert after == {"a": (1, 2, 2), "b": (0, 2)}
+    assert held == {"a": [0, 1, 0], "b": [0, 0]}
 
 
 def test_deployment_draws_uniform_subsets():

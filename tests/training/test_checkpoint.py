@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import CPU, random_central
+from checkpoints import CPU, random_central, random_progress
 from conftest import VOCAB, make_tokens, tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -23,6 +23,7 @@ from twistlm.model import families, huggingface
 from twistlm.system import files
 from twistlm.system.files import file_sha256
 from twistlm.training import checkpoint, rounds
+from twistlm.training.engines.local import Local
 from twistlm.training.metrics import Metrics
 
 TRAIN = {"outer": "nesterov(0.7, 0.6)", "scale": "measured"}
@@ -51,7 +52,8 @@ def test_round_trip_is_exact(tmp_path, cfg, model, carry, outer, dtype):
     before.buffer = before.buffer.to(dtype) / 3  # float64 uses its whole mantissa
     if before.velocity is not None:
         before.velocity = before.velocity.to(dtype) / 3
-    path = checkpoint.save(tmp_path, before, cfg, model, None, keep=2)
+    progress = random_progress(model, cfg)
+    path = checkpoint.save(tmp_path, before, progress, cfg, model, None, keep=2)
     assert path == tmp_path / "round-000017"
     names = {"model.safetensors", "config.json", "checkpoint.json"}
     names |= {"moments.safetensors"} if carry else set()
@@ -62,21 +64,23 @@ def test_round_trip_is_exact(tmp_path, cfg, model, carry, outer, dtype):
 
     saved = checkpoint.verify(path)
     template = checkpoint.template(saved)
-    after = checkpoint.restore(saved, template, families.partition(template, cfg.blocks), CPU)
+    block_map = families.partition(template, cfg.blocks)
+    after = checkpoint.restore(saved, template, block_map, CPU)
     assert after.buffer.dtype == dtype
     assert torch.equal(after.buffer, before.buffer)
     assert (after.velocity is None) == (before.velocity is None)
     if after.velocity is not None:
         assert torch.equal(after.velocity, before.velocity)
-    assert after.held == before.held
-    assert after.rho == before.rho
-    assert after.round == before.round == saved.round == 17
+    assert checkpoint.progress_of(saved, block_map) == progress
+    assert progress.round == saved.round == 17
     assert saved.config == cfg
 
 
 def test_restored_central_shares_nothing_with_the_template(tmp_path, cfg, model):
     """Training on after a resume must not write into the template that seats are cloned from."""
-    path = checkpoint.save(tmp_path, random_central(model, cfg), cfg, model, None, keep=1)
+    path = checkpoint.save(
+        tmp_path, random_central(model, cfg), random_progress(model, cfg), cfg, model, None, keep=1
+    )
     saved = checkpoint.verify(path)
     template = checkpoint.template(saved)
     central = checkpoint.restore(saved, template, families.partition(template, cfg.blocks), CPU)
@@ -87,7 +91,7 @@ def test_restored_central_shares_nothing_with_the_template(tmp_path, cfg, model)
 def test_transformers_loads_the_folder(tmp_path, cfg, model):
     """The weights and config.json are a plain Hugging Face folder with the central model's logits."""
     central = random_central(model, cfg)
-    path = checkpoint.save(tmp_path, central, cfg, model, None, keep=1)
+    path = checkpoint.save(tmp_path, central, random_progress(model, cfg), cfg, model, None, keep=1)
     views = central.layout.views(central.weights)
     with torch.no_grad():
         reference = huggingface.load(cfg.model, seed=9)
@@ -105,7 +109,13 @@ def test_transformers_loads_the_folder(tmp_path, cfg, model):
 def test_tokenizer_travels_with_the_weights(tmp_path, cfg, model):
     (tmp_path / "t.json").write_text('{"any": "bytes"}')
     path = checkpoint.save(
-        tmp_path / "c", random_central(model, cfg), cfg, model, tmp_path / "t.json", keep=1
+        tmp_path / "c",
+        random_central(model, cfg),
+        random_progress(model, cfg),
+        cfg,
+        model,
+        tmp_path / "t.json",
+        keep=1,
     )
     assert (path / "tokenizer.json").read_text() == '{"any": "bytes"}'
     saved = checkpoint.verify(path)
@@ -116,7 +126,9 @@ def test_tokenizer_travels_with_the_weights(tmp_path, cfg, model):
 
 
 def test_manifest_describes_the_run(tmp_path, cfg, model):
-    path = checkpoint.save(tmp_path, random_central(model, cfg), cfg, model, None, keep=1)
+    path = checkpoint.save(
+        tmp_path, random_central(model, cfg), random_progress(model, cfg), cfg, model, None, keep=1
+    )
     manifest = json.loads((path / "checkpoint.json").read_text())
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["versions"]["twistlm"] == twistlm.__version__
@@ -128,7 +140,9 @@ def test_manifest_describes_the_run(tmp_path, cfg, model):
 
 
 def test_restore_refuses_another_model(tmp_path, cfg, model):
-    path = checkpoint.save(tmp_path, random_central(model, cfg), cfg, model, None, keep=1)
+    path = checkpoint.save(
+        tmp_path, random_central(model, cfg), random_progress(model, cfg), cfg, model, None, keep=1
+    )
     wider = huggingface.load(
         tiny("x", tmp_path, model={"config": cfg.model.config | {"n_embd": 32}}).model, 0
     )
@@ -151,9 +165,8 @@ def test_restore_refuses_another_model(tmp_path, cfg, model):
 
 
 def save_round(folder, cfg, model, r: int, keep: int = 9) -> Path:
-    central = random_central(model, cfg, seed=r)
-    central.round = r
-    return checkpoint.save(folder, central, cfg, model, None, keep=keep)
+    central, progress = random_central(model, cfg, seed=r), random_progress(model, cfg, r, r)
+    return checkpoint.save(folder, central, progress, cfg, model, None, keep=keep)
 
 
 def names(folder: Path) -> list[str]:
@@ -292,7 +305,15 @@ def whole(tmp_path_factory, cfg, model) -> Path:
     tokenizer = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.write_text('{"model": "a tokenizer"}\n')
     central = random_central(model, cfg)
-    return checkpoint.save(tmp_path_factory.mktemp("whole"), central, cfg, model, tokenizer, keep=1)
+    return checkpoint.save(
+        tmp_path_factory.mktemp("whole"),
+        central,
+        random_progress(model, cfg),
+        cfg,
+        model,
+        tokenizer,
+        keep=1,
+    )
 
 
 def damages(path: Path, n: int, only: str | None = None):
@@ -514,14 +535,14 @@ def test_metrics_that_a_full_disk_took_in_part(tmp_path):
 
 def interrupted(cfg, at: int, monkeypatch) -> None:
     """Train until round `at`, then die before its metrics and checkpoint are written."""
-    whole_round = rounds.twist_round
+    whole_round = Local.round
 
-    def dying(run, r):
-        if r == at:
+    def dying(engine, progress):
+        if progress.round == at:
             raise KeyboardInterrupt
-        return whole_round(run, r)
+        return whole_round(engine, progress)
 
-    monkeypatch.setattr(rounds, "twist_round", dying)
+    monkeypatch.setattr(Local, "round", dying)
     with pytest.raises(KeyboardInterrupt):
         rounds.train(cfg, quiet=True)
     monkeypatch.undo()

@@ -14,23 +14,27 @@ from transformers import AutoModelForCausalLM
 
 from twistlm.model import central, families, generator, huggingface
 from twistlm.model.layout import holders
-from twistlm.training import aggregator, rounds, startup
+from twistlm.model.subnet import scales
+from twistlm.training import aggregator, dispatcher, rounds, startup
 from twistlm.training.aggregator import Result, Stats
 from twistlm.training.checkpoint import open_, template
 from twistlm.training.dispatcher import cut
+from twistlm.training.engines.local import Local
+from twistlm.training.progress import beginning
+from twistlm.training.run import Run
 from twistlm.training.worker import learning_rate
 from twistlm.transport.ranks import Cluster
 
 STATS = Stats(1.0, 3, 96)
 
 
-def setup(tokens: str, out: Path, **sections: dict) -> startup.Run:
+def setup(tokens: str, out: Path, **sections: dict) -> Run:
     cfg = tiny(tokens, out, **sections)
     cluster = Cluster(cfg.run.variant, cfg.train.n_workers, cfg.run.seat, "cpu")
-    return startup.set_up(cfg, cluster, resume=False, quiet=True)
+    return startup.set_up(cfg, cluster, False, quiet=True)[0]
 
 
-def random_central(run: startup.Run, seed: int = 0) -> central.Central:
+def random_central(run: Run, seed: int = 0) -> central.Central:
     """Every number different from every other, so that a misplaced one is seen."""
     generator_ = torch.Generator().manual_seed(seed)
     run.central.buffer.copy_(torch.randn(run.central.buffer.shape, generator=generator_))
@@ -39,17 +43,17 @@ def random_central(run: startup.Run, seed: int = 0) -> central.Central:
     return run.central
 
 
-def deal(run: startup.Run, r: int = 0):
+def deal(run: Run, r: int = 0):
     return generator.for_training(
         run.block_map, run.cfg.train.n_workers, run.cfg.blocks, seed=run.cfg.run.seed, round=r
     )
 
 
-def returned(run: startup.Run, blueprints, change=lambda worker, buffer: buffer) -> list[Result]:
+def returned(run: Run, blueprints, change=lambda worker, buffer: buffer) -> list[Result]:
     results = []
     for worker, blueprint in enumerate(blueprints):
         buffer = change(worker, cut(run.central, blueprint))
-        results.append(Result(worker, buffer, run.runs.index(blueprint), STATS))
+        results.append(Result(worker, buffer, run.segments.index(blueprint), STATS))
     return results
 
 
@@ -60,7 +64,7 @@ def test_dispatch_then_aggregate_is_the_identity(tokens, tmp_path, moments):
     before = state.buffer.clone()
     assert before.shape[0] == (3 if moments == "carry" else 1)
     blueprints = deal(run)
-    aggregator.aggregate_(state, returned(run, blueprints), holders(run.runs, blueprints))
+    aggregator.aggregate_(state, returned(run, blueprints), holders(run.segments, blueprints))
     # the mean of equal copies: exact for 1, 2 copies, to the last bit or so for 3
     torch.testing.assert_close(state.buffer, before, rtol=1e-15, atol=0)
 
@@ -73,7 +77,7 @@ def test_aggregate_is_the_mean_over_holders(tokens, tmp_path):
     old = {n: v.clone() for n, v in state.layout.views(state.buffer[0]).items()}
     shift = lambda worker, buffer: buffer + 10.0 ** (worker + 1)  # noqa: E731
     results = returned(run, blueprints, shift)
-    aggregator.aggregate_(state, results, holders(run.runs, blueprints))
+    aggregator.aggregate_(state, results, holders(run.segments, blueprints))
     new = state.layout.views(state.buffer[0])
     partitioned = run.block_map.partitioned()
     held_by_several = 0
@@ -100,11 +104,11 @@ def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path, ou
     before, velocity = state.buffer.clone(), state.velocity.clone()
     blueprints = deal(run)
     results = returned(run, blueprints, lambda worker, buffer: buffer + 1)[1:]
-    aggregator.aggregate_(state, results, holders(run.runs, blueprints[1:]), outer)
+    aggregator.aggregate_(state, results, holders(run.segments, blueprints[1:]), outer)
     held = torch.zeros_like(state.weights, dtype=torch.bool)
     held[: state.layout.n_shared] = True
     for result in results:
-        held[state.layout.n_shared :].view(-1, run.runs.grain)[result.index] = True
+        held[state.layout.n_shared :].view(-1, run.segments.grain)[result.index] = True
     assert (~held).any()
     assert torch.equal(state.buffer[:, ~held], before[:, ~held])
     assert torch.equal(state.velocity[~held], velocity[~held])
@@ -136,7 +140,7 @@ def test_nesterov_equals_torch_sgd():
         torch.testing.assert_close(old, param.detach(), rtol=1e-12, atol=1e-12)
 
 
-def reference_rounds(run: startup.Run, n_rounds: int) -> dict[str, torch.Tensor]:
+def reference_rounds(run: Run, n_rounds: int) -> dict[str, torch.Tensor]:
     """TwIST by hand: stock HF model, zeroed output rows, one torch AdamW per worker, named tensors.
 
     Inactive blocks are held out by hooks on the output projections; the optimizer sees whole
@@ -224,10 +228,12 @@ def test_rounds_equal_a_reference_by_hand(tokens, tmp_path, seat):
         tokens, tmp_path / "run", run={"seat": seat},
         train={"precision": "float64", "schedule": "cosine", "warmup": 2, "rounds": 3, "clip": 0.5},
     )  # fmt: skip
-    for r in range(3):
-        stats, _ = rounds.twist_round(run, r)
+    engine, progress = Local(run), beginning(run.block_map)
+    for _ in range(3):
+        done = engine.round(progress)
+        progress = done.progress
         # every local step of every worker is in the aggregate
-        assert stats.n_steps == run.cfg.train.n_workers * run.cfg.train.interval
+        assert done.stats.n_steps == run.cfg.train.n_workers * run.cfg.train.interval
     expected = reference_rounds(run, 3)
     for row, prefix in zip(run.central.buffer, ("", "m/", "v/"), strict=True):
         for name, value in run.central.layout.views(row).items():
@@ -241,15 +247,13 @@ def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
     run.central.buffer[2].abs_()
     blueprints = deal(run)
     before = run.central.weights.clone()
-    deal_ = rounds.dispatcher.prepare(run.runs, 0, blueprints)
-    parcel = rounds.dispatcher.parcel(deal_, 0, run.runs, run.central.buffer)
+    deal_ = dispatcher.prepare(run.segments, 0, blueprints)
+    parcel = dispatcher.parcel(deal_, 0, run.segments, run.central.buffer)
     seat = run.seats.new(parcel.layout, "central")
-    seat.load(
-        parcel, rounds.scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 5
-    )
+    seat.load(parcel, scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 5)
     held = torch.zeros_like(before, dtype=torch.bool)
     held[: run.full.n_shared] = True
-    held[run.full.n_shared :].view(-1, run.runs.grain)[parcel.index] = True
+    held[run.full.n_shared :].view(-1, run.segments.grain)[parcel.index] = True
     for step in range(3):
         seat.step(run.batches(0, step), 1e-2)
         assert torch.equal(run.central.weights[~held], before[~held])
@@ -265,15 +269,13 @@ def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wi
     """The rounded copy is what the model runs on: it must follow every new parcel."""
     run = setup(tokens, tmp_path / "run", train={"precision": "bf16"})
     random_central(run)
-    deal_ = rounds.dispatcher.prepare(run.runs, 0, deal(run))
-    parcel = rounds.dispatcher.parcel(deal_, 0, run.runs, run.central.buffer)
+    deal_ = dispatcher.prepare(run.segments, 0, deal(run))
+    parcel = dispatcher.parcel(deal_, 0, run.segments, run.central.buffer)
     expected = cut(run.central, parcel.blueprint)
     if over_the_wire:
         parcel = replace(parcel, source=expected.clone())
     seat = run.seats.new(parcel.layout, "physical")
-    seat.load(
-        parcel, rounds.scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 0
-    )
+    seat.load(parcel, scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 0)
     assert torch.equal(seat.buffer, expected)
     assert torch.equal(seat.work, expected[0].bfloat16())
 
@@ -329,7 +331,7 @@ def test_mixed_and_heterogeneous_widths_train(tokens, tmp_path):
 def test_bytes_are_counted(tokens, tmp_path):
     """Hand count: 3 rows (weights, m, v) of float32 for each worker's subnet, each way."""
     run = setup(tokens, tmp_path / "run")
-    _, traffic = rounds.twist_round(run, 0)
+    traffic = Local(run).round(beginning(run.block_map)).traffic
     d, dh, k_attn, k_ffn, chunk = 16, 4, 2, 3, 16
     attn = 3 * k_attn * dh * (d + 1) + k_attn * dh * d + d
     ffn = k_ffn * chunk * (2 * d + 1) + d

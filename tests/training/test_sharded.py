@@ -17,8 +17,7 @@ from commands import toml, torchrun
 from conftest import make_tokens, tiny, tiny_table
 
 from twistlm import config
-from twistlm.training import rounds
-from twistlm.training.engines import sharded
+from twistlm.training import rounds, shards
 from twistlm.training.startup import set_up
 from twistlm.transport.ranks import Cluster
 
@@ -37,7 +36,7 @@ PIECE = 2000  # bytes: the tiny model then has several chunks
 
 def train(table: dict, piece: int = PIECE, resume: bool = False) -> None:
     """What each rank runs."""
-    sharded.PIECE = piece
+    shards.PIECE = piece
     rounds.train(config.from_dict(table), resume=resume, quiet=True)
 
 
@@ -174,9 +173,9 @@ def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):
 def test_tiles_cover_every_run_once_and_every_rank_owns_as_much(tokens, tmp_path, monkeypatch):
     cfg = tiny(tokens, tmp_path / "run")
     cluster = Cluster("local", 3, "physical", "cpu")
-    runs_ = set_up(cfg, cluster, resume=False, quiet=True).runs
-    monkeypatch.setattr(sharded, "PIECE", 100)
-    tiles = sharded.cut_tiles(runs_, 3, row_bytes=12)
+    runs_ = set_up(cfg, cluster, False, quiet=True)[0].segments
+    monkeypatch.setattr(shards, "PIECE", 100)
+    tiles = shards.cut_tiles(runs_, 3, row_bytes=12)
     seen, owned = np.zeros(runs_.full.n_params), np.zeros(3)
     for chunk in tiles:
         for owner, tile in enumerate(chunk):

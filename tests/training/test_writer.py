@@ -13,11 +13,12 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import CPU, random_central
+from checkpoints import CPU, random_central, random_progress
 from commands import toml
 from conftest import make_tokens, tiny, tiny_table
 
@@ -27,6 +28,7 @@ from twistlm.model import families, huggingface
 from twistlm.model.central import Central
 from twistlm.system import files
 from twistlm.training import checkpoint, rounds
+from twistlm.training.progress import Progress
 from twistlm.training.writer import Writer
 
 
@@ -71,37 +73,31 @@ class Gate:
 def test_what_changes_after_save_is_not_in_it(tmp_path, cfg, model, monkeypatch):
     """The very bits at the time of the call, although everything has changed when they are written."""
     gate = Gate(monkeypatch)
-    central = random_central(model, cfg)
-    central.leases = Leases(40, (3, 4))
+    central, progress = random_central(model, cfg), random_progress(model, cfg)
     before = {"buffer": central.buffer.clone(), "velocity": central.velocity.clone()}
-    told = (json.dumps(central.held), dict(central.rho))
     with Writer(tmp_path, cfg, model, None, central) as writer:
-        writer.save(central)
+        writer.save(central, progress)
         assert gate.reached.wait(30)
         central.buffer.zero_()
         central.velocity.zero_()
-        next(iter(central.held.values()))[0] += 1000
-        central.rho.clear()
-        central.round, central.leases = 18, Leases(99)
         assert writer.last is None
         gate.open.set()
     assert writer.last == tmp_path / "round-000017"
     after = reopened(writer.last, cfg)
     assert torch.equal(after.buffer, before["buffer"])
     assert torch.equal(after.velocity, before["velocity"])
-    assert (json.dumps(after.held), after.rho) == told
-    assert (after.round, after.leases) == (17, Leases(40, (3, 4)))
+    saved = checkpoint.verify(writer.last)
+    assert checkpoint.progress_of(saved, families.partition(model, cfg.blocks)) == progress
 
 
 def test_one_in_flight_and_the_host_memory_is_used_again(tmp_path, cfg, model, monkeypatch):
     gate = Gate(monkeypatch)
-    central = random_central(model, cfg)
+    central, progress = random_central(model, cfg), random_progress(model, cfg)
     with Writer(tmp_path, cfg, model, None, central) as writer:
         where = writer._copy.buffer.data_ptr(), writer._copy.velocity.data_ptr()
-        writer.save(central)
+        writer.save(central, progress)
         assert gate.reached.wait(30)
-        central.round = 18
-        second = threading.Thread(target=writer.save, args=(central,))
+        second = threading.Thread(target=writer.save, args=(central, replace(progress, round=18)))
         second.start()
         second.join(0.3)
         assert second.is_alive()  # waits for the first
@@ -119,14 +115,14 @@ def test_a_full_disk_is_said_at_once_and_an_error_only_at_the_end(
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    central = random_central(model, cfg)
+    central, progress = random_central(model, cfg), random_progress(model, cfg)
     writer = Writer(tmp_path, cfg, model, None, central)
     with writer:
-        writer.save(central)
+        writer.save(central, progress)
         writer.wait()
         monkeypatch.setattr(checkpoint, "save_tensors", full)
-        central.round = 18
-        writer.save(central)
+        progress = replace(progress, round=18)
+        writer.save(central, progress)
         writer.wait()  # no exception: the run goes on
         n_bytes = 4 * 4 * central.layout.n_params  # weights, m, v, velocity in float32
         assert writer.failure in capsys.readouterr().out
@@ -134,30 +130,29 @@ def test_a_full_disk_is_said_at_once_and_an_error_only_at_the_end(
             assert part in writer.failure
         assert [p.name for p in tmp_path.iterdir()] == ["round-000017"]
         monkeypatch.undo()
-        central.round = 19
-        writer.save(central)
+        progress = replace(progress, round=19)
+        writer.save(central, progress)
         writer.wait()
         assert writer.failure is None
     assert checkpoint.newest(tmp_path)[0].round == 19
     monkeypatch.setattr(checkpoint, "save_tensors", full)
-    central.round = 20
+    progress = replace(progress, round=20)
     with pytest.raises(OSError, match=r"round-000020 .* bytes.*No space left"), writer:
-        writer.save(central)
+        writer.save(central, progress)
     with pytest.raises(KeyboardInterrupt):  # another reason to stop is not hidden
-        stopped(writer, central)
+        stopped(writer, central, progress)
 
 
-def stopped(writer: Writer, central: Central) -> None:
+def stopped(writer: Writer, central: Central, progress: Progress) -> None:
     with writer:
-        writer.save(central)
+        writer.save(central, progress)
         raise KeyboardInterrupt
 
 
-def saved_twice(writer: Writer, central: Central) -> None:
+def saved_twice(writer: Writer, central: Central, progress: Progress) -> None:
     with writer:
-        writer.save(central)
-        central.round += 1
-        writer.save(central)
+        writer.save(central, progress)
+        writer.save(central, replace(progress, round=progress.round + 1))
 
 
 def test_a_bug_in_the_thread_reaches_the_run(tmp_path, cfg, model, monkeypatch):
@@ -167,7 +162,9 @@ def test_a_bug_in_the_thread_reaches_the_run(tmp_path, cfg, model, monkeypatch):
     monkeypatch.setattr(checkpoint, "save_tensors", bug)
     central = random_central(model, cfg)
     with pytest.raises(ZeroDivisionError, match="ours"):
-        saved_twice(Writer(tmp_path, cfg, model, None, central), central)
+        saved_twice(
+            Writer(tmp_path, cfg, model, None, central), central, random_progress(model, cfg)
+        )
     with (
         pytest.raises(ZeroDivisionError, match="ours"),
         Writer(tmp_path, cfg, model, None, central) as one,
@@ -243,7 +240,9 @@ def test_a_real_full_disk(tmp_path, cfg, model):
         pytest.skip("no permission to mount")
     try:
         with pytest.raises(OSError, match=r"round-000018 .*No space left"):
-            saved_twice(Writer(small, cfg, model, None, central), central)
+            saved_twice(
+                Writer(small, cfg, model, None, central), central, random_progress(model, cfg)
+            )
         assert [p.name for p in small.iterdir()] == ["round-000017"]
         assert checkpoint.newest(small)[0].round == 17
     finally:
@@ -259,15 +258,14 @@ def victim(folder: str, table: dict) -> None:
     cfg = config.from_dict(table)
     model = huggingface.load(cfg.model, seed=3)
     found, _ = checkpoint.newest(Path(folder))
-    central = random_central(model, cfg)
+    central, progress = random_central(model, cfg), random_progress(model, cfg)
     first = found.round + 1 if found else 1
     with Writer(Path(folder), cfg, model, None, central) as writer:
         for r in range(first, first + 10_000):
             central.buffer.fill_(r)
             central.velocity.fill_(r)
-            central.held = {name: [r] * len(counts) for name, counts in central.held.items()}
-            central.round, central.leases = r, Leases(r)
-            writer.save(central)
+            held = {name: (r,) * len(counts) for name, counts in progress.held.items()}
+            writer.save(central, Progress(r, Leases(r), held))
 
 
 def killed_while_writing(folder: Path, cfg, model, n: int) -> None:
@@ -291,8 +289,9 @@ def killed_while_writing(folder: Path, cfg, model, n: int) -> None:
         central = checkpoint.restore(found, model, block_map, CPU)
         assert (central.buffer == done).all()
         assert (central.velocity == done).all()
-        assert {count for counts in central.held.values() for count in counts} == {done}
-        assert (central.round, central.leases) == (done, Leases(done))
+        progress = checkpoint.progress_of(found, block_map)
+        assert {count for counts in progress.held.values() for count in counts} == {done}
+        assert (progress.round, progress.leases) == (done, Leases(done))
         n_broken += len(list(folder.glob(".draft-*")))
     assert n_broken > 0, "no kill fell into a write"
     assert len(list(folder.glob(".draft-*"))) <= 1

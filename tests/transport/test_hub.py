@@ -20,7 +20,7 @@ from processes import Scene, same_bits
 from safetensors.torch import load_file
 
 from twistlm.data.token_file import open_tokens
-from twistlm.model import huggingface
+from twistlm.model import generator, huggingface
 from twistlm.training import rounds
 from twistlm.transport.address import listen
 from twistlm.transport.session import MAGIC
@@ -386,8 +386,8 @@ def test_smaller_wires_train_nearly_the_same(scene, tmp_path, wire):
 
 def _wire_fp32(here: Scene) -> float:
     """Bytes of a round in float32, counted by hand: 3 workers, 3 rows, both ways."""
-    run = here.replay()
-    blueprint = rounds.generator.for_training(run.block_map, 3, run.cfg.blocks, seed=0, round=3)
+    run, _ = here.replay()
+    blueprint = generator.for_training(run.block_map, 3, run.cfg.blocks, seed=0, round=3)
     return sum(
         2 * 3 * 4 * run.full.narrowed(run.block_map, run.block_map.widths(b)).n_params
         for b in blueprint
