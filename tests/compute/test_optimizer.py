@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twistlm.compute.optimizer import AdamW, adamw_
+from twistlm.compute.optimizer import AdamW, Now, Slice, adamw_
 from twistlm.config import TrainConfig
 from twistlm.model.layout import Layout
 
@@ -28,7 +28,8 @@ def test_adamw_equals_torch(decay):
         param.grad = 0.5 * grad
         stock.step()
         count += 1
-        adamw_(weights, m, v, grad, weights, lr, count, torch.tensor(0.5, dtype=torch.float64), CFG.betas, CFG.eps, decay)  # fmt: skip
+        now = Now(lr, count, torch.tensor(0.5, dtype=torch.float64))
+        adamw_(Slice(weights, m, v, grad, weights), now, CFG.betas, CFG.eps, decay)
         torch.testing.assert_close(weights, param.detach(), rtol=1e-12, atol=1e-14)
 
 

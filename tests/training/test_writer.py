@@ -169,7 +169,7 @@ def test_a_bug_in_the_thread_reaches_the_run(tmp_path, cfg, model, monkeypatch):
         pytest.raises(ZeroDivisionError, match="ours"),
         Writer(tmp_path, cfg, model, None, central) as one,
     ):
-        one.save(central)
+        one.save(central, random_progress(model, cfg))
     assert not list(tmp_path.iterdir())
 
 

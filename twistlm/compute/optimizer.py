@@ -6,6 +6,8 @@ weights that the next forward pass reads: one pass over memory, 28 bytes a param
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +19,15 @@ from .graphs import compiled
 class AdamW:
     """The optimizer of one seat; its moments are rows 1 and 2 of the seat's buffer."""
 
-    def __init__(self, buffer: Tensor, grad: Tensor, work: Tensor, layout: Layout, cfg: TrainConfig, fast: bool):  # fmt: skip
+    def __init__(
+        self,
+        buffer: Tensor,
+        grad: Tensor,
+        work: Tensor,
+        layout: Layout,
+        cfg: TrainConfig,
+        fast: bool,
+    ):
         self.buffer, self.grad, self.work, self.cfg = buffer, grad, work, cfg
         self.slices = [(span, cfg.weight_decay) for span in layout.decayed]
         self.slices += [(span, 0.0) for span in layout.plain]
@@ -76,19 +86,35 @@ class AdamW:
             return
         assert self.function is not None
         for (start, end), decay in self.slices:
-            part = slice(start, end)
-            self.function(
-                *self.buffer[:, part], self.grad[part], self.work[part], self.lr, self.count, factor,
-                self.cfg.betas, self.cfg.eps, decay,
-            )  # fmt: skip
+            span = slice(start, end)
+            weights, m, v = self.buffer[:, span]
+            part = Slice(weights, m, v, self.grad[span], self.work[span])
+            now = Now(self.lr, self.count, factor)
+            self.function(part, now, self.cfg.betas, self.cfg.eps, decay)
 
 
-def adamw_(
-    weights: Tensor, m: Tensor, v: Tensor, grad: Tensor, work: Tensor,
-    lr: Tensor, count: Tensor, factor: Tensor | None,
-    betas: tuple[float, float], eps: float, decay: float,
-) -> None:  # fmt: skip
+class Slice(NamedTuple):
+    """A stretch of the seat's buffers."""
+
+    weights: Tensor
+    m: Tensor
+    v: Tensor
+    grad: Tensor
+    work: Tensor  # the weights as the model reads them
+
+
+class Now(NamedTuple):
+    """What changes from step to step, in the device's memory."""
+
+    lr: Tensor
+    n_steps: Tensor  # with this one
+    factor: Tensor | None  # of the gradient, where it is clipped
+
+
+def adamw_(part: Slice, now: Now, betas: tuple[float, float], eps: float, decay: float) -> None:
     """w <- (1 - lr*decay) w - lr m' / (sqrt(v') + eps), m' and v' free of their start at 0."""
+    weights, m, v, grad, work = part
+    lr, count, factor = now
     grad = grad.to(weights.dtype)
     if factor is not None:
         grad = grad * factor

@@ -9,7 +9,7 @@ the others have a row in `ROWS`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -166,7 +166,7 @@ def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = 
             dim = 0 if sub.transposed else 1
             n_neurons = shapes[f"{prefix}.{sub.out}.weight"][dim]
             chunks = dict.fromkeys(sub.ins, 1)
-            groups.append(_group(shapes, sub, prefix, "ffn", layer, n_neurons, chunks, 1))
+            groups.append(_group(shapes, sub, prefix, "ffn", layer, Chunks(n_neurons, chunks, 1)))
     result = BlockMap(tuple(groups))
     result.check(shapes)
     return result
@@ -250,12 +250,19 @@ def _attn_group(
             raise ValueError(
                 f"blocks.attn_by = 'query': {config.model_type} has fused q, k, v; use 'head'"
             )
-        return _group(
-            shapes, sub, prefix, "attn", layer, per_kv, {sub.ins[0]: dh}, dh, sections=n_kv
-        )
-    chunks = dict.fromkeys(sub.ins, dh)
-    chunks[sub.ins[0]] = per_kv * dh
-    return _group(shapes, sub, prefix, "attn", layer, n_kv, chunks, per_kv * dh)
+        chunks = Chunks(per_kv, {sub.ins[0]: dh}, dh, sections=n_kv)
+        return _group(shapes, sub, prefix, "attn", layer, chunks)
+    ins = dict.fromkeys(sub.ins, dh) | {sub.ins[0]: per_kv * dh}
+    return _group(shapes, sub, prefix, "attn", layer, Chunks(n_kv, ins, per_kv * dh))
+
+
+class Chunks(NamedTuple):
+    """How many blocks a layer has, and how many features of each projection are one block's."""
+
+    n_blocks: int
+    ins: dict[str, int]  # only these of `Sublayer.ins` are cut
+    out: int
+    sections: int = 1
 
 
 def _group(
@@ -264,21 +271,18 @@ def _group(
     prefix: str,
     kind: Kind,
     layer: int,
-    n_blocks: int,
-    in_chunks: dict[str, int],  # only these of `sub.ins` are cut
-    out_chunk: int,
-    sections: int = 1,
+    chunks: Chunks,
 ) -> BlockGroup:
     in_dim, out_dim = (1, 0) if sub.transposed else (0, 1)
-    parts = []
-    for name, chunk in in_chunks.items():
-        parts.append(Partition(f"{prefix}.{name}.weight", in_dim, chunk, sections * sub.fused))
+    parts, sections = [], chunks.sections * sub.fused
+    for name, chunk in chunks.ins.items():
+        parts.append(Partition(f"{prefix}.{name}.weight", in_dim, chunk, sections))
         if f"{prefix}.{name}.bias" in shapes:
-            parts.append(Partition(f"{prefix}.{name}.bias", 0, chunk, sections * sub.fused))
+            parts.append(Partition(f"{prefix}.{name}.bias", 0, chunk, sections))
     out = f"{prefix}.{sub.out}"
-    parts.append(Partition(f"{out}.weight", out_dim, out_chunk, sections))
+    parts.append(Partition(f"{out}.weight", out_dim, chunks.out, chunks.sections))
     scaled = (f"{out}.weight",) + ((f"{out}.bias",) if f"{out}.bias" in shapes else ())
-    return BlockGroup(f"{prefix}.{kind}", kind, layer, n_blocks, tuple(parts), scaled)
+    return BlockGroup(f"{prefix}.{kind}", kind, layer, chunks.n_blocks, tuple(parts), scaled)
 
 
 def _check_no_norm_over_heads(

@@ -1,9 +1,11 @@
 """Triton kernels for what torch does in several passes: softmax with its gradient, gather and mean of runs.
 
-Each has a torch twin (in `loss.py` and `flat.py`) that says what it computes; these are for GPUs.
+Each has a torch twin (in `compute/loss.py` and `model/layout.py`) that says what it computes; these are for GPUs.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,17 +48,36 @@ def take_(
     )  # fmt: skip
 
 
-def mean_(
-    central: Tensor, total: Tensor, part: Tensor, n_shared: int, index: Tensor, grain: int,
-    block_of: Tensor, holders: Tensor, worker: int,
-) -> None:  # fmt: skip
-    """Add one worker's `part` to `total`, or finish the mean in `central`; see `flat.mean_`."""
-    n_runs = part.shape[1] // grain
-    _mean[_grid(n_runs, grain)](
-        central, total, part, index, block_of, holders, worker, n_runs, n_shared // grain,
-        central.stride(0), total.stride(0), part.stride(0),
-        ROWS=part.shape[0], GRAIN=grain, RUNS=max(1, TILE // grain),
-    )  # fmt: skip
+class Places(NamedTuple):
+    """Where one worker's blocks lie, and who else holds them."""
+
+    n_shared: int
+    grain: int
+    runs: Tensor
+    block_of: Tensor
+    holders: Tensor
+
+
+def mean_(central: Tensor, total: Tensor, part: Tensor, where: Places, worker: int) -> None:
+    """Add one worker's `part` to `total`, or finish the mean in `central`; see `layout.mean_`."""
+    n_runs = part.shape[1] // where.grain
+    _mean[_grid(n_runs, where.grain)](
+        central,
+        total,
+        part,
+        where.runs,
+        where.block_of,
+        where.holders,
+        worker,
+        n_runs,
+        where.n_shared // where.grain,
+        central.stride(0),
+        total.stride(0),
+        part.stride(0),
+        ROWS=part.shape[0],
+        GRAIN=where.grain,
+        RUNS=max(1, TILE // where.grain),
+    )
 
 
 def _grid(n_runs: int, grain: int) -> tuple[int]:

@@ -184,9 +184,8 @@ def mean_(
     """
     n_shared = runs.full.n_shared
     if _fast(central):
-        kernels.mean_(
-            central, total, part, n_shared, index, runs.grain, runs.block_of, holders, worker
-        )
+        where = kernels.Places(n_shared, runs.grain, index, runs.block_of, holders)
+        kernels.mean_(central, total, part, where, worker)
         return
     # on a CPU a plain sum and one pass at the end: picking first and last holders out of short runs costs more
     if worker == 0:

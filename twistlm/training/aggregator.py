@@ -46,7 +46,7 @@ def aggregate_(
 ) -> Stats:
     """Set every central parameter (and moment) to the mean of the copies that came back.
 
-    `holders` (of `flat.holders`) is about the workers that bring a result. Copies are added in the order of
+    `holders` (of `layout.holders`) is about the workers that bring a result. Copies are added in the order of
     `results`, which is worker order everywhere, so one process and many give the same bits. A
     parameter that nobody held keeps weight, moments and outer momentum.
     """
