@@ -1,0 +1,67 @@
+"""Files that version 0.1 wrote (commit 80de057, before the rooms) are read as they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from twistlm.data.token_file import open_tokens
+from twistlm.tickets import deploy, score
+from twistlm.training import checkpoint, rounds
+
+OLD = Path(__file__).parent / "fixtures/before_rooms"
+EXPECTED = json.loads((OLD / "expected.json").read_text())  # what that commit printed
+
+
+@pytest.fixture
+def old(tmp_path, monkeypatch) -> Path:
+    """A copy in the working directory: the run's config names its tokens relative to it."""
+    shutil.copytree(OLD, tmp_path / "old")
+    monkeypatch.chdir(tmp_path / "old")
+    return tmp_path / "old"
+
+
+def test_a_token_file(old):
+    tokens = open_tokens("tokens")
+    assert tokens.meta.n_tokens // 32 * 32 == EXPECTED["tokens"]
+    assert len(tokens.tokens) == tokens.meta.n_tokens
+    assert int(tokens.tokens.max()) == tokens.meta.max_id
+
+
+def test_a_checkpoint_is_evaluated(old):
+    found = score.score_run("run", ["2/4"], n=3)
+    (subnets,) = found.subnets
+    assert found.full == pytest.approx(EXPECTED["full"], rel=1e-5)
+    assert subnets.mean == pytest.approx(EXPECTED["2/4"]["mean"], rel=1e-5)
+    assert subnets.worst == pytest.approx(EXPECTED["2/4"]["worst"], rel=1e-5)
+
+
+def test_a_checkpoint_is_resumed(old):
+    """Moments, outer momentum, leases, counts and rho all go into the next losses."""
+    cfg = checkpoint.open_("run").config
+    cfg = replace(cfg, train=replace(cfg.train, rounds=4))
+    rounds.train(cfg, resume=True, quiet=True)
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2, 3, 4]
+    resumed = EXPECTED["resumed"]
+    assert [row["loss"] for row in rows[2:]] == pytest.approx(resumed["losses"], rel=1e-5)
+    assert rows[3]["eval"]["full"] == pytest.approx(resumed["full"], rel=1e-5)
+    assert rows[3]["eval"]["2/4"]["mean"] == pytest.approx(resumed["2/4"], rel=1e-5)
+
+
+def test_a_ticket_loads_and_is_what_extract_cuts_today(old):
+    """The same blocks of the same parent, folded: equal to the file of then."""
+    from twistlm.tickets.parent import open_parent
+
+    ticket = deploy.load_ticket(old / "ticket")
+    blueprint = json.loads((old / "ticket/ticket.json").read_text())["blueprint"]
+    kept = {name: tuple(blocks) for name, blocks in blueprint.items()}
+    today = deploy.extract(open_parent("run", "cpu"), kept)
+    ids = torch.arange(64).view(2, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ticket(ids).logits, today(ids).logits, rtol=0, atol=1e-6)
