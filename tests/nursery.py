@@ -27,8 +27,9 @@ from twistlm import config
 from twistlm.system.signals import Ended
 from twistlm.training import aggregator, checkpoint, rounds, worker
 from twistlm.training.engines import remote
-from twistlm.transport import hub
-from twistlm.transport.session import Kind, Session, wait
+from twistlm.transport import client, hub
+from twistlm.transport.protocol import UPDATE, ResultSent, transfer_tag
+from twistlm.transport.session import Session, wait
 
 torch.set_num_threads(1)
 SECRET = b"a secret of sixteen bytes or more"
@@ -57,12 +58,12 @@ def faulty(faults: list[dict], log: Path) -> None:
 
     receive, train, send, step = remote._receive, remote._train, remote._send, worker.Seat.step
 
-    def receive_(line, desk, message):
-        current.update(round=message.round, step=0)
+    def receive_(line, place, order):
+        current.update(round=order.round, step=0)
         if fault := due("receive"):
             die(fault)
-        got = receive(line, desk, message)
-        if got is not None and due("parcel"):
+        got = receive(line, place, order)
+        if got is not None and due("weights"):
             return None  # as if a bit had flipped on its way down
         return got
 
@@ -75,11 +76,11 @@ def faulty(faults: list[dict], log: Path) -> None:
                 die(fault)
         step(self, ids, lr)
 
-    def train_(desk, message, sent, ids):
+    def train_(place, order, sent, ids):
         with log.open("a") as file:  # what it really trained, for the exactly-once audit
             rows = ids[:, :, 0].flatten().tolist()
-            file.write(json.dumps({"round": message.round, "first_ids": rows}) + "\n")
-        up, loss_sum = train(desk, message, sent, ids)
+            file.write(json.dumps({"round": order.round, "first_ids": rows}) + "\n")
+        up, loss_sum = train(place, order, sent, ids)
         floats = up.view(torch.float32)
         if due("result", "nan"):
             floats[7] = float("nan")
@@ -92,39 +93,43 @@ def faulty(faults: list[dict], log: Path) -> None:
         return up, loss_sum
 
     def send_(line: Session, round, up, loss_sum, attempt):
-        where = hub.tag(round, hub.UP, attempt)
+        where = transfer_tag(round, UPDATE, attempt)
+
+        def announce(round=round, up=up):
+            line.tell(client.result_of(round, up, loss_sum))
+
         if fault := due("send", "die"):
-            line.tell(Kind.RESULT, round, up, loss_sum=loss_sum)
+            announce()
             line.send(up, where)
             die(fault)
         if due("send", "corrupt"):
-            line.tell(Kind.RESULT, round, up, loss_sum=loss_sum)
+            announce()
             bad = up.clone()
             bad[3] ^= 1
             wait(line.send(bad, where), 10)
-            line.tell(Kind.SENT, round)
+            line.tell(ResultSent(round))
         elif due("send", "short"):
-            line.tell(Kind.RESULT, round, up[:-8].clone(), loss_sum=loss_sum)
+            announce(up=up[:-8].clone())
             wait(line.send(up[:-8].clone(), where), 10)
-            line.tell(Kind.SENT, round)
+            line.tell(ResultSent(round))
         elif due("send", "cut short"):  # announced whole, sent short: gloo would accept it silently
-            line.tell(Kind.RESULT, round, up, loss_sum=loss_sum)
+            announce()
             wait(line.send(up[:-64].clone(), where), 10)
-            line.tell(Kind.SENT, round)
+            line.tell(ResultSent(round))
         elif due("send", "nothing"):  # announced, said to have left, and never sent
-            line.tell(Kind.RESULT, round, up, loss_sum=loss_sum)
-            line.tell(Kind.SENT, round)
+            announce()
+            line.tell(ResultSent(round))
         elif due("send", "long"):
-            line.tell(Kind.RESULT, round, up, loss_sum=loss_sum)
+            announce()
             wait(line.send(torch.cat([up, up]), where), 10)
         elif due("send", "wrong round"):
-            line.tell(Kind.RESULT, round - 1, up, loss_sum=loss_sum)
+            announce(round=round - 1)
             send(line, round, up, loss_sum, attempt)
         elif due("send", "twice"):
             send(line, round, up, loss_sum, attempt)
-            line.tell(Kind.RESULT, round, up, loss_sum=loss_sum)
+            announce()
             keep.append(line.send(up.clone(), where))
-            line.tell(Kind.SENT, round)
+            line.tell(ResultSent(round))
         else:
             send(line, round, up, loss_sum, attempt)
         if fault := due("sent"):
@@ -157,17 +162,17 @@ def faulty_hub(faults: list[dict]) -> None:
 def run_worker(order: dict) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     faulty(order.get("faults", []), Path(order["log"] + ".trained"))
-    knock = remote.Knock(
+    options = remote.WorkerOptions(
         order["connect"], order.get("secret", SECRET.decode()).encode(), order.get("name", ""),
         order.get("widths"), "cpu", patience=order.get("patience", 60.0),
     )  # fmt: skip
-    remote.work(knock)
+    remote.work(options)
     return 0
 
 
 def run_hub(order: dict) -> int:
     faulty_hub(order.get("faults", []))
-    listener = socket.socket(fileno=order["door"]) if "door" in order else None
+    listener = socket.socket(fileno=order["listener"]) if "listener" in order else None
     listener = listener or socket.create_server((order.get("host", "127.0.0.1"), order["port"]))
     cfg = config.from_dict(order["config"])
     try:

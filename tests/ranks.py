@@ -1,4 +1,4 @@
-"""Ranks as real processes that start in a second: forked from a server that has imported everything."""
+"""Runs as real processes that start in a second: forked from a server that has imported everything."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from twistlm.system.signals import Ended
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["twistlm.training.rounds"])
+SERVER = multiprocessing.get_context("forkserver")  # one for each pytest process
+SERVER.set_forkserver_preload(["twistlm.training.rounds", "twistlm.cli", "conftest", "checkpoints"])
 
 
 def start(n: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[BaseProcess]:
@@ -41,6 +41,21 @@ def said(folder: Path, rank: int) -> str:
     return (folder / f"rank-{rank}.txt").read_text()
 
 
+def train(table: dict) -> None:
+    """What each rank runs; a test's own function would make it import the test."""
+    from twistlm import config
+    from twistlm.training import rounds
+
+    rounds.train(config.from_dict(table), quiet=True)
+
+
+def twistlm(output: Path, *args: str) -> BaseProcess:
+    """The command `twistlm ARGS` in a process of its own, which writes to a file or a pipe."""
+    process = SERVER.Process(target=_command, args=(output, args))
+    process.start()
+    return process
+
+
 def _rank(rank: int, n: int, port: int, folder: Path, function: Callable, args: tuple) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -52,3 +67,13 @@ def _rank(rank: int, n: int, port: int, folder: Path, function: Callable, args: 
     except (ValueError, OSError, Ended) as error:  # what the command turns into a sentence
         print(error, file=log)
         sys.exit(getattr(error, "code", 2))
+
+
+def _command(output: Path, args: tuple[str, ...]) -> None:
+    from twistlm import cli
+
+    with output.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["twistlm", *args]
+    cli.main()

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from checkpoints import FILES, FLOAT64_TRAIN, distance
-from commands import toml, torchrun
 from conftest import make_tokens, tiny, tiny_table
 
 from twistlm.data.stream import Batches
@@ -86,9 +86,9 @@ def test_dropout_ranks_equal_local(tmp_path):
     train = FLOAT64_TRAIN | {"method": "dropout", "outer": "none", "scale": "measured"}
     reference = rounds.train(tiny(tokens, tmp_path / "local", train=train), quiet=True)
     table = tiny_table(tokens, tmp_path / "run", train=train, run={"variant": "hybrid"})
-    torchrun(3, "train", toml(tmp_path / "config.toml", table))
-    ranks = tmp_path / "run/checkpoints/round-000004"
-    assert distance(reference, ranks, FILES[:2]) < 1e-10
+    ranks.finish(ranks.start(3, tmp_path, ranks.train, table), tmp_path)
+    made = tmp_path / "run/checkpoints/round-000004"
+    assert distance(reference, made, FILES[:2]) < 1e-10
 
 
 @pytest.mark.parametrize("scale", ["sqrt", "measured"])

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import ranks
 import torch
 from checkpoints import FILES
 from commands import toml
@@ -27,23 +24,6 @@ TRAIN = {
     "scale": "measured",
 }
 BLOCKS = {"deal": "balanced", "k_attn": [2, 3], "k_ffn": [3, 2]}
-
-
-def command(config: str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "twistlm", "train", config, *more]
-
-
-def start(config: str, *more: str) -> subprocess.Popen:
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command(config, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
-    )
-
-
-def finish(process: subprocess.Popen) -> str:
-    output = process.communicate(timeout=300)[0].decode()
-    assert process.returncode == 0, output
-    return output
 
 
 def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
@@ -86,24 +66,27 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):
             tokens, tmp_path / name, train=TRAIN, blocks=BLOCKS, run={"save_every": 3}
         )
         configs[name] = toml(tmp_path / f"{name}.toml", table)
-    finish(start(configs["straight"]))
+    log, straight = tmp_path / "killed.txt", tmp_path / "straight.txt"
+    reference = ranks.twistlm(straight, "train", configs["straight"])
     rng = random.Random(1)
-    victim = start(configs["killed"])
+    victim = ranks.twistlm(log, "train", configs["killed"])
     for attempt in range(4):
         # wait until it trains, then any moment: in a round, while saving, between the two
         metrics = tmp_path / "killed/metrics.jsonl"
         rounds_then = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
         deadline = time.time() + 120
-        while time.time() < deadline and victim.poll() is None:
+        while time.time() < deadline and victim.is_alive():
             if metrics.is_file() and len(metrics.read_text().splitlines()) > rounds_then:
                 break
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.4))
-        assert attempt or victim.poll() is None, "the run ended before it could be killed"
-        victim.send_signal(signal.SIGKILL)
-        victim.communicate()
-        victim = start(configs["killed"], "--resume")
-    finish(victim)
+        assert attempt or victim.is_alive(), "the run ended before it could be killed"
+        victim.kill()
+        victim.join()
+        victim = ranks.twistlm(log, "train", configs["killed"], "--resume")
+    for process, output in ((reference, straight), (victim, log)):
+        process.join(300)
+        assert process.exitcode == 0, output.read_text()
     last = "checkpoints/round-000030"
     for name in FILES:
         straight, killed = (tmp_path / run / last / name for run in ("straight", "killed"))

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import ranks
 from checkpoints import FILES
-from commands import toml, torchrun
 from conftest import make_tokens, tiny, tiny_table
 
 from twistlm import config
@@ -94,10 +93,10 @@ def test_sharded_is_bitwise_local(runs):
     by_formula(ours)
 
 
-def test_one_tile_for_each_under_torchrun(runs, tmp_path):
+def test_one_tile_for_each(runs, tmp_path):
     folder, tokens = runs
     table = sharded_table(tokens, tmp_path / "run", run={"eval_every": -1, "save_every": 0})
-    torchrun(3, "train", toml(tmp_path / "config.toml", table))
+    ranks.finish(ranks.start(3, tmp_path, ranks.train, table), tmp_path)
     same(*(at / "checkpoints/round-000004" for at in (folder / "local", tmp_path / "run")))
 
 

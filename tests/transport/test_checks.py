@@ -1,4 +1,4 @@
-"""Results over a real line between two threads: judged as they came, several at once, and the bell."""
+"""Results over a real session between two threads: checked as they came, several at once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import select
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import tiny
 
-from twistlm.transport import checks
-from twistlm.transport.session import Kind, Message, Session, checksum
+from twistlm.transport.checks import Checkers, CheckRequest
+from twistlm.transport.protocol import Payload, RoundResult
+from twistlm.transport.session import Session
 
 KEY = bytes(range(32))
 SENT = torch.ones(3, 5000)
@@ -39,68 +41,71 @@ def line():
 
 
 @pytest.fixture
-def judges():
-    made = checks.Judges()
+def checkers():
+    made = Checkers()
     yield made
     made.close()
 
 
-def arrive(line, result, tag: int, **body):
-    """Send a result; what `judge` is asked about it."""
+def arrive(line, result, tag: int, loss_sum: float = 2.0) -> CheckRequest:
+    """Send a result; what the checkers are asked about it."""
     hub, worker = line
     up = result.view(-1).view(torch.uint8)
     answer = torch.empty_like(up)
-    announced = Message(Kind.RESULT, 0, up.numel(), checksum(up), {"loss_sum": 2.0} | body)
+    announced = RoundResult(0, Payload.of(up), loss_sum)
     transfer = hub.receive(answer, tag)
     worker.send(up, tag).wait()
-    return [tiny("x", "y"), announced, SENT, answer, transfer, 10.0]
+    return CheckRequest(tiny("x", "y"), announced, SENT, answer, transfer, 10.0)
 
 
-def test_a_sound_result_is_read_where_it_lies(line, judges):
+def test_a_sound_result_is_read_where_it_lies(line, checkers):
     result = SENT + 1e-4
     case = arrive(line, result, 1)
-    found = judges.ask(*case).result(10)
+    found = checkers.start(case).result(10)
     assert torch.equal(found.result, result)
-    assert found.result.data_ptr() == case[3].data_ptr()
+    assert found.result.data_ptr() == case.answer.data_ptr()
     assert (found.loss_sum, found.why) == (2.0, None)
 
 
-def test_what_is_found_wrong(line, judges):
+def test_what_is_found_wrong(line, checkers):
     bad = SENT.clone()
     bad[0, 7] = math.nan
     cases = {
         "NaN or Inf": arrive(line, bad, 1),
         "AdamW": arrive(line, SENT * 1e6, 2),
-        "its loss is nan": arrive(line, SENT + 1e-4, 3, loss_sum="much"),
+        "its loss is nan": arrive(line, SENT + 1e-4, 3, loss_sum=math.nan),
     }
     for word, case in cases.items():
-        assert word in judges.ask(*case).result(10).why
+        assert word in checkers.start(case).result(10).why
     other, case = arrive(line, SENT + 1e-4, 4), arrive(line, SENT + 2e-4, 5)
-    found = judges.ask(case[0], other[1], *case[2:]).result(10)  # not what was announced
+    found = checkers.start(replace(case, announced=other.announced)).result(
+        10
+    )  # not what was announced
     assert (found.result, found.why) == (None, None)
 
 
-def test_the_bell_rings_once_for_each(line, judges):
-    assert not select.select([judges.bell], [], [], 0)[0]
-    asked = [judges.ask(*arrive(line, SENT + 1e-4, tag)) for tag in (1, 2)]
-    for verdict in asked:
-        verdict.result(10)
-    assert select.select([judges.bell], [], [], 10)[0]
-    judges.silence()
-    more = judges.ask(*arrive(line, SENT + 1e-4, 3))
+def test_finished_can_be_read_after_each(line, checkers):
+    assert not select.select([checkers.finished], [], [], 0)[0]
+    asked = [checkers.start(arrive(line, SENT + 1e-4, tag)) for tag in (1, 2)]
+    for finding in asked:
+        finding.result(10)
+    assert select.select([checkers.finished], [], [], 10)[0]
+    checkers.clear()
+    more = checkers.start(arrive(line, SENT + 1e-4, 3))
     more.result(10)
-    assert select.select([judges.bell], [], [], 10)[0]
+    assert select.select([checkers.finished], [], [], 10)[0]
 
 
-def test_one_that_never_comes_fails_in_time_and_alone(line, judges):
-    """The transfer is cut off with its session; another result is judged while it is waited for."""
-    cfg, announced, sent, came, _, _ = sound = arrive(line, SENT + 1e-4, 1)
-    never = torch.empty_like(came)
+def test_one_that_never_comes_fails_in_time_and_alone(line, checkers):
+    """The transfer is cut off with its session; another result is checked while it is waited for."""
+    sound = arrive(line, SENT + 1e-4, 1)
+    never = torch.empty_like(sound.answer)
     began = time.monotonic()
-    missing = judges.ask(cfg, announced, sent, never, line[0].receive(never, 2), 6.0)
-    # gloo cuts the whole line when one transfer on it times out: the sound one has six seconds
-    assert judges.ask(*sound).result(10).why is None
+    transfer = line[0].receive(never, 2)
+    missing = checkers.start(replace(sound, answer=never, transfer=transfer, seconds=3.0))
+    # gloo cuts the whole session when one transfer on it times out: the sound one has three seconds
+    assert checkers.start(sound).result(10).why is None
     assert not missing.done()
     with pytest.raises(ConnectionError, match="timed out"):
         missing.result(20)
-    assert time.monotonic() - began >= 5.9
+    assert time.monotonic() - began >= 2.9

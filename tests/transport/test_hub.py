@@ -23,7 +23,7 @@ from twistlm.data.token_file import open_tokens
 from twistlm.model import generator, huggingface
 from twistlm.training import rounds
 from twistlm.transport.address import listen
-from twistlm.transport.session import MAGIC
+from twistlm.transport.handshake import MAGIC
 
 TRAIN = {"rounds": 6, "interval": 2, "outer": "nesterov(0.7, 0.6)", "schedule": "cosine"}
 
@@ -127,7 +127,7 @@ def test_results_that_are_not_believed(scene):
         "untimely",
         {"at": "send", "do": "wrong round", "round": 2},
         {"at": "send", "do": "twice", "round": 4},
-        {"at": "parcel", "round": 5},
+        {"at": "weights", "round": 5},
         {"at": "send", "do": "corrupt", "round": 6},
         {"at": "send", "do": "corrupt", "round": 8, "always": True},
     )  # fmt: skip

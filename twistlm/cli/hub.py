@@ -59,8 +59,8 @@ def hub(
     if cfg.train.method != "twist":
         raise ValueError(f"train.method = {cfg.train.method!r}: a hub trains in TwIST rounds")
     secret = read_secret(secret_file)
-    if "TWISTLM_DOOR" in os.environ:  # a supervisor holds it
-        listener = socket.socket(fileno=int(os.environ["TWISTLM_DOOR"]))
+    if "TWISTLM_LISTENER" in os.environ:  # a supervisor holds it
+        listener = socket.socket(fileno=int(os.environ["TWISTLM_LISTENER"]))
     else:
         listener = listen(cfg.hub.bind, cfg.hub.public)
         if supervise:
@@ -87,7 +87,7 @@ def worker(
     k_ffn: Annotated[int, typer.Option(min=0, help="Its own K of FFN blocks; 0: the run's.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds to knock at a hub that has gone away.")
+        float, typer.Option(min=0, help="Seconds to try to reach a hub that has gone away.")
     ] = 600.0,
     public: Annotated[
         bool, typer.Option("--public", help="Allow a hub beyond loopback and private addresses.")
@@ -102,4 +102,4 @@ def worker(
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     own: dict[Kind, int] = {"attn": k_attn, "ffn": k_ffn}
     widths = {kind: k for kind, k in own.items() if k}
-    remote.work(remote.Knock(connect, secret, name, widths, device, public, patience))
+    remote.work(remote.WorkerOptions(connect, secret, name, widths, device, public, patience))

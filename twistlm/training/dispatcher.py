@@ -11,7 +11,7 @@ from torch import Tensor
 from ..model.blocks import Blueprint
 from ..model.central import Central
 from ..model.layout import Layout, Runs, gather_, holders
-from ..system.buffers import Rooms
+from ..system.buffers import BufferPool
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,19 @@ class Parcel:
 
 
 def cut(
-    central: Central, blueprint: Blueprint, rows: int | None = None, rooms: Rooms | None = None
+    central: Central,
+    blueprint: Blueprint,
+    rows: int | None = None,
+    buffers: BufferPool | None = None,
 ) -> Tensor:
     """A subnet's buffer out of the central one (its first `rows` rows), in memory that may be reused."""
     source = central.buffer[:rows]
     index = central.runs.index(blueprint)
     n_params = central.layout.n_shared + index.numel() * central.runs.grain
     shape = (source.shape[0], n_params)
-    if rooms is not None and source.device.type == "cpu":
-        room = rooms.get("down", math.prod(shape) * source.element_size())
-        return gather_(room.view(source.dtype).view(shape), source, central.runs, index)
+    if buffers is not None and source.device.type == "cpu":
+        place = buffers.get("down", math.prod(shape) * source.element_size())
+        return gather_(place.view(source.dtype).view(shape), source, central.runs, index)
     out = torch.empty(shape, dtype=source.dtype, device=source.device)
     return gather_(out, source, central.runs, index)
 

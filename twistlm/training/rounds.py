@@ -50,7 +50,9 @@ def train(
             if not cluster.is_central:
                 address, secret = cluster.share().split()
                 remote.work(
-                    remote.Knock(address, secret.encode(), device=cfg.run.device, quiet=True)
+                    remote.WorkerOptions(
+                        address, secret.encode(), device=cfg.run.device, quiet=True
+                    )
                 )
                 return Path(cfg.run.out)
             opened = listener.for_ranks(cluster, cfg.hub.public)

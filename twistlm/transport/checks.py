@@ -1,7 +1,7 @@
-"""Results judged in threads: is it what was announced, and may it be believed?
+"""Results checked in threads: are these the bytes that were announced, and may they be believed?
 
-Judging reads a result three times, which takes a core as long as gloo takes to bring it on a fast link.
-Results tend to come together, so several cores judge, and the hub's loop hears the other workers meanwhile.
+A check reads a result three times, which takes a core as long as gloo takes to bring it on a fast link.
+Results tend to come together, so several cores check them, and the hub hears the other workers meanwhile.
 """
 
 from __future__ import annotations
@@ -17,13 +17,25 @@ from torch import Tensor
 from ..config import Config
 from . import session, wire
 from .guard import suspicion
-from .session import Message
+from .protocol import RoundResult
 
 THREADS = 4  # more of them would wait for memory; one that waits for a liar holds up no other
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckRequest:
+    """A result on its way, and what it must be compared with."""
+
+    cfg: Config
+    announced: RoundResult
+    sent: Tensor  # [rows, n]: what the worker started from
+    answer: Tensor  # uint8: where the result arrives
+    transfer: Any  # gloo's work
+    seconds: float  # until the transfer is given up
+
+
+@dataclass(frozen=True)
+class Finding:
     """What was found out about a result that has arrived."""
 
     result: Tensor | None  # [rows, n]; None if its bytes are not those that were announced
@@ -31,39 +43,35 @@ class Verdict:
     why: str | None = None  # it is not believed
 
 
-def judge(
-    cfg: Config, announced: Message, sent: Tensor, answer: Tensor, transfer: Any, seconds: float
-) -> Verdict:
-    """Wait for a transfer into `answer` that is nearly over, and look at every byte of it."""
-    session.wait(transfer, seconds)
-    if session.checksum(answer) != announced.checksum:
-        return Verdict(None)
+def check(request: CheckRequest) -> Finding:
+    """Wait for a transfer that is nearly over, and look at every byte of it."""
+    cfg, sent, answer = request.cfg, request.sent, request.answer
+    session.wait(request.transfer, request.seconds)
+    if not request.announced.update.matches(answer):
+        return Finding(None)
     result = wire.read_up(cfg.run.wire, answer, (sent.shape[0], sent.shape[1]), sent[0])
-    try:
-        loss_sum = float(announced.body["loss_sum"])
-    except (KeyError, TypeError, ValueError):
-        loss_sum = math.nan
-    return Verdict(result, loss_sum, suspicion(cfg.train, result, sent, loss_sum))
+    loss_sum = float(request.announced.loss_sum)
+    return Finding(result, loss_sum, suspicion(cfg.train, result, sent, loss_sum))
 
 
-class Judges:
-    """The threads, as long as there is a hub; `bell` can be read from when one of them has finished."""
+class Checkers:
+    """The threads, as long as there is a hub; `finished` can be read from when one has an answer."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS)
-        self.bell, self._rope = socket.socketpair()
+        self.finished, self._signal = socket.socketpair()
 
-    def ask(self, *case: Any) -> Future[Verdict]:
-        """Start `judge`; what it raises comes with the verdict."""
-        verdict = self._threads.submit(judge, *case)
-        verdict.add_done_callback(lambda _: self._rope.send(b"."))
-        return verdict
+    def start(self, request: CheckRequest) -> Future[Finding]:
+        """Start a check; what it raises comes with the finding."""
+        finding = self._threads.submit(check, request)
+        finding.add_done_callback(lambda _: self._signal.send(b"."))
+        return finding
 
-    def silence(self) -> None:
-        """Take note of the bell."""
-        self.bell.recv(1 << 10)
+    def clear(self) -> None:
+        """Make `finished` unreadable until another check ends."""
+        self.finished.recv(1 << 10)
 
     def close(self) -> None:
         self._threads.shutdown()
-        self.bell.close()
-        self._rope.close()
+        self.finished.close()
+        self._signal.close()

@@ -1,4 +1,4 @@
-"""The hub's side of a round: who is in, what goes out, what comes back in time and is believed.
+"""The hub's side of a round: who takes part, what goes out, what comes back in time and is believed.
 
 Every worker has a session of its own, so a dead, hung, cut-off or lying one costs its own result and
 nothing else. A round ends when every worker has answered or at its deadline, whichever comes first.
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,23 @@ from torch import Tensor
 from ..config import Config, Wire
 from ..system.signals import TOO_FEW, Ended
 from . import session, wire
-from .checks import Judges, Verdict
+from .checks import Checkers, CheckRequest, Finding
 from .events import Events
-from .listener import Door
-from .members import Member, Order, Roster
-from .session import Kind as Say
-from .session import Message
+from .listener import Listener
+from .members import Member, Members, PendingOrder
+from .protocol import (
+    TOKENS,
+    UPDATE,
+    WEIGHTS,
+    Message,
+    Payload,
+    Resend,
+    ResultSent,
+    RoundOrder,
+    RoundResult,
+    Task,
+    transfer_tag,
+)
 
 RECENT = 9  # rounds behind the median
 FIRST = 10  # times the floor: the deadline of a round with nothing to compare it with
@@ -41,28 +52,20 @@ class Answer:
     loss_sum: float
 
 
-def tag(round: int, what: int, attempt: int) -> int:
-    """gloo's tag of one transfer: what belongs to another round or attempt never meets its receiver."""
-    return (round * 8 + what * 2 + attempt) % (1 << 31)
-
-
-DOWN, IDS, UP = 0, 1, 2
-
-
 class Hub:
     """Listens, lets workers in and out, and exchanges one round at a time with those who are in."""
 
     def __init__(
         self,
-        door: Door,
+        listener: Listener,
         cfg: Config,
         events: Events,
         first_place: int,
         stopping: Callable[[], bool] = lambda: False,
     ):
         self.cfg, self.events, self.stopping = cfg, events, stopping
-        self.roster = Roster(door, events, range(first_place, cfg.train.n_workers))
-        self._judges = Judges()
+        self.members = Members(listener, events, range(first_place, cfg.train.n_workers))
+        self._checkers = Checkers()
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._seconds: dict[str, float] = {}  # of the last round
         self._began = False  # whether a round has been committed since this hub started
@@ -73,52 +76,55 @@ class Hub:
         `since` is when this round was first tried. A hub that has just started waits a while for all S:
         then a restarted run deals as before.
         """
-        said, delay = 0.0, 0.0
+        reported, delay = 0.0, 0.0
         while True:
-            self.roster.admit()
-            n, waited = n_local + len(self.roster.members), time.monotonic() - since
+            self.members.admit()
+            n, waited = n_local + len(self.members.by_place), time.monotonic() - since
             need = max(1, self.cfg.hub.min_workers)
             if not self._began and waited < self.cfg.hub.wait:
                 need = self.cfg.train.n_workers
             if n >= need:
-                return [self.roster.members[place] for place in sorted(self.roster.members)]
+                return [self.members.by_place[place] for place in sorted(self.members.by_place)]
             if self.stopping():
                 return []
             if waited > max(self.cfg.hub.patience, 0.0 if self._began else self.cfg.hub.wait):
                 raise self._too_few(round, n, need, waited)
-            if waited >= said + delay:
-                said, delay = waited, max(1.0, 2 * delay)
+            if waited >= reported + delay:
+                reported, delay = waited, max(1.0, 2 * delay)
                 self.events.write("waiting", round=round, n_workers=n, need=need, seconds=waited)
             time.sleep(0.05)
 
-    def post(
-        self, member: Member, round: int, sent: Tensor, ids: Tensor, words: dict[str, Any]
-    ) -> None:
-        """Send a worker its weights [rows, n], its tokens and its orders; nothing is waited for."""
+    def post(self, member: Member, round: int, sent: Tensor, ids: Tensor, task: Task) -> None:
+        """Send a worker its weights [rows, n], its tokens and its task; nothing is waited for."""
         kind: Wire = self.cfg.run.wire
         sent = session.staged(sent)
-        down, shape = wire.down(kind, sent), (sent.shape[0], sent.shape[1])
+        weights, shape = wire.down(kind, sent), (sent.shape[0], sent.shape[1])
         if kind != "fp32":  # the change is against what the worker has
-            sent = wire.read_down(kind, down, shape, sent.dtype)
+            sent = wire.read_down(kind, weights, shape, sent.dtype)
         n_up = wire.up_bytes(kind, shape, sent.dtype)
-        flat = ids.to(torch.int32).contiguous().view(-1).view(torch.uint8)
-        words = words | {"ids": list(ids.shape), "ids_checksum": session.checksum(flat).hex()}
-        member.order = Order(round, sent, down, flat, words, member.rooms.get("up", n_up))
-        self._send(member, member.order)
+        tokens = ids.to(torch.int32).contiguous().view(-1).view(torch.uint8)
+        order = RoundOrder(
+            round=round,
+            task=task,
+            weights=Payload.of(weights),
+            tokens=Payload.of(tokens),
+            tokens_shape=tuple(ids.shape),
+            seconds=self.deadline(),
+        )
+        answer = member.buffers.get("up", n_up)
+        member.pending = PendingOrder(order, sent, weights, tokens, answer)
+        self._send(member, member.pending)
 
-    def _send(self, member: Member, order: Order) -> None:
-        attempt = order.tries_down - 1
+    def _send(self, member: Member, pending: PendingOrder) -> None:
+        order, line = pending.order, member.session
         try:
-            member.session.tell(
-                Say.ROUND, order.round, order.down, attempt=attempt, seconds=self.deadline(),
-                **order.words,
-            )  # fmt: skip
-            order.works += [
-                member.session.send(order.down, tag(order.round, DOWN, attempt)),
-                member.session.send(order.ids, tag(order.round, IDS, attempt)),
+            line.tell(order)
+            pending.works += [
+                line.send(pending.weights, transfer_tag(order.round, WEIGHTS, order.attempt)),
+                line.send(pending.tokens, transfer_tag(order.round, TOKENS, order.attempt)),
             ]
         except OSError as error:
-            self.roster.drop(
+            self.members.drop(
                 member, "lost", round=order.round, why=f"it could not be reached: {error}"
             )
 
@@ -134,35 +140,36 @@ class Hub:
         seconds: dict[str, float] = {}
         until = began + self.deadline()
         with selectors.DefaultSelector() as selector:
-            selector.register(self._judges.bell, selectors.EVENT_READ)
-            for member in self.roster.members.values():
+            selector.register(self._checkers.finished, selectors.EVENT_READ)
+            for member in self.members.by_place.values():
                 selector.register(member.session.sock, selectors.EVENT_READ, member)
-            while orders := [m.order for m in self.roster.members.values() if m.order]:
+            while asked := [m.pending for m in self.members.by_place.values() if m.pending]:
                 left = until - time.monotonic()
-                if left <= 0:  # what has come in time is judged to the end
-                    left = 0.2 if any(order.verdict for order in orders) else 0.0
+                if left <= 0:  # what has come in time is checked to the end
+                    left = 0.2 if any(each.finding for each in asked) else 0.0
                 if not left or self.stopping():
                     break
                 for key, _ in selector.select(min(left, 0.2)):
                     if key.data is None:
-                        self._judges.silence()
+                        self._checkers.clear()
                         continue
                     self._listen(key.data, round, until)
-                    order = key.data.order
-                    if key.data.session.closed or (order is not None and order.verdict is not None):
-                        selector.unregister(key.fileobj)  # unheard until it is judged
-                for member in list(self.roster.members.values()):
-                    if member.order and member.order.verdict and member.order.verdict.done():
-                        answer = self._settle(member, member.order, member.order.verdict)
+                    now = key.data.pending
+                    if key.data.session.closed or (now is not None and now.finding is not None):
+                        selector.unregister(key.fileobj)  # unheard until the check is over
+                for member in list(self.members.by_place.values()):
+                    now = member.pending
+                    if now and now.finding and now.finding.done():
+                        answer = self._settle(member, now, now.finding)
                         if answer is not None:
                             answers[member.place] = answer
                             seconds[member.name] = time.monotonic() - began
                         if not member.session.closed:
                             selector.register(member.session.sock, selectors.EVENT_READ, member)
         if not self.stopping():
-            for member in [m for m in self.roster.members.values() if m.order]:
+            for member in [m for m in self.members.by_place.values() if m.pending]:
                 limit = until - began
-                self.roster.drop(
+                self.members.drop(
                     member,
                     "late",
                     round=round,
@@ -177,62 +184,63 @@ class Hub:
             for message in member.session.heard():
                 self._take(member, message, round, until)
         except OSError as error:
-            self.roster.drop(member, "lost", round=round, why=str(error))
+            self.members.drop(member, "lost", round=round, why=str(error))
 
     def _take(self, member: Member, message: Message, round: int, until: float) -> None:
-        order, kind = member.order, message.kind
-        if kind == Say.BYE or order is None or order.verdict or message.round != round:
-            self.roster.out_of_turn(member, message, round)
-        elif kind == Say.AGAIN:
-            if order.tries_down > 1:
+        now = member.pending
+        answers = isinstance(message, Resend | RoundResult | ResultSent) and message.round == round
+        if now is None or now.finding or not answers:
+            self.members.out_of_turn(member, message, round)
+        elif isinstance(message, Resend):
+            if now.order.attempt:
                 raise ConnectionError("the weights did not reach it twice")
-            order.tries_down += 1
-            self._send(member, order)
-        elif kind == Say.RESULT and order.announced is None:
-            if message.n_bytes != order.answer.numel():
-                self.roster.strike(
-                    member, round,
-                    f"it announced {message.n_bytes} bytes instead of {order.answer.numel()}",
-                )  # fmt: skip
+            now.order = replace(now.order, attempt=1, seconds=self.deadline())
+            self._send(member, now)
+        elif isinstance(message, RoundResult) and now.announced is None:
+            n_bytes, wanted = message.update.n_bytes, now.answer.numel()
+            if n_bytes != wanted:
+                why = f"it announced {n_bytes} bytes instead of {wanted}"
+                self.members.strike(member, round, why)
                 raise ConnectionError("a result of another size")
-            order.announced = message
-            place = tag(round, UP, order.tries_up)
-            order.works.append(member.session.receive(order.answer, place))
-        elif kind == Say.SENT and order.announced is not None:
-            order.verdict = self._judges.ask(
-                self.cfg, order.announced, order.sent, order.answer, order.works[-1],
-                until - time.monotonic(),
-            )  # fmt: skip
+            now.announced = message
+            place = transfer_tag(round, UPDATE, now.tries_up)
+            now.works.append(member.session.receive(now.answer, place))
+        elif isinstance(message, ResultSent) and now.announced is not None:
+            left = until - time.monotonic()
+            now.finding = self._checkers.start(
+                CheckRequest(self.cfg, now.announced, now.sent, now.answer, now.works[-1], left)
+            )
 
-    def _settle(self, member: Member, order: Order, verdict: Future[Verdict]) -> Answer | None:
-        """Take a result that was judged, ask for it once more, or refuse it."""
-        round = order.round
+    def _settle(
+        self, member: Member, pending: PendingOrder, finding: Future[Finding]
+    ) -> Answer | None:
+        """Take a result that was checked, ask for it once more, or refuse it."""
+        round = pending.order.round
         try:
-            found = verdict.result()
+            found = finding.result()
             if found.result is None:
-                order.tries_up, order.announced, order.verdict = order.tries_up + 1, None, None
-                if order.tries_up > 1:
-                    self.roster.strike(member, round, "a wrong checksum, twice")
+                pending.tries_up += 1
+                pending.announced = pending.finding = None
+                if pending.tries_up > 1:
+                    self.members.strike(member, round, "a wrong checksum, twice")
                 else:
                     self.events.write("again", member.name, round=round, why="a wrong checksum")
-                    member.session.tell(Say.AGAIN, round)
+                    member.session.tell(Resend(round))
                 return None
         except OSError as error:
-            self.roster.drop(member, "lost", round=round, why=str(error))
+            self.members.drop(member, "lost", round=round, why=str(error))
             return None
         if found.why:
-            self.roster.strike(member, round, found.why)
+            self.members.strike(member, round, found.why)
             return None
-        member.order = None
+        member.pending = None
         return Answer(member.place, found.result, found.loss_sum)
 
     def committed(self, round: int, seconds: float, **more: Any) -> None:
         """The round is in the central model; `more` says who was in it and who was lost."""
         self._began = True
         self._durations.append(seconds)
-        self.events.write(
-            "round", round=round, seconds=self._seconds, took=seconds, **more
-        )  # fmt: skip
+        self.events.write("round", round=round, seconds=self._seconds, took=seconds, **more)
 
     def abandoned(self, round: int, n_results: int, since: float) -> None:
         """Too few results: the round will be tried again, unless that has been so for long."""
@@ -252,9 +260,9 @@ class Hub:
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
-        return self.roster.traffic()
+        return self.members.traffic()
 
     def close(self) -> None:
-        """Tell everybody to go home."""
-        self.roster.close()
-        self._judges.close()
+        """End every session in good order."""
+        self.members.close()
+        self._checkers.close()

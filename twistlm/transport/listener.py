@@ -1,7 +1,7 @@
-"""Where workers knock: a listening socket whose guests become sessions, each in a thread of its own.
+"""Where workers connect: a listening socket whose connections become sessions, each in its own thread.
 
 A stranger costs one short-lived thread and a line in the log. The store in which gloo's two ends find
-each other listens on the same address, and is told of to holders of the secret alone.
+each other listens on the same address; only holders of the secret are told its port.
 """
 
 from __future__ import annotations
@@ -13,57 +13,57 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from ..config import Kind
-from . import session
+from . import handshake
 from .address import address_of, listen
 from .events import Events
+from .handshake import ProtocolError
+from .protocol import Hello, Message, Ready, Refusal, RunDescription, Welcome
 from .ranks import Cluster
-from .session import Garbled, Message, Session
-from .session import Kind as Say
+from .session import Session
 
-MOST_STRANGERS = 32  # connections that may be in their challenge at the same time
+MOST_STRANGERS = 32  # connections that may be in their handshake at the same time
 
 Arrival = tuple[str, Session, dict[Kind, int]]  # name, session, its own K
 
 
 def for_ranks(cluster: Cluster, public: bool) -> tuple[socket.socket, bytes]:
-    """A door for torchrun's other ranks, who hear of it and of its secret through torchrun's store."""
+    """A listening socket for torchrun's other ranks, who read its address and secret in torchrun's store."""
     listener = listen(f"{os.environ['MASTER_ADDR']}:0", public)
     secret = secrets.token_hex(16)
     cluster.share(f"{address_of(listener)} {secret}")
     return listener, secret.encode()
 
 
-class Door:
-    """Lives as long as the hub; finished sessions wait in it until the hub lets them in."""
+class Listener:
+    """Lives as long as the hub; sessions that are open wait in it until the hub takes them in."""
 
     def __init__(
         self,
-        listener: socket.socket,
+        sock: socket.socket,
         secret: bytes,
-        welcome: dict[str, Any],
+        run: RunDescription,
         check_widths: Callable[[dict[Kind, int]], None],
         events: Events,
         patience: float,
     ):
-        self._listener, self._secret, self._welcome = listener, secret, welcome
+        self._sock, self._secret, self._run = sock, secret, run
         self._check_widths, self._events, self._patience = check_widths, events, patience
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._barred: dict[str, str] = {}  # name -> why
         self._room = threading.BoundedSemaphore(MOST_STRANGERS)
         self._closed = False
-        host = listener.getsockname()[0]
-        meeting = socket.create_server((host, 0), family=listener.family)
+        host = sock.getsockname()[0]
+        meeting = socket.create_server((host, 0), family=sock.family)
         self._port = meeting.getsockname()[1]
         self._store = dist.TCPStore(
             host, self._port, is_master=True, wait_for_workers=False,
-            timeout=timedelta(seconds=session.HANDSHAKE), master_listen_fd=meeting.detach(),
+            timeout=timedelta(seconds=handshake.STEP), master_listen_fd=meeting.detach(),
         )  # fmt: skip
-        listener.settimeout(0.2)  # so that the thread sees the end
+        sock.settimeout(0.2)  # so that the thread sees the end
         threading.Thread(target=self._accept, daemon=True).start()
 
     def arrivals(self) -> list[Arrival]:
@@ -74,16 +74,17 @@ class Door:
         return found
 
     def bar(self, name: str, why: str) -> None:
+        """Refuse whoever comes under this name."""
         self._barred[name] = why
 
     def close(self) -> None:
         self._closed = True
-        self._listener.close()
+        self._sock.close()
 
     def _accept(self) -> None:
         while not self._closed:
             try:
-                sock, peer = self._listener.accept()
+                sock, peer = self._sock.accept()
             except TimeoutError:
                 continue
             except OSError:
@@ -96,8 +97,8 @@ class Door:
 
     def _greet(self, sock: socket.socket, where: str) -> None:
         try:
-            sock.settimeout(session.HANDSHAKE)
-            line = Session(sock, session.challenge(sock, self._secret))
+            sock.settimeout(handshake.STEP)
+            session = Session(sock, handshake.challenge(sock, self._secret))
         except OSError as error:
             self._events.write("stranger", where, why=str(error))
             sock.close()
@@ -106,29 +107,36 @@ class Door:
             self._room.release()
         name = where
         try:
-            hello = line.hear(session.HANDSHAKE)
-            name = str(hello.body.get("name", where))[:64]
-            widths: dict[Kind, int] = hello.body.get("widths", {})
-            if why := self._objection(hello, name, widths):
-                line.tell(Say.REFUSED, why=why)
-                raise Garbled(why)
-            line.tell(Say.WELCOME, store=self._port, **self._welcome)
-            if line.hear(self._patience).kind != Say.READY:
-                raise Garbled("it did not say that it is ready")
-            line.open_((line.host, self._port), 0)
+            hello = self._introduced(session)
+            name = hello.name[:64] or where
+            if why := self._objection(hello, name):
+                session.tell(Refusal(why))
+                raise ProtocolError(why)
+            session.tell(Welcome(self._port, self._run))
+            if not isinstance(session.hear(self._patience), Ready):
+                raise ProtocolError("it did not say that it is ready")
+            session.open_((session.host, self._port), 0)
         except (OSError, ValueError) as error:
             self._events.write("turned away", name, why=str(error))
-            line.close()
+            session.close()
             return
-        self._arrived.put((name, line, widths))
+        self._arrived.put((name, session, hello.widths))
 
-    def _objection(self, hello: Message, name: str, widths: Any) -> str | None:
-        if hello.kind != Say.HELLO or not isinstance(widths, dict):
-            return "a session begins with a hello"
-        if not all(k in ("attn", "ffn") and isinstance(v, int) for k, v in widths.items()):
-            return f"widths {widths!r}: give K for attn, ffn or both"
+    def _introduced(self, session: Session) -> Hello:
+        """The worker's hello; one that is wrong is told so."""
         try:
-            self._check_widths(widths)
+            message: Message = session.hear(handshake.STEP)
+            if isinstance(message, Hello):
+                return message
+            why = "a session begins with a hello"
+        except ProtocolError as error:
+            why = str(error)
+        session.tell(Refusal(why))
+        raise ProtocolError(why)
+
+    def _objection(self, hello: Hello, name: str) -> str | None:
+        try:
+            self._check_widths(hello.widths)
         except ValueError as error:
             return str(error)
         return self._barred.get(name)

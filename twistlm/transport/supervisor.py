@@ -1,7 +1,7 @@
-"""Restarts a hub that crashed, from its last checkpoint, behind a door that stays open.
+"""Restarts a hub that crashed, from its last checkpoint, on a listening socket that stays open.
 
-The supervisor holds the listening socket and hands it to one hub after another: the port is never
-lost, and workers that knock while a hub starts simply wait. It imports no torch.
+The supervisor holds the socket and hands it to one hub after another: the port is never lost, and
+workers that connect while a hub starts simply wait. It imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def supervise(listener: socket.socket, args: Sequence[str], out: Path) -> int:
             hub = subprocess.Popen(
                 [sys.executable, "-m", "twistlm", *args, *more],
                 pass_fds=[listener.fileno()],
-                env=os.environ | {"TWISTLM_DOOR": str(listener.fileno())},
+                env=os.environ | {"TWISTLM_LISTENER": str(listener.fileno())},
                 process_group=0,  # Ctrl-C reaches it through us alone, once
             )
             code = hub.wait()

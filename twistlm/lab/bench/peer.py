@@ -27,17 +27,17 @@ from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Partition
 from ...model.central import Central, create
 from ...model.layout import Runs, layout, runs
-from ...system.buffers import Rooms
+from ...system.buffers import BufferPool
 from ...system.signals import Stop
 from ...training import dispatcher, shards
 from ...training.aggregator import Result, Stats, aggregate_
 from ...training.dispatcher import Deal, Parcel
-from ...transport import address, session, wire
+from ...transport import address, client, wire
 from ...transport.events import Events
-from ...transport.hub import DOWN, IDS, UP, Hub, tag
-from ...transport.listener import Door
+from ...transport.hub import Hub
+from ...transport.listener import Listener
+from ...transport.protocol import Hello, RoundOrder, RunDescription, Task
 from ...transport.ranks import Cluster
-from ...transport.session import Kind as Say
 from ...transport.session import Session
 
 SECRET = b"of no use to anybody"
@@ -115,28 +115,27 @@ class Hubbed:
     def __init__(self, job: dict[str, Any], cluster: Cluster):
         self.n_workers, self.is_central = cluster.world_size - 1, cluster.is_central
         self.kind: Wire = job["wire"]
-        self.rooms = Rooms()
+        self.pool = BufferPool()
         self.central, self.runs = make(job["megabytes"])
         host = os.environ["MASTER_ADDR"]
         if not self.is_central:
-            self.line = self._enter(host, int(cluster.broadcast([0.0])[0]))
+            self.session = self._enter(host, int(cluster.broadcast([0.0])[0]))
             return
-        listener = address.listen(f"{host}:0", False)
+        sock = address.listen(f"{host}:0", False)
         run = {"wire": self.kind, "out": job["folder"]}
         cfg = config.from_dict({"train": {"n_workers": self.n_workers}, "run": run})
         events = Events(Path(job["folder"]), quiet=True)
-        self.hub = Hub(Door(listener, SECRET, {}, lambda own: None, events, 60.0), cfg, events, 0)
-        cluster.broadcast([float(listener.getsockname()[1])])
+        nothing = RunDescription({}, {}, 0, 1)  # nobody builds a model
+        listener = Listener(sock, SECRET, nothing, lambda own: None, events, 60.0)
+        self.hub = Hub(listener, cfg, events, 0)
+        cluster.broadcast([float(sock.getsockname()[1])])
         self.members = self.hub.gather(0, 0, time.monotonic())
 
     def _enter(self, host: str, port: int) -> Session:
         sock = socket.create_connection((host, port))
-        line = Session(sock, session.answer(sock, SECRET))
-        line.tell(Say.HELLO, name=os.environ["RANK"], widths={}, torch=torch.__version__)
-        store = line.hear(session.HANDSHAKE).body["store"]
-        line.tell(Say.READY)
-        line.open_((host, store), 1)
-        return line
+        session = client.shake_hands(sock, SECRET)
+        client.enter(session, Hello(os.environ["RANK"]), lambda run: None)
+        return session
 
     def exchange(self, r: int) -> None:
         if not self.is_central:
@@ -151,30 +150,25 @@ class Hubbed:
         aggregate_(self.central, results, there.holders)
 
     def _round(self, r: int, cuts: Iterable[Tensor]) -> list[Tensor]:
-        began = time.monotonic()
+        began, task = time.monotonic(), Task({}, "physical", {})
+        ids = torch.zeros(1, 1, 1, dtype=torch.int64)
         for member, buffer in zip(self.members, cuts, strict=True):
-            self.hub.post(member, r, buffer, torch.zeros(1, 1, 1, dtype=torch.int64), {})
+            self.hub.post(member, r, buffer, ids, task)
         answers = self.hub.collect(r, began)
         self.hub.committed(r, time.monotonic() - began)
         return [answers[member.place].buffer for member in self.members]
 
     def _answer(self) -> None:
-        message = self.line.hear(600.0)
-        down = self.rooms.get("down", message.n_bytes)  # as a worker does
-        ids = torch.empty(4, dtype=torch.uint8)
-        works = [
-            self.line.receive(buffer, tag(message.round, what, 0))
-            for buffer, what in ((down, DOWN), (ids, IDS))
-        ]
-        for work in works:
-            session.wait(work, 600.0)
-        if session.checksum(down) != message.checksum:
+        order, shape = self.session.hear(600.0), (1, n_subnet(self.runs))
+        assert isinstance(order, RoundOrder)
+        n_bytes = wire.down_bytes(self.kind, shape)
+        found = client.receive(self.session, order, n_bytes, self.pool)
+        if found is None:
             raise ConnectionError("the weights did not arrive as they were sent")
-        sent = wire.read_down(self.kind, down, (1, n_subnet(self.runs)))
-        up = wire.up(self.kind, sent, sent[0])
-        self.line.tell(Say.RESULT, message.round, up, loss_sum=0.0)
-        session.wait(self.line.send(up, tag(message.round, UP, 0)), 600.0)
-        self.line.tell(Say.SENT, message.round)
+        sent = wire.read_down(self.kind, found[0], shape)
+        update = wire.up(self.kind, sent, sent[0])
+        result = client.result_of(order.round, update, 0.0)
+        client.send_result(self.session, result, update, 0)
 
 
 class Sessions(Hubbed):

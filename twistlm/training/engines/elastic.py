@@ -15,8 +15,9 @@ from ...system.signals import stopped
 from ...transport.address import address_of
 from ...transport.events import Events
 from ...transport.hub import Hub
-from ...transport.listener import Door
+from ...transport.listener import Listener
 from ...transport.members import Member
+from ...transport.protocol import RunDescription, Task
 from .. import aggregator, dispatcher
 from ..aggregator import Result, Stats
 from ..assignments import Assignments, assign, committed, deal, measured_rho, traffic, train_here
@@ -40,15 +41,14 @@ class Elastic:
     def __init__(self, run: Run, start: int, opened: Opened, quiet: bool):
         self.run, cfg = run, run.cfg
         self.events = Events(Path(cfg.run.out), quiet)
-        welcome = {
-            "config": config.to_dict(cfg),
-            "model": run.template.config.to_dict(),
-            "total_steps": run.total_steps,
-            "rows": run.rows,
-        }
-        listener = Door(
+        listener = Listener(
             *opened,
-            welcome,
+            RunDescription(
+                config=config.to_dict(cfg),
+                model=run.template.config.to_dict(),
+                total_steps=run.total_steps,
+                rows=run.rows,
+            ),
             lambda own: generator.check_own(run.block_map, cfg.blocks, own),
             self.events,
             cfg.hub.patience,
@@ -114,13 +114,10 @@ class Elastic:
         assert run.central is not None
         for i, (place, member) in enumerate(team):
             if member is not None:
-                words = {
-                    "blueprint": dealt.blueprints[i],
-                    "seat": run.cluster.seating.kinds[place],
-                    "scales": work.factors[i],
-                }
-                sent = dispatcher.cut(run.central, dealt.blueprints[i], rooms=member.rooms)
-                self.hub.post(member, dealt.round, sent, work.tokens(run, i), words)
+                blueprint, seat = dealt.blueprints[i], run.cluster.seating.kinds[place]
+                sent = dispatcher.cut(run.central, blueprint, buffers=member.buffers)
+                task = Task(blueprint, seat, work.factors[i])
+                self.hub.post(member, dealt.round, sent, work.tokens(run, i), task)
 
     def _trained_here(self, work: Assignments, team: Team) -> Iterator[Result]:
         """Train the workers that this process plays, one by one: they may share a seat."""

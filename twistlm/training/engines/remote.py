@@ -1,18 +1,16 @@
 """(4) A worker on another machine: it needs an address and the run's secret, no config and no data.
 
-Model, config, blueprint, weights and tokens come from the hub. When the hub is gone it knocks again
-until its patience ends; what it has built stays.
+Model, config, blueprint, weights and tokens come from the hub. When the hub is gone the worker tries to
+reach it again until its patience ends; what it has built stays.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,46 +18,25 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ... import config as configs
 from ...config import Config, Kind
-from ...model.blocks import BlockMap, Blueprint
 from ...model.cut import cut_model
-from ...model.layout import Runs
-from ...system.buffers import Rooms
+from ...system.buffers import BufferPool
 from ...system.device import pick_device
 from ...system.terminal import console
-from ...transport import session, wire
+from ...transport import client, wire
 from ...transport.address import check_address, parse_address
-from ...transport.hub import DOWN, IDS, UP, tag
-from ...transport.session import Garbled, Message, Session
-from ...transport.session import Kind as Say
+from ...transport.client import Refused
+from ...transport.protocol import Goodbye, Hello, Refusal, Resend, RoundOrder, RunDescription
+from ...transport.session import Session, staged
 from .. import dispatcher
 from ..worker import Seats
 
 FIRST = 8.0  # seconds to reach a hub that was never reached before
-PAUSE = 0.3  # seconds between two knocks
-SENDING = 3600.0  # seconds; a hub that is gone is noticed long before
-
-
-class Refused(ValueError):
-    """The hub does not want this worker, and says why."""
-
-
-@dataclass
-class Desk:
-    """What a worker has built for a run; it outlives sessions."""
-
-    words: str  # the welcome that it was built for
-    cfg: Config
-    block_map: BlockMap
-    runs: Runs
-    seats: Seats
-    total_steps: int
-    rows: int
-    rooms: Rooms = field(default_factory=Rooms)
+PAUSE = 0.3  # seconds between two attempts
 
 
 @dataclass(frozen=True)
-class Knock:
-    """Who knocks where."""
+class WorkerOptions:
+    """Where a worker finds its hub, and as who it comes."""
 
     address: str
     secret: bytes
@@ -71,41 +48,55 @@ class Knock:
     quiet: bool = False
 
 
-def work(knock: Knock) -> None:
+@dataclass
+class Workplace:
+    """What a worker has built for a run; it outlives sessions."""
+
+    run: RunDescription  # that it was built for
+    cfg: Config
+    seats: Seats
+    buffers: BufferPool = field(default_factory=BufferPool)
+
+
+def work(options: WorkerOptions) -> None:
     """Train whatever the hub sends until it says goodbye."""
-    host, port = parse_address(knock.address)
-    check_address(host, knock.public, "--public")
-    name = knock.name or f"{socket.gethostname()}-{os.getpid()}"
-    desk, until, why = None, time.monotonic() + FIRST, ""
+    host, port = parse_address(options.address)
+    check_address(host, options.public, "--public")
+    hello = Hello(options.name or f"{socket.gethostname()}-{os.getpid()}", options.widths or {})
+    place: Workplace | None = None
+    until, why = time.monotonic() + FIRST, ""
+
+    def build(run: RunDescription) -> Workplace:
+        return place if place is not None and place.run == run else _build(run, options.device)
+
     while True:
-        line, sock = None, None
+        session, sock = None, None
         try:
             sock = socket.create_connection((host, port), timeout=2.0)
-            sock.settimeout(session.HANDSHAKE)
-            line = Session(sock, session.answer(sock, knock.secret))
-            desk = _enter(line, knock, name, desk)
-            if not knock.quiet:
-                console.print(f"{name} is in at {knock.address}")
+            session = client.shake_hands(sock, options.secret)
+            place = client.enter(session, hello, build)
+            if not options.quiet:
+                console.print(f"{hello.name} is in at {options.address}")
             until = 0.0
-            _serve(line, desk)
+            _serve(session, place)
             return
-        except PermissionError as error:
-            raise ValueError(f"the hub at {host}:{port} refused this worker: {error}") from None
+        except (PermissionError, Refused) as error:
+            raise Refused(f"the hub at {host}:{port} refused this worker: {error}") from None
         except (KeyboardInterrupt, SystemExit):
-            if line is not None:
+            if session is not None:
                 with suppress(OSError):
-                    line.tell(Say.BYE)
+                    session.tell(Goodbye())
             raise
         except OSError as error:
-            if line is not None and _said_goodbye(line):
+            if session is not None and _said_goodbye(session):
                 return
             why = str(error) or type(error).__name__
-            if not until and not knock.quiet:
-                console.print(f"lost {knock.address} ({why}), knocking again", style="yellow")
-            until = until or time.monotonic() + knock.patience
+            if not until and not options.quiet:
+                console.print(f"lost {options.address} ({why}), trying again", style="yellow")
+            until = until or time.monotonic() + options.patience
         finally:  # not earlier: a goodbye may still lie in the socket
-            if line is not None:
-                line.close()
+            if session is not None:
+                session.close()
             if sock is not None:
                 sock.close()
         if time.monotonic() > until:
@@ -113,101 +104,66 @@ def work(knock: Knock) -> None:
         time.sleep(PAUSE)
 
 
-def _said_goodbye(line: Session) -> bool:
+def _said_goodbye(session: Session) -> bool:
     """Whether the hub left in good order while a transfer was under way."""
     with suppress(OSError):
-        return any(message.kind == Say.BYE for message in line.heard())
+        return any(isinstance(message, Goodbye) for message in session.heard())
     return False
 
 
-def _enter(line: Session, knock: Knock, name: str, desk: Desk | None) -> Desk:
-    line.tell(Say.HELLO, name=name, widths=knock.widths or {}, torch=torch.__version__)
-    message = line.hear(session.HANDSHAKE)
-    if message.kind == Say.REFUSED:
-        raise Refused(f"the hub at {knock.address} refused this worker: {message.body['why']}")
-    if message.kind != Say.WELCOME:
-        raise Garbled("it did not welcome this worker")
-    store = message.body.pop("store")
-    words = json.dumps(message.body, sort_keys=True)
-    if desk is None or desk.words != words:
-        desk = _build(words, message.body, knock.device)
-    line.tell(Say.READY)
-    line.open_((line.sock.getpeername()[0], store), 1)
-    return desk
-
-
-def _build(words: str, body: dict[str, Any], device_name: str) -> Desk:
-    cfg = configs.from_dict(body["config"])
+def _build(run: RunDescription, device_name: str) -> Workplace:
+    cfg = configs.from_dict(run.config)
     if cfg.run.threads:
         torch.set_num_threads(cfg.run.threads)
     device = pick_device(device_name, int(os.environ.get("LOCAL_RANK", 0)))
     dtype = torch.float64 if cfg.train.precision == "float64" else torch.float32
-    described = AutoConfig.for_model(**body["model"])
+    described = AutoConfig.for_model(**run.model)
     template = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
-    cut = cut_model(template, cfg.blocks, device, dtype)
-    seats = Seats(cut, cfg.train)
-    return Desk(words, cfg, cut.block_map, cut.segments, seats, body["total_steps"], body["rows"])
+    return Workplace(run, cfg, Seats(cut_model(template, cfg.blocks, device, dtype), cfg.train))
 
 
-def _serve(line: Session, desk: Desk) -> None:
+def _serve(session: Session, place: Workplace) -> None:
     """Answer rounds until the hub says goodbye."""
     last: tuple[int, Tensor, float] | None = None
     while True:
-        message = line.hear(None)
-        if message.kind == Say.BYE:
+        message = session.hear(None)
+        if isinstance(message, Goodbye):
             return
-        if message.kind == Say.REFUSED:
-            raise Refused(f"the hub refused this worker: {message.body['why']}")
-        if message.kind == Say.ROUND:
-            parcel = _receive(line, desk, message)
-            if parcel is None:
-                line.tell(Say.AGAIN, message.round)
+        if isinstance(message, Refusal):
+            raise Refused(message.why)
+        if isinstance(message, RoundOrder):
+            received = _receive(session, place, message)
+            if received is None:
+                session.tell(Resend(message.round))
                 continue
-            last = (message.round, *_train(desk, message, *parcel))
-            _send(line, *last, 0)
-        elif message.kind == Say.AGAIN and last is not None and last[0] == message.round:
-            _send(line, *last, 1)
+            last = (message.round, *_train(place, message, *received))
+            _send(session, *last, 0)
+        elif isinstance(message, Resend) and last is not None and last[0] == message.round:
+            _send(session, *last, 1)
 
 
-def _receive(line: Session, desk: Desk, message: Message) -> tuple[Tensor, Tensor] | None:
+def _receive(session: Session, place: Workplace, order: RoundOrder) -> tuple[Tensor, Tensor] | None:
     """Weights [rows, n] and tokens of a round; None if they do not match their checksums."""
-    body = message.body
-    blueprint: Blueprint = {name: tuple(kept) for name, kept in body["blueprint"].items()}
-    desk.block_map.check_blueprint(blueprint)
-    where = desk.runs.full.narrowed(desk.block_map, desk.block_map.widths(blueprint))
-    shape, kind = (desk.rows, where.n_params), desk.cfg.run.wire
-    if message.n_bytes != wire.down_bytes(kind, shape, desk.seats.cut.dtype):
-        raise Garbled(f"it announced {message.n_bytes} bytes for a subnet of {list(shape)}")
-    down = desk.rooms.get("down", message.n_bytes)
-    ids = torch.empty(body["ids"], dtype=torch.int32)
-    flat = ids.view(-1).view(torch.uint8)
-    attempt, seconds = body["attempt"], body["seconds"]
-    works = [
-        line.receive(down, tag(message.round, DOWN, attempt)),
-        line.receive(flat, tag(message.round, IDS, attempt)),
-    ]
-    for work in works:
-        session.wait(work, seconds)
-    found = (session.checksum(down), session.checksum(flat).hex())
-    if found != (message.checksum, body["ids_checksum"]):
+    cut, blueprint, kind = place.seats.cut, order.task.blueprint, place.cfg.run.wire
+    cut.block_map.check_blueprint(blueprint)
+    where = cut.full.narrowed(cut.block_map, cut.block_map.widths(blueprint))
+    shape = (place.run.rows, where.n_params)
+    n_bytes = wire.down_bytes(kind, shape, cut.dtype)
+    found = client.receive(session, order, n_bytes, place.buffers)
+    if found is None:
         return None
-    return wire.read_down(kind, down, shape, desk.seats.cut.dtype), ids.long()
+    return wire.read_down(kind, found[0], shape, cut.dtype), found[1].long()
 
 
-def _train(desk: Desk, message: Message, sent: Tensor, ids: Tensor) -> tuple[Tensor, float]:
+def _train(place: Workplace, order: RoundOrder, sent: Tensor, ids: Tensor) -> tuple[Tensor, float]:
     """The result as bytes, and the sum of its losses."""
-    body, cfg = message.body, desk.cfg
-    blueprint: Blueprint = {name: tuple(kept) for name, kept in body["blueprint"].items()}
-    deal = dispatcher.prepare(desk.runs, message.round, [blueprint])
-    parcel = dispatcher.parcel(deal, 0, desk.runs, sent.to(desk.seats.cut.device))
-    result = desk.seats.train(
-        body["seat"], parcel, body["scales"], ids, message.round, desk.total_steps
-    )
-    up = wire.up(cfg.run.wire, session.staged(result.buffer), sent[0])
-    return up, float(result.stats.loss_sum)
+    cut, task, round = place.seats.cut, order.task, order.round
+    deal = dispatcher.prepare(cut.segments, round, [task.blueprint])
+    parcel = dispatcher.parcel(deal, 0, cut.segments, sent.to(cut.device))
+    result = place.seats.train(task.seat, parcel, task.scales, ids, round, place.run.total_steps)
+    update = wire.up(place.cfg.run.wire, staged(result.buffer), sent[0])
+    return update, float(result.stats.loss_sum)
 
 
-def _send(line: Session, round: int, up: Tensor, loss_sum: float, attempt: int) -> None:
-    line.tell(Say.RESULT, round, up, loss_sum=loss_sum)
-    session.wait(line.send(up, tag(round, UP, attempt)), SENDING)
-    line.tell(Say.SENT, round)
+def _send(session: Session, round: int, update: Tensor, loss_sum: float, attempt: int) -> None:
+    client.send_result(session, client.result_of(round, update, loss_sum), update, attempt)
