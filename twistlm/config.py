@@ -49,7 +49,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class BlocksConfig:
-    """What is partitioned, and how it is dealt."""
+    """What is partitioned into blocks, and how workers get them."""
 
     setting: Setting = "both"
     """Which kinds of layer are partitioned."""
@@ -60,7 +60,7 @@ class BlocksConfig:
     k_attn: tuple[int, ...] = (6,)
     """Attention blocks in a subnet: one K, several (cycled over rounds), or one per worker."""
     k_ffn: tuple[int, ...] = (6,)
-    """FFN blocks in a subnet, likewise."""
+    """FFN blocks in a subnet, in the same three ways."""
     widths: Literal["cycle", "worker"] = "cycle"
     """Whether several K are cycled over rounds or belong to one worker each."""
     common_attn: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class BlocksConfig:
     shared_last: int = 2
     """Last layers that are not partitioned."""
     deal: Literal["random", "balanced"] = "random"
-    """Extra slots go to random blocks, or to those held least so far."""
+    """Where workers hold more blocks than there are, the rest are random ones, or those held least so far."""
 
     def k(self, kind: Kind) -> tuple[int, ...]:
         return self.k_attn if kind == "attn" else self.k_ffn
@@ -89,7 +89,7 @@ class TrainConfig:
     """TwIST rounds, or a control on the same tokens: data parallel, plain (`dense`) or with a fresh random
     mask of K blocks in every step (`dropout`)."""
     n_workers: int = 4
-    """S."""
+    """S: workers, each of which trains one subnet in a round."""
     rounds: int = 0
     """Rounds to train; 0 takes them from `epochs`."""
     epochs: float = 0.0
@@ -148,12 +148,14 @@ class RunConfig:
     out: str = "runs/train"
     """Folder of this run: checkpoints, metrics, config."""
     seed: int = 0
-    """Initial weights, deals, batches and random subnets follow from it."""
+    """Initial weights, the blocks of every round, batches and random subnets follow from it."""
     variant: Literal["local", "masked", "true", "hybrid", "sharded"] = "local"
-    """One process that plays all workers, or a seating of torchrun's ranks; in `sharded` every rank trains
-    and owns an equal part of the central model."""
+    """`local`: one process plays all workers. Under torchrun every rank is a worker: `masked` trains full
+    models with masks, `hybrid` smaller dense ones (rank 0 masks the central model), `true` smaller ones with
+    a rank more that only hosts the central model; in `sharded` each rank owns an equal part of it."""
     wire: Wire = "fp32"
-    """What results and moments travel as between processes; weights go down in float32. `local` has no wire."""
+    """What results and moments travel as between processes; weights go to workers in float32. `local` sends
+    nothing."""
     seat: Literal["physical", "masked"] = "physical"
     """What `local` workers train: a smaller dense model, or the full one with masks."""
     device: str = "auto"
