@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 import typing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ def field_docs(section: type) -> dict[str, str]:
         if isinstance(node, ast.ClassDef)
     )
     found = {}
-    for field, below in zip(body, body[1:], strict=False):
+    for field, below in pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
             assert isinstance(field.target, ast.Name)
             found[field.target.id] = " ".join(ast.literal_eval(below.value).split())
