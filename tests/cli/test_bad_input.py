@@ -8,14 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
-from commands import as_process, check_refusal, in_process, snapshot, toml
+from commands import ENV, as_process, check_refusal, in_process, snapshot, toml
 from conftest import VOCAB, tiny_table
+from preloaded import Preloaded
 from token_files import write_words
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -425,18 +426,41 @@ def test_mistake(here, monkeypatch, capsys, name):
     assert without_empty_folders == before
 
 
+@pytest.fixture(scope="module")
+def preloaded() -> Iterator[Preloaded]:
+    made = Preloaded(ENV)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.process])
-def test_mistake_in_a_process_of_its_own(here, name):
-    """The same contract where nothing of pytest is around: imports, warnings, exit code."""
+def test_mistake_in_a_process_of_its_own(here, preloaded, tmp_path_factory, name):
+    """The same contract where nothing of pytest is around: our imports, warnings, exit code."""
     case = CASES[name]
     case.prepare(here)
     before = snapshot(here)
-    check_refusal(*as_process(*case.args, cwd=here), case.parts)
+    logs = tmp_path_factory.mktemp("logs")
+    check_refusal(*preloaded.run(*case.args, cwd=here, logs=logs), case.parts)
     assert {k: v for k, v in snapshot(here).items() if k != "made"} == before
 
 
 def test_enough_rows_run_as_processes():
     assert sum(case.process for case in CASES.values()) + 1 >= 8  # and the resume below
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (("train", "demo", "train.lrr=1"), ("train.lrr", "did you mean train.lr?", "Legal keys")),
+        (("plan", "papper"), ("'papper'", "demo", "paper")),
+        (("bench", "train", "demo", "train.lr=-1"), ("train.lr = -1",)),
+        (("export", "nowhere", "--to", "pdf", "-o", "x"), ("--to pdf", "gguf or onnx")),
+    ],
+)
+def test_mistakes_that_need_no_torch_are_told_before_it_is_imported(tmp_path, args, parts):
+    """Importing torch takes seconds, and in these processes it cannot be imported at all."""
+    check_refusal(*as_process(*args, cwd=tmp_path, without_torch=True), parts)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["train", "prepare"])
