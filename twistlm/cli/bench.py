@@ -8,6 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 from ..config import Setting, Wire
+from ..export.names import RUNTIMES
 from .app import app
 from .options import JsonOut, Overrides, Parent, Preset, words, write_json
 
@@ -125,8 +126,8 @@ def deploy(
     runtime: Annotated[
         list[str] | None,
         typer.Option(
-            help="torch, onnx, onnx-q8 or llama.cpp-q8_0; repeatable; default: all that are installed "
-            "and can run this model."
+            help=f"{words(RUNTIMES)}; repeatable; default: all that are installed and can run "
+            "this model."
         ),
     ] = None,
     prefill: Annotated[
