@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test chaos lint format clean
+.PHONY: demo test chaos lint format docs clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN)/twistlm demo
@@ -22,6 +22,9 @@ lint: $(VENV)/test.stamp
 format: $(VENV)/test.stamp
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
+
+docs: $(VENV)/test.stamp
+	$(RUN)/python -m twistlm.cli.config_page docs/config.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "twistlm needs Python 3.11 or newer")'

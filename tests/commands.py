@@ -54,12 +54,17 @@ def in_process(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-def as_process(*args: str, cwd: Path) -> tuple[int, str, str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "1000", "HF_HUB_OFFLINE": "1"}
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "1000", "HF_HUB_OFFLINE": "1"}
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from twistlm.cli import main; main()"
+
+
+def as_process(*args: str, cwd: Path, without_torch: bool = False) -> tuple[int, str, str]:
+    """`python -m twistlm`, or the same in a process that cannot import torch."""
+    start = ("-c", WITHOUT_TORCH) if without_torch else ("-m", "twistlm")
     done = subprocess.run(
-        [sys.executable, "-m", "twistlm", *args],
+        [sys.executable, *start, *args],
         cwd=cwd,
-        env=env,
+        env=ENV,
         capture_output=True,
         text=True,
         timeout=120,

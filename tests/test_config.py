@@ -69,7 +69,7 @@ def test_a_toml_file_is_as_good_as_a_preset(tmp_path):
 
 
 def test_paper_preset_is_the_paper():
-    """Spec, section 3."""
+    """The set-up of the paper's experiments."""
     cfg = config.load("paper")
     assert (cfg.train.n_workers, cfg.train.interval, cfg.train.batch, cfg.train.epochs) == (
         4,
@@ -242,7 +242,7 @@ def test_wrong_type(tmp_path, override, parts):
     ],
 )
 def test_wrong_literal(field, legal):
-    """The list of legal words is the spec's and the docstrings', and each of them is taken."""
+    """The list of legal words is the annotation's, and each of them is taken."""
     message = refusal("demo", f"{field}=sideways")
     assert f"{field} = 'sideways'" in message
     assert all(repr(word) in message for word in legal)

@@ -19,6 +19,7 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
 }
 
 FLOORS = [  # a room imports from its own floor's room and from floors above this line, never from below
+    {"presets"},
     {"config", "system"},
     {"model", "transport"},
     {"data"},

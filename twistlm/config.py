@@ -1,19 +1,18 @@
-"""Every knob: frozen dataclasses, TOML presets, and `section.key=value` on the command line."""
+"""Every key of a training run: frozen dataclasses whose docstrings say what a key means.
+
+`docs/config.md` is made of this file; TOML files and `section.key=value` are read in `presets`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
-import tomllib
-import types
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
 from typing import Any, Literal
+
+from .presets import build, overridden, preset_names, read_table  # noqa: F401 (config.preset_names)
 
 Kind = Literal["attn", "ffn"]
 Setting = Literal["attn", "ffn", "both"]
@@ -26,7 +25,8 @@ class ModelConfig:
     """Which model is trained."""
 
     weights: str = "random"
-    """`random`, a Hugging Face hub id, a local folder, or `gguf:FILE` / `gguf:package:FILE`."""
+    """`random`, a Hugging Face hub id, a local folder, `gguf:FILE`, or `gguf:PACKAGE/FILE` for a file that
+    an installed Python package ships."""
     type: str = "gpt2"
     """Hugging Face model_type; with `random` weights it is built, otherwise it is checked."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class BlocksConfig:
-    """What is partitioned, and how it is dealt."""
+    """What is partitioned into blocks, and how workers get them."""
 
     setting: Setting = "both"
     """Which kinds of layer are partitioned."""
@@ -60,7 +60,7 @@ class BlocksConfig:
     k_attn: tuple[int, ...] = (6,)
     """Attention blocks in a subnet: one K, several (cycled over rounds), or one per worker."""
     k_ffn: tuple[int, ...] = (6,)
-    """FFN blocks in a subnet, likewise."""
+    """FFN blocks in a subnet, in the same three ways."""
     widths: Literal["cycle", "worker"] = "cycle"
     """Whether several K are cycled over rounds or belong to one worker each."""
     common_attn: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class BlocksConfig:
     shared_last: int = 2
     """Last layers that are not partitioned."""
     deal: Literal["random", "balanced"] = "random"
-    """Extra slots go to random blocks, or to those held least so far."""
+    """Where workers hold more blocks than there are, the rest are random ones, or those held least so far."""
 
     def k(self, kind: Kind) -> tuple[int, ...]:
         return self.k_attn if kind == "attn" else self.k_ffn
@@ -89,7 +89,7 @@ class TrainConfig:
     """TwIST rounds, or a control on the same tokens: data parallel, plain (`dense`) or with a fresh random
     mask of K blocks in every step (`dropout`)."""
     n_workers: int = 4
-    """S."""
+    """S: workers, each of which trains one subnet in a round."""
     rounds: int = 0
     """Rounds to train; 0 takes them from `epochs`."""
     epochs: float = 0.0
@@ -148,12 +148,14 @@ class RunConfig:
     out: str = "runs/train"
     """Folder of this run: checkpoints, metrics, config."""
     seed: int = 0
-    """Initial weights, deals, batches and random subnets follow from it."""
+    """Initial weights, the blocks of every round, batches and random subnets follow from it."""
     variant: Literal["local", "masked", "true", "hybrid", "sharded"] = "local"
-    """One process that plays all workers, or a seating of torchrun's ranks; in `sharded` every rank trains
-    and owns an equal part of the central model."""
+    """`local`: one process plays all workers. Under torchrun every rank is a worker: `masked` trains full
+    models with masks, `hybrid` smaller dense ones (rank 0 masks the central model), `true` smaller ones with
+    a rank more that only hosts the central model; in `sharded` each rank owns an equal part of it."""
     wire: Wire = "fp32"
-    """What results and moments travel as between processes; weights go down in float32. `local` has no wire."""
+    """What results and moments travel as between processes; weights go to workers in float32. `local` sends
+    nothing."""
     seat: Literal["physical", "masked"] = "physical"
     """What `local` workers train: a smaller dense model, or the full one with masks."""
     device: str = "auto"
@@ -262,107 +264,21 @@ class Config:
         return self
 
 
-def preset_names() -> list[str]:
-    folder = resources.files("twistlm") / "presets"
-    return sorted(
-        Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".toml")
-    )
-
-
 def load(source: str, overrides: Sequence[str] = ()) -> Config:
     """A preset's or TOML file's config with `section.key=value` overrides applied."""
-    if source in preset_names():
-        data = (resources.files("twistlm") / "presets" / f"{source}.toml").read_bytes()
-    elif Path(source).is_file():
-        data = Path(source).read_bytes()
-    else:
-        raise ValueError(
-            f"{source!r} is neither a TOML file nor a preset; presets: {', '.join(preset_names())}"
-        )
-    try:
-        table = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source} is not valid TOML: {error}") from None
-    return from_dict(_overridden(table, overrides))
+    return from_dict(overridden(read_table(source), overrides))
 
 
 def override(cfg: Config, overrides: Sequence[str]) -> Config:
     """The config with `section.key=value` overrides applied."""
-    return from_dict(_overridden(to_dict(cfg), overrides))
+    return from_dict(overridden(to_dict(cfg), overrides))
 
 
 def from_dict(table: dict[str, Any]) -> Config:
-    return _build(Config, table, "").check()
+    """A checked config; keys that are left out keep their defaults."""
+    return build(Config, table).check()
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain data for JSON; `from_dict` reads it back."""
     return dataclasses.asdict(config)
-
-
-def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    for override in overrides:
-        path, equals, value = override.partition("=")
-        keys = path.strip().split(".")
-        if not equals or len(keys) < 2:
-            raise ValueError(
-                f"{override!r}: overrides look like section.key=value, as in train.lr=3e-4"
-            )
-        spot = table
-        for key in keys[:-1]:
-            spot = spot.setdefault(key, {})
-            if not isinstance(spot, dict):
-                raise ValueError(f"{override!r}: {key} is a value, not a section")
-        spot[keys[-1]] = _parse_value(value.strip())
-    return table
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text  # a bare word is a string
-
-
-def _build(cls: type, table: Any, where: str) -> Any:
-    if not isinstance(table, dict):
-        raise ValueError(f"{where.rstrip('.')} must be a section, not {table!r}")
-    hints = typing.get_type_hints(cls)
-    for key in table:
-        if key not in hints:
-            close = difflib.get_close_matches(key, hints, n=1)
-            hint = f"; did you mean {where}{close[0]}?" if close else "."
-            raise ValueError(f"unknown key {where}{key}{hint} Legal keys: {', '.join(hints)}")
-    values = {}
-    for key, value in table.items():
-        if dataclasses.is_dataclass(hints[key]):
-            values[key] = _build(typing.cast(type, hints[key]), value, f"{where}{key}.")
-        else:
-            values[key] = _coerce(value, hints[key], f"{where}{key}")
-    return cls(**values)
-
-
-def _coerce(value: Any, hint: Any, name: str) -> Any:
-    """Check one value against its annotation; a number stands for a list of one."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        if isinstance(value, bool):  # `run.variant=true` is a word, not TOML's boolean
-            value = str(value).lower()
-        if value not in args:
-            raise ValueError(f"{name} = {value!r}: use one of {', '.join(map(repr, args))}")
-        return value
-    if origin is tuple:
-        items = list(value) if isinstance(value, list | tuple) else [value]
-        inner = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
-        if len(items) != len(inner):
-            raise ValueError(f"{name} = {value!r}: needs {len(inner)} values")
-        return tuple(_coerce(item, kind, name) for item, kind in zip(items, inner, strict=True))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    plain = dict if origin is dict else hint
-    if not isinstance(value, plain) or (hint is int and isinstance(value, bool)):
-        expected = plain.__name__ if isinstance(plain, type | types.GenericAlias) else str(hint)
-        raise ValueError(f"{name} = {value!r}: must be {expected}, not {type(value).__name__}")
-    return value

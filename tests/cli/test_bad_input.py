@@ -8,14 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
-from commands import as_process, check_refusal, in_process, snapshot, toml
+from commands import ENV, as_process, check_refusal, in_process, snapshot, toml
 from conftest import VOCAB, tiny_table
+from preloaded import Preloaded
 from token_files import write_words
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -177,7 +178,9 @@ def tokenize(
 CASES = {
     # the config
     "unknown key": train(
-        "train.lrr=1", parts=("train.lrr", "did you mean train.lr?", "Legal keys", "interval"), process=True
+        "train.lrr=1",
+        parts=("train.lrr", "did you mean train.lr?", "Legal keys", "interval"),
+        process=True,
     ),
     "unknown section": train("trian.lr=1", parts=("trian", "train")),
     "wrong type": train("train.rounds=many", parts=("train.rounds", "'many'", "int")),
@@ -186,9 +189,13 @@ CASES = {
     "negative": train("train.lr=-1", parts=("train.lr = -1",)),
     "unknown preset": Case(("train", "papper"), ("'papper'", "demo", "paper")),
     "broken TOML": Case(
-        ("train", "b.toml"), ("b.toml", "line 1"), lambda here: (here / "b.toml").write_text("lr = = 3")
+        ("train", "b.toml"),
+        ("b.toml", "line 1"),
+        lambda here: (here / "b.toml").write_text("lr = = 3"),
     ),
-    "bad outer": train("train.outer=nesterov(2)", parts=("train.outer", "'nesterov(2)'", "nesterov(lr, momentum)")),
+    "bad outer": train(
+        "train.outer=nesterov(2)", parts=("train.outer", "'nesterov(2)'", "nesterov(lr, momentum)")
+    ),
     "negative seed": train("run.seed=-1", parts=("run.seed", "-1")),
     "negative eps": train("train.eps=-1", parts=("train.eps", "-1")),
     "endless epochs": train("train.rounds=0", "train.epochs=inf", parts=("train.epochs", "inf")),
@@ -200,40 +207,63 @@ CASES = {
     "one K of several": train("blocks.k_ffn=[3, 1]", parts=("blocks.k_ffn = 1", "2..4")),
     "no K": train("blocks.k_attn=[]", parts=("blocks.k_attn", "1..4")),
     "K per worker": train(
-        "blocks.k_attn=[2, 3]", "blocks.k_ffn=[2, 3, 4]", "blocks.widths=worker",
+        "blocks.k_attn=[2, 3]",
+        "blocks.k_ffn=[2, 3, 4]",
+        "blocks.widths=worker",
         parts=("blocks.k_attn = [2, 3]", "3"),
     ),
     "common too high": train("blocks.common_attn=[4]", parts=("blocks.common_attn = [4]", "0..3")),
-    "n_ffn does not divide": train("blocks.n_ffn=5", parts=("blocks.n_ffn", "5", "64", "1, 2, 4, 8, 16, 32, 64")),
+    "n_ffn does not divide": train(
+        "blocks.n_ffn=5", parts=("blocks.n_ffn", "5", "64", "1, 2, 4, 8, 16, 32, 64")
+    ),
     "all layers shared": train("blocks.shared_first=3", parts=("blocks.shared_first = 3", "0..2")),
     # the model
     "unknown model type": train("model.type=gpt7", parts=("model.type", "'gpt7'")),
     "unknown attribute": train("model.config.n_layers=2", parts=("model.config.n_layers", "gpt2")),
-    "attribute of wrong type": train("model.config.n_layer=two", parts=("model.config", "n_layer", "'two'")),
+    "attribute of wrong type": train(
+        "model.config.n_layer=two", parts=("model.config", "n_layer", "'two'")
+    ),
     "heads do not divide": train("model.config.n_head=5", parts=("model.config", "16", "5")),
     "no heads": train("model.config.n_head=0", parts=("model.config",)),
     "no layers": train("model.config.n_layer=0", parts=("layers",)),
     "negative vocabulary": train("model.config.vocab_size=-1", parts=("model.config", "-1")),
-    "unknown activation": train("model.config.activation_function=swosh", parts=("model.config", "swosh")),
-    "no such weights": train("model.weights=nobody/nothing", parts=("model.weights", "'nobody/nothing'")),
+    "unknown activation": train(
+        "model.config.activation_function=swosh", parts=("model.config", "swosh")
+    ),
+    "no such weights": train(
+        "model.weights=nobody/nothing", parts=("model.weights", "'nobody/nothing'")
+    ),
     # the data
     "no token file": train("data.train=nowhere", parts=("nowhere.bin", "twistlm prepare")),
-    "unknown corpus": train("data.valid=builtin:x", parts=("data.valid", "'builtin:x'", "builtin:python-docs")),
-    "shorter than one sequence": train("data.train=short", parts=("short", "10 tokens", "data.seq_len = 16")),
-    "short validation": train("data.valid=short", parts=("short", "10 tokens", "data.seq_len = 16")),
-    "longer than the model's positions": train("data.seq_len=32", parts=("data.seq_len", "32", "16")),
+    "unknown corpus": train(
+        "data.valid=builtin:x", parts=("data.valid", "'builtin:x'", "builtin:python-docs")
+    ),
+    "shorter than one sequence": train(
+        "data.train=short", parts=("short", "10 tokens", "data.seq_len = 16")
+    ),
+    "short validation": train(
+        "data.valid=short", parts=("short", "10 tokens", "data.seq_len = 16")
+    ),
+    "longer than the model's positions": train(
+        "data.seq_len=32", parts=("data.seq_len", "32", "16")
+    ),
     "ids beyond the vocabulary": train(
         "data.train=wide", "data.valid=wide", parts=("wide", "69", "64", "tokenizer does not match")
     ),
-    "validation of another tokenizer": train("data.valid=other", parts=("other", "another tokenizer")),
+    "validation of another tokenizer": train(
+        "data.valid=other", parts=("other", "another tokenizer")
+    ),
     "truncated tokens": train(
-        parts=("tokens.bin", "1600 bytes", "1600 tokens of 2"), prepare=lambda here: truncate(here / "tokens.bin")
+        parts=("tokens.bin", "1600 bytes", "1600 tokens of 2"),
+        prepare=lambda here: truncate(here / "tokens.bin"),
     ),
     # the run
     "no rounds": train(
         "train.rounds=0", "train.epochs=0", parts=("train.rounds = 0", "train.epochs = 0", "100")
     ),
-    "too few epochs": train("train.rounds=0", "train.epochs=0.1", parts=("train.epochs = 0.1", "100")),
+    "too few epochs": train(
+        "train.rounds=0", "train.epochs=0.1", parts=("train.epochs = 0.1", "100")
+    ),
     "hybrid without torchrun": train(
         "run.variant=hybrid", parts=("run.variant = 'hybrid'", "torchrun --nproc-per-node 3")
     ),
@@ -249,15 +279,22 @@ CASES = {
     ),
     # resuming
     "resume another model": resume(
-        "model.config.n_embd=32", parts=("cannot resume", "model.config", "'n_embd': 16", "'n_embd': 32")
+        "model.config.n_embd=32",
+        parts=("cannot resume", "model.config", "'n_embd': 16", "'n_embd': 32"),
     ),
     "resume other moments": resume(
         "train.moments=reset", parts=("cannot resume", "train.moments was 'carry'", "'reset'")
     ),
-    "resume other data": resume("data.train=other", parts=("cannot resume", "data.train", "'other'")),
+    "resume other data": resume(
+        "data.train=other", parts=("cannot resume", "data.train", "'other'")
+    ),
     "resume other test data": resume("data.valid=other", parts=("cannot resume", "data.valid")),
-    "resume another length": resume("data.seq_len=8", parts=("cannot resume", "data.seq_len was 16", "8")),
-    "resume another method": resume("train.method=dense", parts=("cannot resume", "train.method was 'twist'")),
+    "resume another length": resume(
+        "data.seq_len=8", parts=("cannot resume", "data.seq_len was 16", "8")
+    ),
+    "resume another method": resume(
+        "train.method=dense", parts=("cannot resume", "train.method was 'twist'")
+    ),
     "resume an outer optimizer": resume(
         "train.outer=nesterov(0.7, 0.6)", parts=("cannot resume", "train.outer was 'none'")
     ),
@@ -270,27 +307,38 @@ CASES = {
     # evaluating
     "no run": evaluate(path="nowhere", parts=("nowhere", "no valid checkpoint")),
     "a folder that is no run": evaluate(
-        path="empty", parts=("empty", "no valid checkpoint"), prepare=lambda here: (here / "empty").mkdir()
+        path="empty",
+        parts=("empty", "no valid checkpoint"),
+        prepare=lambda here: (here / "empty").mkdir(),
     ),
     "flipped bit": evaluate(
-        path=LAST_RUN, parts=(LAST_RUN, "damaged", "model.safetensors"), process=True,
+        path=LAST_RUN,
+        parts=(LAST_RUN, "damaged", "model.safetensors"),
+        process=True,
         prepare=lambda here: flip_bit(here / LAST_RUN / "model.safetensors"),
     ),
     "truncated weights": evaluate(
-        path=LAST_RUN, parts=(LAST_RUN, "damaged", "model.safetensors"),
+        path=LAST_RUN,
+        parts=(LAST_RUN, "damaged", "model.safetensors"),
         prepare=lambda here: truncate(here / LAST_RUN / "model.safetensors"),
     ),
     "truncated manifest": evaluate(
-        path=LAST_RUN, parts=(LAST_RUN, "checkpoint.json"),
+        path=LAST_RUN,
+        parts=(LAST_RUN, "checkpoint.json"),
         prepare=lambda here: truncate(here / LAST_RUN / "checkpoint.json"),
     ),
     "missing moments": evaluate(
-        path=LAST_RUN, parts=(LAST_RUN, "moments.safetensors is missing"),
+        path=LAST_RUN,
+        parts=(LAST_RUN, "moments.safetensors is missing"),
         prepare=lambda here: (here / LAST_RUN / "moments.safetensors").unlink(),
     ),
-    "all damaged": evaluate(parts=("run", "no valid checkpoint", "round-000003"), prepare=damage_all),
+    "all damaged": evaluate(
+        parts=("run", "no valid checkpoint", "round-000003"), prepare=damage_all
+    ),
     "weights of another shape": evaluate(
-        path=LAST_RUN, parts=(LAST_RUN, "transformer.wte.weight", "(64, 32)"), prepare=put_weights_of(n_embd=32)
+        path=LAST_RUN,
+        parts=(LAST_RUN, "transformer.wte.weight", "(64, 32)"),
+        prepare=put_weights_of(n_embd=32),
     ),
     "weights of more layers": evaluate(
         path=LAST_RUN, parts=(LAST_RUN, "transformer.h.3"), prepare=put_weights_of(n_layer=4)
@@ -300,14 +348,20 @@ CASES = {
     "ratio of nothing": evaluate("--ratio", "0/4", parts=("'0/4'", "1/4, 2/4, 3/4, 4/4")),
     "ratio of one kind": evaluate("--ratio", "attn=2/4", parts=("'attn=2/4'", "ffn")),
     "ratio of an unknown kind": evaluate("--ratio", "mlp=2/4", parts=("'mlp=2/4'", "attn", "ffn")),
-    "ratio half named": evaluate("--ratio", "attn=2/4,3/4", parts=("'attn=2/4,3/4'", "attn=2/3,ffn=6/12")),
+    "ratio half named": evaluate(
+        "--ratio", "attn=2/4,3/4", parts=("'attn=2/4,3/4'", "attn=2/3,ffn=6/12")
+    ),
     "data of another tokenizer": evaluate("--data", "other", parts=("other", "another tokenizer")),
     "data beyond the vocabulary": evaluate("--data", "wide", parts=("wide", "69", "64")),
     "data too short": evaluate("--data", "short", parts=("short", "10 tokens", "16")),
     "no data": evaluate("--data", "nowhere", parts=("nowhere.bin", "twistlm prepare")),
-    "eval on an unknown device": evaluate("--device", "tpu", parts=("device", "'tpu'", "auto, cpu, cuda")),
+    "eval on an unknown device": evaluate(
+        "--device", "tpu", parts=("device", "'tpu'", "auto, cpu, cuda")
+    ),
     "json below a file": evaluate("--json", "c.toml/scores.json", parts=("c.toml/scores.json",)),
-    "no ratio for a ticket": Case(("eval", "ticket", "--ratio", "2/4"), ("ticket", "cut already"), make_ticket),
+    "no ratio for a ticket": Case(
+        ("eval", "ticket", "--ratio", "2/4"), ("ticket", "cut already"), make_ticket
+    ),
     "a ticket has no tokens": Case(("eval", "ticket"), ("ticket", "--data"), make_ticket),
     "a ticket and another tokenizer": Case(
         ("eval", "ticket", "--data", "other"), ("other", "another tokenizer"), make_ticket
@@ -316,65 +370,121 @@ CASES = {
         ("eval", "ticket", "--data", "wide"), ("wide", "69", "64"), make_ticket
     ),
     # extracting
-    "extract from nowhere": extract("--ratio", "2/4", path="nowhere", parts=("nowhere", "no valid checkpoint")),
-    "extract from a file": extract("--ratio", "2/4", path="c.toml", parts=("c.toml", "no valid checkpoint")),
+    "extract from nowhere": extract(
+        "--ratio", "2/4", path="nowhere", parts=("nowhere", "no valid checkpoint")
+    ),
+    "extract from a file": extract(
+        "--ratio", "2/4", path="c.toml", parts=("c.toml", "no valid checkpoint")
+    ),
     "extract from a ticket": extract(
         "--ratio", "2/4", path="ticket", parts=("ticket", "cut already"), prepare=make_ticket
     ),
     "extract from a damaged checkpoint": extract(
-        "--ratio", "2/4", path=LAST_RUN, parts=("model.safetensors", "sha256"),
+        "--ratio",
+        "2/4",
+        path=LAST_RUN,
+        parts=("model.safetensors", "sha256"),
         prepare=lambda here: flip_bit(here / LAST_RUN / "model.safetensors"),
     ),
-    "no budget": extract(parts=("exactly one of --ratio, --params, --size and --latency", "none"), process=True),
-    "two budgets": extract("--ratio", "2/4", "--size", "1MB", parts=("exactly one", "--ratio and --size")),
-    "malformed parameters": extract("--params", "85Q", parts=("--params '85Q'", "85M", "units: k, m, b, g")),
+    "no budget": extract(
+        parts=("exactly one of --ratio, --params, --size and --latency", "none"), process=True
+    ),
+    "two budgets": extract(
+        "--ratio", "2/4", "--size", "1MB", parts=("exactly one", "--ratio and --size")
+    ),
+    "malformed parameters": extract(
+        "--params", "85Q", parts=("--params '85Q'", "85M", "units: k, m, b, g")
+    ),
     "malformed size": extract("--size", "60 apples", parts=("--size '60 apples'", "60MB")),
-    "latency without unit": extract("--latency", "12", parts=("--latency '12'", "units: us, ms, s")),
+    "latency without unit": extract(
+        "--latency", "12", parts=("--latency '12'", "units: us, ms, s")
+    ),
     "ratio that is none": extract("--ratio", "5/12", parts=("'5/12'", "1/4, 2/4, 3/4, 4/4")),
-    "ratio of a shared layer": extract("--ratio", "attn=1,ffn=1,ffn.0=1/4", parts=("'ffn.0'", "layer that is cut")),
-    "too few parameters": extract("--params", "1k", parts=("--params 1k is impossible", "6,376 parameters"), process=True),
+    "ratio of a shared layer": extract(
+        "--ratio", "attn=1,ffn=1,ffn.0=1/4", parts=("'ffn.0'", "layer that is cut")
+    ),
+    "too few parameters": extract(
+        "--params", "1k", parts=("--params 1k is impossible", "6,376 parameters"), process=True
+    ),
     "too few bytes": extract("--size", "1kB", parts=("--size 1kB is impossible", "bytes")),
-    "too few milliseconds": extract("--latency", "1us", parts=("--latency 1us is impossible", " ms")),
-    "unknown pick": extract("--ratio", "2/4", "--pick", "luck", parts=("--pick 'luck'", "best-of:N", "mask-fisher")),
+    "too few milliseconds": extract(
+        "--latency", "1us", parts=("--latency 1us is impossible", " ms")
+    ),
+    "unknown pick": extract(
+        "--ratio", "2/4", "--pick", "luck", parts=("--pick 'luck'", "best-of:N", "mask-fisher")
+    ),
     "best of none": extract("--ratio", "2/4", "--pick", "best-of:0", parts=("--pick 'best-of:0'",)),
-    "unknown importance": extract("--ratio", "2/4", "--pick", "importance:obd", parts=("'importance:obd'", "taylor")),
+    "unknown importance": extract(
+        "--ratio", "2/4", "--pick", "importance:obd", parts=("'importance:obd'", "taylor")
+    ),
     "best-of without data": extract(
-        "--ratio", "2/4", "--pick", "best-of:3", *PLAIN, path="plain", parts=("plain", "give --data STEM"),
+        "--ratio",
+        "2/4",
+        "--pick",
+        "best-of:3",
+        *PLAIN,
+        path="plain",
+        parts=("plain", "give --data STEM"),
         prepare=write_plain_model,
     ),
     "importance without data": extract(
-        "--ratio", "2/4", "--pick", "importance", *PLAIN, path="plain", parts=("plain", "give --data STEM"),
+        "--ratio",
+        "2/4",
+        "--pick",
+        "importance",
+        *PLAIN,
+        path="plain",
+        parts=("plain", "give --data STEM"),
         prepare=write_plain_model,
     ),
     "extract with data of another tokenizer": extract(
         "--ratio", "2/4", "--data", "other", parts=("other", "another tokenizer")
     ),
-    "extract with no data": extract("--ratio", "2/4", "--data", "nowhere", parts=("nowhere.bin", "twistlm prepare")),
-    "unknown dtype": extract("--ratio", "2/4", "--dtype", "int3", parts=("--dtype 'int3'", "bfloat16")),
+    "extract with no data": extract(
+        "--ratio", "2/4", "--data", "nowhere", parts=("nowhere.bin", "twistlm prepare")
+    ),
+    "unknown dtype": extract(
+        "--ratio", "2/4", "--dtype", "int3", parts=("--dtype 'int3'", "bfloat16")
+    ),
     "unknown override": extract("--ratio", "2/4", "blocks.nffn=3", parts=("blocks.nffn", "n_ffn")),
-    "over a run": extract("--ratio", "2/4", "-o", "run", parts=("run", "is no ticket"), process=True),
+    "over a run": extract(
+        "--ratio", "2/4", "-o", "run", parts=("run", "is no ticket"), process=True
+    ),
     "over a file": extract("--ratio", "2/4", "-o", "c.toml", parts=("c.toml", "is no ticket")),
     "ticket below a file": extract("--ratio", "2/4", "-o", "c.toml/t", parts=("c.toml",)),
     # certifying
     "too few draws": Case(
-        ("certify", "run", "--ratio", "2/4", "--n", "89", "-o", "made"), ("n = 89", "at least 90"), process=True
+        ("certify", "run", "--ratio", "2/4", "--n", "89", "-o", "made"),
+        ("n = 89", "at least 90"),
+        process=True,
     ),
-    "certify all tickets": Case(("certify", "run", "--coverage", "1"), ("coverage = 1.0", "between 0 and 1")),
-    "certify a bad ratio": Case(("certify", "run", "--ratio", "5/12"), ("'5/12'", "1/4, 2/4, 3/4, 4/4")),
+    "certify all tickets": Case(
+        ("certify", "run", "--coverage", "1"), ("coverage = 1.0", "between 0 and 1")
+    ),
+    "certify a bad ratio": Case(
+        ("certify", "run", "--ratio", "5/12"), ("'5/12'", "1/4, 2/4, 3/4, 4/4")
+    ),
     "certify a ticket": Case(("certify", "ticket"), ("ticket", "cut already"), make_ticket),
     # losing nodes
     "more nodes than blocks": Case(("drop", "run", "--nodes", "5"), ("--nodes 5", "4 attn blocks")),
-    "nobody is left": Case(("drop", "run", "--nodes", "3", "--lose", "3"), ("--lose 3", "--nodes 3")),
+    "nobody is left": Case(
+        ("drop", "run", "--nodes", "3", "--lose", "3"), ("--lose 3", "--nodes 3")
+    ),
     "drop nothing": Case(("drop", "blocks.n_ffn=4"), ("at least one parent",)),
-    "drop with a bad override": Case(("drop", "run", "blocks.n_fn=4"), ("blocks.n_fn", "blocks.n_ffn")),
+    "drop with a bad override": Case(
+        ("drop", "run", "blocks.n_fn=4"), ("blocks.n_fn", "blocks.n_ffn")
+    ),
     # writing
-    "generate from nowhere": Case(("generate", "nowhere", "--prompt", "w1"), ("nowhere", "could not be loaded")),
+    "generate from nowhere": Case(
+        ("generate", "nowhere", "--prompt", "w1"), ("nowhere", "could not be loaded")
+    ),
     "generate after too long a prompt": Case(
         ("generate", "run", "--prompt", "w1 " * 16), ("16 positions", "takes 16", "0 tokens fit")
     ),
     "generate too much": Case(
         ("generate", "run", "--prompt", "w1 w2", "--max-new-tokens", "15"),
-        ("16 positions", "takes 2", "14 tokens fit", "--max-new-tokens 15"), process=True,
+        ("16 positions", "takes 2", "14 tokens fit", "--max-new-tokens 15"),
+        process=True,
     ),
     "generate from nothing": Case(("generate", "run", "--prompt", ""), ("prompt is empty",)),
     "generate without a tokenizer": Case(
@@ -382,16 +492,21 @@ CASES = {
     ),
     "draft from nothing": Case(("draft", "run", "ticket"), ("--prompt", "--data"), make_ticket),
     "draft for another vocabulary": Case(
-        ("draft", "run", "wide-model", "--data", "tokens"), ("wide-model", "70", "64"),
+        ("draft", "run", "wide-model", "--data", "tokens"),
+        ("wide-model", "70", "64"),
         lambda here: save_gpt2(here / "wide-model", vocab_size=70),
     ),
     # bench
-    "bench in an unknown runtime": Case(("bench", "deploy", "run", "--runtime", "tpu"), ("--runtime tpu", "torch")),
+    "bench in an unknown runtime": Case(
+        ("bench", "deploy", "run", "--runtime", "tpu"), ("--runtime tpu", "torch")
+    ),
     "bench of too long a prompt": Case(
         ("bench", "deploy", "run", "--ratio", "2/4", "--prefill", "9", "--decode", "8"),
         ("--prefill 9", "16 positions", "1..8"),
     ),
-    "bench of too long a text": Case(("bench", "deploy", "run", "--ratio", "2/4"), ("--decode 32", "16 positions")),
+    "bench of too long a text": Case(
+        ("bench", "deploy", "run", "--ratio", "2/4"), ("--decode 32", "16 positions")
+    ),
     "bench into a folder that exists": Case(
         ("bench", "deploy", "run", "--ratio", "2/4", "-o", "run"), ("--out run", "exists")
     ),
@@ -405,14 +520,18 @@ CASES = {
     "no parquet": tokenize("a.parquet", b"no parquet", ("a.parquet", "not a Parquet")),
     "no such eos": tokenize("a.txt", b"w1", ("--eos", "'<end>'"), "--eos", "<end>"),
     "no such tokenizer": tokenize("a.txt", b"w1", ("gone.json",), "--tokenizer", "gone.json"),
-    "token file below a file": tokenize("a.txt", b"w1", ("c.toml",), "-o", "c.toml/new", process=True),
+    "token file below a file": tokenize(
+        "a.txt", b"w1", ("c.toml",), "-o", "c.toml/new", process=True
+    ),
     # planning
     "plan with a bad K": Case(("plan", "demo", "blocks.k_attn=2"), ("blocks.k_attn = 2", "3..12")),
     "plan without tokens": Case(("plan", "wiki-gpt2"), ("data/wiki/train.bin", "twistlm prepare")),
     "plan of an unknown type": Case(("plan", "demo", "model.type=gpt7"), ("model.type", "'gpt7'")),
     "plan without heads": Case(("plan", "demo", "model.config.n_head=0"), ("model.config",)),
-    "plan below a file": Case(("plan", "demo", "--json", "c.toml/plan.json"), ("c.toml/plan.json",)),
-}  # fmt: skip
+    "plan below a file": Case(
+        ("plan", "demo", "--json", "c.toml/plan.json"), ("c.toml/plan.json",)
+    ),
+}
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.process])
@@ -425,18 +544,41 @@ def test_mistake(here, monkeypatch, capsys, name):
     assert without_empty_folders == before
 
 
+@pytest.fixture(scope="module")
+def preloaded() -> Iterator[Preloaded]:
+    made = Preloaded(ENV)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.process])
-def test_mistake_in_a_process_of_its_own(here, name):
-    """The same contract where nothing of pytest is around: imports, warnings, exit code."""
+def test_mistake_in_a_process_of_its_own(here, preloaded, tmp_path_factory, name):
+    """The same contract where nothing of pytest is around: our imports, warnings, exit code."""
     case = CASES[name]
     case.prepare(here)
     before = snapshot(here)
-    check_refusal(*as_process(*case.args, cwd=here), case.parts)
+    logs = tmp_path_factory.mktemp("logs")
+    check_refusal(*preloaded.run(*case.args, cwd=here, logs=logs), case.parts)
     assert {k: v for k, v in snapshot(here).items() if k != "made"} == before
 
 
 def test_enough_rows_run_as_processes():
     assert sum(case.process for case in CASES.values()) + 1 >= 8  # and the resume below
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (("train", "demo", "train.lrr=1"), ("train.lrr", "did you mean train.lr?", "Legal keys")),
+        (("plan", "papper"), ("'papper'", "demo", "paper")),
+        (("bench", "train", "demo", "train.lr=-1"), ("train.lr = -1",)),
+        (("export", "nowhere", "--to", "pdf", "-o", "x"), ("--to pdf", "gguf or onnx")),
+    ],
+)
+def test_mistakes_that_need_no_torch_are_told_before_it_is_imported(tmp_path, args, parts):
+    """Importing torch takes seconds, and in these processes it cannot be imported at all."""
+    check_refusal(*as_process(*args, cwd=tmp_path, without_torch=True), parts)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["train", "prepare"])

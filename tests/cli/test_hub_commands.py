@@ -28,9 +28,12 @@ SLOW = 120.0
 
 def start(*args: str, env: dict | None = None) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "twistlm", *args], env=env or ENV,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "twistlm", *args],
+        env=env or ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def events(out: Path, event: str) -> list[dict]:
@@ -143,9 +146,18 @@ def test_train_finishes_its_round_on_sigterm(tmp_path):
 
 @pytest.mark.parametrize(
     ("host", "near"),
-    [("127.0.0.1", True), ("10.1.2.3", True), ("192.168.0.9", True), ("fd00::1", True), ("::1", True),
-     ("0.0.0.0", False), ("8.8.8.8", False), ("::", False), ("2001:4860:4860::8888", False)],
-)  # fmt: skip
+    [
+        ("127.0.0.1", True),
+        ("10.1.2.3", True),
+        ("192.168.0.9", True),
+        ("fd00::1", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("8.8.8.8", False),
+        ("::", False),
+        ("2001:4860:4860::8888", False),
+    ],
+)
 def test_addresses_beyond_the_private_ones_need_a_word(host, near):
     check_address(host, True, "--public")
     if near:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
+from ..config import Setting, Wire
+from ..export.names import RUNTIMES
 from .app import app
-from .tickets import PARENT
-from .training import Overrides, Preset
+from .options import JsonOut, Overrides, Parent, Preset, words, write_json
 
-bench = typer.Typer(help="Times, bytes and memory on this machine.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
+group = typer.Typer(help="Times, bytes and memory on this machine.", no_args_is_help=True)
+app.add_typer(group, name="bench")
 
 RATIOS = ("8/12", "6/12", "4/12", "3/12")
 
 
-@bench.command(
+@group.command(
     epilog="Examples:\n\n"
     "twistlm bench train paper\n\n"
     "twistlm bench train paper train.batch=32 --sizes 12/12,4/12 --settings both --json bench.json\n\n"
@@ -30,31 +30,36 @@ def train(
     sizes: Annotated[
         str, typer.Option(help="Workers to measure, as shares of the blocks.")
     ] = "12/12,10/12,8/12,6/12,4/12,3/12",
-    settings: Annotated[str, typer.Option(help="attn, ffn, both.")] = "both,attn,ffn",
+    settings: Annotated[
+        str, typer.Option(help=f"{words(get_args(Setting))}; several with commas.")
+    ] = "both,attn,ffn",
     steps: Annotated[int, typer.Option(min=0, help="Steps behind one time; 0: enough.")] = 0,
     references: Annotated[bool, typer.Option(help="Measure Hugging Face's own step too.")] = True,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the numbers here too.")
-    ] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """A worker's local step and a round at every size: ms, tokens/s, TFLOP/s, memory, overhead.
 
     The model of the preset is built with random weights and fed random tokens; nothing is loaded.
     """
     from .. import config
-    from ..lab.bench import train as benches
+
+    cfg = config.load(preset, overrides or [])
+    from ..lab.bench.train import bench, tables
     from ..system.terminal import console
 
-    made = benches.bench(
-        config.load(preset, overrides or []), sizes.split(","), settings.split(","),
-        n_steps=steps, references=references,
-        save=lambda made: json_out and json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n"),
-    )  # fmt: skip
-    for table in benches.tables(made):
+    made = bench(
+        cfg,
+        sizes.split(","),
+        settings.split(","),
+        n_steps=steps,
+        references=references,
+        save=lambda made: write_json(json_out, made.to_dict()),
+    )
+    for table in tables(made):
         console.print(table)
 
 
-@bench.command(
+@group.command(
     epilog="Examples:\n\n"
     "twistlm bench curve demo\n\n"
     "twistlm bench curve wiki-gpt2 train.batch=2 train.warmup=20 --steps 200 --json curve.json"
@@ -63,25 +68,24 @@ def curve(
     preset: Preset,
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Local steps of the full model.")] = 200,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the numbers here too.")
-    ] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """The loss of our local step beside stock Hugging Face in float32: same start, same batches."""
     from .. import config
-    from ..lab.bench import curve as curves
+
+    cfg = config.load(preset, overrides or [])
+    from ..lab.bench.curve import SMOOTH, curve
     from ..system.terminal import console
 
-    made = curves.curve(config.load(preset, overrides or []), steps)
+    made = curve(cfg, steps)
     console.print(
         f"{steps} steps: loss {made.ours[-1]:.4f}, stock {made.stock[-1]:.4f}; smoothed over "
-        f"{curves.SMOOTH} steps they differ by at most {made.difference:.3%}"
+        f"{SMOOTH} steps they differ by at most {made.difference:.3%}"
     )
-    if json_out is not None:
-        json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
+    write_json(json_out, made.to_dict())
 
 
-@bench.command(
+@group.command(
     epilog="Examples:\n\n"
     "twistlm bench save demo\n\n"
     "twistlm bench save wiki-gpt2 train.moments=reset --out /scratch --n 5 --json save.json"
@@ -91,28 +95,27 @@ def save(
     overrides: Overrides = None,
     n: Annotated[int, typer.Option(min=1, help="Checkpoints to write.")] = 5,
     out: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path("."),
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the numbers here too.")
-    ] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """How long a checkpoint of the preset's model keeps training waiting, and when it is safe."""
     from .. import config
-    from ..lab.bench import save as saves
+
+    cfg = config.load(preset, overrides or [])
+    from ..lab.bench.save import bench, sentence
     from ..system.terminal import console
 
-    made = saves.bench(config.load(preset, overrides or []), out, n)
-    console.print(saves.sentence(made))
-    if json_out is not None:
-        json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
+    made = bench(cfg, out, n)
+    console.print(sentence(made))
+    write_json(json_out, made.to_dict())
 
 
-@bench.command(
+@group.command(
     epilog="Examples:\n\n"
     "twistlm bench deploy runs/demo/twist\n\n"
     "twistlm bench deploy gpt2 --ratio 6/12 --ratio 4/12 --runtime onnx --threads 2 -o runs/bench"
 )
 def deploy(
-    source: Annotated[str, typer.Argument(help=PARENT)],
+    source: Parent,
     overrides: Overrides = None,
     ratio: Annotated[
         list[str] | None,
@@ -123,8 +126,8 @@ def deploy(
     runtime: Annotated[
         list[str] | None,
         typer.Option(
-            help="torch, onnx, onnx-q8 or llama.cpp-q8_0; repeatable; default: all that are installed "
-            "and can run this model."
+            help=f"{words(RUNTIMES)}; repeatable; default: all that are installed and can run "
+            "this model."
         ),
     ] = None,
     prefill: Annotated[
@@ -141,21 +144,27 @@ def deploy(
     ] = None,
 ) -> None:
     """The full parent against tickets: prefill, decode with KV cache, bytes on disk, memory."""
-    from ..lab.bench import deploy as benches
+    from ..lab.bench.deploy import bench, table
     from ..system.terminal import console
     from ..tickets import parent as parents
 
-    made = benches.bench(
-        parents.open_(source, "cpu", overrides or []), ratio or RATIOS,
-        runtimes=runtime or (), prefill=prefill or (), n_decode=decode, n_repeats=repeats,
-        threads=threads, seed=seed, folder=out,
-    )  # fmt: skip
-    console.print(benches.table(made))
+    made = bench(
+        parents.open_(source, "cpu", overrides or []),
+        ratio or RATIOS,
+        runtimes=runtime or (),
+        prefill=prefill or (),
+        n_decode=decode,
+        n_repeats=repeats,
+        threads=threads,
+        seed=seed,
+        folder=out,
+    )
+    console.print(table(made))
     for name, why in made.left_out.items():
         console.print(f"without {name}: {why}")
 
 
-@bench.command(
+@group.command(
     epilog="Examples:\n\n"
     "twistlm bench comm\n\n"
     "twistlm bench comm --mb 250 --slow 4 --slow 8 --slow-mb 64 --gbit 1 --json comm.json"
@@ -172,27 +181,31 @@ def comm(
     slow_mb: Annotated[float, typer.Option(min=0.1, help="MB of a subnet there.")] = 64.0,
     gbit: Annotated[float, typer.Option(min=0.01, help="Speed of a slow link, Gbit/s.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Exchanges behind a number.")] = 3,
-    wire: Annotated[str, typer.Option(help="fp32, bf16 or int8.")] = "fp32",
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the numbers here too.")
-    ] = None,
+    wire: Annotated[str, typer.Option(help=f"{words(get_args(Wire))}.")] = "fp32",
+    json_out: JsonOut = None,
 ) -> None:
     """The hub's sessions beside bare gloo, and shards beside the hub in network namespaces.
 
     A round's exchange with nothing trained; every subnet keeps a third of the blocks.
     """
     from .. import config
-    from ..lab.bench import comm as benches
+
+    cfg = config.from_dict({"run": {"wire": wire}})
+    from ..lab.bench.comm import bench, table
     from ..system.terminal import console
 
-    made = benches.bench(
-        loopback=workers, megabytes=mb, slow=slow or (4, 8), slow_megabytes=slow_mb, gbit=gbit,
-        repeats=repeats, wire=config.from_dict({"run": {"wire": wire}}).run.wire,
-    )  # fmt: skip
-    console.print(benches.table(made))
+    made = bench(
+        loopback=workers,
+        megabytes=mb,
+        slow=slow or (4, 8),
+        slow_megabytes=slow_mb,
+        gbit=gbit,
+        repeats=repeats,
+        wire=cfg.run.wire,
+    )
+    console.print(table(made))
     for name, ratio in made.ratios().items():
         console.print(f"{name}: {ratio:.2f}")
     for name, why in made.left_out.items():
         console.print(f"{name}: {why}")
-    if json_out is not None:
-        json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
+    write_json(json_out, made.to_dict())

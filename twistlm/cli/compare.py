@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..pruners.names import NAMES, REPAIRS
 from .app import app
-from .tickets import PARENT, Data, Device, Tokens
-from .training import Overrides
+from .options import PARENT, Data, Device, Overrides, Tokens
 
 
 @app.command(
@@ -53,8 +53,7 @@ def compare(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Of twistlm prune: sparsegpt, wanda, zpruner, zpruner-datafree, magnitude, block:fisher, "
-            "block:mask-fisher, block:taylor, block:magnitude; '' for none.",
+            help=f"Of twistlm prune, with commas: {', '.join(NAMES)}; '' for none.",
             show_default="all",
         ),
     ] = None,
@@ -64,7 +63,7 @@ def compare(
     repair: Annotated[
         str,
         typer.Option(
-            help="Add repaired tickets: bias, rescale, lstsq, each on 16 of the calibration sequences."
+            help=f"Add repaired tickets: {', '.join(REPAIRS)}, each on 16 of the calibration sequences."
         ),
     ] = "",
     n: Annotated[

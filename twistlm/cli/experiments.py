@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from ..lab.experiments import NAMES
+from ..lab.experiments.scales import SCALES
 from .app import app
+from .options import words
 
 UNFINISHED = 3  # exit code: the time was up, the same command goes on
 
@@ -25,14 +27,17 @@ def experiment(
         list[str] | None,
         typer.Argument(
             metavar="NAME... [SECTION.KEY=VALUE...]",
-            help="Experiments, or all; changes to every training config (start.SECTION.KEY=VALUE: to the "
-            "dense start alone).",
+            help=f"{words(NAMES)}, several, or all; changes to every training config "
+            "(start.SECTION.KEY=VALUE: to the dense start alone).",
             show_default=False,
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="Say which experiments there are.")] = False,
     scale: Annotated[
-        str, typer.Option(help="smoke (CPU, a minute), gpu, gpu-smollm2 or paper.")
+        str,
+        typer.Option(
+            help=f"{words(SCALES)}: a model, its data and all sizes; smoke runs on a CPU."
+        ),
     ] = "smoke",
     out: Annotated[
         Path | None,
@@ -49,16 +54,16 @@ def experiment(
     """Reproduce the paper's tables and figures, point by point; a finished point is never run again."""
     from ..system.terminal import console
 
-    words = names or []
-    if list_ or not words:
+    given = names or []
+    if list_ or not given:
         for name, what in NAMES.items():
             console.print(f"{name:<12}{what}")
         return
     from ..lab.experiments.run import run
 
-    overrides = [word for word in words if "=" in word]
+    overrides = [word for word in given if "=" in word]
     folder = out or Path("runs") / f"lab-{scale}"
-    chosen = [word for word in words if "=" not in word]
+    chosen = [word for word in given if "=" not in word]
     only = settings.split(",") if settings else []
     if not run(chosen, scale, folder, overrides, minutes=minutes, settings=only):
         raise typer.Exit(UNFINISHED)
@@ -91,8 +96,8 @@ def report(
     ] = None,
 ) -> None:
     """One self-contained page: what was run, tables, figures, and which of the paper's claims hold."""
-    from ..lab.report.write import report as write
+    from ..lab.report.write import report
     from ..system.terminal import console
 
-    written = write(runs, out, markdown)
+    written = report(runs, out, markdown)
     console.print(f"written: {out} and {len(written) - 1} more files")

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..export.names import FORMATS
 from .app import app
+from .options import Tokens, words
 
 
 @app.command(
@@ -17,21 +19,29 @@ from .app import app
 )
 def export(
     ticket: Annotated[Path, typer.Argument(help="A ticket folder, or any Hugging Face folder.")],
-    to: Annotated[str, typer.Option(help="gguf (llama.cpp) or onnx (onnxruntime).")],
+    to: Annotated[str, typer.Option(help=f"{words(FORMATS)}: for llama.cpp, for onnxruntime.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="GGUF file or ONNX folder to write.")],
     type_: Annotated[
         str | None,
-        typer.Option("--type", help="gguf: f32, f16, q8_0 (default); onnx: f32 (default), q8."),
+        typer.Option(
+            "--type",
+            help="; ".join(f"{to}: {words(types)}" for to, types in FORMATS.items())
+            + ". The default is the first.",
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Token file: compare perplexity and reading speed too.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")] = 8192,
+    tokens: Tokens = 8192,
     prompt: Annotated[
         str | None, typer.Option(help="Text that torch and the runtime both continue.")
     ] = None,
 ) -> None:
     """Write a ticket as GGUF or ONNX, and compare it with torch on the spot."""
+    if to not in FORMATS:
+        raise ValueError(f"--to {to}: a ticket is exported to {words(FORMATS)}")
+    if not (ticket / "config.json").is_file():
+        raise ValueError(f"{ticket} is neither a ticket nor a Hugging Face folder")
     from ..compute.perplexity import Text
     from ..data.token_file import open_tokens
     from ..export import gguf, onnx, verify
@@ -39,24 +49,23 @@ def export(
     from ..system.terminal import console
     from ..tickets.deploy import load_ticket
 
-    formats = {"gguf": (gguf.export, "q8_0"), "onnx": (onnx.export, "f32")}
-    if to not in formats:
-        raise ValueError(f"--to {to}: a ticket is exported to {' or '.join(formats)}")
-    if not (ticket / "config.json").is_file():
-        raise ValueError(f"{ticket} is neither a ticket nor a Hugging Face folder")
     is_ticket = (ticket / "ticket.json").is_file()
     model = load_ticket(ticket) if is_ticket else from_folder_or_hub(str(ticket)).eval()
     model = model.float()  # a ticket saved in bfloat16 is compared, and written, exactly
-    words, text = ticket / "tokenizer.json", None
+    tokenizer, text = ticket / "tokenizer.json", None
     if data is not None:
         most = getattr(model.config, "max_position_embeddings", None) or 1024
         text = Text(open_tokens(data), min(1024, most), tokens, batch=1)
         text.file.check(text.seq_len, vocab_size(model))
-    write, usual = formats[to]
+    write = {"gguf": gguf.export, "onnx": onnx.export}[to]
     rows = write(
-        model, out, type_ or usual, words if words.is_file() else None, text,
+        model,
+        out,
+        type_ or FORMATS[to][0],
+        tokenizer if tokenizer.is_file() else None,
+        text,
         prompt or verify.PROMPT,
-    )  # fmt: skip
+    )
     console.print(verify.table(rows))
     if to == "gguf" and len(rows) == 1:
         console.print("not run in llama.cpp, which is not installed: pip install 'twistlm[llama]'")

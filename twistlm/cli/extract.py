@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..tickets.names import DTYPES, IMPORTANCES
 from .app import app
-from .tickets import PARENT, Data, Device
-from .training import Overrides
+from .options import Data, Device, Overrides, Parent, words
 
 
 @app.command(
@@ -21,7 +21,7 @@ from .training import Overrides
     "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.0=1 blocks.setting=both"
 )
 def extract(
-    source: Annotated[str, typer.Argument(help=PARENT)],
+    source: Parent,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the ticket.")],
     overrides: Overrides = None,
     ratio: Annotated[
@@ -41,8 +41,8 @@ def extract(
     pick: Annotated[
         str,
         typer.Option(
-            help="random; best-of:N by validation loss; importance[:METHOD], METHOD one of fisher, "
-            "mask-fisher, taylor, magnitude, random."
+            help="random; best-of:N by validation loss; importance (by fisher), or importance:METHOD with "
+            f"METHOD {words(IMPORTANCES)}."
         ),
     ] = "random",
     seed: Annotated[int, typer.Option(help="Seed of the pick.")] = 0,
@@ -51,7 +51,7 @@ def extract(
         int,
         typer.Option(min=0, help="Tokens for each perplexity and for calibration; 0 takes all."),
     ] = 4096,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"{words(DTYPES)}.")] = DTYPES[0],
     device: Device = "auto",
 ) -> None:
     """Cut the ticket that fits a budget out of a parent, and write it with its proof."""

@@ -13,7 +13,7 @@ import typer
 
 from ..config import Kind
 from .app import app
-from .training import Overrides, Preset
+from .options import Device, Overrides, Preset, Resume
 
 Secret = Annotated[
     Path | None,
@@ -33,9 +33,7 @@ Secret = Annotated[
 def hub(
     preset: Preset,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")
-    ] = False,
+    resume: Resume = False,
     secret_file: Secret = None,
     supervise: Annotated[
         bool,
@@ -50,8 +48,8 @@ def hub(
     Exit codes: 0 done, 2 a mistake in the call, 4 too few workers for too long, 130 and 143 stopped.
     """
     from .. import config
+    from ..transport import supervisor
     from ..transport.address import listen, read_secret
-    from ..transport.supervisor import supervise as keep_alive
 
     cfg = config.load(preset, overrides or [])
     if cfg.run.variant == "local":
@@ -64,7 +62,7 @@ def hub(
     else:
         listener = listen(cfg.hub.bind, cfg.hub.public)
         if supervise:
-            raise typer.Exit(keep_alive(listener, sys.argv[1:], Path(cfg.run.out)))
+            raise typer.Exit(supervisor.supervise(listener, sys.argv[1:], Path(cfg.run.out)))
     from ..system.terminal import console
     from ..training import rounds
 
@@ -85,7 +83,7 @@ def worker(
         int, typer.Option(min=0, help="This worker's own K of attention blocks; 0: the run's.")
     ] = 0,
     k_ffn: Annotated[int, typer.Option(min=0, help="Its own K of FFN blocks; 0: the run's.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     patience: Annotated[
         float, typer.Option(min=0, help="Seconds to try to reach a hub that has gone away.")
     ] = 600.0,
@@ -94,9 +92,10 @@ def worker(
     ] = False,
 ) -> None:
     """Train for a hub: config, weights and tokens come from there. Nothing is encrypted."""
-    from ..transport.address import read_secret
+    from ..transport.address import check_address, parse_address, read_secret
 
-    secret = read_secret(secret_file)  # before the slow import
+    secret = read_secret(secret_file)  # mistakes are told before torch is imported
+    check_address(parse_address(connect)[0], public, "--public")
     from ..training.engines import remote
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

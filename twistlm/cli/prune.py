@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..pruners.names import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS
 from .app import app
-from .tickets import PARENT, Device
-from .training import Overrides
+from .options import Device, Overrides, Parent, words
 
 
 @app.command(
@@ -22,13 +22,12 @@ from .training import Overrides
     "--data data/wiki/train blocks.shared_first=0 blocks.shared_last=0"
 )
 def prune(
-    source: Annotated[str, typer.Argument(help=PARENT)],
+    source: Parent,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the pruned model.")],
     method: Annotated[
         str,
         typer.Option(
-            help="sparsegpt, wanda, zpruner, zpruner-datafree or magnitude (single weights); "
-            "block:fisher, block:mask-fisher, block:taylor, block:magnitude or block:random (whole blocks)."
+            help=f"{words(SINGLE_WEIGHTS)} (single weights); {words(WHOLE_BLOCKS)} (whole blocks)."
         ),
     ],
     overrides: Overrides = None,
@@ -51,7 +50,7 @@ def prune(
         str | None,
         typer.Option(
             help="Fit what is left of each block:* layer to what it wrote when whole, without gradients: "
-            "bias, rescale (a factor per block) or lstsq (the output projection)."
+            f"{words(REPAIRS)} (a constant, a factor per block, the output projection)."
         ),
     ] = None,
     device: Device = "auto",

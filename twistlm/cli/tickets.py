@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from .app import app
-from .training import Overrides
+from .options import ANY_MODEL, PARENT, Data, Device, JsonOut, Overrides, Parent, Tokens, write_json
 
-PARENT = "A run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE."
-ANY = "A ticket, a run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE."
-
-Data = Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")]
-Tokens = Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Tokens to write; default: 100, or what the model's positions leave."),
@@ -31,7 +23,7 @@ MaxNewTokens = Annotated[
     "twistlm certify gpt2 --ratio 9/12 --n 90 --data data/wiki-test --tokens 16384 data.seq_len=512"
 )
 def certify(
-    source: Annotated[str, typer.Argument(help=PARENT)],
+    source: Parent,
     overrides: Overrides = None,
     ratio: Annotated[
         str, typer.Option(help="Share of blocks, as 6/12 or attn=2/3,ffn=6/12.")
@@ -104,7 +96,7 @@ def drop(
         raise ValueError("give at least one parent")
     made = drops.drop(opened, nodes, lose, data=data, tokens=tokens)
     console.print(drops.table(made, nodes, lose))
-    _write(json_out, drops.record(made, nodes, lose))
+    write_json(json_out, drops.record(made, nodes, lose))
 
 
 @app.command(
@@ -113,7 +105,7 @@ def drop(
     'twistlm generate gpt2 --prompt "In the beginning" --temperature 0.8 --top-k 40 --seed 1'
 )
 def generate(
-    ticket: Annotated[str, typer.Argument(help=ANY)],
+    ticket: Annotated[str, typer.Argument(help=ANY_MODEL)],
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
@@ -146,7 +138,7 @@ def generate(
 )
 def draft(
     parent: Annotated[str, typer.Argument(help=f"The model whose text is written. {PARENT}")],
-    ticket: Annotated[str, typer.Argument(help=f"The model that drafts. {ANY}")],
+    ticket: Annotated[str, typer.Argument(help=f"The model that drafts. {ANY_MODEL}")],
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to go on from; repeatable.")
     ] = None,
@@ -168,9 +160,4 @@ def draft(
     made = drafts.draft(*pair, prompts, max_new_tokens=max_new_tokens, n_draft=draft_tokens)
     console.print(drafts.table(made))
     console.print(drafts.reading(made))
-    _write(json_out, made.to_dict())
-
-
-def _write(path: Path | None, record: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(json_out, made.to_dict())

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..config import preset_names
 from .app import app
-
-Preset = Annotated[
-    str,
-    typer.Argument(
-        metavar="PRESET_OR_TOML", help=f"A TOML file, or a preset: {', '.join(preset_names())}."
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the config.", show_default=False),
-]
+from .options import ANY_MODEL, Data, Device, JsonOut, Overrides, Preset, Resume, Tokens, write_json
 
 
 @app.command(
@@ -63,10 +51,10 @@ def prepare(
     ] = None,
 ) -> None:
     """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json)."""
-    from ..data.prepare import prepare as prepare_
+    from ..data.prepare import prepare
     from ..system.terminal import console
 
-    file = prepare_(sources, out, tokenizer, column=column, eos=eos)
+    file = prepare(sources, out, tokenizer, column=column, eos=eos)
     meta = file.meta
     console.print(
         f"{file.stem}.bin: {meta.n_tokens:,} tokens of {meta.n_documents:,} documents, "
@@ -85,9 +73,7 @@ def prepare(
 def train(
     preset: Preset,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")
-    ] = False,
+    resume: Resume = False,
     minutes: Annotated[
         float, typer.Option(min=0, help="Save and stop after this time; 0: never.")
     ] = 0,
@@ -96,13 +82,15 @@ def train(
     import time
 
     from .. import config
+
+    cfg = config.load(preset, overrides or [])  # a mistake there is told before torch is imported
     from ..system.terminal import console
     from ..training import rounds
     from ..transport.ranks import on_central_rank
 
     deadline = time.monotonic() + 60 * minutes
     is_late = (lambda: time.monotonic() >= deadline) if minutes else None
-    last = rounds.train(config.load(preset, overrides or []), resume=resume, is_late=is_late)
+    last = rounds.train(cfg, resume=resume, is_late=is_late)
     if on_central_rank():
         console.print(f"checkpoint: {last}")
 
@@ -116,12 +104,7 @@ def train(
     "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512 blocks.setting=ffn",
 )
 def eval_(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="A run folder, a checkpoint, a Hugging Face folder or hub id, gguf:FILE, or a ticket."
-        ),
-    ],
+    source: Annotated[str, typer.Argument(help=ANY_MODEL)],
     overrides: Overrides = None,
     ratio: Annotated[
         list[str] | None,
@@ -130,15 +113,11 @@ def eval_(
         ),
     ] = None,
     n: Annotated[int, typer.Option(min=1, help="Random subnets behind each number.")] = 20,
-    data: Annotated[
-        str | None, typer.Option(help="Token file; default: the run's data.valid.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")] = 0,
+    data: Data = None,
+    tokens: Tokens = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random subnets.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the numbers here too.")
-    ] = None,
+    device: Device = "auto",
+    json_out: JsonOut = None,
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket."""
     from ..system.terminal import console
@@ -156,8 +135,7 @@ def eval_(
             data=data, tokens=tokens, seed=seed, device=device, overrides=more,
         )  # fmt: skip
     console.print(table([scores]))
-    if json_out is not None:
-        json_out.write_text(json.dumps(scores.to_dict(), indent=1) + "\n")
+    write_json(json_out, scores.to_dict())
 
 
 @app.command(
@@ -174,15 +152,14 @@ def plan(
     tflops: Annotated[
         float, typer.Option(help="Speed of a worker, TFLOP/s (`twistlm bench train`).")
     ] = 100.0,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the numbers here too.")
-    ] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """Parameters, bytes, rounds and the busiest link of a config, before anything is trained."""
     from .. import config
+
+    cfg = config.load(preset, overrides or [])
     from ..training.plan import make, show
 
-    made = make(config.load(preset, overrides or []), ratio, gbit, tflops)
+    made = make(cfg, ratio, gbit, tflops)
     show(made)
-    if json_out is not None:
-        json_out.write_text(json.dumps(made.to_dict(), indent=1) + "\n")
+    write_json(json_out, made.to_dict())
