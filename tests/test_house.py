@@ -18,7 +18,7 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
     for path in PACKAGE.rglob("*.py")
 }
 
-FLOORS = [  # a room imports from its own floor's room and from floors above this line, never from below
+FLOORS = [  # a room imports from rooms on lines above its own; two rooms on a line are strangers
     {"presets"},
     {"config", "system"},
     {"model", "transport"},
@@ -69,6 +69,39 @@ def test_no_room_imports_upwards_or_its_neighbour():
         and not floor[room(other)] < floor[room(name)]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_modules_form_no_circle():
+    """Inside a room, too, modules stand above each other."""
+    rest = {name: imports(name, source) & SOURCES.keys() for name, source in SOURCES.items()}
+    while free := [name for name, others in rest.items() if not others & rest.keys()]:
+        for name in free:
+            del rest[name]
+    assert not rest, {name: others & rest.keys() for name, others in rest.items()}
+
+
+def test_no_import_needs_an_alias():
+    """A name that would clash is a name that says too little."""
+    for name, source in SOURCES.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.level > 0:
+                assert all(alias.asname is None for alias in node.names), (name, node.lineno)
+
+
+def test_modules_and_signatures_can_be_taken_in_at_a_glance():
+    """At most 350 lines and, outside the commands, 7 parameters (a Triton kernel takes only scalars)."""
+    for name, source in SOURCES.items():
+        assert source.count("\n") <= 350, name
+        if room(name) == "cli":
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list):
+                continue
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            given = [arg for arg in given if arg.arg not in ("self", "cls")]
+            assert len(given) <= 7, (name, node.name)
 
 
 def test_model_names_stand_in_families_and_exports_alone():
