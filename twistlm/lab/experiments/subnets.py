@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from ...config import Setting
@@ -33,12 +32,17 @@ def subnets(
     )  # fmt: skip
 
     def measure() -> dict[str, Any]:
-        parent, ready = lab.open(recipe, setting)
-        ready = replace(ready, text=lab.text(ready, tokens))
+        parent, ready = lab.open(recipe, setting, tokens)
         if k == N:
             whole = ready.full_perplexity()
-            return {"values": [whole], "mean": whole, "sd": None, "worst": whole, "n": 1,
-                    "n_params": parent.central.layout.n_params}  # fmt: skip
+            return {
+                "values": [whole],
+                "mean": whole,
+                "sd": None,
+                "worst": whole,
+                "n": 1,
+                "n_params": parent.central.layout.n_params,
+            }
         widths = widths_of_ratio(parent.block_map, scale.ratio(k))
         spread = ready.random_subnets(scale.ratio(k), widths, n, seed)
         return {"values": list(spread.values), **spread.summary(), "n_params": spread.n_params}

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ...compute.perplexity import Evaluator
 from ...config import Setting
 from ...pruners import calibrate
 from ...pruners.write import STRUCTURED
-from ...tickets.parent import Parent
 from ..compare.cells import Asked, Cell, Grid
+from ..compare.request import DEFAULT
 from ..compare.rivals import Rival, weights_sha256
-from ..compare.run import DEFAULT
 from ..page import draw
 from ..page.section import Figure, Section, Table, lowest, number, spread
 from . import paper, ranking
@@ -69,27 +66,33 @@ def _pruned(lab: Lab, method: str, setting: Setting, k: int) -> Point:
 
 
 def _cell(lab: Lab, recipe: Recipe | None, what: str, setting: Setting, k: int) -> dict[str, Any]:
-    """Measured, or found, among the cells of `twistlm compare -o FOLDER/compare`."""
-    folder, whole = lab.folder / "compare" / "points", what == "whole"
-    place = (what, None, None) if whole else (what, setting, f"{k}/{N}")
-    cells = lab.beside(recipe, partial(_cells, lab, recipe, folder))
-    return cells[place].fill(folder, lambda note: None)
+    """Measured, or found, among the cells of `twistlm compare -o LAB`."""
+    place = (what, None, None) if what == "whole" else (what, setting, f"{k}/{N}")
+    cells = lab.once(recipe, "cells of compare", partial(_cells, lab, recipe))
+    return cells[place].fill(lab.points, lambda note: None)
 
 
-def _cells(
-    lab: Lab, recipe: Recipe | None, folder: Path, parent: Parent, ready: Evaluator
-) -> dict[tuple[str, str | None, str | None], Cell]:
+def _cells(lab: Lab, recipe: Recipe | None) -> dict[tuple[str, str | None, str | None], Cell]:
     """Everything that `compare` could ask of one parent, by its place."""
     scale, seed = lab.scale, lab.base.run.seed
+    parent, ready = lab.open(recipe, "both")
     ids = calibrate.windows(parent, None, scale.n_calibration, seed)[1]
     ratios = tuple(f"{k}/{N}" for k in scale.table1)
     n = scale.n_subnets if scale.n_attn == N else 0
     asked = Asked(
-        scale.settings, ratios, DEFAULT, ("dense",), (), n, seed, lab.text(ready), ids
-    )  # fmt: skip
+        settings=scale.settings,
+        ratios=ratios,
+        methods=DEFAULT,
+        on=("dense",),
+        repairs=(),
+        n=n,
+        seed=seed,
+        text=ready.text,
+        ids=ids,
+    )
     method = recipe.method if recipe else "dense"
     rival = Rival(lab.out(recipe).name, method, parent, weights_sha256(parent), scale.settings)
-    cells = Grid([rival], asked, folder).cells()
+    cells = Grid([rival], asked, lab.points).cells()
     return {(cell.what, cell.setting, cell.ratio): cell for cell in cells}
 
 
