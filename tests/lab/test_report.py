@@ -12,14 +12,17 @@ import pytest
 from conftest import tiny
 from pages import check_page
 
-from twistlm.lab import points
+from twistlm.lab.compare.request import CompareRequest
+from twistlm.lab.compare.run import compare
 from twistlm.lab.experiments import nodeloss, robustness, stability, table1, table2
 from twistlm.lab.page import draw
 from twistlm.lab.page.html import page
 from twistlm.lab.page.markdown import BEGIN, END, replace_part
 from twistlm.lab.page.section import count, lowest, number
+from twistlm.lab.points import Points, place_of
 from twistlm.lab.report import comparison, load, training
 from twistlm.lab.report.write import chapter, report
+from twistlm.lab.trainings import keep_training, read_training
 from twistlm.training import rounds
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
@@ -156,7 +159,7 @@ def test_a_running_folder_and_plain_runs(tmp_path, tokens):
     path = tmp_path / "twist/metrics.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:2]) + "\n" + lines[2][:25])
-    assert [row["round"] for row in load.training(tmp_path / "twist").rows] == [1, 2]
+    assert [row["round"] for row in read_training(tmp_path / "twist").rows] == [1, 2]
     out = tmp_path / "page.html"
     report([tmp_path / "twist", tmp_path / "dense"], out)
     folder = out.with_suffix("")
@@ -177,15 +180,22 @@ def test_a_running_folder_and_plain_runs(tmp_path, tokens):
 
 def test_a_comparison(tmp_path, tokens):
     """A folder of `twistlm compare`, as it is."""
-    from twistlm.lab.compare.run import compare
-
     cut = {"k_attn": 2, "k_ffn": 2, "n_ffn": 4, "shared_first": 0}
     cfg = tiny(tokens, tmp_path / "dense", train={"method": "dense", "rounds": 1}, blocks=cut)
     rounds.train(cfg, quiet=True)
     compare(
-        [("dense", str(tmp_path / "dense"))], tmp_path / "table", ratios="2/4,1/4", settings="ffn,both",
-        methods="magnitude", n=2, tokens=64, device="cpu", quiet=True,
-    )  # fmt: skip
+        CompareRequest(
+            sources=[("dense", str(tmp_path / "dense"))],
+            out=tmp_path / "table",
+            ratios="2/4,1/4",
+            settings="ffn,both",
+            methods="magnitude",
+            n=2,
+            tokens=64,
+            device="cpu",
+            quiet=True,
+        )
+    )
     out = tmp_path / "page.html"
     report([tmp_path / "table"], out)
     assert check_page(out) == {"table-compare-both", "table-compare-ffn"}
@@ -294,13 +304,35 @@ def test_coverage_is_what_the_loop_deals(tmp_path, tokens, deal):
 
 def test_two_parents_of_one_name_are_told_apart(tmp_path):
     """The one with most points keeps the name."""
+    found = Points(place_of(tmp_path))
     for word, k in (("aaaa1", 4), ("bbbb2", 4), ("bbbb2", 6)):
         made = subnet("TwIST K=6", "twist-6", k, 20.0)
         made["config"]["parent_hash"] = word
-        points.point(tmp_path / "points", made["config"], lambda made=made: made["result"])
+        found.measure(made["config"], lambda made=made: made["result"])
     (source,) = load.load([tmp_path])
     names = {p["config"]["parent_hash"]: p["config"]["parent"] for p in source.points}
     assert names == {"aaaa1": "TwIST K=6 [aaaa]", "bbbb2": "TwIST K=6"}
+
+
+def test_a_lab_is_a_folder_or_two_files(tmp_path, tokens):
+    """Points and metrics that were copied away give the same source; a running parent is seen too."""
+    folder = tmp_path / "lab"
+    made = subnet("TwIST K=6", "twist-6", 4, 20.0)
+    Points(place_of(folder)).measure(made["config"], lambda: made["result"])
+    rounds.train(tiny(tokens, folder / "parents/one", train={"rounds": 1}), quiet=True)
+    keep_training(place_of(folder).trainings, read_training(folder / "parents/one"))
+    shutil.copy(folder / "points.jsonl", tmp_path / "lab.jsonl")
+    shutil.copy(folder / "points.metrics.jsonl", tmp_path / "lab.metrics.jsonl")
+    files = sorted(tmp_path.glob("*.jsonl"))
+    (whole,), (kept,) = load.load([folder]), load.load(files)
+    assert whole == kept
+    assert [t.name for t in kept.trainings] == ["one"]
+    shutil.copytree(folder / "parents/one", folder / "parents/two")
+    assert [t.name for t in load.load([folder])[0].trainings] == ["one", "two"]
+    record = {"rows": [], "parents": {}}
+    (folder / "compare.json").write_text(json.dumps(record))
+    both = load.load([folder, folder / "compare.json"])
+    assert [source.comparison for source in both] == [None, record, record]
 
 
 def test_what_is_kept_by_hand_stays():

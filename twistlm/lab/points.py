@@ -108,7 +108,7 @@ class Points:
             for line in file:
                 if (made := parse_line(line)) is not None:
                     if not _is_point(made):
-                        shown = line[:60].decode(errors="replace")
+                        shown = line[:60].decode(errors="replace").rstrip()
                         raise _not_finished(f"{self.file}: the line {shown}...")
                     self._found.setdefault(name_of(made["config"]), made)
                 if line.endswith(b"\n"):

@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,8 +68,12 @@ class OpenParent:
 
     def cut(self, setting: Setting, tokens: int) -> tuple[Parent, Evaluator]:
         """The parent cut as `setting` says, and an evaluator on the first `tokens` tokens (0: all)."""
-        mine = self.once(setting, lambda: parent.recut(self.parent, setting))
-        return mine, self.once((setting, tokens), lambda: score.evaluator(mine, tokens=tokens))
+        mine, ready = self.once(setting, lambda: self._cut(setting))
+        return mine, replace(ready, text=replace(ready.text, max_tokens=tokens))
+
+    def _cut(self, setting: Setting) -> tuple[Parent, Evaluator]:
+        mine = parent.recut(self.parent, setting)
+        return mine, score.evaluator(mine)
 
 
 class Lab:
@@ -201,8 +205,9 @@ class Lab:
 
     def close(self) -> None:
         """Let go of the parent at hand: training needs the memory."""
-        self._open = None
-        _forget()
+        if self._open is not None:
+            self._open = None
+            _forget()
 
     def about(self, experiment: str, recipe: Recipe | None = None, **more: Any) -> dict[str, Any]:
         """A point's config: the experiment, the scale, the parent and what is asked of it."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from ... import config
-from ...training.plan import make
 from ..page import draw
 from ..page.section import Claim, Figure, Section
+from . import paper
 from .lab import Lab, Point
 
 
@@ -17,7 +16,7 @@ def points(lab: Lab) -> list[Point]:
     about = {"experiment": "memory", "scale": lab.name, "share": "6/12"}
 
     def measure() -> dict[str, Any]:
-        return {"half": make(config.load("paper")).half}
+        return {"half": paper.plan().half}
 
     return [Point(about, measure)]
 

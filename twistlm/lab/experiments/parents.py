@@ -21,10 +21,12 @@ def recipes(lab: Lab) -> list[Recipe | None]:
 
 
 def points(lab: Lab) -> list[Point]:
-    return [point(lab, recipe) for recipe in recipes(lab)]
+    return [parent_point(lab, recipe) for recipe in recipes(lab)]
 
 
-def point(lab: Lab, recipe: Recipe | None) -> Point:
+def parent_point(lab: Lab, recipe: Recipe | None) -> Point:
+    """What a parent's training cost."""
+
     def measure() -> dict[str, Any]:
         lab.trained(recipe)
         return summary(lab.out(recipe))

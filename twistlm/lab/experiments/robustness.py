@@ -9,7 +9,7 @@ from ..page.section import Claim, Figure, Section, number
 from . import paper
 from .lab import Lab, Point
 from .scales import MIXED, TWIST_MIXED, TWIST_OUTER, TWIST_WHOLE, N, Recipe
-from .subnets import subnets
+from .subnets import Sample, subnets
 
 KEEPS = 1.05  # a ratio of perplexities up to which a size "keeps" another's
 SHARP = 1.5  # and from which it degrades sharply
@@ -27,12 +27,16 @@ def points(lab: Lab) -> list[Point]:
         more = (TWIST_OUTER, TWIST_MIXED, TWIST_WHOLE) if setting == "both" else ()
         found += [
             subnets(
-                lab, "robustness", recipe, setting, y, scale.n_subnets, scale.tokens,
-                widths=list(recipe.widths), outer=recipe.outer,
+                lab,
+                "robustness",
+                recipe,
+                Sample(setting, y, scale.n_subnets, scale.tokens),
+                widths=list(recipe.widths),
+                outer=recipe.outer,
             )
             for recipe in (*rows, *more)
             for y in scale.evaluated_on
-        ]  # fmt: skip
+        ]
     return found
 
 

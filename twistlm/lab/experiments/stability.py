@@ -10,14 +10,15 @@ from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number, spread
 from .lab import Lab, Point
 from .scales import DENSE, TWIST, N, only
-from .subnets import ByParent, by_parent, subnets
+from .subnets import ByParent, Sample, by_parent, subnets
 
 
 def points(lab: Lab) -> list[Point]:
     """A distribution for every parent of a setting, at every size."""
     scale = lab.scale
+    n, tokens = scale.n_stability, scale.stability_tokens
     return [
-        subnets(lab, "stability", recipe, setting, k, scale.n_stability, scale.stability_tokens)
+        subnets(lab, "stability", recipe, Sample(setting, k, n, tokens))
         for setting in scale.settings
         for recipe in only(setting)
         for k in scale.stability

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ...config import Setting
@@ -13,26 +14,34 @@ from .scales import N, Recipe
 ByParent = dict[str, dict[int, dict[str, Any]]]  # label -> K -> result
 
 
-def subnets(
-    lab: Lab,
-    experiment: str,
-    recipe: Recipe | None,
-    setting: Setting,
-    k: int,
-    n: int,
-    tokens: int,
-    **more: Any,
-) -> Point:
-    """Perplexities of n random subnets with k of 12 blocks; the whole model for k = 12."""
-    scale, seed = lab.scale, lab.base.run.seed
-    n = n if k < N else 1
+@dataclass(frozen=True)
+class Sample:
+    """n random subnets with k of 12 blocks in the layers that `setting` cuts; one whole model for k = 12."""
+
+    setting: Setting
+    k: int
+    n: int
+    tokens: int  # behind each perplexity; 0: all
+
+
+def subnets(lab: Lab, experiment: str, recipe: Recipe | None, sample: Sample, **more: Any) -> Point:
+    """The point with the perplexities of a sample; `more` joins its config."""
+    scale, seed, k = lab.scale, lab.base.run.seed, sample.k
+    n = sample.n if k < N else 1
     about = lab.about(
-        experiment, recipe, setting=setting, k=k, ratio=scale.ratio(k), n=n, tokens=tokens,
-        seed=seed, **more,
-    )  # fmt: skip
+        experiment,
+        recipe,
+        setting=sample.setting,
+        k=k,
+        ratio=scale.ratio(k),
+        n=n,
+        tokens=sample.tokens,
+        seed=seed,
+        **more,
+    )
 
     def measure() -> dict[str, Any]:
-        parent, ready = lab.open(recipe, setting, tokens)
+        parent, ready = lab.open(recipe, sample.setting, sample.tokens)
         if k == N:
             whole = ready.full_perplexity()
             return {

@@ -17,7 +17,7 @@ from . import paper, ranking
 from .lab import Lab, Point
 from .ranking import EXTRACTED, Rows, is_zeros
 from .scales import DENSE, N, Recipe, only
-from .subnets import subnets
+from .subnets import Sample, subnets
 
 BEST_ZEROS, BEST_BLOCKS = "best zeros", "best chosen blocks"  # of the pruners, in a figure
 
@@ -46,7 +46,8 @@ def _extracted(lab: Lab, recipe: Recipe | None, setting: Setting, k: int) -> Poi
     """Random tickets: a cell of `twistlm compare` where its one ratio fits all kinds of layer."""
     scale = lab.scale
     if scale.n_attn != N:
-        return subnets(lab, "table1", recipe, setting, k, scale.n_subnets, scale.tokens)
+        sample = Sample(setting, k, scale.n_subnets, scale.tokens)
+        return subnets(lab, "table1", recipe, sample)
     what, n = ("random", scale.n_subnets) if k < N else ("whole", 1)
     about = lab.about(
         "table1", recipe, setting=setting, k=k, ratio=scale.ratio(k), n=n, tokens=scale.tokens,

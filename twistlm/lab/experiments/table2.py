@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ... import config
-from ...training.plan import make
 from ..page.section import Claim, Section, Table, number
 from . import latency, paper
 from .lab import Lab, Point
@@ -20,14 +18,17 @@ def points(lab: Lab) -> list[Point]:
 
 def _plan(lab: Lab) -> Point:
     """The paper's own set-up, counted: the same at every scale."""
-    paper_cfg = config.load("paper")
+    cfg = paper.config()
     about = {
-        "experiment": "table2", "scale": lab.name, "n_workers": paper_cfg.train.n_workers,
-        "epochs": paper_cfg.train.epochs, "n_sequences": paper_cfg.data.planned_sequences,
-    }  # fmt: skip
+        "experiment": "table2",
+        "scale": lab.name,
+        "n_workers": cfg.train.n_workers,
+        "epochs": cfg.train.epochs,
+        "n_sequences": cfg.data.planned_sequences,
+    }
 
     def measure() -> dict[str, Any]:
-        made = make(paper_cfg)
+        made = paper.plan()
         return {
             "n_params": made.n_params,
             "paper_rounds": made.paper_rounds,
