@@ -264,7 +264,8 @@ def test_a_logarithmic_axis_can_be_read(high):
 
     axes = Canvas(figsize=(5, 3.6)).subplots()
     series = {"TwIST K=6": {3: high, 8: 30.0}}
-    draw.lines(axes, series, x="", y="", log=True, sd={"TwIST K=6": {3: 2 * high, 8: 3.0}})
+    style = draw.LineStyle(log=True, sd={"TwIST K=6": {3: 2 * high, 8: 3.0}})
+    draw.lines(axes, series, x="", y="", style=style)
     low, top = axes.get_ylim()
     assert 3 <= sum(low <= tick <= top for tick in axes.get_yticks()) <= 10
     (band,) = axes.collections
@@ -276,7 +277,8 @@ def test_lines_of_many_rivals_look_different():
 
     axes = Canvas().subplots()
     names = [f"rival {i}" for i in range(12)]
-    draw.lines(axes, {n: {1: 2.0} for n in names}, x="", y="", dashed=names[1:6])
+    style = draw.LineStyle(dashed=names[1:6])
+    draw.lines(axes, {n: {1: 2.0} for n in names}, x="", y="", style=style)
     looks = {(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}
     assert len(looks) == len(names)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ...model import families, huggingface
 from ...model.blocks import BlockGroup, BlockMap
-from ...model.subnet import activation_scale
+from ...model.subnet import activation_scale, block_shares, rho_of
 from ...system.device import pick_device, to_device
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number
@@ -68,7 +66,7 @@ def shifts(
 
     def add(group: BlockGroup, shares: Tensor) -> None:
         whole = shares.sum(1)  # [tokens, d]
-        rho = float(whole.square().sum() / shares.square().sum())
+        rho = rho_of(shares)
         for k in range(1, group.n_blocks):
             rng = random.Random(f"shift/{seed}/{group.name}/{k}")
             ratios = []
@@ -84,31 +82,9 @@ def shifts(
                 "exact": 1 / activation_scale("measured", group.n_blocks, k, rho),
             })  # fmt: skip
 
-    with _watching(model, block_map, add):
+    with block_shares(model, block_map, add):
         model(input_ids=ids, use_cache=False)
     return rows
-
-
-@contextmanager
-def _watching(model: PreTrainedModel, block_map: BlockMap, add: Any) -> Iterator[None]:
-    """Call `add(group, shares [tokens, n_blocks, d])` at every output projection of a forward pass."""
-    handles = []
-    for group in block_map.groups:
-        module = model.get_submodule(group.out[0].rpartition(".")[0])
-
-        def before(module: Any, args: tuple[Tensor], group: BlockGroup = group) -> None:
-            part = group.out_part
-            cut = (part.sections, group.n_blocks, part.chunk)
-            inputs = args[0].reshape(-1, *cut).float()
-            weight = (module.weight if part.dim == 0 else module.weight.T).float()  # [in, out]
-            add(group, torch.einsum("tsnc,sncd->tnd", inputs, weight.reshape(*cut, -1)))
-
-        handles.append(module.register_forward_pre_hook(before))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def section(points: list[dict[str, Any]]) -> Section:
@@ -171,8 +147,9 @@ def _figure(kind: str, rows: list[dict[str, Any]]) -> Figure:
         f"With {middle} blocks sqrt(K/N) is {series[SQRT][middle]:.2f}; the furthest from it is {far} with "
         f"{series[far][middle]:.2f}."
     )
+    style = draw.LineStyle(dashed=(SQRT,))
     return Figure(
         f"shift-{kind}", f"||y'|| / ||y|| of {kind} layers, mean over layers", reading, series,
-        lambda axes: draw.lines(
-            axes, series, x="blocks kept", y="ratio of norms", dashed=(SQRT,)), height=3.5,
-    )  # fmt: skip
+        lambda axes: draw.lines(axes, series, x="blocks kept", y="ratio of norms", style=style),
+        height=3.5,
+    )

@@ -162,11 +162,10 @@ def _figure(setting: str, rows: Rows) -> Figure:
         f"At {smallest}/{N} blocks {low} is lowest with {number(there[low])}, {high} highest with "
         f"{number(there[high])}."
     )
+    x = "blocks kept, of 12 (12: the whole model)"
+    style = draw.LineStyle(sd=sds, log=True, dashed=(BEST_BLOCKS, BEST_ZEROS))
     return Figure(
         f"table1-{setting}", f"Perplexity of random subnets over their size, {setting}", reading, means,
-        lambda axes: draw.lines(
-            axes, means, sd=sds, x="blocks kept, of 12 (12: the whole model)", y="perplexity", log=True,
-            dashed=(BEST_BLOCKS, BEST_ZEROS),
-        ),
+        lambda axes: draw.lines(axes, means, x=x, y="perplexity", style=style),
         height=3.6,
-    )  # fmt: skip
+    )

@@ -66,8 +66,9 @@ def _figure(setting: str, rows: list[table.ComparisonRow]) -> Figure:
         if zeros
         else "."
     )
+    style = draw.LineStyle(log=True, dashed=zeros)
     return Figure(
         f"compare-{setting}", f"Perplexity over the share that is kept, {setting}", reading, series,
-        lambda axes: draw.lines(axes, series, x="share kept", y="perplexity", log=True, dashed=zeros),
+        lambda axes: draw.lines(axes, series, x="share kept", y="perplexity", style=style),
         height=3.2 + 0.11 * len(series),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from ..trainings import Training
 MOST = 8  # lines in a figure
 ROUNDS = 400  # of a deal that are counted again
 POINTS = 150  # of a curve that are drawn
+NO_MARKS = draw.LineStyle(marks=False)
 
 
 def section(trainings: list[Training]) -> Section | None:
@@ -58,8 +59,9 @@ def _losses(trainings: list[Training]) -> Figure:
     low = min(last, key=last.__getitem__)
     return Figure(
         "training-loss", "Training loss", f"Lowest at its end: {low} with {last[low]:.3f}.", series,
-        lambda axes: draw.lines(axes, series, x="million tokens", y="loss", marks=False), height=3.4,
-    )  # fmt: skip
+        lambda axes: draw.lines(axes, series, x="million tokens", y="loss", style=NO_MARKS),
+        height=3.4,
+    )
 
 
 def _label(t: Training) -> str:
@@ -81,8 +83,9 @@ def _evaluations(trainings: list[Training]) -> list[Figure]:
     reading = f"Lowest at the last evaluation: {low} with {number(last[low])}."
     return [Figure(
         "training-eval", "Perplexity while training", reading, series,
-        lambda axes: draw.lines(axes, series, x="round", y="perplexity", log=True), height=3.6,
-    )]  # fmt: skip
+        lambda axes: draw.lines(axes, series, x="round", y="perplexity", style=draw.LineStyle(log=True)),
+        height=3.6,
+    )]
 
 
 def _bytes(trainings: list[Training]) -> Figure:
@@ -125,8 +128,9 @@ def _coverage(trainings: list[Training]) -> list[Figure]:
     )
     return [Figure(
         "training-coverage", "Holds of a block, times the mean of all blocks", reading, series,
-        lambda axes: draw.lines(axes, series, x="round", y="times the mean", marks=False), height=3.4,
-    )]  # fmt: skip
+        lambda axes: draw.lines(axes, series, x="round", y="times the mean", style=NO_MARKS),
+        height=3.4,
+    )]
 
 
 def dealt(cfg: config.Config, n_rounds: int) -> list[tuple[float, float, float]]:
