@@ -64,9 +64,19 @@ def here(home, tmp_path, monkeypatch) -> Path:
 
 PARENTS = tuple(arg for kind in KINDS for arg in (f"--parent-{kind}", kind))
 SMALL = (
-    "--ratios", "3/4,2/4", "--n", "3", "--tokens", str(N_TOKENS), "--calibration-sequences", "6",
-    "--device", "cpu", "-o", "table",
-)  # fmt: skip
+    "--ratios",
+    "3/4,2/4",
+    "--n",
+    "3",
+    "--tokens",
+    str(N_TOKENS),
+    "--calibration-sequences",
+    "6",
+    "--device",
+    "cpu",
+    "-o",
+    "table",
+)
 
 
 def run(monkeypatch, capsys, *args: str) -> str:
@@ -110,9 +120,18 @@ def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
     """Tickets and pruned models through their folders, and Hugging Face's own forward pass."""
     methods = "sparsegpt,magnitude,block:fisher"
     out = run(
-        monkeypatch, capsys, *PARENTS, "--settings", "attn,both", "--methods", methods,
-        "--repair", "lstsq", "--ratios", "2/4",
-    )  # fmt: skip
+        monkeypatch,
+        capsys,
+        *PARENTS,
+        "--settings",
+        "attn,both",
+        "--methods",
+        methods,
+        "--repair",
+        "lstsq",
+        "--ratios",
+        "2/4",
+    )
     found = rows()
     n_tickets = 3 * 2 * 2  # parents, settings, repaired or not
     n_methods = 2 * (2 + 2)
@@ -140,9 +159,14 @@ def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
         for method in methods.split(","):
             for repair in ("", "lstsq") if ":" in method else ("",):
                 write(
-                    opened("dense", setting), Path("out"), method,
-                    ratio="2/4", n=6, repair=repair or None, quiet=True,
-                )  # fmt: skip
+                    opened("dense", setting),
+                    Path("out"),
+                    method,
+                    ratio="2/4",
+                    n=6,
+                    repair=repair or None,
+                    quiet=True,
+                )
                 load = deploy.load_ticket if ":" in method else AutoModelForCausalLM.from_pretrained
                 want = perplexity(load(Path("out")))
                 row = found[setting, "2/4", "dense", method, repair]
@@ -264,17 +288,33 @@ def test_an_interrupted_comparison_goes_on(here, monkeypatch, capsys):
 
 def test_parents_show_tickets_where_their_training_cut(here, monkeypatch, capsys):
     run(
-        monkeypatch, capsys, "--parent-dense", "dense", "--parent-twist", "twist", "--parent-twist",
-        "attn", "--settings", "attn,ffn", "--methods", "magnitude", "--on", "dense,twist", "--ratios",
+        monkeypatch,
+        capsys,
+        "--parent-dense",
+        "dense",
+        "--parent-twist",
+        "twist",
+        "--parent-twist",
+        "attn",
+        "--settings",
+        "attn,ffn",
+        "--methods",
+        "magnitude",
+        "--on",
+        "dense,twist",
+        "--ratios",
         "2/4",
-    )  # fmt: skip
+    )
     names = {"magnitude (dense)", "magnitude (TwIST twist)", "magnitude (TwIST attn)"}
     assert {key[3] for key in rows()} == {"whole", "random", *names}
     random = {(key[2], key[0]) for key in rows() if key[3] == "random"}
     assert random == {
-        ("dense", "attn"), ("dense", "ffn"), ("TwIST twist", "attn"), ("TwIST twist", "ffn"),
+        ("dense", "attn"),
+        ("dense", "ffn"),
+        ("TwIST twist", "attn"),
+        ("TwIST twist", "ffn"),
         ("TwIST attn", "attn"),
-    }  # fmt: skip
+    }
 
 
 def test_single_weights_need_no_whole_blocks(here, monkeypatch, capsys):
@@ -283,9 +323,24 @@ def test_single_weights_need_no_whole_blocks(here, monkeypatch, capsys):
     tiny_model("llama").save_pretrained("llama")
     cut = ("data.seq_len=16", "blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
     out = run(
-        monkeypatch, capsys, "--parent-dense", "llama", "--settings", "both", "--ratios", "1/3",
-        "--methods", "magnitude,sparsegpt", "--n", "0", "--data", "long", "--calibration", "long", *cut,
-    )  # fmt: skip
+        monkeypatch,
+        capsys,
+        "--parent-dense",
+        "llama",
+        "--settings",
+        "both",
+        "--ratios",
+        "1/3",
+        "--methods",
+        "magnitude,sparsegpt",
+        "--n",
+        "0",
+        "--data",
+        "long",
+        "--calibration",
+        "long",
+        *cut,
+    )
     assert {key[3] for key in rows()} == {"whole", "magnitude", "sparsegpt"}
     assert "sparsegpt" in out
     parent = open_("llama", "cpu", cut)
@@ -342,75 +397,112 @@ BAD = {
     "no parent": (None, (), ("give at least one of --parent-dense, --parent-dropout and",)),
     "no such parent": (None, ("--parent-dense", "./nowhere"), ("./nowhere",)),
     "ticket": (
-        lambda here: deploy.save_ticket(p := opened("twist", "both"), p.block_map.full(), here / "odd"),
-        ("--parent-twist", "odd", "--methods", ""), ("odd is a ticket", "give the parent"),
+        lambda here: deploy.save_ticket(
+            p := opened("twist", "both"), p.block_map.full(), here / "odd"
+        ),
+        ("--parent-twist", "odd", "--methods", ""),
+        ("odd is a ticket", "give the parent"),
     ),
     "method": (
-        None, ("--parent-twist", "dense", "--methods", ""),
+        None,
+        ("--parent-twist", "dense", "--methods", ""),
         ("--parent-twist dense was trained with train.method = dense", "--parent-dense"),
     ),
     "vocabulary": (wide, TWO, ("odd cannot be compared with dense", "a vocabulary of 70, not 64")),
     "tokenizer": (
-        words, ("--parent-twist", "run-one", "--parent-twist", "run-two", "--methods", ""),
+        words,
+        ("--parent-twist", "run-one", "--parent-twist", "run-two", "--methods", ""),
         ("run-two cannot be compared with run-one", "its tokenizer has sha256"),
     ),
     "shape": (deep, TWO, ("odd cannot be compared with dense", "h.3.", "None")),
-    "family": (llama, (*TWO, *CUT), ("odd cannot be compared with dense", "it is a llama, not gpt2")),
+    "family": (
+        llama,
+        (*TWO, *CUT),
+        ("odd cannot be compared with dense", "it is a llama, not gpt2"),
+    ),
     "blocks": (
-        lambda here: other_parent(here, "odd", blocks={"n_ffn": 8, "k_ffn": 4}), TWO,
+        lambda here: other_parent(here, "odd", blocks={"n_ffn": 8, "k_ffn": 4}),
+        TWO,
         ("odd cannot be compared", "blocks.n_ffn = 8, not 4", "give blocks.n_ffn="),
     ),
     "shared": (
-        lambda here: other_parent(here, "odd", blocks={"shared_first": 0}), TWO,
+        lambda here: other_parent(here, "odd", blocks={"shared_first": 0}),
+        TWO,
         ("odd cannot be compared", "blocks.shared_first = 0, not 1"),
     ),
     "seq_len": (
-        lambda here: other_parent(here, "odd", data={"seq_len": 8}), TWO,
+        lambda here: other_parent(here, "odd", data={"seq_len": 8}),
+        TWO,
         ("odd cannot be compared", "data.seq_len = 8, not 16"),
     ),
     "ratio": (
-        None, (*ONE, "--ratios", "2/4,1/3"),
+        None,
+        (*ONE, "--ratios", "2/4,1/3"),
         ("ratio '1/3' is no whole number of attn blocks", "1/4, 2/4, 3/4, 4/4"),
     ),
     "no ratio": (None, (*ONE, "--ratios", "half"), ("--ratios 'half' is not a fraction",)),
     "large ratio": (None, (*ONE, "--ratios", "5/4"), ("--ratios '5/4': it must lie in (0, 1]",)),
     "ratios": (None, (*ONE, "--ratios", ","), ("--ratios names no ratio",)),
-    "setting": (None, (*ONE, "--settings", "mlp"), ("--settings 'mlp': use some of attn, ffn, both",)),
+    "setting": (
+        None,
+        (*ONE, "--settings", "mlp"),
+        ("--settings 'mlp': use some of attn, ffn, both",),
+    ),
     "settings": (None, (*ONE, "--settings", ""), ("--settings names none of attn, ffn, both",)),
     "methods": (None, (*ONE, "--methods", "wands"), ("--methods 'wands': use some of sparsegpt",)),
-    "random": (None, (*ONE, "--methods", "block:random"), ("--methods 'block:random': use some of",)),
+    "random": (
+        None,
+        (*ONE, "--methods", "block:random"),
+        ("--methods 'block:random': use some of",),
+    ),
     "on": (None, (*ONE, "--on", "twist"), ("--on 'twist'", "give --parent-twist")),
     "no dense": (None, ("--parent-twist", "twist"), ("--on 'dense'", "give --parent-dense")),
     "nothing": (None, (*ONE, "--methods", "", "--n", "0"), ("nothing to compare in --settings",)),
     "nothing learnt": (
-        None, ("--parent-twist", "attn", "--methods", "", "--settings", "ffn,both"),
+        None,
+        ("--parent-twist", "attn", "--methods", "", "--settings", "ffn,both"),
         ("nothing to compare in --settings ffn,both",),
     ),
     "repair": (None, (*ONE, "--repair", "ridge"), ("--repair 'ridge': use some of bias, rescale",)),
     "repair family": (
-        llama, ("--parent-dense", "odd", *CUT, "--repair", "bias", "--data", "tokens", "--calibration",
-        "tokens"), ("--repair bias: no output projection of this llama has a bias",),
+        llama,
+        (
+            "--parent-dense",
+            "odd",
+            *CUT,
+            "--repair",
+            "bias",
+            "--data",
+            "tokens",
+            "--calibration",
+            "tokens",
+        ),
+        ("--repair bias: no output projection of this llama has a bias",),
     ),
     "no calibration": (
-        llama, ("--parent-dense", "odd", *CUT, "--data", "tokens"),
+        llama,
+        ("--parent-dense", "odd", *CUT, "--data", "tokens"),
         ("odd has no tokens to calibrate on: give --calibration STEM",),
     ),
     "no text": (
-        llama, ("--parent-dense", "odd", *CUT, "--calibration", "tokens"),
+        llama,
+        ("--parent-dense", "odd", *CUT, "--calibration", "tokens"),
         ("odd has no validation tokens of its own: give --data STEM",),
     ),
     "short": (
-        None, (*ONE, "--calibration-sequences", "99"),
+        None,
+        (*ONE, "--calibration-sequences", "99"),
         ("tokens is too short for --calibration-sequences 99: it has 75 sequences",),
     ),
     "no file": (None, (*ONE, "--calibration", "missing"), ("no token file missing.bin",)),
     "folder": (None, (*ONE, "-o", "dense"), ("--out dense exists and is no comparison",)),
     "file": (None, (*ONE, "-o", "tokens.bin"), ("--out tokens.bin exists and is no comparison",)),
     "nan": (
-        nan, ("--parent-dense", "odd", *CUT, "--data", "tokens", "--calibration", "tokens"),
+        nan,
+        ("--parent-dense", "odd", *CUT, "--data", "tokens", "--calibration", "tokens"),
         ("odd has no perplexity: its logits are not finite",),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)

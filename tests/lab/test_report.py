@@ -31,8 +31,16 @@ CHROMIUM = os.environ.get("CHROMIUM") or next(
 
 
 def subnet(parent: str, slug: str, k: int, mean: float, sd: float | None = 1.0, **more) -> dict:
-    config = {"experiment": more.pop("experiment", "table1"), "scale": "gpu", "parent": parent, "slug": slug,
-              "parent_hash": slug, "setting": "both", "k": k, **more}  # fmt: skip
+    config = {
+        "experiment": more.pop("experiment", "table1"),
+        "scale": "gpu",
+        "parent": parent,
+        "slug": slug,
+        "parent_hash": slug,
+        "setting": "both",
+        "k": k,
+        **more,
+    }
     values = [mean] if sd is None else [mean - sd, mean, mean + sd]
     result = {"values": values, "mean": mean, "sd": sd, "worst": max(values), "n": len(values)}
     return {
@@ -77,18 +85,32 @@ def test_claims_of_table1_follow_from_the_numbers():
 
 def test_table1_marks_the_lowest_and_puts_the_paper_beside():
     chosen = subnet("data parallel", "dense", 4, 30, None, method="block:fisher")
-    points = [*grid({12: 20, 4: 23}, {12: 15, 4: 974}, {4: 31}), chosen,
-              subnet("data parallel", "dense", 4, 40, None, method="magnitude")]  # fmt: skip
+    points = [
+        *grid({12: 20, 4: 23}, {12: 15, 4: 974}, {4: 31}),
+        chosen,
+        subnet("data parallel", "dense", 4, 40, None, method="magnitude"),
+    ]
     made = table1.section(points)
     (table,) = made.tables
     assert table.head == ("both", "whole", "4/12")
     names = [row[0] for row in table.rows]
-    assert names == ["SparseGPT", "the paper", "magnitude", "blocks by Fisher", "the paper",
-                     "random blocks of data parallel", "the paper", "random blocks of TwIST K=6", "the paper"]  # fmt: skip
+    assert names == [
+        "SparseGPT",
+        "the paper",
+        "magnitude",
+        "blocks by Fisher",
+        "the paper",
+        "random blocks of data parallel",
+        "the paper",
+        "random blocks of TwIST K=6",
+        "the paper",
+    ]
     # zeros and what is really smaller do not compete
     assert {(names[i], j) for i, j in table.best} == {
-        ("random blocks of data parallel", 1), ("random blocks of TwIST K=6", 2), ("SparseGPT", 2),
-    }  # fmt: skip
+        ("random blocks of data parallel", 1),
+        ("random blocks of TwIST K=6", 2),
+        ("SparseGPT", 2),
+    }
     assert [table.rows[i][2] for i in sorted(table.small)] == ["31.64", "617.98", "974.31", "25.53"]
     assert made.headlines[0] == (
         "4/12 of the blocks: TwIST K=6 23.00, then blocks by Fisher 30.00; random blocks of data parallel "
@@ -110,8 +132,9 @@ def test_table1_marks_the_lowest_and_puts_the_paper_beside():
 def heat(values: dict[int, dict[int, float]]) -> list[dict]:
     return [
         subnet(f"TwIST K={x}", f"twist-{x}", y, v, experiment="robustness", widths=[x], outer=False)
-        for x, row in values.items() for y, v in row.items()
-    ]  # fmt: skip
+        for x, row in values.items()
+        for y, v in row.items()
+    ]
 
 
 def test_claims_of_robustness():
@@ -141,9 +164,12 @@ def test_claims_of_stability_and_node_loss():
         about = {"experiment": "nodeloss", "nodes": 4, "lost": 1}
         both = {"TwIST K=6": (20.0, twist), "data parallel": (15.0, 30.0)}
         return [
-            {"config": {"parent": p, **about}, "result": {"full": f, "mean": w, "worst": w, "values": [w]}}
+            {
+                "config": {"parent": p, **about},
+                "result": {"full": f, "mean": w, "worst": w, "values": [w]},
+            }
             for p, (f, w) in both.items()
-        ]  # fmt: skip
+        ]
 
     assert nodeloss.section(lost(22.0)).claims[0].holds is True
     assert nodeloss.section(lost(44.0)).claims[0].holds is False
@@ -167,9 +193,7 @@ def test_a_running_folder_and_plain_runs(tmp_path, tokens):
     report([tmp_path / "twist", tmp_path / "dense"], out)
     assert first == {path.name: path.read_bytes() for path in folder.iterdir()}
     figures = check_page(out)
-    assert figures == {
-        f"runs-training-{name}" for name in ("loss", "eval", "coverage", "bytes")
-    }  # fmt: skip
+    assert figures == {f"runs-training-{name}" for name in ("loss", "eval", "coverage", "bytes")}
     text = out.read_text()
     assert "1 trainings are not finished yet" in text
     assert "<td>2 of 4</td>" in text
@@ -219,9 +243,13 @@ def test_a_comparison_says_what_won():
     costs = {"setting": "both", "ratio": "6/12", "repair": "", "n": 1, "seconds": 1.0, "values": []}
     costs |= {"sd": None, "calibration_tokens": 0, "bytes": 8, "speedup": 1.0}
     found = {
-        ("dense", "block:fisher"): 70.0, ("dense", "sparsegpt"): 38.0, ("dense", "random"): 80.0,
-        ("dense", "wanda"): 37.0, ("TwIST", "random"): 50.0, ("dense", "block:taylor"): 60.0,
-    }  # fmt: skip
+        ("dense", "block:fisher"): 70.0,
+        ("dense", "sparsegpt"): 38.0,
+        ("dense", "random"): 80.0,
+        ("dense", "wanda"): 37.0,
+        ("TwIST", "random"): 50.0,
+        ("dense", "block:taylor"): 60.0,
+    }
     rows = [{"parent": p, "method": m, "perplexity": v, **costs} for (p, m), v in found.items()]
     record = {"rows": rows, "text": {"n_tokens": 64}, "parents": {"dense": {}, "TwIST": {}}}
     made = comparison.section(record)
@@ -248,11 +276,15 @@ def test_table2_shows_what_a_worker_holds():
         "round_bytes": 1,
         "round_ms": 1.0,
     }
-    made = table2.section([
-        {"config": {"experiment": "table2"},
-         "result": {"paper_rounds": 1, "true_rounds": 1, "rows": [plan]}},
-        {"config": {"experiment": "latency", "setting": "both", "k": 4}, "result": size},
-    ])  # fmt: skip
+    made = table2.section(
+        [
+            {
+                "config": {"experiment": "table2"},
+                "result": {"paper_rounds": 1, "true_rounds": 1, "rows": [plan]},
+            },
+            {"config": {"experiment": "latency", "setting": "both", "k": 4}, "result": size},
+        ]
+    )
     (row,) = made.tables[0].rows
     assert row[3:5] == ("1.387", "1.34")  # ours, and the paper's
 
@@ -368,10 +400,21 @@ def test_a_browser_shows_every_figure_and_logs_nothing(tmp_path, tokens, width):
     )
     out.write_text(out.read_text().replace("</body>", measure))
     done = subprocess.run(
-        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-         "--enable-logging=stderr", f"--window-size={width},900", "--dump-dom", out.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            str(CHROMIUM),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--enable-logging=stderr",
+            f"--window-size={width},900",
+            "--dump-dom",
+            out.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "CONSOLE" not in done.stderr
     seen = json.loads(re.search(r'data-seen="([^"]*)"', done.stdout)[1].replace("&quot;", '"'))

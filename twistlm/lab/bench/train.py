@@ -137,14 +137,14 @@ def bench(
             bar.advance(task)
         for setting, ratio in points:
             bar.update(task, note=f"{ratio} {setting}")
-            row = measure(template, cfg, cluster, setting, ratio, n_steps)
+            row = measure_worker(template, cfg, cluster, setting, ratio, n_steps)
             made = replace(made, rows=(*made.rows, row))
             save(made)
             bar.advance(task)
     return made
 
 
-def measure(
+def measure_worker(
     template: PreTrainedModel, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
 ) -> WorkerCost:
     """One size of one setting."""

@@ -75,8 +75,15 @@ class Stand:
         return self._result(rival, [cut.ready.full_perplexity()], 0.0, 0, shapes)
 
     def random(
-        self, rival: Rival, setting: Setting, ratio: str, how: str | None, n: int, seed: int, note: Note
-    ) -> Result:  # fmt: skip
+        self,
+        rival: Rival,
+        setting: Setting,
+        ratio: str,
+        how: str | None,
+        n: int,
+        seed: int,
+        note: Note,
+    ) -> Result:
         """n random tickets, repaired if a repair is named."""
         cut = self._of(rival, setting)
         block_map, values, seconds = cut.parent.block_map, [], 0.0
@@ -102,8 +109,14 @@ class Stand:
         }
 
     def blocks(
-        self, rival: Rival, setting: Setting, ratio: str, how: str | None, scored: Result, needs: bool
-    ) -> Result:  # fmt: skip
+        self,
+        rival: Rival,
+        setting: Setting,
+        ratio: str,
+        how: str | None,
+        scored: Result,
+        needs: bool,
+    ) -> Result:
         """The ticket of the highest scores; its seconds contain those of the scores."""
         cut = self._of(rival, setting)
         block_map = cut.parent.block_map
@@ -159,9 +172,14 @@ class Stand:
             self._cut = None
             cut = recut(rival.parent, setting)
             ready = Evaluator(
-                cut.template, cut.block_map, cut.central, self.text,
-                scale=cut.scale, precision=self.precision, rho=cut.progress.rho,
-            )  # fmt: skip
+                cut.template,
+                cut.block_map,
+                cut.central,
+                self.text,
+                scale=cut.scale,
+                precision=self.precision,
+                rho=cut.progress.rho,
+            )
             self._cut = key, CutParent(cut, ready)
         return self._cut[1]
 

@@ -74,13 +74,20 @@ def shifts(
                 kept = rng.sample(range(group.n_blocks), k)
                 part = shares[:, kept].sum(1)
                 ratios.append(float(part.norm(dim=1).mean() / whole.norm(dim=1).mean()))
-            rows.append({
-                "group": group.name, "kind": group.kind, "layer": group.layer, "k": k,
-                "n_blocks": group.n_blocks, "rho": rho, "measured": statistics.fmean(ratios),
-                "sd": statistics.stdev(ratios) if n > 1 else None,
-                "paper": 1 / activation_scale("sqrt", group.n_blocks, k),
-                "exact": 1 / activation_scale("measured", group.n_blocks, k, rho),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "group": group.name,
+                    "kind": group.kind,
+                    "layer": group.layer,
+                    "k": k,
+                    "n_blocks": group.n_blocks,
+                    "rho": rho,
+                    "measured": statistics.fmean(ratios),
+                    "sd": statistics.stdev(ratios) if n > 1 else None,
+                    "paper": 1 / activation_scale("sqrt", group.n_blocks, k),
+                    "exact": 1 / activation_scale("measured", group.n_blocks, k, rho),
+                }
+            )
 
     with block_shares(model, block_map, add):
         model(input_ids=ids, use_cache=False)
@@ -99,9 +106,14 @@ def section(points: list[dict[str, Any]]) -> Section:
             statistics.fmean(r["rho"] for r in mine if r["kind"] == kind)
             for kind in ("attn", "ffn")
         ]
-        cells.append((
-            parent, *(number(x) for x in rho), f"{_error(mine, 'paper'):.1%}", f"{_error(mine, 'exact'):.1%}"
-        ))  # fmt: skip
+        cells.append(
+            (
+                parent,
+                *(number(x) for x in rho),
+                f"{_error(mine, 'paper'):.1%}",
+                f"{_error(mine, 'exact'):.1%}",
+            )
+        )
     head = ("model", "rho, attn", "rho, ffn", "error of sqrt(K/N)", "error of the exact formula")
     note = "errors: mean of |formula / measured - 1| over layers and K"
     claims = [
@@ -121,8 +133,13 @@ def section(points: list[dict[str, Any]]) -> Section:
         "sqrt(K/N) assumes; the exact formula takes rho into account."
     )
     return Section(
-        "shift", "Activation shift", what, (Table(head, tuple(cells), note=note),), tuple(figures), tuple(claims)
-    )  # fmt: skip
+        "shift",
+        "Activation shift",
+        what,
+        (Table(head, tuple(cells), note=note),),
+        tuple(figures),
+        tuple(claims),
+    )
 
 
 def _error(rows: list[dict[str, Any]], formula: str) -> float:
@@ -149,7 +166,10 @@ def _figure(kind: str, rows: list[dict[str, Any]]) -> Figure:
     )
     style = draw.LineStyle(dashed=(SQRT,))
     return Figure(
-        f"shift-{kind}", f"||y'|| / ||y|| of {kind} layers, mean over layers", reading, series,
+        f"shift-{kind}",
+        f"||y'|| / ||y|| of {kind} layers, mean over layers",
+        reading,
+        series,
         lambda axes: draw.lines(axes, series, x="blocks kept", y="ratio of norms", style=style),
         height=3.5,
     )

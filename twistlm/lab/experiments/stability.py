@@ -76,9 +76,13 @@ def _figure(setting: str, found: ByParent) -> Figure:
     said = [f"{shares[label]:.1%} of the mean for {label}" for label in _ends(shares)]
     reading = f"At {smallest}/{N} the standard deviation is {' and '.join(said)}." if said else ""
     return Figure(
-        f"stability-{setting}", f"Loss of random subnets, {setting}", reading, groups,
-        lambda axes: draw.violins(axes, groups, y="loss (ln perplexity)"), height=3.4,
-    )  # fmt: skip
+        f"stability-{setting}",
+        f"Loss of random subnets, {setting}",
+        reading,
+        groups,
+        lambda axes: draw.violins(axes, groups, y="loss (ln perplexity)"),
+        height=3.4,
+    )
 
 
 def _ends(shares: dict[str, float]) -> list[str]:

@@ -50,9 +50,15 @@ def _extracted(lab: Lab, recipe: Recipe | None, setting: Setting, k: int) -> Poi
         return subnets(lab, "table1", recipe, sample)
     what, n = ("random", scale.n_subnets) if k < N else ("whole", 1)
     about = lab.about(
-        "table1", recipe, setting=setting, k=k, ratio=scale.ratio(k), n=n, tokens=scale.tokens,
+        "table1",
+        recipe,
+        setting=setting,
+        k=k,
+        ratio=scale.ratio(k),
+        n=n,
+        tokens=scale.tokens,
         seed=lab.base.run.seed,
-    )  # fmt: skip
+    )
     return Point(about, partial(_cell, lab, recipe, what, setting, k))
 
 
@@ -60,9 +66,16 @@ def _pruned(lab: Lab, method: str, setting: Setting, k: int) -> Point:
     """A cell of `twistlm compare`: the data-parallel parent, pruned after training."""
     scale = lab.scale
     about = lab.about(
-        "table1", DENSE, method=method, setting=setting, k=k, ratio=f"{k}/{N}", tokens=scale.tokens,
-        n_calibration=scale.n_calibration, seed=lab.base.run.seed,
-    )  # fmt: skip
+        "table1",
+        DENSE,
+        method=method,
+        setting=setting,
+        k=k,
+        ratio=f"{k}/{N}",
+        tokens=scale.tokens,
+        n_calibration=scale.n_calibration,
+        seed=lab.base.run.seed,
+    )
     return Point(about, partial(_cell, lab, DENSE, method, setting, k))
 
 
@@ -115,19 +128,27 @@ def section(points: list[dict[str, Any]]) -> Section:
     if any(table.small for table in tables):
         what += f" Small print: the paper's numbers ({paper.SETUP})."
     return Section(
-        "table1", "Table 1: perplexity by size", what, tuple(tables), tuple(figures), tuple(claims),
-        tuple(headlines), lead=True,
-    )  # fmt: skip
+        "table1",
+        "Table 1: perplexity by size",
+        what,
+        tuple(tables),
+        tuple(figures),
+        tuple(claims),
+        tuple(headlines),
+        lead=True,
+    )
 
 
 def _table(setting: str, rows: Rows, theirs: dict[str, str]) -> Table:
     sizes = sorted({k for results in rows.values() for k in results}, reverse=True)
     best: set[tuple[int, int]] = set()  # of either kind: they do not compete for the same use
     for kind in (True, False):
-        best |= lowest([
-            [r[k]["mean"] if k in r and is_zeros(name) == kind else None for k in sizes]
-            for name, r in rows.items()
-        ])  # fmt: skip
+        best |= lowest(
+            [
+                [r[k]["mean"] if k in r and is_zeros(name) == kind else None for k in sizes]
+                for name, r in rows.items()
+            ]
+        )
     cells: list[tuple[str, ...]] = []
     small, marks = set(), set()
     for i, (name, results) in enumerate(rows.items()):
@@ -151,8 +172,10 @@ def _figure(setting: str, rows: Rows) -> Figure:
     }
     for label, kind in ((BEST_BLOCKS, False), (BEST_ZEROS, True)):
         pruners = [
-            r for name, r in rows.items() if not name.startswith(EXTRACTED) and is_zeros(name) == kind
-        ]  # fmt: skip
+            r
+            for name, r in rows.items()
+            if not name.startswith(EXTRACTED) and is_zeros(name) == kind
+        ]
         if sizes := {k for results in pruners for k in results}:
             means[label] = {k: min(r[k]["mean"] for r in pruners if k in r) for k in sizes}
     smallest = min(k for values in means.values() for k in values)
@@ -165,7 +188,10 @@ def _figure(setting: str, rows: Rows) -> Figure:
     x = "blocks kept, of 12 (12: the whole model)"
     style = draw.LineStyle(sd=sds, log=True, dashed=(BEST_BLOCKS, BEST_ZEROS))
     return Figure(
-        f"table1-{setting}", f"Perplexity of random subnets over their size, {setting}", reading, means,
+        f"table1-{setting}",
+        f"Perplexity of random subnets over their size, {setting}",
+        reading,
+        means,
         lambda axes: draw.lines(axes, means, x=x, y="perplexity", style=style),
         height=3.6,
     )

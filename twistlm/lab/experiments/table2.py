@@ -61,17 +61,34 @@ def section(points: list[dict[str, Any]]) -> Section | None:
         formula = row["paper_bytes"] / 1e12
         if tb is not None:
             exact.append(abs(formula - tb))
-        rows.append((
-            "whole" if k == N else setting, row["ratio"], f"{row['n_params'] / 1e6:.1f}M",
-            "" if found is None else number(found["state_bytes"] / 1e9, 3), number(gb),
-            number(formula), number(tb), number(row["carried_bytes"] / 1e12),
-            "" if found is None else number(found["round_bytes"] / 1e6, 1),
-            "" if found is None else _clock(found["round_ms"] / 1e3 * plan["true_rounds"]), clock,
-        ))  # fmt: skip
+        rows.append(
+            (
+                "whole" if k == N else setting,
+                row["ratio"],
+                f"{row['n_params'] / 1e6:.1f}M",
+                "" if found is None else number(found["state_bytes"] / 1e9, 3),
+                number(gb),
+                number(formula),
+                number(tb),
+                number(row["carried_bytes"] / 1e12),
+                "" if found is None else number(found["round_bytes"] / 1e6, 1),
+                "" if found is None else _clock(found["round_ms"] / 1e3 * plan["true_rounds"]),
+                clock,
+            )
+        )
     head = (
-        "setting", "blocks", "parameters", "GB", "paper GB", "formula TB", "paper TB",
-        "with moments, TB", "counted MB per round", "wall clock", "paper",
-    )  # fmt: skip
+        "setting",
+        "blocks",
+        "parameters",
+        "GB",
+        "paper GB",
+        "formula TB",
+        "paper TB",
+        "with moments, TB",
+        "counted MB per round",
+        "wall clock",
+        "paper",
+    )
     note = (
         "GB: what a worker holds between steps: weights and any bf16 copy, gradient, moments (the paper: GPU memory allocated). "
         f"Formula: the paper's {plan['paper_rounds']:,} rounds, weights only. With moments: "
@@ -80,16 +97,21 @@ def section(points: list[dict[str, Any]]) -> Section | None:
     )
     claim = Claim(
         "the communication column of Table 2 is params x 4 bytes x 2 directions x 4 workers x rounds",
-        max(exact) < 0.0051, f"{len(exact)} entries, largest difference {max(exact):.4f} TB", "ours",
-    )  # fmt: skip
+        max(exact) < 0.0051,
+        f"{len(exact)} entries, largest difference {max(exact):.4f} TB",
+        "ours",
+    )
     what = (
         "What a worker costs in memory, bytes and hours: three epochs of WikiText-103 with four workers, by the paper's "
         "formula and measured here (columns GB, MB and wall clock belong to the model of this scale)."
     )
     return Section(
-        "table2", "Table 2: memory, bytes and wall clock", what, (Table(head, tuple(rows), note=note, names=2),),
+        "table2",
+        "Table 2: memory, bytes and wall clock",
+        what,
+        (Table(head, tuple(rows), note=note, names=2),),
         claims=(claim,),
-    )  # fmt: skip
+    )
 
 
 def _clock(seconds: float) -> str:

@@ -16,7 +16,17 @@ from .section import Figure
 WIDTH = 5.0  # inches: a phone shows it at about its own size
 INK, MUTED, GRID = "#1b1f24", "#667080", "#d8dde4"
 # each colour is a CSS variable of the page; light values here, dark ones in html.py
-SERIES = tuple("#5b6573 #c77700 #1f6feb #0a8f6b #8a3ffc #d1345b #0b7285 #7a5c00 #a8478f".split())
+SERIES = (
+    "#5b6573",
+    "#c77700",
+    "#1f6feb",
+    "#0a8f6b",
+    "#8a3ffc",
+    "#d1345b",
+    "#0b7285",
+    "#7a5c00",
+    "#a8478f",
+)
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {
     colour: f"--c{i}" for i, colour in enumerate(SERIES)
 }

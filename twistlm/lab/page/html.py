@@ -19,7 +19,17 @@ WHAT = (
     "fine-tuning. 6/12 means that six of twelve blocks stay in every layer that is cut: attn cuts attention heads, "
     "ffn cuts FFN chunks, both cuts both."
 )
-DARK = tuple("#a3adbb #f0a63a #6aa5ff #3ccfa4 #b88bff #ff7a9c #4fc3d9 #d3b04a #e58fd0".split())
+DARK = (
+    "#a3adbb",
+    "#f0a63a",
+    "#6aa5ff",
+    "#3ccfa4",
+    "#b88bff",
+    "#ff7a9c",
+    "#4fc3d9",
+    "#d3b04a",
+    "#e58fd0",
+)
 
 STYLE = f"""
 :root {{ color-scheme: light dark; --paper: #ffffff; --card: #f6f8fa; --ink: {INK}; --muted: {MUTED}; --grid: {GRID};

@@ -30,9 +30,14 @@ def section(record: dict[str, Any]) -> Section | None:
         "the smallest size of a line."
     )
     return Section(
-        "compare", "Every rival in one table", what, tuple(tables), tuple(figures),
-        headlines=_headlines(made, first), lead=True,
-    )  # fmt: skip
+        "compare",
+        "Every rival in one table",
+        what,
+        tuple(tables),
+        tuple(figures),
+        headlines=_headlines(made, first),
+        lead=True,
+    )
 
 
 def _headlines(rows: list[table.ComparisonRow], setting: str) -> tuple[str, ...]:
@@ -68,7 +73,10 @@ def _figure(setting: str, rows: list[table.ComparisonRow]) -> Figure:
     )
     style = draw.LineStyle(log=True, dashed=zeros)
     return Figure(
-        f"compare-{setting}", f"Perplexity over the share that is kept, {setting}", reading, series,
+        f"compare-{setting}",
+        f"Perplexity over the share that is kept, {setting}",
+        reading,
+        series,
         lambda axes: draw.lines(axes, series, x="share kept", y="perplexity", style=style),
         height=3.2 + 0.11 * len(series),
-    )  # fmt: skip
+    )
