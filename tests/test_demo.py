@@ -69,7 +69,7 @@ def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
     blueprint = json.loads((out / "ticket/ticket.json").read_text())["blueprint"]
     loaded = parent.open_(out / "twist", "cpu")
     ready = score.evaluator(loaded, data=str(out / "text/valid"), tokens=640)
-    subnet = ready.subnet({name: tuple(kept) for name, kept in blueprint.items()})
+    subnet = ready.refill_({name: tuple(kept) for name, kept in blueprint.items()})
     ids = ready.text.file.sequences([0, 1], 64)
     with torch.no_grad():
         difference = (ticket(input_ids=ids).logits - subnet.model(input_ids=ids).logits).abs().max()

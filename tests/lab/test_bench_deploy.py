@@ -3,47 +3,70 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from families_table import tiny_model
+from families_table import TABLE, build, tiny_model
 
-from twistlm.lab.bench import deploy as bench
+from twistlm.lab.bench.deploy import DeployBench, DeployRequest, _lengths, bench, table
+from twistlm.lab.bench.measure import in_a_process, peak_bytes
 from twistlm.lab.bench.runtimes import RUNTIMES
 from twistlm.tickets import deploy
-from twistlm.tickets import parent as parents
+from twistlm.tickets.parent import Parent, open_
 
 CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
 
 
 @pytest.fixture(scope="module")
-def parent(tmp_path_factory) -> parents.Parent:
+def parent(tmp_path_factory) -> Parent:
     folder = tmp_path_factory.mktemp("parent") / "model"
     tiny_model("gpt2").save_pretrained(folder)
-    return parents.open_(folder, "cpu", CUT)
+    return open_(folder, "cpu", CUT)
 
 
-FEW: dict = {"prefill": [4, 9], "n_decode": 3, "n_repeats": 2, "threads": 1, "quiet": True}
+FEW: dict = {"prefill": [4, 9], "n_decode": 3, "n_repeats": 2, "threads": 1}
 
 
 @pytest.fixture(scope="module")
-def made(parent, tmp_path_factory) -> tuple[bench.Bench, Path]:
-    """All runtimes but those that take long to write."""
+def made(parent, tmp_path_factory) -> tuple[DeployBench, Path]:
+    """All runtimes but those that take long to write; what else needs a process of its own runs in this one."""
     out = tmp_path_factory.mktemp("bench") / "out"
     with pytest.MonkeyPatch.context() as patch:
         for name in ("onnx", "onnx-q8"):
             patch.delitem(RUNTIMES, name)
-        return bench.bench(parent, ["attn=2/4,ffn=1/4"], folder=out, **FEW), out
+        patch.setattr("twistlm.lab.bench.deploy.in_a_process", here)
+        return bench(
+            parent, DeployRequest(ratios=["attn=2/4,ffn=1/4"], **FEW), out, quiet=True
+        ), out
+
+
+PEAK = 12_345_678
+
+
+def here(function, name, *args):
+    """In this process, which holds too much else for a peak of memory to mean anything."""
+    return PEAK if function is peak_bytes else function(name, *args)
+
+
+def test_a_process_of_its_own(made):
+    """Memory is counted where nothing else was loaded; a process that dies is an error."""
+    result, out = made
+    peak = in_a_process(peak_bytes, "torch", out / "torch/full/model.safetensors", result.plan)
+    assert peak is None or peak > 0
+    with pytest.raises(OSError, match="the process that ran 1 was killed"):
+        in_a_process(os._exit, 1)
 
 
 def test_rows(made):
     """Warm-up is not counted: repeats times prompts, repeats times tokens."""
     result, _ = made
     assert [(row.runtime, row.ratio) for row in result.rows] == [
-        ("torch", "full"), ("torch", "attn=2/4,ffn=1/4"),
-    ]  # fmt: skip
+        ("torch", "full"),
+        ("torch", "attn=2/4,ffn=1/4"),
+    ]
     for row in result.rows:
         assert {n: len(ms) for n, ms in row.prefill_ms.items()} == {4: 2, 9: 2}
         assert len(row.decode_ms) == 2 * 3
@@ -51,9 +74,9 @@ def test_rows(made):
         assert list(row.medians()) == ["prefill 4", "prefill 9", "decode"]
         assert row.medians()["decode"] == pytest.approx(float(np.median(row.decode_ms)))
         assert row.minima()["prefill 9"] == min(row.prefill_ms[9])
-        assert row.peak_bytes is None or row.peak_bytes > 0
+        assert row.peak_bytes == PEAK
         assert row.delta == 0
-    assert bench.table(result).row_count == 2
+    assert table(result).row_count == 2
 
 
 def test_bytes_are_those_of_the_models_it_leaves(made):
@@ -90,8 +113,9 @@ def test_a_family_without_a_home_is_left_out_with_the_reason(parent, made, tmp_p
     result, out = made
     assert "llama.cpp" in result.left_out["llama.cpp-q8_0"]
     assert sorted(path.name for path in out.iterdir()) == ["deploy.json", "torch"]
+    request = DeployRequest(ratios=[], runtimes=["llama.cpp-q8_0"], **FEW)
     with pytest.raises(ValueError, match=r"llama\.cpp"):
-        bench.bench(parent, [], runtimes=["llama.cpp-q8_0"], folder=tmp_path / "out", **FEW)
+        bench(parent, request, tmp_path / "out", quiet=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -102,8 +126,9 @@ def test_a_runner_remembers_and_forgets(tmp_path, name, close):
     """Decoding after a prompt is a longer prompt; a new prompt starts anew."""
     if name.startswith("llama.cpp"):
         pytest.importorskip("llama_cpp")
-    tiny_model("llama").save_pretrained(tmp_path / "model")
-    parent = parents.open_(tmp_path / "model", "cpu", CUT)
+    model = build("llama", TABLE["llama"].config | {"num_hidden_layers": 1})
+    model.save_pretrained(tmp_path / "model")
+    parent = open_(tmp_path / "model", "cpu", CUT)
     deploy.save_ticket(parent, parent.block_map.full(), tmp_path / "ticket")
     files = RUNTIMES[name].write(tmp_path / "ticket", tmp_path / "files")
     assert all(path.is_file() for path in files)
@@ -113,7 +138,7 @@ def test_a_runner_remembers_and_forgets(tmp_path, name, close):
     runner.decode(ids[4])
     stepped = runner.decode(ids[5])
     with torch.no_grad():
-        want = tiny_model("llama")(input_ids=torch.tensor([ids])).logits[0, -1].numpy()
+        want = model(input_ids=torch.tensor([ids])).logits[0, -1].numpy()
     size = np.abs(want).max()
     assert np.abs(stepped - want).max() < close * size
     assert np.abs(runner.prefill(ids)[-1] - want).max() < close * size
@@ -121,16 +146,16 @@ def test_a_runner_remembers_and_forgets(tmp_path, name, close):
 
 def test_prompts_that_fit(parent):
     """40 positions hold neither 128 nor 512."""
-    assert bench._lengths(parent, (), 32) == (8,)
-    assert bench._lengths(parent, (5, 6), 32) == (5, 6)
+    assert _lengths(parent, (), 32) == (8,)
+    assert _lengths(parent, (5, 6), 32) == (5, 6)
 
 
 def test_nothing_is_left_of_a_bench_that_failed(parent, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="legal"):
-        bench.bench(parent, ["5/12"], folder=tmp_path / "out", quiet=True)
+        bench(parent, DeployRequest(ratios=["5/12"]), tmp_path / "out", quiet=True)
     monkeypatch.setattr(
         deploy, "save_ticket", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
     )
     with pytest.raises(OSError, match="No space"):
-        bench.bench(parent, ["2/4"], folder=tmp_path / "out", n_decode=4, quiet=True)
+        bench(parent, DeployRequest(ratios=["2/4"], n_decode=4), tmp_path / "out", quiet=True)
     assert not list(tmp_path.iterdir())

@@ -35,14 +35,35 @@ def test_flops_of_gpt2_by_hand(ratio, millions):
 
 
 def test_bench_train(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "REPEATS", 1)  # no time is asserted
     out = tmp_path / "bench.json"
     overrides = [
-        "run.device=cpu", "train.interval=1", "data.seq_len=16", "model.config.n_layer=2", "model.config.vocab_size=64",
-    ]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", [
-        "twistlm", "bench", "train", "demo", *overrides, "--sizes", "12/12,6/12", "--settings", "both,ffn",
-        "--steps", "1", "--no-references", "--json", str(out),
-    ])  # fmt: skip
+        "run.device=cpu",
+        "train.interval=1",
+        "data.seq_len=16",
+        "model.config.n_layer=2",
+        "model.config.vocab_size=64",
+    ]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "twistlm",
+            "bench",
+            "train",
+            "demo",
+            *overrides,
+            "--sizes",
+            "12/12,6/12",
+            "--settings",
+            "both,ffn",
+            "--steps",
+            "1",
+            "--no-references",
+            "--json",
+            str(out),
+        ],
+    )
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code in (None, 0)
@@ -105,10 +126,14 @@ def test_a_compiled_run_equals_an_eager_one(tokens, tmp_path):
 
 def test_kernels_fall_into_groups():
     """By hand: every kernel counts once, unknown ones in the last group."""
-    made = profile.summary([
-        ("nvjet_sm90_tst_96x128", 32.0, 0.25), ("cudnn_sdpa_flash_bprop", 12.0, 0.5),
-        ("triton_poi_fused_add_pow_rsub_sqrt_sub_0", 4.0, 0.75), ("triton_red_fused_sum", 24.0, 0.125),
-    ])  # fmt: skip
+    made = profile.summary(
+        [
+            ("nvjet_sm90_tst_96x128", 32.0, 0.25),
+            ("cudnn_sdpa_flash_bprop", 12.0, 0.5),
+            ("triton_poi_fused_add_pow_rsub_sqrt_sub_0", 4.0, 0.75),
+            ("triton_red_fused_sum", 24.0, 0.125),
+        ]
+    )
     assert made.n_kernels == 72
     assert made.busy_ms == 1.625
     assert made.groups["matrix products"] == 0.25
@@ -127,9 +152,23 @@ def test_bench_save(tmp_path, monkeypatch, capsys):
     """Bytes by hand: weights, m and v of a 2-layer GPT-2 in float32; nothing stays on the disk."""
     out = tmp_path / "save.json"
     overrides = ["run.device=cpu", "model.config.n_layer=2", "model.config.vocab_size=64"]
-    monkeypatch.setattr(sys, "argv", [
-        "twistlm", "bench", "save", "demo", *overrides, "--n", "3", "--out", str(tmp_path), "--json", str(out),
-    ])  # fmt: skip
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "twistlm",
+            "bench",
+            "save",
+            "demo",
+            *overrides,
+            "--n",
+            "3",
+            "--out",
+            str(tmp_path),
+            "--json",
+            str(out),
+        ],
+    )
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code in (None, 0)

@@ -6,13 +6,14 @@ import csv
 import io
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,15 @@ from rich.console import Console
 from token_files import write_words
 from transformers import AutoModelForCausalLM
 
+from twistlm import cli
 from twistlm.data import token_file
 from twistlm.lab.compare import table
+from twistlm.lab.points import name_of
 from twistlm.model import generator
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.pruners.write import write
 from twistlm.tickets import deploy
-from twistlm.tickets import parent as parents
+from twistlm.tickets.parent import Parent, open_
 from twistlm.training import rounds
 
 SEQ_LEN, N_TOKENS = 16, 96
@@ -61,9 +64,19 @@ def here(home, tmp_path, monkeypatch) -> Path:
 
 PARENTS = tuple(arg for kind in KINDS for arg in (f"--parent-{kind}", kind))
 SMALL = (
-    "--ratios", "3/4,2/4", "--n", "3", "--tokens", str(N_TOKENS), "--calibration-sequences", "6",
-    "--device", "cpu", "-o", "table",
-)  # fmt: skip
+    "--ratios",
+    "3/4,2/4",
+    "--n",
+    "3",
+    "--tokens",
+    str(N_TOKENS),
+    "--calibration-sequences",
+    "6",
+    "--device",
+    "cpu",
+    "-o",
+    "table",
+)
 
 
 def run(monkeypatch, capsys, *args: str) -> str:
@@ -99,17 +112,26 @@ def perplexity(model) -> float:
     return math.exp(-float(logp.gather(2, ids[:, 1:, None]).mean()))
 
 
-def opened(name: str, setting: str) -> parents.Parent:
-    return parents.open_(name, "cpu", [f"blocks.setting={setting}"])
+def opened(name: str, setting: str) -> Parent:
+    return open_(name, "cpu", [f"blocks.setting={setting}"])
 
 
 def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
     """Tickets and pruned models through their folders, and Hugging Face's own forward pass."""
     methods = "sparsegpt,magnitude,block:fisher"
     out = run(
-        monkeypatch, capsys, *PARENTS, "--settings", "attn,both", "--methods", methods,
-        "--repair", "lstsq", "--ratios", "2/4",
-    )  # fmt: skip
+        monkeypatch,
+        capsys,
+        *PARENTS,
+        "--settings",
+        "attn,both",
+        "--methods",
+        methods,
+        "--repair",
+        "lstsq",
+        "--ratios",
+        "2/4",
+    )
     found = rows()
     n_tickets = 3 * 2 * 2  # parents, settings, repaired or not
     n_methods = 2 * (2 + 2)
@@ -137,9 +159,14 @@ def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
         for method in methods.split(","):
             for repair in ("", "lstsq") if ":" in method else ("",):
                 write(
-                    opened("dense", setting), Path("out"), method,
-                    ratio="2/4", n=6, repair=repair or None, quiet=True,
-                )  # fmt: skip
+                    opened("dense", setting),
+                    Path("out"),
+                    method,
+                    ratio="2/4",
+                    n=6,
+                    repair=repair or None,
+                    quiet=True,
+                )
                 load = deploy.load_ticket if ":" in method else AutoModelForCausalLM.from_pretrained
                 want = perplexity(load(Path("out")))
                 row = found[setting, "2/4", "dense", method, repair]
@@ -171,20 +198,34 @@ def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
         assert f"{float(row['perplexity']):.2f}" in text
         assert f"{float(row['perplexity']):.2f}" in out
     # nothing but the table and its cells
-    assert sorted(os.listdir("table")) == ["compare.csv", "compare.json", "compare.md", "points"]
-    assert all(p.suffix == ".json" for p in Path("table/points").iterdir())
+    assert sorted(os.listdir("table")) == [
+        "compare.csv",
+        "compare.json",
+        "compare.md",
+        "points.jsonl",
+    ]
 
 
-def state(folder: str = "table/points") -> dict[str, tuple[int, bytes]]:
-    return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in Path(folder).iterdir()}
+POINTS = Path("table/points.jsonl")
+
+
+def state() -> dict[str, str]:
+    """The lines of the finished cells, by the names of their configs."""
+    lines = POINTS.read_text().splitlines()
+    found = {name_of(json.loads(line)["config"]): line for line in lines}
+    assert len(found) == len(lines)  # nothing was measured twice
+    return found
+
+
+def whats(lines: Iterable[str]) -> list[str]:
+    return [json.loads(line)["config"]["what"] for line in lines]
 
 
 def test_what_is_measured_once_is_never_measured_again(here, monkeypatch, capsys):
     args = (*PARENTS[:2], *PARENTS[4:], "--settings", "both", "--methods", "wanda,block:taylor")
     run(monkeypatch, capsys, *args)
     before, table = state(), rows()
-    whats = [json.loads(text)["config"]["what"] for _, text in before.values()]
-    assert whats.count("scores taylor") == 1  # two ratios share it
+    assert whats(before.values()).count("scores taylor") == 1  # two ratios share it
     # another place on disk, a smaller grid, another order: nothing runs
     Path("twist").rename("elsewhere")
     args = tuple("elsewhere" if arg == "twist" else arg for arg in args)
@@ -198,44 +239,45 @@ def test_what_is_measured_once_is_never_measured_again(here, monkeypatch, capsys
         "both", "2/4", "dense", "wanda", ""
     ] | {"ratio": "0.5"}
     # one cell that is gone comes back as it was, but for its times
-    gone = next(
-        name for name, (_, text) in before.items() if json.loads(text)["config"]["what"] == "random"
-    )
-    Path("table/points", gone).unlink()
+    gone = next(name for name, line in before.items() if whats([line]) == ["random"])
+    POINTS.write_text("".join(f"{line}\n" for name, line in before.items() if name != gone))
     run(monkeypatch, capsys, *args)
     after = state()
     assert {name for name in after if after[name] != before[name]} == {gone}
-    old, new = (json.loads(each[gone][1]) for each in (before, after))
+    old, new = (json.loads(each[gone]) for each in (before, after))
     assert old["config"] == new["config"]
     assert old["result"]["values"] == new["result"]["values"]
     # other numbers belong to other points: seed, n, tokens, calibration
     for more in (("--seed", "1"), ("--n", "2"), ("--tokens", "48"), ("train.scale=none",)):
         known = set(state())
         run(monkeypatch, capsys, *args, "--ratios", "2/4", *more)
-        new = [json.loads(text) for name, (_, text) in state().items() if name not in known]
-        assert "random" in {made["config"]["what"] for made in new}, more
+        assert "random" in whats(line for name, line in state().items() if name not in known), more
         assert {name: value for name, value in state().items() if name in after} == after
+
+
+def command(*args: str) -> None:
+    """`twistlm compare` in a forked process, which has imported everything already."""
+    # a shell's background jobs ignore Ctrl-C, and so would this child of one
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["twistlm", "compare", *args]
+    with open("stderr", "w") as sys.stderr, open(os.devnull, "w") as sys.stdout:
+        cli.main()
 
 
 def test_an_interrupted_comparison_goes_on(here, monkeypatch, capsys):
     args = (*PARENTS, "--settings", "ffn", "--methods", "magnitude", "--n", "9")
-    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "twistlm", "compare", *SMALL, *args],
-        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        # a shell's background jobs ignore Ctrl-C, and so would this child of one
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    points = Path("table/points")
-    while len(list(points.glob("*.json"))) < 3:
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    process = multiprocessing.get_context("fork").Process(target=command, args=(*SMALL, *args))
+    process.start()
+    while not POINTS.is_file() or POINTS.read_text().count("\n") < 3:
+        assert process.is_alive(), Path("stderr").read_text()
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    err = Path("stderr").read_text()
+    assert process.exitcode == 130, err
     assert "interrupted; the same command goes on where it stopped" in err
+    assert POINTS.read_text().endswith("\n")  # no half-written cell
     before = state()
-    assert all(name.endswith(".json") for name in before)  # no half-written cell
     filled = [row for row in rows().values() if row["perplexity"]]
     assert 3 <= len(filled) < len(rows())  # the table shows what is there
     run(monkeypatch, capsys, *args)
@@ -246,17 +288,33 @@ def test_an_interrupted_comparison_goes_on(here, monkeypatch, capsys):
 
 def test_parents_show_tickets_where_their_training_cut(here, monkeypatch, capsys):
     run(
-        monkeypatch, capsys, "--parent-dense", "dense", "--parent-twist", "twist", "--parent-twist",
-        "attn", "--settings", "attn,ffn", "--methods", "magnitude", "--on", "dense,twist", "--ratios",
+        monkeypatch,
+        capsys,
+        "--parent-dense",
+        "dense",
+        "--parent-twist",
+        "twist",
+        "--parent-twist",
+        "attn",
+        "--settings",
+        "attn,ffn",
+        "--methods",
+        "magnitude",
+        "--on",
+        "dense,twist",
+        "--ratios",
         "2/4",
-    )  # fmt: skip
+    )
     names = {"magnitude (dense)", "magnitude (TwIST twist)", "magnitude (TwIST attn)"}
     assert {key[3] for key in rows()} == {"whole", "random", *names}
     random = {(key[2], key[0]) for key in rows() if key[3] == "random"}
     assert random == {
-        ("dense", "attn"), ("dense", "ffn"), ("TwIST twist", "attn"), ("TwIST twist", "ffn"),
+        ("dense", "attn"),
+        ("dense", "ffn"),
+        ("TwIST twist", "attn"),
+        ("TwIST twist", "ffn"),
         ("TwIST attn", "attn"),
-    }  # fmt: skip
+    }
 
 
 def test_single_weights_need_no_whole_blocks(here, monkeypatch, capsys):
@@ -265,12 +323,27 @@ def test_single_weights_need_no_whole_blocks(here, monkeypatch, capsys):
     tiny_model("llama").save_pretrained("llama")
     cut = ("data.seq_len=16", "blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
     out = run(
-        monkeypatch, capsys, "--parent-dense", "llama", "--settings", "both", "--ratios", "1/3",
-        "--methods", "magnitude,sparsegpt", "--n", "0", "--data", "long", "--calibration", "long", *cut,
-    )  # fmt: skip
+        monkeypatch,
+        capsys,
+        "--parent-dense",
+        "llama",
+        "--settings",
+        "both",
+        "--ratios",
+        "1/3",
+        "--methods",
+        "magnitude,sparsegpt",
+        "--n",
+        "0",
+        "--data",
+        "long",
+        "--calibration",
+        "long",
+        *cut,
+    )
     assert {key[3] for key in rows()} == {"whole", "magnitude", "sparsegpt"}
     assert "sparsegpt" in out
-    parent = parents.open_("llama", "cpu", cut)
+    parent = open_("llama", "cpu", cut)
     made = write(parent, Path("out"), "magnitude", sparsity="2/3", quiet=True)
     ids = token_file.open_tokens("long").sequences(list(range(N_TOKENS // SEQ_LEN)), SEQ_LEN)
     assert made["n_zeros"] > 0
@@ -324,75 +397,112 @@ BAD = {
     "no parent": (None, (), ("give at least one of --parent-dense, --parent-dropout and",)),
     "no such parent": (None, ("--parent-dense", "./nowhere"), ("./nowhere",)),
     "ticket": (
-        lambda here: deploy.save_ticket(p := opened("twist", "both"), p.block_map.full(), here / "odd"),
-        ("--parent-twist", "odd", "--methods", ""), ("odd is a ticket", "give the parent"),
+        lambda here: deploy.save_ticket(
+            p := opened("twist", "both"), p.block_map.full(), here / "odd"
+        ),
+        ("--parent-twist", "odd", "--methods", ""),
+        ("odd is a ticket", "give the parent"),
     ),
     "method": (
-        None, ("--parent-twist", "dense", "--methods", ""),
+        None,
+        ("--parent-twist", "dense", "--methods", ""),
         ("--parent-twist dense was trained with train.method = dense", "--parent-dense"),
     ),
     "vocabulary": (wide, TWO, ("odd cannot be compared with dense", "a vocabulary of 70, not 64")),
     "tokenizer": (
-        words, ("--parent-twist", "run-one", "--parent-twist", "run-two", "--methods", ""),
+        words,
+        ("--parent-twist", "run-one", "--parent-twist", "run-two", "--methods", ""),
         ("run-two cannot be compared with run-one", "its tokenizer has sha256"),
     ),
     "shape": (deep, TWO, ("odd cannot be compared with dense", "h.3.", "None")),
-    "family": (llama, (*TWO, *CUT), ("odd cannot be compared with dense", "it is a llama, not gpt2")),
+    "family": (
+        llama,
+        (*TWO, *CUT),
+        ("odd cannot be compared with dense", "it is a llama, not gpt2"),
+    ),
     "blocks": (
-        lambda here: other_parent(here, "odd", blocks={"n_ffn": 8, "k_ffn": 4}), TWO,
+        lambda here: other_parent(here, "odd", blocks={"n_ffn": 8, "k_ffn": 4}),
+        TWO,
         ("odd cannot be compared", "blocks.n_ffn = 8, not 4", "give blocks.n_ffn="),
     ),
     "shared": (
-        lambda here: other_parent(here, "odd", blocks={"shared_first": 0}), TWO,
+        lambda here: other_parent(here, "odd", blocks={"shared_first": 0}),
+        TWO,
         ("odd cannot be compared", "blocks.shared_first = 0, not 1"),
     ),
     "seq_len": (
-        lambda here: other_parent(here, "odd", data={"seq_len": 8}), TWO,
+        lambda here: other_parent(here, "odd", data={"seq_len": 8}),
+        TWO,
         ("odd cannot be compared", "data.seq_len = 8, not 16"),
     ),
     "ratio": (
-        None, (*ONE, "--ratios", "2/4,1/3"),
+        None,
+        (*ONE, "--ratios", "2/4,1/3"),
         ("ratio '1/3' is no whole number of attn blocks", "1/4, 2/4, 3/4, 4/4"),
     ),
     "no ratio": (None, (*ONE, "--ratios", "half"), ("--ratios 'half' is not a fraction",)),
     "large ratio": (None, (*ONE, "--ratios", "5/4"), ("--ratios '5/4': it must lie in (0, 1]",)),
     "ratios": (None, (*ONE, "--ratios", ","), ("--ratios names no ratio",)),
-    "setting": (None, (*ONE, "--settings", "mlp"), ("--settings 'mlp': use some of attn, ffn, both",)),
+    "setting": (
+        None,
+        (*ONE, "--settings", "mlp"),
+        ("--settings 'mlp': use some of attn, ffn, both",),
+    ),
     "settings": (None, (*ONE, "--settings", ""), ("--settings names none of attn, ffn, both",)),
     "methods": (None, (*ONE, "--methods", "wands"), ("--methods 'wands': use some of sparsegpt",)),
-    "random": (None, (*ONE, "--methods", "block:random"), ("--methods 'block:random': use some of",)),
+    "random": (
+        None,
+        (*ONE, "--methods", "block:random"),
+        ("--methods 'block:random': use some of",),
+    ),
     "on": (None, (*ONE, "--on", "twist"), ("--on 'twist'", "give --parent-twist")),
     "no dense": (None, ("--parent-twist", "twist"), ("--on 'dense'", "give --parent-dense")),
     "nothing": (None, (*ONE, "--methods", "", "--n", "0"), ("nothing to compare in --settings",)),
     "nothing learnt": (
-        None, ("--parent-twist", "attn", "--methods", "", "--settings", "ffn,both"),
+        None,
+        ("--parent-twist", "attn", "--methods", "", "--settings", "ffn,both"),
         ("nothing to compare in --settings ffn,both",),
     ),
     "repair": (None, (*ONE, "--repair", "ridge"), ("--repair 'ridge': use some of bias, rescale",)),
     "repair family": (
-        llama, ("--parent-dense", "odd", *CUT, "--repair", "bias", "--data", "tokens", "--calibration",
-        "tokens"), ("--repair bias: no output projection of this llama has a bias",),
+        llama,
+        (
+            "--parent-dense",
+            "odd",
+            *CUT,
+            "--repair",
+            "bias",
+            "--data",
+            "tokens",
+            "--calibration",
+            "tokens",
+        ),
+        ("--repair bias: no output projection of this llama has a bias",),
     ),
     "no calibration": (
-        llama, ("--parent-dense", "odd", *CUT, "--data", "tokens"),
+        llama,
+        ("--parent-dense", "odd", *CUT, "--data", "tokens"),
         ("odd has no tokens to calibrate on: give --calibration STEM",),
     ),
     "no text": (
-        llama, ("--parent-dense", "odd", *CUT, "--calibration", "tokens"),
+        llama,
+        ("--parent-dense", "odd", *CUT, "--calibration", "tokens"),
         ("odd has no validation tokens of its own: give --data STEM",),
     ),
     "short": (
-        None, (*ONE, "--calibration-sequences", "99"),
+        None,
+        (*ONE, "--calibration-sequences", "99"),
         ("tokens is too short for --calibration-sequences 99: it has 75 sequences",),
     ),
     "no file": (None, (*ONE, "--calibration", "missing"), ("no token file missing.bin",)),
     "folder": (None, (*ONE, "-o", "dense"), ("--out dense exists and is no comparison",)),
     "file": (None, (*ONE, "-o", "tokens.bin"), ("--out tokens.bin exists and is no comparison",)),
     "nan": (
-        nan, ("--parent-dense", "odd", *CUT, "--data", "tokens", "--calibration", "tokens"),
+        nan,
+        ("--parent-dense", "odd", *CUT, "--data", "tokens", "--calibration", "tokens"),
         ("odd has no perplexity: its logits are not finite",),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -407,10 +517,31 @@ def test_bad_input_is_one_sentence(here, monkeypatch, capsys, case):
         assert sorted(here.rglob("*")) == before
 
 
-def test_a_cell_that_was_cut_short_is_refused_by_name(here, monkeypatch, capsys):
+def test_a_folder_of_an_earlier_version_goes_on(here, monkeypatch, capsys):
+    """A JSON file for every cell: all are found, and one that was cut short is refused by name."""
     args = (*ONE, "--methods", "magnitude", "--settings", "ffn", "--n", "0")
     run(monkeypatch, capsys, *args)
+    table = rows()
+    Path("table/points").mkdir()
+    for name, line in state().items():
+        Path("table/points", f"{name}.json").write_text(json.dumps(json.loads(line), indent=1))
+    POINTS.unlink()
+    run(monkeypatch, capsys, *args)
+    assert not POINTS.exists()
+    assert rows() == table
     path = next(Path("table/points").iterdir())
     path.write_bytes(path.read_bytes()[:100])
     code, out, err = in_process(monkeypatch, capsys, "compare", *SMALL, *args)
     check_refusal(code, out, err, (str(path), "is not a finished point: delete it"))
+
+
+def test_a_file_of_points_goes_on(here, monkeypatch, capsys):
+    """`-o FILE.jsonl`: the points are there, the table in FILE/."""
+    args = (*ONE, "--methods", "magnitude", "--settings", "ffn", "--n", "0")
+    run(monkeypatch, capsys, *args)
+    POINTS.rename("kept.jsonl")
+    before = Path("kept.jsonl").read_bytes()
+    out = run(monkeypatch, capsys, *args, "-o", "kept.jsonl")
+    assert Path("kept.jsonl").read_bytes() == before
+    assert rows("kept") == rows()
+    assert "kept/compare.csv" in out

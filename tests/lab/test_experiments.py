@@ -22,57 +22,83 @@ from safetensors.torch import load_file
 from twistlm import config
 from twistlm.compute.perplexity import Evaluator, Text
 from twistlm.config import BlocksConfig
-from twistlm.lab import points
+from twistlm.lab.compare.request import CompareRequest
 from twistlm.lab.compare.run import compare
 from twistlm.lab.experiments import NAMES, shift, table1
 from twistlm.lab.experiments.lab import Lab, TimeIsUp
-from twistlm.lab.experiments.parents import point as parent_point
-from twistlm.lab.experiments.run import _by_parent, module, run
+from twistlm.lab.experiments.parents import parent_point
+from twistlm.lab.experiments.run import _by_parent, module_of, run
 from twistlm.lab.experiments.scales import DENSE, SCALES, SIX, TWIST, TWIST_MIXED, Recipe
-from twistlm.lab.experiments.subnets import subnets
+from twistlm.lab.experiments.subnets import Sample, subnets
+from twistlm.lab.points import Points, place_of
 from twistlm.lab.report.write import report
+from twistlm.lab.trainings import kept_trainings
 from twistlm.model import families
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.system.lock import InUse
-from twistlm.tickets import parent as parents
+from twistlm.tickets.parent import open_
 from twistlm.training import rounds
 
+SHORT = ("train.rounds=2", "train.interval=2", "model.config.n_layer=2")
 TINY = replace(
     SCALES["smoke"],
-    changes=(*SCALES["smoke"].changes, "train.rounds=2", "train.interval=2", "model.config.n_layer=2"),
+    changes=(*SCALES["smoke"].changes, *SHORT),
     start=("train.rounds=3",),
     tokens=128,
-)  # fmt: skip
+)
+# every experiment of `smoke` and two of its three settings, with fewer subnets
+FEW = replace(
+    TINY, settings=("both", "attn"), n_stability=3, stability_tokens=128, n_subnets=2, n_shift=2
+)
+
+
+def new_lab(folder: Path) -> Lab:
+    stem = make_tokens(folder / "tokens", vocab=512)
+    data = [f"data.train={stem}", f"data.valid={stem}"]
+    return Lab(folder / "lab", "smoke", TINY, data, quiet=True)
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Lab:
-    stem = make_tokens(tmp_path / "tokens", vocab=512)
-    data = [f"data.train={stem}", f"data.valid={stem}"]
-    return Lab(tmp_path / "lab", "smoke", TINY, data, quiet=True)
+    return new_lab(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Lab:
+    """A lab whose parents several tests use: each is trained once."""
+    return new_lab(tmp_path_factory.mktemp("shared"))
+
+
+def all_in(path: Path) -> list[dict]:
+    return Points(place_of(path)).all()
 
 
 def test_every_experiment_end_to_end_and_its_page(tmp_path, monkeypatch):
-    """All of `smoke`, from the text that ships with Python to the page; a second call measures nothing."""
-    monkeypatch.chdir(tmp_path)
+    """All of `smoke`, from tokens to the page; a second call measures nothing."""
+    monkeypatch.setitem(SCALES, "smoke", FEW)
     folder = tmp_path / "lab"
-    short = ["train.rounds=2", "train.interval=2", "start.train.rounds=2", "model.config.n_layer=2"]
-    assert run(["all"], "smoke", folder, short)
-    made = points.all_in(folder / "points")
+    stem = make_tokens(tmp_path / "tokens", vocab=512)
+    data = [f"data.train={stem}", f"data.valid={stem}"]
+    assert run(["all"], "smoke", folder, data)
+    made = [point for point in all_in(folder) if "experiment" in point["config"]]
     assert {point["config"]["experiment"] for point in made} == set(NAMES)
     for point in made:
         numbers = json.dumps(point["result"])
         assert "NaN" not in numbers
         assert "Infinity" not in numbers
     stamps = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
-    assert run(["all"], "smoke", folder, short)
+    assert run(["all"], "smoke", folder, data)
     assert stamps == {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
     report([folder], tmp_path / "page.html", tmp_path / "results.md")
     figures = check_page(tmp_path / "page.html")
-    wanted = {"table1-both", "stability-attn", "robustness-both", "nodeloss", "shift-ffn", "latency",
-              "memory", "training-loss", "training-coverage", "training-bytes"}  # fmt: skip
+    wanted = {f"training-{name}" for name in ("loss", "coverage", "bytes")}
+    wanted |= {"table1-both", "stability-attn", "robustness-both", "nodeloss", "shift-ffn"}
+    wanted |= {"latency", "memory"}
     assert {f"lab-{name}" for name in wanted} <= figures
     text = (tmp_path / "results.md").read_text()
+    shown = [part.split(")")[0] for part in text.split("](figures/")[1:]]
+    assert {"lab-table1-both.png", "lab-training-loss.png"} <= set(shown)
+    assert sorted(shown) == sorted(path.name for path in (tmp_path / "figures").iterdir())
     for name in (
         "Table 1",
         "Table 2",
@@ -90,7 +116,7 @@ def test_the_list_and_bad_names():
     assert done.returncode == 0
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(NAMES)
     with pytest.raises(ValueError, match="experiment 'tabel1'"):
-        module("tabel1")
+        module_of("tabel1")
     with pytest.raises(ValueError, match="--scale 'huge'"):
         run(["memory"], "huge", Path("unused"))
     with pytest.raises(ValueError, match=r"--settings 'ffm'"):
@@ -113,7 +139,8 @@ def test_training_in_pieces_is_the_same_training(tmp_path, tokens):
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_parents_start_from_the_same_weights_and_see_the_same_tokens(lab):
+def test_parents_start_from_the_same_weights_and_see_the_same_tokens(shared):
+    lab = shared
     start = load_file(Path(lab.trained(None)) / "model.safetensors")
     results = {}
     for recipe in SIX:
@@ -126,11 +153,17 @@ def test_parents_start_from_the_same_weights_and_see_the_same_tokens(lab):
         2 * 2 * 4 * 64
     }  # rounds, steps, workers, tokens
     assert json.loads((out / "run.json").read_text())["config"]["blocks"]["k_ffn"] == [6, 12]
+    kept = {training.name: training for training in kept_trainings(lab.place.trainings)}
+    assert set(kept) == {lab.out(recipe).name for recipe in (None, *SIX)}
+    rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
+    assert kept[out.name].rows == rows
+    assert kept[out.name].config["blocks"]["k_ffn"] == [6, 12]
 
 
-def test_a_point_is_what_a_plain_evaluation_gives(lab):
-    point = lab.measure(subnets(lab, "stability", TWIST, "ffn", 4, 3, 128))
-    opened = parents.open_(lab.trained(TWIST), "cpu", ["blocks.setting=ffn"])
+def test_a_point_is_what_a_plain_evaluation_gives(shared):
+    lab = shared
+    point = lab.measure(subnets(lab, "stability", TWIST, Sample("ffn", 4, 3, 128)))
+    opened = open_(lab.trained(TWIST), "cpu", ["blocks.setting=ffn"])
     file = lab.open(TWIST, "ffn")[1].text.file
     ready = Evaluator(
         opened.template, opened.block_map, opened.central, Text(file, 64, 128), scale="sqrt"
@@ -138,34 +171,58 @@ def test_a_point_is_what_a_plain_evaluation_gives(lab):
     want = ready.random_subnets("4/12", widths_of_ratio(opened.block_map, "4/12"), 3, 0)
     assert point["result"]["values"] == pytest.approx(want.values, rel=1e-6)
     assert point["result"]["n_params"] == want.n_params
-    whole = lab.measure(subnets(lab, "stability", TWIST, "ffn", 12, 3, 128))["result"]
+    whole = lab.measure(subnets(lab, "stability", TWIST, Sample("ffn", 12, 3, 128)))["result"]
     assert whole["values"] == pytest.approx([ready.full_perplexity()], rel=1e-6)
+    # what one experiment measures on does not reach another
+    other = lab.measure(subnets(lab, "stability", TWIST, Sample("ffn", 12, 3, 64)))["result"]
+    assert other["values"] != whole["values"]
+    again, first = lab.open(TWIST, "ffn"), lab.open(TWIST, "ffn", 64)
+    assert (again[1].text.max_tokens, first[1].text.max_tokens) == (128, 64)
 
 
-def test_table1_is_made_of_the_cells_of_compare(lab):
-    """`compare -o LAB/compare` finds what Table 1 measured, and Table 1 what compare did."""
+def test_what_is_built_of_a_parent_is_kept_by_its_key(shared):
+    one = shared.once(TWIST, "one", lambda: [1])
+    assert shared.once(TWIST, "other", lambda: [2]) == [2]
+    assert shared.once(TWIST, "one", lambda: [3]) is one
+    assert shared.once(DENSE, "one", lambda: [4]) == [4]
+    assert shared.once(TWIST, "one", lambda: [5]) == [5]  # the parent was let go meanwhile
+
+
+def test_table1_is_made_of_the_cells_of_compare(shared):
+    """`compare -o LAB` finds what Table 1 measured, and Table 1 what compare did."""
+    lab = shared
     wanted = {("dense", 6), ("dense", 12), ("twist-6", 6)}
     mine = [
-        p for p in table1.points(lab)
-        if p.config["setting"] == "both" and (p.config["slug"], p.config["k"]) in wanted
+        p
+        for p in table1.points(lab)
+        if p.config["setting"] == "both"
+        and (p.config["slug"], p.config["k"]) in wanted
         and p.config.get("method", "magnitude") == "magnitude"
-    ]  # fmt: skip
+    ]
     assert [p.config["slug"] for p in _by_parent(mine[::-1])] == ["dense"] * 3 + ["twist-6"]
     *before, last = mine  # magnitude on data parallel is left to compare
     results = [lab.measure(point)["result"] for point in before]
-    folder = lab.folder / "compare"
-    cells = sorted((folder / "points").iterdir())
+    cells = [point for point in all_in(lab.folder) if "what" in point["config"]]
     assert len(cells) == len(results) == 3
-    stamps = [path.stat().st_mtime_ns for path in cells]
+    before = lab.points.file.read_bytes()
     compare(
-        [("dense", str(lab.out(DENSE))), ("twist", str(lab.out(TWIST)))], folder, ratios="6/12",
-        settings="both", methods="magnitude", n=lab.scale.n_subnets, tokens=lab.scale.tokens,
-        n_calibration=lab.scale.n_calibration, device="cpu", quiet=True,
-    )  # fmt: skip
-    assert [path.stat().st_mtime_ns for path in cells] == stamps
-    whats = Counter(point["config"]["what"] for point in points.all_in(folder / "points"))
+        CompareRequest(
+            sources=[("dense", str(lab.out(DENSE))), ("twist", str(lab.out(TWIST)))],
+            out=lab.folder,
+            ratios="6/12",
+            settings="both",
+            methods="magnitude",
+            n=lab.scale.n_subnets,
+            tokens=lab.scale.tokens,
+            n_calibration=lab.scale.n_calibration,
+            device="cpu",
+            quiet=True,
+        )
+    )
+    assert lab.points.file.read_bytes().startswith(before)
+    made = [point for point in all_in(lab.folder) if "what" in point["config"]]
+    whats = Counter(point["config"]["what"] for point in made)
     assert whats == {"whole": 2, "random": 2, "magnitude": 1, "decode": 1, "zeros": 1}
-    made = points.all_in(folder / "points")
     (pruned,) = (point for point in made if point["config"]["what"] == "magnitude")
     assert lab.measure(last)["result"] == pruned["result"]
 
@@ -174,7 +231,7 @@ def test_the_clock_stops_cleanly_and_the_next_call_goes_on(lab):
     lab.deadline = -math.inf
     with pytest.raises(TimeIsUp):
         lab.measure(parent_point(lab, DENSE))
-    assert not (lab.folder / "points").exists()
+    assert not lab.points.file.exists()
     stops = iter([False, False, True])  # late after the start's second round
     lab.is_late = lambda: next(stops)  # type: ignore[method-assign]
     with pytest.raises(TimeIsUp):
@@ -182,9 +239,9 @@ def test_the_clock_stops_cleanly_and_the_next_call_goes_on(lab):
     assert (lab.out(None) / "checkpoints/round-000002").is_dir()
     del lab.is_late  # type: ignore[attr-defined]
     lab.deadline = math.inf
-    assert not (lab.folder / "points").exists()
+    assert not lab.points.file.exists()
     assert Path(lab.trained(None)).name == "round-000003"
-    (made,) = points.all_in(lab.folder / "points")
+    (made,) = all_in(lab.folder)
     assert made["config"] == parent_point(lab, None).config
     assert made["result"]["tokens"] == 3 * 2 * 4 * 64  # rounds, steps, workers, tokens
     rows = (lab.out(None) / "metrics.jsonl").read_text().splitlines()

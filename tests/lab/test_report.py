@@ -12,14 +12,17 @@ import pytest
 from conftest import tiny
 from pages import check_page
 
-from twistlm.lab import points
+from twistlm.lab.compare.request import CompareRequest
+from twistlm.lab.compare.run import compare
 from twistlm.lab.experiments import nodeloss, robustness, stability, table1, table2
 from twistlm.lab.page import draw
 from twistlm.lab.page.html import page
 from twistlm.lab.page.markdown import BEGIN, END, replace_part
 from twistlm.lab.page.section import count, lowest, number
+from twistlm.lab.points import Points, place_of
 from twistlm.lab.report import comparison, load, training
 from twistlm.lab.report.write import chapter, report
+from twistlm.lab.trainings import keep_training, read_training
 from twistlm.training import rounds
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
@@ -28,8 +31,16 @@ CHROMIUM = os.environ.get("CHROMIUM") or next(
 
 
 def subnet(parent: str, slug: str, k: int, mean: float, sd: float | None = 1.0, **more) -> dict:
-    config = {"experiment": more.pop("experiment", "table1"), "scale": "gpu", "parent": parent, "slug": slug,
-              "parent_hash": slug, "setting": "both", "k": k, **more}  # fmt: skip
+    config = {
+        "experiment": more.pop("experiment", "table1"),
+        "scale": "gpu",
+        "parent": parent,
+        "slug": slug,
+        "parent_hash": slug,
+        "setting": "both",
+        "k": k,
+        **more,
+    }
     values = [mean] if sd is None else [mean - sd, mean, mean + sd]
     result = {"values": values, "mean": mean, "sd": sd, "worst": max(values), "n": len(values)}
     return {
@@ -74,18 +85,32 @@ def test_claims_of_table1_follow_from_the_numbers():
 
 def test_table1_marks_the_lowest_and_puts_the_paper_beside():
     chosen = subnet("data parallel", "dense", 4, 30, None, method="block:fisher")
-    points = [*grid({12: 20, 4: 23}, {12: 15, 4: 974}, {4: 31}), chosen,
-              subnet("data parallel", "dense", 4, 40, None, method="magnitude")]  # fmt: skip
+    points = [
+        *grid({12: 20, 4: 23}, {12: 15, 4: 974}, {4: 31}),
+        chosen,
+        subnet("data parallel", "dense", 4, 40, None, method="magnitude"),
+    ]
     made = table1.section(points)
     (table,) = made.tables
     assert table.head == ("both", "whole", "4/12")
     names = [row[0] for row in table.rows]
-    assert names == ["SparseGPT", "the paper", "magnitude", "blocks by Fisher", "the paper",
-                     "random blocks of data parallel", "the paper", "random blocks of TwIST K=6", "the paper"]  # fmt: skip
+    assert names == [
+        "SparseGPT",
+        "the paper",
+        "magnitude",
+        "blocks by Fisher",
+        "the paper",
+        "random blocks of data parallel",
+        "the paper",
+        "random blocks of TwIST K=6",
+        "the paper",
+    ]
     # zeros and what is really smaller do not compete
     assert {(names[i], j) for i, j in table.best} == {
-        ("random blocks of data parallel", 1), ("random blocks of TwIST K=6", 2), ("SparseGPT", 2),
-    }  # fmt: skip
+        ("random blocks of data parallel", 1),
+        ("random blocks of TwIST K=6", 2),
+        ("SparseGPT", 2),
+    }
     assert [table.rows[i][2] for i in sorted(table.small)] == ["31.64", "617.98", "974.31", "25.53"]
     assert made.headlines[0] == (
         "4/12 of the blocks: TwIST K=6 23.00, then blocks by Fisher 30.00; random blocks of data parallel "
@@ -107,8 +132,9 @@ def test_table1_marks_the_lowest_and_puts_the_paper_beside():
 def heat(values: dict[int, dict[int, float]]) -> list[dict]:
     return [
         subnet(f"TwIST K={x}", f"twist-{x}", y, v, experiment="robustness", widths=[x], outer=False)
-        for x, row in values.items() for y, v in row.items()
-    ]  # fmt: skip
+        for x, row in values.items()
+        for y, v in row.items()
+    ]
 
 
 def test_claims_of_robustness():
@@ -138,9 +164,12 @@ def test_claims_of_stability_and_node_loss():
         about = {"experiment": "nodeloss", "nodes": 4, "lost": 1}
         both = {"TwIST K=6": (20.0, twist), "data parallel": (15.0, 30.0)}
         return [
-            {"config": {"parent": p, **about}, "result": {"full": f, "mean": w, "worst": w, "values": [w]}}
+            {
+                "config": {"parent": p, **about},
+                "result": {"full": f, "mean": w, "worst": w, "values": [w]},
+            }
             for p, (f, w) in both.items()
-        ]  # fmt: skip
+        ]
 
     assert nodeloss.section(lost(22.0)).claims[0].holds is True
     assert nodeloss.section(lost(44.0)).claims[0].holds is False
@@ -156,7 +185,7 @@ def test_a_running_folder_and_plain_runs(tmp_path, tokens):
     path = tmp_path / "twist/metrics.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:2]) + "\n" + lines[2][:25])
-    assert [row["round"] for row in load.training(tmp_path / "twist").rows] == [1, 2]
+    assert [row["round"] for row in read_training(tmp_path / "twist").rows] == [1, 2]
     out = tmp_path / "page.html"
     report([tmp_path / "twist", tmp_path / "dense"], out)
     folder = out.with_suffix("")
@@ -164,9 +193,7 @@ def test_a_running_folder_and_plain_runs(tmp_path, tokens):
     report([tmp_path / "twist", tmp_path / "dense"], out)
     assert first == {path.name: path.read_bytes() for path in folder.iterdir()}
     figures = check_page(out)
-    assert figures == {
-        f"runs-training-{name}" for name in ("loss", "eval", "coverage", "bytes")
-    }  # fmt: skip
+    assert figures == {f"runs-training-{name}" for name in ("loss", "eval", "coverage", "bytes")}
     text = out.read_text()
     assert "1 trainings are not finished yet" in text
     assert "<td>2 of 4</td>" in text
@@ -177,15 +204,22 @@ def test_a_running_folder_and_plain_runs(tmp_path, tokens):
 
 def test_a_comparison(tmp_path, tokens):
     """A folder of `twistlm compare`, as it is."""
-    from twistlm.lab.compare.run import compare
-
     cut = {"k_attn": 2, "k_ffn": 2, "n_ffn": 4, "shared_first": 0}
     cfg = tiny(tokens, tmp_path / "dense", train={"method": "dense", "rounds": 1}, blocks=cut)
     rounds.train(cfg, quiet=True)
     compare(
-        [("dense", str(tmp_path / "dense"))], tmp_path / "table", ratios="2/4,1/4", settings="ffn,both",
-        methods="magnitude", n=2, tokens=64, device="cpu", quiet=True,
-    )  # fmt: skip
+        CompareRequest(
+            sources=[("dense", str(tmp_path / "dense"))],
+            out=tmp_path / "table",
+            ratios="2/4,1/4",
+            settings="ffn,both",
+            methods="magnitude",
+            n=2,
+            tokens=64,
+            device="cpu",
+            quiet=True,
+        )
+    )
     out = tmp_path / "page.html"
     report([tmp_path / "table"], out)
     assert check_page(out) == {"table-compare-both", "table-compare-ffn"}
@@ -209,9 +243,13 @@ def test_a_comparison_says_what_won():
     costs = {"setting": "both", "ratio": "6/12", "repair": "", "n": 1, "seconds": 1.0, "values": []}
     costs |= {"sd": None, "calibration_tokens": 0, "bytes": 8, "speedup": 1.0}
     found = {
-        ("dense", "block:fisher"): 70.0, ("dense", "sparsegpt"): 38.0, ("dense", "random"): 80.0,
-        ("dense", "wanda"): 37.0, ("TwIST", "random"): 50.0, ("dense", "block:taylor"): 60.0,
-    }  # fmt: skip
+        ("dense", "block:fisher"): 70.0,
+        ("dense", "sparsegpt"): 38.0,
+        ("dense", "random"): 80.0,
+        ("dense", "wanda"): 37.0,
+        ("TwIST", "random"): 50.0,
+        ("dense", "block:taylor"): 60.0,
+    }
     rows = [{"parent": p, "method": m, "perplexity": v, **costs} for (p, m), v in found.items()]
     record = {"rows": rows, "text": {"n_tokens": 64}, "parents": {"dense": {}, "TwIST": {}}}
     made = comparison.section(record)
@@ -238,11 +276,15 @@ def test_table2_shows_what_a_worker_holds():
         "round_bytes": 1,
         "round_ms": 1.0,
     }
-    made = table2.section([
-        {"config": {"experiment": "table2"},
-         "result": {"paper_rounds": 1, "true_rounds": 1, "rows": [plan]}},
-        {"config": {"experiment": "latency", "setting": "both", "k": 4}, "result": size},
-    ])  # fmt: skip
+    made = table2.section(
+        [
+            {
+                "config": {"experiment": "table2"},
+                "result": {"paper_rounds": 1, "true_rounds": 1, "rows": [plan]},
+            },
+            {"config": {"experiment": "latency", "setting": "both", "k": 4}, "result": size},
+        ]
+    )
     (row,) = made.tables[0].rows
     assert row[3:5] == ("1.387", "1.34")  # ours, and the paper's
 
@@ -254,7 +296,8 @@ def test_a_logarithmic_axis_can_be_read(high):
 
     axes = Canvas(figsize=(5, 3.6)).subplots()
     series = {"TwIST K=6": {3: high, 8: 30.0}}
-    draw.lines(axes, series, x="", y="", log=True, sd={"TwIST K=6": {3: 2 * high, 8: 3.0}})
+    style = draw.LineStyle(log=True, sd={"TwIST K=6": {3: 2 * high, 8: 3.0}})
+    draw.lines(axes, series, x="", y="", style=style)
     low, top = axes.get_ylim()
     assert 3 <= sum(low <= tick <= top for tick in axes.get_yticks()) <= 10
     (band,) = axes.collections
@@ -266,7 +309,8 @@ def test_lines_of_many_rivals_look_different():
 
     axes = Canvas().subplots()
     names = [f"rival {i}" for i in range(12)]
-    draw.lines(axes, {n: {1: 2.0} for n in names}, x="", y="", dashed=names[1:6])
+    style = draw.LineStyle(dashed=names[1:6])
+    draw.lines(axes, {n: {1: 2.0} for n in names}, x="", y="", style=style)
     looks = {(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}
     assert len(looks) == len(names)
 
@@ -294,13 +338,35 @@ def test_coverage_is_what_the_loop_deals(tmp_path, tokens, deal):
 
 def test_two_parents_of_one_name_are_told_apart(tmp_path):
     """The one with most points keeps the name."""
+    found = Points(place_of(tmp_path))
     for word, k in (("aaaa1", 4), ("bbbb2", 4), ("bbbb2", 6)):
         made = subnet("TwIST K=6", "twist-6", k, 20.0)
         made["config"]["parent_hash"] = word
-        points.point(tmp_path / "points", made["config"], lambda made=made: made["result"])
+        found.measure(made["config"], lambda made=made: made["result"])
     (source,) = load.load([tmp_path])
     names = {p["config"]["parent_hash"]: p["config"]["parent"] for p in source.points}
     assert names == {"aaaa1": "TwIST K=6 [aaaa]", "bbbb2": "TwIST K=6"}
+
+
+def test_a_lab_is_a_folder_or_two_files(tmp_path, tokens):
+    """Points and metrics that were copied away give the same source; a running parent is seen too."""
+    folder = tmp_path / "lab"
+    made = subnet("TwIST K=6", "twist-6", 4, 20.0)
+    Points(place_of(folder)).measure(made["config"], lambda: made["result"])
+    rounds.train(tiny(tokens, folder / "parents/one", train={"rounds": 1}), quiet=True)
+    keep_training(place_of(folder).trainings, read_training(folder / "parents/one"))
+    shutil.copy(folder / "points.jsonl", tmp_path / "lab.jsonl")
+    shutil.copy(folder / "points.metrics.jsonl", tmp_path / "lab.metrics.jsonl")
+    files = sorted(tmp_path.glob("*.jsonl"))
+    (whole,), (kept,) = load.load([folder]), load.load(files)
+    assert whole == kept
+    assert [t.name for t in kept.trainings] == ["one"]
+    shutil.copytree(folder / "parents/one", folder / "parents/two")
+    assert [t.name for t in load.load([folder])[0].trainings] == ["one", "two"]
+    record = {"rows": [], "parents": {}}
+    (folder / "compare.json").write_text(json.dumps(record))
+    both = load.load([folder, folder / "compare.json"])
+    assert [source.comparison for source in both] == [None, record, record]
 
 
 def test_what_is_kept_by_hand_stays():
@@ -334,10 +400,21 @@ def test_a_browser_shows_every_figure_and_logs_nothing(tmp_path, tokens, width):
     )
     out.write_text(out.read_text().replace("</body>", measure))
     done = subprocess.run(
-        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-         "--enable-logging=stderr", f"--window-size={width},900", "--dump-dom", out.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            str(CHROMIUM),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--enable-logging=stderr",
+            f"--window-size={width},900",
+            "--dump-dom",
+            out.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "CONSOLE" not in done.stderr
     seen = json.loads(re.search(r'data-seen="([^"]*)"', done.stdout)[1].replace("&quot;", '"'))

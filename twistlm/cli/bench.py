@@ -44,7 +44,8 @@ def train(
     from .. import config
 
     cfg = config.load(preset, overrides or [])
-    from ..lab.bench.train import bench, tables
+    from ..lab.bench.train import bench
+    from ..lab.bench.train_tables import tables
     from ..system.terminal import console
 
     made = bench(
@@ -144,21 +145,20 @@ def deploy(
     ] = None,
 ) -> None:
     """The full parent against tickets: prefill, decode with KV cache, bytes on disk, memory."""
-    from ..lab.bench.deploy import bench, table
+    from ..lab.bench.deploy import DeployRequest, bench, table
     from ..system.terminal import console
     from ..tickets import parent as parents
 
-    made = bench(
-        parents.open_(source, "cpu", overrides or []),
-        ratio or RATIOS,
+    request = DeployRequest(
+        ratios=ratio or RATIOS,
         runtimes=runtime or (),
         prefill=prefill or (),
         n_decode=decode,
         n_repeats=repeats,
         threads=threads,
         seed=seed,
-        folder=out,
     )
+    made = bench(parents.open_(source, "cpu", overrides or []), request, out)
     console.print(table(made))
     for name, why in made.left_out.items():
         console.print(f"without {name}: {why}")

@@ -87,16 +87,30 @@ def compare(
     models are scored in memory; nothing but the table and its cells is written.
     """
     from ..lab.compare import run
+    from ..lab.compare.request import CompareRequest
+    from ..lab.points import place_of
     from ..system.terminal import console
 
     sources = [("dense", parent_dense), ("dropout", parent_dropout)]
     sources += [("twist", source) for source in parent_twist or []]
-    tables = run.compare(
-        [(method, source) for method, source in sources if source is not None], out,  # type: ignore[misc]
-        ratios=ratios, settings=settings, methods=methods, on=on, repair=repair, n=n, data=data,
-        tokens=tokens, calibration=calibration, n_calibration=calibration_sequences, seed=seed,
-        device=device, overrides=overrides or [],
-    )  # fmt: skip
-    for table in tables:
+    request = CompareRequest(
+        sources=[(method, source) for method, source in sources if source is not None],  # type: ignore[misc]
+        out=out,
+        ratios=ratios,
+        settings=settings,
+        methods=methods,
+        on=on,
+        repair=repair,
+        n=n,
+        data=data,
+        tokens=tokens,
+        calibration=calibration,
+        n_calibration=calibration_sequences,
+        seed=seed,
+        device=device,
+        overrides=overrides or [],
+    )
+    for table in run.compare(request):
         console.print(table)
-    console.print(f"written: {', '.join(str(out / name) for name in run.FILES)}")
+    folder = place_of(out).folder
+    console.print(f"written: {', '.join(str(folder / name) for name in run.FILES)}")

@@ -41,7 +41,11 @@ def experiment(
     ] = "smoke",
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder of parents and points; default: runs/lab-SCALE."),
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder of parents and points, or a .jsonl file of points; default: runs/lab-SCALE.",
+        ),
     ] = None,
     settings: Annotated[
         str | None, typer.Option(help="Only these of the scale's settings: both,attn,ffn.")
@@ -73,13 +77,14 @@ def experiment(
     epilog="Examples:\n\n"
     "twistlm report runs/lab-smoke -o report.html\n\n"
     "twistlm report runs/demo -o demo.html\n\n"
-    "twistlm report runs/lab-gpu runs/lab-gpu-smollm2 -o docs/report.html --markdown docs/results.md"
+    "twistlm report docs/labs/*.jsonl docs/labs/*.compare.json -o docs/report.html --markdown docs/results.md"
 )
 def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders of `twistlm experiment`, `compare` or `train`, running ones too, or a folder of trainings."
+            help="Folders of `twistlm experiment`, `compare` or `train`, running ones too, a folder of trainings, "
+            "or a lab's .jsonl and a comparison's .json file."
         ),
     ],
     out: Annotated[
@@ -91,7 +96,8 @@ def report(
     markdown: Annotated[
         Path | None,
         typer.Option(
-            help="Also write the tables into this file, between two marks; the rest stays."
+            help="Also write the tables into this file, between two marks; the rest stays. figures/ beside it "
+            "gets its pictures."
         ),
     ] = None,
 ) -> None:

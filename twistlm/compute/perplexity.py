@@ -117,8 +117,11 @@ class Evaluator:
         """The full model, with no mask and no scale."""
         return perplexity(self.full.model, self.text, self.precision, self.loss)
 
-    def subnet(self, blueprint: Blueprint) -> Subnet:
-        """A physical subnet of the central model as it is now, with its activation scale."""
+    def refill_(self, blueprint: Blueprint) -> Subnet:
+        """A physical subnet of the central model as it is now, with its activation scale.
+
+        It is this evaluator's own model of these widths: the next call with equal widths overwrites it.
+        """
         self.block_map.check_blueprint(blueprint)
         widths = self.block_map.widths(blueprint)
         where = self.central.layout.narrowed(self.block_map, widths)
@@ -137,7 +140,7 @@ class Evaluator:
 
     def subnet_perplexity(self, blueprint: Blueprint) -> float:
         """A subnet, scaled."""
-        return perplexity(self.subnet(blueprint).model, self.text, self.precision, self.loss)
+        return perplexity(self.refill_(blueprint).model, self.text, self.precision, self.loss)
 
     def random_subnets(
         self, ratio: str, widths: Widths, n: int, seed: int, tick: Callable[[], None] = lambda: None

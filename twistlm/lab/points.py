@@ -1,16 +1,52 @@
-"""Points of an experiment: one JSON file per config; a finished one is never run again."""
+"""Points of an experiment: one line of JSON for each, and a finished one is never measured again.
+
+FILE.jsonl is only ever appended to, a whole line at a time: several processes may share it, an
+interrupted one loses the point it was at, and `sort -u` merges two such files.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..system.files import whole_file
 from ..system.provenance import describe_run
+
+SUFFIX = ".jsonl"
+METRICS = ".metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a lab or a comparison keeps what it measures and trains."""
+
+    folder: Path  # for everything that is not a line of a file
+    points: Path
+
+    @property
+    def trainings(self) -> Path:
+        """A line for every model that was trained here, with its metrics."""
+        return self.points.with_suffix(METRICS)
+
+    @property
+    def old_points(self) -> tuple[Path, ...]:
+        """Folders of one JSON file per point, as earlier versions wrote them: read, never written."""
+        return self.folder / "points", self.folder / "compare" / "points"
+
+    def exists(self) -> bool:
+        return self.points.is_file() or any(folder.is_dir() for folder in self.old_points)
+
+
+def place_of(path: Path) -> Place:
+    """A folder keeps its points in points.jsonl; FILE.jsonl is the points, with FILE/ for the rest."""
+    if path.suffix == SUFFIX:
+        return Place(path.with_suffix(""), path)
+    return Place(path, path / f"points{SUFFIX}")
 
 
 def name_of(config: dict[str, Any]) -> str:
@@ -19,45 +55,100 @@ def name_of(config: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def path_of(folder: Path, config: dict[str, Any]) -> Path:
-    return folder / f"{name_of(config)}.json"
-
-
-def point(
-    folder: Path, config: dict[str, Any], measure: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """The finished point of this config, measured now if it is not on disk yet.
+class Points:
+    """The finished points of a place, by their configs.
 
     A point is {config, result, seconds, run}; `run` is the command, commit, versions and device that
-    made it. It appears whole or not at all.
+    made it. What other processes append meanwhile is found as well.
     """
-    path = path_of(folder, config)
-    if path.is_file():
-        return read(path)
-    began = time.perf_counter()
-    result = measure()
-    made = {
-        "config": config,
-        "result": result,
-        "seconds": time.perf_counter() - began,
-        "run": describe_run(),
-    }
-    whole_file(path, json.dumps(made, indent=1) + "\n")
-    return made
+
+    def __init__(self, place: Place):
+        self.file = place.points
+        self._end = 0  # bytes of the file that were read
+        self._found: dict[str, dict[str, Any]] = {}  # by `name_of` the config
+        for folder in place.old_points:
+            for path in sorted(folder.glob("*.json")):
+                self._found[path.stem] = _read_old(path)
+
+    def find(self, config: dict[str, Any]) -> dict[str, Any] | None:
+        """The point of this config, if it is finished."""
+        name = name_of(config)
+        if name not in self._found:
+            self._read_on()
+        return self._found.get(name)
+
+    def measure(
+        self, config: dict[str, Any], measure: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The point of this config, measured now if it is not finished yet."""
+        if (found := self.find(config)) is not None:
+            return found
+        began = time.perf_counter()
+        result = measure()
+        made = {
+            "config": config,
+            "result": result,
+            "seconds": time.perf_counter() - began,
+            "run": describe_run(),
+        }
+        append_line(self.file, made)
+        return made
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every finished point, in an order that follows from the configs alone."""
+        self._read_on()
+        return [self._found[name] for name in sorted(self._found)]
+
+    def _read_on(self) -> None:
+        """Read what was appended since the last time; of equal configs the first point counts."""
+        if not self.file.is_file():
+            return
+        with self.file.open("rb") as file:
+            file.seek(self._end)
+            for line in file:
+                if (made := parse_line(line)) is not None:
+                    if not _is_point(made):
+                        shown = line[:60].decode(errors="replace").rstrip()
+                        raise _not_finished(f"{self.file}: the line {shown}...")
+                    self._found.setdefault(name_of(made["config"]), made)
+                if line.endswith(b"\n"):
+                    self._end += len(line)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A point on disk, refused when it is cut short or was renamed."""
+def append_line(file: Path, record: dict[str, Any]) -> None:
+    """Append a record as one line, in one write, so that no other process can write in between."""
+    text = json.dumps(record) + "\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-        made = json.loads(path.read_text())
-        right = name_of(made["config"]) == path.stem and "result" in made
-    except (ValueError, KeyError, TypeError):
-        right = False
-    if not right:
-        raise ValueError(f"{path} is not a finished point: delete it, and it is measured again")
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            text = "\n" + text  # the last line was cut short: it must not spoil this one
+        if os.write(handle, text.encode()) != len(text):
+            raise OSError(f"{file} could not be written: is the disk full?")
+    finally:
+        os.close(handle)
+
+
+def parse_line(line: bytes) -> Any:
+    """The record of a line; None where it is empty, cut short or still being written."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _read_old(path: Path) -> dict[str, Any]:
+    """A point in a file of its own, refused when it is cut short or was renamed."""
+    made = parse_line(path.read_bytes())
+    if not _is_point(made) or name_of(made["config"]) != path.stem:
+        raise _not_finished(str(path))
     return made
 
 
-def all_in(folder: Path) -> list[dict[str, Any]]:
-    """Every finished point of a folder, by file name."""
-    return [read(path) for path in sorted(folder.glob("*.json"))]
+def _is_point(made: Any) -> bool:
+    return isinstance(made, dict) and isinstance(made.get("config"), dict) and "result" in made
+
+
+def _not_finished(what: str) -> ValueError:
+    return ValueError(f"{what} is not a finished point: delete it, and it is measured again")

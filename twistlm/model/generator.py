@@ -7,7 +7,7 @@ a message. Each attention and each FFN layer draws its own deal.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import BlocksConfig
 from .blocks import BlockMap, Blueprint, Kind, Widths
@@ -209,3 +209,11 @@ def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int 
         rng = random.Random(f"ticket/{seed}/{draw}/{group.name}")
         blueprint[group.name] = tuple(sorted(rng.sample(range(group.n_blocks), widths[group.name])))
     return blueprint
+
+
+def draws(
+    block_map: BlockMap, widths: Widths, *, seed: int, n: int, first: int = 0
+) -> Iterator[Blueprint]:
+    """Random subnets of these widths, from number `first` up to n: each depends on its number alone."""
+    for draw in range(first, n):
+        yield for_deployment(block_map, widths, seed=seed, draw=draw)

@@ -8,6 +8,8 @@ gates, which zeroes the inputs that come from absent blocks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,22 +140,42 @@ def fold_(params: State, block_map: BlockMap, factors: dict[str, float]) -> None
 def measure_rho(full: Subnet, ids: Tensor) -> Rho:
     """rho = |sum_b y_b|^2 / sum_b |y_b|^2 per layer, y_b = block b's share of the output projection."""
     rho: Rho = {}
-    handles = []
-    for group in full.block_map.groups:
-        module = full.model.get_submodule(group.out[0].rpartition(".")[0])
 
-        def measure(module: Any, args: tuple[Tensor], group: BlockGroup = group) -> None:
+    def measure(group: BlockGroup, shares: Tensor) -> None:
+        rho[group.name] = rho_of(shares)
+
+    with block_shares(full.model, full.block_map, measure):
+        full.model(input_ids=ids, use_cache=False)
+    return rho
+
+
+def rho_of(shares: Tensor) -> float:
+    """|sum_b y_b|^2 / sum_b |y_b|^2 of a layer, from the shares of its blocks [tokens, n_blocks, d]."""
+    return float(shares.sum(1).square().sum() / shares.square().sum())
+
+
+@contextmanager
+def block_shares(
+    model: PreTrainedModel, block_map: BlockMap, add: Callable[[BlockGroup, Tensor], None]
+) -> Iterator[None]:
+    """Within, every forward pass calls `add(group, shares [tokens, n_blocks, d])` for each layer that is cut.
+
+    A block's share is what its inputs alone write through the output projection, without the bias.
+    """
+    handles = []
+    for group in block_map.groups:
+        module = model.get_submodule(group.out[0].rpartition(".")[0])
+
+        def before(module: Any, args: tuple[Tensor], group: BlockGroup = group) -> None:
             part = group.out_part
             cut = (part.sections, group.n_blocks, part.chunk)
             inputs = args[0].reshape(-1, *cut).float()
             weight = (module.weight if part.dim == 0 else module.weight.T).float()  # [in, out]
-            shares = torch.einsum("tsnc,sncd->tnd", inputs, weight.reshape(*cut, -1))
-            rho[group.name] = float(shares.sum(1).square().sum() / shares.square().sum())
+            add(group, torch.einsum("tsnc,sncd->tnd", inputs, weight.reshape(*cut, -1)))
 
-        handles.append(module.register_forward_pre_hook(measure))
+        handles.append(module.register_forward_pre_hook(before))
     try:
-        full.model(input_ids=ids, use_cache=False)
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return rho

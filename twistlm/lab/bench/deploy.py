@@ -18,14 +18,14 @@ import torch
 from rich.table import Table
 
 from ...model import generator, huggingface
-from ...model.blocks import widths_of_ratio
+from ...model.blocks import Blueprint, widths_of_ratio
 from ...system import terminal
 from ...system.files import whole_folder
 from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...tickets import deploy
 from ...tickets.parent import Parent
-from .measure import MEMORY, Plan, in_a_process, peak_bytes, times
+from .measure import MEMORY, Workload, in_a_process, peak_bytes, times
 from .runtimes import RUNTIMES
 
 FULL = "full"
@@ -33,7 +33,7 @@ PREFILL = (128, 512)  # tokens
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelTimes:
     """One model in one runtime; milliseconds are all repeats, in order."""
 
     runtime: str
@@ -62,12 +62,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Bench:
+class DeployBench:
     """All rows, and the machine's state while they were measured."""
 
     source: str
-    plan: Plan
-    rows: tuple[Row, ...]
+    plan: Workload
+    rows: tuple[ModelTimes, ...]
     left_out: dict[str, str]  # runtime -> why
     load_average: tuple[float, float]  # over a minute, before and after
     run: dict[str, Any]
@@ -77,35 +77,54 @@ class Bench:
         return {**asdict(self), "rows": rows, "memory": MEMORY}
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeployRequest:
+    """Which tickets are measured beside the full parent, where, and how often."""
+
+    ratios: Sequence[str]  # a random ticket of each
+    runtimes: Sequence[str] = ()  # none: all that are installed and can run the model
+    prefill: Sequence[int] = ()  # prompt lengths; none: those of 128 and 512 that fit
+    n_decode: int = 32  # tokens after the prompt
+    n_repeats: int = 5
+    threads: int = 0  # 0: torch's choice
+    seed: int = 0
+
+    def check(self) -> None:
+        if unknown := set(self.runtimes) - set(RUNTIMES):
+            raise ValueError(f"--runtime {unknown.pop()}: use {', '.join(RUNTIMES)}")
+
+    def chosen(self) -> list[str]:
+        """Torch is always there: the others' logits are compared with its own."""
+        asked = {"torch", *self.runtimes} if self.runtimes else RUNTIMES
+        return [name for name in RUNTIMES if name in asked]
+
+    def blueprints(self, parent: Parent) -> dict[str, Blueprint]:
+        """The full model, and a random ticket of every ratio."""
+        cut, seed = parent.block_map, self.seed
+        widths = {ratio: widths_of_ratio(cut, ratio) for ratio in self.ratios}
+        tickets = {r: generator.for_deployment(cut, w, seed=seed) for r, w in widths.items()}
+        return {FULL: cut.full(), **tickets}
+
+    def workload(self, parent: Parent) -> Workload:
+        return Workload(
+            prefill=_lengths(parent, self.prefill, self.n_decode),
+            n_decode=self.n_decode,
+            n_repeats=self.n_repeats,
+            threads=self.threads or torch.get_num_threads(),
+            vocab_size=huggingface.vocab_size(parent.template),
+        )
+
+
 def bench(
-    parent: Parent,
-    ratios: Sequence[str],
-    *,
-    runtimes: Sequence[str] = (),
-    prefill: Sequence[int] = (),
-    n_decode: int = 32,
-    n_repeats: int = 5,
-    threads: int = 0,
-    seed: int = 0,
-    folder: Path | None = None,
-    quiet: bool = False,
-) -> Bench:
+    parent: Parent, request: DeployRequest, folder: Path | None = None, *, quiet: bool = False
+) -> DeployBench:
     """Measure the full parent and one random ticket per ratio; `folder` keeps the models too."""
-    if unknown := set(runtimes) - set(RUNTIMES):
-        raise ValueError(f"--runtime {unknown.pop()}: use {', '.join(RUNTIMES)}")
+    request.check()
     if folder is not None and folder.exists():
         raise ValueError(f"--out {folder} exists already: choose another folder")
-    cut = parent.block_map
-    widths = {ratio: widths_of_ratio(cut, ratio) for ratio in ratios}
-    blueprints = {FULL: cut.full()}
-    blueprints |= {r: generator.for_deployment(cut, w, seed=seed) for r, w in widths.items()}
-    plan = Plan(
-        _lengths(parent, prefill, n_decode), n_decode, n_repeats,
-        threads or torch.get_num_threads(), huggingface.vocab_size(parent.template),
-    )  # fmt: skip
-    # torch is always there: the others' logits are compared with its own
-    chosen = [name for name in RUNTIMES if not runtimes or name in runtimes or name == "torch"]
-    before, rows, left_out = os.getloadavg()[0], list[Row](), dict[str, str]()
+    blueprints, plan = request.blueprints(parent), request.workload(parent)
+    chosen = request.chosen()
+    before, rows, left_out = os.getloadavg()[0], list[ModelTimes](), dict[str, str]()
     with _place(folder) as place, progress(quiet) as bar:
         task = bar.add_task("bench", total=2 * len(chosen), note="extract")
         tickets = {}
@@ -118,7 +137,7 @@ def bench(
             try:
                 files[name] = _write(name, tickets, place / name)
             except ValueError as error:  # a library is missing, or the family has no home there
-                if name in runtimes:
+                if name in request.runtimes:
                     raise
                 left_out[name] = str(error)
                 shutil.rmtree(place / name)
@@ -128,7 +147,7 @@ def bench(
             bar.update(task, note=f"measure {name}")
             rows += _measure(name, written, plan, rows)
             bar.advance(task)
-        made = Bench(
+        made = DeployBench(
             parent.source, plan, tuple(rows), left_out, (before, os.getloadavg()[0]), describe_run()
         )
         (place / "deploy.json").write_text(json.dumps(made.to_dict(), indent=1) + "\n")
@@ -172,8 +191,8 @@ def _write(name: str, tickets: dict[str, Path], place: Path) -> dict[str, tuple[
 
 
 def _measure(
-    name: str, files: dict[str, tuple[Path, ...]], plan: Plan, earlier: list[Row]
-) -> list[Row]:
+    name: str, files: dict[str, tuple[Path, ...]], plan: Workload, earlier: list[ModelTimes]
+) -> list[ModelTimes]:
     """The rows of one runtime."""
     heads = {ratio: paths[0] for ratio, paths in files.items()}
     reference = {row.ratio: row.logits for row in earlier if row.runtime == "torch"}
@@ -182,11 +201,11 @@ def _measure(
         n_bytes = sum(path.stat().st_size for path in files[ratio])
         peak = in_a_process(peak_bytes, name, heads[ratio], plan)
         delta = float(np.abs(logits - reference.get(ratio, logits)).max())
-        rows.append(Row(name, ratio, n_bytes, prefill_ms, decode_ms, peak, delta, logits))
+        rows.append(ModelTimes(name, ratio, n_bytes, prefill_ms, decode_ms, peak, delta, logits))
     return rows
 
 
-def table(made: Bench) -> Table:
+def table(made: DeployBench) -> Table:
     """Median / minimum milliseconds, and how many times faster than the full parent."""
     plan = made.plan
     title = (

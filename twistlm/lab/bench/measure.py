@@ -29,7 +29,7 @@ Times = tuple[dict[int, list[float]], list[float], np.ndarray]  # prefill ms, de
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What every model is put through."""
 
     prefill: tuple[int, ...]  # prompt lengths
@@ -56,7 +56,7 @@ def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
         raise OSError(f"the process that ran {args[0]} was killed: is memory short?") from None
 
 
-def times(name: str, files: dict[str, Path], plan: Plan) -> dict[str, Times]:
+def times(name: str, files: dict[str, Path], plan: Workload) -> dict[str, Times]:
     """Times of every size, in turn: each repeat runs all of them."""
     runners = {
         ratio: RUNTIMES[name].load(path, plan.threads, plan.n_context)
@@ -75,7 +75,7 @@ def times(name: str, files: dict[str, Path], plan: Plan) -> dict[str, Times]:
     return result
 
 
-def _once(runner: Runner, plan: Plan) -> tuple[dict[int, float], list[float], np.ndarray]:
+def _once(runner: Runner, plan: Workload) -> tuple[dict[int, float], list[float], np.ndarray]:
     """Every prompt, the shortest last; then tokens one by one after it."""
     ids = plan.ids(plan.n_context)
     prefill_ms, decode_ms = {}, []
@@ -92,7 +92,7 @@ def _timed(read: Callable[[Any], np.ndarray], tokens: Any) -> tuple[float, np.nd
     return 1000 * (time.perf_counter() - began), logits
 
 
-def peak_bytes(name: str, path: Path, plan: Plan) -> int | None:
+def peak_bytes(name: str, path: Path, plan: Workload) -> int | None:
     """Memory of one model at work; None where the system keeps no such count."""
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not status.is_file():

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -30,7 +29,6 @@ from ...model.central import create
 from ...model.count import flops_per_token
 from ...model.cut import cut_model
 from ...model.layout import Layout
-from ...system import terminal
 from ...system.device import is_bf16
 from ...system.provenance import describe_run
 from ...system.terminal import progress
@@ -40,7 +38,6 @@ from ...training.run import Run
 from ...training.worker import Seat
 from ...transport.ranks import Cluster
 from .profile import Profile, profile
-from .profile import table as profile_table
 
 FULL = "12/12"
 SIZES = ("12/12", "10/12", "8/12", "6/12", "4/12", "3/12")
@@ -49,8 +46,8 @@ REPEATS = 7
 SEQUENCES = 256  # random ones; rounds walk through them
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class WorkerCost:
     """One size of worker."""
 
     setting: str
@@ -59,7 +56,7 @@ class Row:
     ms: float  # median of a local step, optimizer included
     ms_fastest: float
     tokens_per_s: float
-    tflops: float  # TFLOP/s by `ledger.flops_per_token`
+    tflops: float  # TFLOP/s by `model.count.flops_per_token`
     flops: int  # of a step
     state_bytes: int  # weights, gradient and moments
     peak_bytes: int | None  # of the GPU's memory, with activations, without the central model
@@ -70,7 +67,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Reference:
+class StockStep:
     """Hugging Face's own model and torch's own AdamW."""
 
     name: str
@@ -78,12 +75,12 @@ class Reference:
     peak_bytes: int | None
 
 
-@dataclass(frozen=True)
-class Bench:
+@dataclass(frozen=True, kw_only=True)
+class TrainBench:
     """All rows of one run, and what they are held against."""
 
-    rows: tuple[Row, ...]
-    references: tuple[Reference, ...]
+    rows: tuple[WorkerCost, ...]
+    references: tuple[StockStep, ...]
     ceiling_tflops: float  # a large matrix product in the step's precision
     batch: int
     seq_len: int
@@ -91,7 +88,7 @@ class Bench:
     n_workers: int
     run: dict[str, Any]
 
-    def full(self) -> Row | None:
+    def full(self) -> WorkerCost | None:
         return next((row for row in self.rows if row.ratio == FULL), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,10 +96,15 @@ class Bench:
 
 
 def bench(
-    cfg: Config, sizes: Sequence[str] = SIZES, settings: Sequence[str] = SETTINGS, *,
-    n_steps: int = 0, references: bool = True, quiet: bool = False,
-    save: Callable[[Bench], object] = lambda made: None,
-) -> Bench:  # fmt: skip
+    cfg: Config,
+    sizes: Sequence[str] = SIZES,
+    settings: Sequence[str] = SETTINGS,
+    *,
+    n_steps: int = 0,
+    references: bool = True,
+    quiet: bool = False,
+    save: Callable[[TrainBench], object] = lambda made: None,
+) -> TrainBench:
     """Measure every size of every setting; whole models are the same in all settings.
 
     `save` gets what there is after every row: a run that is cut off loses nothing.
@@ -113,10 +115,16 @@ def bench(
     points = [(s, r) for s in settings for r in sizes if r != FULL or s == settings[0]]
     names = ("Hugging Face, float32, eager", "Hugging Face, compiled") if references else ()
     t = cfg.train
-    made = Bench(
-        (), (), 0.0, t.batch, cfg.data.seq_len, t.interval, t.n_workers,
-        describe_run() | {"config": asdict(cfg)},
-    )  # fmt: skip
+    made = TrainBench(
+        rows=(),
+        references=(),
+        ceiling_tflops=0.0,
+        batch=t.batch,
+        seq_len=cfg.data.seq_len,
+        interval=t.interval,
+        n_workers=t.n_workers,
+        run=describe_run() | {"config": asdict(cfg)},
+    )
     with progress(quiet) as bar:
         task = bar.add_task("bench train", total=1 + len(points) + len(names), note="ceiling")
         made = replace(made, ceiling_tflops=_ceiling(device, is_bf16(t.precision, device)))
@@ -129,16 +137,16 @@ def bench(
             bar.advance(task)
         for setting, ratio in points:
             bar.update(task, note=f"{ratio} {setting}")
-            row = measure(template, cfg, cluster, setting, ratio, n_steps)
+            row = measure_worker(template, cfg, cluster, setting, ratio, n_steps)
             made = replace(made, rows=(*made.rows, row))
             save(made)
             bar.advance(task)
     return made
 
 
-def measure(
+def measure_worker(
     template: PreTrainedModel, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
-) -> Row:
+) -> WorkerCost:
     """One size of one setting."""
     blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
     block_map = families.partition(template, blocks)
@@ -167,11 +175,22 @@ def measure(
     round_ms = 1e3 * statistics.median(round_times) / cfg.train.n_workers
     n_tokens = cfg.train.batch * cfg.data.seq_len
     flops = n_tokens * _flops(template, where, cfg.data.seq_len)
-    return Row(
-        setting, ratio, where.n_params, ms, 1e3 * min(step_times), 1e3 * n_tokens / ms, flops / ms / 1e9, flops,
-        _state_bytes(seat), _peak(cluster.device, run), round_ms, 1 - cfg.train.interval * ms / round_ms,
-        moved[-1], profile(lambda: seat.step(ids, cfg.train.lr), cluster.device),
-    )  # fmt: skip
+    return WorkerCost(
+        setting=setting,
+        ratio=ratio,
+        n_params=where.n_params,
+        ms=ms,
+        ms_fastest=1e3 * min(step_times),
+        tokens_per_s=1e3 * n_tokens / ms,
+        tflops=flops / ms / 1e9,
+        flops=flops,
+        state_bytes=_state_bytes(seat),
+        peak_bytes=_peak(cluster.device, run),
+        round_ms=round_ms,
+        overhead=1 - cfg.train.interval * ms / round_ms,
+        round_bytes=moved[-1],
+        profile=profile(lambda: seat.step(ids, cfg.train.lr), cluster.device),
+    )
 
 
 def _k(block_map: BlockMap, widths: Widths, kind: str) -> int:
@@ -193,15 +212,19 @@ def _run(cfg: Config, template: PreTrainedModel, block_map: BlockMap, cluster: C
     carry = cfg.train.moments == "carry"
     cut = cut_model(template, cfg.blocks, cluster.device, torch.float32)
     central = create(
-        huggingface.state(template), cut.full.shapes, block_map,
-        carry=carry, outer=cfg.train.nesterov() is not None, device=cluster.device,
-    )  # fmt: skip
+        huggingface.state(template),
+        cut.full.shapes,
+        block_map,
+        carry=carry,
+        outer=cfg.train.nesterov() is not None,
+        device=cluster.device,
+    )
     return Run(cfg, cluster, cut, batches, 10**6, central)
 
 
 def _reference(
     template: PreTrainedModel, cfg: Config, device: torch.device, n_steps: int, name: str
-) -> Reference:
+) -> StockStep:
     """Stock model, stock loss, stock AdamW: what most people run."""
     _forget(device)
     eager = name.endswith("eager")
@@ -222,7 +245,7 @@ def _reference(
         adamw.zero_grad()
 
     times = _each(step, device, n_steps)
-    return Reference(name, 1e3 * statistics.median(times), _peak(device))
+    return StockStep(name, 1e3 * statistics.median(times), _peak(device))
 
 
 def _each(function: Callable[[], Any], device: torch.device, n_calls: int) -> list[float]:
@@ -309,45 +332,3 @@ def _peak(device: torch.device, run: Run | None = None) -> int | None:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def tables(made: Bench) -> list[Table]:
-    """The sizes, and what stock tools take in the same run."""
-    title = (
-        f"a local step: batch {made.batch} x {made.seq_len} tokens, AdamW included (faster: than the full "
-        f"model; ideal: by FLOPs; ceiling: share of {made.ceiling_tflops:.3g} TFLOP/s; overhead: share of a "
-        f"round of {made.n_workers} workers x {made.interval} steps)"
-    )
-    result = terminal.table(
-        title, "blocks", "params", "ms", "tok/s", "TFLOP/s", "ceiling",
-        "faster", "ideal", "state MB", "peak MB", "overhead",
-    )  # fmt: skip
-    full = made.full()
-    for row in made.rows:
-        result.add_row(
-            f"{row.ratio} {row.setting}", f"{row.n_params / 1e6:.1f}M", f"{row.ms:.2f}", f"{row.tokens_per_s / 1e3:.0f}k",
-            f"{row.tflops:.3g}", f"{row.tflops / made.ceiling_tflops:.1%}",
-            f"{full.ms / row.ms:.2f}x" if full else "", f"{full.flops / row.flops:.2f}x" if full else "",
-            f"{row.state_bytes / 1e6:,.0f}", _megabytes(row.peak_bytes), f"{row.overhead:.1%}",
-        )  # fmt: skip
-    profiles = [
-        (f"{row.ratio} {row.setting}", row.ms, row.profile)
-        for row in made.rows
-        if row.profile is not None and row.setting == made.rows[0].setting
-    ]
-    where = [profile_table(profiles)] if profiles else []
-    if not made.references:
-        return [result, *where]
-    beside = terminal.table(
-        "the same step with stock parts", "", "ms/step", "peak MB", "ours at full width"
-    )
-    for reference in made.references:
-        faster = f"{reference.ms / full.ms:.1f}x faster" if full else ""
-        beside.add_row(
-            reference.name, f"{reference.ms:.2f}", _megabytes(reference.peak_bytes), faster
-        )
-    return [result, *where, beside]
-
-
-def _megabytes(n_bytes: int | None) -> str:
-    return "" if n_bytes is None else f"{n_bytes / 1e6:,.0f}"

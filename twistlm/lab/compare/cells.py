@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,16 @@ from ...model import huggingface
 from ...pruners.methods import METHODS
 from ...pruners.write import STRUCTURED
 from ...tickets import importance
-from ..points import name_of, path_of, point, read
+from ..points import Points, name_of
 from .measure import REPAIR_SEQUENCES, Note, Result, Stand
 from .rivals import Rival
 
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is compared."""
+    """What is compared, with its text and its calibration sequences read."""
 
     settings: tuple[Setting, ...]
     ratios: tuple[str, ...]
@@ -72,20 +71,21 @@ class Cell:
         """A row of the table, rather than a whole parent or a speed."""
         return self.what not in ("whole", "decode", "zeros")
 
-    def find(self, folder: Path) -> Result | None:
+    def find(self, points: Points) -> Result | None:
         """The result, if the cell was measured before."""
-        path = path_of(folder, self.config)
-        return read(path)["result"] if path.is_file() else None
+        found = points.find(self.config)
+        return None if found is None else found["result"]
 
-    def fill(self, folder: Path, note: Note) -> Result:
-        return point(folder, self.config, partial(self.measure, note))["result"]
+    def fill(self, points: Points, note: Note) -> Result:
+        """The result, measured now if the cell was not measured before."""
+        return points.measure(self.config, partial(self.measure, note))["result"]
 
 
 class Grid:
-    """All cells of what is asked; `folder` holds the points."""
+    """All cells of what is asked; scores of blocks, which several cells share, are points too."""
 
-    def __init__(self, rivals: list[Rival], asked: Asked, folder: Path):
-        self.rivals, self.asked, self.folder = rivals, asked, folder
+    def __init__(self, rivals: list[Rival], asked: Asked, points: Points):
+        self.rivals, self.asked, self.points = rivals, asked, points
         first, text = rivals[0].parent, asked.text
         device, precision = first.central.weights.device, first.cfg.train.precision
         self.stand = Stand(text, asked.ids, precision, device)
@@ -123,9 +123,7 @@ class Grid:
 
     def _whole(self, rival: Rival) -> Cell:
         config = {"what": "whole", "weights": rival.sha256, "text": self.text}
-        return Cell(
-            rival, "whole", None, None, None, config, lambda note: self.stand.whole(rival)
-        )  # fmt: skip
+        return Cell(rival, "whole", None, None, None, config, lambda _: self.stand.whole(rival))
 
     def _random(self, rival: Rival, setting: Setting, ratio: str, how: str | None) -> Cell:
         n, seed = self.asked.n, self.asked.seed
@@ -150,7 +148,7 @@ class Grid:
 
         def measure(note: Note) -> Result:
             score = partial(self.stand.scores, rival, name, self.asked.seed, note)
-            scored = point(self.folder, scores, score)["result"]
+            scored = self.points.measure(scores, score)["result"]
             return self.stand.blocks(rival, setting, ratio, how, scored, needs)
 
         config = self._ticket(method, rival, setting, ratio, how) | {"calibration": text}

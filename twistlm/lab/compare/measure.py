@@ -17,17 +17,15 @@ from ...compute import speed
 from ...compute.attention import causal_
 from ...compute.perplexity import Evaluator, Spread, Text, perplexity
 from ...config import Setting
-from ...model import generator
 from ...model.blocks import Blueprint, Shapes, widths_of_ratio
+from ...model.generator import draws
 from ...model.subnet import build
-from ...pruners import calibrate
-from ...pruners import repair as repairs
+from ...pruners import calibrate, repair
 from ...pruners.methods import METHODS, prune_
 from ...pruners.pattern import Pattern
 from ...tickets import budget, deploy, importance
-from ...tickets import parent as parents
 from ...tickets.importance import Scores
-from ...tickets.parent import Parent
+from ...tickets.parent import Parent, recut
 from .rivals import Rival
 
 REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
@@ -36,7 +34,7 @@ Result = dict[str, Any]
 
 
 @dataclass
-class Cut:
+class CutParent:
     """A parent in one setting, ready to be evaluated; lives while its cells are measured."""
 
     parent: Parent
@@ -69,7 +67,7 @@ class Stand:
     def __init__(self, text: Text, ids: Tensor | None, precision: str, device: torch.device):
         self.text, self.precision, self.device = text, precision, device
         self.ids = ids  # calibration [n, seq_len]; None where nothing needs it
-        self._cut: tuple[tuple[str, Setting], Cut] | None = None
+        self._cut: tuple[tuple[str, Setting], CutParent] | None = None
 
     def whole(self, rival: Rival) -> Result:
         cut = self._of(rival, rival.parent.cfg.blocks.setting)
@@ -77,19 +75,26 @@ class Stand:
         return self._result(rival, [cut.ready.full_perplexity()], 0.0, 0, shapes)
 
     def random(
-        self, rival: Rival, setting: Setting, ratio: str, how: str | None, n: int, seed: int, note: Note
-    ) -> Result:  # fmt: skip
+        self,
+        rival: Rival,
+        setting: Setting,
+        ratio: str,
+        how: str | None,
+        n: int,
+        seed: int,
+        note: Note,
+    ) -> Result:
         """n random tickets, repaired if a repair is named."""
         cut = self._of(rival, setting)
         block_map, values, seconds = cut.parent.block_map, [], 0.0
         widths = widths_of_ratio(block_map, ratio)
-        for draw in range(n):
-            note(f"{draw}/{n}")
-            began = time.perf_counter()
-            blueprint = generator.for_deployment(block_map, widths, seed=seed, draw=draw)
+        began = time.perf_counter()
+        for number, blueprint in enumerate(draws(block_map, widths, seed=seed, n=n)):
+            note(f"{number}/{n}")
             value, took = self._ticket(cut, blueprint, how, began)
             values.append(value)
             seconds += took / n
+            began = time.perf_counter()
         return self._result(rival, values, seconds, self._n_tokens(how=how), cut.narrow(ratio))
 
     def scores(self, rival: Rival, name: str, seed: int, note: Note) -> Result:
@@ -104,8 +109,14 @@ class Stand:
         }
 
     def blocks(
-        self, rival: Rival, setting: Setting, ratio: str, how: str | None, scored: Result, needs: bool
-    ) -> Result:  # fmt: skip
+        self,
+        rival: Rival,
+        setting: Setting,
+        ratio: str,
+        how: str | None,
+        scored: Result,
+        needs: bool,
+    ) -> Result:
         """The ticket of the highest scores; its seconds contain those of the scores."""
         cut = self._of(rival, setting)
         block_map = cut.parent.block_map
@@ -137,7 +148,7 @@ class Stand:
 
     def decode(self, rival: Rival, setting: Setting, ratio: str, zeros: bool) -> Result:
         """How much faster than its parent a ticket, or a parent with zeros, decodes on the CPU."""
-        cut = parents.recut(rival.parent, setting)
+        cut = recut(rival.parent, setting)
         kept = whole = cut.block_map.full()
         if not zeros:
             widths = widths_of_ratio(cut.block_map, ratio)
@@ -154,29 +165,34 @@ class Stand:
             "pruned": asdict(fast),
         }
 
-    def _of(self, rival: Rival, setting: Setting) -> Cut:
+    def _of(self, rival: Rival, setting: Setting) -> CutParent:
         """The parent in one setting; the one before makes room."""
         key = rival.sha256, setting
         if self._cut is None or self._cut[0] != key:
             self._cut = None
-            cut = parents.recut(rival.parent, setting)
+            cut = recut(rival.parent, setting)
             ready = Evaluator(
-                cut.template, cut.block_map, cut.central, self.text,
-                scale=cut.scale, precision=self.precision, rho=cut.progress.rho,
-            )  # fmt: skip
-            self._cut = key, Cut(cut, ready)
+                cut.template,
+                cut.block_map,
+                cut.central,
+                self.text,
+                scale=cut.scale,
+                precision=self.precision,
+                rho=cut.progress.rho,
+            )
+            self._cut = key, CutParent(cut, ready)
         return self._cut[1]
 
     def _ticket(
-        self, cut: Cut, blueprint: Blueprint, how: str | None, began: float
+        self, cut: CutParent, blueprint: Blueprint, how: str | None, began: float
     ) -> tuple[float, float]:
         """Perplexity of a ticket, and the seconds from `began` until it was there."""
         if how is None:
-            model = cut.ready.subnet(blueprint).model
+            model = cut.ready.refill_(blueprint).model
         else:
             assert self.ids is not None
             ids = self.ids[:REPAIR_SEQUENCES]
-            model = deploy.extract(repairs.repair(cut.parent, blueprint, how, ids), blueprint)
+            model = deploy.extract(repair.repair(cut.parent, blueprint, how, ids), blueprint)
             causal_(model)
         seconds = self._now() - began
         return perplexity(model, self.text, self.precision, cut.ready.loss), seconds

@@ -13,8 +13,7 @@ import torch
 from ...config import Method, Setting
 from ...model import huggingface
 from ...model.blocks import SETTINGS
-from ...tickets import parent as parents
-from ...tickets.parent import Parent
+from ...tickets.parent import Parent, open_, recut, what_is
 
 LABELS: dict[Method, str] = {"dense": "dense", "dropout": "dropout", "twist": "TwIST"}
 
@@ -32,10 +31,15 @@ class Rival:
     def describe(self) -> dict[str, Any]:
         cfg = self.parent.cfg
         return {
-            "source": self.parent.source, "weights_sha256": self.sha256, "method": self.method,
-            "round": self.parent.progress.round, "scale": cfg.train.scale,
-            "trained_on": cfg.blocks.setting, "k_attn": cfg.blocks.k_attn, "k_ffn": cfg.blocks.k_ffn,
-        }  # fmt: skip
+            "source": self.parent.source,
+            "weights_sha256": self.sha256,
+            "method": self.method,
+            "round": self.parent.progress.round,
+            "scale": cfg.train.scale,
+            "trained_on": cfg.blocks.setting,
+            "k_attn": cfg.blocks.k_attn,
+            "k_ffn": cfg.blocks.k_ffn,
+        }
 
 
 def open_all(
@@ -50,9 +54,9 @@ def open_all(
     widest = _widest(settings)
     found: list[Rival] = []
     for method, source in sources:
-        opened = parents.open_(source, device, overrides)
+        opened = open_(source, device, overrides)
         trained = opened.cfg.train.method
-        if parents.what_is(source) == "checkpoint" and trained != method:
+        if what_is(source) == "checkpoint" and trained != method:
             raise ValueError(
                 f"--parent-{method} {source} was trained with train.method = {trained}: "
                 f"give it as --parent-{trained}"
@@ -64,9 +68,7 @@ def open_all(
         label = LABELS[method] if alone else f"{LABELS[method]} {_name(source)}"
         if label in (rival.label for rival in found):
             label += f" #{1 + sum(rival.method == method for rival in found)}"
-        rival = Rival(
-            label, method, parents.recut(opened, widest), weights_sha256(opened), shown
-        )  # fmt: skip
+        rival = Rival(label, method, recut(opened, widest), weights_sha256(opened), shown)
         if found:
             _check_alike(found[0].parent, rival.parent, source)
         found.append(rival)

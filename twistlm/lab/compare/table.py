@@ -6,19 +6,19 @@ import csv
 import io
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from ...system import terminal
+from ..points import Points
 from .cells import Cell
 
 Lines = list[tuple[str, ...]]  # the header first
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
     """One cell with all that it cost; None: not measured yet."""
 
     setting: str
@@ -53,38 +53,47 @@ def is_smaller(method: str) -> bool:
     return method == "random" or ":" in method
 
 
-def rows(cells: list[Cell], folder: Path) -> list[Row]:
+def rows(cells: list[Cell], points: Points) -> list[ComparisonRow]:
     """What is measured so far, in the order of the cells."""
-    zeros = next((_found(c, folder) for c in cells if c.what == "zeros"), {}).get("speedup")
+    zeros = next((_found(c, points) for c in cells if c.what == "zeros"), {}).get("speedup")
     decode = {
-        (c.setting, c.ratio): _found(c, folder).get("speedup") for c in cells if c.what == "decode"
+        (c.setting, c.ratio): _found(c, points).get("speedup") for c in cells if c.what == "decode"
     }
     several = len({c.rival.label for c in cells if c.is_pruned and c.what != "random"})
     made = []
     for cell in cells:
         if cell.what in ("decode", "zeros"):
             continue
-        found = _found(cell, folder)
+        found = _found(cell, points)
         speedup = decode.get((cell.setting, cell.ratio)) if is_smaller(cell.what) else zeros
         method = cell.what
         if several > 1 and cell.is_pruned and cell.what != "random":
             method += f" ({cell.rival.label})"
         made.append(
-            Row(
-                cell.setting or "", cell.ratio or "", cell.rival.label, method, cell.repair or "",
-                found.get("mean"), found.get("sd"), found.get("n"), found.get("seconds"),
-                found.get("calibration_tokens"), found.get("bytes"),
-                1.0 if cell.what == "whole" else speedup, tuple(found.get("values", ())),
+            ComparisonRow(
+                setting=cell.setting or "",
+                ratio=cell.ratio or "",
+                parent=cell.rival.label,
+                method=method,
+                repair=cell.repair or "",
+                perplexity=found.get("mean"),
+                sd=found.get("sd"),
+                n=found.get("n"),
+                seconds=found.get("seconds"),
+                calibration_tokens=found.get("calibration_tokens"),
+                bytes=found.get("bytes"),
+                speedup=1.0 if cell.what == "whole" else speedup,
+                values=tuple(found.get("values", ())),
             )
-        )  # fmt: skip
+        )
     return made
 
 
-def _found(cell: Cell, folder: Path) -> dict[str, Any]:
-    return cell.find(folder) or {}
+def _found(cell: Cell, points: Points) -> dict[str, Any]:
+    return cell.find(points) or {}
 
 
-def summary(made: list[Row], setting: str) -> Lines:
+def summary(made: list[ComparisonRow], setting: str) -> Lines:
     """One setting: a line per rival, perplexity at every ratio, and costs at the smallest one."""
     mine = [row for row in made if row.setting == setting]
     ratios = list(dict.fromkeys(row.ratio for row in mine))
@@ -100,7 +109,7 @@ def summary(made: list[Row], setting: str) -> Lines:
     return lines
 
 
-def _costs(row: Row) -> tuple[str, ...]:
+def _costs(row: ComparisonRow) -> tuple[str, ...]:
     if row.perplexity is None:
         return ("",) * 4
     assert row.seconds is not None
@@ -110,9 +119,9 @@ def _costs(row: Row) -> tuple[str, ...]:
     return spent, f"{row.calibration_tokens:,}", f"{row.bytes / 1e6:,.1f}", decode
 
 
-def everything(made: list[Row]) -> Lines:
+def everything(made: list[ComparisonRow]) -> Lines:
     """Every row with every column, numbers as they are."""
-    names = [field.name for field in fields(Row) if field.name != "values"]
+    names = [field.name for field in fields(ComparisonRow) if field.name != "values"]
     cells = [tuple(getattr(row, name) for name in names) for row in made]
     lines: Lines = [tuple(names)]
     return lines + [tuple("" if v is None else str(v) for v in cell) for cell in cells]
@@ -138,7 +147,7 @@ def to_csv(lines: Lines) -> str:
     return text.getvalue()
 
 
-def to_dict(made: list[Row]) -> list[dict[str, Any]]:
+def to_dict(made: list[ComparisonRow]) -> list[dict[str, Any]]:
     return [asdict(row) for row in made]
 
 

@@ -1,8 +1,9 @@
 """The lab: parents and points of one scale in one folder, and the time that is left.
 
 FOLDER/
-  parents/SLUG-HASH/   run folders, named by what they follow from; trained in as many pieces as needed
-  points/HASH.json     finished points; none is measured twice
+  parents/SLUG-HASH/     run folders, named by what they follow from; trained in as many pieces as needed
+  points.jsonl           a line for each finished point; none is measured twice
+  points.metrics.jsonl   a line for each trained parent: its config and its metrics
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ... import config
-from ...compute.perplexity import Evaluator, Text
+from ...compute.perplexity import Evaluator
 from ...config import Config, Setting
 from ...data.builtin import resolve
 from ...data.stream import Batches
@@ -31,11 +32,13 @@ from ...tickets import parent, score
 from ...tickets.parent import Parent
 from ...training import rounds
 from ...training.checkpoint import MANIFEST
-from .. import points
+from ..points import Points, name_of, place_of
+from ..trainings import keep_training, read_training
 from .scales import Recipe, Scale
 
 WAIT = 1.0  # seconds between two looks at a parent that another process trains
 START = "start."  # before an override that is for the dense start alone
+Built = TypeVar("Built")
 
 
 class TimeIsUp(Exception):
@@ -50,19 +53,27 @@ class Point:
     measure: Callable[[], dict[str, Any]]
 
 
-class Opened:
-    """A parent at hand: read from disk once, cut in memory."""
+class OpenParent:
+    """A parent in memory, with all that was built of it: both are let go together."""
 
     def __init__(self, recipe: Recipe | None, parent: Parent):
         self.recipe, self.parent = recipe, parent
-        self.beside: Any = None
-        self._cut: dict[Setting, tuple[Parent, Evaluator]] = {}
+        self._built: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, build: Callable[[], Built]) -> Built:
+        """What `build` returns, called only the first time that this key is asked for."""
+        if key not in self._built:
+            self._built[key] = build()
+        return self._built[key]
 
     def cut(self, setting: Setting, tokens: int) -> tuple[Parent, Evaluator]:
-        if setting not in self._cut:
-            mine = parent.recut(self.parent, setting)
-            self._cut[setting] = mine, score.evaluator(mine, tokens=tokens)
-        return self._cut[setting]
+        """The parent cut as `setting` says, and an evaluator on the first `tokens` tokens (0: all)."""
+        mine, ready = self.once(setting, lambda: self._cut(setting))
+        return mine, replace(ready, text=replace(ready.text, max_tokens=tokens))
+
+    def _cut(self, setting: Setting) -> tuple[Parent, Evaluator]:
+        mine = parent.recut(self.parent, setting)
+        return mine, score.evaluator(mine)
 
 
 class Lab:
@@ -70,7 +81,7 @@ class Lab:
 
     def __init__(
         self,
-        folder: Path,
+        out: Path,
         name: str,
         scale: Scale,
         overrides: Sequence[str] = (),
@@ -78,7 +89,9 @@ class Lab:
         seconds: float = math.inf,
         quiet: bool = False,
     ):
-        self.folder, self.name, self.scale, self.quiet = folder, name, scale, quiet
+        self.place = place_of(out)
+        self.points = Points(self.place)
+        self.folder, self.name, self.scale, self.quiet = self.place.folder, name, scale, quiet
         self.start_overrides = [o.removeprefix(START) for o in overrides if o.startswith(START)]
         self.overrides = [o for o in overrides if not o.startswith(START)]
         if scale.start is None and self.start_overrides:
@@ -86,12 +99,8 @@ class Lab:
                 f"{START}{self.start_overrides[0]}: scale {name} starts from pretrained weights"
             )
         self.deadline = time.monotonic() + seconds
-        self._open: Opened | None = None
+        self._open: OpenParent | None = None
         self.base = config.load(scale.preset, [*scale.changes, *self.overrides])
-
-    @property
-    def points_folder(self) -> Path:
-        return self.folder / "points"
 
     def is_late(self) -> bool:
         return time.monotonic() >= self.deadline
@@ -110,12 +119,12 @@ class Lab:
     def hash_of(self, recipe: Recipe | None) -> str:
         """Names all that a parent follows from: its config and, by hash, its start."""
         if recipe is None and self.scale.start is None:
-            return points.name_of({"weights": self.base.model.weights})
+            return name_of({"weights": self.base.model.weights})
         table = config.to_dict(self.config(recipe))
         table["run"] = {"seed": table["run"]["seed"]}
         if recipe is not None and self.scale.start is not None:
             table["model"]["weights"] = f"start {self.hash_of(None)}"
-        return points.name_of(table)
+        return name_of(table)
 
     def out(self, recipe: Recipe | None) -> Path:
         slug = "start" if recipe is None else recipe.slug
@@ -148,7 +157,8 @@ class Lab:
                 time.sleep(WAIT)
                 continue
             _forget()
-            points.point(self.points_folder, self.about_training(recipe), lambda: summary(out))
+            self.points.measure(self.about_training(recipe), lambda: summary(out))
+        keep_training(self.place.trainings, read_training(out))
         return str(last)
 
     def n_rounds(self, cfg: Config) -> int:
@@ -159,64 +169,80 @@ class Lab:
         batches = Batches(data, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed)
         return batches.n_rounds(t.epochs, t.interval)
 
-    def open(self, recipe: Recipe | None, setting: Setting) -> tuple[Parent, Evaluator]:
-        """A trained parent, cut as `setting` says, with the evaluator of this scale's tokens."""
+    def open(
+        self, recipe: Recipe | None, setting: Setting, tokens: int | None = None
+    ) -> tuple[Parent, Evaluator]:
+        """A trained parent, cut as `setting` says, and an evaluator on `tokens` tokens (None: the scale's)."""
+        return self._at_hand(recipe).cut(setting, self.scale.tokens if tokens is None else tokens)
+
+    def once(self, recipe: Recipe | None, key: Hashable, build: Callable[[], Built]) -> Built:
+        """What `build` makes of a trained parent, once per key, kept as long as the parent is open."""
+        return self._at_hand(recipe).once(key, build)
+
+    def _at_hand(self, recipe: Recipe | None) -> OpenParent:
+        """The parent that was asked for last stays open; another one takes its place."""
         if self._open is None or self._open.recipe != recipe:
             source = self.trained(recipe)
             self.close()
-            d, b = self.base.data, self.base.blocks
-            cut = ["blocks.setting=both"]
-            if recipe is None and self.scale.start is None:  # a model brings no config of ours
-                cut += [
-                    f"data.valid={d.valid}", f"data.train={d.train}", f"data.seq_len={d.seq_len}",
-                    f"blocks.n_ffn={b.n_ffn}", f"blocks.attn_by={b.attn_by}",
-                    f"blocks.shared_first={b.shared_first}", f"blocks.shared_last={b.shared_last}",
-                ]  # fmt: skip
-            self._open = Opened(recipe, parent.open_(source, self.base.run.device, cut))
-        return self._open.cut(setting, self.scale.tokens)
+            self._open = OpenParent(
+                recipe, parent.open_(source, self.base.run.device, self._cuts(recipe))
+            )
+        return self._open
 
-    def beside(self, recipe: Recipe | None, make: Callable[[Parent, Evaluator], Any]) -> Any:
-        """What `make` builds of a parent, whole: kept as long as the parent is at hand."""
-        opened = self.open(recipe, "both")
-        assert self._open is not None
-        if self._open.beside is None:
-            self._open.beside = make(*opened)
-        return self._open.beside
-
-    def text(self, ready: Evaluator, tokens: int | None = None) -> Text:
-        """What this scale's perplexities are measured on, or the first `tokens` of it."""
-        return replace(ready.text, max_tokens=self.scale.tokens if tokens is None else tokens)
+    def _cuts(self, recipe: Recipe | None) -> list[str]:
+        """How a parent is opened: a pretrained model brings no config of ours, so it gets this lab's."""
+        if recipe is not None or self.scale.start is not None:
+            return ["blocks.setting=both"]
+        data, blocks = self.base.data, self.base.blocks
+        return [
+            "blocks.setting=both",
+            *(f"data.{key}={getattr(data, key)}" for key in ("valid", "train", "seq_len")),
+            *(
+                f"blocks.{key}={getattr(blocks, key)}"
+                for key in ("n_ffn", "attn_by", "shared_first", "shared_last")
+            ),
+        ]
 
     def close(self) -> None:
         """Let go of the parent at hand: training needs the memory."""
-        self._open = None
-        _forget()
+        if self._open is not None:
+            self._open = None
+            _forget()
 
     def about(self, experiment: str, recipe: Recipe | None = None, **more: Any) -> dict[str, Any]:
         """A point's config: the experiment, the scale, the parent and what is asked of it."""
         label = recipe.label if recipe else "start"
         slug = recipe.slug if recipe else "start"
         return {
-            "experiment": experiment, "scale": self.name, "parent": label, "slug": slug,
-            "parent_hash": self.hash_of(recipe), **more,
-        }  # fmt: skip
+            "experiment": experiment,
+            "scale": self.name,
+            "parent": label,
+            "slug": slug,
+            "parent_hash": self.hash_of(recipe),
+            **more,
+        }
 
     def about_training(self, recipe: Recipe | None) -> dict[str, Any]:
         """The config of a parent's own point, which is written as soon as it is trained."""
         cfg = self.config(recipe)
         return self.about(
-            "parents", recipe, setting=cfg.blocks.setting, method=cfg.train.method, outer=cfg.train.outer,
-            rounds=cfg.train.rounds, seed=cfg.run.seed,
-        )  # fmt: skip
+            "parents",
+            recipe,
+            setting=cfg.blocks.setting,
+            method=cfg.train.method,
+            outer=cfg.train.outer,
+            rounds=cfg.train.rounds,
+            seed=cfg.run.seed,
+        )
 
     def is_done(self, point: Point) -> bool:
-        return points.path_of(self.points_folder, point.config).is_file()
+        return self.points.find(point.config) is not None
 
     def measure(self, point: Point) -> dict[str, Any]:
         """The finished point, from disk or measured now."""
         if not self.is_done(point) and self.is_late():
             raise TimeIsUp
-        return points.point(self.points_folder, point.config, point.measure)
+        return self.points.measure(point.config, point.measure)
 
 
 def summary(out: Path) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from ... import config
-from ...training.plan import make
 from ..page import draw
 from ..page.section import Claim, Figure, Section
+from . import paper
 from .lab import Lab, Point
 
 
@@ -17,7 +16,7 @@ def points(lab: Lab) -> list[Point]:
     about = {"experiment": "memory", "scale": lab.name, "share": "6/12"}
 
     def measure() -> dict[str, Any]:
-        return {"half": make(config.load("paper")).half}
+        return {"half": paper.plan().half}
 
     return [Point(about, measure)]
 
@@ -34,12 +33,17 @@ def section(points: list[dict[str, Any]]) -> Section:
     last = list(half)[-1]
     reading = f"{last} keeps " + ", ".join(f"{v:.1%} ({w})" for w, v in half[last].items()) + "."
     figure = Figure(
-        "memory", "Share of the parameters in a subnet with half the blocks", reading, half,
-        lambda axes: draw.bars(axes, groups, y="share of the whole model", base=0.5), height=3.2,
-    )  # fmt: skip
+        "memory",
+        "Share of the parameters in a subnet with half the blocks",
+        reading,
+        half,
+        lambda axes: draw.bars(axes, groups, y="share of the whole model", base=0.5),
+        height=3.2,
+    )
     claim = Claim(
         "the larger the model, the closer a subnet with half the blocks comes to 50% of its memory",
-        falls, "; ".join(f"{way}: " + ", ".join(f"{s:.1%}" for s in v) for way, v in by_way.items()),
-    )  # fmt: skip
+        falls,
+        "; ".join(f"{way}: " + ", ".join(f"{s:.1%}" for s in v) for way, v in by_way.items()),
+    )
     what = "Counted from shapes: embeddings and norms are shared, and their share falls as models grow."
     return Section("memory", "Asymptotic memory", what, (), (figure,), (claim,))

@@ -26,9 +26,12 @@ def _point(lab: Lab, recipe: Recipe, n_nodes: int, n_lost: int) -> Point:
             {recipe.label: parent}, n_nodes, n_lost, tokens=lab.scale.tokens, quiet=True
         )
         return {
-            "full": made.full, "mean": made.mean, "worst": made.worst,
-            "values": list(made.losses.values()), "n_tokens": made.n_tokens,
-        }  # fmt: skip
+            "full": made.full,
+            "mean": made.mean,
+            "worst": made.worst,
+            "values": list(made.losses.values()),
+            "n_tokens": made.n_tokens,
+        }
 
     return Point(about, measure)
 
@@ -46,9 +49,7 @@ def section(points: list[dict[str, Any]]) -> Section:
         whole = next(iter(results.values()))["full"]
         worst = [results[c]["worst"] if c in results else None for c in cases]
         values.append([whole, *worst])
-        cells = [
-            "" if w is None else f"{number(w)} ({w / whole:.2f}x)" for w in worst
-        ]  # fmt: skip
+        cells = ["" if w is None else f"{number(w)} ({w / whole:.2f}x)" for w in worst]
         rows.append((label, number(whole), *cells))
     best = frozenset((i, j + 1) for i, j in lowest(values))
     head = ("parent", "none lost", *(f"{case} lost" for case in cases))
@@ -62,19 +63,22 @@ def section(points: list[dict[str, Any]]) -> Section:
     hardest = max(cases, key=lambda c: max(factors[c].values()))
     at = factors[hardest]
     low, high = min(at, key=at.__getitem__), max(at, key=at.__getitem__)
-    reading = (
-        f"With {hardest} nodes lost, {low} is {at[low]:.2f} times worse than whole, {high} {at[high]:.2f} times."
-    )  # fmt: skip
+    reading = f"With {hardest} nodes lost, {low} is {at[low]:.2f} times worse than whole, {high} {at[high]:.2f} times."
     figure = Figure(
-        "nodeloss", "Perplexity after the worst loss, times that of the whole model", reading, factors,
-        lambda axes: draw.bars(axes, factors, y="times worse than whole", base=1.0), height=3.4,
-    )  # fmt: skip
+        "nodeloss",
+        "Perplexity after the worst loss, times that of the whole model",
+        reading,
+        factors,
+        lambda axes: draw.bars(axes, factors, y="times worse than whole", base=1.0),
+        height=3.4,
+    )
     what = (
         "The model is served by n nodes, each with one contiguous share of every layer's blocks; all "
         "combinations of lost nodes are tried. The paper claims that TwIST handles this and does not test it."
     )
     return Section(
-        "nodeloss", "Lost nodes", what, (table,), (figure,), tuple(_claims(found, cases)))  # fmt: skip
+        "nodeloss", "Lost nodes", what, (table,), (figure,), tuple(_claims(found, cases))
+    )
 
 
 def _claims(found: dict[str, dict[str, dict[str, Any]]], cases: list[str]) -> list[Claim]:
@@ -83,8 +87,9 @@ def _claims(found: dict[str, dict[str, dict[str, Any]]], cases: list[str]) -> li
         return []
     shared = [case for case in cases if case in dense and case in twist]
     pairs = {
-        c: (twist[c]["worst"] / twist[c]["full"], dense[c]["worst"] / dense[c]["full"]) for c in shared
-    }  # fmt: skip
+        c: (twist[c]["worst"] / twist[c]["full"], dense[c]["worst"] / dense[c]["full"])
+        for c in shared
+    }
     ahead = [c for c in shared if twist[c]["worst"] < dense[c]["worst"]]
     return [
         Claim(

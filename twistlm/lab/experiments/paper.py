@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+from ...config import Config, load
+from ...training.plan import Plan, make
+
 SETUP = "GPT-2 124M pretrained, fine-tuned on WikiText-103, test perplexity, four P100"
 
 # setting -> K of 12 -> method -> perplexity; `twist` is trained at K, `twist-6` at 6 of 12
@@ -60,3 +65,14 @@ LATENCY = {"both": 263, "attn": 317, "ffn": 334, "whole": 385}
 # both: (trained on X, evaluated on Y) -> perplexity; trained on 4 it stays in a range
 ROBUSTNESS = {(10, 4): 60.05, (10, 10): 17.97}
 ROBUSTNESS_ON_4 = (21.76, 23.14)
+
+
+def config() -> Config:
+    """The paper's own set-up, as a preset."""
+    return load("paper")
+
+
+@cache  # two experiments ask for it, and it takes seconds
+def plan() -> Plan:
+    """Parameters, rounds and bytes of the paper's set-up, counted from shapes."""
+    return make(config())

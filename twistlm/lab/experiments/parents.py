@@ -21,10 +21,12 @@ def recipes(lab: Lab) -> list[Recipe | None]:
 
 
 def points(lab: Lab) -> list[Point]:
-    return [point(lab, recipe) for recipe in recipes(lab)]
+    return [parent_point(lab, recipe) for recipe in recipes(lab)]
 
 
-def point(lab: Lab, recipe: Recipe | None) -> Point:
+def parent_point(lab: Lab, recipe: Recipe | None) -> Point:
+    """What a parent's training cost."""
+
     def measure() -> dict[str, Any]:
         lab.trained(recipe)
         return summary(lab.out(recipe))
@@ -37,11 +39,20 @@ def section(points: list[dict[str, Any]]) -> Section:
     rows = []
     for point in points:
         config, result, run = point["config"], point["result"], point["run"]
-        rows.append((
-            config["parent"], config["setting"], count(result["tokens"]), f"{result['seconds']:,.0f}",
-            f"{result['tokens_per_s']:,.0f}", number(result["loss"], 3), f"{result['bytes'] / 1e9:,.1f}",
-            str(config["seed"]), config["parent_hash"][:8], run["git"][:12],
-        ))  # fmt: skip
+        rows.append(
+            (
+                config["parent"],
+                config["setting"],
+                count(result["tokens"]),
+                f"{result['seconds']:,.0f}",
+                f"{result['tokens_per_s']:,.0f}",
+                number(result["loss"], 3),
+                f"{result['bytes'] / 1e9:,.1f}",
+                str(config["seed"]),
+                config["parent_hash"][:8],
+                run["git"][:12],
+            )
+        )
     head = (
         "parent",
         "setting",

@@ -93,21 +93,27 @@ def claims(setting: str, rows: Rows) -> list[Claim]:
             f"{setting}: TwIST's random subnets beat data parallel's at every size",
             beats == sizes,
             ", ".join(
-                f"{k}/{N}: {number(twist[k]['mean'])} against {number(dense[k]['mean'])}" for k in sizes
+                f"{k}/{N}: {number(twist[k]['mean'])} against {number(dense[k]['mean'])}"
+                for k in sizes
             ),
         ),
         _flat(setting, dense, twist, sizes),
-    ]  # fmt: skip
+    ]
     gpt = rows.get("SparseGPT", {})
     if shared := [k for k in sizes if k in gpt]:
         won = [k for k in shared if twist[k]["mean"] < gpt[k]["mean"]]
         lean, wide = [k for k in shared if k <= 4], [k for k in shared if k >= 6]
-        found.append(Claim(
-            f"{setting}: SparseGPT is ahead at 6/12 and above, TwIST at 4/12 and below (crossover)",
-            set(won) == set(lean) and bool(lean) and bool(wide) if lean or wide else None,
-            f"TwIST is ahead at {', '.join(f'{k}/{N}' for k in won) or 'no size'}: "
-            + ", ".join(f"{k}/{N}: {number(twist[k]['mean'])} against {number(gpt[k]['mean'])}" for k in shared),
-        ))  # fmt: skip
+        found.append(
+            Claim(
+                f"{setting}: SparseGPT is ahead at 6/12 and above, TwIST at 4/12 and below (crossover)",
+                set(won) == set(lean) and bool(lean) and bool(wide) if lean or wide else None,
+                f"TwIST is ahead at {', '.join(f'{k}/{N}' for k in won) or 'no size'}: "
+                + ", ".join(
+                    f"{k}/{N}: {number(twist[k]['mean'])} against {number(gpt[k]['mean'])}"
+                    for k in shared
+                ),
+            )
+        )
     return found + _ours(setting, rows, dense, twist, sizes)
 
 
@@ -128,29 +134,40 @@ def _ours(setting: str, rows: Rows, dense: dict, twist: dict, sizes: list[int]) 
     chosen = [r for n, r in rows.items() if not n.startswith(EXTRACTED) and not is_zeros(n)]
     if shared := [k for k in sizes if any(k in r for r in chosen)]:
         best_of = {k: min(r[k]["mean"] for r in chosen if k in r) for k in shared}
-        claims.append(Claim(
-            f"{setting}: TwIST's random blocks beat blocks that a score chooses from data parallel, at every size",
-            all(twist[k]["mean"] < best_of[k] for k in shared),
-            ", ".join(
-                f"{k}/{N}: {number(twist[k]['mean'])} against {number(best_of[k])}" for k in shared
-            ), "ours",
-        ))  # fmt: skip
+        claims.append(
+            Claim(
+                f"{setting}: TwIST's random blocks beat blocks that a score chooses from data parallel, at every size",
+                all(twist[k]["mean"] < best_of[k] for k in shared),
+                ", ".join(
+                    f"{k}/{N}: {number(twist[k]['mean'])} against {number(best_of[k])}"
+                    for k in shared
+                ),
+                "ours",
+            )
+        )
     if N in dense and N in twist:
-        claims.append(Claim(
-            f"{setting}: the whole TwIST model is as good as the whole data-parallel one",
-            twist[N]["mean"] <= dense[N]["mean"],
-            f"{number(twist[N]['mean'])} against {number(dense[N]['mean'])}", "ours",
-        ))  # fmt: skip
+        claims.append(
+            Claim(
+                f"{setting}: the whole TwIST model is as good as the whole data-parallel one",
+                twist[N]["mean"] <= dense[N]["mean"],
+                f"{number(twist[N]['mean'])} against {number(dense[N]['mean'])}",
+                "ours",
+            )
+        )
     control = rows.get(f"{EXTRACTED}{DROPOUT.label}", {})
     versions = {n: r for n, r in rows.items() if n.startswith(f"{EXTRACTED}TwIST")}
     if shared := [k for k in sizes if k in control]:
         best = {k: min((r[k]["mean"], n) for n, r in versions.items() if k in r) for k in shared}
-        claims.append(Claim(
-            f"{setting}: TwIST (its best version) beats structured dropout at every size",
-            all(best[k][0] < control[k]["mean"] for k in shared),
-            "; ".join(
-                f"{k}/{N}: {number(best[k][0])} ({best[k][1].removeprefix(EXTRACTED)}) against "
-                f"{number(control[k]['mean'])}" for k in shared
-            ), "ours",
-        ))  # fmt: skip
+        claims.append(
+            Claim(
+                f"{setting}: TwIST (its best version) beats structured dropout at every size",
+                all(best[k][0] < control[k]["mean"] for k in shared),
+                "; ".join(
+                    f"{k}/{N}: {number(best[k][0])} ({best[k][1].removeprefix(EXTRACTED)}) against "
+                    f"{number(control[k]['mean'])}"
+                    for k in shared
+                ),
+                "ours",
+            )
+        )
     return claims

@@ -9,7 +9,7 @@ from ..page.section import Claim, Figure, Section, number
 from . import paper
 from .lab import Lab, Point
 from .scales import MIXED, TWIST_MIXED, TWIST_OUTER, TWIST_WHOLE, N, Recipe
-from .subnets import subnets
+from .subnets import Sample, subnets
 
 KEEPS = 1.05  # a ratio of perplexities up to which a size "keeps" another's
 SHARP = 1.5  # and from which it degrades sharply
@@ -27,12 +27,16 @@ def points(lab: Lab) -> list[Point]:
         more = (TWIST_OUTER, TWIST_MIXED, TWIST_WHOLE) if setting == "both" else ()
         found += [
             subnets(
-                lab, "robustness", recipe, setting, y, scale.n_subnets, scale.tokens,
-                widths=list(recipe.widths), outer=recipe.outer,
+                lab,
+                "robustness",
+                recipe,
+                Sample(setting, y, scale.n_subnets, scale.tokens),
+                widths=list(recipe.widths),
+                outer=recipe.outer,
             )
             for recipe in (*rows, *more)
             for y in scale.evaluated_on
-        ]  # fmt: skip
+        ]
     return found
 
 
@@ -77,13 +81,20 @@ def _figure(setting: str, shown: dict[str, dict[int, float]]) -> Figure:
             f"{len(whole)} ways to train."
         )
     return Figure(
-        f"robustness-{setting}", f"Trained on X (rows), evaluated on Y (columns), {setting}", reading, shown,
+        f"robustness-{setting}",
+        f"Trained on X (rows), evaluated on Y (columns), {setting}",
+        reading,
+        shown,
         lambda axes: draw.heatmap(
-            axes, list(shown), [str(k) for k in columns], values,
-            x="blocks in the evaluated subnet", y="blocks in training",
+            axes,
+            list(shown),
+            [str(k) for k in columns],
+            values,
+            x="blocks in the evaluated subnet",
+            y="blocks in training",
         ),
         height=0.9 + 0.34 * len(shown),
-    )  # fmt: skip
+    )
 
 
 def _claims(setting: str, plain: dict[int, dict[int, float]]) -> list[Claim]:
@@ -93,31 +104,40 @@ def _claims(setting: str, plain: dict[int, dict[int, float]]) -> list[Claim]:
     if wide is not None and wide in plain[wide]:
         lean = min(plain[wide])
         factor = plain[wide][lean] / plain[wide][wide]
-        claims.append(Claim(
-            f"{setting}, downward: trained on wide subnets, lean ones degrade sharply",
-            factor >= SHARP,
-            f"trained on {wide}, perplexity at {lean}/{N} is {factor:.2f} times that at {wide}/{N} "
-            f"(paper: 3.3 times from 10 to 4; sharply means {SHARP} times or more)",
-        ))  # fmt: skip
+        claims.append(
+            Claim(
+                f"{setting}, downward: trained on wide subnets, lean ones degrade sharply",
+                factor >= SHARP,
+                f"trained on {wide}, perplexity at {lean}/{N} is {factor:.2f} times that at {wide}/{N} "
+                f"(paper: 3.3 times from 10 to 4; sharply means {SHARP} times or more)",
+            )
+        )
     ups = [
         (plain[x][y] / plain[x][x], x, y)
-        for x in plain for y in plain[x] if x in plain[x] and y > x
-    ]  # fmt: skip
+        for x in plain
+        for y in plain[x]
+        if x in plain[x] and y > x
+    ]
     if ups:
         factor, x, y = max(ups)
-        claims.append(Claim(
-            f"{setting}, upward: trained on lean subnets, wider ones keep the perplexity or improve it",
-            factor <= KEEPS,
-            f"at most {factor:.2f} times the perplexity of the size it was trained on, from {x}/{N} to {y}/{N} "
-            f"(keeps: up to {KEEPS})",
-        ))  # fmt: skip
+        claims.append(
+            Claim(
+                f"{setting}, upward: trained on lean subnets, wider ones keep the perplexity or improve it",
+                factor <= KEEPS,
+                f"at most {factor:.2f} times the perplexity of the size it was trained on, from {x}/{N} to {y}/{N} "
+                f"(keeps: up to {KEEPS})",
+            )
+        )
     full = [x for x in plain if len(plain[x]) == max(len(r) for r in plain.values())]
     if len(full) > 2:
         worst = {x: max(plain[x].values()) for x in full}
         best = min(worst, key=worst.__getitem__)
-        claims.append(Claim(
-            f"{setting}, sweet spot: a mid-level training width has the lowest worst case over all sizes",
-            min(full) < best < max(full),
-            ", ".join(f"X={x}: {number(worst[x])}" for x in sorted(worst)) + f"; lowest at X={best}",
-        ))  # fmt: skip
+        claims.append(
+            Claim(
+                f"{setting}, sweet spot: a mid-level training width has the lowest worst case over all sizes",
+                min(full) < best < max(full),
+                ", ".join(f"X={x}: {number(worst[x])}" for x in sorted(worst))
+                + f"; lowest at X={best}",
+            )
+        )
     return claims

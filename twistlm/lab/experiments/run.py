@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from ...system.terminal import console
-from .. import points
+from ..points import name_of
 from . import NAMES
 from .lab import Lab, Point, TimeIsUp
 from .scales import SCALES, Scale
@@ -19,7 +19,7 @@ from .scales import SCALES, Scale
 HIDDEN = {"experiment", "scale", "slug", "parent_hash", "seed"}  # in the line of a point
 
 
-def module(name: str) -> ModuleType:
+def module_of(name: str) -> ModuleType:
     """The file of an experiment."""
     if name not in NAMES:
         raise ValueError(f"experiment {name!r}: use {', '.join(NAMES)}, or all")
@@ -29,20 +29,20 @@ def module(name: str) -> ModuleType:
 def run(
     names: Sequence[str],
     scale: str,
-    folder: Path,
+    out: Path,
     overrides: Sequence[str] = (),
     *,
     minutes: float = 0,
     settings: Sequence[str] = (),
 ) -> bool:
     """Measure every point that is not on disk; False when the time was up before the last."""
-    modules = [module(n) for n in (NAMES if "all" in names else dict.fromkeys(names))]
-    lab = Lab(folder, scale, _scale(scale, settings), overrides, seconds=60 * minutes or math.inf)
+    modules = [module_of(n) for n in (NAMES if "all" in names else dict.fromkeys(names))]
+    lab = Lab(out, scale, _scale(scale, settings), overrides, seconds=60 * minutes or math.inf)
     every = [point for each in modules for point in each.points(lab)]
     # some experiments share points
-    todo = _by_parent(list({points.name_of(point.config): point for point in every}.values()))
+    todo = _by_parent(list({name_of(point.config): point for point in every}.values()))
     n_done = sum(lab.is_done(point) for point in todo)
-    console.print(f"{len(todo)} points in {lab.points_folder}, {n_done} of them finished")
+    console.print(f"{len(todo)} points in {lab.points.file}, {n_done} of them finished")
     try:
         for point in todo:
             if not lab.is_done(point):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ...model import families, huggingface
 from ...model.blocks import BlockGroup, BlockMap
-from ...model.subnet import activation_scale
+from ...model.subnet import activation_scale, block_shares, rho_of
 from ...system.device import pick_device, to_device
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number
@@ -68,7 +66,7 @@ def shifts(
 
     def add(group: BlockGroup, shares: Tensor) -> None:
         whole = shares.sum(1)  # [tokens, d]
-        rho = float(whole.square().sum() / shares.square().sum())
+        rho = rho_of(shares)
         for k in range(1, group.n_blocks):
             rng = random.Random(f"shift/{seed}/{group.name}/{k}")
             ratios = []
@@ -76,39 +74,24 @@ def shifts(
                 kept = rng.sample(range(group.n_blocks), k)
                 part = shares[:, kept].sum(1)
                 ratios.append(float(part.norm(dim=1).mean() / whole.norm(dim=1).mean()))
-            rows.append({
-                "group": group.name, "kind": group.kind, "layer": group.layer, "k": k,
-                "n_blocks": group.n_blocks, "rho": rho, "measured": statistics.fmean(ratios),
-                "sd": statistics.stdev(ratios) if n > 1 else None,
-                "paper": 1 / activation_scale("sqrt", group.n_blocks, k),
-                "exact": 1 / activation_scale("measured", group.n_blocks, k, rho),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "group": group.name,
+                    "kind": group.kind,
+                    "layer": group.layer,
+                    "k": k,
+                    "n_blocks": group.n_blocks,
+                    "rho": rho,
+                    "measured": statistics.fmean(ratios),
+                    "sd": statistics.stdev(ratios) if n > 1 else None,
+                    "paper": 1 / activation_scale("sqrt", group.n_blocks, k),
+                    "exact": 1 / activation_scale("measured", group.n_blocks, k, rho),
+                }
+            )
 
-    with _watching(model, block_map, add):
+    with block_shares(model, block_map, add):
         model(input_ids=ids, use_cache=False)
     return rows
-
-
-@contextmanager
-def _watching(model: PreTrainedModel, block_map: BlockMap, add: Any) -> Iterator[None]:
-    """Call `add(group, shares [tokens, n_blocks, d])` at every output projection of a forward pass."""
-    handles = []
-    for group in block_map.groups:
-        module = model.get_submodule(group.out[0].rpartition(".")[0])
-
-        def before(module: Any, args: tuple[Tensor], group: BlockGroup = group) -> None:
-            part = group.out_part
-            cut = (part.sections, group.n_blocks, part.chunk)
-            inputs = args[0].reshape(-1, *cut).float()
-            weight = (module.weight if part.dim == 0 else module.weight.T).float()  # [in, out]
-            add(group, torch.einsum("tsnc,sncd->tnd", inputs, weight.reshape(*cut, -1)))
-
-        handles.append(module.register_forward_pre_hook(before))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def section(points: list[dict[str, Any]]) -> Section:
@@ -123,9 +106,14 @@ def section(points: list[dict[str, Any]]) -> Section:
             statistics.fmean(r["rho"] for r in mine if r["kind"] == kind)
             for kind in ("attn", "ffn")
         ]
-        cells.append((
-            parent, *(number(x) for x in rho), f"{_error(mine, 'paper'):.1%}", f"{_error(mine, 'exact'):.1%}"
-        ))  # fmt: skip
+        cells.append(
+            (
+                parent,
+                *(number(x) for x in rho),
+                f"{_error(mine, 'paper'):.1%}",
+                f"{_error(mine, 'exact'):.1%}",
+            )
+        )
     head = ("model", "rho, attn", "rho, ffn", "error of sqrt(K/N)", "error of the exact formula")
     note = "errors: mean of |formula / measured - 1| over layers and K"
     claims = [
@@ -145,8 +133,13 @@ def section(points: list[dict[str, Any]]) -> Section:
         "sqrt(K/N) assumes; the exact formula takes rho into account."
     )
     return Section(
-        "shift", "Activation shift", what, (Table(head, tuple(cells), note=note),), tuple(figures), tuple(claims)
-    )  # fmt: skip
+        "shift",
+        "Activation shift",
+        what,
+        (Table(head, tuple(cells), note=note),),
+        tuple(figures),
+        tuple(claims),
+    )
 
 
 def _error(rows: list[dict[str, Any]], formula: str) -> float:
@@ -171,8 +164,12 @@ def _figure(kind: str, rows: list[dict[str, Any]]) -> Figure:
         f"With {middle} blocks sqrt(K/N) is {series[SQRT][middle]:.2f}; the furthest from it is {far} with "
         f"{series[far][middle]:.2f}."
     )
+    style = draw.LineStyle(dashed=(SQRT,))
     return Figure(
-        f"shift-{kind}", f"||y'|| / ||y|| of {kind} layers, mean over layers", reading, series,
-        lambda axes: draw.lines(
-            axes, series, x="blocks kept", y="ratio of norms", dashed=(SQRT,)), height=3.5,
-    )  # fmt: skip
+        f"shift-{kind}",
+        f"||y'|| / ||y|| of {kind} layers, mean over layers",
+        reading,
+        series,
+        lambda axes: draw.lines(axes, series, x="blocks kept", y="ratio of norms", style=style),
+        height=3.5,
+    )

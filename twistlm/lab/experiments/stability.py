@@ -10,14 +10,15 @@ from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number, spread
 from .lab import Lab, Point
 from .scales import DENSE, TWIST, N, only
-from .subnets import ByParent, by_parent, subnets
+from .subnets import ByParent, Sample, by_parent, subnets
 
 
 def points(lab: Lab) -> list[Point]:
     """A distribution for every parent of a setting, at every size."""
     scale = lab.scale
+    n, tokens = scale.n_stability, scale.stability_tokens
     return [
-        subnets(lab, "stability", recipe, setting, k, scale.n_stability, scale.stability_tokens)
+        subnets(lab, "stability", recipe, Sample(setting, k, n, tokens))
         for setting in scale.settings
         for recipe in only(setting)
         for k in scale.stability
@@ -75,9 +76,13 @@ def _figure(setting: str, found: ByParent) -> Figure:
     said = [f"{shares[label]:.1%} of the mean for {label}" for label in _ends(shares)]
     reading = f"At {smallest}/{N} the standard deviation is {' and '.join(said)}." if said else ""
     return Figure(
-        f"stability-{setting}", f"Loss of random subnets, {setting}", reading, groups,
-        lambda axes: draw.violins(axes, groups, y="loss (ln perplexity)"), height=3.4,
-    )  # fmt: skip
+        f"stability-{setting}",
+        f"Loss of random subnets, {setting}",
+        reading,
+        groups,
+        lambda axes: draw.violins(axes, groups, y="loss (ln perplexity)"),
+        height=3.4,
+    )
 
 
 def _ends(shares: dict[str, float]) -> list[str]:

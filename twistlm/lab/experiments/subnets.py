@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...config import Setting
@@ -14,31 +14,44 @@ from .scales import N, Recipe
 ByParent = dict[str, dict[int, dict[str, Any]]]  # label -> K -> result
 
 
-def subnets(
-    lab: Lab,
-    experiment: str,
-    recipe: Recipe | None,
-    setting: Setting,
-    k: int,
-    n: int,
-    tokens: int,
-    **more: Any,
-) -> Point:
-    """Perplexities of n random subnets with k of 12 blocks; the whole model for k = 12."""
-    scale, seed = lab.scale, lab.base.run.seed
-    n = n if k < N else 1
+@dataclass(frozen=True)
+class Sample:
+    """n random subnets with k of 12 blocks in the layers that `setting` cuts; one whole model for k = 12."""
+
+    setting: Setting
+    k: int
+    n: int
+    tokens: int  # behind each perplexity; 0: all
+
+
+def subnets(lab: Lab, experiment: str, recipe: Recipe | None, sample: Sample, **more: Any) -> Point:
+    """The point with the perplexities of a sample; `more` joins its config."""
+    scale, seed, k = lab.scale, lab.base.run.seed, sample.k
+    n = sample.n if k < N else 1
     about = lab.about(
-        experiment, recipe, setting=setting, k=k, ratio=scale.ratio(k), n=n, tokens=tokens,
-        seed=seed, **more,
-    )  # fmt: skip
+        experiment,
+        recipe,
+        setting=sample.setting,
+        k=k,
+        ratio=scale.ratio(k),
+        n=n,
+        tokens=sample.tokens,
+        seed=seed,
+        **more,
+    )
 
     def measure() -> dict[str, Any]:
-        parent, ready = lab.open(recipe, setting)
-        ready = replace(ready, text=lab.text(ready, tokens))
+        parent, ready = lab.open(recipe, sample.setting, sample.tokens)
         if k == N:
             whole = ready.full_perplexity()
-            return {"values": [whole], "mean": whole, "sd": None, "worst": whole, "n": 1,
-                    "n_params": parent.central.layout.n_params}  # fmt: skip
+            return {
+                "values": [whole],
+                "mean": whole,
+                "sd": None,
+                "worst": whole,
+                "n": 1,
+                "n_params": parent.central.layout.n_params,
+            }
         widths = widths_of_ratio(parent.block_map, scale.ratio(k))
         spread = ready.random_subnets(scale.ratio(k), widths, n, seed)
         return {"values": list(spread.values), **spread.summary(), "n_params": spread.n_params}

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ...compute.perplexity import Evaluator
 from ...config import Setting
 from ...pruners import calibrate
 from ...pruners.write import STRUCTURED
-from ...tickets.parent import Parent
 from ..compare.cells import Asked, Cell, Grid
+from ..compare.request import DEFAULT
 from ..compare.rivals import Rival, weights_sha256
-from ..compare.run import DEFAULT
 from ..page import draw
 from ..page.section import Figure, Section, Table, lowest, number, spread
 from . import paper, ranking
 from .lab import Lab, Point
 from .ranking import EXTRACTED, Rows, is_zeros
 from .scales import DENSE, N, Recipe, only
-from .subnets import subnets
+from .subnets import Sample, subnets
 
 BEST_ZEROS, BEST_BLOCKS = "best zeros", "best chosen blocks"  # of the pruners, in a figure
 
@@ -49,12 +46,19 @@ def _extracted(lab: Lab, recipe: Recipe | None, setting: Setting, k: int) -> Poi
     """Random tickets: a cell of `twistlm compare` where its one ratio fits all kinds of layer."""
     scale = lab.scale
     if scale.n_attn != N:
-        return subnets(lab, "table1", recipe, setting, k, scale.n_subnets, scale.tokens)
+        sample = Sample(setting, k, scale.n_subnets, scale.tokens)
+        return subnets(lab, "table1", recipe, sample)
     what, n = ("random", scale.n_subnets) if k < N else ("whole", 1)
     about = lab.about(
-        "table1", recipe, setting=setting, k=k, ratio=scale.ratio(k), n=n, tokens=scale.tokens,
+        "table1",
+        recipe,
+        setting=setting,
+        k=k,
+        ratio=scale.ratio(k),
+        n=n,
+        tokens=scale.tokens,
         seed=lab.base.run.seed,
-    )  # fmt: skip
+    )
     return Point(about, partial(_cell, lab, recipe, what, setting, k))
 
 
@@ -62,34 +66,47 @@ def _pruned(lab: Lab, method: str, setting: Setting, k: int) -> Point:
     """A cell of `twistlm compare`: the data-parallel parent, pruned after training."""
     scale = lab.scale
     about = lab.about(
-        "table1", DENSE, method=method, setting=setting, k=k, ratio=f"{k}/{N}", tokens=scale.tokens,
-        n_calibration=scale.n_calibration, seed=lab.base.run.seed,
-    )  # fmt: skip
+        "table1",
+        DENSE,
+        method=method,
+        setting=setting,
+        k=k,
+        ratio=f"{k}/{N}",
+        tokens=scale.tokens,
+        n_calibration=scale.n_calibration,
+        seed=lab.base.run.seed,
+    )
     return Point(about, partial(_cell, lab, DENSE, method, setting, k))
 
 
 def _cell(lab: Lab, recipe: Recipe | None, what: str, setting: Setting, k: int) -> dict[str, Any]:
-    """Measured, or found, among the cells of `twistlm compare -o FOLDER/compare`."""
-    folder, whole = lab.folder / "compare" / "points", what == "whole"
-    place = (what, None, None) if whole else (what, setting, f"{k}/{N}")
-    cells = lab.beside(recipe, partial(_cells, lab, recipe, folder))
-    return cells[place].fill(folder, lambda note: None)
+    """Measured, or found, among the cells of `twistlm compare -o LAB`."""
+    place = (what, None, None) if what == "whole" else (what, setting, f"{k}/{N}")
+    cells = lab.once(recipe, "cells of compare", partial(_cells, lab, recipe))
+    return cells[place].fill(lab.points, lambda note: None)
 
 
-def _cells(
-    lab: Lab, recipe: Recipe | None, folder: Path, parent: Parent, ready: Evaluator
-) -> dict[tuple[str, str | None, str | None], Cell]:
+def _cells(lab: Lab, recipe: Recipe | None) -> dict[tuple[str, str | None, str | None], Cell]:
     """Everything that `compare` could ask of one parent, by its place."""
     scale, seed = lab.scale, lab.base.run.seed
+    parent, ready = lab.open(recipe, "both")
     ids = calibrate.windows(parent, None, scale.n_calibration, seed)[1]
     ratios = tuple(f"{k}/{N}" for k in scale.table1)
     n = scale.n_subnets if scale.n_attn == N else 0
     asked = Asked(
-        scale.settings, ratios, DEFAULT, ("dense",), (), n, seed, lab.text(ready), ids
-    )  # fmt: skip
+        settings=scale.settings,
+        ratios=ratios,
+        methods=DEFAULT,
+        on=("dense",),
+        repairs=(),
+        n=n,
+        seed=seed,
+        text=ready.text,
+        ids=ids,
+    )
     method = recipe.method if recipe else "dense"
     rival = Rival(lab.out(recipe).name, method, parent, weights_sha256(parent), scale.settings)
-    cells = Grid([rival], asked, folder).cells()
+    cells = Grid([rival], asked, lab.points).cells()
     return {(cell.what, cell.setting, cell.ratio): cell for cell in cells}
 
 
@@ -111,19 +128,27 @@ def section(points: list[dict[str, Any]]) -> Section:
     if any(table.small for table in tables):
         what += f" Small print: the paper's numbers ({paper.SETUP})."
     return Section(
-        "table1", "Table 1: perplexity by size", what, tuple(tables), tuple(figures), tuple(claims),
-        tuple(headlines), lead=True,
-    )  # fmt: skip
+        "table1",
+        "Table 1: perplexity by size",
+        what,
+        tuple(tables),
+        tuple(figures),
+        tuple(claims),
+        tuple(headlines),
+        lead=True,
+    )
 
 
 def _table(setting: str, rows: Rows, theirs: dict[str, str]) -> Table:
     sizes = sorted({k for results in rows.values() for k in results}, reverse=True)
     best: set[tuple[int, int]] = set()  # of either kind: they do not compete for the same use
     for kind in (True, False):
-        best |= lowest([
-            [r[k]["mean"] if k in r and is_zeros(name) == kind else None for k in sizes]
-            for name, r in rows.items()
-        ])  # fmt: skip
+        best |= lowest(
+            [
+                [r[k]["mean"] if k in r and is_zeros(name) == kind else None for k in sizes]
+                for name, r in rows.items()
+            ]
+        )
     cells: list[tuple[str, ...]] = []
     small, marks = set(), set()
     for i, (name, results) in enumerate(rows.items()):
@@ -147,8 +172,10 @@ def _figure(setting: str, rows: Rows) -> Figure:
     }
     for label, kind in ((BEST_BLOCKS, False), (BEST_ZEROS, True)):
         pruners = [
-            r for name, r in rows.items() if not name.startswith(EXTRACTED) and is_zeros(name) == kind
-        ]  # fmt: skip
+            r
+            for name, r in rows.items()
+            if not name.startswith(EXTRACTED) and is_zeros(name) == kind
+        ]
         if sizes := {k for results in pruners for k in results}:
             means[label] = {k: min(r[k]["mean"] for r in pruners if k in r) for k in sizes}
     smallest = min(k for values in means.values() for k in values)
@@ -158,11 +185,13 @@ def _figure(setting: str, rows: Rows) -> Figure:
         f"At {smallest}/{N} blocks {low} is lowest with {number(there[low])}, {high} highest with "
         f"{number(there[high])}."
     )
+    x = "blocks kept, of 12 (12: the whole model)"
+    style = draw.LineStyle(sd=sds, log=True, dashed=(BEST_BLOCKS, BEST_ZEROS))
     return Figure(
-        f"table1-{setting}", f"Perplexity of random subnets over their size, {setting}", reading, means,
-        lambda axes: draw.lines(
-            axes, means, sd=sds, x="blocks kept, of 12 (12: the whole model)", y="perplexity", log=True,
-            dashed=(BEST_BLOCKS, BEST_ZEROS),
-        ),
+        f"table1-{setting}",
+        f"Perplexity of random subnets over their size, {setting}",
+        reading,
+        means,
+        lambda axes: draw.lines(axes, means, x=x, y="perplexity", style=style),
         height=3.6,
-    )  # fmt: skip
+    )

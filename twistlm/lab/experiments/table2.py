@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ... import config
-from ...training.plan import make
 from ..page.section import Claim, Section, Table, number
 from . import latency, paper
 from .lab import Lab, Point
@@ -20,14 +18,17 @@ def points(lab: Lab) -> list[Point]:
 
 def _plan(lab: Lab) -> Point:
     """The paper's own set-up, counted: the same at every scale."""
-    paper_cfg = config.load("paper")
+    cfg = paper.config()
     about = {
-        "experiment": "table2", "scale": lab.name, "n_workers": paper_cfg.train.n_workers,
-        "epochs": paper_cfg.train.epochs, "n_sequences": paper_cfg.data.planned_sequences,
-    }  # fmt: skip
+        "experiment": "table2",
+        "scale": lab.name,
+        "n_workers": cfg.train.n_workers,
+        "epochs": cfg.train.epochs,
+        "n_sequences": cfg.data.planned_sequences,
+    }
 
     def measure() -> dict[str, Any]:
-        made = make(paper_cfg)
+        made = paper.plan()
         return {
             "n_params": made.n_params,
             "paper_rounds": made.paper_rounds,
@@ -60,17 +61,34 @@ def section(points: list[dict[str, Any]]) -> Section | None:
         formula = row["paper_bytes"] / 1e12
         if tb is not None:
             exact.append(abs(formula - tb))
-        rows.append((
-            "whole" if k == N else setting, row["ratio"], f"{row['n_params'] / 1e6:.1f}M",
-            "" if found is None else number(found["state_bytes"] / 1e9, 3), number(gb),
-            number(formula), number(tb), number(row["carried_bytes"] / 1e12),
-            "" if found is None else number(found["round_bytes"] / 1e6, 1),
-            "" if found is None else _clock(found["round_ms"] / 1e3 * plan["true_rounds"]), clock,
-        ))  # fmt: skip
+        rows.append(
+            (
+                "whole" if k == N else setting,
+                row["ratio"],
+                f"{row['n_params'] / 1e6:.1f}M",
+                "" if found is None else number(found["state_bytes"] / 1e9, 3),
+                number(gb),
+                number(formula),
+                number(tb),
+                number(row["carried_bytes"] / 1e12),
+                "" if found is None else number(found["round_bytes"] / 1e6, 1),
+                "" if found is None else _clock(found["round_ms"] / 1e3 * plan["true_rounds"]),
+                clock,
+            )
+        )
     head = (
-        "setting", "blocks", "parameters", "GB", "paper GB", "formula TB", "paper TB",
-        "with moments, TB", "counted MB per round", "wall clock", "paper",
-    )  # fmt: skip
+        "setting",
+        "blocks",
+        "parameters",
+        "GB",
+        "paper GB",
+        "formula TB",
+        "paper TB",
+        "with moments, TB",
+        "counted MB per round",
+        "wall clock",
+        "paper",
+    )
     note = (
         "GB: what a worker holds between steps: weights and any bf16 copy, gradient, moments (the paper: GPU memory allocated). "
         f"Formula: the paper's {plan['paper_rounds']:,} rounds, weights only. With moments: "
@@ -79,16 +97,21 @@ def section(points: list[dict[str, Any]]) -> Section | None:
     )
     claim = Claim(
         "the communication column of Table 2 is params x 4 bytes x 2 directions x 4 workers x rounds",
-        max(exact) < 0.0051, f"{len(exact)} entries, largest difference {max(exact):.4f} TB", "ours",
-    )  # fmt: skip
+        max(exact) < 0.0051,
+        f"{len(exact)} entries, largest difference {max(exact):.4f} TB",
+        "ours",
+    )
     what = (
         "What a worker costs in memory, bytes and hours: three epochs of WikiText-103 with four workers, by the paper's "
         "formula and measured here (columns GB, MB and wall clock belong to the model of this scale)."
     )
     return Section(
-        "table2", "Table 2: memory, bytes and wall clock", what, (Table(head, tuple(rows), note=note, names=2),),
+        "table2",
+        "Table 2: memory, bytes and wall clock",
+        what,
+        (Table(head, tuple(rows), note=note, names=2),),
         claims=(claim,),
-    )  # fmt: skip
+    )
 
 
 def _clock(seconds: float) -> str:

@@ -7,6 +7,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,40 @@ from .section import Figure
 
 WIDTH = 5.0  # inches: a phone shows it at about its own size
 INK, MUTED, GRID = "#1b1f24", "#667080", "#d8dde4"
-# each colour is a CSS variable of the page; light values here, dark ones in page.py
+# each colour is a CSS variable of the page; light values here, dark ones in html.py
 SERIES = (
-    "#5b6573", "#c77700", "#1f6feb", "#0a8f6b", "#8a3ffc",
-    "#d1345b", "#0b7285", "#7a5c00", "#a8478f",
-)  # fmt: skip
+    "#5b6573",
+    "#c77700",
+    "#1f6feb",
+    "#0a8f6b",
+    "#8a3ffc",
+    "#d1345b",
+    "#0b7285",
+    "#7a5c00",
+    "#a8478f",
+)
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {
     colour: f"--c{i}" for i, colour in enumerate(SERIES)
+}
+
+
+LOOK: dict[Any, Any] = {  # matplotlib's settings
+    "font.family": ["DejaVu Sans"],
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.titlesize": 11,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "grid.color": GRID,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "lines.linewidth": 1.8,
+    "svg.fonttype": "none",
 }
 
 
@@ -34,14 +62,7 @@ def render(figure: Figure) -> Any:
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas  # no pyplot: it looks for a display
 
-    style: dict[Any, Any] = {
-        "font.family": ["DejaVu Sans"], "font.size": 10.5, "text.color": INK, "axes.edgecolor": GRID,
-        "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "grid.color": GRID,
-        "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
-        "axes.titlesize": 11, "legend.frameon": False, "legend.fontsize": 9.5, "svg.fonttype": "none",
-        "svg.hashsalt": figure.id, "lines.linewidth": 1.8,
-    }  # fmt: skip
-    with rc_context(style):
+    with rc_context({**LOOK, "svg.hashsalt": figure.id}):
         canvas = Canvas(figsize=(WIDTH, figure.height), layout="constrained")
         figure.draw(canvas.add_subplot())
         text = io.StringIO()
@@ -72,11 +93,13 @@ def save(canvas: Any, stem: Path) -> None:
             canvas.savefig(stem.with_suffix(suffix), facecolor="white", **more)
 
 
-KNOWN = {  # parents have one colour on the whole page
-    "data parallel": 0, "structured dropout K=6": 1, "TwIST K=6": 2, "TwIST K=6 + outer": 3,
-    "TwIST mixed + outer": 4, "TwIST K=6, 12 + outer": 6, "best zeros": 5, "best chosen blocks": 7, "sqrt(K/N)": 5, "start": 8, "init": 7,
-    "dense": 0, "dropout-6": 1, "twist-6": 2, "twist-6-outer": 3, "twist-mixed-outer": 4, "twist-6-12-outer": 6,
-}  # fmt: skip
+KNOWN = {  # parents have one colour on the whole page, by label and by folder
+    **{"data parallel": 0, "structured dropout K=6": 1, "TwIST K=6": 2, "TwIST K=6 + outer": 3},
+    **{"TwIST mixed + outer": 4, "TwIST K=6, 12 + outer": 6, "start": 8, "init": 7},
+    **{"dense": 0, "dropout-6": 1, "twist-6": 2, "twist-6-outer": 3},
+    **{"twist-mixed-outer": 4, "twist-6-12-outer": 6},
+    **{"best zeros": 5, "best chosen blocks": 7, "sqrt(K/N)": 5},
+}
 
 
 def colour(label: str, labels: Sequence[str]) -> str:
@@ -92,15 +115,32 @@ def legend(axes: Any, columns: int = 2) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, handlelength=1.4)
 
 
-def lines(
-    axes: Any, series: Mapping[str, Mapping[Any, float]], *, x: str, y: str,
-    sd: Mapping[str, Mapping[Any, float]] | None = None, log: bool = False,
-    dashed: Sequence[str] = (), marks: bool = True,
-) -> None:  # fmt: skip
-    """One line per series over its x values, with a band of ± sd.
+@dataclass(frozen=True, kw_only=True)
+class LineStyle:
+    """How `lines` draws its series.
 
     On a logarithmic axis the band goes a factor of 1 + sd / mean both ways: it never reaches zero.
     """
+
+    sd: Mapping[str, Mapping[Any, float]] = field(default_factory=dict)  # a band of ± sd
+    log: bool = False
+    dashed: Sequence[str] = ()  # labels
+    marks: bool = True  # a dot at every value of a solid line
+
+
+PLAIN = LineStyle()
+
+
+def lines(
+    axes: Any,
+    series: Mapping[str, Mapping[Any, float]],
+    *,
+    x: str,
+    y: str,
+    style: LineStyle = PLAIN,
+) -> None:
+    """One line per series over its x values."""
+    dashed, log = style.dashed, style.log
     for label, values in series.items():
         xs = sorted(values)
         ys = [values[i] for i in xs]
@@ -110,12 +150,16 @@ def lines(
             peers = [other for other in peers if (other in dashed) == (label in dashed)]
         shade = colour(label, peers)
         axes.plot(
-            xs, ys, label=label, color=shade,
+            xs,
+            ys,
+            label=label,
+            color=shade,
             linestyle="--" if label in dashed else "-",
-            marker="o" if marks and label not in dashed else "", markersize=3.5,
-        )  # fmt: skip
-        if sd and label in sd:
-            high = [values[i] + sd[label].get(i, 0) for i in xs]
+            marker="o" if style.marks and label not in dashed else "",
+            markersize=3.5,
+        )
+        if label in style.sd:
+            high = [values[i] + style.sd[label].get(i, 0) for i in xs]
             low = [v * v / h if log else 2 * v - h for v, h in zip(ys, high, strict=True)]
             axes.fill_between(xs, low, high, color=shade, alpha=0.18, linewidth=0)
     if log:
@@ -134,8 +178,10 @@ def _log(axes: Any) -> None:
     n_decades = math.log10(high / low)
     # labels within a decade, by how many decades have to share the axis
     steps: dict[float, tuple[float, ...]] = {
-        0.6: (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), 1.5: (1, 1.5, 2, 3, 5, 7), 3: (1, 2, 5),
-    }  # fmt: skip
+        0.6: (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8),
+        1.5: (1, 1.5, 2, 3, 5, 7),
+        3: (1, 2, 5),
+    }
     subs = next((subs for most, subs in steps.items() if n_decades < most), (1,))
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=9))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
@@ -165,9 +211,14 @@ def violins(axes: Any, groups: Mapping[str, Mapping[str, Sequence[float]]], *, y
 
 
 def heatmap(
-    axes: Any, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]],
-    *, x: str, y: str,
-) -> None:  # fmt: skip
+    axes: Any,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    *,
+    x: str,
+    y: str,
+) -> None:
     """Numbers on a logarithmic colour scale: bright is low."""
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
@@ -184,9 +235,7 @@ def heatmap(
             ink = "#000000" if share < 0.55 else "#ffffff"
             shown = f"{value:.1f}" if value < 1000 else f"{value:.0f}"
             axes.text(j, i, shown, ha="center", va="center", color=ink, fontsize=9.5)
-    axes.set(
-        xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel=x, ylabel=y
-    )  # fmt: skip
+    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel=x, ylabel=y)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(length=0)
@@ -195,9 +244,13 @@ def heatmap(
 
 
 def bars(
-    axes: Any, groups: Mapping[str, Mapping[str, float]], *, y: str,
-    ideal: Mapping[str, Mapping[str, float]] | None = None, base: float | None = None,
-) -> None:  # fmt: skip
+    axes: Any,
+    groups: Mapping[str, Mapping[str, float]],
+    *,
+    y: str,
+    ideal: Mapping[str, Mapping[str, float]] | None = None,
+    base: float | None = None,
+) -> None:
     """group -> label -> height, side by side; `ideal` is a tick across each bar, `base` a line."""
     labels = list(dict.fromkeys(label for group in groups.values() for label in group))
     step = 0.8 / max(1, len(labels))

@@ -20,9 +20,16 @@ WHAT = (
     "ffn cuts FFN chunks, both cuts both."
 )
 DARK = (
-    "#a3adbb", "#f0a63a", "#6aa5ff", "#3ccfa4", "#b88bff",
-    "#ff7a9c", "#4fc3d9", "#d3b04a", "#e58fd0",
-)  # fmt: skip
+    "#a3adbb",
+    "#f0a63a",
+    "#6aa5ff",
+    "#3ccfa4",
+    "#b88bff",
+    "#ff7a9c",
+    "#4fc3d9",
+    "#d3b04a",
+    "#e58fd0",
+)
 
 STYLE = f"""
 :root {{ color-scheme: light dark; --paper: #ffffff; --card: #f6f8fa; --ink: {INK}; --muted: {MUTED}; --grid: {GRID};

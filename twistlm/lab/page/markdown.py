@@ -9,6 +9,7 @@ from .section import Claim, Section, Table
 
 BEGIN = "<!-- written by `twistlm report`: from here -->"
 END = "<!-- written by `twistlm report`: up to here -->"
+FIGURES = "figures"  # a folder beside the file
 
 
 def replace_part(text: str, part: str) -> str:
@@ -21,8 +22,13 @@ def replace_part(text: str, part: str) -> str:
     return f"{text.rstrip()}\n\n{marked}" if text.strip() else marked
 
 
-def markdown(chapters: Sequence[Chapter], figures: str) -> str:
-    """Every chapter; `figures` is the folder of the drawings, as seen from the file."""
+def shown_figures(chapters: Sequence[Chapter]) -> list[str]:
+    """The names of the drawings that `markdown` shows: the first of every section; the page has all."""
+    return [f"{c.id}-{s.figures[0].id}" for c in chapters for s in c.sections if s.figures]
+
+
+def markdown(chapters: Sequence[Chapter]) -> str:
+    """Every chapter; its drawings are expected in the folder `FIGURES` beside the file."""
     parts = []
     for chapter in chapters:
         parts += [f"## Experiments: {chapter.title}", ""]
@@ -32,7 +38,7 @@ def markdown(chapters: Sequence[Chapter], figures: str) -> str:
         parts += ["", "```sh", *(command for command in commands if command), "```", ""]
         parts += _claims(chapter.claims)
         for section in chapter.sections:
-            parts += _section(section, chapter.id, figures)
+            parts += _section(section, chapter.id)
     return "\n".join(parts)
 
 
@@ -53,13 +59,16 @@ def _claims(claims: Sequence[Claim]) -> list[str]:
     return [*rows, ""]
 
 
-def _section(section: Section, at: str, figures: str) -> list[str]:
+def _section(section: Section, at: str) -> list[str]:
     parts = [f"### {section.title}", "", section.what, ""]
     for table in section.tables:
         parts += [_table(table), ""]
         parts += [table.note, ""] if table.note else []
-    for figure in section.figures:
-        parts += [f"![{figure.title}]({figures}/{at}-{figure.id}.png)", "", figure.reading, ""]
+    for i, figure in enumerate(section.figures):
+        if i == 0:
+            parts += [f"![{figure.title}]({FIGURES}/{at}-{figure.id}.png)", "", figure.reading, ""]
+        elif figure.reading:
+            parts += [f"{figure.title}: {figure.reading}", ""]
     return parts
 
 

@@ -12,7 +12,7 @@ from ..page.section import Figure, Section, Table, number
 
 def section(record: dict[str, Any]) -> Section | None:
     """`record` is compare.json; None while no cell is measured."""
-    made = [table.Row(**row | {"values": tuple(row["values"])}) for row in record["rows"]]
+    made = [table.ComparisonRow(**row | {"values": tuple(row["values"])}) for row in record["rows"]]
     made = [row for row in made if row.perplexity is not None]
     settings = dict.fromkeys(row.setting for row in made if row.setting)
     if not settings:
@@ -30,12 +30,17 @@ def section(record: dict[str, Any]) -> Section | None:
         "the smallest size of a line."
     )
     return Section(
-        "compare", "Every rival in one table", what, tuple(tables), tuple(figures),
-        headlines=_headlines(made, first), lead=True,
-    )  # fmt: skip
+        "compare",
+        "Every rival in one table",
+        what,
+        tuple(tables),
+        tuple(figures),
+        headlines=_headlines(made, first),
+        lead=True,
+    )
 
 
-def _headlines(rows: list[table.Row], setting: str) -> tuple[str, ...]:
+def _headlines(rows: list[table.ComparisonRow], setting: str) -> tuple[str, ...]:
     """Per size the best two that are really smaller, and the best zeros."""
     said = []
     for ratio in dict.fromkeys(row.ratio for row in rows if row.setting == setting):
@@ -51,7 +56,7 @@ def _headlines(rows: list[table.Row], setting: str) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _figure(setting: str, rows: list[table.Row]) -> Figure:
+def _figure(setting: str, rows: list[table.ComparisonRow]) -> Figure:
     series: dict[str, dict[float, float]] = {}
     for row in rows:
         assert row.perplexity is not None
@@ -66,8 +71,12 @@ def _figure(setting: str, rows: list[table.Row]) -> Figure:
         if zeros
         else "."
     )
+    style = draw.LineStyle(log=True, dashed=zeros)
     return Figure(
-        f"compare-{setting}", f"Perplexity over the share that is kept, {setting}", reading, series,
-        lambda axes: draw.lines(axes, series, x="share kept", y="perplexity", log=True, dashed=zeros),
+        f"compare-{setting}",
+        f"Perplexity over the share that is kept, {setting}",
+        reading,
+        series,
+        lambda axes: draw.lines(axes, series, x="share kept", y="perplexity", style=style),
         height=3.2 + 0.11 * len(series),
-    )  # fmt: skip
+    )

@@ -10,27 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import points
-
-
-@dataclass(frozen=True)
-class Training:
-    """A run folder: its config, what made it, and a row per finished round."""
-
-    name: str
-    config: dict[str, Any]
-    run: dict[str, Any]  # command, git, versions, device
-    rows: list[dict[str, Any]]
-
-    @property
-    def n_rounds(self) -> int:
-        """Rounds it is to have; 0 where they follow from epochs."""
-        return int(self.config.get("train", {}).get("rounds", 0))
+from ..points import METRICS, Points, place_of
+from ..trainings import Training, kept_trainings, read_training
 
 
 @dataclass(frozen=True)
 class Source:
-    """One folder of the command line."""
+    """One chapter of the page: a lab, a comparison, or all plain runs together."""
 
     name: str
     points: list[dict[str, Any]] = field(default_factory=list)
@@ -38,62 +24,72 @@ class Source:
     comparison: dict[str, Any] | None = None  # compare.json
 
 
-def load(folders: Sequence[Path]) -> list[Source]:
+def load(paths: Sequence[Path]) -> list[Source]:
     """Every lab and comparison as a source of its own, all plain runs together as one more."""
     labs: list[Source] = []
     runs: list[Training] = []
-    for folder in folders:
-        if (folder / "compare.json").is_file():
-            record = json.loads((folder / "compare.json").read_text())
-            labs.append(Source(folder.name, comparison=record))
-        elif (folder / "points").is_dir() or (folder / "parents").is_dir():
-            found = [training(p.parent) for p in sorted((folder / "parents").glob("*/run.json"))]
-            labs.append(Source(folder.name, _points(folder / "points"), found))
-        elif (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file():
-            runs.append(training(folder))
-        elif below := sorted(folder.glob("*/run.json")):  # as `twistlm demo` leaves them
-            runs += [training(path.parent) for path in below]
+    for path in paths:
+        if path.name.endswith(
+            METRICS
+        ):  # belongs to the points beside it: docs/labs/*.jsonl names both
+            continue
+        if path.suffix == ".json" and path.is_file():
+            labs.append(Source(path.stem, comparison=json.loads(path.read_text())))
+        elif found := [*_lab(path), *_comparison(path)]:
+            labs += found
+        elif (path / "run.json").is_file() or (path / "metrics.jsonl").is_file():
+            runs.append(read_training(path))
+        elif below := sorted(path.glob("*/run.json")):  # as `twistlm demo` leaves them
+            runs += [read_training(file.parent) for file in below]
         else:
             raise ValueError(
-                f"{folder} holds nothing to report: give folders of `twistlm experiment` (with points/), of "
-                "`twistlm compare` (with compare.json) or of `twistlm train` (with run.json, here or one below)"
+                f"{path} holds nothing to report: give folders of `twistlm experiment` (with points.jsonl), "
+                "of `twistlm compare` (with compare.json) or of `twistlm train` (with run.json, here or one "
+                "below), or such a .jsonl or .json file itself"
             )
     return labs + ([Source("runs", [], runs)] if runs else [])
 
 
-def training(folder: Path) -> Training:
-    """A run folder; a last line that is still being written is left out."""
-    record: dict[str, Any] = {}
-    if (folder / "run.json").is_file():
-        record = json.loads((folder / "run.json").read_text())
-    rows = []
-    path = folder / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return Training(folder.name, record.pop("config", {}), record, rows)
+def _lab(path: Path) -> list[Source]:
+    """The points and parents of `twistlm experiment`, where there are any."""
+    place = place_of(path)
+    trained = {training.name: training for training in kept_trainings(place.trainings)}
+    for file in (place.folder / "parents").glob("*/run.json"):  # running ones too
+        trained[file.parent.name] = read_training(file.parent)
+    found = _named_apart([p for p in Points(place).all() if "experiment" in p["config"]])
+    if not found and not trained:
+        return []
+    points = sorted(found, key=lambda point: _order(point["config"]))
+    return [Source(place.folder.name, points, [trained[name] for name in sorted(trained)])]
 
 
-def _points(folder: Path) -> list[dict[str, Any]]:
-    """Points of experiments. Of parents with one name the one with most points keeps it."""
-    found = [p for p in points.all_in(folder) if "experiment" in p["config"]]
+def _comparison(path: Path) -> list[Source]:
+    """The table of `twistlm compare`, where there is one."""
+    file = place_of(path).folder / "compare.json"
+    if not file.is_file():
+        return []
+    return [Source(file.parent.name, comparison=json.loads(file.read_text()))]
+
+
+def _named_apart(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of different parents with one name the one with most points keeps it; others get their hash."""
     hashes: dict[str, Counter[str]] = {}
-    for point in found:
+    for point in points:
         config = point["config"]
         if "parent_hash" in config:
             hashes.setdefault(config["slug"], Counter())[config["parent_hash"]] += 1
-    for point in found:
-        config = point["config"]
-        first = hashes.get(config.get("slug", ""), Counter({"": 0})).most_common(1)[0][0]
-        if config.get("parent_hash", first) != first:
-            config["parent"] += f" [{config['parent_hash'][:4]}]"
-    return sorted(found, key=lambda point: _place(point["config"]))
+    first = {slug: counts.most_common(1)[0][0] for slug, counts in hashes.items()}
+
+    def named(config: dict[str, Any]) -> dict[str, Any]:
+        if "parent_hash" not in config or config["parent_hash"] == first[config["slug"]]:
+            return config
+        return config | {"parent": f"{config['parent']} [{config['parent_hash'][:4]}]"}
+
+    return [point | {"config": named(point["config"])} for point in points]
 
 
-def _place(config: dict[str, Any]) -> tuple:
-    """The order of rows and colours on the page, whatever the files are called."""
+def _order(config: dict[str, Any]) -> tuple:
+    """The order of rows and colours on the page, whatever the order of the points."""
     settings, methods = ("both", "attn", "ffn"), ("init", "start", "dense", "dropout", "twist")
     method, _, rest = config.get("slug", "").partition("-")
     width = re.match(r"\d+", rest)

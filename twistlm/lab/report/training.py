@@ -9,11 +9,12 @@ from ... import config
 from ...model import families, generator, huggingface
 from ..page import draw
 from ..page.section import Figure, Section, Table, count, number
-from .load import Training
+from ..trainings import Training
 
 MOST = 8  # lines in a figure
 ROUNDS = 400  # of a deal that are counted again
 POINTS = 150  # of a curve that are drawn
+NO_MARKS = draw.LineStyle(marks=False)
 
 
 def section(trainings: list[Training]) -> Section | None:
@@ -28,10 +29,16 @@ def section(trainings: list[Training]) -> Section | None:
         tokens = sum(row["n_tokens"] for row in t.rows)
         seconds = sum(row["seconds"] for row in t.rows)
         planned = f" of {t.n_rounds}" if t.n_rounds else ""
-        rows.append((
-            t.name, f"{last['round']}{planned}", count(tokens), f"{seconds:,.1f}",
-            f"{tokens / seconds:,.0f}", number(last["loss"], 3),
-        ))  # fmt: skip
+        rows.append(
+            (
+                t.name,
+                f"{last['round']}{planned}",
+                count(tokens),
+                f"{seconds:,.1f}",
+                f"{tokens / seconds:,.0f}",
+                number(last["loss"], 3),
+            )
+        )
     head = ("run", "rounds", "tokens", "seconds", "tokens/s", "last loss")
     running = [t.name for t in begun if t.n_rounds and t.rows[-1]["round"] < t.n_rounds]
     note = f"not finished: {', '.join(running)}" if running else ""
@@ -57,9 +64,13 @@ def _losses(trainings: list[Training]) -> Figure:
     last = {label: list(curve.values())[-1] for label, curve in series.items()}
     low = min(last, key=last.__getitem__)
     return Figure(
-        "training-loss", "Training loss", f"Lowest at its end: {low} with {last[low]:.3f}.", series,
-        lambda axes: draw.lines(axes, series, x="million tokens", y="loss", marks=False), height=3.4,
-    )  # fmt: skip
+        "training-loss",
+        "Training loss",
+        f"Lowest at its end: {low} with {last[low]:.3f}.",
+        series,
+        lambda axes: draw.lines(axes, series, x="million tokens", y="loss", style=NO_MARKS),
+        height=3.4,
+    )
 
 
 def _label(t: Training) -> str:
@@ -79,10 +90,18 @@ def _evaluations(trainings: list[Training]) -> list[Figure]:
     last = {label: list(values.values())[-1] for label, values in series.items()}
     low = min(last, key=last.__getitem__)
     reading = f"Lowest at the last evaluation: {low} with {number(last[low])}."
-    return [Figure(
-        "training-eval", "Perplexity while training", reading, series,
-        lambda axes: draw.lines(axes, series, x="round", y="perplexity", log=True), height=3.6,
-    )]  # fmt: skip
+    return [
+        Figure(
+            "training-eval",
+            "Perplexity while training",
+            reading,
+            series,
+            lambda axes: draw.lines(
+                axes, series, x="round", y="perplexity", style=draw.LineStyle(log=True)
+            ),
+            height=3.6,
+        )
+    ]
 
 
 def _bytes(trainings: list[Training]) -> Figure:
@@ -123,10 +142,16 @@ def _coverage(trainings: list[Training]) -> list[Figure]:
         f"At least {min(covered):.0%} of the blocks are trained in every round; at the end the least held "
         f"block has {min(ends.values()):.2f} times, the most held {max(ends.values()):.2f} times the mean."
     )
-    return [Figure(
-        "training-coverage", "Holds of a block, times the mean of all blocks", reading, series,
-        lambda axes: draw.lines(axes, series, x="round", y="times the mean", marks=False), height=3.4,
-    )]  # fmt: skip
+    return [
+        Figure(
+            "training-coverage",
+            "Holds of a block, times the mean of all blocks",
+            reading,
+            series,
+            lambda axes: draw.lines(axes, series, x="round", y="times the mean", style=NO_MARKS),
+            height=3.4,
+        )
+    ]
 
 
 def dealt(cfg: config.Config, n_rounds: int) -> list[tuple[float, float, float]]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ...system.files import whole_file
 from ..experiments import NAMES
-from ..experiments.run import module
+from ..experiments.run import module_of
 from ..experiments.scales import SCALES
 from ..page import draw
 from ..page.html import Chapter, page
-from ..page.markdown import markdown, replace_part
+from ..page.markdown import FIGURES, markdown, replace_part, shown_figures
 from ..page.section import Section, count
 from . import comparison, training
 from .load import Source, load
@@ -34,10 +34,13 @@ ORDER = (
 )
 
 
-def report(folders: Sequence[Path], out: Path, markdown_file: Path | None = None) -> list[Path]:
-    """Write the page, STEM/ with PNG, SVG and JSON of every figure, and the markdown; returns all paths."""
+def report(sources: Sequence[Path], out: Path, markdown_file: Path | None = None) -> list[Path]:
+    """Write the page, STEM/ with PNG, SVG and JSON of every figure, and the markdown; returns all paths.
+
+    The PNGs that the markdown shows lie in figures/ beside it: a repository keeps these two.
+    """
     draw.need_matplotlib()
-    chapters = [chapter(source) for source in load(folders)]
+    chapters = [chapter(source) for source in load(sources)]
     files = out.with_suffix("")
     if files == out:
         raise ValueError(f"--out {out}: give a file such as report.html")
@@ -53,9 +56,13 @@ def report(folders: Sequence[Path], out: Path, markdown_file: Path | None = None
             written += [files / f"{name}{suffix}" for suffix in (".png", ".svg", ".json")]
     whole_file(out, page(chapters, drawings))
     if markdown_file is not None:
-        link = os.path.relpath(files, markdown_file.parent)
+        pictures = markdown_file.parent / FIGURES
+        pictures.mkdir(parents=True, exist_ok=True)
+        for name in shown_figures(chapters):
+            shutil.copyfile(files / f"{name}.png", pictures / f"{name}.png")
+            written.append(pictures / f"{name}.png")
         old = markdown_file.read_text() if markdown_file.is_file() else ""
-        whole_file(markdown_file, replace_part(old, markdown(chapters, link)))
+        whole_file(markdown_file, replace_part(old, markdown(chapters)))
         written.append(markdown_file)
     return written
 
@@ -66,7 +73,7 @@ def chapter(source: Source) -> Chapter:
     for name in sorted(NAMES, key=ORDER.index):
         wanted = {name, "latency"} if name == "table2" else {name}
         mine = [p for p in source.points if p["config"]["experiment"] in wanted]
-        made = module(name).section(mine) if mine else None
+        made = module_of(name).section(mine) if mine else None
         sections += [made] if made else []
     if source.comparison and (made := comparison.section(source.comparison)):
         sections.append(made)
@@ -94,7 +101,7 @@ def _facts(source: Source) -> tuple[str, ...]:
         )
     if source.points:
         facts.append(
-            f"{len(source.points)} points of scale {', '.join(scales)}, each a JSON file in {source.name}."
+            f"{len(source.points)} points of scale {', '.join(scales)}, each a line of JSON."
         )
     if "smoke" in scales:
         facts.append(
