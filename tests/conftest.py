@@ -76,6 +76,16 @@ def nursery():
     made.close()
 
 
+@pytest.fixture(scope="session")
+def preloaded(tmp_path_factory):
+    """Starts commands in processes that have torch already (cli/preloaded.py)."""
+    from preloaded import Preloaded
+
+    made = Preloaded(tmp_path_factory.mktemp("preloaded"))
+    yield made
+    made.close()
+
+
 @pytest.fixture
 def scene(nursery, tmp_path):
     """`scene(train={...})`: a hub and workers in a folder; none of them outlives the test."""

@@ -1,43 +1,82 @@
 """`python -m twistlm ...` in fresh processes, without waiting for torch and transformers each time.
 
 Run as a script it imports those two, and nothing of twistlm, then forks a child for every line of JSON on
-its standard input: (arguments, working directory, files for stdout and stderr). The child imports twistlm and
-runs it as `__main__`; its exit code is the answer.
+its standard input and answers with its process id. The child imports twistlm and runs it as `__main__`.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
+
+
+class Forked:
+    """One command; the files are in a folder of its own: `stdout`, `stderr`, and at the end `code`."""
+
+    def __init__(self, pid: int, logs: Path):
+        self.pid, self.logs = pid, logs
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        path = self.logs / "code"
+        return int(path.read_text()) if path.is_file() else None
+
+    def wait(self, seconds: float) -> int:
+        until = time.monotonic() + seconds
+        while (code := self.poll()) is None:
+            assert time.monotonic() < until, f"{self.pid} still runs: {self.output}"
+            time.sleep(0.02)
+        return code
+
+    def communicate(self, seconds: float) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of a command that ends by itself."""
+        code = self.wait(seconds)
+        return code, (self.logs / "stdout").read_text(), (self.logs / "stderr").read_text()
+
+    @property
+    def output(self) -> str:
+        return (self.logs / "stdout").read_text() + (self.logs / "stderr").read_text()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """No process outlives its test."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Preloaded:
     """The forking process, for tests to call."""
 
-    def __init__(self, env: dict[str, str]):
+    def __init__(self, folder: Path):
+        env = {"OMP_NUM_THREADS": "1", "COLUMNS": "1000", "HF_HUB_OFFLINE": "1"}
+        self.folder, self.numbers = folder, itertools.count()
         self.process = subprocess.Popen(
             [sys.executable, __file__],
-            env=env,
+            env=os.environ | env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    def run(self, *args: str, cwd: Path, logs: Path) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of one command; `logs` is a folder outside of `cwd`."""
-        out, err = logs / "stdout", logs / "stderr"
-        request = [args, str(cwd), str(out), str(err)]
-        self.process.stdin.write(json.dumps(request) + "\n")
+    def start(self, *args: str, cwd: Path, **env: str) -> Forked:
+        """Run `twistlm args` in a folder, with these variables added to the environment."""
+        logs = self.folder / str(next(self.numbers))
+        logs.mkdir()
+        self.process.stdin.write(json.dumps([args, str(cwd), str(logs), env]) + "\n")
         self.process.stdin.flush()
-        code = int(self.process.stdout.readline())
-        return code, out.read_text(), err.read_text()
+        return Forked(int(self.process.stdout.readline()), logs)
 
     def close(self) -> None:
         self.process.communicate(timeout=60)
@@ -56,11 +95,21 @@ def run() -> int:
     return 0
 
 
-def leave(code: int) -> None:
-    """End this process as Python does, but let torch's thousands of objects be."""
+def child(args: list[str], cwd: str, logs: str, env: dict[str, str]) -> None:
+    """End as Python does, but let torch's thousands of objects be."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{logs}/{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv = ["twistlm", *args]
+    code = run()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    Path(logs, "unfinished").write_text(str(code))
+    Path(logs, "unfinished").rename(Path(logs, "code"))
     os._exit(code)
 
 
@@ -73,17 +122,12 @@ def serve() -> None:
     torch.set_num_threads(1)
     assert "twistlm" not in sys.modules
     gc.freeze()  # children need not look at what stands already
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they leave nothing to wait for
     for line in sys.stdin:
-        args, cwd, *files = json.loads(line)
         if (pid := os.fork()) == 0:
-            for descriptor, file in zip((1, 2), files, strict=True):
-                opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(opened, descriptor)
-            os.chdir(cwd)
-            sys.argv = ["twistlm", *args]
-            leave(run())
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-    leave(0)
+            child(*json.loads(line))
+        print(pid, flush=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":

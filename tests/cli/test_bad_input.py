@@ -8,15 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
-from commands import ENV, as_process, check_refusal, in_process, snapshot, toml
+from commands import as_process, check_refusal, in_process, snapshot, toml
 from conftest import VOCAB, tiny_table
-from preloaded import Preloaded
 from token_files import write_words
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -26,6 +25,7 @@ from twistlm.model.central import create
 from twistlm.tickets import deploy
 from twistlm.tickets import parent as parents
 from twistlm.training import checkpoint, rounds
+from twistlm.training.engines.local import Local
 
 N_ROUNDS = 3
 FIRST, LAST = "checkpoints/round-000001", f"checkpoints/round-{N_ROUNDS:06d}"
@@ -544,21 +544,13 @@ def test_mistake(here, monkeypatch, capsys, name):
     assert without_empty_folders == before
 
 
-@pytest.fixture(scope="module")
-def preloaded() -> Iterator[Preloaded]:
-    made = Preloaded(ENV)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.process])
-def test_mistake_in_a_process_of_its_own(here, preloaded, tmp_path_factory, name):
+def test_mistake_in_a_process_of_its_own(here, preloaded, name):
     """The same contract where nothing of pytest is around: our imports, warnings, exit code."""
     case = CASES[name]
     case.prepare(here)
     before = snapshot(here)
-    logs = tmp_path_factory.mktemp("logs")
-    check_refusal(*preloaded.run(*case.args, cwd=here, logs=logs), case.parts)
+    check_refusal(*preloaded.start(*case.args, cwd=here).communicate(60), case.parts)
     assert {k: v for k, v in snapshot(here).items() if k != "made"} == before
 
 
@@ -712,7 +704,7 @@ def test_ctrl_c(here, monkeypatch, capsys):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rounds, "twist_round", stop)
+    monkeypatch.setattr(Local, "round", stop)
     code, out, err = in_process(monkeypatch, capsys, "train", "c.toml", "run.out=fresh")
     assert "--resume" in err
     assert code == 130

@@ -15,13 +15,15 @@ import pytest
 from checkpoints import FILES
 from commands import toml
 from conftest import make_tokens, tiny_table
+from preloaded import Forked
 from processes import free_port
 
 from twistlm import config
 from twistlm.training import rounds
 from twistlm.transport.address import check_address, parse_address, read_secret
 
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "TWISTLM_SECRET": "a secret of sixteen bytes or more"}
+SECRET = {"TWISTLM_SECRET": "a secret of sixteen bytes or more"}
+ENV = os.environ | {"OMP_NUM_THREADS": "1"} | SECRET
 TRAIN = {"n_workers": 2, "rounds": 40, "interval": 2, "outer": "nesterov(0.7, 0.6)"}
 SLOW = 120.0
 
@@ -42,11 +44,11 @@ def events(out: Path, event: str) -> list[dict]:
     return [row for row in rows if row["event"] == event]
 
 
-def until(seen, process: subprocess.Popen):
+def until(seen, process: subprocess.Popen | Forked):
     end = time.monotonic() + SLOW
     while not (found := seen()):
         assert time.monotonic() < end, "waited in vain"
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, "it has ended"
         time.sleep(0.05)
     return found
 
@@ -56,7 +58,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
-def test_a_crashed_hub_is_restarted_and_a_stopped_one_resumed(tmp_path):
+def test_a_crashed_hub_is_restarted_and_a_stopped_one_resumed(tmp_path, preloaded):
     """Rows 9, 18: the hub is killed, later the command is stopped, then resumed: bitwise one run.
 
     The workers are the same two processes from the first hub to the stop.
@@ -65,7 +67,8 @@ def test_a_crashed_hub_is_restarted_and_a_stopped_one_resumed(tmp_path):
     table = tiny_table(tokens, tmp_path / "run", train=TRAIN, hub={"bind": f"127.0.0.1:{port}"})
     preset = toml(tmp_path / "config.toml", table)
     command = start("hub", preset)
-    workers = [start("worker", "--connect", f"127.0.0.1:{port}") for _ in range(2)]
+    connect = ("worker", "--connect", f"127.0.0.1:{port}")
+    workers = [preloaded.start(*connect, cwd=tmp_path, **SECRET) for _ in range(2)]
     try:
         until(lambda: list((tmp_path / "run").glob("checkpoints/round-*")), command)
         (killed,) = children(command.pid)
@@ -86,14 +89,15 @@ def test_a_crashed_hub_is_restarted_and_a_stopped_one_resumed(tmp_path):
         assert "the hub ended by SIGKILL: starting it again" in said
         assert "stopped by SIGTERM" in said
         for worker in workers:
-            assert worker.wait(SLOW) == 0, worker.stdout.read()
+            assert worker.wait(SLOW) == 0, worker.output
         for pid in (hub, killed):
             assert not Path(f"/proc/{pid}").exists(), "an orphan"
     finally:
-        for process in (command, *workers):
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+        if command.poll() is None:
+            command.kill()
+        command.communicate()
+        for worker in workers:
+            worker.end()
     cfg = config.load(preset, ["run.variant=local"])
     n_done = int(max(p.name for p in (tmp_path / "run/checkpoints").glob("round-*"))[6:])
     assert 0 < n_done < 40
@@ -127,17 +131,17 @@ def test_mistakes_of_the_call(tmp_path):
             assert sentence in said
 
 
-def test_train_finishes_its_round_on_sigterm(tmp_path):
+def test_train_finishes_its_round_on_sigterm(tmp_path, preloaded):
     """Row 18 without a hub: the round ends, the checkpoint is written, and the rest is bitwise the rest."""
     tokens = make_tokens(tmp_path / "tokens")
     train = TRAIN | {"rounds": 300}
     table = tiny_table(tokens, tmp_path / "run", train=train, run={"save_every": 0})
-    process = start("train", toml(tmp_path / "config.toml", table))
+    process = preloaded.start("train", toml(tmp_path / "config.toml", table), cwd=tmp_path)
     until(lambda: (tmp_path / "run/metrics.jsonl").is_file(), process)
     until(lambda: (tmp_path / "run/metrics.jsonl").read_text().count("\n") > 2, process)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=SLOW)[0]
-    assert process.returncode == 143, said
+    assert process.wait(SLOW) == 143, process.output
+    said = process.output
     assert "resume with --resume" in said
     (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
     n_done = (tmp_path / "run/metrics.jsonl").read_text().count("\n")
