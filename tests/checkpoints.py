@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from twistlm.data.leases import Leases
+from twistlm.data.stream import Leases
 from twistlm.model import families, huggingface
 from twistlm.model.central import Central, create
 from twistlm.training.progress import Progress

@@ -20,7 +20,7 @@ import torch
 from conftest import tiny
 from safetensors.torch import load_file
 
-from twistlm.data import leases
+from twistlm.data import stream
 from twistlm.model import generator
 from twistlm.model.layout import holders
 from twistlm.model.subnet import scales
@@ -191,12 +191,12 @@ def replay(cfg, committed: list[dict], joined: list[dict]) -> tuple[Run, Progres
         )
         deal = dispatcher.prepare(run.segments, r, blueprints)
         n = len(present)
-        slots, after = leases.take(progress.leases, t.interval * n, t.batch)
+        slots, after = stream.take(progress.leases, t.interval * n, t.batch)
         results, there = [], []
         for i, (place, _) in enumerate(present):
-            mine = leases.of_worker(slots, i, n)
+            mine = stream.of_worker(slots, i, n)
             if place in event["lost"]:
-                after = leases.give_back(after, mine)
+                after = stream.give_back(after, mine)
                 continue
             factors = scales(run.block_map, run.block_map.widths(blueprints[i]), t.scale)
             result = run.seats.train(
@@ -233,4 +233,4 @@ def same_bits(replayed: tuple[Run, Progress], path: Path) -> bool:
         expected |= {f"outer/{n}": x for n, x in views(run.central.velocity).items()}
     assert found.keys() == expected.keys()
     same = all(torch.equal(found[name], expected[name]) for name in found)
-    return same and state["leases"] == leases.to_dict(progress.leases)
+    return same and state["leases"] == stream.to_dict(progress.leases)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from twistlm.compute.lookup import add_rows_, intercept_, sums_by_id
+from twistlm.compute.gradient import add_rows_, intercept_, sums_by_id
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])

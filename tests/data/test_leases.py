@@ -12,9 +12,8 @@ import pytest
 import torch
 from conftest import make_tokens, tiny
 
-from twistlm.data import leases
-from twistlm.data.leases import Leases
-from twistlm.data.stream import Batches
+from twistlm.data import stream
+from twistlm.data.stream import Batches, Leases
 from twistlm.data.token_file import open_tokens
 from twistlm.training import checkpoint, rounds, startup
 from twistlm.training.progress import Progress
@@ -27,9 +26,9 @@ def test_without_faults_slots_are_the_batches_of_the_formula(tokens, n_workers, 
     batches = Batches(open_tokens(tokens), 16, n_workers, batch, seed=3)
     ledger = Leases()
     for r in range(5):
-        slots, ledger = leases.take(ledger, interval * n_workers, batch)
+        slots, ledger = stream.take(ledger, interval * n_workers, batch)
         for w in range(n_workers):
-            mine = leases.of_worker(slots, w, n_workers)
+            mine = stream.of_worker(slots, w, n_workers)
             assert len(mine) == interval
             for j in range(interval):
                 assert mine[j] == slots[j * n_workers + w]
@@ -38,29 +37,29 @@ def test_without_faults_slots_are_the_batches_of_the_formula(tokens, n_workers, 
 
 
 def test_returned_go_out_first_and_in_order():
-    slots, ledger = leases.take(Leases(), 6, 2)
+    slots, ledger = stream.take(Leases(), 6, 2)
     assert slots == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))
-    ledger = leases.give_back(ledger, (slots[4], slots[1]))
+    ledger = stream.give_back(ledger, (slots[4], slots[1]))
     assert ledger == Leases(12, (2, 3, 8, 9))
-    again, ledger = leases.take(ledger, 1, 2)
+    again, ledger = stream.take(ledger, 1, 2)
     assert (again, ledger) == (((2, 3),), Leases(12, (8, 9)))
-    again, ledger = leases.take(ledger, 2, 3)  # another batch: cut anew, old ones first
+    again, ledger = stream.take(ledger, 2, 3)  # another batch: cut anew, old ones first
     assert (again, ledger) == (((8, 9, 12), (13, 14, 15)), Leases(16))
-    assert leases.take(ledger, 0, 3) == ((), ledger)
+    assert stream.take(ledger, 0, 3) == ((), ledger)
 
 
 def test_what_was_never_taken_cannot_come_back():
-    slots, ledger = leases.take(Leases(), 2, 2)
+    slots, ledger = stream.take(Leases(), 2, 2)
     with pytest.raises(AssertionError, match="never taken"):
-        leases.give_back(ledger, ((4, 5),))
-    ledger = leases.give_back(ledger, slots[:1])
+        stream.give_back(ledger, ((4, 5),))
+    ledger = stream.give_back(ledger, slots[:1])
     with pytest.raises(AssertionError, match="twice"):
-        leases.give_back(ledger, slots[:1])
+        stream.give_back(ledger, slots[:1])
 
 
 def test_json_round_trip():
     ledger = Leases(40, (1, 2, 31))
-    assert leases.from_dict(json.loads(json.dumps(leases.to_dict(ledger)))) == ledger
+    assert stream.from_dict(json.loads(json.dumps(stream.to_dict(ledger)))) == ledger
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -71,14 +70,14 @@ def test_exactly_once_by_counting(seed):
     for _ in range(200):
         if rng.random() < 0.1:
             batch, interval = rng.randint(1, 7), rng.randint(1, 5)
-            ledger = leases.from_dict(json.loads(json.dumps(leases.to_dict(ledger))))
+            ledger = stream.from_dict(json.loads(json.dumps(stream.to_dict(ledger))))
         n = rng.randint(1, 8)
-        slots, after = leases.take(ledger, interval * n, batch)
+        slots, after = stream.take(ledger, interval * n, batch)
         assert [len(slot) for slot in slots] == [batch] * (interval * n)
         for w in range(n):
-            mine = leases.of_worker(slots, w, n)
+            mine = stream.of_worker(slots, w, n)
             if rng.random() < 0.3:
-                after = leases.give_back(after, mine)
+                after = stream.give_back(after, mine)
             else:
                 trained.update(place for slot in mine for place in slot)
         if rng.random() < 0.05:  # the hub dies before it commits: the old ledger holds
@@ -122,14 +121,14 @@ def test_a_run_that_changes_s_and_batch_trains_every_sequence_once(tmp_path, mon
 def test_returned_leases_survive_a_checkpoint(tmp_path, tokens):
     """What a lost worker gave back is the first data of the resumed run."""
     run, progress = setup(tokens, tmp_path / "run")
-    slots, after = leases.take(progress.leases, 9, 2)
-    lost = leases.of_worker(slots, 1, 3)
-    progress = replace(progress, round=1, leases=leases.give_back(after, lost))
+    slots, after = stream.take(progress.leases, 9, 2)
+    lost = stream.of_worker(slots, 1, 3)
+    progress = replace(progress, round=1, leases=stream.give_back(after, lost))
     folder = tmp_path / "run/checkpoints"
     checkpoint.save(folder, run.central, progress, run.cfg, run.template, None, keep=2)
     _, resumed = setup(tokens, tmp_path / "run", resume=True)
     assert resumed == progress
-    assert leases.take(resumed.leases, 9, 2)[0][:3] == lost
+    assert stream.take(resumed.leases, 9, 2)[0][:3] == lost
 
 
 def test_a_checkpoint_without_leases_counts_its_rounds(tmp_path, tokens):

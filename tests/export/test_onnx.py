@@ -12,7 +12,7 @@ from families_table import N_LAYERS, VOCAB
 from tiny_tickets import open_parent, tiny_ticket
 from typer.testing import CliRunner
 
-from twistlm.cli import app
+from twistlm.cli import options
 from twistlm.compute.perplexity import Text, perplexity
 from twistlm.data.token_file import open_tokens
 from twistlm.export import onnx as exporter
@@ -72,7 +72,7 @@ def test_eight_bits_from_the_command_line(tmp_path):
     deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
     data = make_tokens(tmp_path / "tokens", 400)
     arguments = ["export", str(tmp_path / "ticket"), "--to", "onnx", "-o", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, [*arguments, "--type", "q8", "--data", data], catch_exceptions=False)  # fmt: skip
+    result = CliRunner().invoke(options, [*arguments, "--type", "q8", "--data", data], catch_exceptions=False)  # fmt: skip
     assert "onnxruntime q8" in result.output
     found = nodes(tmp_path / "out")
     assert found.count("MatMulNBits") == 4 * N_LAYERS + 1  # qkv, out, two of the FFN; the head

@@ -27,15 +27,15 @@ from twistlm.lab.compare.run import compare
 from twistlm.lab.experiments import NAMES, shift, table1
 from twistlm.lab.experiments.lab import Lab, TimeIsUp
 from twistlm.lab.experiments.parents import parent_point
+from twistlm.lab.experiments.ranking import Sample, subnets
 from twistlm.lab.experiments.run import _by_parent, module_of, run
 from twistlm.lab.experiments.scales import DENSE, SCALES, SIX, TWIST, TWIST_MIXED, Recipe
-from twistlm.lab.experiments.subnets import Sample, subnets
 from twistlm.lab.points import Points, place_of
 from twistlm.lab.report.write import report
 from twistlm.lab.trainings import kept_trainings
 from twistlm.model import families
 from twistlm.model.blocks import widths_of_ratio
-from twistlm.system.lock import InUse
+from twistlm.system.files import InUse
 from twistlm.tickets.parent import open_
 from twistlm.training import rounds
 

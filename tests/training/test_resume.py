@@ -13,7 +13,7 @@ from checkpoints import FILES
 from commands import toml
 from conftest import make_tokens, tiny, tiny_table
 
-from twistlm.data.leases import Leases
+from twistlm.data.stream import Leases
 from twistlm.training import checkpoint, rounds
 
 TRAIN = {

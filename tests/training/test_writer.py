@@ -22,7 +22,7 @@ from commands import toml
 from conftest import make_tokens, tiny, tiny_table
 
 from twistlm import config
-from twistlm.data.leases import Leases
+from twistlm.data.stream import Leases
 from twistlm.model import families, huggingface
 from twistlm.model.central import Central
 from twistlm.system import files

@@ -16,8 +16,7 @@ import pytest
 from processes import Scene, same_bits
 from token_files import numbered_tokens
 
-from twistlm.data.leases import Leases
-from twistlm.data.stream import Batches
+from twistlm.data.stream import Batches, Leases
 from twistlm.data.token_file import open_tokens
 from twistlm.training import rounds
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import tiny
 
-from twistlm.system.buffers import BufferPool
+from twistlm.system.device import BufferPool
 from twistlm.transport import handshake
 from twistlm.transport.guard import CHUNK, distance, length, longest_step, suspicion
 from twistlm.transport.handshake import ProtocolError

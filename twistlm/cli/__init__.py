@@ -16,7 +16,7 @@ from . import (  # noqa: F401  (they join the app)
     tickets,
     training,
 )
-from .app import app
+from .options import app
 
 RESUMES = {
     "train": "; resume with --resume",

@@ -9,8 +9,7 @@ import typer
 
 from ..config import Setting, Wire
 from ..export.names import RUNTIMES
-from .app import app
-from .options import JsonOut, Overrides, Parent, Preset, words, write_json
+from .options import JsonOut, Overrides, Parent, Preset, app, words, write_json
 
 group = typer.Typer(help="Times, bytes and memory on this machine.", no_args_is_help=True)
 app.add_typer(group, name="bench")

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from ..pruners.names import NAMES, REPAIRS
-from .app import app
-from .options import PARENT, Data, Device, Overrides, Tokens
+from .options import PARENT, Data, Device, Overrides, Tokens, app
 
 
 @app.command(

@@ -9,8 +9,7 @@ import typer
 
 from ..lab.experiments import NAMES
 from ..lab.experiments.scales import SCALES
-from .app import app
-from .options import words
+from .options import app, words
 
 UNFINISHED = 3  # exit code: the time was up, the same command goes on
 

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from ..export.names import FORMATS
-from .app import app
-from .options import Tokens, words
+from .options import Tokens, app, words
 
 
 @app.command(

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from ..tickets.names import DTYPES, IMPORTANCES
-from .app import app
-from .options import Data, Device, Overrides, Parent, words
+from .options import Data, Device, Overrides, Parent, app, words
 
 
 @app.command(

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from ..config import Kind
-from .app import app
-from .options import Device, Overrides, Preset, Resume
+from .options import Device, Overrides, Preset, Resume, app
 
 Secret = Annotated[
     Path | None,

@@ -47,3 +47,13 @@ def write_json(path: Path | None, record: dict[str, Any]) -> None:
     """Write the numbers where `--json` was given."""
     if path is not None:
         path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+app = typer.Typer(
+    name="twistlm",
+    help="Train a language model once, deploy it at any size (TwIST).",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from ..pruners.names import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS
-from .app import app
-from .options import Device, Overrides, Parent, words
+from .options import Device, Overrides, Parent, app, words
 
 
 @app.command(

@@ -8,8 +8,18 @@ from typing import Annotated
 
 import typer
 
-from .app import app
-from .options import ANY_MODEL, PARENT, Data, Device, JsonOut, Overrides, Parent, Tokens, write_json
+from .options import (
+    ANY_MODEL,
+    PARENT,
+    Data,
+    Device,
+    JsonOut,
+    Overrides,
+    Parent,
+    Tokens,
+    app,
+    write_json,
+)
 
 MaxNewTokens = Annotated[
     int | None,

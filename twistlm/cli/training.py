@@ -7,8 +7,18 @@ from typing import Annotated
 
 import typer
 
-from .app import app
-from .options import ANY_MODEL, Data, Device, JsonOut, Overrides, Preset, Resume, Tokens, write_json
+from .options import (
+    ANY_MODEL,
+    Data,
+    Device,
+    JsonOut,
+    Overrides,
+    Preset,
+    Resume,
+    Tokens,
+    app,
+    write_json,
+)
 
 
 @app.command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,3 +49,16 @@ def to_device(ids: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return ids.pin_memory().to(device, non_blocking=True)
     return ids
+
+
+@dataclass
+class BufferPool:
+    """Buffers by name, used again and grown: the first touch of fresh memory costs more than its transfer."""
+
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def get(self, name: str, n_bytes: int) -> Tensor:
+        """uint8 [n_bytes], with anything in it."""
+        if name not in self.kept or self.kept[name].numel() < n_bytes:
+            self.kept[name] = torch.empty(n_bytes, dtype=torch.uint8)
+        return self.kept[name][:n_bytes]

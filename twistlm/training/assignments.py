@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..config import Kind
-from ..data import leases
-from ..data.leases import Leases, Slot
+from ..data import stream
+from ..data.stream import Leases, Slot
 from ..model import generator
 from ..model.blocks import Blueprint
 from ..model.subnet import Rho, measure_rho, scales
@@ -60,14 +60,14 @@ class Assignments:
 
     def tokens(self, run: Run, worker: int) -> Tensor:
         """A worker's batches: int64 [interval, batch, T]."""
-        slots = leases.of_worker(self.slots, worker, len(self.places))
+        slots = stream.of_worker(self.slots, worker, len(self.places))
         return torch.stack([run.batches.slot(slot) for slot in slots])
 
 
 def assign(run: Run, progress: Progress, dealt: Deal, present: Present, rho: Rho) -> Assignments:
     """Sequences from the stream and activation scales for everyone in a deal."""
     t = run.cfg.train
-    slots, after = leases.take(progress.leases, t.interval * len(present), t.batch)
+    slots, after = stream.take(progress.leases, t.interval * len(present), t.batch)
     widths = [run.block_map.widths(blueprint) for blueprint in dealt.blueprints]
     factors = tuple(scales(run.block_map, kept, t.scale, rho) for kept in widths)
     return Assignments(dealt, tuple(place for place, _ in present), slots, after, factors)
@@ -104,7 +104,7 @@ def measured_rho(run: Run, progress: Progress) -> Rho:
     names = [group.name for group in run.block_map.groups]
     if run.central is not None:
         assert run.evaluator is not None
-        ids = run.batches.slot(leases.take(progress.leases, 1, 1)[0][0])
+        ids = run.batches.slot(stream.take(progress.leases, 1, 1)[0][0])
         fresh = measure_rho(run.evaluator.full, to_device(ids, run.cluster.device))
         for name in names:
             rho[name] = RHO_DECAY * rho.get(name, fresh[name]) + (1 - RHO_DECAY) * fresh[name]

@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .. import config
 from ..config import Config
-from ..data import leases
-from ..data.leases import Leases
+from ..data import stream
+from ..data.stream import Leases
 from ..model import huggingface
 from ..model.blocks import BlockMap, State
 from ..model.central import Central, create
@@ -59,7 +59,7 @@ class Checkpoint:
     def leases(self) -> Leases:
         """What of the data has been trained; before leases existed, all workers lived in all rounds."""
         if "leases" in self.manifest:
-            return leases.from_dict(self.manifest["leases"])
+            return stream.from_dict(self.manifest["leases"])
         t = self.config.train
         return Leases(self.round * t.interval * t.n_workers * t.batch)
 
@@ -102,7 +102,7 @@ def save(
             "round": progress.round,
             "config": config.to_dict(cfg),
             "tokenizer_sha256": file_sha256(tokenizer) if tokenizer else None,
-            "leases": leases.to_dict(progress.leases),
+            "leases": stream.to_dict(progress.leases),
             "held": {name: list(counts) for name, counts in progress.held.items()},
             "rho": dict(progress.rho),
             **describe_run(),

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..model.blocks import Blueprint
 from ..model.central import Central
 from ..model.layout import Layout, Runs, gather_, holders
-from ..system.buffers import BufferPool
+from ..system.device import BufferPool
 
 
 @dataclass(frozen=True)

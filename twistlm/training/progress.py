@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..data.leases import Leases
+from ..data.stream import Leases
 from ..model.blocks import BlockMap
 from ..model.generator import Held
 from ..model.subnet import Rho

@@ -15,7 +15,7 @@ import torch
 from ..config import Config
 from ..model.blocks import widths_of_ratio
 from ..system import terminal
-from ..system.lock import alone
+from ..system.files import alone
 from ..system.signals import Ended, on_signals, stopped
 from ..system.terminal import console
 from ..transport import listener

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..system.buffers import BufferPool
+from ..system.device import BufferPool
 from . import handshake
 from .handshake import ProtocolError
 from .protocol import (

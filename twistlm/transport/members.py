@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import Kind
-from ..system.buffers import BufferPool
+from ..system.device import BufferPool
 from .checks import Finding
 from .events import Events
 from .listener import Listener

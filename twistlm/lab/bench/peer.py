@@ -27,7 +27,7 @@ from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Partition
 from ...model.central import Central, create
 from ...model.layout import Runs, layout, runs
-from ...system.buffers import BufferPool
+from ...system.device import BufferPool
 from ...system.signals import Stop
 from ...training import dispatcher, shards
 from ...training.aggregator import Result, Stats, aggregate_

@@ -26,7 +26,7 @@ from ...config import Config, Setting
 from ...data.builtin import resolve
 from ...data.stream import Batches
 from ...data.token_file import open_tokens
-from ...system.lock import InUse
+from ...system.files import InUse
 from ...system.terminal import console
 from ...tickets import parent, score
 from ...tickets.parent import Parent

@@ -8,8 +8,8 @@ from ..page import draw
 from ..page.section import Claim, Figure, Section, number
 from . import paper
 from .lab import Lab, Point
+from .ranking import Sample, subnets
 from .scales import MIXED, TWIST_MIXED, TWIST_OUTER, TWIST_WHOLE, N, Recipe
-from .subnets import Sample, subnets
 
 KEEPS = 1.05  # a ratio of perplexities up to which a size "keeps" another's
 SHARP = 1.5  # and from which it degrades sharply

@@ -9,8 +9,8 @@ from typing import Any
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number, spread
 from .lab import Lab, Point
+from .ranking import ByParent, Sample, by_parent, subnets
 from .scales import DENSE, TWIST, N, only
-from .subnets import ByParent, Sample, by_parent, subnets
 
 
 def points(lab: Lab) -> list[Point]:

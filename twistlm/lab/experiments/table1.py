@@ -15,9 +15,8 @@ from ..page import draw
 from ..page.section import Figure, Section, Table, lowest, number, spread
 from . import paper, ranking
 from .lab import Lab, Point
-from .ranking import EXTRACTED, Rows, is_zeros
+from .ranking import EXTRACTED, Rows, Sample, is_zeros, subnets
 from .scales import DENSE, N, Recipe, only
-from .subnets import Sample, subnets
 
 BEST_ZEROS, BEST_BLOCKS = "best zeros", "best chosen blocks"  # of the pruners, in a figure
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from ...data import leases
-from ...data.leases import Slot
+from ...data import stream
+from ...data.stream import Slot
 from ...model import generator
 from ...model.subnet import Rho, scales
 from ...system.device import to_device
@@ -44,7 +44,7 @@ class DataParallel:
         """`interval` steps of everyone together; the central rank's seat is copied back at the end."""
         run, t = self.run, self.run.cfg.train
         rho = measured_rho(run, progress) if self.drops else progress.rho
-        slots, after = leases.take(progress.leases, t.interval * t.n_workers, t.batch)
+        slots, after = stream.take(progress.leases, t.interval * t.n_workers, t.batch)
         stats = self._steps(progress.round, slots, rho)
         gradients = run.full.n_params * self.seat.grad.element_size() * t.interval * t.n_workers
         moved = Bytes(shared=gradients)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ... import config
-from ...data import leases
+from ...data import stream
 from ...model import generator
 from ...model.layout import holders
 from ...system.signals import stopped
@@ -81,7 +81,7 @@ class Elastic:
         if len(there) < len(team):
             held_by = holders(run.segments, back)
             for i in set(range(len(team))) - set(there):
-                after = leases.give_back(after, leases.of_worker(work.slots, i, len(team)))
+                after = stream.give_back(after, stream.of_worker(work.slots, i, len(team)))
         stats = aggregator.aggregate_(run.central, results, held_by, run.cfg.train.nesterov())
         lost = [place for i, place in enumerate(work.places) if i not in there]
         self.hub.committed(r, time.monotonic() - began, places=list(work.places), lost=lost)

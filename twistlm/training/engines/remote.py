@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ... import config as configs
 from ...config import Config, Kind
 from ...model.cut import cut_model
-from ...system.buffers import BufferPool
-from ...system.device import pick_device
+from ...system.device import BufferPool, pick_device
 from ...system.terminal import console
 from ...transport import client, wire
 from ...transport.address import check_address, parse_address
