@@ -377,36 +377,36 @@ def test_the_order_does_not_hang_on_the_widths():
 
 
 @pytest.fixture
-def pair() -> tuple[layout.Layout, layout.Layout, layout.Runs, Tensor]:
-    """Layouts of the whole model and of BLUEPRINT's subnet, the runs, and the index between them."""
+def pair() -> tuple[layout.Layout, layout.Layout, layout.Segments, Tensor]:
+    """Layouts of the whole model and of BLUEPRINT's subnet, the segments, and the index between them."""
     block_map = cut_map()
     full = layout.layout(block_map, SHAPES)
     narrow = layout.layout(block_map, block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT)))
-    runs = layout.runs(full, block_map, CPU)
-    return full, narrow, runs, runs.index(BLUEPRINT)
+    segments = layout.cut_segments(full, block_map, CPU)
+    return full, narrow, segments, segments.index(BLUEPRINT)
 
 
 def test_runs_know_their_block(pair):
     """Fill each block with its number by hand: every run must lie in one block, the one it names."""
-    full, _, runs, _ = pair
+    full, _, segments, _ = pair
     numbers = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in SHAPES.items()}
     for name, (group, part) in cut_map().partitioned().items():
         for block in range(group.n_blocks):
             for place in positions(group, part, [block]).tolist():
-                numbers[name].select(part.dim, place).fill_(runs.numbers[group.name] + block)
+                numbers[name].select(part.dim, place).fill_(segments.numbers[group.name] + block)
     flat_numbers = torch.cat([numbers[name].reshape(-1) for name in full.shapes])
-    assert torch.equal(flat_numbers, runs.block_of.repeat_interleave(runs.grain))
-    assert int(runs.block_of.max()) + 1 == runs.n_blocks
+    assert torch.equal(flat_numbers, segments.block_of.repeat_interleave(segments.grain))
+    assert int(segments.block_of.max()) + 1 == segments.n_blocks
 
 
 def test_gather_takes_the_blocks(pair):
-    full, narrow, runs, index = pair
+    full, narrow, segments, index = pair
     params = numbered()
     assert index.unique().numel() == index.numel()
-    assert index.numel() * runs.grain == narrow.n_params - full.n_shared
+    assert index.numel() * segments.grain == narrow.n_params - full.n_shared
     out = torch.full((1, narrow.n_params), math.nan, dtype=torch.float64)
     whole = filled(full, params)[None]
-    assert layout.gather_(out, whole, runs, index) is out
+    assert layout.gather_(out, whole, segments, index) is out
     for name, view in narrow.views(out).items():
         assert torch.equal(view, take(params[name], kept_by_hand(name))), name
     assert torch.equal(whole[0], filled(full, params))
@@ -428,45 +428,45 @@ def by_hand_back(full: layout.Layout, narrow: layout.Layout, part: Tensor) -> Te
 
 
 def test_scatter_writes_the_blocks_and_nothing_else(pair):
-    full, narrow, runs, index = pair
+    full, narrow, segments, index = pair
     part = torch.randn(
         1, narrow.n_params, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
     whole = filled(full, numbered())[None]
-    assert layout.scatter_(whole, part, runs, index) is whole
+    assert layout.scatter_(whole, part, segments, index) is whole
     assert torch.equal(whole[0], by_hand_back(full, narrow, part[0]))
 
 
 def test_gather_then_scatter_is_the_identity(pair):
-    full, narrow, runs, index = pair
+    full, narrow, segments, index = pair
     whole = filled(full, numbered()).repeat(3, 1)
     empty = torch.empty(3, narrow.n_params, dtype=torch.float64)
-    part = layout.gather_(empty, whole, runs, index)
-    assert torch.equal(layout.scatter_(whole.clone(), part, runs, index), whole)
-    back = layout.scatter_(torch.zeros_like(whole), part, runs, index)
-    assert torch.equal(layout.gather_(torch.empty_like(part), back, runs, index), part)
+    part = layout.gather_(empty, whole, segments, index)
+    assert torch.equal(layout.scatter_(whole.clone(), part, segments, index), whole)
+    back = layout.scatter_(torch.zeros_like(whole), part, segments, index)
+    assert torch.equal(layout.gather_(torch.empty_like(part), back, segments, index), part)
 
 
 def test_an_empty_map_has_an_empty_index():
     full = layout.layout(BlockMap(()), SHAPES)
-    runs = layout.runs(full, BlockMap(()), CPU)
-    index = runs.index({})
+    segments = layout.cut_segments(full, BlockMap(()), CPU)
+    index = segments.index({})
     whole = filled(full, numbered())[None]
     assert index.numel() == 0
-    assert torch.equal(layout.gather_(torch.empty_like(whole), whole, runs, index), whole)
+    assert torch.equal(layout.gather_(torch.empty_like(whole), whole, segments, index), whole)
 
 
 def test_holders_against_a_count(pair):
-    _, _, runs, _ = pair
+    _, _, segments, _ = pair
     rng = random.Random(3)
     blueprints = [
-        {g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks)))) for g in runs.block_map.groups}
+        {g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks)))) for g in segments.block_map.groups}
         for _ in range(3)
     ]  # fmt: skip
-    table = layout.holders(runs, blueprints).tolist()
+    table = layout.holders(segments, blueprints).tolist()
     assert table[0] == [0, 2, 3]
-    for group in runs.block_map.groups:
+    for group in segments.block_map.groups:
         for block in range(group.n_blocks):
             who = [i for i, blueprint in enumerate(blueprints) if block in blueprint[group.name]]
             expected = [who[0], who[-1], len(who)] if who else [-1, -1, 0]
-            assert table[runs.numbers[group.name] + block] == expected
+            assert table[segments.numbers[group.name] + block] == expected

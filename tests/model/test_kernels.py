@@ -14,7 +14,7 @@ import random
 import torch
 import torch.nn.functional as F
 from families_table import tiny_model
-from twistlm import families, flat, kernels, models
+from twistlm.model import families, huggingface, kernels, layout
 
 assert kernels.usable(torch.zeros(1))
 generator = torch.Generator().manual_seed(0)
@@ -36,26 +36,26 @@ assert torch.equal(kept, logits)
 for name in ("gpt2", "llama-gqa"):
     model = tiny_model(name)
     block_map = families.block_map(model, "both").select("both", 1).coarsen("ffn", 4)
-    runs = flat.runs(flat.layout(block_map, models.shapes(model)), block_map, torch.device("cpu"))
+    segments = layout.cut_segments(layout.layout(block_map, huggingface.shapes(model)), block_map, torch.device("cpu"))
     rng = random.Random(1)
     blueprints = [
         {g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks)))) for g in block_map.groups}
         for _ in range(3)
     ]
-    whole = torch.randn(3, runs.full.n_params, generator=generator)
-    table = flat.holders(runs, blueprints)
+    whole = torch.randn(3, segments.full.n_params, generator=generator)
+    table = layout.holders(segments, blueprints)
     assert (table[:, 2] == 0).any() or name != "gpt2"  # a block that nobody holds is in the test
     results = {}
     for fast in (True, False):
-        flat._fast = lambda buffer, fast=fast: fast
+        layout._fast = lambda buffer, fast=fast: fast
         central, total = whole.clone(), torch.full_like(whole, torch.nan)
         for worker, blueprint in enumerate(blueprints):
-            index = runs.index(blueprint)
-            n = runs.full.n_shared + index.numel() * runs.grain
+            index = segments.index(blueprint)
+            n = segments.full.n_shared + index.numel() * segments.grain
             part, low = torch.empty(3, n), torch.empty(n, dtype=torch.bfloat16)
-            flat.gather_(part, whole, runs, index, low)
+            layout.gather_(part, whole, segments, index, low)
             results[fast, worker] = (part.clone(), low)
-            flat.mean_(central, total, part * (worker + 2), runs, index, table, worker)
+            layout.mean_(central, total, part * (worker + 2), segments, index, table, worker)
         results[fast, "mean"] = (central,)
     for key in (0, 1, 2, "mean"):
         for mine, twin in zip(results[True, key], results[False, key], strict=True):

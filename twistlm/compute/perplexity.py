@@ -133,8 +133,8 @@ class Evaluator:
             self.models[key] = (build(self.template, self.block_map, where, weights), weights)
             causal_(self.models[key][0].model)
         subnet, weights = self.models[key]
-        runs = self.central.runs
-        gather_(weights[None], self.central.buffer[:1], runs, runs.index(blueprint))
+        segments = self.central.segments
+        gather_(weights[None], self.central.buffer[:1], segments, segments.index(blueprint))
         subnet.scale_(scales(self.block_map, widths, self.scale, self.rho))
         return subnet
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .blocks import BlockMap, Shapes, State
-from .layout import Layout, Runs, layout, runs
+from .layout import Layout, Segments, cut_segments, layout
 
 ROWS = ("weights", "m", "v")
 
@@ -17,14 +17,14 @@ ROWS = ("weights", "m", "v")
 class Central:
     """Lives as long as the run; `aggregator` alone changes `buffer` and `velocity`."""
 
-    runs: Runs
+    segments: Segments
     buffer: Tensor  # [rows, n_params]: weights, and with carried moments Adam's m and v
     velocity: Tensor | None  # [n_params]: the outer optimizer's momentum
     sums: Tensor | None = None  # [rows, n_params]: the aggregator's scratch, kept between rounds
 
     @property
     def layout(self) -> Layout:
-        return self.runs.full
+        return self.segments.full
 
     @property
     def weights(self) -> Tensor:
@@ -47,4 +47,4 @@ def create(
     for name, view in where.views(buffer[0]).items():
         view.copy_(params[name].detach())
     velocity = torch.zeros_like(buffer[0]) if outer else None
-    return Central(runs(where, block_map, device), buffer, velocity)
+    return Central(cut_segments(where, block_map, device), buffer, velocity)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..config import BlocksConfig
 from . import families, huggingface
 from .blocks import BlockMap
-from .layout import Layout, Runs, layout, runs
+from .layout import Layout, Segments, cut_segments, layout
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class CutModel:
 
     template: PreTrainedModel
     block_map: BlockMap
-    segments: Runs
+    segments: Segments
     dtype: torch.dtype  # of weights and moments
 
     @property
@@ -38,4 +38,4 @@ def cut_model(
     """Cut a model as `blocks` says."""
     block_map = families.partition(template, blocks)
     where = layout(block_map, huggingface.shapes(template))
-    return CutModel(template, block_map, runs(where, block_map, device), dtype)
+    return CutModel(template, block_map, cut_segments(where, block_map, device), dtype)

@@ -1,4 +1,4 @@
-"""Triton kernels for what torch does in several passes: softmax with its gradient, gather and mean of runs.
+"""Triton kernels for what torch does in several passes: softmax with its gradient, gather and mean of segments.
 
 Each has a torch twin (in `compute/loss.py` and `model/layout.py`) that says what it computes; these are for GPUs.
 """
@@ -36,13 +36,13 @@ def softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wante
 def take_(
     out: Tensor, full: Tensor, n_shared: int, index: Tensor, grain: int, low: Tensor | None
 ) -> None:
-    """`out` [rows, n] = the shared part and the runs at `index` of `full` [rows, N].
+    """`out` [rows, n] = the shared part and the segments at `index` of `full` [rows, N].
 
     `low` [n] gets the first row in its own, lower precision.
     """
-    n_runs = out.shape[1] // grain
-    _take[_grid(n_runs, grain)](
-        out, full, out if low is None else low, index, n_runs, n_shared // grain,
+    n_segments = out.shape[1] // grain
+    _take[_grid(n_segments, grain)](
+        out, full, out if low is None else low, index, n_segments, n_shared // grain,
         out.stride(0), full.stride(0),
         LOW=low is not None, ROWS=out.shape[0], GRAIN=grain, RUNS=max(1, TILE // grain),
     )  # fmt: skip
@@ -53,23 +53,23 @@ class Places(NamedTuple):
 
     n_shared: int
     grain: int
-    runs: Tensor
+    segments: Tensor
     block_of: Tensor
     holders: Tensor
 
 
 def mean_(central: Tensor, total: Tensor, part: Tensor, where: Places, worker: int) -> None:
     """Add one worker's `part` to `total`, or finish the mean in `central`; see `layout.mean_`."""
-    n_runs = part.shape[1] // where.grain
-    _mean[_grid(n_runs, where.grain)](
+    n_segments = part.shape[1] // where.grain
+    _mean[_grid(n_segments, where.grain)](
         central,
         total,
         part,
-        where.runs,
+        where.segments,
         where.block_of,
         where.holders,
         worker,
-        n_runs,
+        n_segments,
         where.n_shared // where.grain,
         central.stride(0),
         total.stride(0),
@@ -80,8 +80,8 @@ def mean_(central: Tensor, total: Tensor, part: Tensor, where: Places, worker: i
     )
 
 
-def _grid(n_runs: int, grain: int) -> tuple[int]:
-    return (triton.cdiv(n_runs, max(1, TILE // grain)),)
+def _grid(n_segments: int, grain: int) -> tuple[int]:
+    return (triton.cdiv(n_segments, max(1, TILE // grain)),)
 
 
 if triton is not None:
@@ -116,10 +116,10 @@ if triton is not None:
                 tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
 
     @triton.jit
-    def _places(index, n_runs, n_shared, GRAIN: tl.constexpr, RUNS: tl.constexpr):
-        # runs of a subnet, the same runs in the central buffer, and which lanes are real
+    def _places(index, n_segments, n_shared, GRAIN: tl.constexpr, RUNS: tl.constexpr):
+        # segments of a subnet, the same segments in the central buffer, and which lanes are real
         run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
-        real = run < n_runs
+        real = run < n_segments
         block = real & (run >= n_shared)
         there = n_shared + tl.load(index + (run - n_shared), mask=block, other=0)
         there = tl.where(run < n_shared, run, there)
@@ -127,28 +127,28 @@ if triton is not None:
 
     @triton.jit
     def _take(
-        out, full, low, index, n_runs, n_shared, out_stride, full_stride,
+        out, full, low, index, n_segments, n_shared, out_stride, full_stride,
         LOW: tl.constexpr, ROWS: tl.constexpr, GRAIN: tl.constexpr, RUNS: tl.constexpr,
     ):  # fmt: skip
-        run, there, real = _places(index, n_runs, n_shared, GRAIN, RUNS)
+        segment, there, real = _places(index, n_segments, n_shared, GRAIN, RUNS)
         lanes = tl.arange(0, GRAIN)[None, :]
         mask = real[:, None] & (lanes < GRAIN)
         for row in tl.static_range(ROWS):
             from_ = full + row * full_stride.to(tl.int64) + there[:, None] * GRAIN + lanes
-            to = out + row * out_stride.to(tl.int64) + run[:, None] * GRAIN + lanes
+            to = out + row * out_stride.to(tl.int64) + segment[:, None] * GRAIN + lanes
             value = tl.load(from_, mask=mask)
             tl.store(to, value, mask=mask)
             if LOW and row == 0:
-                at = low + run[:, None] * GRAIN + lanes
+                at = low + segment[:, None] * GRAIN + lanes
                 tl.store(at, value.to(low.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _mean(
-        central, total, part, index, block_of, holders, worker, n_runs, n_shared,
+        central, total, part, index, block_of, holders, worker, n_segments, n_shared,
         central_stride, total_stride, part_stride,
         ROWS: tl.constexpr, GRAIN: tl.constexpr, RUNS: tl.constexpr,
     ):  # fmt: skip
-        run, there, real = _places(index, n_runs, n_shared, GRAIN, RUNS)
+        segment, there, real = _places(index, n_segments, n_shared, GRAIN, RUNS)
         block = tl.load(block_of + there, mask=real, other=0)
         first = tl.load(holders + block * 3) == worker
         last = tl.load(holders + block * 3 + 1) == worker
@@ -159,7 +159,7 @@ if triton is not None:
             place = there[:, None] * GRAIN + lanes
             sums = total + row * total_stride.to(tl.int64) + place
             x = tl.load(
-                part + row * part_stride.to(tl.int64) + run[:, None] * GRAIN + lanes, mask=mask
+                part + row * part_stride.to(tl.int64) + segment[:, None] * GRAIN + lanes, mask=mask
             )
             x += tl.load(sums, mask=mask & ~first[:, None], other=0.0)
             tl.store(sums, x, mask=mask & ~last[:, None])

@@ -82,10 +82,10 @@ def layout(block_map: BlockMap, shapes: Shapes) -> Layout:
 
 
 @dataclass(frozen=True)
-class Runs:
-    """A full buffer as runs of `grain` elements that no cut breaks: what is gathered and averaged.
+class Segments:
+    """A full buffer as segments of `grain` elements that no cut breaks: what is gathered and averaged.
 
-    GPT-2's heads and FFN chunks are stretches of 64 elements or more, so an index of runs is a
+    GPT-2's heads and FFN chunks are stretches of 64 elements or more, so an index of segments is a
     64th of an index of elements.
     """
 
@@ -93,9 +93,9 @@ class Runs:
     block_map: BlockMap
     grain: int  # a power of two
     numbers: dict[str, int]  # group name -> number of its first block; 0 is "shared"
-    # parameter -> its group's name and runs, as [outer, sections, n_blocks, runs of a block's stretch]
+    # parameter -> its group's name and segments, as [outer, sections, n_blocks, segments of a block's stretch]
     ids: dict[str, tuple[str, np.ndarray]]
-    block_of: Tensor  # int32 [n_runs]: the number of the block that a run belongs to
+    block_of: Tensor  # int32 [n_segments]: the number of the block that a run belongs to
 
     @property
     def n_blocks(self) -> int:
@@ -103,13 +103,13 @@ class Runs:
         return 1 + sum(group.n_blocks for group in self.block_map.groups)
 
     def index(self, blueprint: Blueprint) -> Tensor:
-        """Runs of a subnet's blocks, counted from the first partitioned one, in the subnet's order."""
+        """Segments of a subnet's blocks, counted from the first partitioned one, in the subnet's order."""
         pieces = [ids[:, :, list(blueprint[group])].reshape(-1) for group, ids in self.ids.values()]
         return _send(np.concatenate(pieces or [np.empty(0, np.int32)]), self.block_of.device)
 
 
-def runs(full: Layout, block_map: BlockMap, device: torch.device) -> Runs:
-    """The runs of a full buffer: grain, and which block each belongs to."""
+def cut_segments(full: Layout, block_map: BlockMap, device: torch.device) -> Segments:
+    """The segments of a full buffer: grain, and which block each belongs to."""
     partitioned = block_map.partitioned()
     stretch = full.n_shared
     for name, (_, part) in partitioned.items():
@@ -130,51 +130,51 @@ def runs(full: Layout, block_map: BlockMap, device: torch.device) -> Runs:
         ids[name] = (group.name, mine)
         number = numbers[group.name] + np.arange(group.n_blocks, dtype=np.int32)
         block_of[full.n_shared // grain + mine] = number[None, None, :, None]
-    return Runs(full, block_map, grain, numbers, ids, _send(block_of, device))
+    return Segments(full, block_map, grain, numbers, ids, _send(block_of, device))
 
 
-def holders(runs: Runs, blueprints: Sequence[Blueprint]) -> Tensor:
+def holders(segments: Segments, blueprints: Sequence[Blueprint]) -> Tensor:
     """int32 [n_blocks, 3]: the first worker that holds a block, the last, and how many do."""
     n_workers = len(blueprints)
-    table = np.full((runs.n_blocks, 3), -1, dtype=np.int32)
+    table = np.full((segments.n_blocks, 3), -1, dtype=np.int32)
     table[:, 2] = 0
     table[0] = (0, n_workers - 1, n_workers)
     for worker, blueprint in enumerate(blueprints):
         for name, kept in blueprint.items():
-            rows = runs.numbers[name] + np.array(kept, dtype=np.int64)
+            rows = segments.numbers[name] + np.array(kept, dtype=np.int64)
             table[rows, 0] = np.where(table[rows, 2] == 0, worker, table[rows, 0])
             table[rows, 1] = worker
             table[rows, 2] += 1
-    return _send(table, runs.block_of.device)
+    return _send(table, segments.block_of.device)
 
 
 def gather_(
-    out: Tensor, full: Tensor, runs: Runs, index: Tensor, low: Tensor | None = None
+    out: Tensor, full: Tensor, segments: Segments, index: Tensor, low: Tensor | None = None
 ) -> Tensor:
     """Cut subnet buffers [rows, n] out of full ones [rows, N]; `low` [n] gets row 0, rounded."""
-    n_shared = runs.full.n_shared
+    n_shared = segments.full.n_shared
     if _fast(full):
-        kernels.take_(out, full, n_shared, index, runs.grain, low)
+        kernels.take_(out, full, n_shared, index, segments.grain, low)
         return out
     out[:, :n_shared].copy_(full[:, :n_shared])
-    for to, from_ in zip(_blocks(out, runs), _blocks(full, runs), strict=True):
+    for to, from_ in zip(_blocks(out, segments), _blocks(full, segments), strict=True):
         torch.index_select(from_, 0, index, out=to)
     if low is not None:
         low.copy_(out[0])
     return out
 
 
-def scatter_(full: Tensor, part: Tensor, runs: Runs, index: Tensor) -> Tensor:
+def scatter_(full: Tensor, part: Tensor, segments: Segments, index: Tensor) -> Tensor:
     """Write subnet buffers back to their places; everything else stays as it is."""
-    n_shared = runs.full.n_shared
+    n_shared = segments.full.n_shared
     full[:, :n_shared].copy_(part[:, :n_shared])
-    for to, from_ in zip(_blocks(full, runs), _blocks(part, runs), strict=True):
+    for to, from_ in zip(_blocks(full, segments), _blocks(part, segments), strict=True):
         to.index_copy_(0, index.long(), from_)
     return full
 
 
 def mean_(
-    central: Tensor, total: Tensor, part: Tensor, runs: Runs, index: Tensor, holders: Tensor, worker: int
+    central: Tensor, total: Tensor, part: Tensor, segments: Segments, index: Tensor, holders: Tensor, worker: int
 ) -> None:  # fmt: skip
     """Take one worker's result into the mean over holders; workers come in order.
 
@@ -182,28 +182,28 @@ def mean_(
     sum / count to `central`: whoever is dealt a block later has read it before. A block that nobody holds
     is never touched.
     """
-    n_shared = runs.full.n_shared
+    n_shared = segments.full.n_shared
     if _fast(central):
-        where = kernels.Places(n_shared, runs.grain, index, runs.block_of, holders)
+        where = kernels.Places(n_shared, segments.grain, index, segments.block_of, holders)
         kernels.mean_(central, total, part, where, worker)
         return
-    # on a CPU a plain sum and one pass at the end: picking first and last holders out of short runs costs more
+    # on a CPU a plain sum and one pass at the end: picking first and last holders out of short segments costs more
     if worker == 0:
         total.zero_()
     total[:, :n_shared] += part[:, :n_shared]
-    places = index.long()[:, None].expand(-1, runs.grain)
-    for sums, result in zip(_blocks(total, runs), _blocks(part, runs), strict=True):
+    places = index.long()[:, None].expand(-1, segments.grain)
+    for sums, result in zip(_blocks(total, segments), _blocks(part, segments), strict=True):
         sums.scatter_add_(0, places, result)  # index_add_ sets up an addition for every run
     if worker == int(holders[:, 1].max()):
-        count = holders[runs.block_of.long(), 2:]  # [n_runs, 1]
-        for row, sums in enumerate(total.unflatten(1, (-1, runs.grain))):
-            held = central[row].view(-1, runs.grain)
+        count = holders[segments.block_of.long(), 2:]  # [n_segments, 1]
+        for row, sums in enumerate(total.unflatten(1, (-1, segments.grain))):
+            held = central[row].view(-1, segments.grain)
             torch.where(count > 0, sums / count.to(sums.dtype), held, out=held)
 
 
-def _blocks(buffer: Tensor, runs: Runs) -> Tensor:
-    """[rows, runs of blocks, grain] of a full or a subnet's buffer."""
-    return buffer[:, runs.full.n_shared :].unflatten(1, (-1, runs.grain))
+def _blocks(buffer: Tensor, segments: Segments) -> Tensor:
+    """[rows, segments of blocks, grain] of a full or a subnet's buffer."""
+    return buffer[:, segments.full.n_shared :].unflatten(1, (-1, segments.grain))
 
 
 def _fast(buffer: Tensor) -> bool:

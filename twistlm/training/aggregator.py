@@ -34,7 +34,7 @@ class Result:
 
     worker: int
     buffer: Tensor  # [rows, n_subnet]
-    index: Tensor  # its blocks' runs in the central buffer
+    index: Tensor  # its blocks' segments in the central buffer
     stats: Stats
 
 
@@ -55,12 +55,12 @@ def aggregate_(
     mean = central.buffer if outer is None else central.sums
     stats = Stats(0.0, 0, 0)
     for place, result in enumerate(results):
-        mean_(mean, central.sums, result.buffer, central.runs, result.index, holders, place)
+        mean_(mean, central.sums, result.buffer, central.segments, result.index, holders, place)
         stats += result.stats
     if outer is not None:
         assert central.velocity is not None
-        held = holders[central.runs.block_of, 2:] > 0  # [n_runs, 1]
-        grain = central.runs.grain
+        held = holders[central.segments.block_of, 2:] > 0  # [n_segments, 1]
+        grain = central.segments.grain
         old, sums = central.buffer.unflatten(1, (-1, grain)), mean.unflatten(1, (-1, grain))
         sums[0] = nesterov_(old[0], sums[0], central.velocity.view(-1, grain), held, *outer)
         torch.where(held, sums, old, out=old)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..model.blocks import Blueprint
 from ..model.central import Central
-from ..model.layout import Layout, Runs, gather_, holders
+from ..model.layout import Layout, Segments, gather_, holders
 from ..system.device import BufferPool
 
 
@@ -25,9 +25,9 @@ class Parcel:
     worker: int
     blueprint: Blueprint
     layout: Layout
-    index: Tensor  # its blocks' runs in the central buffer
+    index: Tensor  # its blocks' segments in the central buffer
     source: Tensor  # [rows, n_subnet], or [rows, n_params] of the central model
-    runs: Runs
+    segments: Segments
 
     @property
     def rows(self) -> int:
@@ -35,8 +35,8 @@ class Parcel:
 
     def unpack_(self, out: Tensor, low: Tensor | None = None) -> None:
         """Fill `out` [rows, n_subnet], and `low` [n_subnet] with its weights, rounded."""
-        if self.source.shape[1] == self.runs.full.n_params:
-            gather_(out, self.source, self.runs, self.index, low)
+        if self.source.shape[1] == self.segments.full.n_params:
+            gather_(out, self.source, self.segments, self.index, low)
             return
         out.copy_(self.source)
         if low is not None:
@@ -51,14 +51,14 @@ def cut(
 ) -> Tensor:
     """A subnet's buffer out of the central one (its first `rows` rows), in memory that may be reused."""
     source = central.buffer[:rows]
-    index = central.runs.index(blueprint)
-    n_params = central.layout.n_shared + index.numel() * central.runs.grain
+    index = central.segments.index(blueprint)
+    n_params = central.layout.n_shared + index.numel() * central.segments.grain
     shape = (source.shape[0], n_params)
     if buffers is not None and source.device.type == "cpu":
         place = buffers.get("down", math.prod(shape) * source.element_size())
-        return gather_(place.view(source.dtype).view(shape), source, central.runs, index)
+        return gather_(place.view(source.dtype).view(shape), source, central.segments, index)
     out = torch.empty(shape, dtype=source.dtype, device=source.device)
-    return gather_(out, source, central.runs, index)
+    return gather_(out, source, central.segments, index)
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ class Deal:
 
     round: int
     blueprints: list[Blueprint]
-    indices: list[Tensor]  # each worker's `Runs.index`
+    indices: list[Tensor]  # each worker's `Segments.index`
     holders: Tensor
 
 
-def prepare(runs: Runs, round: int, blueprints: list[Blueprint]) -> Deal:
-    indices = [runs.index(blueprint) for blueprint in blueprints]
-    return Deal(round, blueprints, indices, holders(runs, blueprints))
+def prepare(segments: Segments, round: int, blueprints: list[Blueprint]) -> Deal:
+    indices = [segments.index(blueprint) for blueprint in blueprints]
+    return Deal(round, blueprints, indices, holders(segments, blueprints))
 
 
-def parcel(deal: Deal, worker: int, runs: Runs, source: Tensor) -> Parcel:
+def parcel(deal: Deal, worker: int, segments: Segments, source: Tensor) -> Parcel:
     """A worker's parcel out of the central buffer, or out of what came over the wire."""
     blueprint = deal.blueprints[worker]
-    where = runs.full.narrowed(runs.block_map, runs.block_map.widths(blueprint))
-    return Parcel(worker, blueprint, where, deal.indices[worker], source, runs)
+    where = segments.full.narrowed(segments.block_map, segments.block_map.widths(blueprint))
+    return Parcel(worker, blueprint, where, deal.indices[worker], source, segments)

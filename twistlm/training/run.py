@@ -13,7 +13,7 @@ from ..data.stream import Batches
 from ..model.blocks import BlockMap
 from ..model.central import ROWS, Central
 from ..model.cut import CutModel
-from ..model.layout import Layout, Runs
+from ..model.layout import Layout, Segments
 from ..system.signals import Stop
 from ..transport.ranks import Cluster
 from .progress import Progress
@@ -45,7 +45,7 @@ class Run:
         return self.cut.block_map
 
     @property
-    def segments(self) -> Runs:
+    def segments(self) -> Segments:
         return self.cut.segments
 
     @property

@@ -1,7 +1,7 @@
 """Shards: every rank owns 1/S of the central model and trains a worker too.
 
-The central buffer is cut into tiles, a stretch of the shared runs and one of the blocks' runs each, and
-every rank owns as many. A subnet's runs are sorted, so a tile is also two slices of every subnet's buffer.
+The central buffer is cut into tiles, a stretch of the shared segments and one of the blocks' segments each, and
+every rank owns as many. A subnet's segments are sorted, so a tile is also two slices of every subnet's buffer.
 One all-to-all a tile brings each worker its part of it (down) or its owner all results for it (up); the
 owner then does what the central rank does elsewhere, in worker order, so the bits are the same. Bytes
 per link do not grow with S.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..config import Wire
 from ..model.central import Central
-from ..model.layout import Layout, Runs, gather_
+from ..model.layout import Layout, Segments, gather_
 from ..system.signals import Stop
 from ..transport import wire
 from ..transport.ranks import Cluster
@@ -34,27 +34,27 @@ PIECE = 1 << 20  # bytes to one peer at a time (docs/log.md)
 
 @dataclass(frozen=True)
 class Tile:
-    """What one owner handles at a time: [start, end) of the shared runs and of the blocks' runs."""
+    """What one owner handles at a time: [start, end) of the shared segments and of the blocks' segments."""
 
     shared: tuple[int, int]
     blocks: tuple[int, int]  # counted from the first partitioned run
 
-    def spans(self, runs: Runs) -> tuple[slice, slice]:
+    def spans(self, segments: Segments) -> tuple[slice, slice]:
         """Its two slices of a full buffer."""
-        first, grain = runs.full.n_shared, runs.grain
+        first, grain = segments.full.n_shared, segments.grain
         shared, blocks = (tuple(grain * run for run in ends) for ends in (self.shared, self.blocks))
         return slice(*shared), slice(first + blocks[0], first + blocks[1])
 
-    def size(self, runs: Runs) -> int:
+    def size(self, segments: Segments) -> int:
         """Its elements."""
-        return sum(span.stop - span.start for span in self.spans(runs))
+        return sum(span.stop - span.start for span in self.spans(segments))
 
 
 @dataclass
 class Shard:
     """This rank's part of the central model; lives as long as the run."""
 
-    runs: Runs
+    segments: Segments
     tiles: list[list[Tile]]  # [chunk][owner]
     centrals: list[Central]  # [chunk]: its own tiles, each a small central model
     wire: Wire
@@ -66,37 +66,37 @@ class Shard:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where one worker's runs lie in the tiles."""
+    """Where one worker's segments lie in the tiles."""
 
-    index: Tensor  # its blocks' runs, sorted
+    index: Tensor  # its blocks' segments, sorted
     ends: np.ndarray  # [chunk, owner, 2]: of each tile's part in `index`
 
-    def pieces(self, runs: Runs, tile: Tile, place: tuple[int, int]) -> tuple[slice, slice]:
+    def pieces(self, segments: Segments, tile: Tile, place: tuple[int, int]) -> tuple[slice, slice]:
         """A tile's two slices of the subnet's buffer."""
-        first, grain = runs.full.n_shared, runs.grain
+        first, grain = segments.full.n_shared, segments.grain
         start, end = self.ends[place]
         shared = slice(grain * tile.shared[0], grain * tile.shared[1])
         return shared, slice(first + grain * int(start), first + grain * int(end))
 
     def inside(self, tile: Tile, place: tuple[int, int]) -> Tensor:
-        """Its runs of a tile's blocks, counted from the tile's first one."""
+        """Its segments of a tile's blocks, counted from the tile's first one."""
         start, end = self.ends[place]
         return self.index[int(start) : int(end)] - tile.blocks[0]
 
-    def size(self, runs: Runs, tile: Tile, place: tuple[int, int]) -> int:
+    def size(self, segments: Segments, tile: Tile, place: tuple[int, int]) -> int:
         """Elements of its part of a tile."""
         start, end = self.ends[place]
-        return runs.grain * (tile.shared[1] - tile.shared[0] + int(end) - int(start))
+        return segments.grain * (tile.shared[1] - tile.shared[0] + int(end) - int(start))
 
 
-def cut_tiles(runs: Runs, n_ranks: int, row_bytes: int) -> list[list[Tile]]:
+def cut_tiles(segments: Segments, n_ranks: int, row_bytes: int) -> list[list[Tile]]:
     """[chunk][owner]; a tile has at most `PIECE` bytes, at `row_bytes` for a parameter."""
-    n_chunks = max(1, -(-runs.full.n_params * row_bytes // (PIECE * n_ranks)))
-    n_shared = runs.full.n_shared // runs.grain
-    n_blocks = runs.full.n_params // runs.grain - n_shared
+    n_chunks = max(1, -(-segments.full.n_params * row_bytes // (PIECE * n_ranks)))
+    n_shared = segments.full.n_shared // segments.grain
+    n_blocks = segments.full.n_params // segments.grain - n_shared
 
-    def ends(n_runs: int, i: int) -> tuple[int, int]:
-        return n_runs * i // (n_ranks * n_chunks), n_runs * (i + 1) // (n_ranks * n_chunks)
+    def ends(n_segments: int, i: int) -> tuple[int, int]:
+        return n_segments * i // (n_ranks * n_chunks), n_segments * (i + 1) // (n_ranks * n_chunks)
 
     def tile(i: int) -> Tile:
         return Tile(ends(n_shared, i), ends(n_blocks, i))
@@ -107,7 +107,7 @@ def cut_tiles(runs: Runs, n_ranks: int, row_bytes: int) -> list[list[Tile]]:
 
 def spread(
     central: Central | None,
-    runs: Runs,
+    segments: Segments,
     cluster: Cluster,
     rows: int,
     outer: bool,
@@ -115,30 +115,30 @@ def spread(
     kind: Wire,
 ) -> Shard:
     """Give every rank its shard of what the central rank created or restored."""
-    tiles = cut_tiles(runs, cluster.world_size, rows * dtype.itemsize)
+    tiles = cut_tiles(segments, cluster.world_size, rows * dtype.itemsize)
     centrals: list[Central] = []
     nothing = torch.empty(0, dtype=torch.uint8, device=cluster.device)
 
     def send(c: int) -> tuple[list[Tensor], list[int]]:
-        size = (rows + outer) * tiles[c][cluster.rank].size(runs)
+        size = (rows + outer) * tiles[c][cluster.rank].size(segments)
         sizes = [wire.n_bytes("fp32", size, dtype)] + [0] * (cluster.world_size - 1)
         if central is None:
             return [nothing] * cluster.world_size, sizes
-        return [wire.encode("fp32", _copy(central, runs, tile)) for tile in tiles[c]], sizes
+        return [wire.encode("fp32", _copy(central, segments, tile)) for tile in tiles[c]], sizes
 
     def take(c: int, payloads: list[Tensor]) -> None:
-        small = _small(runs, tiles[c][cluster.rank])
+        small = _small(segments, tiles[c][cluster.rank])
         whole = wire.decode("fp32", payloads[0], (rows + outer, small.full.n_params), dtype)
         velocity = whole[rows].clone() if outer else None
         centrals.append(Central(small, whole[:rows].clone(), velocity))
 
     _exchange(cluster, len(tiles), send, take)
-    return Shard(runs, tiles, centrals, kind)
+    return Shard(segments, tiles, centrals, kind)
 
 
 def collect_(central: Central | None, shard: Shard, cluster: Cluster) -> None:
     """Bring all shards to the central rank's copy of the model: to evaluate it and to save it."""
-    runs, dtype = shard.runs, shard.centrals[0].buffer.dtype
+    segments, dtype = shard.segments, shard.centrals[0].buffer.dtype
     nothing = torch.empty(0, dtype=torch.uint8, device=cluster.device)
     rows = shard.rows + (shard.centrals[0].velocity is not None)
 
@@ -147,15 +147,15 @@ def collect_(central: Central | None, shard: Shard, cluster: Cluster) -> None:
         whole = mine.buffer
         if mine.velocity is not None:
             whole = torch.cat([whole, mine.velocity[None]])
-        sizes = [wire.n_bytes("fp32", rows * tile.size(runs), dtype) for tile in shard.tiles[c]]
+        sizes = [wire.n_bytes("fp32", rows * tile.size(segments), dtype) for tile in shard.tiles[c]]
         parts = [wire.encode("fp32", whole)] + [nothing] * (cluster.world_size - 1)
         return parts, sizes if central is not None else [0] * cluster.world_size
 
     def take(c: int, payloads: list[Tensor]) -> None:
         if central is not None:
             for tile, payload in zip(shard.tiles[c], payloads, strict=True):
-                whole = wire.decode("fp32", payload, (rows, tile.size(runs)), dtype)
-                _place_(central, runs, tile, whole)
+                whole = wire.decode("fp32", payload, (rows, tile.size(segments)), dtype)
+                _place_(central, segments, tile, whole)
 
     _exchange(cluster, len(shard.tiles), send, take)
 
@@ -190,16 +190,16 @@ def round_(
 
 def _dispatch(shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster) -> Parcel:
     """This rank's parcel, tile by tile."""
-    runs, rank = shard.runs, cluster.rank
+    segments, rank = shard.segments, cluster.rank
     blueprint, dtype = deal.blueprints[rank], shard.centrals[0].buffer.dtype
-    where = runs.full.narrowed(runs.block_map, runs.block_map.widths(blueprint))
+    where = segments.full.narrowed(segments.block_map, segments.block_map.widths(blueprint))
     source = torch.empty(shard.rows, where.n_params, dtype=dtype, device=cluster.device)
 
     def send(c: int) -> tuple[list[Tensor], list[int]]:
         tile = shard.tiles[c][rank]
         parts = [_gather(shard.centrals[c], cut.inside(tile, (c, rank))) for cut in cuts]
         shapes = [
-            (shard.rows, cuts[rank].size(runs, tile, (c, owner)))
+            (shard.rows, cuts[rank].size(segments, tile, (c, owner)))
             for owner, tile in enumerate(shard.tiles[c])
         ]
         sizes = [wire.down_bytes(shard.wire, shape, dtype) for shape in shapes]
@@ -207,12 +207,12 @@ def _dispatch(shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster) -> Pa
 
     def take(c: int, payloads: list[Tensor]) -> None:
         for owner, (tile, payload) in enumerate(zip(shard.tiles[c], payloads, strict=True)):
-            shape = (shard.rows, cuts[rank].size(runs, tile, (c, owner)))
+            shape = (shard.rows, cuts[rank].size(segments, tile, (c, owner)))
             part = wire.read_down(shard.wire, payload, shape, dtype)
-            _set(source, cuts[rank].pieces(runs, tile, (c, owner)), part)
+            _set(source, cuts[rank].pieces(segments, tile, (c, owner)), part)
 
     _exchange(cluster, len(shard.tiles), send, take)
-    return Parcel(rank, blueprint, where, deal.indices[rank], source, runs)
+    return Parcel(rank, blueprint, where, deal.indices[rank], source, segments)
 
 
 def _aggregate(
@@ -220,24 +220,24 @@ def _aggregate(
     outer: tuple[float, float] | None,
 ) -> None:  # fmt: skip
     """Send this rank's result to all owners, and take all results for its own tiles, in worker order."""
-    runs, rank, dtype = shard.runs, cluster.rank, trained.dtype
+    segments, rank, dtype = shard.segments, cluster.rank, trained.dtype
     exact = shard.wire == "fp32"  # values come up, not changes: what went down is not needed
 
     def send(c: int) -> tuple[list[Tensor], list[int]]:
         parts = []
         for owner, tile in enumerate(shard.tiles[c]):
-            pieces = cuts[rank].pieces(runs, tile, (c, owner))
+            pieces = cuts[rank].pieces(segments, tile, (c, owner))
             came = sent[0] if exact else _get(sent[:1], pieces)[0]
             parts.append(wire.up(shard.wire, _get(trained, pieces), came))
         mine = shard.tiles[c][rank]
-        shapes = [(shard.rows, cut.size(runs, mine, (c, rank))) for cut in cuts]
+        shapes = [(shard.rows, cut.size(segments, mine, (c, rank))) for cut in cuts]
         return parts, [wire.up_bytes(shard.wire, shape, dtype) for shape in shapes]
 
     def take(c: int, payloads: list[Tensor]) -> None:
         central, tile, results = shard.centrals[c], shard.tiles[c][rank], []
         for worker, (cut, payload) in enumerate(zip(cuts, payloads, strict=True)):
             index = cut.inside(tile, (c, rank))
-            shape = (shard.rows, cut.size(runs, tile, (c, rank)))
+            shape = (shard.rows, cut.size(segments, tile, (c, rank)))
             went = central.weights if exact else _gather(central, index, 1)[0]
             buffer = wire.read_up(shard.wire, payload, shape, went)
             results.append(Result(worker, buffer, index, Stats(0.0, 0, 0)))
@@ -280,27 +280,27 @@ def _cut(shard: Shard, index: Tensor) -> Cut:
     return Cut(index, np.searchsorted(index.cpu().numpy(), bounds))
 
 
-def _small(runs: Runs, tile: Tile) -> Runs:
-    """The runs of a tile, as those of a small central model."""
-    shared, blocks = tile.spans(runs)
-    first = runs.full.n_shared // runs.grain
+def _small(segments: Segments, tile: Tile) -> Segments:
+    """The segments of a tile, as those of a small central model."""
+    shared, blocks = tile.spans(segments)
+    first = segments.full.n_shared // segments.grain
     block_of = torch.cat(
         [
-            runs.block_of[tile.shared[0] : tile.shared[1]],
-            runs.block_of[first + tile.blocks[0] : first + tile.blocks[1]],
+            segments.block_of[tile.shared[0] : tile.shared[1]],
+            segments.block_of[first + tile.blocks[0] : first + tile.blocks[1]],
         ]
     )
     n_shared, n_blocks = shared.stop - shared.start, blocks.stop - blocks.start
     layout = Layout({"shared": (n_shared,), "blocks": (n_blocks,)}, n_shared, (), ())
-    return Runs(layout, runs.block_map, runs.grain, runs.numbers, {}, block_of)
+    return Segments(layout, segments.block_map, segments.grain, segments.numbers, {}, block_of)
 
 
 def _gather(central: Central, index: Tensor, rows: int | None = None) -> Tensor:
     """A worker's part of a tile."""
-    source, runs = central.buffer[:rows], central.runs
-    n = runs.full.n_shared + index.numel() * runs.grain
+    source, segments = central.buffer[:rows], central.segments
+    n = segments.full.n_shared + index.numel() * segments.grain
     out = torch.empty(len(source), n, dtype=source.dtype, device=source.device)
-    return gather_(out, source, runs, index)
+    return gather_(out, source, segments, index)
 
 
 def _get(buffer: Tensor, pieces: tuple[slice, slice]) -> Tensor:
@@ -313,17 +313,17 @@ def _set(buffer: Tensor, pieces: tuple[slice, slice], part: Tensor) -> None:
     buffer[:, pieces[1]] = part[:, n_shared:]
 
 
-def _copy(central: Central, runs: Runs, tile: Tile) -> Tensor:
+def _copy(central: Central, segments: Segments, tile: Tile) -> Tensor:
     """A tile of a whole central model, its outer momentum as the last row."""
-    spans = tile.spans(runs)
+    spans = tile.spans(segments)
     part = _get(central.buffer, spans)
     if central.velocity is None:
         return part
     return torch.cat([part, _get(central.velocity[None], spans)])
 
 
-def _place_(central: Central, runs: Runs, tile: Tile, whole: Tensor) -> None:
-    spans, rows = tile.spans(runs), len(central.buffer)
+def _place_(central: Central, segments: Segments, tile: Tile, whole: Tensor) -> None:
+    spans, rows = tile.spans(segments), len(central.buffer)
     _set(central.buffer, spans, whole[:rows])
     if central.velocity is not None:
         _set(central.velocity[None], spans, whole[rows:])

@@ -123,7 +123,7 @@ class Seat:
     def apply(self, lr: float) -> None:
         """Clip the gradient that lies in the buffer and make one AdamW step."""
         if self.kind != "physical":
-            gather_(self.grad[None], self.model_grad[None], self.parcel.runs, self.parcel.index)
+            gather_(self.grad[None], self.model_grad[None], self.parcel.segments, self.parcel.index)
         self.optimizer.set_(lr)
         self._apply()
         if self.kind != "physical":
@@ -140,7 +140,7 @@ class Seat:
 
     def _to_model(self, weights: Tensor | None = None) -> None:
         part = self.work if weights is None else weights.to(self.model_weights.dtype)
-        scatter_(self.model_weights[None], part[None], self.parcel.runs, self.parcel.index)
+        scatter_(self.model_weights[None], part[None], self.parcel.segments, self.parcel.index)
 
 
 class Seats:

@@ -26,7 +26,7 @@ from ...config import Wire
 from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Partition
 from ...model.central import Central, create
-from ...model.layout import Runs, layout, runs
+from ...model.layout import Segments, cut_segments, layout
 from ...system.device import BufferPool
 from ...system.signals import Stop
 from ...training import dispatcher, shards
@@ -55,20 +55,20 @@ def model(megabytes: float) -> tuple[BlockMap, dict[str, tuple[int, ...]]]:
     return BlockMap((group,)), {"shared": (n_shared, UNIT), "blocks": (N_BLOCKS * rows, UNIT)}
 
 
-def make(megabytes: float) -> tuple[Central, Runs]:
+def make(megabytes: float) -> tuple[Central, Segments]:
     block_map, shapes = model(megabytes)
     params = {name: torch.ones(shape) for name, shape in shapes.items()}
     device = torch.device("cpu")
-    whole = runs(layout(block_map, shapes), block_map, device)
+    whole = cut_segments(layout(block_map, shapes), block_map, device)
     return create(params, shapes, block_map, carry=False, outer=False, device=device), whole
 
 
-def deal(whole: Runs, n_workers: int, r: int) -> Deal:
+def deal(whole: Segments, n_workers: int, r: int) -> Deal:
     hands = generator.deal(random.Random(r), N_BLOCKS, [K] * n_workers)
     return dispatcher.prepare(whole, r, [{"blocks": hand} for hand in hands])
 
 
-def n_subnet(whole: Runs) -> int:
+def n_subnet(whole: Segments) -> int:
     n_shared = whole.full.n_shared
     return n_shared + (whole.full.n_params - n_shared) * K // N_BLOCKS
 
@@ -82,12 +82,14 @@ class Sharded:
 
     def __init__(self, job: dict[str, Any], cluster: Cluster):
         self.cluster = cluster
-        central, self.runs = make(job["megabytes"])
+        central, self.segments = make(job["megabytes"])
         whole = central if cluster.is_central else None
-        self.shard = shards.spread(whole, self.runs, cluster, 1, False, torch.float32, job["wire"])
+        self.shard = shards.spread(
+            whole, self.segments, cluster, 1, False, torch.float32, job["wire"]
+        )
 
     def exchange(self, r: int) -> None:
-        there = deal(self.runs, self.cluster.world_size, r)
+        there = deal(self.segments, self.cluster.world_size, r)
         shards.round_(self.shard, there, self.cluster, untrained, None, Stop())
 
 
@@ -116,7 +118,7 @@ class Hubbed:
         self.n_workers, self.is_central = cluster.world_size - 1, cluster.is_central
         self.kind: Wire = job["wire"]
         self.pool = BufferPool()
-        self.central, self.runs = make(job["megabytes"])
+        self.central, self.segments = make(job["megabytes"])
         host = os.environ["MASTER_ADDR"]
         if not self.is_central:
             self.session = self._enter(host, int(cluster.broadcast([0.0])[0]))
@@ -141,7 +143,7 @@ class Hubbed:
         if not self.is_central:
             self._answer()
             return
-        there = deal(self.runs, self.n_workers, r)
+        there = deal(self.segments, self.n_workers, r)
         cuts = (dispatcher.cut(self.central, blueprint) for blueprint in there.blueprints)
         answers = self._round(r, cuts)
         results = [
@@ -159,7 +161,7 @@ class Hubbed:
         return [answers[member.place].buffer for member in self.members]
 
     def _answer(self) -> None:
-        order, shape = self.session.hear(600.0), (1, n_subnet(self.runs))
+        order, shape = self.session.hear(600.0), (1, n_subnet(self.segments))
         assert isinstance(order, RoundOrder)
         n_bytes = wire.down_bytes(self.kind, shape)
         found = client.receive(self.session, order, n_bytes, self.pool)
@@ -179,7 +181,7 @@ class Sessions(Hubbed):
             self._answer()
             return
         if not hasattr(self, "buffers"):
-            self.buffers = [torch.ones(1, n_subnet(self.runs)) for _ in self.members]
+            self.buffers = [torch.ones(1, n_subnet(self.segments)) for _ in self.members]
         self._round(r, self.buffers)
 
 
