@@ -12,7 +12,7 @@ from conftest import tiny
 
 from twistlm.system.device import BufferPool
 from twistlm.transport import handshake
-from twistlm.transport.guard import CHUNK, distance, length, longest_step, suspicion
+from twistlm.transport.checks import CHUNK, distance, length, longest_step, suspicion
 from twistlm.transport.handshake import ProtocolError
 from twistlm.transport.protocol import Goodbye, Payload, Refusal, Resend, RoundResult, checksum
 from twistlm.transport.session import HEADER, Session
