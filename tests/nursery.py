@@ -162,6 +162,7 @@ def faulty_hub(faults: list[dict]) -> None:
 def run_worker(order: dict) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     faulty(order.get("faults", []), Path(order["log"] + ".trained"))
+    remote.FIRST = order.get("first", remote.FIRST)
     options = remote.WorkerOptions(
         order["connect"], order.get("secret", SECRET.decode()).encode(), order.get("name", ""),
         order.get("widths"), "cpu", patience=order.get("patience", 60.0),
