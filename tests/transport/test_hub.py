@@ -131,14 +131,19 @@ def test_results_that_are_not_believed(scene):
         {"at": "weights", "round": 5},
         {"at": "send", "do": "corrupt", "round": 6},
         {"at": "send", "do": "corrupt", "round": 8, "always": True},
-    )  # fmt: skip
+    )
     sick = here.worker(
-        "sick", *({"at": "result", "do": what, "round": r} for r, what in ((1, "nan"), (3, "inf moment"), (5, "nan")))
-    )  # fmt: skip
+        "sick",
+        *(
+            {"at": "result", "do": what, "round": r}
+            for r, what in ((1, "nan"), (3, "inf moment"), (5, "nan"))
+        ),
+    )
     wild = here.worker(
-        "wild", *({"at": "result", "do": what, "round": r} for r, what in ((1, "huge"), (2, "garbage"))),
+        "wild",
+        *({"at": "result", "do": what, "round": r} for r, what in ((1, "huge"), (2, "garbage"))),
         {"at": "send", "do": "short", "round": 4},
-    )  # fmt: skip
+    )
     here.worker("sound", {"at": "send", "do": "cut short", "round": 7})
     finish(here, hub)
     whys = {(row["worker"], row["round"]): row["why"] for row in here.events("refused")}
