@@ -9,7 +9,7 @@ demo: $(VENV)/demo.stamp
 	$(RUN)/twistlm demo
 
 test: $(VENV)/test.stamp lint
-	$(RUN)/python -m pytest -n 2
+	$(RUN)/python -m pytest -n 2 --dist worksteal
 
 chaos: $(VENV)/test.stamp
 	$(RUN)/python -m pytest -n 2 -m chaos

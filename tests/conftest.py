@@ -44,19 +44,36 @@ def tiny_table(tokens: str, out: Path, **sections: dict) -> dict:
     table: dict = {
         "model": {
             "type": "gpt2",
-            "config": {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 16, "n_head": 4, "n_layer": 3},
+            "config": {
+                "vocab_size": VOCAB,
+                "n_positions": 16,
+                "n_embd": 16,
+                "n_head": 4,
+                "n_layer": 3,
+            },
         },
         "data": {"train": tokens, "valid": tokens, "seq_len": 16},
         "blocks": {"n_ffn": 4, "k_attn": 2, "k_ffn": 3, "shared_first": 1, "shared_last": 0},
         "train": {
-            "n_workers": 3, "rounds": 4, "interval": 3, "batch": 2, "lr": 1e-2,
-            "betas": [0.9, 0.95], "weight_decay": 0.1, "clip": 1.0,
+            "n_workers": 3,
+            "rounds": 4,
+            "interval": 3,
+            "batch": 2,
+            "lr": 1e-2,
+            "betas": [0.9, 0.95],
+            "weight_decay": 0.1,
+            "clip": 1.0,
         },
         "run": {
-            "out": str(out), "device": "cpu", "threads": 1, "eval_every": -1, "eval_ratios": ["2/4"],
-            "eval_n": 2, "save_every": 1,
+            "out": str(out),
+            "device": "cpu",
+            "threads": 1,
+            "eval_every": -1,
+            "eval_ratios": ["2/4"],
+            "eval_n": 2,
+            "save_every": 1,
         },
-    }  # fmt: skip
+    }
     for section, values in sections.items():
         table[section] = table.get(section, {}) | values
     return table

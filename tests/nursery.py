@@ -142,10 +142,12 @@ def faulty(faults: list[dict], log: Path) -> None:
 def faulty_hub(faults: list[dict]) -> None:
     """Kill the hub when it is about to do something in a round."""
     spots = {
-        "post": (hub.Hub, "post"), "collect": (hub.Hub, "collect"),
-        "aggregate": (aggregator, "aggregate_"), "commit": (hub.Hub, "committed"),
+        "post": (hub.Hub, "post"),
+        "collect": (hub.Hub, "collect"),
+        "aggregate": (aggregator, "aggregate_"),
+        "commit": (hub.Hub, "committed"),
         "save": (checkpoint, "save_tensors"),
-    }  # fmt: skip
+    }
     for fault in faults:
         where, name = spots[fault["at"]]
         original = getattr(where, name)
@@ -162,10 +164,15 @@ def faulty_hub(faults: list[dict]) -> None:
 def run_worker(order: dict) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     faulty(order.get("faults", []), Path(order["log"] + ".trained"))
+    remote.FIRST = order.get("first", remote.FIRST)
     options = remote.WorkerOptions(
-        order["connect"], order.get("secret", SECRET.decode()).encode(), order.get("name", ""),
-        order.get("widths"), "cpu", patience=order.get("patience", 60.0),
-    )  # fmt: skip
+        order["connect"],
+        order.get("secret", SECRET.decode()).encode(),
+        order.get("name", ""),
+        order.get("widths"),
+        "cpu",
+        patience=order.get("patience", 60.0),
+    )
     remote.work(options)
     return 0
 

@@ -66,8 +66,11 @@ class Nursery:
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / "nursery.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
         self.codes: dict[int, int] = {}
         self.born: queue.Queue[dict] = queue.Queue()
         self.children: list[Child] = []

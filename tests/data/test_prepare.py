@@ -197,10 +197,20 @@ def long_text(kind: str) -> str:
         "indented": ["\n", "\n    ", "\n\t", "\n\n  "],
         "trailing": ["\n", " \n", "  \n", " \n ", "\t\n"],
         "crlf": ["\r\n", "\r\n\r\n", "\r\n  "],
-        "unicode": ["\n", "\u2028", "\x85", "\n\u00a0", "\u2003\n", "\x0b\n", "\x0c", "\x1c\n", "\n\u0301"],
+        "unicode": [
+            "\n",
+            "\u2028",
+            "\x85",
+            "\n\u00a0",
+            "\u2003\n",
+            "\x0b\n",
+            "\x0c",
+            "\x1c\n",
+            "\n\u0301",
+        ],
         "mixed": ["\n", "\r", "\r\n", "\n\r", "\n\n", " \n", "\n ", f"{EOS}\n", f"\n{EOS}"],
         "one line": [" "],
-    }[kind]  # fmt: skip
+    }[kind]
     parts = []
     while sum(map(len, parts)) < 6000:
         parts += [" ".join(rng.choices(words, k=rng.randint(1, 9))), rng.choice(ends)]
@@ -415,45 +425,71 @@ REFUSED = {
     "NUL bytes": (lambda d: raw(d / "a.txt", b"abc\0def" * 50), {}, ["a.txt", "binary"]),
     "late NUL byte": (lambda d: raw(d / "a.txt", b"fine\n" * 400 + b"\0"), {}, ["a.txt", "binary"]),
     "not UTF-8": (lambda d: raw(d / "a.txt", b"caf\xe9 \n" * 50), {}, ["a.txt", "UTF-8"]),
-    "late bad byte": (lambda d: raw(d / "a.txt", b"fine\n" * 400 + b"\xff"), {}, ["a.txt", "UTF-8"]),
+    "late bad byte": (
+        lambda d: raw(d / "a.txt", b"fine\n" * 400 + b"\xff"),
+        {},
+        ["a.txt", "UTF-8"],
+    ),
     "half a character": (lambda d: raw(d / "a.txt", "é".encode()[:1]), {}, ["a.txt", "UTF-8"]),
     "bad JSON": (lambda d: raw(d / "a.jsonl", LINE * 299 + b"{oops\n"), {}, ["a.jsonl, line 300"]),
     "blank lines count": (lambda d: raw(d / "a.jsonl", LINE + b"\n\n{"), {}, ["a.jsonl, line 4"]),
     "JSON bad bytes": (lambda d: raw(d / "a.jsonl", LINE + b'{"text": "\xe9"}'), {}, ["line 2"]),
     "JSON without column": (
-        lambda d: raw(d / "a.jsonl", LINE + b'{"body": "x"}'), {}, ["a.jsonl, line 2", "'text'"],
+        lambda d: raw(d / "a.jsonl", LINE + b'{"body": "x"}'),
+        {},
+        ["a.jsonl, line 2", "'text'"],
     ),
     "JSON column": (lambda d: raw(d / "a.jsonl", LINE), {"column": "body"}, ["line 1", "'body'"]),
     "JSON number": (lambda d: raw(d / "a.jsonl", b'{"text": 5}'), {}, ["line 1", "int"]),
     "JSON null": (lambda d: raw(d / "a.jsonl", b'{"text": null}'), {}, ["line 1", "NoneType"]),
     "JSON list": (lambda d: raw(d / "a.jsonl", b'["text"]'), {}, ["line 1"]),
     "parquet column": (
-        lambda d: parquet(d / "a.parquet", title=["x"], body=["y"]), {},
+        lambda d: parquet(d / "a.parquet", title=["x"], body=["y"]),
+        {},
         ["a.parquet", "'text'", "title, body", "--column"],
     ),
     "parquet numbers": (
-        lambda d: parquet(d / "a.parquet", text=["x"], id=[7]), {"column": "id"}, ["a.parquet", "'id'"],
+        lambda d: parquet(d / "a.parquet", text=["x"], id=[7]),
+        {"column": "id"},
+        ["a.parquet", "'id'"],
     ),
     "parquet lists": (
-        lambda d: parquet(d / "a.parquet", text=[["x", "y"]]), {}, ["a.parquet", "'text'"],
+        lambda d: parquet(d / "a.parquet", text=[["x", "y"]]),
+        {},
+        ["a.parquet", "'text'"],
     ),
-    "no parquet": (lambda d: raw(d / "a.parquet", b"PAR0" * 99), {}, ["a.parquet", "not a Parquet"]),
+    "no parquet": (
+        lambda d: raw(d / "a.parquet", b"PAR0" * 99),
+        {},
+        ["a.parquet", "not a Parquet"],
+    ),
     "tiny parquet": (lambda d: raw(d / "a.parquet", b"P"), {}, ["a.parquet", "not a Parquet"]),
     "cut parquet": (
-        lambda d: raw(d / "a.parquet", Path(parquet(d / "b.parquet", text=["x"] * 999)).read_bytes()[:-9]),
-        {}, ["a.parquet"],
+        lambda d: raw(
+            d / "a.parquet", Path(parquet(d / "b.parquet", text=["x"] * 999)).read_bytes()[:-9]
+        ),
+        {},
+        ["a.parquet"],
     ),
     "damaged parquet": (lambda d: smudged(d / "a.parquet"), {}, ["a.parquet"]),
     "unknown suffix": (
-        lambda d: raw(d / "a.docx", b"words"), {}, ["a.docx", ".txt", ".jsonl", ".parquet", "hub:"],
+        lambda d: raw(d / "a.docx", b"words"),
+        {},
+        ["a.docx", ".txt", ".jsonl", ".parquet", "hub:"],
     ),
     "no suffix": (lambda d: raw(d / "words", b"words"), {}, ["words", ".txt"]),
-    "empty rows, jsonl": (lambda d: raw(d / "a.jsonl", b'{"text": ""}\n' * 3), {}, ["a.jsonl", "no text"]),
+    "empty rows, jsonl": (
+        lambda d: raw(d / "a.jsonl", b'{"text": ""}\n' * 3),
+        {},
+        ["a.jsonl", "no text"],
+    ),
     "empty rows, parquet": (
-        lambda d: parquet(d / "a.parquet", text=["", None, ""]), {}, ["a.parquet", "no text"],
+        lambda d: parquet(d / "a.parquet", text=["", None, ""]),
+        {},
+        ["a.parquet", "no text"],
     ),
     "no such eos": (lambda d: raw(d / "a.txt", b"x"), {"eos": "<nope>"}, ["--eos", "'<nope>'"]),
-}  # fmt: skip
+}
 if importlib.util.find_spec("datasets") is None:
     REFUSED["hub without datasets"] = (
         lambda d: "hub:Salesforce/wikitext",

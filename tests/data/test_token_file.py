@@ -209,7 +209,10 @@ def resize(path: str, n_bytes: int) -> None:
 SPOILT = {
     "no .bin": (lambda stem: Path(f"{stem}.bin").unlink(), "no token file .*twistlm prepare"),
     "no .json": (lambda stem: Path(f"{stem}.json").unlink(), "no token file .*twistlm prepare"),
-    "one byte short": (lambda stem: resize(f"{stem}.bin", 199), "has 199 bytes, .* 100 tokens of 2 bytes"),
+    "one byte short": (
+        lambda stem: resize(f"{stem}.bin", 199),
+        "has 199 bytes, .* 100 tokens of 2 bytes",
+    ),
     "half": (lambda stem: resize(f"{stem}.bin", 100), "has 100 bytes, .* 100 tokens .*truncated"),
     "empty .bin": (lambda stem: resize(f"{stem}.bin", 0), "has 0 bytes.*empty"),
     "empty pair": (
@@ -219,12 +222,21 @@ SPOILT = {
     "grown": (lambda stem: resize(f"{stem}.bin", 202), "has 202 bytes"),
     "another count": (lambda stem: spoil_meta(stem, n_tokens=101), "says 101 tokens"),
     "another dtype": (lambda stem: spoil_meta(stem, dtype="uint32"), "100 tokens of 4 bytes"),
-    "no dtype": (lambda stem: spoil_meta(stem, dtype="words"), "not a token file's description.*words"),
+    "no dtype": (
+        lambda stem: spoil_meta(stem, dtype="words"),
+        "not a token file's description.*words",
+    ),
     "unknown field": (lambda stem: spoil_meta(stem, colour="red"), "description.*colour"),
     "not JSON": (lambda stem: resize(f"{stem}.json", 40), "not a token file's description"),
-    "a list": (lambda stem: Path(f"{stem}.json").write_text("[1]"), "not a token file's description"),
-    "not UTF-8": (lambda stem: Path(f"{stem}.json").write_bytes(b"\xff\xfe{"), "not a token file's"),
-}  # fmt: skip
+    "a list": (
+        lambda stem: Path(f"{stem}.json").write_text("[1]"),
+        "not a token file's description",
+    ),
+    "not UTF-8": (
+        lambda stem: Path(f"{stem}.json").write_bytes(b"\xff\xfe{"),
+        "not a token file's",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", SPOILT)

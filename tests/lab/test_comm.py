@@ -14,9 +14,13 @@ from twistlm.lab.bench import comm, namespaces, peer
 def test_all_engines_exchange(tmp_path):
     """Four processes: three workers and a hub, or four shards."""
     job = {
-        "megabytes": 0.5, "engines": ["bare", "sessions", "hub", "sharded"], "repeats": 2,
-        "wire": "bf16", "interface": "lo", "folder": str(tmp_path),
-    }  # fmt: skip
+        "megabytes": 0.5,
+        "engines": ["bare", "sessions", "hub", "sharded"],
+        "repeats": 2,
+        "wire": "bf16",
+        "interface": "lo",
+        "folder": str(tmp_path),
+    }
     ranks.finish(ranks.start(4, tmp_path, peer.main, job), tmp_path)
     said = json.loads(ranks.said(tmp_path, 0).splitlines()[-1])
     assert said["n_subnet"] * 4 == pytest.approx(0.5e6, rel=0.05)
@@ -33,11 +37,14 @@ def measured(where: str, engine: str, n: int, seconds: float) -> comm.Measured:
 
 def test_ratios_are_of_medians_in_the_same_place():
     rows = [
-        measured("loopback", "bare", 4, 1.0), measured("loopback", "sessions", 4, 1.25),
-        measured("slow", "hub", 4, 4.0), measured("slow", "sharded", 4, 1.0),
-        measured("slow", "hub", 8, 8.0), measured("slow", "sharded", 8, 1.0),
-    ]  # fmt: skip
-    made = comm.Bench(tuple(rows), {}, {})
+        measured("loopback", "bare", 4, 1.0),
+        measured("loopback", "sessions", 4, 1.25),
+        measured("slow", "hub", 4, 4.0),
+        measured("slow", "sharded", 4, 1.0),
+        measured("slow", "hub", 8, 8.0),
+        measured("slow", "sharded", 8, 1.0),
+    ]
+    made = comm.CommReport(tuple(rows), {}, {})
     assert list(made.ratios().values()) == [0.8, 0.25, 0.125]
     assert json.loads(json.dumps(made.to_dict()))["ratios"] == made.ratios()
     assert comm.table(made).row_count == 6

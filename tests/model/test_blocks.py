@@ -460,9 +460,12 @@ def test_holders_against_a_count(pair):
     _, _, segments, _ = pair
     rng = random.Random(3)
     blueprints = [
-        {g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks)))) for g in segments.block_map.groups}
+        {
+            g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks))))
+            for g in segments.block_map.groups
+        }
         for _ in range(3)
-    ]  # fmt: skip
+    ]
     table = layout.holders(segments, blueprints).tolist()
     assert table[0] == [0, 2, 3]
     for group in segments.block_map.groups:

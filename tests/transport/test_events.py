@@ -23,8 +23,15 @@ def test_the_table_and_the_lines_say_the_same(tmp_path):
     events.write("lost", "fast", round=2, why="it closed the connection")
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [row["event"] for row in rows] == [
-        "joined", "joined", "joined", "round", "refused", "round", "stranger", "lost",
-    ]  # fmt: skip
+        "joined",
+        "joined",
+        "joined",
+        "round",
+        "refused",
+        "round",
+        "stranger",
+        "lost",
+    ]
     assert rows[4]["why"] == "NaN or Inf in the update"
     assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
     slow, fast, sick = (events.standings[name] for name in ("slow", "fast", "sick"))

@@ -120,10 +120,13 @@ def test_every_sequence_exactly_once(scene, tmp_path, n_rounds):
     n = n_rounds * 2  # sequences in an epoch; three workers would train 6 in a round
     tokens = numbered_tokens(tmp_path / "numbered", n)
     here = scene(
-        train=TRAIN | {"rounds": n_rounds}, hub={"floor": 0.4},
+        train=TRAIN | {"rounds": n_rounds},
+        hub={"floor": 0.4},
         data={"train": tokens, "valid": tokens},
-        model={"config": {"vocab_size": n, "n_positions": 16, "n_embd": 16, "n_head": 4, "n_layer": 2}},
-    )  # fmt: skip
+        model={
+            "config": {"vocab_size": n, "n_positions": 16, "n_embd": 16, "n_head": 4, "n_layer": 2}
+        },
+    )
     rng = random.Random(n_rounds)
     hub = here.hub()
     names = torment(here, hub, rng)

@@ -152,7 +152,9 @@ def test_buffers_are_reused_and_grow():
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.5, 0.9)])
 def test_no_adamw_makes_a_longer_step(betas):
     """torch's own AdamW on gradients that are made to move it far: silence, then a burst."""
-    cfg = tiny("x", "y", train={"betas": list(betas), "interval": 12, "lr": 0.1, "weight_decay": 0.1}).train  # fmt: skip
+    cfg = tiny(
+        "x", "y", train={"betas": list(betas), "interval": 12, "lr": 0.1, "weight_decay": 0.1}
+    ).train
     for silence in (0, 1, 50, 400):
         weights = torch.nn.Parameter(torch.ones(64, dtype=torch.float64))
         adam = torch.optim.AdamW([weights], lr=cfg.lr, betas=betas, weight_decay=0.1, eps=1e-8)
@@ -188,9 +190,13 @@ def test_what_is_suspicious():
     sent = torch.ones(3, 500)
     assert suspicion(cfg, sent.clone(), sent, 2.0) is None
     for row, value, word in (
-        (0, math.nan, "NaN"), (1, math.inf, "NaN"), (2, math.nan, "NaN"), (0, 1e30, "NaN"),
-        (0, 1e4, "AdamW"), (2, -1.0, "negative"),
-    ):  # fmt: skip
+        (0, math.nan, "NaN"),
+        (1, math.inf, "NaN"),
+        (2, math.nan, "NaN"),
+        (0, 1e30, "NaN"),
+        (0, 1e4, "AdamW"),
+        (2, -1.0, "negative"),
+    ):
         result = sent.clone()
         result[row, 7] = value
         assert word in suspicion(cfg, result, sent, 2.0), (row, value)

@@ -32,7 +32,7 @@ class Standing:
 
 @dataclass
 class Events:
-    """`events.jsonl` of a run folder, and who stands where; written by the hub's threads."""
+    """`events.jsonl` of a run folder, and the state of every worker; written by the hub's threads."""
 
     out: Path
     quiet: bool = False
@@ -79,7 +79,12 @@ class Events:
             newest = sorted(self.standings.items(), key=lambda item: item[1].state != "in")
         for name, s in newest[:MOST_ROWS]:
             table.add_row(
-                name, s.state, str(s.rounds), f"{s.seconds:.2f}", f"{s.waited:.1f}",
-                str(s.refused), s.why,
-            )  # fmt: skip
+                name,
+                s.state,
+                str(s.rounds),
+                f"{s.seconds:.2f}",
+                f"{s.waited:.1f}",
+                str(s.refused),
+                s.why,
+            )
         return table

@@ -60,9 +60,13 @@ class Listener:
         meeting = socket.create_server((host, 0), family=sock.family)
         self._port = meeting.getsockname()[1]
         self._store = dist.TCPStore(
-            host, self._port, is_master=True, wait_for_workers=False,
-            timeout=timedelta(seconds=handshake.STEP), master_listen_fd=meeting.detach(),
-        )  # fmt: skip
+            host,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=handshake.STEP),
+            master_listen_fd=meeting.detach(),
+        )
         sock.settimeout(0.2)  # so that the thread sees the end
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -223,16 +223,8 @@ class Goodbye:
 
 
 Message = (
-    Hello
-    | Welcome
-    | Ready
-    | Refusal
-    | RoundOrder
-    | RoundResult
-    | ResultSent
-    | Resend
-    | Goodbye
-)  # fmt: skip
+    Hello | Welcome | Ready | Refusal | RoundOrder | RoundResult | ResultSent | Resend | Goodbye
+)
 CODES: dict[type, int] = {kind: code for code, kind in enumerate(get_args(Message), 1)}
 KINDS = {code: kind for kind, code in CODES.items()}
 PARTS: Mapping[str, type] = {

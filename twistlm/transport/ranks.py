@@ -1,6 +1,6 @@
-"""Who sits where, and what the ranks of torchrun have in common.
+"""Which rank of torchrun plays which worker, and what these ranks exchange as one group.
 
-A variant is a seating table: which rank hosts which worker, and whether that worker trains a
+`run.variant` chooses a seating table: which rank hosts which worker, and whether that worker trains a
 physical subnet, a masked copy of the full model, or the central weights themselves behind a mask.
 """
 
@@ -37,7 +37,7 @@ class Seating:
 
 
 def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physical") -> Seating:
-    """The seating table of the spec (section 1, Variants)."""
+    """The seating table of a variant; a wrong number of ranks is refused."""
     if variant == "local":
         if world_size != 1:
             raise ValueError(
@@ -66,8 +66,8 @@ def on_central_rank() -> bool:
 
 
 @contextmanager
-def _talking() -> Iterator[None]:
-    """Say in a sentence that a peer is gone."""
+def _peers_alive() -> Iterator[None]:
+    """Turn what gloo and NCCL raise when a peer is gone into a sentence."""
     try:
         yield
     except RuntimeError as error:
@@ -82,7 +82,7 @@ class Cluster:
 
     TwIST's rounds go through a hub (`hub`), over sessions; torchrun's ranks only have to find it. Shards
     are exchanged between all ranks, and the controls sum gradients in every step: these ranks form one
-    group (`together`), and a death ends them.
+    process group (`together`), which ends when one of them dies.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class Cluster:
                 for move, tensor in ((dist.isend, parts[peer]), (dist.irecv, got[peer])):
                     if tensor.numel():
                         moves.append(dist.P2POp(move, tensor, peer, tag=self._n_exchanges))
-        with _talking():
+        with _peers_alive():
             works = dist.batch_isend_irecv(moves) if moves else []
 
         def wait() -> list[Tensor]:
-            with _talking():
+            with _peers_alive():
                 for work in works:
                     work.wait()
             assert parts is not None  # kept until here
@@ -162,7 +162,7 @@ class Cluster:
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         if self._group:
-            with _talking():
+            with _peers_alive():
                 dist.broadcast(tensor, 0)
         return tensor
 

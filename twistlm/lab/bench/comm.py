@@ -45,7 +45,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Bench:
+class CommReport:
     """Everything `twistlm bench comm` prints."""
 
     rows: tuple[Measured, ...]
@@ -54,7 +54,11 @@ class Bench:
 
     def ratio(self, where: str, engine: str, other: str, n_workers: int) -> float:
         """Seconds of one engine over those of another."""
-        found = {row.engine: row.median for row in self.rows if (row.where, row.n_workers) == (where, n_workers)}  # fmt: skip
+        found = {
+            row.engine: row.median
+            for row in self.rows
+            if (row.where, row.n_workers) == (where, n_workers)
+        }
         return found[engine] / found[other]
 
     def ratios(self) -> dict[str, float]:
@@ -69,9 +73,15 @@ class Bench:
 
 
 def bench(
-    *, loopback: int, megabytes: float, slow: Sequence[int], slow_megabytes: float, gbit: float,
-    repeats: int, wire: Wire,
-) -> Bench:  # fmt: skip
+    *,
+    loopback: int,
+    megabytes: float,
+    slow: Sequence[int],
+    slow_megabytes: float,
+    gbit: float,
+    repeats: int,
+    wire: Wire,
+) -> CommReport:
     """S = `loopback` workers on this machine; S in `slow` on hosts with links of `gbit` Gbit/s."""
     rows, left_out, about = [], {}, describe_run()
     about |= {"cores": os.cpu_count(), "load before": os.getloadavg()[0]}
@@ -86,19 +96,27 @@ def bench(
                 rows += _measure("slow", (engine,), n, slow_megabytes, repeats, wire, gbit)
                 bar.advance(task)
     about["load after"] = os.getloadavg()[0]
-    return Bench(tuple(rows), left_out, about)
+    return CommReport(tuple(rows), left_out, about)
 
 
 def _measure(
-    where: str, engines: tuple[str, ...], n_workers: int, megabytes: float, repeats: int, wire: Wire,
+    where: str,
+    engines: tuple[str, ...],
+    n_workers: int,
+    megabytes: float,
+    repeats: int,
+    wire: Wire,
     gbit: float = 0.0,
-) -> list[Measured]:  # fmt: skip
+) -> list[Measured]:
     n = n_workers + (engines != ("sharded",))  # a hub does not train
     with tempfile.TemporaryDirectory() as folder:
         job = {
-            "megabytes": megabytes, "engines": engines, "repeats": repeats, "wire": wire,
+            "megabytes": megabytes,
+            "engines": engines,
+            "repeats": repeats,
+            "wire": wire,
             "folder": folder,
-        }  # fmt: skip
+        }
         with slow_hosts(n, gbit) if gbit else nullcontext([LOOPBACK] * n) as hosts:
             said = _run(hosts, job)
     made = []
@@ -129,10 +147,13 @@ def _run(hosts: list[Host], job: dict[str, Any]) -> dict[str, Any]:
         command.append(json.dumps(job | {"interface": host.interface}))
         started.append(
             subprocess.Popen(
-                command, env=os.environ | env, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                command,
+                env=os.environ | env,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
-        )  # fmt: skip
+        )
     try:
         said = [process.communicate(timeout=LONGEST) for process in started]
     finally:
@@ -144,16 +165,30 @@ def _run(hosts: list[Host], job: dict[str, Any]) -> dict[str, Any]:
     return json.loads(said[0][0].splitlines()[-1])
 
 
-def table(made: Bench) -> Table:
+def table(made: CommReport) -> Table:
     """For a person."""
     result = terminal.table(
-        "one exchange of all workers, nothing trained", "where", "engine", "S", "MB a subnet", "seconds",
-        "busiest link, MB", "counted", "MB/s", words=2,
-    )  # fmt: skip
+        "one exchange of all workers, nothing trained",
+        "where",
+        "engine",
+        "S",
+        "MB a subnet",
+        "seconds",
+        "busiest link, MB",
+        "counted",
+        "MB/s",
+        words=2,
+    )
     for row in made.rows:
         counted = "" if row.n_counted is None else f"{row.n_counted / row.n_bytes - 1:+.1%}"
         result.add_row(
-            row.where, row.engine, str(row.n_workers), f"{row.megabytes:g}", f"{row.median:.2f}",
-            f"{row.n_bytes / 1e6:,.0f}", counted, f"{row.n_bytes / row.median / 1e6:,.0f}",
-        )  # fmt: skip
+            row.where,
+            row.engine,
+            str(row.n_workers),
+            f"{row.megabytes:g}",
+            f"{row.median:.2f}",
+            f"{row.n_bytes / 1e6:,.0f}",
+            counted,
+            f"{row.n_bytes / row.median / 1e6:,.0f}",
+        )
     return result

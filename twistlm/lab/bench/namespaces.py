@@ -60,9 +60,8 @@ def slow_hosts(n: int, gbit: float) -> Iterator[list[Host]]:
             for i, name in enumerate(names)
         ]
     finally:
-        for (
-            name
-        ) in names:  # the link first: that of a dying namespace lingers, and so would its name
+        # the link first: that of a dying namespace lingers, and so would its name
+        for name in names:
             subprocess.run(["ip", "link", "del", name], capture_output=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)

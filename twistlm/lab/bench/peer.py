@@ -186,8 +186,11 @@ class Sessions(Hubbed):
 
 
 ENGINES: dict[str, Callable[[dict[str, Any], Cluster], Any]] = {
-    "sharded": Sharded, "bare": Bare, "hub": Hubbed, "sessions": Sessions,
-}  # fmt: skip
+    "sharded": Sharded,
+    "bare": Bare,
+    "hub": Hubbed,
+    "sessions": Sessions,
+}
 
 
 def on_the_link(interface: str) -> int:

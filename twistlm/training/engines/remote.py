@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ... import config as configs
+from ... import config
 from ...config import Config, Kind
 from ...model.cut import cut_model
 from ...system.device import BufferPool, pick_device
@@ -111,7 +111,7 @@ def _said_goodbye(session: Session) -> bool:
 
 
 def _build(run: RunDescription, device_name: str) -> Workplace:
-    cfg = configs.from_dict(run.config)
+    cfg = config.from_dict(run.config)
     if cfg.run.threads:
         torch.set_num_threads(cfg.run.threads)
     device = pick_device(device_name, int(os.environ.get("LOCAL_RANK", 0)))
