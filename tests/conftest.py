@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,11 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer.main
 
 from twistlm import config
 from twistlm.data.token_file import TokenMeta, write_meta
 
 torch.set_num_threads(1)  # bitwise comparisons need equal threads; CI has two cores and two workers
+
+# a process calls the app once; tests do hundreds of times, and it would build every command anew
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 VOCAB = 64
 

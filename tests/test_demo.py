@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from twistlm.tickets import deploy, parent, score
+from twistlm import cli
+from twistlm.data import builtin
+from twistlm.tickets import deploy
+from twistlm.tickets.parent import open_parent
+from twistlm.tickets.score import ScoreRequest, evaluator, score_parent
 
 SMALL = ["train.rounds=3", "train.interval=2", "model.config.n_layer=2", "run.eval_tokens=640"]
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[Path, str]:
-    out = tmp_path_factory.mktemp("demo") / "demo"
-    command = [sys.executable, "-m", "twistlm", "demo", "--out", str(out), "--n", "3", *SMALL]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return out, done.stdout
+    """The command in this process, on some of its text; its two trainings are processes."""
+    out, printed = tmp_path_factory.mktemp("demo") / "demo", io.StringIO()
+    texts = sorted(builtin.topics.topics.values())
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", ["twistlm", "demo", "--out", str(out), "--n", "3", *SMALL])
+        patch.setattr(builtin, "documents", lambda: texts)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+    assert not stopped.value.code
+    return out, printed.getvalue()
 
 
 def test_it_says_what_it_does(demo):
@@ -33,9 +41,9 @@ def test_it_says_what_it_does(demo):
         "data parallel",
         "TwIST",
         "3 random subnets: mean ± sd (worst)",
-        "9/12", "6/12", "4/12", "3/12",
+        *("9/12", "6/12", "4/12", "3/12"),
         "a ticket with 6/12 of the blocks",
-    ):  # fmt: skip
+    ):
         assert words in printed, words
 
 
@@ -55,9 +63,8 @@ def test_the_scores_on_disk_are_those_of_eval(demo):
     out, _ = demo
     saved = json.loads((out / "scores.json").read_text())
     assert [row["name"] for row in saved] == ["data parallel", "TwIST"]
-    again = score.score_checkpoint(
-        out / "twist", ["6/12"], 3, data=str(out / "text/valid"), tokens=640, device="cpu"
-    )
+    request = ScoreRequest(n=3, data=str(out / "text/valid"), tokens=640)
+    again = score_parent(open_parent(out / "twist", "cpu"), request, "twist")
     assert again.full == pytest.approx(saved[1]["full"], rel=1e-6)
     assert again.subnets[0].mean == pytest.approx(saved[1]["subnets"][1]["mean"], rel=1e-6)
 
@@ -67,8 +74,8 @@ def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
     out, _ = demo
     ticket = deploy.load_ticket(out / "ticket")
     blueprint = json.loads((out / "ticket/ticket.json").read_text())["blueprint"]
-    loaded = parent.open_(out / "twist", "cpu")
-    ready = score.evaluator(loaded, data=str(out / "text/valid"), tokens=640)
+    loaded = open_parent(out / "twist", "cpu")
+    ready = evaluator(loaded, data=str(out / "text/valid"), tokens=640)
     subnet = ready.refill_({name: tuple(kept) for name, kept in blueprint.items()})
     ids = ready.text.file.sequences([0, 1], 64)
     with torch.no_grad():
@@ -78,8 +85,6 @@ def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
 
 
 def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path, monkeypatch, capsys):
-    from twistlm import cli
-
     (tmp_path / "precious.txt").write_text("keep me")
     monkeypatch.setattr("sys.argv", ["twistlm", "demo", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as stopped:

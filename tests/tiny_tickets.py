@@ -22,7 +22,7 @@ def open_parent(name: str, attn_by: str, folder: Path, **config: Any) -> tuple[P
     row = TABLE[name]
     build(row.type, row.config | config).save_pretrained(folder)
     cut = [f"blocks.attn_by={attn_by}", f"blocks.n_ffn={N_FFN}", "blocks.shared_first=0"]
-    opened = parent.open_(folder, "cpu", [*cut, "blocks.shared_last=0"])
+    opened = parent.open_parent(folder, "cpu", [*cut, "blocks.shared_last=0"])
     kept = {"attn": KEPT_ATTN, "ffn": KEPT_FFN}
     return opened, {g.name: kept[g.kind][g.layer] for g in opened.block_map.groups}
 

@@ -1,7 +1,65 @@
-"""twistlm: language models that are trained once and deployed at any size (TwIST)."""
+"""twistlm: language models that are trained once and deployed at any size (TwIST).
 
-from .tickets.register import register_when_loaded
+From training to an evaluated ticket:
+
+    import twistlm
+
+    run = twistlm.train("demo")
+    parent = twistlm.open_parent(run)
+    ticket = parent.extract(ratio="6/12")
+    print(ticket.evaluate().full)  # perplexity
+
+Importing changes nothing outside this package and loads neither torch nor transformers: each name
+below is fetched when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .tickets.deploy import load_ticket
+    from .tickets.public import OpenParent, Ticket, evaluate, open_parent, train
+    from .tickets.register import register
+    from .tickets.score import Scores
 
 __version__ = "0.1.0"
 
-register_when_loaded()
+__all__ = [
+    "Config",
+    "OpenParent",
+    "Scores",
+    "Ticket",
+    "__version__",
+    "evaluate",
+    "load_ticket",
+    "open_parent",
+    "register",
+    "train",
+]
+
+_HOMES = {
+    "Config": "config",
+    "OpenParent": "tickets.public",
+    "Scores": "tickets.score",
+    "Ticket": "tickets.public",
+    "evaluate": "tickets.public",
+    "load_ticket": "tickets.deploy",
+    "open_parent": "tickets.public",
+    "register": "tickets.register",
+    "train": "tickets.public",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    found = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

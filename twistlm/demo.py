@@ -21,10 +21,9 @@ from .model import generator
 from .model.blocks import widths_of_ratio
 from .system.provenance import describe_run
 from .system.terminal import console, progress
-from .tickets import deploy, score
-from .tickets import parent as parents
-from .tickets.parent import Parent
-from .tickets.score import Scores
+from .tickets import deploy
+from .tickets.parent import Parent, open_parent
+from .tickets.score import ScoreRequest, Scores, score_parent, table
 from .training import rounds
 
 PARENTS: dict[str, Method] = {"data parallel": "dense", "TwIST": "twist"}
@@ -55,12 +54,12 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
         f"with subnets of {cfg.blocks.k_attn[0]} blocks"
     )
     train_side_by_side(configs)
+    request = ScoreRequest(ratios=cfg.run.eval_ratios, n=n, tokens=cfg.run.eval_tokens)
     scores = []
     for name, made in configs.items():
-        parent = parents.open_(made.run.out, "cpu")
-        ready = score.evaluator(parent, tokens=cfg.run.eval_tokens)
-        scores.append(score.score(ready, parent, list(cfg.run.eval_ratios), n, name=name))
-    console.print(score.table(scores))
+        parent = open_parent(made.run.out, "cpu")
+        scores.append(score_parent(parent, request, name))
+    console.print(table(scores))
     console.print(reading(scores))
     (out / "scores.json").write_text(json.dumps([s.to_dict() for s in scores], indent=1) + "\n")
     write_ticket(parent, out / "ticket")
@@ -141,9 +140,14 @@ def write_ticket(parent: Parent, folder: Path) -> None:
     ids = torch.tensor([tok.encode(PROMPT).ids])
     torch.manual_seed(seed)
     written = ticket.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=True, top_k=10, temperature=0.6,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=40,
+        do_sample=True,
+        top_k=10,
+        temperature=0.6,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     n_params = sum(p.numel() for p in ticket.parameters())
     text = tok.decode(written[0].tolist()).replace("\n", " ")
     console.print(f"a ticket with {TICKET} of the blocks ({n_params:,} parameters, dense) writes:")

@@ -115,7 +115,7 @@ LAST_RUN = f"run/{LAST}"
 
 
 def make_ticket(here: Path) -> None:
-    parent = parents.open_(here / "run", "cpu")
+    parent = parents.open_parent(here / "run", "cpu")
     widths = {group.name: 2 for group in parent.block_map.groups}
     blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
     deploy.save_ticket(parent, blueprint, here / "ticket")

@@ -13,7 +13,7 @@ from tiny_tickets import KEPT_ATTN, KEPT_FFN, N_FFN, open_parent, tiny_ticket
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
-from twistlm.cli import options
+from twistlm.cli.options import app
 from twistlm.export import gguf as exporter
 from twistlm.export import llamacpp, verify
 from twistlm.tickets import deploy
@@ -255,11 +255,11 @@ def test_bad_input(tmp_path, monkeypatch):
         ([str(tmp_path / "ticket"), *target[:3], "tflite"], "gguf or onnx"),
         ([str(tmp_path / "absent"), *target], "neither a ticket"),
     ):
-        result = CliRunner().invoke(options, ["export", *arguments])
+        result = CliRunner().invoke(app, ["export", *arguments])
         assert isinstance(result.exception, ValueError)
         assert what in str(result.exception)
     monkeypatch.setattr(exporter.importlib.util, "find_spec", lambda name: None)
-    result = CliRunner().invoke(options, ["export", str(tmp_path / "ticket"), *target])
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "ticket"), *target])
     assert "twistlm[gguf]" in str(result.exception)
     with pytest.raises(ValueError, match=r"twistlm\[llama\]"):
         llamacpp.load(tmp_path / "t.gguf", 8)

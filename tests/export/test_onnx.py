@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tokens
-from families_table import N_LAYERS, VOCAB
+from families_table import VOCAB
 from tiny_tickets import open_parent, tiny_ticket
 from typer.testing import CliRunner
 
-from twistlm.cli import options
+from twistlm.cli.options import app
 from twistlm.compute.perplexity import Text, perplexity
 from twistlm.data.token_file import open_tokens
 from twistlm.export import onnx as exporter
@@ -23,6 +23,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+TWO_LAYERS = {"num_hidden_layers": 2}  # tracing takes seconds for every layer
 IDS = np.random.default_rng(1).integers(VOCAB, size=(3, 24))
 
 
@@ -40,7 +41,7 @@ def nodes(folder) -> list[str]:
 )
 def test_the_graph_computes_the_ticket(name, attn_by, tmp_path):
     """Another width in every layer; any batch, any length, any split between prompt and cache."""
-    model = tiny_ticket(name, attn_by, tmp_path / "parent")
+    model = tiny_ticket(name, attn_by, tmp_path / "parent", **TWO_LAYERS)
     exporter.export(model, tmp_path / "out")
     want, runner = logits(model, IDS), exporter.load(tmp_path / "out", threads=1)
     for row, n in ((0, 1), (1, 9), (2, 23)):  # a new prompt forgets the one before
@@ -57,7 +58,7 @@ def test_the_graph_computes_the_ticket(name, attn_by, tmp_path):
     shapes = {entry.name: entry.shape for entry in session.get_inputs()}
     assert list(shapes) == names["inputs"]
     caches = names["inputs"][2:]
-    assert len(caches) == 2 * N_LAYERS
+    assert len(caches) == 2 * 2
     past = [np.zeros((3, shapes[c][1], 0, shapes[c][3]), np.float32) for c in caches]
     for start, stop in ((0, 7), (7, 12), (12, 24)):
         feed = {"input_ids": IDS[:, start:stop], "wanted": np.array([0, 4])}
@@ -68,14 +69,15 @@ def test_the_graph_computes_the_ticket(name, attn_by, tmp_path):
 
 def test_eight_bits_from_the_command_line(tmp_path):
     """Every matrix becomes a MatMulNBits; perplexities are measured on the same windows as ours."""
-    opened, blueprint = open_parent("gpt2", "head", tmp_path / "parent")
+    opened, blueprint = open_parent("gpt2", "head", tmp_path / "parent", **TWO_LAYERS)
     deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
     data = make_tokens(tmp_path / "tokens", 400)
     arguments = ["export", str(tmp_path / "ticket"), "--to", "onnx", "-o", str(tmp_path / "out")]
-    result = CliRunner().invoke(options, [*arguments, "--type", "q8", "--data", data], catch_exceptions=False)  # fmt: skip
+    arguments += ["--type", "q8", "--data", data]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert "onnxruntime q8" in result.output
     found = nodes(tmp_path / "out")
-    assert found.count("MatMulNBits") == 4 * N_LAYERS + 1  # qkv, out, two of the FFN; the head
+    assert found.count("MatMulNBits") == 4 * 2 + 1  # qkv, out, two of the FFN; the head
     record = json.loads((tmp_path / "out" / "export.json").read_text())
     torch_, f32, q8 = record["verified"]
     model = deploy.load_ticket(tmp_path / "ticket")

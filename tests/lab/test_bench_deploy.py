@@ -15,7 +15,7 @@ from twistlm.lab.bench.deploy import DeployBench, DeployRequest, _lengths, bench
 from twistlm.lab.bench.measure import in_a_process, peak_bytes
 from twistlm.lab.bench.runtimes import RUNTIMES
 from twistlm.tickets import deploy
-from twistlm.tickets.parent import Parent, open_
+from twistlm.tickets.parent import Parent, open_parent
 
 CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
 
@@ -24,7 +24,7 @@ CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
 def parent(tmp_path_factory) -> Parent:
     folder = tmp_path_factory.mktemp("parent") / "model"
     tiny_model("gpt2").save_pretrained(folder)
-    return open_(folder, "cpu", CUT)
+    return open_parent(folder, "cpu", CUT)
 
 
 FEW: dict = {"prefill": [4, 9], "n_decode": 3, "n_repeats": 2, "threads": 1}
@@ -128,7 +128,7 @@ def test_a_runner_remembers_and_forgets(tmp_path, name, close):
         pytest.importorskip("llama_cpp")
     model = build("llama", TABLE["llama"].config | {"num_hidden_layers": 1})
     model.save_pretrained(tmp_path / "model")
-    parent = open_(tmp_path / "model", "cpu", CUT)
+    parent = open_parent(tmp_path / "model", "cpu", CUT)
     deploy.save_ticket(parent, parent.block_map.full(), tmp_path / "ticket")
     files = RUNTIMES[name].write(tmp_path / "ticket", tmp_path / "files")
     assert all(path.is_file() for path in files)

@@ -31,9 +31,9 @@ from twistlm.lab.compare import table
 from twistlm.lab.points import name_of
 from twistlm.model import generator
 from twistlm.model.blocks import widths_of_ratio
-from twistlm.pruners.write import write
+from twistlm.pruners.write import PruneRequest, write
 from twistlm.tickets import deploy
-from twistlm.tickets.parent import Parent, open_
+from twistlm.tickets.parent import Parent, open_parent
 from twistlm.training import rounds
 
 SEQ_LEN, N_TOKENS = 16, 96
@@ -113,7 +113,7 @@ def perplexity(model) -> float:
 
 
 def opened(name: str, setting: str) -> Parent:
-    return open_(name, "cpu", [f"blocks.setting={setting}"])
+    return open_parent(name, "cpu", [f"blocks.setting={setting}"])
 
 
 def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
@@ -158,15 +158,8 @@ def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
     for setting in ("attn", "both"):
         for method in methods.split(","):
             for repair in ("", "lstsq") if ":" in method else ("",):
-                write(
-                    opened("dense", setting),
-                    Path("out"),
-                    method,
-                    ratio="2/4",
-                    n=6,
-                    repair=repair or None,
-                    quiet=True,
-                )
+                request = PruneRequest(method=method, ratio="2/4", n=6, repair=repair or None)
+                write(opened("dense", setting), Path("out"), request, quiet=True)
                 load = deploy.load_ticket if ":" in method else AutoModelForCausalLM.from_pretrained
                 want = perplexity(load(Path("out")))
                 row = found[setting, "2/4", "dense", method, repair]
@@ -343,8 +336,9 @@ def test_single_weights_need_no_whole_blocks(here, monkeypatch, capsys):
     )
     assert {key[3] for key in rows()} == {"whole", "magnitude", "sparsegpt"}
     assert "sparsegpt" in out
-    parent = open_("llama", "cpu", cut)
-    made = write(parent, Path("out"), "magnitude", sparsity="2/3", quiet=True)
+    parent = open_parent("llama", "cpu", cut)
+    request = PruneRequest(method="magnitude", sparsity="2/3")
+    made = write(parent, Path("out"), request, quiet=True)
     ids = token_file.open_tokens("long").sequences(list(range(N_TOKENS // SEQ_LEN)), SEQ_LEN)
     assert made["n_zeros"] > 0
     with torch.no_grad():

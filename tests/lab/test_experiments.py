@@ -36,7 +36,7 @@ from twistlm.lab.trainings import kept_trainings
 from twistlm.model import families
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.system.files import InUse
-from twistlm.tickets.parent import open_
+from twistlm.tickets.parent import open_parent
 from twistlm.training import rounds
 
 SHORT = ("train.rounds=2", "train.interval=2", "model.config.n_layer=2")
@@ -163,7 +163,7 @@ def test_parents_start_from_the_same_weights_and_see_the_same_tokens(shared):
 def test_a_point_is_what_a_plain_evaluation_gives(shared):
     lab = shared
     point = lab.measure(subnets(lab, "stability", TWIST, Sample("ffn", 4, 3, 128)))
-    opened = open_(lab.trained(TWIST), "cpu", ["blocks.setting=ffn"])
+    opened = open_parent(lab.trained(TWIST), "cpu", ["blocks.setting=ffn"])
     file = lab.open(TWIST, "ffn")[1].text.file
     ready = Evaluator(
         opened.template, opened.block_map, opened.central, Text(file, 64, 128), scale="sqrt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import weakref
 from dataclasses import replace
@@ -21,12 +22,13 @@ from twistlm import cli
 from twistlm.config import BlocksConfig
 from twistlm.model import families
 from twistlm.model.blocks import BlockMap
-from twistlm.pruners import calibrate, magnitude, sparsegpt, wanda, zpruner
+from twistlm.pruners import magnitude, sparsegpt, wanda, zpruner
 from twistlm.pruners.methods import METHODS, prune_
 from twistlm.pruners.pattern import Pattern, lowest, n_of_m, sparsity_of
-from twistlm.pruners.write import patterns, write
+from twistlm.pruners.walk import linears, walk_
+from twistlm.pruners.write import PruneRequest, patterns, write
 from twistlm.tickets import deploy
-from twistlm.tickets import parent as parents
+from twistlm.tickets.parent import open_parent
 from twistlm.training import rounds
 
 ROWS = ("gpt2", "llama", "llama-gqa")
@@ -412,8 +414,8 @@ def test_statistics_are_means_over_sequences():
     model, block_map, ids = small("llama")
     before, seen = copy_of(model), {}
     for observe in (sparsegpt.observe, wanda.observe):
-        calibrate.walk_(
-            model, calibrate.linears(model, block_map), ids, observe,
+        walk_(
+            model, linears(model, block_map), ids, observe,
             lambda alike, mean: seen.update({linear.param: mean.clone() for linear in alike}),
         )  # fmt: skip
         assert set(seen) == set(cut_matrices("llama", "both", "head", 1))
@@ -440,7 +442,7 @@ def test_batches_change_nothing(name, monkeypatch):
     """Sequences one by one, two and one, or all three at once: masks and positions serve any batch."""
     made = []
     for batch in (11, 22, 33):  # tokens, of sequences of 11
-        monkeypatch.setattr(calibrate, "BATCH", batch)
+        monkeypatch.setattr("twistlm.pruners.walk.BATCH", batch)
         model, block_map, ids = small(name)
         prune_(model, block_map, METHODS["sparsegpt"], everywhere(block_map, Pattern(0.5)), ids)
         made.append(copy_of(model))
@@ -510,12 +512,19 @@ def test_numbers_that_are_not_finite_are_refused():
 # ---------------------------------------------------------------- the command
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    make_tokens(Path("tokens"), 700)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_tokens(folder / "tokens", 700)
     for name in ("gpt2", "llama"):
-        tiny_model(name).save_pretrained(name)
+        tiny_model(name).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def home(models, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -596,14 +605,16 @@ def test_a_run_brings_its_own_tokens_and_tokenizer(tmp_path, monkeypatch, capsys
 
 
 def test_a_ratio_is_a_sparsity_of_each_kind(home):
-    parent = parents.open_("gpt2", "cpu", list(CUT))
+    parent = open_parent("gpt2", "cpu", list(CUT))
     found = patterns(parent.block_map, None, "attn=1,ffn=1/4", None)
     assert {(name[-4:], p.sparsity) for name, p in found.items()} == {
         ("attn", Fraction(0)),
         (".ffn", Fraction(3, 4)),
     }
     weights = parent.central.weights.clone()
-    made = write(parent, Path("out"), "magnitude", ratio="attn=1,ffn=1/4", quiet=True)
+    made = write(
+        parent, Path("out"), PruneRequest(method="magnitude", ratio="attn=1,ffn=1/4"), quiet=True
+    )
     assert torch.equal(weights, parent.central.weights)
     assert {n for p, n in made["zeros"].items() if "attn" in p} == {0}
     assert {n for p, n in made["zeros"].items() if "mlp" in p} == {32 * 48 * 3 // 4 + 1}

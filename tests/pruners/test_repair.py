@@ -78,7 +78,7 @@ def pieces(parent: Parent, name: str, attn_by: str, kind: str):
 
 
 def repaired_out(parent: Parent, name: str, kind: str, how: str):
-    made = repair.repair(parent, two_blocks(parent), how, IDS)
+    made = repair.repair_parent(parent, two_blocks(parent), how, IDS)
     module = deploy.extract(made, two_blocks(parent)).get_submodule(first_out(name, kind))
     weight = module.weight.detach()
     bias = getattr(module, "bias", None)
@@ -145,7 +145,7 @@ def test_against_least_squares_over_all_tokens(name, attn_by, kind):
 def test_later_layers_are_fitted_to_repaired_ones(how):
     """Layer 2's statistics come from a model whose layer 1 is the repaired ticket's, layer 2 whole."""
     parent = parent_of("gpt2")
-    made = repair.repair(parent, two_blocks(parent), how, IDS)
+    made = repair.repair_parent(parent, two_blocks(parent), how, IDS)
     # the repaired layer 1 inside the whole parent, by hand: zeros where blocks are gone
     half = huggingface.clone_structure(parent.template)
     params = {n: p.detach().clone() for n, p in parent.template.named_parameters()}
@@ -167,7 +167,7 @@ def test_what_is_whole_stays_and_so_does_the_parent():
     before = parent.central.weights.clone()
     full = parent.block_map.full()
     some = full | {parent.block_map.groups[0].name: (1,)}
-    made = repair.repair(parent, some, "lstsq", IDS)
+    made = repair.repair_parent(parent, some, "lstsq", IDS)
     assert torch.equal(parent.central.weights, before)
     assert made.scale == "none"
     changed = {
@@ -184,22 +184,22 @@ def test_dead_inputs_are_no_trouble():
     views = parent.central.layout.views(parent.central.weights)
     views["model.layers.1.mlp.up_proj.weight"][:12] = 0
     for how in ("rescale", "lstsq"):
-        made = repair.repair(parent, two_blocks(parent), how, IDS)
+        made = repair.repair_parent(parent, two_blocks(parent), how, IDS)
         assert made.central.weights.isfinite().all()
 
 
 def test_refusals():
     with pytest.raises(ValueError, match=r"--repair 'ridge': use one of bias, rescale, lstsq"):
-        repair.check(parent_of("gpt2"), "ridge")
+        repair.check_repair(parent_of("gpt2"), "ridge")
     with pytest.raises(
         ValueError, match=r"--repair bias: no output projection of this llama has a bias"
     ):
-        repair.check(parent_of("llama"), "bias")
-    repair.check(parent_of("llama-biases"), "bias")
+        repair.check_repair(parent_of("llama"), "bias")
+    repair.check_repair(parent_of("llama-biases"), "bias")
     parent = parent_of("gpt2")
     parent.central.weights.fill_(float("nan"))
     with pytest.raises(ValueError, match=r"feeds into .*c_proj.weight is not finite"):
-        repair.repair(parent, two_blocks(parent), "lstsq", IDS)
+        repair.repair_parent(parent, two_blocks(parent), "lstsq", IDS)
 
 
 # ---------------------------------------------------------------- the command

@@ -16,8 +16,8 @@ from families_table import tiny_model
 
 from twistlm.model import generator
 from twistlm.tickets import certificate, deploy
-from twistlm.tickets import parent as parents
-from twistlm.tickets.certify import Certificate, certify, reading, table
+from twistlm.tickets.certify import Certificate, CertificateRequest, certify_tickets, reading, table
+from twistlm.tickets.parent import Parent, open_parent
 
 SEQ_LEN = 16
 CUT = ("blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0", f"data.seq_len={SEQ_LEN}")
@@ -115,26 +115,26 @@ def test_shares_lie_between_0_and_1(bad):
 
 
 @pytest.fixture(scope="module")
-def parent(tmp_path_factory) -> parents.Parent:
+def parent(tmp_path_factory) -> Parent:
     folder = tmp_path_factory.mktemp("parent")
     tiny_model("llama").save_pretrained(folder / "model")
     make_tokens(folder / "tokens", 400)
-    return parents.open_(folder / "model", "cpu", CUT)
+    return open_parent(folder / "model", "cpu", CUT)
 
 
-def tokens_of(parent: parents.Parent) -> str:
+def tokens_of(parent: Parent) -> str:
     return str(Path(parent.source).parent / "tokens")
 
 
-def make(parent: parents.Parent, folder: Path | None = None, n: int = 12, **more) -> Certificate:
+def make(parent: Parent, folder: Path | None = None, n: int = 12, **more) -> Certificate:
     options = {
         "data": tokens_of(parent),
         "tokens": 64,
         "coverage": 0.8,
         "confidence": 0.9,
-        "quiet": True,
     }
-    return certify(parent, "2/4", n, folder=folder, **options | more)
+    request = CertificateRequest(ratio="2/4", n=n, **options | more)
+    return certify_tickets(parent, request, folder, quiet=True)
 
 
 def test_values_are_the_perplexities_of_extracted_tickets(parent):
@@ -208,7 +208,7 @@ def test_draws_of_something_else_are_refused(parent, tmp_path, more):
 
 def test_other_weights_are_refused(parent, tmp_path):
     make(parent, tmp_path)
-    other = parents.open_(parent.source, "cpu", CUT)
+    other = open_parent(parent.source, "cpu", CUT)
     other.central.weights[0] += 1e-6
     with pytest.raises(ValueError, match="weights_sha256"):
         make(other, tmp_path, data=tokens_of(parent))
@@ -221,7 +221,7 @@ def test_too_few_draws_are_refused_before_anything_happens(parent, tmp_path):
 
 
 def test_a_model_without_numbers_is_refused(parent, tmp_path):
-    broken = parents.open_(parent.source, "cpu", CUT)
+    broken = open_parent(parent.source, "cpu", CUT)
     broken.central.weights.fill_(math.nan)
     with pytest.raises(ValueError, match="ticket 0 has no perplexity"):
         make(broken, tmp_path, data=tokens_of(parent))

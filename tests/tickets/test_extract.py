@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import as_process, in_process, snapshot
+from commands import in_process, snapshot
 from conftest import make_tokens
 from families_table import TABLE, tiny_model
 from family_cases import far, logits
@@ -28,9 +28,12 @@ from twistlm.data.token_file import open_tokens
 from twistlm.model import generator, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap, Partition, widths_of_ratio
 from twistlm.model.layout import runs
-from twistlm.tickets import budget, deploy, extract, importance, parent
-from twistlm.tickets import pick as picks
-from twistlm.tickets.budget import Budget
+from twistlm.tickets import budget, deploy, extract, importance
+from twistlm.tickets.budget import Budget, parse_budget
+from twistlm.tickets.calibration import calibrate, calibrate_on_tokens
+from twistlm.tickets.extract import TicketRequest
+from twistlm.tickets.parent import Parent, open_parent
+from twistlm.tickets.pick import Pick, parse_pick
 
 SEQ_LEN = 16
 
@@ -54,8 +57,8 @@ FIXED = (
 )
 
 
-def open_(home: Path, name: str, *overrides: str) -> parent.Parent:
-    return parent.open_(home / name, "cpu", [*FIXED, *overrides])
+def open_(home: Path, name: str, *overrides: str) -> Parent:
+    return open_parent(home / name, "cpu", [*FIXED, *overrides])
 
 
 def ask(home: Path, folder: Path, name: str = "gpt2", *, pick: str = "random", seed: int = 0,
@@ -63,10 +66,15 @@ def ask(home: Path, folder: Path, name: str = "gpt2", *, pick: str = "random", s
         overrides: tuple[str, ...] = (), **what: str):  # fmt: skip
     """Write a ticket; returns its parent and its ticket.json."""
     opened = open_(home, name, *overrides)
-    extract.write(
-        opened, folder, budget.parse(**what), picks.parse(pick), seed=seed,
-        data=str(home / data) if data else None, tokens=tokens, dtype=dtype, quiet=True,
-    )  # fmt: skip
+    request = TicketRequest(
+        budget=parse_budget(**what),
+        pick=parse_pick(pick),
+        seed=seed,
+        data=str(home / data) if data else None,
+        tokens=tokens,
+        dtype=dtype,
+    )
+    extract.write(opened, folder, request, quiet=True)
     return opened, json.loads((folder / "ticket.json").read_text())
 
 
@@ -99,7 +107,7 @@ def recount(folder: Path) -> tuple[int, int]:
     ],
 )
 def test_amounts(kind, text, want):
-    assert budget.parse(**{kind: text}) == Budget(kind, text, want)
+    assert parse_budget(**{kind: text}) == Budget(kind, text, want)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +117,7 @@ def test_amounts(kind, text, want):
 )  # fmt: skip
 def test_malformed_amounts(kind, text):
     with pytest.raises(ValueError, match=rf"--{kind} '.*' is no amount such as .* \(units: "):
-        budget.parse(**{kind: text})
+        parse_budget(**{kind: text})
 
 
 @pytest.mark.parametrize(
@@ -119,20 +127,20 @@ def test_malformed_amounts(kind, text):
 )  # fmt: skip
 def test_exactly_one_budget(options, given):
     with pytest.raises(ValueError, match=rf"exactly one of .*\(given: {given}\)"):
-        budget.parse(**options)
+        parse_budget(**options)
 
 
 @pytest.mark.parametrize(
     ("text", "want"),
     [
-        ("random", picks.Pick("random")),
-        ("best-of:12", picks.Pick("best-of:12", n_draws=12)),
-        ("importance", picks.Pick("importance", method="fisher")),
-        ("importance:taylor", picks.Pick("importance:taylor", method="taylor")),
+        ("random", Pick("random")),
+        ("best-of:12", Pick("best-of:12", n_draws=12)),
+        ("importance", Pick("importance", method="fisher")),
+        ("importance:taylor", Pick("importance:taylor", method="taylor")),
     ],
 )
 def test_picks(text, want):
-    assert picks.parse(text) == want
+    assert parse_pick(text) == want
 
 
 @pytest.mark.parametrize(
@@ -141,7 +149,7 @@ def test_picks(text, want):
 )  # fmt: skip
 def test_unknown_picks(text):
     with pytest.raises(ValueError, match="use random, best-of:N, importance"):
-        picks.parse(text)
+        parse_pick(text)
 
 
 # ---------------------------------------------------------------- how a budget is spent
@@ -163,7 +171,7 @@ def never(widths) -> float:
 
 
 def fit(block_map, shapes, **what: str):
-    (widths,) = budget.fit(block_map, shapes, budget.parse(**what), "float32", never)
+    (widths,) = budget.fit(block_map, shapes, parse_budget(**what), "float32", never)
     return widths
 
 
@@ -239,7 +247,7 @@ def test_latency_climbs_to_the_highest_rung_that_was_measured_to_fit():
 
     def fits(text: str):
         read.clear()
-        found = budget.fit(block_map, shapes, budget.parse(latency=text), "float32", clock)
+        found = budget.fit(block_map, shapes, parse_budget(latency=text), "float32", clock)
         assert len(read) <= 5
         return [widths["0.attn"] for widths in found]
 
@@ -271,7 +279,7 @@ def test_bytes_are_those_of_the_file(tmp_path, name):
 # ---------------------------------------------------------------- written tickets
 
 
-def one_more(opened: parent.Parent, widths: dict[str, int]):
+def one_more(opened: Parent, widths: dict[str, int]):
     """All ways to keep one block more."""
     for g in opened.block_map.groups:
         if widths[g.name] < g.n_blocks:
@@ -338,18 +346,8 @@ def test_more_than_enough_is_the_whole_parent(home, tmp_path, monkeypatch, capsy
         assert blocks_of(note) == opened.block_map.full_widths()
         assert far(logits(deploy.load_ticket(tmp_path / str(i)), ids), logits(model, ids)) < 1e-5
     monkeypatch.chdir(tmp_path)
-    args = (
-        "extract",
-        str(home / "llama"),
-        "-o",
-        "whole",
-        "--params",
-        "1B",
-        "--device",
-        "cpu",
-        *FIXED,
-    )
-    code, out, err = in_process(monkeypatch, capsys, *args)
+    args = ["extract", str(home / "llama"), "-o", "whole", "--params", "1B", "--device", "cpu"]
+    code, out, err = in_process(monkeypatch, capsys, *args, *FIXED)
     assert (code, err) == (0, "")
     assert "the whole parent" in out
 
@@ -486,7 +484,7 @@ def test_importance_keeps_the_highest_scores(home, tmp_path, method):
     pick = "importance" if method == "fisher" else f"importance:{method}"
     opened, note = ask(home, tmp_path / "t", ratio="1/2", pick=pick, seed=1, tokens=64,
                        data="text" if needs else None)  # fmt: skip
-    ids = picks.calibrate(opened, str(home / "text"), 64, 1).ids
+    ids = calibrate_on_tokens(opened, str(home / "text"), 64, 1).ids
     assert ids.shape == (4, SEQ_LEN)
     scores = importance.score(opened, method, ids, 1)
     for name, kept in note["blueprint"].items():
@@ -496,24 +494,37 @@ def test_importance_keeps_the_highest_scores(home, tmp_path, method):
     assert note["pick"] == {"how": pick, "seed": 1, "method": method, **based_on}
 
 
-def test_calibration_takes_windows_of_the_training_text(home, tmp_path):
-    train, valid = (open_tokens_by_hand(home / stem) for stem in ("text", "other"))
+def test_calibration_takes_windows_of_the_named_text_or_the_training_text(home, tmp_path):
+    """The same for `extract` (by tokens) and `prune` (by number): one order, one draw."""
+    train, other = (open_tokens_by_hand(home / stem) for stem in ("text", "other"))
 
     def windows(text: list[int]) -> set[tuple[int, ...]]:
         return {tuple(text[i : i + SEQ_LEN]) for i in range(0, len(text), SEQ_LEN)}
 
+    def rows(calibration) -> set[tuple[int, ...]]:
+        return {tuple(row) for row in calibration.ids.tolist()}
+
     stems = (f"data.train={home / 'text'}", f"data.valid={home / 'other'}")
     both = open_(home, "gpt2", *stems)
-    taken = picks.calibrate(both, None, 800, 0)
-    assert len({tuple(row) for row in taken.ids.tolist()}) == 50
-    assert {tuple(row) for row in taken.ids.tolist()} <= windows(train)
-    assert torch.equal(picks.calibrate(both, str(home / "other"), 800, 0).ids, taken.ids)
-    assert not torch.equal(picks.calibrate(both, None, 800, 1).ids, taken.ids)
+    taken = calibrate_on_tokens(both, None, 800, 0)
+    assert len(rows(taken)) == 50
+    assert rows(taken) <= windows(train)
+    named = calibrate_on_tokens(both, str(home / "other"), 800, 0)
+    assert (named.stem, rows(named) <= windows(other)) == (str(home / "other"), True)
+    for data, want in ((None, taken), (str(home / "other"), named)):
+        assert torch.equal(calibrate(both, data, 50, 0).ids, want.ids)
+    assert not torch.equal(calibrate_on_tokens(both, None, 800, 1).ids, taken.ids)
+    assert len(calibrate_on_tokens(both, None, 0, 0).ids) == 2000 // SEQ_LEN  # fewer than the most
+    # validation tokens are what results are measured on: nothing is fitted to them unasked
     gone = open_(home, "gpt2", f"data.train={tmp_path / 'gone'}", stems[1])
-    taken = picks.calibrate(gone, None, 0, 0)
-    assert {tuple(row) for row in taken.ids.tolist()} <= windows(valid)
-    assert len(taken.ids) == 2000 // SEQ_LEN  # fewer than the most there may be
-    assert picks.calibrate(open_(home, "gpt2"), str(home / "text"), 0, 0).stem == str(home / "text")
+    for take in (calibrate, calibrate_on_tokens):
+        with pytest.raises(ValueError, match="no token file"):
+            take(gone, None, 4, 0)
+        with pytest.raises(ValueError, match="no tokens to calibrate on: give --data STEM"):
+            take(open_(home, "gpt2"), None, 4, 0)
+    assert calibrate_on_tokens(open_(home, "gpt2"), str(home / "text"), 0, 0).stem == str(
+        home / "text"
+    )
 
 
 # ---------------------------------------------------------------- the proof
@@ -589,14 +600,14 @@ def test_a_wrong_cut_is_not_written(home, tmp_path):
         block_map=odd,
         central=replace(good.central, runs=runs(good.central.layout, odd, torch.device("cpu"))),
     )
-    how = Budget("ratio", "1/2"), picks.parse("random")
+    request = TicketRequest(budget=Budget("ratio", "1/2"))
     with pytest.raises(
         FloatingPointError, match=r"differ from the masked parent's by .* nothing was written"
     ):
-        extract.write(bad, tmp_path / "t", *how, quiet=True)
+        extract.write(bad, tmp_path / "t", request, quiet=True)
     good.central.weights[0] = math.nan
     with pytest.raises(FloatingPointError, match="by nan"):
-        extract.write(good, tmp_path / "t", *how, quiet=True)
+        extract.write(good, tmp_path / "t", request, quiet=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -605,8 +616,8 @@ def test_large_logits_round_more(home, tmp_path):
     big = open_(home, "llama")  # its head is its own
     views = big.central.layout.views(big.central.weights)
     views["lm_head.weight"].mul_(100_000)
-    how = Budget("ratio", "1/2"), picks.parse("random")
-    proof = extract.write(big, tmp_path / "t", *how, quiet=True)
+    request = TicketRequest(budget=Budget("ratio", "1/2"))
+    proof = extract.write(big, tmp_path / "t", request, quiet=True).proof
     blueprint = json.loads((tmp_path / "t/ticket.json").read_text())["blueprint"]
     name, kept = next(iter(blueprint.items()))
     n_blocks = big.block_map[name].n_blocks
@@ -656,35 +667,36 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 import twistlm.tickets.extract  # what it imports may be compiled and cached first
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 from twistlm import cli
-cli.main()
+first, *rest = sys.argv[1:]
+for folder in ("new", "earlier"):
+    sys.argv = ["twistlm", "extract", first, "-o", folder, *rest]
+    try:
+        cli.main()
+    except SystemExit as stop:
+        print(stop.code)
 """
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_a_disk_that_takes_no_more(home, tmp_path, earlier):
+def test_a_disk_that_takes_no_more(home, tmp_path):
     """The system refuses to write on: one sentence, nothing half-written, an earlier ticket stays."""
-    if earlier:
-        ask(home, tmp_path / "t", ratio="1/2")
+    ask(home, tmp_path / "earlier", ratio="1/2")
     before = snapshot(tmp_path)
-    args = [
-        "extract",
-        str(home / "gpt2"),
-        "-o",
-        "t",
-        "--ratio",
-        "1/2",
-        "--device",
-        "cpu",
-        *FIXED,
-    ]
+    args = [str(home / "gpt2"), "--ratio", "1/2", "--device", "cpu", *FIXED]
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, *args], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "File too large" in done.stderr
+        [sys.executable, "-c", FULL_DISK, *args],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1:] == ["2"], done.stderr
+    assert [line for line in done.stdout.splitlines() if line == "2"] == ["2", "2"]
+    sentences = done.stderr.strip().splitlines()
+    assert len(sentences) == 2  # one for each folder
+    for sentence in sentences:
+        assert sentence.startswith("error: ")
+        assert "File too large" in sentence
     assert snapshot(tmp_path) == before
 
 
@@ -710,14 +722,15 @@ def test_a_real_full_disk(home, tmp_path):
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command(home, tmp_path):
-    """As a process: a table on stdout, a ticket that loads, the command line beside its numbers."""
+def test_the_command(home, tmp_path, monkeypatch, capsys):
+    """A table on stdout, a ticket that loads, the command line beside its numbers."""
+    monkeypatch.chdir(tmp_path)
     args = (
         "extract", str(home / "gpt2"), "-o", "deep/t", "--params", "22,000", "--pick", "best-of:2",
         "--data", str(home / "text"), "--tokens", "160", "--device", "cpu", "--seed", "5",
         *FIXED,
     )  # fmt: skip
-    code, out, err = as_process(*args, cwd=tmp_path)
+    code, out, err = in_process(monkeypatch, capsys, *args)
     assert (code, err) == (0, "")
     note = json.loads((tmp_path / "deep/t/ticket.json").read_text())
     assert recount(tmp_path / "deep/t")[0] == note["n_params"] <= 22_000

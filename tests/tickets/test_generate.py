@@ -15,9 +15,10 @@ from twistlm import cli
 from twistlm import config as configs
 from twistlm.data.builtin import train_bpe
 from twistlm.model import generator
-from twistlm.tickets import deploy, runnable
-from twistlm.tickets import parent as parents
+from twistlm.tickets import deploy
 from twistlm.tickets.generate import write
+from twistlm.tickets.parent import open_parent
+from twistlm.tickets.runnable import open_runnable
 from twistlm.training import checkpoint
 
 VOCAB = 300
@@ -35,7 +36,7 @@ def home(tmp_path_factory) -> Path:
     for name in ("model", "mute"):
         model.save_pretrained(folder / name)
     train_bpe([PROMPT] * 4, VOCAB).save(str(folder / "model/tokenizer.json"))
-    parent = parents.open_(folder / "model", "cpu", CUT)
+    parent = open_parent(folder / "model", "cpu", CUT)
     checkpoint.save(
         folder / "run/checkpoints", parent.central, configs.Config(), parent.template, parent.tokenizer, 1
     )  # fmt: skip
@@ -47,7 +48,7 @@ def home(tmp_path_factory) -> Path:
 
 def pieces(source: Path, **options) -> tuple[list[str], list[int]]:
     found: list[str] = []
-    ids = write(runnable.open_(source, "cpu"), PROMPT, emit=found.append, **options)
+    ids = write(open_runnable(source, "cpu"), PROMPT, emit=found.append, **options)
     return found, ids
 
 
@@ -90,7 +91,7 @@ def test_by_default_it_writes_what_fits(home):
 
 def test_it_stops_at_the_end_of_text(home, tmp_path):
     ids = pieces(home / "model")[1]
-    n_prompt = len(runnable.open_(home / "model", "cpu").tokenizer().encode(PROMPT).ids)
+    n_prompt = len(open_runnable(home / "model", "cpu").tokenizer().encode(PROMPT).ids)
     model = AutoModelForCausalLM.from_pretrained(home / "model")
     model.generation_config.eos_token_id = ids[n_prompt + 3]
     model.save_pretrained(tmp_path)

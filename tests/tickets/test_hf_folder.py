@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,8 @@ from transformers import (
 
 import twistlm
 from twistlm.model import families, huggingface
-from twistlm.tickets import deploy, parent
-from twistlm.tickets.parent import Parent
+from twistlm.tickets import deploy
+from twistlm.tickets.parent import Parent, open_parent
 from twistlm.training import checkpoint
 
 KEYS = BOTH + ALONE
@@ -63,19 +64,19 @@ def padded() -> Tensor:
 
 
 def greedy(model: PreTrainedModel, ids: Tensor, **more) -> Tensor:
-    made = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, **more)
+    made = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, **more)
     assert isinstance(made, Tensor)
     return made
 
 
-def python(code: str, *args: str, **env: str) -> str:
+def python(code: str, *args: str) -> str:
     """What a new process prints; it starts elsewhere, with nothing of this one but the path."""
     done = subprocess.run(
         [sys.executable, "-c", code, *args],
         capture_output=True,
         text=True,
         cwd="/",
-        env={**os.environ, "PYTHONPATH": str(Path(twistlm.__file__).parents[1]), **env},
+        env={**os.environ, "PYTHONPATH": str(Path(twistlm.__file__).parents[1])},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -83,12 +84,14 @@ def python(code: str, *args: str, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Every ticket of the table, and what a process without twistlm made of it."""
+    """Every ticket of the table, and what a process without twistlm made of it; here it is registered."""
+    twistlm.register()
     folder = tmp_path_factory.mktemp("tickets") / "all"
     folder.mkdir()
     save_file({"ids": IDS, "padded": padded()}, folder / "inputs.safetensors")
     for key in KEYS:
         deploy.save_ticket(case(key).parent(), case(key).blueprint, folder / "-".join(key))
+    deploy.save_ticket(bare_parent(folder.parent), case(BOTH[0]).blueprint, folder / "bare")
     done = subprocess.run(
         [sys.executable, Path(__file__).parents[1] / "clean_process.py", folder],
         capture_output=True,
@@ -231,49 +234,42 @@ def test_stock_models_stay_stock(tmp_path):
         assert {path.suffix for path in (tmp_path / name).iterdir()} == {".json", ".safetensors"}
 
 
-LOAD = """
-import torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print(type(model).__name__, sum(p.numel() for p in model.parameters()))
-"""
+def test_register_is_enough(root, tmp_path):
+    """Before it transformers refuses a ticket; after it, what vLLM does works too.
 
-
-@pytest.mark.parametrize("first", ["twistlm", "transformers.configuration_utils"])
-def test_import_twistlm_is_enough(first, root):
-    """In either order; and alone it imports neither torch nor transformers."""
-    key = ("llama", "head", "both")
-    light = "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
-    start = f"import sys, {first}\n" + (light if first == "twistlm" else "import twistlm\n")
-    n_params = sum(param.numel() for param in case(key).ticket().parameters())
-    assert python(start + LOAD, str(root / "-".join(key))) == f"TicketLlamaForCausalLM {n_params}\n"
-
-
-def test_without_twistlm_or_trust_a_ticket_is_refused(root):
-    """Never half loaded: transformers itself says that widths differ."""
-    code = "import sys\nsys.modules['twistlm'] = None\n" + LOAD
-    with pytest.raises(AssertionError, match="per-layer attribute"):
-        python(code, str(root / "gpt2-head-both"))
-
-
-def test_vllm_plugin(root, tmp_path):
-    """What vLLM does: load the plugin, unpickle a config in a worker, look the architecture up."""
-    folder = root / "gpt2-head-both"
-    config = AutoConfig.from_pretrained(folder)
+    vLLM loads the plugin, unpickles a config in another process and looks the architecture up.
+    """
+    keys = [("llama", "head", "both"), ("gpt2", "head", "both")]
+    config = AutoConfig.from_pretrained(root / "-".join(keys[1]))
     (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
     code = """
-import importlib.metadata, pickle, sys, transformers
-from twistlm.tickets.register import register
-register(); register()
-config = pickle.load(open(sys.argv[1], "rb"))
+import pickle, sys, twistlm
+from transformers import AutoModelForCausalLM
+folder, pickled = sys.argv[1:]
+try:
+    AutoModelForCausalLM.from_pretrained(folder)
+except Exception as error:
+    assert "per-layer attribute" in str(error), error
+else:
+    raise AssertionError("a ticket was loaded as a stock model")
+twistlm.register(); twistlm.register()
+model = AutoModelForCausalLM.from_pretrained(folder)
+print(type(model).__name__, sum(p.numel() for p in model.parameters()))
+
+import transformers
+config = pickle.load(open(pickled, "rb"))
 found = getattr(transformers, config.architectures[0])
 assert found.is_backend_compatible()
 assert found._keys_to_ignore_on_load_unexpected is None
 base = transformers.AutoModel.from_config(config)
 print(found.__name__, type(base).__name__, base.h[1].attn.c_attn.weight.shape[1])
 """
-    made = python(code, str(tmp_path / "config.pickle"))
-    assert made == f"TicketGPT2LMHeadModel TicketGPT2Model {3 * 3 * 8}\n"
+    n_params = sum(param.numel() for param in case(keys[0]).ticket().parameters())
+    made = python(code, str(root / "-".join(keys[0])), str(tmp_path / "config.pickle"))
+    assert made.splitlines() == [
+        f"TicketLlamaForCausalLM {n_params}",
+        f"TicketGPT2LMHeadModel TicketGPT2Model {3 * 3 * 8}",
+    ]
 
 
 def test_the_plugins_entry_point_is_the_one_in_pyproject():
@@ -295,19 +291,22 @@ def small_tokenizer() -> Tokenizer:
     return tok
 
 
-@pytest.fixture
-def bare(tmp_path) -> Parent:
+def bare_parent(folder: Path) -> Parent:
     """A parent with nothing but a tokenizer.json, as checkpoints have it; its config says 50256."""
     model = build("gpt2", {**TABLE["gpt2"].config, "bos_token_id": 50256, "eos_token_id": 50256})
     c = case(BOTH[0])
-    small_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    small_tokenizer().save(str(folder / "tokenizer.json"))
     plain = as_parent(model, c.block_map, c.central, "sqrt")
-    return Parent(**{**vars(plain), "tokenizer": tmp_path / "tokenizer.json"})
+    return Parent(**{**vars(plain), "tokenizer": folder / "tokenizer.json"})
 
 
-def test_a_bare_tokenizer_becomes_one_that_auto_tokenizer_reads(bare, tmp_path):
-    folder = tmp_path / "ticket"
-    deploy.save_ticket(bare, case(BOTH[0]).blueprint, folder)
+@pytest.fixture
+def bare(tmp_path) -> Parent:
+    return bare_parent(tmp_path)
+
+
+def test_a_bare_tokenizer_becomes_one_that_auto_tokenizer_reads(root):
+    folder = root / "bare"
     tok = AutoTokenizer.from_pretrained(folder)
     assert tok("w5 w9 nothing").input_ids == [5, 9, 1]
     assert len(tok) == VOCAB
@@ -320,9 +319,7 @@ def test_a_bare_tokenizer_becomes_one_that_auto_tokenizer_reads(bare, tmp_path):
     made = writer("w5 w9 w20", max_new_tokens=5, do_sample=False, return_full_text=False)
     want = greedy(case(BOTH[0]).reference, torch.tensor([[5, 9, 20]]))[0, 3:8]
     assert made[0]["generated_text"] == tok.decode(want)
-    code = "import sys\nsys.modules['twistlm'] = None\nfrom transformers import AutoTokenizer\n"
-    code += "print(AutoTokenizer.from_pretrained(sys.argv[1])('w5 w9').input_ids)"
-    assert python(code, str(folder)) == "[5, 9]\n"
+    assert load_file(folder / "found.safetensors")["words"].tolist() == [5, 9]  # without twistlm
 
 
 @pytest.fixture
@@ -343,7 +340,7 @@ def hf_folder(tmp_path) -> Path:
 
 
 def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(hf_folder, tmp_path):
-    full = parent.open_(
+    full = open_parent(
         hf_folder, "cpu", ["blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0"]
     )
     kept = {group.name: (0, group.n_blocks - 1) for group in full.block_map.groups}
@@ -389,10 +386,8 @@ def test_a_broken_tokenizer_leaves_nothing_behind(bare, tmp_path):
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
-    c = case(("llama-gqa", "group", "both"))
-    deploy.save_ticket(c.parent(), c.blueprint, tmp_path / "ticket")
-    return tmp_path / "ticket"
+def folder(root, tmp_path) -> Path:
+    return shutil.copytree(root / "llama-gqa-group-both", tmp_path / "ticket")
 
 
 def edit(path: Path, change) -> None:
@@ -409,7 +404,7 @@ def test_load_ticket_says_what_a_folder_is_instead(tmp_path, folder):
     saved = checkpoint.save(tmp_path / "checkpoints", c.central, c.parent().cfg, c.model, None, 1)
     assert "is a checkpoint" in sentence(deploy.load_ticket, saved)
     assert "is a checkpoint" in sentence(deploy.load_ticket, tmp_path)
-    assert "is a ticket" in sentence(parent.open_, folder)
+    assert "is a ticket" in sentence(open_parent, folder)
 
 
 def test_weights_that_do_not_fit_are_refused(folder):

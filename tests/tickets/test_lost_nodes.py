@@ -14,7 +14,7 @@ from conftest import make_tokens
 from families_table import N_NEURONS, TABLE, tiny_model
 
 from twistlm.tickets import lost_nodes
-from twistlm.tickets import parent as parents
+from twistlm.tickets.parent import open_parent
 
 SEQ_LEN = 16
 CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0", f"data.seq_len={SEQ_LEN}")
@@ -59,7 +59,7 @@ def reference(name: str, n_nodes: int, lost: tuple[int, ...], ids: torch.Tensor)
 @pytest.mark.parametrize(("n_nodes", "n_lost"), [(4, 1), (4, 2), (3, 1), (2, 1)])
 def test_perplexity_of_every_loss(home, name, n_nodes, n_lost):
     """3 nodes share 4 blocks unevenly: 2, 1, 1."""
-    opened = {name: parents.open_(home / name, "cpu", CUT)}
+    opened = {name: open_parent(home / name, "cpu", CUT)}
     (made,) = lost_nodes.drop(
         opened, n_nodes, n_lost, data=str(home / "tokens"), tokens=64, quiet=True
     )
@@ -74,7 +74,7 @@ def test_perplexity_of_every_loss(home, name, n_nodes, n_lost):
 
 
 def test_parents_side_by_side(home):
-    opened = {name: parents.open_(home / name, "cpu", CUT) for name in ("gpt2", "llama")}
+    opened = {name: open_parent(home / name, "cpu", CUT) for name in ("gpt2", "llama")}
     made = lost_nodes.drop(opened, 2, 1, data=str(home / "tokens"), quiet=True)
     assert [row.name for row in made] == ["gpt2", "llama"]
     shown = lost_nodes.table(made, 2, 1)
@@ -91,14 +91,14 @@ def test_parents_side_by_side(home):
     [(5, 1, "--nodes 5: .* 4 attn blocks"), (4, 4, "--lose 4 of --nodes 4"), (4, 0, "--lose 0")],
 )
 def test_impossible_losses(home, n_nodes, n_lost, words):
-    opened = {"gpt2": parents.open_(home / "gpt2", "cpu", CUT)}
+    opened = {"gpt2": open_parent(home / "gpt2", "cpu", CUT)}
     with pytest.raises(ValueError, match=words):
         lost_nodes.drop(opened, n_nodes, n_lost, data=str(home / "tokens"), quiet=True)
 
 
 def test_the_layer_with_the_fewest_blocks_decides(home):
     """3 kv groups, 4 FFN blocks: 4 nodes are one too many."""
-    opened = {"gqa": parents.open_(home / "llama-gqa", "cpu", CUT)}
+    opened = {"gqa": open_parent(home / "llama-gqa", "cpu", CUT)}
     with pytest.raises(ValueError, match=r"3 attn blocks .* at most 3"):
         lost_nodes.drop(opened, 4, 1, data=str(home / "tokens"), quiet=True)
 
@@ -106,7 +106,7 @@ def test_the_layer_with_the_fewest_blocks_decides(home):
 def test_different_tokens_are_no_comparison(home):
     """Each parent would take its own validation tokens, or its own length of a sequence."""
     opened = {
-        name: parents.open_(home / "gpt2", "cpu", (*CUT, f"data.valid={home / name}"))
+        name: open_parent(home / "gpt2", "cpu", (*CUT, f"data.valid={home / name}"))
         for name in ("tokens", "others")
     }
     with pytest.raises(ValueError, match="different tokens"):

@@ -21,7 +21,7 @@ from twistlm import cli
 from twistlm.data.token_file import open_tokens
 from twistlm.model import generator
 from twistlm.tickets import deploy, score
-from twistlm.tickets import parent as parents
+from twistlm.tickets.parent import open_parent
 
 CUT = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
 
@@ -30,7 +30,7 @@ CUT = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
 def home(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     tiny_model("gpt2").save_pretrained(folder / "model")
-    parent = parents.open_(folder / "model", "cpu", CUT)
+    parent = open_parent(folder / "model", "cpu", CUT)
     widths = {group.name: 2 for group in parent.block_map.groups}
     blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
     deploy.save_ticket(parent, blueprint, folder / "ticket")
@@ -70,7 +70,7 @@ def test_a_ticket_and_the_tokenizer_of_its_parent(home, tmp_path):
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.save(str(home / "tokens.tokenizer.json"))
     words.save(str(tmp_path / "tokenizer.json"))
-    parent = parents.open_(home / "model", "cpu", CUT)
+    parent = open_parent(home / "model", "cpu", CUT)
     parent = replace(parent, tokenizer=tmp_path / "tokenizer.json")
     deploy.save_ticket(parent, parent.block_map.full(), home / "with-words")
     written = (home / "with-words/tokenizer.json").read_text()

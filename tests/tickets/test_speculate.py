@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from twistlm import cli
 from twistlm.model import generator
-from twistlm.tickets import deploy, runnable, speculate
-from twistlm.tickets import parent as parents
+from twistlm.tickets import deploy, speculate
+from twistlm.tickets.parent import open_parent
+from twistlm.tickets.runnable import open_runnable
 
 CUT = ("blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=1", "blocks.setting=ffn")
 FAMILIES = ("gpt2", "llama-gqa", "mistral", "gemma3_text")
@@ -29,7 +30,7 @@ def home(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     for name in FAMILIES:
         tiny_model(name).save_pretrained(folder / name)
-        parent = parents.open_(folder / name, "cpu", CUT)
+        parent = open_parent(folder / name, "cpu", CUT)
         cut = {group.name: 3 for group in parent.block_map.groups}
         blueprint = generator.for_deployment(parent.block_map, cut, seed=1)
         deploy.save_ticket(parent, blueprint, folder / f"{name}-ticket")
@@ -40,7 +41,10 @@ def home(tmp_path_factory) -> Path:
 
 @cache
 def drafts(home: Path, name: str, n_draft: int) -> speculate.Drafts:
-    pair = runnable.open_(home / name, "cpu"), runnable.open_(home / f"{name}-ticket", "cpu")
+    pair = (
+        open_runnable(home / name, "cpu"),
+        open_runnable(home / f"{name}-ticket", "cpu"),
+    )
     return speculate.draft(*pair, PROMPTS, max_new_tokens=17, n_draft=n_draft, quiet=True)
 
 
@@ -70,8 +74,8 @@ def by_hand(parent, ticket, prompt: Tensor, n_new: int, n_draft: int) -> tuple[l
 @pytest.mark.parametrize("n_draft", [1, 4])
 def test_text_and_counts_are_those_of_a_loop_by_hand(home, name, n_draft):
     """Sliding windows too (mistral, gemma3): a cache cropped wrongly would change text or counts."""
-    parent = runnable.open_(home / name, "cpu")
-    ticket = runnable.open_(home / f"{name}-ticket", "cpu")
+    parent = open_runnable(home / name, "cpu")
+    ticket = open_runnable(home / f"{name}-ticket", "cpu")
     made = drafts(home, name, n_draft)
     for prompt, row in zip(PROMPTS, made.rows, strict=True):
         ids, n_passes, n_proposed = by_hand(parent.model, ticket.model, prompt, 17, n_draft)
@@ -94,7 +98,10 @@ def test_the_cases_above_accept_some_and_not_all(home):
 
 
 def test_the_parent_as_its_own_draft_is_always_right(home):
-    pair = runnable.open_(home / "llama-gqa", "cpu"), runnable.open_(home / "llama-gqa-all", "cpu")
+    pair = (
+        open_runnable(home / "llama-gqa", "cpu"),
+        open_runnable(home / "llama-gqa-all", "cpu"),
+    )
     made = speculate.draft(*pair, PROMPTS, max_new_tokens=18, n_draft=5, quiet=True)
     assert made.acceptance == 1
     assert made.tokens_per_pass == 6  # 5 drafts and one of its own
@@ -103,7 +110,7 @@ def test_the_parent_as_its_own_draft_is_always_right(home):
 
 def test_a_text_that_parts_is_told_with_its_gap(home):
     """The place where two texts part, and the parent's two best logits there."""
-    parent = runnable.open_(home / "gpt2", "cpu")
+    parent = open_runnable(home / "gpt2", "cpu")
     plain = speculate._continue(parent, PROMPTS[0], 8)
     other = plain.clone()
     other[6] = (plain[6] + 1) % 64
@@ -118,7 +125,7 @@ def test_a_text_that_parts_is_told_with_its_gap(home):
 
 
 def test_prompts_from_a_token_file(home):
-    parent = runnable.open_(home / "gpt2", "cpu")
+    parent = open_runnable(home / "gpt2", "cpu")
     found = speculate.prompts(parent, [], str(home / "tokens"), 4, 20)
     assert [len(prompt) for prompt in found] == [20] * 4
     assert len({tuple(prompt.tolist()) for prompt in found}) == 4

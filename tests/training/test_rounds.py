@@ -346,7 +346,7 @@ def test_perplexity_is_hugging_faces_own(tokens, tmp_path):
     from twistlm.tickets import parent, score
 
     last = rounds.train(tiny(tokens, tmp_path / "run"), quiet=True)
-    loaded = parent.open_(last, "cpu")
+    loaded = parent.open_parent(last, "cpu")
     ready = score.evaluator(loaded, tokens=1600)
     model = AutoModelForCausalLM.from_pretrained(last)
     ids = ready.text.file.sequences(list(range(100)), 16)
@@ -363,7 +363,7 @@ def test_an_evaluated_subnet_is_the_masked_model(tokens, tmp_path):
     from twistlm.tickets import parent, score
 
     last = rounds.train(tiny(tokens, tmp_path / "run"), quiet=True)
-    loaded = parent.open_(last, "cpu")
+    loaded = parent.open_parent(last, "cpu")
     ready = score.evaluator(loaded, tokens=320)
     widths = widths_of_ratio(loaded.block_map, "2/4")
     spread = ready.random_subnets("2/4", widths, 4, seed=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from ..system.compat import quiet_transformers
 from ..system.signals import Ended
 from . import (  # noqa: F401  (they join the app)
     bench,
@@ -27,6 +28,7 @@ RESUMES = {
 
 def main() -> None:
     """Run a command; a user's mistake is one sentence and exit code 2."""
+    quiet_transformers()
     try:
         app()
     except ValueError as error:

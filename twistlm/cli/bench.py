@@ -146,7 +146,7 @@ def deploy(
     """The full parent against tickets: prefill, decode with KV cache, bytes on disk, memory."""
     from ..lab.bench.deploy import DeployRequest, bench, table
     from ..system.terminal import console
-    from ..tickets import parent as parents
+    from ..tickets.parent import open_parent
 
     request = DeployRequest(
         ratios=ratio or RATIOS,
@@ -157,7 +157,7 @@ def deploy(
         threads=threads,
         seed=seed,
     )
-    made = bench(parents.open_(source, "cpu", overrides or []), request, out)
+    made = bench(open_parent(source, "cpu", overrides or []), request, out)
     console.print(table(made))
     for name, why in made.left_out.items():
         console.print(f"without {name}: {why}")

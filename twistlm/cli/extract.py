@@ -55,16 +55,22 @@ def extract(
 ) -> None:
     """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
     from ..system.terminal import console
-    from ..tickets import budget, extract
-    from ..tickets import parent as parents
-    from ..tickets import pick as picks
+    from ..tickets.budget import parse_budget
+    from ..tickets.extract import TicketRequest, check_target, table, write
+    from ..tickets.parent import open_parent
+    from ..tickets.pick import parse_pick
 
-    limit = budget.parse(ratio=ratio, params=params, size=size, latency=latency)
-    how = picks.parse(pick)
-    extract.check_target(out)
-    parent = parents.open_(source, device, overrides or [])
-    proof = extract.write(parent, out, limit, how, seed=seed, data=data, tokens=tokens, dtype=dtype)
-    console.print(extract.table(parent, proof))
-    if proof["whole"]:
+    request = TicketRequest(
+        budget=parse_budget(ratio=ratio, params=params, size=size, latency=latency),
+        pick=parse_pick(pick),
+        seed=seed,
+        data=data,
+        tokens=tokens,
+        dtype=dtype,
+    )
+    check_target(out)
+    ticket = write(open_parent(source, device, overrides or []), out, request)
+    console.print(table(ticket))
+    if ticket.proof["whole"]:
         console.print("the budget has room for the whole parent: this ticket is all of it")
     console.print(f"ticket: {out}")

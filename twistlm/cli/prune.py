@@ -58,15 +58,22 @@ def prune(
 
     The layers and kinds are those of the config's blocks.*; everything else stays as it is.
     """
-    from ..pruners import write
+    from ..pruners.write import PruneRequest, check_target, write
     from ..system.terminal import console
-    from ..tickets import parent as parents
+    from ..tickets.parent import open_parent
 
-    write.check(out, method)
-    made = write.write(
-        parents.open_(source, device, overrides or []), out, method,
-        sparsity=sparsity, ratio=ratio, nm=nm, data=data, n=n, seed=seed, repair=repair,
-    )  # fmt: skip
+    request = PruneRequest(
+        method=method,
+        sparsity=sparsity,
+        ratio=ratio,
+        nm=nm,
+        data=data,
+        n=n,
+        seed=seed,
+        repair=repair,
+    )
+    check_target(out)
+    made = write(open_parent(source, device, overrides or []), out, request)
     if "n_zeros" in made:
         share = made["n_zeros"] / made["n_pruned"]
         what = f"{made['n_zeros']:,} of {made['n_pruned']:,} weights are zero ({share:.2%})"

@@ -60,15 +60,21 @@ def certify(
     The bound assumes nothing about the distribution: it is one of the measured values in order.
     """
     from ..system.terminal import console
-    from ..tickets import certify as certificates
-    from ..tickets import parent as parents
+    from ..tickets.certify import CertificateRequest, certify_tickets, reading, table
+    from ..tickets.parent import open_parent
 
-    made = certificates.certify(
-        parents.open_(source, device, overrides or []), ratio, n,
-        data=data, tokens=tokens, seed=seed, coverage=coverage, confidence=confidence, folder=out,
-    )  # fmt: skip
-    console.print(certificates.table(made))
-    console.print(certificates.reading(made))
+    request = CertificateRequest(
+        ratio=ratio,
+        n=n,
+        data=data,
+        tokens=tokens,
+        seed=seed,
+        coverage=coverage,
+        confidence=confidence,
+    )
+    made = certify_tickets(open_parent(source, device, overrides or []), request, out)
+    console.print(table(made))
+    console.print(reading(made))
 
 
 @app.command(
@@ -97,16 +103,16 @@ def drop(
     rescaled.
     """
     from ..system.terminal import console
-    from ..tickets import lost_nodes as drops
-    from ..tickets import parent as parents
+    from ..tickets import lost_nodes
+    from ..tickets.parent import open_parent
 
     overrides = [source for source in sources if "=" in source and not Path(source).exists()]
-    opened = {s: parents.open_(s, device, overrides) for s in sources if s not in overrides}
+    opened = {s: open_parent(s, device, overrides) for s in sources if s not in overrides}
     if not opened:
         raise ValueError("give at least one parent")
-    made = drops.drop(opened, nodes, lose, data=data, tokens=tokens)
-    console.print(drops.table(made, nodes, lose))
-    write_json(json_out, drops.record(made, nodes, lose))
+    made = lost_nodes.drop(opened, nodes, lose, data=data, tokens=tokens)
+    console.print(lost_nodes.table(made, nodes, lose))
+    write_json(json_out, lost_nodes.record(made, nodes, lose))
 
 
 @app.command(
@@ -128,14 +134,14 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""
-    from ..tickets import runnable
     from ..tickets.generate import write
+    from ..tickets.runnable import open_runnable
 
     def emit(text: str) -> None:
         print(text, end="", flush=True)
 
     write(
-        runnable.open_(ticket, device), prompt,
+        open_runnable(ticket, device), prompt,
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, emit=emit,
     )  # fmt: skip
     sys.stdout.write("\n")
@@ -148,7 +154,7 @@ def generate(
 )
 def draft(
     parent: Annotated[str, typer.Argument(help=f"The model whose text is written. {PARENT}")],
-    ticket: Annotated[str, typer.Argument(help=f"The model that drafts. {ANY_MODEL}")],
+    ticket: Annotated[str, typer.Argument(help=f"The model that speculate. {ANY_MODEL}")],
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to go on from; repeatable.")
     ] = None,
@@ -162,12 +168,12 @@ def draft(
 ) -> None:
     """Let a ticket draft for its own parent: drafts accepted, tokens per second, the same text."""
     from ..system.terminal import console
-    from ..tickets import runnable
-    from ..tickets import speculate as drafts
+    from ..tickets import speculate
+    from ..tickets.runnable import open_runnable
 
-    pair = runnable.open_(parent, device), runnable.open_(ticket, device)
-    prompts = drafts.prompts(pair[0], prompt or [], data, n, prompt_tokens)
-    made = drafts.draft(*pair, prompts, max_new_tokens=max_new_tokens, n_draft=draft_tokens)
-    console.print(drafts.table(made))
-    console.print(drafts.reading(made))
+    pair = open_runnable(parent, device), open_runnable(ticket, device)
+    prompts = speculate.prompts(pair[0], prompt or [], data, n, prompt_tokens)
+    made = speculate.draft(*pair, prompts, max_new_tokens=max_new_tokens, n_draft=draft_tokens)
+    console.print(speculate.table(made))
+    console.print(speculate.reading(made))
     write_json(json_out, made.to_dict())

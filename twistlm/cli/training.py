@@ -131,8 +131,8 @@ def eval_(
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket."""
     from ..system.terminal import console
-    from ..tickets.parent import what_is
-    from ..tickets.score import score_checkpoint, score_ticket, table
+    from ..tickets.parent import open_parent, what_is
+    from ..tickets.score import ScoreRequest, score_parent, score_ticket, table
 
     more = overrides or []
     if what_is(source) == "ticket":
@@ -140,10 +140,9 @@ def eval_(
             raise ValueError(f"--ratio {ratio[0]}: {source} is a ticket, which is cut already")
         scores = score_ticket(Path(source), data=data, tokens=tokens, device=device, overrides=more)
     else:
-        scores = score_checkpoint(
-            source, ratio or ["6/12"], n,
-            data=data, tokens=tokens, seed=seed, device=device, overrides=more,
-        )  # fmt: skip
+        ratios = tuple(ratio or ["6/12"])
+        request = ScoreRequest(ratios=ratios, n=n, data=data, tokens=tokens, seed=seed)
+        scores = score_parent(open_parent(source, device, more), request, Path(source).name)
     console.print(table([scores]))
     write_json(json_out, scores.to_dict())
 

@@ -147,8 +147,7 @@ class Evaluator:
     ) -> Spread:
         """n uniformly random subnets of these widths, scaled."""
         values = []
-        for draw in range(n):
-            blueprint = generator.for_deployment(self.block_map, widths, seed=seed, draw=draw)
+        for blueprint in generator.draws(self.block_map, widths, seed=seed, n=n):
             values.append(self.subnet_perplexity(blueprint))
             tick()
         where = self.central.layout.narrowed(self.block_map, widths)

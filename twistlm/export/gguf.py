@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from ..compute.perplexity import Text
 from ..model import families, huggingface
 from . import gguf_vocab, llamacpp, verify
-
-TYPES = ("f32", "f16", "q8_0")
+from .names import GGUF_TYPES
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,13 @@ def export(
     tokenizer: Path | None = None,
     text: Text | None = None,
     prompt: str = verify.PROMPT,
-) -> list[verify.Row]:
+) -> list[verify.Verified]:
     """Write a GGUF file and PATH.json, compare it with torch in llama.cpp where that is installed.
 
     Matrices get `type_`; vectors stay float32, and rows that q8_0 cannot hold (no multiple of 32) f16.
     """
-    if type_ not in TYPES:
-        raise ValueError(f"--type {type_}: GGUF is written as {', '.join(TYPES)}")
+    if type_ not in GGUF_TYPES:
+        raise ValueError(f"--type {type_}: GGUF is written as {', '.join(GGUF_TYPES)}")
     gguf, home = _library(), _home(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:

@@ -27,8 +27,8 @@ from ..compute.perplexity import Text
 from ..model import huggingface
 from ..system import files
 from . import verify
+from .names import ONNX_TYPES
 
-TYPES = ("f32", "q8")
 FILE, RECORD = "model.onnx", "export.json"
 
 
@@ -39,14 +39,14 @@ def export(
     tokenizer: Path | None = None,
     text: Text | None = None,
     prompt: str = verify.PROMPT,
-) -> list[verify.Row]:
+) -> list[verify.Verified]:
     """Write an ONNX folder, compare it with torch on the spot, and return the comparison's rows.
 
     q8 stores matrices as 8-bit integers in blocks of 32 (MatMulNBits): plain dynamic int8 costs quality.
     """
     _need("onnx", "onnxscript", "onnxruntime")
-    if type_ not in TYPES:
-        raise ValueError(f"--type {type_}: ONNX is written as {', '.join(TYPES)}")
+    if type_ not in ONNX_TYPES:
+        raise ValueError(f"--type {type_}: ONNX is written as {', '.join(ONNX_TYPES)}")
     is_ours = (folder / RECORD).is_file() or (folder.is_dir() and not any(folder.iterdir()))
     if folder.exists() and not is_ours:
         raise ValueError(f"--out {folder} exists and is no ONNX export: choose another folder")

@@ -48,7 +48,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Row:
+class Verified:
     """One runtime beside torch; speeds are tokens per second in this very comparison."""
 
     name: str
@@ -80,9 +80,11 @@ class TorchTicket:
     @torch.no_grad()
     def _step(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
         out: Any = self._model(
-            input_ids=torch.tensor([list(ids)]), past_key_values=self._cache,
-            use_cache=True, logits_to_keep=n_logits,
-        )  # fmt: skip
+            input_ids=torch.tensor([list(ids)]),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=n_logits,
+        )
         return out.logits[0].float().numpy()
 
 
@@ -111,7 +113,7 @@ def reference(model: PreTrainedModel, tokenizer: Path | None, prompt: str = PROM
     return Reference(ids, tokens, out.logits[0].float().numpy(), words)
 
 
-def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes: int) -> Row:
+def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes: int) -> Verified:
     """Feed torch's own tokens: argmax equal at every step means greedy text equal."""
     n = len(goal.prompt)
     prompt_logits = runner.prefill(goal.prompt, n)
@@ -124,23 +126,31 @@ def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes
     found, reading = (
         (None, None) if text is None else _timed(lambda: _perplexity(runner, text), text)
     )
-    return Row(
-        name, n_bytes, _delta(prompt_logits, goal.logits[:n]), _delta(after, goal.logits[n:]),
-        n_equal, len(goal.tokens), speed, own, found, reading,
-    )  # fmt: skip
+    return Verified(
+        name=name,
+        n_bytes=n_bytes,
+        prefill_delta=_delta(prompt_logits, goal.logits[:n]),
+        decode_delta=_delta(after, goal.logits[n:]),
+        n_equal=n_equal,
+        n_tokens=len(goal.tokens),
+        decode_speed=speed,
+        text=own,
+        perplexity=found,
+        prefill_speed=reading,
+    )
 
 
-def torch_row(model: PreTrainedModel, goal: Reference, text: Text | None) -> Row:
+def torch_row(model: PreTrainedModel, goal: Reference, text: Text | None) -> Verified:
     """torch itself with a cache, and its perplexity as `twistlm eval` measures it."""
     n_bytes = sum(t.numel() * t.element_size() for t in huggingface.state(model).values())
     row = asdict(check("torch f32", TorchTicket(model), goal, None, n_bytes))
     if text is not None:
         found, speed = _timed(lambda: perplexity(model, text, "float32"), text)
         row |= {"perplexity": found, "prefill_speed": speed}
-    return Row(**row)
+    return Verified(**row)
 
 
-def demand_equal(row: Row, goal: Reference) -> None:
+def demand_equal(row: Verified, goal: Reference) -> None:
     """A float32 export that computes something else is refused before it gets its name."""
     worst, largest = max(row.prefill_delta, row.decode_delta), float(np.abs(goal.logits).max())
     if not worst <= EXACT * max(1.0, largest):
@@ -150,7 +160,7 @@ def demand_equal(row: Row, goal: Reference) -> None:
         )
 
 
-def record(rows: list[Row]) -> dict[str, Any]:
+def record(rows: list[Verified]) -> dict[str, Any]:
     """The comparison as JSON, with command, code and machine."""
     return {
         "verified": [asdict(row) for row in rows],
@@ -158,18 +168,15 @@ def record(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[Verified]) -> Table:
     """What the command prints."""
     with_text = rows[0].perplexity is not None
-    result = terminal.table(
-        f"{rows[-1].name} against torch", "runtime", "MB", "max |Δlogit| prompt", "decoding", "greedy equal",
-        "decode tok/s", *(("perplexity", "prefill tok/s") if with_text else ()),
-    )  # fmt: skip
+    heads = ["runtime", "MB", "max |Δlogit| prompt", "decoding", "greedy equal", "decode tok/s"]
+    heads += ["perplexity", "prefill tok/s"] if with_text else []
+    result = terminal.table(f"{rows[-1].name} against torch", *heads)
     for row in rows:
-        cells = [
-            f"{row.n_bytes / 1e6:.1f}", f"{row.prefill_delta:.1e}", f"{row.decode_delta:.1e}",
-            f"{row.n_equal}/{row.n_tokens}", f"{row.decode_speed:.1f}",
-        ]  # fmt: skip
+        cells = [f"{row.n_bytes / 1e6:.1f}", f"{row.prefill_delta:.1e}", f"{row.decode_delta:.1e}"]
+        cells += [f"{row.n_equal}/{row.n_tokens}", f"{row.decode_speed:.1f}"]
         if with_text:
             cells += [f"{row.perplexity:.3f}", f"{row.prefill_speed:.0f}"]
         result.add_row(row.name, *cells)

@@ -17,13 +17,9 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging as hf_logging
 
 from ..config import ModelConfig
 from .blocks import State
-
-hf_logging.set_verbosity_error()
-hf_logging.disable_progress_bar()
 
 
 def planned_config(cfg: ModelConfig) -> PretrainedConfig:

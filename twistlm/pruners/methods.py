@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.blocks import BlockMap
-from . import calibrate, magnitude, sparsegpt, wanda, zpruner
-from .calibrate import Linear, Observe, Tick
+from . import magnitude, sparsegpt, wanda, zpruner
 from .pattern import Pattern, check_width
+from .walk import Linear, Observe, Tick, linears, walk_
 
 
 @dataclass(frozen=True)
-class Method:
+class PruneMethod:
     """`prune(weight [out, in], mean over sequences of observe(inputs), pattern)`: the new weight."""
 
     prune: Callable[..., Tensor]
@@ -25,12 +25,12 @@ class Method:
     factor: Callable[[Tensor], Tensor] | None = None
 
 
-METHODS: dict[str, Method] = {
-    "sparsegpt": Method(sparsegpt.prune, sparsegpt.observe, sparsegpt.inverse_factor),
-    "wanda": Method(wanda.prune, wanda.observe),
-    "zpruner": Method(zpruner.prune, wanda.observe),
-    "zpruner-datafree": Method(zpruner.prune),
-    "magnitude": Method(magnitude.prune),
+METHODS: dict[str, PruneMethod] = {  # `names.SINGLE_WEIGHTS`
+    "sparsegpt": PruneMethod(sparsegpt.prune, sparsegpt.observe, sparsegpt.inverse_factor),
+    "wanda": PruneMethod(wanda.prune, wanda.observe),
+    "zpruner": PruneMethod(zpruner.prune, wanda.observe),
+    "zpruner-datafree": PruneMethod(zpruner.prune),
+    "magnitude": PruneMethod(magnitude.prune),
 }
 
 
@@ -38,7 +38,7 @@ METHODS: dict[str, Method] = {
 def prune_(
     model: PreTrainedModel,
     block_map: BlockMap,
-    method: Method,
+    method: PruneMethod,
     patterns: Mapping[str, Pattern],  # by group name
     ids: Tensor | None = None,
     tick: Tick = lambda: None,
@@ -48,18 +48,18 @@ def prune_(
     `ids` [n_sequences, seq_len] is what a method with statistics calibrates on.
     """
     zeros: dict[str, Tensor] = {}
-    matrices = calibrate.linears(model, block_map)
+    matrices = linears(model, block_map)
     for linear in matrices:
         _check_finite(linear.weight(model), f"{linear.param} holds")
         check_width(linear.weight(model).shape[1], patterns[linear.group])
 
-    def some_(linears: list[Linear], mean: Tensor | None) -> None:
+    def some_(alike: list[Linear], mean: Tensor | None) -> None:
         shared = {}
         if mean is not None:
-            _check_finite(mean, f"what the model feeds into {linears[0].param} has")
+            _check_finite(mean, f"what the model feeds into {alike[0].param} has")
             if method.factor is not None:
                 shared = {"factor": method.factor(mean)}
-        for linear in linears:
+        for linear in alike:
             weight, pattern = linear.weight(model), patterns[linear.group]
             if pattern.sparsity > 0:  # every rule by threshold would take one weight at 0 too
                 weight.copy_(method.prune(weight, mean, pattern, **shared))
@@ -70,7 +70,7 @@ def prune_(
         some_(matrices, None)
     else:
         assert ids is not None
-        calibrate.walk_(model, matrices, ids, method.observe, some_, tick)
+        walk_(model, matrices, ids, method.observe, some_, tick)
     return {name: int(n) for name, n in zeros.items()}
 
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..model.blocks import BlockGroup, Blueprint, positions
 from ..model.central import create
-from ..model.subnet import build, scales
+from ..model.subnet import build
 from ..tickets.parent import Parent
-from . import calibrate
-from .calibrate import Linear, Tick
+from .names import REPAIRS
+from .walk import Linear, Tick, linears, walk_
 
 DAMP = 1e-4  # of the mean square input: weights that the data say nothing about stay as they are
 
@@ -70,13 +70,17 @@ def lstsq(fit: Fit) -> Tensor:
     return torch.linalg.solve(normal, (goal + damp * fit.start).T).T
 
 
-METHODS: dict[str, Callable[[Fit], Tensor]] = {"bias": same, "rescale": rescale, "lstsq": lstsq}
+METHODS: dict[str, Callable[[Fit], Tensor]] = {  # `names.REPAIRS`
+    "bias": same,
+    "rescale": rescale,
+    "lstsq": lstsq,
+}
 
 
-def check(parent: Parent, how: str) -> None:
+def check_repair(parent: Parent, how: str) -> None:
     """An unknown repair, or one that a family has no place for."""
-    if how not in METHODS:
-        raise ValueError(f"--repair {how!r}: use one of {', '.join(METHODS)}")
+    if how not in REPAIRS:
+        raise ValueError(f"--repair {how!r}: use one of {', '.join(REPAIRS)}")
     if how == "bias" and not any(_has_bias(group) for group in parent.block_map.groups):
         raise ValueError(
             f"--repair bias: no output projection of this {parent.template.config.model_type} has a "
@@ -84,7 +88,7 @@ def check(parent: Parent, how: str) -> None:
         )
 
 
-def repair(
+def repair_parent(
     parent: Parent,
     blueprint: Blueprint,
     how: str,
@@ -95,19 +99,22 @@ def repair(
 
     `ids` [n_sequences, seq_len] is the calibration text. Other tickets of it mean nothing.
     """
-    check(parent, how)
+    check_repair(parent, how)
     block_map, old = parent.block_map, parent.central
     block_map.check_blueprint(blueprint)
-    factors = scales(block_map, block_map.widths(blueprint), parent.scale, parent.progress.rho)
-    shapes = old.layout.shapes
+    factors = parent.scales(block_map.widths(blueprint))
     new = create(
-        old.layout.views(old.weights), shapes, block_map,
-        carry=False, outer=False, device=old.weights.device,
-    )  # fmt: skip
+        old.layout.views(old.weights),
+        old.layout.shapes,
+        block_map,
+        carry=False,
+        outer=False,
+        device=old.weights.device,
+    )
     model = build(parent.template, block_map, new.layout, new.weights).model
     outs = [
         linear
-        for linear in calibrate.linears(model, block_map)
+        for linear in linears(model, block_map)
         if linear.param == block_map[linear.group].out[0]
     ]
 
@@ -119,12 +126,11 @@ def repair(
             if len(blueprint[group.name]) == group.n_blocks:
                 continue  # a whole layer lacks nothing
             bias = model.get_parameter(group.out[1]).detach() if _has_bias(group) else None
-            _repair_(
-                linear.weight(model), bias, mean / mean[-1, -1],
-                by_block(group, blueprint[group.name]).to(mean.device), factors[group.name], how,
-            )  # fmt: skip
+            kept = by_block(group, blueprint[group.name]).to(mean.device)
+            scale = factors[group.name]
+            _repair_(linear.weight(model), bias, mean / mean[-1, -1], kept, scale, how)
 
-    calibrate.walk_(model, outs, ids, observe, some_, tick)
+    walk_(model, outs, ids, observe, some_, tick)
     train = replace(parent.cfg.train, scale="none")
     return replace(parent, central=new, cfg=replace(parent.cfg, train=train))
 

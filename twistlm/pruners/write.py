@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -22,23 +21,45 @@ from ..model.subnet import build
 from ..system.files import save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import progress
-from ..tickets import deploy, hf_folder, importance
-from ..tickets import pick as picks
+from ..tickets import deploy, hf_folder
+from ..tickets.calibration import MOST_SEQUENCES, calibrate
+from ..tickets.names import NEEDS_TEXT
 from ..tickets.parent import Parent
-from . import calibrate
-from . import repair as repairs
+from ..tickets.pick import Basis, Pick, pick_blocks
 from .methods import METHODS, prune_
+from .names import NAMES, STRUCTURED
 from .pattern import Pattern, n_of_m, sparsity_of
+from .repair import check_repair, repair_parent
 
 RECORD = "prune.json"
-STRUCTURED = "block:"  # before the name of an importance
-NAMES = (*METHODS, *(STRUCTURED + name for name in importance.METHODS))
 
 
-def check(folder: Path, method: str) -> None:
-    """What can be refused before a model is loaded: an unknown method, a folder in use."""
-    if method not in NAMES:
-        raise ValueError(f"--method {method!r}: use one of {', '.join(NAMES)}")
+@dataclass(frozen=True, kw_only=True)
+class PruneRequest:
+    """How a parent is pruned: the method, how much goes, and the text that it goes by."""
+
+    method: str  # one of `names.NAMES`
+    sparsity: str | None = None  # one of these three says how much
+    ratio: str | None = None
+    nm: str | None = None
+    data: str | None = None  # calibration text; None: the training tokens of the parent's run
+    n: int = MOST_SEQUENCES  # calibration sequences
+    seed: int = 0
+    repair: str | None = None  # of whole blocks: one of `names.REPAIRS`
+
+    def __post_init__(self) -> None:
+        if self.method not in NAMES:
+            raise ValueError(f"--method {self.method!r}: use one of {', '.join(NAMES)}")
+
+    @property
+    def importance(self) -> str | None:
+        """What whole blocks are scored by; None where single weights go."""
+        is_block = self.method.startswith(STRUCTURED)
+        return self.method.removeprefix(STRUCTURED) if is_block else None
+
+
+def check_target(folder: Path) -> None:
+    """An earlier pruned model or an empty folder is replaced; anything else is left alone."""
     if any((folder / name).is_file() for name in (RECORD, deploy.TICKET)) or not folder.exists():
         return
     if not folder.is_dir() or any(folder.iterdir()):
@@ -46,31 +67,23 @@ def check(folder: Path, method: str) -> None:
 
 
 def write(
-    parent: Parent,
-    folder: Path,
-    method: str,
-    *,
-    sparsity: str | None = None,
-    ratio: str | None = None,
-    nm: str | None = None,
-    data: str | None = None,
-    n: int = picks.MOST_EXAMPLES,
-    seed: int = 0,
-    repair: str | None = None,
-    quiet: bool = False,
+    parent: Parent, folder: Path, request: PruneRequest, quiet: bool = False
 ) -> dict[str, Any]:
     """Prune a parent and write what is left of it, with its record; returns the record."""
-    check(folder, method)
+    check_target(folder)
     if Path(parent.source).exists() and Path(parent.source).resolve() == folder.resolve():
         raise ValueError(f"--out {folder} is the model to prune: choose another folder")
-    if method.startswith(STRUCTURED):
-        if ratio is None or sparsity or nm:
-            raise ValueError(f"--method {method} keeps whole blocks: give --ratio, and only that")
-        return _ticket(parent, folder, method, ratio, data, n, seed, repair, quiet)
-    if repair is not None:
-        raise ValueError(f"--repair {repair} is for whole blocks: --method {method} removes none")
-    wanted = patterns(parent.block_map, sparsity, ratio, nm)
-    return _unstructured(parent, folder, method, wanted, data, n, seed, quiet)
+    if request.importance is not None:
+        if request.ratio is None or request.sparsity or request.nm:
+            raise ValueError(
+                f"--method {request.method} keeps whole blocks: give --ratio, and only that"
+            )
+        return _whole_blocks(parent, folder, request, quiet)
+    if request.repair is not None:
+        raise ValueError(
+            f"--repair {request.repair} is for whole blocks: --method {request.method} removes none"
+        )
+    return _single_weights(parent, folder, request, quiet)
 
 
 def patterns(
@@ -97,37 +110,35 @@ def patterns(
     return {group.name: pattern for group in block_map.groups}
 
 
-def _unstructured(
-    parent: Parent,
-    folder: Path,
-    method: str,
-    wanted: Mapping[str, Pattern],
-    data: str | None,
-    n: int,
-    seed: int,
-    quiet: bool,
+def _single_weights(
+    parent: Parent, folder: Path, request: PruneRequest, quiet: bool
 ) -> dict[str, Any]:
-    block_map, central = parent.block_map, parent.central
+    block_map, central, method = parent.block_map, parent.central, METHODS[request.method]
+    wanted = patterns(block_map, request.sparsity, request.ratio, request.nm)
     ids: Tensor | None = None
     based_on: dict[str, Any] = {}
-    if METHODS[method].observe is not None:
-        stem, ids = calibrate.windows(parent, data, n, seed)
-        based_on = {"data": stem, "n_sequences": n, "seq_len": ids.shape[1], "seed": seed}
+    if method.observe is not None:
+        text = calibrate(parent, request.data, request.n, request.seed)
+        ids, (n, seq_len) = text.ids, text.ids.shape
+        based_on = {
+            "data": text.stem,
+            "n_sequences": n,
+            "seq_len": seq_len,
+            "seed": request.seed,
+        }
     weights = central.weights.clone()  # the parent stays as it is
     model = build(parent.template, block_map, central.layout, weights).model
     n_layers = len({group.layer for group in block_map.groups})
     with progress(quiet) as bar:
         total = 1 if ids is None else n_layers * len(ids)
-        task = bar.add_task(f"prune {method}", total=total, note="")
+        task = bar.add_task(f"prune {request.method}", total=total, note="")
         began = time.perf_counter()
-        zeros = prune_(
-            model, block_map, METHODS[method], wanted, ids, lambda: bar.advance(task)
-        )  # fmt: skip
+        zeros = prune_(model, block_map, method, wanted, ids, lambda: bar.advance(task))
         seconds = time.perf_counter() - began
         bar.update(task, completed=total)
     record = {
         "parent": parent.source,
-        "method": method,
+        "method": request.method,
         "sparsity": {name: float(pattern.sparsity) for name, pattern in wanted.items()},
         "nm": next((f"{p.n}:{p.m}" for p in wanted.values() if p.m), None),
         "calibration": based_on,
@@ -162,39 +173,35 @@ def _save(parent: Parent, model: PreTrainedModel, folder: Path, record: dict[str
         (draft / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _ticket(
-    parent: Parent,
-    folder: Path,
-    method: str,
-    ratio: str,
-    data: str | None,
-    n: int,
-    seed: int,
-    repair: str | None,
-    quiet: bool,
+def _whole_blocks(
+    parent: Parent, folder: Path, request: PruneRequest, quiet: bool
 ) -> dict[str, Any]:
-    name = method.removeprefix(STRUCTURED)
-    widths = widths_of_ratio(parent.block_map, ratio)
-    sequences, repaired = None, {}
-    if repair is not None:
-        repairs.check(parent, repair)
-    if name in importance.NEEDS_TEXT or repair is not None:
-        sequences = picks.Calibration(*calibrate.windows(parent, data, n, seed))
+    """A ticket of the blocks that score highest, repaired where that is asked for."""
+    name, how = request.importance, request.repair
+    assert name is not None
+    assert request.ratio is not None
+    widths = widths_of_ratio(parent.block_map, request.ratio)
+    text, repaired = None, {}
+    if how is not None:
+        check_repair(parent, how)
+    if name in NEEDS_TEXT or how is not None:
+        text = calibrate(parent, request.data, request.n, request.seed)
     with progress(quiet) as bar:
         began = time.perf_counter()
-        how = picks.Pick(f"importance:{name}", method=name)
-        blueprint, based_on = picks.pick(parent, widths, how, seed, None, sequences, bar)
-        if repair is not None and sequences is not None:
-            ids, layers = sequences.ids, {group.layer for group in parent.block_map.groups}
-            task = bar.add_task(f"repair {repair}", total=len(ids) * len(layers), note="")
+        pick = Pick(f"importance:{name}", method=name)
+        basis = Basis(seed=request.seed, calibration=text)
+        blueprint, based_on = pick_blocks(parent, widths, pick, basis, bar)
+        if how is not None and text is not None:
+            layers = {group.layer for group in parent.block_map.groups}
+            task = bar.add_task(f"repair {how}", total=len(text.ids) * len(layers), note="")
             tick = partial(bar.advance, task)
-            parent = repairs.repair(parent, blueprint, repair, ids, tick)
-            repaired = {"repair": {"how": repair, "data": sequences.stem, "n_sequences": len(ids)}}
+            parent = repair_parent(parent, blueprint, how, text.ids, tick)
+            repaired = {"repair": {"how": how, "data": text.stem, "n_sequences": len(text.ids)}}
         seconds = time.perf_counter() - began
     notes = {
-        "pick": {"how": how.asked, "seed": seed, **based_on},
-        "method": method,
-        "ratio": ratio,
+        "pick": {"how": pick.asked, "seed": request.seed, **based_on},
+        "method": request.method,
+        "ratio": request.ratio,
         "seconds": seconds,
         "scale": parent.scale,
         **repaired,

@@ -24,12 +24,15 @@ Cost = Callable[[Widths], float]
 UNITS: dict[str, dict[str, int | Fraction]] = {
     "params": {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9},
     "size": {
-        "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30,
+        "": 1,
+        **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9},
+        **{"kib": 2**10, "mib": 2**20, "gib": 2**30},
     },
     "latency": {"us": Fraction(1, 1000), "ms": 1, "s": 1000},
-}  # fmt: skip
+}
 EXAMPLES = {"params": "85M or 1.5B", "size": "60MB or 512KiB", "latency": "12ms or 0.5s"}
-DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}  # name, bytes
+# in a safetensors file: name and bytes
+STORED = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Budget:
     limit: float = math.inf  # parameters, bytes or ms; a ratio has none
 
 
-def parse(**options: str | None) -> Budget:
+def parse_budget(**options: str | None) -> Budget:
     """The one budget among `ratio`, `params`, `size` and `latency`."""
     given = {kind: text for kind, text in options.items() if text is not None}
     if len(given) != 1:
@@ -70,14 +73,16 @@ def amount(kind: str, text: str) -> float:
 
 def weights_bytes(shapes: Shapes, dtype: str = "float32") -> int:
     """Bytes of a safetensors file of these tensors: 8 + JSON header, padded to 8, + the numbers."""
-    name_in_file, itemsize = DTYPES[dtype]
+    name_in_file, itemsize = STORED[dtype]
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(shapes):  # the file's own order: it decides how long the offsets are
         start, end = end, end + math.prod(shapes[name]) * itemsize
         header[name] = {
-            "dtype": name_in_file, "shape": list(shapes[name]), "data_offsets": [start, end]
-        }  # fmt: skip
+            "dtype": name_in_file,
+            "shape": list(shapes[name]),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return 8 + math.ceil(len(text) / 8) * 8 + end
 

@@ -17,6 +17,7 @@ LOADING = """```python
 import twistlm  # pip install twistlm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+twistlm.register()
 model = AutoModelForCausalLM.from_pretrained("PATH")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
@@ -56,7 +57,8 @@ def save(
     )
     name = _name(parent.source)
     start = "random weights" if base == "random" else f"`{_name(base)}`"
-    origin = "" if base == parent.source else f"\nThe parent was trained from {start}."
+    is_run = base != parent.source and os.path.exists(parent.source)
+    origin = f"\nThe parent was trained from {start}." if is_run else ""
     text = f"""---
 {data.to_yaml()}
 ---

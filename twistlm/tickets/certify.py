@@ -24,9 +24,8 @@ import torch
 from rich.table import Table
 
 from ..compute.perplexity import Evaluator, Spread
-from ..model import generator
 from ..model.blocks import Widths, widths_of_ratio
-from ..model.subnet import scales
+from ..model.generator import draws
 from ..system import terminal
 from ..system.files import whole_file
 from ..system.provenance import describe_run
@@ -56,61 +55,79 @@ class Certificate:
         return certificate.covered_by_worst(len(self.spread.values), self.bound.confidence)
 
     def to_dict(self) -> dict[str, Any]:
+        counts, edges = _histogram(self.spread.values)
         return {
             **asdict(self),
             "spread": {**asdict(self.spread), **self.spread.summary()},
             "quantiles": certificate.quantiles(self.spread.values),
             "covered_by_worst": self.covered_by_worst,
-            "histogram": dict(zip(("counts", "edges"), _histogram(self.spread.values), strict=True)),
-        }  # fmt: skip
+            "histogram": {"counts": counts, "edges": edges},
+        }
 
 
-def certify(
-    parent: Parent,
-    ratio: str,
-    n: int,
-    *,
-    data: str | None = None,
-    tokens: int = 0,
-    seed: int = 0,
-    coverage: float = 0.95,
-    confidence: float = 0.99,
-    folder: Path | None = None,
-    quiet: bool = False,
+@dataclass(frozen=True, kw_only=True)
+class CertificateRequest:
+    """How many random tickets of which size are measured, on what, and what they should promise."""
+
+    ratio: str
+    n: int
+    data: str | None = None  # None: the validation tokens of the parent's run
+    tokens: int = 0  # 0 takes all
+    seed: int = 0
+    coverage: float = 0.95
+    confidence: float = 0.99
+
+    def __post_init__(self) -> None:
+        certificate.rank(
+            self.n, self.coverage, self.confidence
+        )  # refuses an n that promises nothing
+
+
+def certify_tickets(
+    parent: Parent, request: CertificateRequest, folder: Path | None = None, quiet: bool = False
 ) -> Certificate:
     """Measure n random tickets, going on from those that `folder` holds, and write it there."""
-    certificate.rank(n, coverage, confidence)  # an n that promises nothing is refused at once
-    widths = widths_of_ratio(parent.block_map, ratio)
-    ready = score.evaluator(parent, data, tokens)
+    widths = widths_of_ratio(parent.block_map, request.ratio)
+    ready = score.evaluator(parent, request.data, request.tokens)
     values: list[float] = []
     keep: Callable[[float], None] = values.append
     if folder is not None:
-        values, keep = _open_draws(folder, _identity(parent, ready, widths, seed))
+        values, keep = _open_draws(folder, _identity(parent, ready, widths, request.seed))
     with progress(quiet) as bar:
-        task = bar.add_task(f"certify {ratio}", total=1 + n, note="")
+        task = bar.add_task(f"certify {request.ratio}", total=1 + request.n, note="")
         full = ready.full_perplexity()
-        bar.update(task, completed=1 + min(n, len(values)))
-        for draw in range(len(values), n):
-            blueprint = generator.for_deployment(parent.block_map, widths, seed=seed, draw=draw)
+        bar.update(task, completed=1 + min(request.n, len(values)))
+        first = len(values)
+        tickets = draws(parent.block_map, widths, seed=request.seed, n=request.n, first=first)
+        for number, blueprint in enumerate(tickets, first):
             value = ready.subnet_perplexity(blueprint)
             if math.isnan(value):
-                raise ValueError(f"{parent.source}: ticket {draw} has no perplexity (NaN logits)")
+                raise ValueError(f"{parent.source}: ticket {number} has no perplexity (NaN logits)")
             keep(value)
             bar.update(task, advance=1, note=f"worst {max(values):.2f}")
     n_params = parent.central.layout.narrowed(parent.block_map, widths).n_params
-    spread = Spread(ratio, n_params, tuple(values[:n]))
+    spread = Spread(request.ratio, n_params, tuple(values[: request.n]))
     made = Certificate(
-        parent.source, full, spread, certificate.bound(spread.values, coverage, confidence),
-        seed, ready.text.file.stem, ready.text.n_sequences * ready.text.seq_len, describe_run(),
-    )  # fmt: skip
+        source=parent.source,
+        full=full,
+        spread=spread,
+        bound=certificate.bound(spread.values, request.coverage, request.confidence),
+        seed=request.seed,
+        data=ready.text.file.stem,
+        n_tokens=ready.text.n_sequences * ready.text.seq_len,
+        run=describe_run(),
+    )
     if folder is not None:
-        text = json.dumps(made.to_dict(), indent=1) + "\n"
-        whole_file(folder / "certificate.json", text)
-        if importlib.util.find_spec("matplotlib") is None:
-            console.print("no histogram.png: it needs matplotlib: pip install 'twistlm[plot]'")
-        else:
-            whole_file(folder / "histogram.png", lambda path: draw_histogram(made, path))
+        _save(made, folder)
     return made
+
+
+def _save(made: Certificate, folder: Path) -> None:
+    whole_file(folder / "certificate.json", json.dumps(made.to_dict(), indent=1) + "\n")
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("no histogram.png: it needs matplotlib: pip install 'twistlm[plot]'")
+    else:
+        whole_file(folder / "histogram.png", lambda path: draw_histogram(made, path))
 
 
 def _identity(parent: Parent, ready: Evaluator, widths: Widths, seed: int) -> dict[str, Any]:
@@ -125,7 +142,7 @@ def _identity(parent: Parent, ready: Evaluator, widths: Widths, seed: int) -> di
         "precision": f"{ready.precision} on {parent.central.buffer.device.type}",
         "tickets": {g.name: f"{widths[g.name]}/{g.n_blocks}" for g in cut.groups},
         "attn_by": parent.cfg.blocks.attn_by,
-        "scales": scales(cut, widths, parent.scale, parent.progress.rho),
+        "scales": parent.scales(widths),
         "seed": seed,
     }
 

@@ -13,13 +13,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..model import families, huggingface
 from ..model.blocks import Blueprint
-from ..model.subnet import build, fold_, scales
+from ..model.subnet import build, fold_
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
 from ..training.checkpoint import MANIFEST
 from ..training.dispatcher import cut
 from . import card, hf_folder
+from .budget import weights_bytes
 from .parent import Parent
+from .register import register
 
 TICKET = "ticket.json"
 
@@ -32,11 +34,7 @@ def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     widths = block_map.widths(blueprint)
     where = central.layout.narrowed(block_map, widths)
     weights = cut(central, blueprint, rows=1)[0]
-    fold_(
-        where.views(weights),
-        block_map,
-        scales(block_map, widths, parent.scale, parent.progress.rho),
-    )
+    fold_(where.views(weights), block_map, parent.scales(widths))
     return build(parent.template, block_map, where, weights, gated=False).model
 
 
@@ -47,27 +45,50 @@ def save_ticket(
     notes: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Extract a ticket and write its folder, whole or not at all; `notes` join ticket.json."""
-    model, block_map = extract(parent, blueprint), parent.block_map
+    """Extract a ticket and write its folder; `notes` join ticket.json."""
+    model = extract(parent, blueprint)
     nn.Module.to(model, dtype)
+    save_model(parent, blueprint, model, folder, notes or {})
+
+
+def save_model(
+    parent: Parent,
+    blueprint: Blueprint,
+    model: PreTrainedModel,
+    folder: Path,
+    notes: dict[str, Any],
+) -> None:
+    """Write the folder of an extracted ticket, whole or not at all: this very model, in its own dtype."""
+    state = huggingface.state(model)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as draft:
         config = hf_folder.save(parent, model, draft)
+        _check_size(draft / "model.safetensors", model)
+        groups = parent.block_map.groups
         ticket = {
             "parent": parent.source,
-            "n_params": sum(t.numel() for t in huggingface.state(model).values()),
-            "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in block_map.groups},
+            "n_params": sum(t.numel() for t in state.values()),
+            "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in groups},
             "blueprint": blueprint,
-            **(notes or {}),
+            **notes,
             **describe_run(),
         }
         (draft / TICKET).write_text(json.dumps(ticket, indent=1) + "\n")
-        card.save(parent, config, ticket, notes or {}, draft)
+        card.save(parent, config, ticket, notes, draft)
 
 
-def load_ticket(folder: Path) -> PreTrainedModel:
+def _check_size(file: Path, model: PreTrainedModel) -> None:
+    """The bytes that a budget was spent on must be those of the file, before it gets its name."""
+    expected = weights_bytes(huggingface.shapes(model), str(model.dtype).removeprefix("torch."))
+    if (found := file.stat().st_size) != expected:
+        raise OSError(f"{file.name} has {found:,} bytes, not {expected:,}: nothing was written")
+
+
+def load_ticket(folder: str | Path) -> PreTrainedModel:
     """The dense model of a ticket folder, checked against its ticket.json."""
+    folder = Path(folder)
     ticket = read_ticket(folder)
+    register()
     load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
     try:
         model, info = load(folder, output_loading_info=True, ignore_mismatched_sizes=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,18 @@ from transformers import PreTrainedModel
 
 from ..compute import speed
 from ..compute.perplexity import Evaluator, perplexity
+from ..compute.speed import Speed
 from ..model import huggingface
 from ..model.blocks import KINDS, Blueprint, Widths
-from ..model.subnet import build, scales
+from ..model.subnet import build
 from ..system import terminal
 from ..system.terminal import console, progress
-from . import budget as budgets
 from . import deploy
-from . import pick as picks
-from .budget import Budget
+from .budget import Budget, fit, impossible, weights_bytes
+from .calibration import calibrate_on_tokens
+from .names import DTYPES
 from .parent import Parent
-from .pick import Pick
+from .pick import RANDOM, Basis, Pick, pick_blocks
 from .score import evaluator
 
 # max |logit difference| to the masked parent, as a share of the largest logit (at least 1). Of SmolLM2's
@@ -31,61 +32,98 @@ from .score import evaluator
 TOLERANCE = 1e-3
 
 
+@dataclass(frozen=True, kw_only=True)
+class TicketRequest:
+    """What a ticket may cost, how its blocks are picked, and what it is measured on."""
+
+    budget: Budget
+    pick: Pick = RANDOM
+    seed: int = 0
+    data: str | None = None  # None: the validation tokens of the parent's run
+    tokens: int = 0  # for each perplexity and for calibration; 0 takes all
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class ProvenTicket:
+    """An extracted ticket with what was measured of it: `model` itself, so that this is what gets written."""
+
+    parent: Parent
+    blueprint: Blueprint
+    model: PreTrainedModel
+    proof: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        """Write the ticket's folder, with the proof in ticket.json."""
+        check_target(folder)
+        deploy.save_model(self.parent, self.blueprint, self.model, folder, self.proof)
+
+
 def write(
-    parent: Parent,
-    folder: Path,
-    budget: Budget,
-    how: Pick,
-    *,
-    seed: int = 0,
-    data: str | None = None,
-    tokens: int = 0,
-    dtype: str = "float32",
-    quiet: bool = False,
-) -> dict[str, Any]:
-    """Write the ticket that a budget buys, with its proof in ticket.json; returns the proof."""
+    parent: Parent, folder: Path, request: TicketRequest, quiet: bool = False
+) -> ProvenTicket:
+    """Write the ticket that a budget buys, with its proof in ticket.json."""
     check_target(folder)
-    if dtype not in budgets.DTYPES:
-        raise ValueError(f"--dtype {dtype!r}: use one of {', '.join(budgets.DTYPES)}")
-    ready = _text(parent, data, tokens, how)
-    sequences = picks.calibrate(parent, data, tokens, seed) if how.needs_calibration else None
     with progress(quiet) as bar:
-        for widths in _fit(parent, budget, dtype, bar):
-            blueprint, based_on = picks.pick(parent, widths, how, seed, ready, sequences, bar)
-            task = bar.add_task("check and time", total=2, note="")
-            model = deploy.extract(parent, blueprint)
-            difference = logit_difference(parent, blueprint, model)
-            bar.update(task, advance=1, note=f"max |Δlogit| {difference:.1e}")
-            measured = speed.measure(model.to(getattr(torch, dtype)))
-            bar.update(task, advance=1, note=f"{measured.decode_ms:.2f} ms per token")
-            if budget.kind != "latency" or measured.decode_ms <= budget.limit:
-                break
-        else:  # the machine was quicker while the budget was fitted
-            raise budgets.impossible(budget, measured.decode_ms, "ms")
-        n_params = sum(param.numel() for param in model.parameters())
-        n_bytes = budgets.weights_bytes(huggingface.shapes(model), dtype)
-        spent = {"params": n_params, "size": n_bytes, "latency": measured.decode_ms}
-        asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
-        if budget.kind in spent:
-            asked |= {"limit": budget.limit, "spent": spent[budget.kind]}
-        proof: dict[str, Any] = {
-            "parent": {"source": parent.source, "n_params": parent.central.layout.n_params},
-            "budget": asked,
-            "pick": {"how": how.asked, "seed": seed, **based_on},
-            "whole": widths == parent.block_map.full_widths(),
-            "n_params": n_params,
-            "bytes": n_bytes,
-            "dtype": dtype,
-            "max_logit_difference": difference,
-            "speed": asdict(measured),
-        }
-        if ready is not None:
-            proof["perplexity"] = _perplexity(model, ready, bar)
+        ticket = choose(parent, request, bar)
         task = bar.add_task("write", total=1, note="")
-        deploy.save_ticket(parent, blueprint, folder, proof, dtype=getattr(torch, dtype))
+        ticket.save(folder)
         bar.advance(task)
-    assert (folder / "model.safetensors").stat().st_size == n_bytes
-    return proof | {"widths": widths}
+    return ticket
+
+
+def choose(parent: Parent, request: TicketRequest, bar: Progress) -> ProvenTicket:
+    """Fit the budget, pick the blocks, extract the ticket and measure it; nothing is written."""
+    how, budget = request.pick, request.budget
+    ready = _text(parent, request)
+    basis = Basis(
+        seed=request.seed,
+        evaluator=ready,
+        calibration=calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
+        if how.needs_calibration
+        else None,
+    )
+    for widths in _fit(parent, budget, request.dtype, bar):
+        blueprint, based_on = pick_blocks(parent, widths, how, basis, bar)
+        task = bar.add_task("check and time", total=2, note="")
+        model = deploy.extract(parent, blueprint)
+        difference = logit_difference(parent, blueprint, model)
+        bar.update(task, advance=1, note=f"max |Δlogit| {difference:.1e}")
+        measured = speed.measure(model.to(getattr(torch, request.dtype)))
+        bar.update(task, advance=1, note=f"{measured.decode_ms:.2f} ms per token")
+        if budget.kind != "latency" or measured.decode_ms <= budget.limit:
+            break
+    else:  # the machine was quicker while the budget was fitted
+        raise impossible(budget, measured.decode_ms, "ms")
+    n_params = sum(param.numel() for param in model.parameters())
+    n_bytes = weights_bytes(huggingface.shapes(model), request.dtype)
+    proof: dict[str, Any] = {
+        "parent": {"source": parent.source, "n_params": parent.central.layout.n_params},
+        "budget": _spent(budget, n_params, n_bytes, measured),
+        "pick": {"how": how.asked, "seed": request.seed, **based_on},
+        "whole": widths == parent.block_map.full_widths(),
+        "n_params": n_params,
+        "bytes": n_bytes,
+        "dtype": request.dtype,
+        "max_logit_difference": difference,
+        "speed": asdict(measured),
+    }
+    if ready is not None:
+        proof["perplexity"] = _perplexity(model, ready, bar)
+    return ProvenTicket(parent, blueprint, model, proof)
+
+
+def _spent(budget: Budget, n_params: int, n_bytes: int, measured: Speed) -> dict[str, Any]:
+    """The budget beside what the ticket takes of it; a ratio is met by construction."""
+    asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
+    spent = {"params": n_params, "size": n_bytes, "latency": measured.decode_ms}
+    if budget.kind in spent:
+        asked |= {"limit": budget.limit, "spent": spent[budget.kind]}
+    return asked
 
 
 def _fit(parent: Parent, budget: Budget, dtype: str, bar: Progress) -> list[Widths]:
@@ -104,7 +142,7 @@ def _fit(parent: Parent, budget: Budget, dtype: str, bar: Progress) -> list[Widt
         return took
 
     shapes = parent.central.layout.shapes
-    found = budgets.fit(parent.block_map, shapes, budget, dtype, milliseconds)
+    found = fit(parent.block_map, shapes, budget, dtype, milliseconds)
     if n_measured:
         bar.update(task, total=n_measured)  # the bisection is over: it never knew how many
     return found
@@ -124,7 +162,7 @@ def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedMode
     block_map, central = parent.block_map, parent.central
     masked = build(parent.template, block_map, central.layout, central.weights, masked=True)
     masked.mask_(blueprint)
-    masked.scale_(scales(block_map, block_map.widths(blueprint), parent.scale, parent.progress.rho))
+    masked.scale_(parent.scales(block_map.widths(blueprint)))
     shape = (2, min(64, parent.cfg.data.seq_len))
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(huggingface.vocab_size(parent.template), shape, generator=draw)
@@ -140,12 +178,12 @@ def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedMode
     return difference
 
 
-def _text(parent: Parent, data: str | None, tokens: int, how: Pick) -> Evaluator | None:
+def _text(parent: Parent, request: TicketRequest) -> Evaluator | None:
     """What perplexity is measured on; a parent whose own tokens are gone goes without."""
     try:
-        return evaluator(parent, data, tokens)
+        return evaluator(parent, request.data, request.tokens)
     except ValueError as error:
-        if data or how.needs_perplexity:
+        if request.data or request.pick.needs_perplexity:
             raise
         console.print(f"no perplexity: {error}")
         return None
@@ -162,8 +200,9 @@ def _perplexity(model: PreTrainedModel, ready: Evaluator, bar: Progress) -> dict
     return {"ticket": ticket, "parent": full, "data": text.file.stem, "n_tokens": n_tokens}
 
 
-def table(parent: Parent, proof: dict[str, Any]) -> Table:
+def table(ticket: ProvenTicket) -> Table:
     """The proof in a few lines."""
+    parent, proof = ticket.parent, ticket.proof
     asked, took = proof["budget"], proof["speed"]
     title = f"--{asked['kind']} {asked['asked']} --pick {proof['pick']['how']}"
     result = terminal.table(title, "", "ticket", "parent")
@@ -178,7 +217,7 @@ def table(parent: Parent, proof: dict[str, Any]) -> Table:
     for kind in KINDS:
         groups = [group for group in parent.block_map.groups if group.kind == kind]
         if groups:
-            each = [proof["widths"][group.name] for group in groups]
+            each = [len(ticket.blueprint[group.name]) for group in groups]
             kept = " ".join(map(str, each))
             if len(set(each)) == 1:
                 kept = f"{each[0]} in each of {len(each)} layers"

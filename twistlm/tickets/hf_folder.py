@@ -20,9 +20,6 @@ from ..model.tokenizer import find_eos, load_tokenizer
 from ..system.files import save_tensors
 from . import modeling_ticket
 from .parent import Parent
-from .register import register
-
-register()  # for programs that imported transformers in ways that the watch in twistlm does not see
 
 CODE = Path(modeling_ticket.__file__).stem
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -16,13 +16,16 @@ from torch import Tensor
 from ..compute.loss import next_token_loss
 from ..model.blocks import BlockGroup, BlockMap, Blueprint, Partition, Widths
 from ..model.subnet import build
+from .names import NEEDS_TEXT
 from .parent import Parent
 
-Scores = dict[str, Tensor]  # group name -> float64 [n_blocks]; on the parent's device until the end
+BlockScores = dict[
+    str, Tensor
+]  # group name -> float64 [n_blocks]; on the parent's device until the end
 Tick = Callable[[], None]  # called after every example
 
 
-def fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
+def fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> BlockScores:
     """F_b = mean over examples of the sum over the block's weights of (dl/dw)^2."""
     block_map, central = parent.block_map, parent.central
     grads = torch.zeros_like(central.weights)
@@ -39,7 +42,7 @@ def fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
     return scores
 
 
-def mask_fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
+def mask_fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> BlockScores:
     """Mean over examples of (dl/dm_b)^2."""
     scores = _zeros(parent)
     for slopes in mask_slopes(parent, ids):
@@ -49,7 +52,7 @@ def mask_fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
     return scores
 
 
-def taylor(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
+def taylor(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> BlockScores:
     """Mean over tokens of |dl/dm_b|, with a mask of its own for every token."""
     scores = _zeros(parent)
     for slopes in mask_slopes(parent, ids):
@@ -59,7 +62,7 @@ def taylor(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> Scores:
     return scores
 
 
-def magnitude(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> Scores:
+def magnitude(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> BlockScores:
     """The L2 norm of all weights of a block."""
     views, scores = parent.central.layout.views(parent.central.weights), _zeros(parent)
     for group in parent.block_map.groups:
@@ -70,7 +73,7 @@ def magnitude(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> Scor
     return scores
 
 
-def uniform(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> Scores:
+def uniform(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> BlockScores:
     """Random scores: keeping the best of them is the paper's random extraction (SE)."""
     draw = torch.Generator().manual_seed(seed)
     return {
@@ -79,19 +82,18 @@ def uniform(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> Scores
     }
 
 
-METHODS: dict[str, Callable[..., Scores]] = {
+METHODS: dict[str, Callable[..., BlockScores]] = {  # `names.IMPORTANCES`
     "fisher": fisher,
     "mask-fisher": mask_fisher,
     "taylor": taylor,
     "magnitude": magnitude,
     "random": uniform,
 }
-NEEDS_TEXT = ("fisher", "mask-fisher", "taylor")
 
 
 def score(
     parent: Parent, method: str, ids: Tensor | None, seed: int = 0, tick: Tick = lambda: None
-) -> Scores:
+) -> BlockScores:
     """Scores of every block by one of `METHODS`; `ids` are calibration sequences [n, seq_len]."""
     if method not in METHODS:
         raise ValueError(f"importance {method!r}: use one of {', '.join(METHODS)}")
@@ -104,7 +106,7 @@ def score(
     return scores
 
 
-def keep_best(block_map: BlockMap, scores: Scores, widths: Widths) -> Blueprint:
+def keep_best(block_map: BlockMap, scores: BlockScores, widths: Widths) -> Blueprint:
     """The blueprint of each group's highest scores; of equal ones the first."""
     return {
         group.name: tuple(
@@ -146,7 +148,7 @@ def sum_blocks(group: BlockGroup, part: Partition, values: Tensor) -> Tensor:
     return rows.sum((0, 2), dtype=torch.float64)
 
 
-def _zeros(parent: Parent) -> Scores:
+def _zeros(parent: Parent) -> BlockScores:
     device = parent.central.weights.device
     return {
         group.name: torch.zeros(group.n_blocks, dtype=torch.float64, device=device)

@@ -89,7 +89,9 @@ def _make_classes(stock_config):
     def make(ours, stock, **fields):
         made = type(f"Ticket{stock.__name__}", (ours, stock), {"__module__": __name__, **fields})
         setattr(here, made.__name__, made)
-        setattr(transformers, made.__name__, made)  # where vLLM looks for an architecture
+        # where vLLM looks for an architecture; transformers replaces its own module on some loads
+        for library in (transformers, sys.modules["transformers"]):
+            setattr(library, made.__name__, made)
         return made
 
     config = strict(make(TicketConfig, stock_config))  # collects the validators anew

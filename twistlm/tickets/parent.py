@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from .. import config
 from ..config import Config, DataConfig, ModelConfig, Setting
 from ..model import families, huggingface
-from ..model.blocks import BlockMap
+from ..model.blocks import BlockMap, Widths
 from ..model.central import Central, create
+from ..model.subnet import scales
 from ..system.device import pick_device
 from ..training import checkpoint
 from ..training.progress import Progress
@@ -37,6 +40,15 @@ class Parent:
         """The activation scale of its subnets (`train.scale`)."""
         return self.cfg.train.scale
 
+    @property
+    def round(self) -> int:
+        """Rounds of training behind it."""
+        return self.progress.round
+
+    def scales(self, widths: Widths) -> dict[str, float]:
+        """The factor on each group's output in a subnet of these widths."""
+        return scales(self.block_map, widths, self.scale, self.progress.rho)
+
 
 def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:
     """A ticket folder, one of our runs or checkpoints, or else a model by Hugging Face's rules."""
@@ -49,11 +61,17 @@ def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:
     return "model"
 
 
-def open_(source: str | Path, device: str = "auto", overrides: Sequence[str] = ()) -> Parent:
-    """Open a run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE.
+def open_parent(
+    source: str | Path | PreTrainedModel, device: str = "auto", overrides: Sequence[str] = ()
+) -> Parent:
+    """Open a run folder, a checkpoint, a Hugging Face folder or hub id, gguf:FILE, or a model in memory.
 
     `overrides` are `section.key=value`: `blocks.*` cuts the model otherwise than it was trained.
     """
+    if isinstance(source, PreTrainedModel):
+        model = source if source.dtype == torch.float32 else copy.deepcopy(source).float()
+        name = source.config.name_or_path or ""
+        return _from_model(model, name or f"a {type(model).__name__}", name, device, overrides)
     kind = what_is(source)
     if kind == "ticket":
         raise ValueError(
@@ -70,9 +88,13 @@ def recut(parent: Parent, setting: Setting) -> Parent:
     block_map = families.partition(parent.template, cfg.blocks)
     old = parent.central
     central = create(
-        old.layout.views(old.weights), huggingface.shapes(parent.template), block_map,
-        carry=False, outer=False, device=old.weights.device,
-    )  # fmt: skip
+        old.layout.views(old.weights),
+        huggingface.shapes(parent.template),
+        block_map,
+        carry=False,
+        outer=False,
+        device=old.weights.device,
+    )
     return replace(parent, cfg=cfg, block_map=block_map, central=central)
 
 
@@ -84,10 +106,15 @@ def _from_checkpoint(path: Path, device: str, overrides: Sequence[str]) -> Paren
     central = checkpoint.restore(found, template, block_map, pick_device(device))
     tokenizer = found.path / "tokenizer.json"
     return Parent(
-        str(found.path), cfg, template, block_map, central,
-        tokenizer if tokenizer.is_file() else None, found.tokenizer_sha256,
-        checkpoint.progress_of(found, block_map),
-    )  # fmt: skip
+        source=str(found.path),
+        cfg=cfg,
+        template=template,
+        block_map=block_map,
+        central=central,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer_sha256=found.tokenizer_sha256,
+        progress=checkpoint.progress_of(found, block_map),
+    )
 
 
 def _from_hugging_face(source: str, device: str, overrides: Sequence[str]) -> Parent:
@@ -98,19 +125,35 @@ def _from_hugging_face(source: str, device: str, overrides: Sequence[str]) -> Pa
             model = huggingface.from_folder_or_hub(source)
         except ValueError as error:
             raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
+    return _from_model(model, source, source, device, overrides)
+
+
+def _from_model(
+    model: PreTrainedModel, source: str, weights: str, device: str, overrides: Sequence[str]
+) -> Parent:
+    """A loaded model by the name `source`; `weights` says where it comes from, "" is unknown."""
     most = getattr(model.config, "max_position_embeddings", None) or 1024
     cfg = Config(
-        model=ModelConfig(weights=source, type=model.config.model_type),
+        model=ModelConfig(weights=weights or "random", type=model.config.model_type),
         data=replace(DataConfig(), train="", valid="", seq_len=min(1024, most)),
     )
     cfg = config.override(cfg, overrides)
     block_map = families.partition(model, cfg.blocks)
     central = create(
-        huggingface.state(model), huggingface.shapes(model), block_map,
-        carry=False, outer=False, device=pick_device(device),
-    )  # fmt: skip
+        huggingface.state(model),
+        huggingface.shapes(model),
+        block_map,
+        carry=False,
+        outer=False,
+        device=pick_device(device),
+    )
     tokenizer = Path(source) / "tokenizer.json"
     return Parent(
-        source, cfg, model.eval(), block_map, central,
-        tokenizer if tokenizer.is_file() else None, None,
-    )  # fmt: skip
+        source=source,
+        cfg=cfg,
+        template=model.eval(),
+        block_map=block_map,
+        central=central,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer_sha256=None,
+    )

@@ -13,8 +13,8 @@ from ..model import huggingface
 from ..model.tokenizer import load_tokenizer
 from ..system.device import pick_device
 from ..training import checkpoint
-from . import deploy
-from . import parent as parents
+from .deploy import load_ticket
+from .parent import what_is
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Runnable:
             raise ValueError(f"{self.source} can read no text: {error}") from None
 
 
-def open_(source: str | Path, device: str = "auto") -> Runnable:
+def open_runnable(source: str | Path, device: str = "auto") -> Runnable:
     """Open a ticket, a run folder or checkpoint, a Hugging Face folder or hub id, or gguf:FILE."""
-    kind, where = parents.what_is(source), pick_device(device)
+    kind, where = what_is(source), pick_device(device)
     name = str(source)
     if kind == "ticket":
-        model = deploy.load_ticket(Path(source))
+        model = load_ticket(Path(source))
     elif kind == "checkpoint":
         found = checkpoint.open_(source)
         name, model = str(found.path), checkpoint.template(found)

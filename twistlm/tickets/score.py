@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.table import Table
 from tokenizers import Tokenizer
+from transformers import PreTrainedModel
 
 from .. import config
 from ..compute.perplexity import Evaluator, Spread, Text, perplexity
@@ -22,8 +23,7 @@ from ..model.blocks import widths_of_ratio
 from ..system import provenance, terminal
 from ..system.device import pick_device
 from ..system.terminal import progress
-from . import deploy
-from . import parent as parents
+from .deploy import load_ticket
 from .parent import Parent
 
 
@@ -49,63 +49,66 @@ class Scores:
 
 
 def evaluator(parent: Parent, data: str | None = None, tokens: int = 0) -> Evaluator:
-    """An evaluator on the run's own validation tokens, or on `data`."""
+    """An evaluator on `data`, or on the validation tokens of the parent's run."""
+    return Evaluator(
+        parent.template,
+        parent.block_map,
+        parent.central,
+        text_of(parent, data, tokens),
+        scale=parent.scale,
+        precision=parent.cfg.train.precision,
+        rho=parent.progress.rho,
+    )
+
+
+def text_of(parent: Parent, data: str | None, tokens: int) -> Text:
+    """The first tokens (0: all) of `data`, or of the run's own validation tokens."""
     cfg = parent.cfg
     if not (data or cfg.data.valid):
         raise ValueError(f"{parent.source} has no validation tokens of its own: give --data STEM")
     file = open_tokens(resolve(data or cfg.data.valid, "valid"))
     file.check(cfg.data.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
-    text = Text(file, cfg.data.seq_len, tokens)
-    return Evaluator(
-        parent.template, parent.block_map, parent.central, text,
-        scale=parent.scale, precision=cfg.train.precision, rho=parent.progress.rho,
-    )  # fmt: skip
+    return Text(file, cfg.data.seq_len, tokens)
 
 
-@torch.no_grad()
-def score(
-    ready: Evaluator,
-    parent: Parent,
-    ratios: list[str],
-    n: int,
-    *,
-    name: str,
-    seed: int = 0,
-    quiet: bool = False,
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """How many random subnets of which sizes are measured, and on what."""
+
+    ratios: tuple[str, ...] = ("6/12",)
+    n: int = 20  # random subnets of each ratio
+    data: str | None = None  # None: the validation tokens of the parent's run
+    tokens: int = 0  # 0 takes all
+    seed: int = 0
+
+
+def score_parent(
+    parent: Parent, request: ScoreRequest, name: str, *, quiet: bool = False
 ) -> Scores:
-    """Evaluate the full model and n random subnets per ratio."""
-    widths = {ratio: widths_of_ratio(parent.block_map, ratio) for ratio in ratios}
+    """Perplexity of the full model and of n random subnets of each ratio."""
+    ready = evaluator(parent, request.data, request.tokens)
+    widths = {ratio: widths_of_ratio(parent.block_map, ratio) for ratio in request.ratios}
+    n, seed = request.n, request.seed
     with progress(quiet) as bar:
-        task = bar.add_task(f"evaluate {name}", total=1 + n * len(ratios), note="")
+        task = bar.add_task(f"evaluate {name}", total=1 + n * len(widths), note="")
         full = ready.full_perplexity()
         bar.advance(task)
         subnets = tuple(
             ready.random_subnets(ratio, widths[ratio], n, seed, lambda: bar.advance(task))
-            for ratio in ratios
+            for ratio in request.ratios
         )
     text = ready.text
     return Scores(
-        name, parent.progress.round, parent.central.layout.n_params, full, subnets, text.file.stem,
-        text.n_sequences * text.seq_len, seed, provenance.describe_run(),
-    )  # fmt: skip
-
-
-def score_checkpoint(
-    source: str | Path,
-    ratios: list[str],
-    n: int,
-    *,
-    data: str | None = None,
-    tokens: int = 0,
-    seed: int = 0,
-    device: str = "auto",
-    name: str | None = None,
-    overrides: Sequence[str] = (),
-) -> Scores:
-    """A parent of any kind, whole and cut."""
-    opened = parents.open_(source, device, overrides)
-    ready = evaluator(opened, data, tokens)
-    return score(ready, opened, ratios, n, name=name or Path(source).name, seed=seed)
+        name=name,
+        round=parent.round,
+        n_params=parent.central.layout.n_params,
+        full=full,
+        subnets=subnets,
+        data=text.file.stem,
+        n_tokens=text.n_sequences * text.seq_len,
+        seed=seed,
+        run=provenance.describe_run(),
+    )
 
 
 def score_ticket(
@@ -116,23 +119,35 @@ def score_ticket(
     device: str = "auto",
     overrides: Sequence[str] = (),
 ) -> Scores:
-    """A ticket as it is: one number."""
+    """The perplexity of a ticket folder."""
     if data is None:
         raise ValueError(f"{folder} is a ticket and has no tokens of its own: give --data STEM")
-    model = deploy.load_ticket(folder)
+    model = load_ticket(folder)
     most = getattr(model.config, "max_position_embeddings", None) or 1024
     default = Config(data=DataConfig(seq_len=min(1024, most)))
     cfg = config.override(default, overrides)
     file = open_tokens(resolve(data, "valid"))
     file.check(cfg.data.seq_len, huggingface.vocab_size(model))
     check_same_tokenizer(file, folder / "tokenizer.json")
-    text = Text(file, cfg.data.seq_len, tokens)
     torch.nn.Module.to(model, pick_device(device))
+    return score_model(
+        model, Text(file, cfg.data.seq_len, tokens), folder.name, cfg.train.precision
+    )
+
+
+def score_model(model: PreTrainedModel, text: Text, name: str, precision: str = "auto") -> Scores:
+    """The perplexity of a model as it is: one number."""
     return Scores(
-        folder.name, 0, sum(p.numel() for p in model.parameters()),
-        perplexity(model, text, cfg.train.precision), (), file.stem, text.n_sequences * text.seq_len,
-        0, provenance.describe_run(),
-    )  # fmt: skip
+        name=name,
+        round=0,
+        n_params=sum(p.numel() for p in model.parameters()),
+        full=perplexity(model, text, precision),
+        subnets=(),
+        data=text.file.stem,
+        n_tokens=text.n_sequences * text.seq_len,
+        seed=0,
+        run=provenance.describe_run(),
+    )
 
 
 def check_same_tokenizer(file: TokenFile, path: Path) -> None:

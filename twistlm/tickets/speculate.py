@@ -161,9 +161,15 @@ def _both_ways(parent: Runnable, ticket: Runnable, prompt: Tensor, n_new: int) -
     ended = time.perf_counter()
     gap = None if torch.equal(plain, drafted) else _gap(parent, plain, drafted)
     return Draft(
-        len(prompt), len(plain) - len(prompt), len(drafted) - len(prompt), len(checks), len(proposals),
-        middle - began, ended - middle, gap,
-    )  # fmt: skip
+        n_prompt=len(prompt),
+        n_plain=len(plain) - len(prompt),
+        n_new=len(drafted) - len(prompt),
+        n_parent=len(checks),
+        n_proposed=len(proposals),
+        plain_s=middle - began,
+        drafted_s=ended - middle,
+        gap=gap,
+    )
 
 
 def _continue(
@@ -194,15 +200,13 @@ def _gap(parent: Runnable, plain: Tensor, drafted: Tensor) -> float:
 
 def table(made: Drafts) -> Table:
     n_new = sum(row.n_new for row in made.rows)
-    result = terminal.table(
-        f"{len(made.rows)} prompts, {n_new:,} tokens written greedily, {made.n_draft} drafted at a time",
-        "", "tokens/s", "tokens per parent pass", "drafts accepted",
-    )  # fmt: skip
+    title = f"{len(made.rows)} prompts, {n_new:,} tokens written greedily, {made.n_draft} drafted at a time"
+    heads = ("", "tokens/s", "tokens per parent pass", "drafts accepted")
+    result = terminal.table(title, *heads)
+    rate = f"{made.drafted_rate:.1f} ({made.drafted_rate / made.plain_rate:.2f}x)"
+    accepted = f"{100 * made.acceptance:.1f}%"
     result.add_row("parent alone", f"{made.plain_rate:.1f}", "1.00", "")
-    result.add_row(
-        "with drafts", f"{made.drafted_rate:.1f} ({made.drafted_rate / made.plain_rate:.2f}x)",
-        f"{made.tokens_per_pass:.2f}", f"{100 * made.acceptance:.1f}%",
-    )  # fmt: skip
+    result.add_row("with drafts", rate, f"{made.tokens_per_pass:.2f}", accepted)
     return result
 
 

@@ -20,11 +20,11 @@ from ...config import Setting
 from ...model.blocks import Blueprint, Shapes, widths_of_ratio
 from ...model.generator import draws
 from ...model.subnet import build
-from ...pruners import calibrate, repair
+from ...pruners import repair, walk
 from ...pruners.methods import METHODS, prune_
 from ...pruners.pattern import Pattern
 from ...tickets import budget, deploy, importance
-from ...tickets.importance import Scores
+from ...tickets.importance import BlockScores
 from ...tickets.parent import Parent, recut
 from .rivals import Rival
 
@@ -121,7 +121,7 @@ class Stand:
         cut = self._of(rival, setting)
         block_map = cut.parent.block_map
         began = time.perf_counter()
-        scores: Scores = {
+        scores: BlockScores = {
             group: torch.tensor(values, dtype=torch.float64)
             for group, values in scored["scores"].items()
         }
@@ -192,7 +192,7 @@ class Stand:
         else:
             assert self.ids is not None
             ids = self.ids[:REPAIR_SEQUENCES]
-            model = deploy.extract(repair.repair(cut.parent, blueprint, how, ids), blueprint)
+            model = deploy.extract(repair.repair_parent(cut.parent, blueprint, how, ids), blueprint)
             causal_(model)
         seconds = self._now() - began
         return perplexity(model, self.text, self.precision, cut.ready.loss), seconds
@@ -237,6 +237,6 @@ def _counter(note: Note, n_all: int) -> Callable[[], None]:
 def _drop_(model: PreTrainedModel, parent: Parent, share: Fraction) -> None:
     """Zeros in random places: how many there are could matter to speed, not where."""
     draw = torch.Generator().manual_seed(0)
-    for linear in calibrate.linears(model, parent.block_map):
+    for linear in walk.linears(model, parent.block_map):
         weight = linear.weight(model)
         weight.masked_fill_(torch.rand(weight.shape, generator=draw) < float(share), 0)

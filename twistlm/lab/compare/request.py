@@ -14,10 +14,11 @@ from ...data.builtin import resolve
 from ...data.token_file import open_tokens
 from ...model import huggingface
 from ...model.blocks import SETTINGS
-from ...pruners import calibrate, repair
+from ...pruners import repair
 from ...pruners.methods import METHODS
 from ...pruners.write import NAMES, STRUCTURED
 from ...tickets import importance
+from ...tickets.calibration import calibrate
 from .cells import Asked
 from .rivals import LABELS, Rival
 
@@ -98,12 +99,12 @@ def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
     """The request with its text and calibration sequences, which must fit all parents."""
     first, methods, repairs = rivals[0].parent, request.chosen_methods(), request.chosen_repairs()
     for how in repairs:
-        repair.check(first, how)
+        repair.check_repair(first, how)
     ids = None
     if repairs or any(_needs_text(method) for method in methods):
         options = ("--calibration", "--calibration-sequences")
         n, seed = request.n_calibration, request.seed
-        ids = calibrate.windows(first, request.calibration, n, seed, options)[1]
+        ids = calibrate(first, request.calibration, n, seed, options).ids
     return Asked(
         settings=request.chosen_settings(),
         ratios=request.chosen_ratios(),

@@ -13,7 +13,7 @@ import torch
 from ...config import Method, Setting
 from ...model import huggingface
 from ...model.blocks import SETTINGS
-from ...tickets.parent import Parent, open_, recut, what_is
+from ...tickets.parent import Parent, open_parent, recut, what_is
 
 LABELS: dict[Method, str] = {"dense": "dense", "dropout": "dropout", "twist": "TwIST"}
 
@@ -54,7 +54,7 @@ def open_all(
     widest = _widest(settings)
     found: list[Rival] = []
     for method, source in sources:
-        opened = open_(source, device, overrides)
+        opened = open_parent(source, device, overrides)
         trained = opened.cfg.train.method
         if what_is(source) == "checkpoint" and trained != method:
             raise ValueError(

@@ -185,7 +185,7 @@ class Lab:
             source = self.trained(recipe)
             self.close()
             self._open = OpenParent(
-                recipe, parent.open_(source, self.base.run.device, self._cuts(recipe))
+                recipe, parent.open_parent(source, self.base.run.device, self._cuts(recipe))
             )
         return self._open
 

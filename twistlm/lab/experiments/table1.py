@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from ...config import Setting
-from ...pruners import calibrate
 from ...pruners.write import STRUCTURED
+from ...tickets.calibration import calibrate
 from ..compare.cells import Asked, Cell, Grid
 from ..compare.request import DEFAULT
 from ..compare.rivals import Rival, weights_sha256
@@ -89,7 +89,7 @@ def _cells(lab: Lab, recipe: Recipe | None) -> dict[tuple[str, str | None, str |
     """Everything that `compare` could ask of one parent, by its place."""
     scale, seed = lab.scale, lab.base.run.seed
     parent, ready = lab.open(recipe, "both")
-    ids = calibrate.windows(parent, None, scale.n_calibration, seed)[1]
+    ids = calibrate(parent, None, scale.n_calibration, seed).ids
     ratios = tuple(f"{k}/{N}" for k in scale.table1)
     n = scale.n_subnets if scale.n_attn == N else 0
     asked = Asked(

@@ -1,4 +1,4 @@
-"""The one walk over transformer layers, and the text it reads.
+"""The one walk over transformer layers that every method with statistics takes.
 
 Inputs of a layer come from the layers before it as they are after pruning; its statistics are taken
 while it is still whole; then its matrices are pruned, and a second pass makes the next layer's inputs.
@@ -7,7 +7,6 @@ while it is still whole; then its matrices are pruned, and a second pass makes t
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data.builtin import resolve
-from ..data.token_file import open_tokens
-from ..model import families, huggingface
+from ..model import families
 from ..model.blocks import BlockMap
-from ..tickets.parent import Parent
 
 # inputs [tokens, in] of whole sequences -> a sum over their tokens, which is averaged over sequences
 Observe = Callable[[Tensor], Tensor]
@@ -177,30 +173,3 @@ def _observe(
             hook.remove()
     while alike:  # a statistic that is done with need not stay
         yield alike.pop(0), totals.pop(0).div_(n)
-
-
-def windows(
-    parent: Parent,
-    data: str | None,
-    n: int,
-    seed: int,
-    options: tuple[str, str] = ("--data", "--n"),  # what the caller calls `data` and `n`
-) -> tuple[str, Tensor]:
-    """`n` random windows of `data` (default: the training tokens): its stem, ids [n, seq_len]."""
-    cfg = parent.cfg.data
-    stem = data or cfg.train
-    if not stem:
-        raise ValueError(f"{parent.source} has no tokens to calibrate on: give {options[0]} STEM")
-    file, seq_len = open_tokens(resolve(stem, "train")), cfg.seq_len
-    file.check(seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
-    n_all = file.n_sequences(seq_len)
-    if not 1 <= n <= n_all:
-        raise ValueError(
-            f"{file.stem} is too short for {options[1]} {n}: it has {n_all} sequences of data.seq_len = {seq_len}"
-            if n > 0
-            else f"{options[1]} {n}: calibration needs at least one sequence"
-        )
-    positions = getattr(parent.template.config, "max_position_embeddings", None)
-    if positions is not None and seq_len > positions:
-        raise ValueError(f"data.seq_len = {seq_len}: the model has {positions} positions")
-    return file.stem, file.sequences(random.Random(seed).sample(range(n_all), n), seq_len)
