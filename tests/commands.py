@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
-from twistlm import cli
+import typer
+
+from twistlm import cli, config
 
 
 def toml(path: Path, table: dict) -> str:
@@ -87,3 +93,147 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
     }
+
+
+ROOT = Path(__file__).parent.parent
+APP = typer.main.get_command(cli.app)
+OVERRIDE = re.compile(r"(start\.)?(\w+)\.([\w.]+)=(.*)", re.DOTALL)
+
+
+def code_blocks(text: str, *languages: str) -> list[str]:
+    """The fenced blocks of a Markdown text in one of these languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [block for language, block in found if language in languages]
+
+
+def shell_commands(script: str) -> list[list[str]]:
+    """The words of every single command: continued lines joined, comments gone, `&&` and `;` split."""
+    found: list[list[str]] = []
+    for line in script.replace("\\\n", " ").splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line)
+        for part in re.split(r"&&|\|\||[;|&]", line):
+            if words := _split(part):
+                found.append(words)
+    return found
+
+
+def _split(part: str) -> list[str]:
+    try:
+        return shlex.split(part)
+    except ValueError:  # a quote that ends on another line
+        return []
+
+
+def is_twistlm(words: list[str]) -> bool:
+    """`twistlm ...`, `.venv/bin/twistlm ...` or `... -m twistlm ...`."""
+    return any(_is_program(words, i) for i in range(len(words)))
+
+
+def _is_program(words: list[str], i: int) -> bool:
+    return Path(words[i]).name == "twistlm"
+
+
+def check_twistlm(words: list[str]) -> str:
+    """Refuse what the command line would refuse; returns the command's name."""
+    begin = next(i for i in range(len(words)) if _is_program(words, i)) + 1
+    rest, command, name = words[begin:], APP, "twistlm"
+    while hasattr(command, "commands"):
+        assert rest, f"{name}: of what?"
+        assert rest[0] in command.commands, f"{name} has no command {rest[0]}"
+        name, command, rest = f"{name} {rest[0]}", command.commands[rest[0]], rest[1:]
+    try:
+        params = command.make_context(name, list(rest)).params
+    except Exception as error:
+        raise AssertionError(f"{name}: {error} in: {' '.join(words)}") from None
+    if "preset" in params:
+        check_preset(params["preset"])
+    given = [word for key in ("overrides", "names", "sources") for word in params.get(key) or []]
+    for word in given:
+        if "=" in word:
+            check_override(word)
+        else:
+            assert "overrides" not in params, (
+                f"{word} is no section.key=value in: {' '.join(words)}"
+            )
+    return name.removeprefix("twistlm ")
+
+
+def check_preset(name: str) -> None:
+    """A preset that exists, a TOML file, or a place for one: `CONFIG`, `$what`."""
+    stands_for_one = name.endswith(".toml") or name.isupper() or "$" in name
+    assert stands_for_one or name in config.preset_names(), f"there is no preset {name}"
+
+
+def check_override(word: str) -> None:
+    """A key that exists and, where it is given, a legal value."""
+    match = OVERRIDE.fullmatch(word)
+    assert match, f"{word} is no section.key=value"
+    _, section, key, value = match.groups()
+    known = config.to_dict(config.Config())
+    assert section in known, f"there is no section {section} ({word})"
+    assert key.split(".")[0] in known[section], f"there is no key {section}.{key}"
+    if not ("$" in value or value.isupper()):
+        config.load("demo", [f"{section}.{key}={value}"])
+
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Collects ids, links and the shape of every figure, and refuses wrong nesting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.figures: dict[str, int] = {}  # id -> marks drawn inside its svg
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if "figure" not in self.open and found.get("id"):
+            self.ids.append(str(found["id"]))
+        if tag == "figure":
+            self.figures[str(found["id"])] = 0
+            self.ids.append(str(found["id"]))
+        if "svg" in self.open and tag in ("path", "rect", "use", "text"):
+            self.figures[list(self.figures)[-1]] += 1
+        self.links += [
+            str(found[key]) for key in ("href", "src") if found.get(key) and "svg" not in self.open
+        ]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> without its start"
+        assert self.open[-1] == tag, f"</{tag}> closes <{self.open[-1]}>"
+        self.open.pop()
+
+
+def check_page(path: Path) -> set[str]:
+    """The browser-free test of a page; returns the ids of its figures."""
+    text = path.read_text()
+    found = Page()
+    found.feed(text)
+    assert not found.open
+    assert len(found.ids) == len(set(found.ids))
+    for link in found.links:
+        if link.startswith("#"):
+            assert link[1:] in found.ids, link
+        else:
+            head, _, data = link.partition(",")
+            assert head == "data:application/json;base64"
+            json.loads(base64.b64decode(data))
+    assert not re.search(r"""(href|src)=["']https?:|url\(\s*["']?https?:|@import|<script""", text)
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    assert all(n > 10 for n in found.figures.values()), found.figures
+    for name in found.figures:
+        for suffix in (".png", ".svg", ".json"):
+            assert (path.with_suffix("") / f"{name}{suffix}").stat().st_size > 0
+    return set(found.figures)

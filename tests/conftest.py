@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import functools
 import os
+import random
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+
+from twistlm.data.prepare import prepare
+from twistlm.data.token_file import TokenMeta, write_meta
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import typer.main
 
 from twistlm import config
-from twistlm.data.token_file import TokenMeta, write_meta
 
 torch.set_num_threads(1)  # bitwise comparisons need equal threads; CI has two cores and two workers
 
@@ -116,3 +122,25 @@ def scene(nursery, tmp_path):
     tokens = make_tokens(tmp_path / "tokens")
     yield lambda **sections: Scene(nursery, tmp_path, tokens, **sections)
     nursery.end_children()
+
+
+def word_level(names: list[str]) -> Tokenizer:
+    tok = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
+    tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tok
+
+
+def write_words(name: str, names: list[str], n: int) -> None:
+    """A real token file, with a tokenizer behind it: every word once, then random ones."""
+    words = (names + random.Random(n).choices(names, k=n))[:n]
+    Path(f"{name}.txt").write_text(" ".join(words))
+    prepare([f"{name}.txt"], name, word_level(names), quiet=True)
+
+
+def numbered_tokens(stem: Path, n: int, seq_len: int = 16) -> str:
+    """A token file in which the first id of a sequence is its number."""
+    tokens = np.random.default_rng(0).integers(0, n, (n, seq_len)).astype("<u2")
+    tokens[:, 0] = np.arange(n)
+    tokens.tofile(f"{stem}.bin")
+    write_meta(stem, TokenMeta(n * seq_len, 1, n, n - 1, "uint16", "none", None, ["numbers"]))
+    return str(stem)

@@ -6,12 +6,24 @@ reference that asks the code under test proves nothing.
 
 from __future__ import annotations
 
+import copy
+import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from twistlm import config
+from twistlm.model import central, families, huggingface, layout, subnet
+from twistlm.model.blocks import BlockMap, Blueprint
+from twistlm.tickets import deploy, parent
+from twistlm.training import dispatcher
 
 VOCAB = 64
 N_LAYERS = 3
@@ -140,3 +152,195 @@ def build(model_type: str, config: dict[str, Any], seed: int = 0) -> PreTrainedM
 def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
     """The model of one row; `.double()` it where float32 is too coarse."""
     return build(TABLE[name].type, TABLE[name].config, seed)
+
+
+N_FFN = 4
+SHARED_FIRST = 1
+CPU = torch.device("cpu")
+BOTH = [(name, attn_by, "both") for name, attn_by in ways()]
+ALONE = [
+    (name, attn_by, setting)
+    for name, attn_by in ways("gpt2", "llama-gqa")
+    for setting in ("attn", "ffn")
+]
+Key = tuple[str, str, str]
+Kept = dict[tuple[int, str], tuple[int, ...]]  # (layer, kind) -> block ids
+Cuts = dict[str, tuple[int, list[int]]]  # parameter -> dimension and kept positions
+
+
+def as_parent(model: PreTrainedModel, block_map: BlockMap, whole, scale: str) -> parent.Parent:
+    cfg = config.override(config.Config(), [f"train.scale={scale}"])
+    return parent.Parent("tiny", cfg, model, block_map, whole, None, None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a subnet of it, and the same subnet made by hand."""
+
+    row: Row
+    attn_by: str
+    model: PreTrainedModel
+    block_map: BlockMap
+    kept: Kept
+    blueprint: Blueprint
+    reference: PreTrainedModel
+    central: central.Central
+
+    def n_blocks(self, kind: str) -> int:
+        return self.row.n_attn(self.attn_by) if kind == "attn" else N_FFN
+
+    def ticket(self, scale: str = "sqrt") -> PreTrainedModel:
+        return deploy.extract(self.parent(scale), self.blueprint)
+
+    def parent(self, scale: str = "sqrt") -> parent.Parent:
+        return as_parent(self.model, self.block_map, self.central, scale)
+
+    def masked(self, grads: Tensor | None = None) -> subnet.Subnet:
+        """The full model with masks and the scale."""
+        weights = self.central.weights.clone()
+        result = subnet.build(
+            self.model, self.block_map, self.central.layout, weights, grads, masked=True
+        )
+        result.mask_(self.blueprint)
+        result.scale_(self._scales())
+        return result
+
+    def physical(self) -> tuple[subnet.Subnet, layout.Layout, Tensor, Tensor]:
+        """The narrow model with the scale; its layout, weights and gradients."""
+        widths = self.block_map.widths(self.blueprint)
+        where = layout.layout(
+            self.block_map, self.block_map.narrowed(huggingface.shapes(self.model), widths)
+        )
+        weights = dispatcher.cut(self.central, self.blueprint)[0]
+        grads = torch.zeros_like(weights)
+        result = subnet.build(self.model, self.block_map, where, weights, grads)
+        result.scale_(self._scales())
+        return result, where, weights, grads
+
+    def _scales(self) -> dict[str, float]:
+        return subnet.scales(self.block_map, self.block_map.widths(self.blueprint), "sqrt")
+
+
+def draw_kept(key: Key, row: Row) -> Kept:
+    """Random blocks, always fewer than N, of another width in every layer and kind."""
+    name, attn_by, setting = key
+    rng, kept = random.Random(f"{name}/{attn_by}"), {}
+    n_attn = row.n_attn(attn_by)
+    widths = {(1, "attn"): n_attn - 1, (2, "attn"): n_attn // 2, (1, "ffn"): 2, (2, "ffn"): 3}
+    for (layer, kind), k in widths.items():
+        n_blocks = n_attn if kind == "attn" else N_FFN
+        drawn = tuple(sorted(rng.sample(range(n_blocks), k)))
+        if setting in (kind, "both"):
+            kept[layer, kind] = drawn
+    return kept
+
+
+def by_hand(model: PreTrainedModel, row: Row, attn_by: str, kept: Kept) -> PreTrainedModel:
+    """The stock model: zero what absent blocks feed to the output projections, then scale these."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for (layer, kind), blocks in kept.items():
+            n_blocks = row.n_attn(attn_by) if kind == "attn" else N_FFN
+            name = row.attn_out if kind == "attn" else row.ffn_out
+            out = model.get_submodule(f"{row.layers}.{layer}.{name}")
+            n_inputs = row.n_query * row.head_dim if kind == "attn" else N_NEURONS
+            assert out.weight.shape[0 if row.transposed else 1] == n_inputs
+            for i in range(n_inputs):
+                if row.block_of_input(kind, attn_by, i, N_FFN) not in blocks:
+                    if row.transposed:
+                        out.weight[i, :] = 0
+                    else:
+                        out.weight[:, i] = 0
+            out.weight *= math.sqrt(n_blocks / len(blocks))
+            if out.bias is not None:
+                out.bias *= math.sqrt(n_blocks / len(blocks))
+    return model
+
+
+@cache
+def case(key: Key) -> Case:
+    name, attn_by, setting = key
+    row, model = TABLE[name], tiny_model(name)
+    block_map = families.block_map(model, setting, attn_by)
+    block_map = block_map.select(setting, shared_first=SHARED_FIRST).coarsen("ffn", N_FFN)
+    kept = draw_kept(key, row)
+    assert {(group.layer, group.kind) for group in block_map.groups} == set(kept)
+    whole = central.create(
+        huggingface.state(model),
+        huggingface.shapes(model),
+        block_map,
+        carry=False,
+        outer=False,
+        device=CPU,
+    )
+    return Case(
+        row=row,
+        attn_by=attn_by,
+        model=model,
+        block_map=block_map,
+        kept=kept,
+        blueprint={group.name: kept[group.layer, group.kind] for group in block_map.groups},
+        reference=by_hand(model, row, attn_by, kept),
+        central=whole,
+    )
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    """Random ids without 0, which stands for padding."""
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor, **kwargs: Tensor) -> Tensor:
+    return model(input_ids=ids, use_cache=False, **kwargs).logits
+
+
+def far(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def cut_by_hand(row: Row, attn_by: str, kind: str, blocks: tuple[int, ...]) -> Cuts:
+    """Partitioned parameters of a layer -> dimension and kept positions, head by head."""
+    cut: Cuts = {}
+    dim_in, dim_out = (1, 0) if row.transposed else (0, 1)
+
+    def put(module: str, positions: list[int]) -> None:
+        cut[f"{module}.weight"] = (dim_in, positions)
+        cut[f"{module}.bias"] = (0, positions)
+
+    dh = row.head_dim
+    if kind == "ffn":
+        neurons = [i for i in range(N_NEURONS) if i // (N_NEURONS // N_FFN) in blocks]
+        for module in row.ffn_ins:
+            put(module, neurons)
+        cut[f"{row.ffn_out}.weight"] = (dim_out, neurons)
+        return cut
+    heads = [h for h in range(row.n_query) if row.block_of_head(attn_by, h) in blocks]
+    queries = [h * dh + d for h in heads for d in range(dh)]
+    cut[f"{row.attn_out}.weight"] = (dim_out, queries)
+    if len(row.qkv) == 1:  # q, k and v side by side
+        put(row.qkv[0], [m * row.n_query * dh + i for m in range(3) for i in queries])
+        return cut
+    put(row.qkv[0], queries)
+    if attn_by != "query":  # kv heads go with their block; by query they are shared
+        kv = [h * dh + d for h in sorted(blocks) for d in range(dh)]
+        put(row.qkv[1], kv)
+        put(row.qkv[2], kv)
+    return cut
+
+
+def all_cuts(c: Case) -> Cuts:
+    """Every partitioned parameter of the model -> dimension and kept positions."""
+    params = dict(c.model.named_parameters())
+    return {
+        f"{c.row.layers}.{layer}.{name}": where
+        for (layer, kind), blocks in c.kept.items()
+        for name, where in cut_by_hand(c.row, c.attn_by, kind, blocks).items()
+        if f"{c.row.layers}.{layer}.{name}" in params
+    }
+
+
+def sentence(call, *args, **kwargs) -> str:
+    with pytest.raises(ValueError, match=r"\w+ \w+ \w+") as caught:
+        call(*args, **kwargs)
+    return str(caught.value)

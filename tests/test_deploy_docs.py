@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from command_lines import ROOT, check_twistlm, code_blocks, is_twistlm, shell_commands
+from commands import ROOT, check_twistlm, code_blocks, is_twistlm, shell_commands
 
 FOLDER = ROOT / "docs/deploy"
 

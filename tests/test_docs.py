@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_lines import (
+from commands import (
     ROOT,
     check_override,
     check_preset,

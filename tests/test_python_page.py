@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import make_tokens
+
+import twistlm
 
 PAGE = Path(__file__).parents[1] / "docs/python.md"
 
@@ -70,3 +75,94 @@ def test_mistakes_are_sentences(after):
         names["ticket"].save(folder / "runs")
     with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):
         twistlm.frobnicate  # noqa: B018
+
+
+BEFORE = """
+import logging, os, sys, time, warnings
+begun, modules, environment = time.perf_counter(), set(sys.modules), dict(os.environ)
+hooks, filters = list(sys.meta_path), list(warnings.filters)
+root = logging.root.level, list(logging.root.handlers)
+import twistlm
+print(f"{time.perf_counter() - begun:.3f} s")
+twistlm.__version__, dir(twistlm)
+new = {name.partition(".")[0] for name in set(sys.modules) - modules}
+assert not new - {"twistlm"} - set(sys.stdlib_module_names), new
+assert (sys.meta_path, warnings.filters) == (hooks, filters)
+assert (logging.root.level, logging.root.handlers) == root
+assert dict(os.environ) == environment
+twistlm.Config()
+assert not {"torch", "transformers", "numpy"} & sys.modules.keys()
+import torch, transformers
+from transformers.configuration_utils import PreTrainedConfig
+assert PreTrainedConfig.from_dict.__func__.__module__ == PreTrainedConfig.__module__
+assert logging.getLogger("transformers").level == logging.WARNING
+"""
+
+AFTER = """
+import importlib, logging, pkgutil, sys, warnings
+import torch, torch._dynamo, transformers
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging as hf_logging
+
+def loggers():
+    found = [logging.getLogger(name) for name in (None, "transformers", "torch")]
+    return [(log.level, log.handlers) for log in found] + [logging.root.manager.disable]
+
+def flags():
+    backends = torch.backends
+    return (
+        torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed(),
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        backends.mkldnn.enabled, backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32,
+        backends.cudnn.benchmark, torch._dynamo.config.recompile_limit,
+        torch._dynamo.config.skip_nnmodule_hook_guards,
+    )
+
+def state():
+    return {
+        "import hooks": list(sys.meta_path),
+        "from_dict": PreTrainedConfig.__dict__["from_dict"],
+        "filters": list(warnings.filters),
+        "loggers": repr(loggers()),
+        "transformers": (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()),
+        "ticket classes": [name for name in dir(transformers) if name.startswith("Ticket")],
+        "torch": flags(),
+    }
+
+before = state()
+import twistlm
+assert state() == before, (before, state())
+twistlm.train, twistlm.evaluate, twistlm.load_ticket, twistlm.register
+for module in pkgutil.walk_packages(twistlm.__path__, "twistlm."):
+    if module.name != "twistlm.__main__":
+        importlib.import_module(module.name)
+now = state()
+for what in before:
+    if what != "filters":  # libraries behind some modules add their own
+        assert now[what] == before[what], (what, before[what], now[what])
+"""
+
+
+def run(code: str) -> str:
+    # what the command line sets for itself, in tests that ran it in this process
+    quiet = ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
+    mine = {name: value for name, value in os.environ.items() if name not in quiet}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={**mine, "PYTHONPATH": str(Path(twistlm.__file__).parents[1])},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_before_torch_and_transformers():
+    """Nothing but the standard library is loaded; the time is printed, for whoever looks (-s)."""
+    print(run(BEFORE))
+
+
+def test_import_after_torch_and_transformers():
+    """Nor does any module of the package change anything when it is imported."""
+    run(AFTER)

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import as_process, check_refusal, in_process, snapshot, toml
-from conftest import VOCAB, tiny_table
-from token_files import write_words
+from conftest import VOCAB, tiny_table, write_words
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from twistlm import cli, config

@@ -9,14 +9,12 @@ import typer
 
 from twistlm import cli, config
 from twistlm.cli.options import words
-from twistlm.export.names import FORMATS, RUNTIMES
-from twistlm.lab.bench import runtimes
+from twistlm.export import FORMATS, RUNTIMES
+from twistlm.lab.bench import measure
 from twistlm.lab.experiments import NAMES
 from twistlm.lab.experiments.scales import SCALES
-from twistlm.pruners import methods, repair
-from twistlm.pruners.names import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS
-from twistlm.tickets import budget, importance
-from twistlm.tickets.names import DTYPES, IMPORTANCES
+from twistlm.pruners import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS, methods, repair
+from twistlm.tickets import DTYPES, IMPORTANCES, budget, importance
 
 APP = typer.main.get_command(cli.app)
 
@@ -25,7 +23,7 @@ def test_names_without_torch_are_those_of_the_tables():
     assert tuple(methods.METHODS) == SINGLE_WEIGHTS
     assert tuple(repair.METHODS) == REPAIRS
     assert tuple(importance.METHODS) == IMPORTANCES
-    assert tuple(runtimes.RUNTIMES) == RUNTIMES
+    assert tuple(measure.RUNTIMES) == RUNTIMES
     assert set(budget.DTYPES) == set(DTYPES)
 
 

@@ -12,8 +12,7 @@ import torch
 from families_table import TABLE, build, tiny_model
 
 from twistlm.lab.bench.deploy import DeployBench, DeployRequest, _lengths, bench, table
-from twistlm.lab.bench.measure import in_a_process, peak_bytes
-from twistlm.lab.bench.runtimes import RUNTIMES
+from twistlm.lab.bench.measure import RUNTIMES, in_a_process, peak_bytes
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import Parent, open_parent
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import ranks
 
-from twistlm.lab.bench import comm, namespaces, peer
+from twistlm.lab.bench import comm, peer
 
 
 def test_all_engines_exchange(tmp_path):
@@ -51,9 +51,9 @@ def test_ratios_are_of_medians_in_the_same_place():
 
 
 def test_slow_hosts_come_and_go():
-    if why := namespaces.why_not():
+    if why := comm.why_not():
         pytest.skip(why)
-    with namespaces.slow_hosts(2, 1.0) as hosts:
+    with comm.slow_hosts(2, 1.0) as hosts:
         show = [*hosts[1].prefix, "tc", "qdisc", "show", "dev", "eth0"]
         assert "tbf" in subprocess.run(show, capture_output=True, text=True).stdout
         assert hosts[0].address != hosts[1].address

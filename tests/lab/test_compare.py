@@ -19,10 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 from commands import check_refusal, in_process
-from conftest import make_tokens, tiny
+from conftest import make_tokens, tiny, write_words
 from families_table import tiny_model
 from rich.console import Console
-from token_files import write_words
 from transformers import AutoModelForCausalLM
 
 from twistlm import cli

@@ -14,25 +14,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import check_page
 from conftest import make_tokens, tiny
 from families_table import TABLE, tiny_model
-from pages import check_page
 from safetensors.torch import load_file
 
 from twistlm import config
 from twistlm.compute.perplexity import Evaluator, Text
 from twistlm.config import BlocksConfig
-from twistlm.lab.compare.request import CompareRequest
-from twistlm.lab.compare.run import compare
+from twistlm.lab.compare.run import CompareRequest, compare
 from twistlm.lab.experiments import NAMES, shift, table1
 from twistlm.lab.experiments.lab import Lab, TimeIsUp
 from twistlm.lab.experiments.parents import parent_point
 from twistlm.lab.experiments.ranking import Sample, subnets
 from twistlm.lab.experiments.run import _by_parent, module_of, run
 from twistlm.lab.experiments.scales import DENSE, SCALES, SIX, TWIST, TWIST_MIXED, Recipe
-from twistlm.lab.points import Points, place_of
+from twistlm.lab.points import Points, kept_trainings, place_of
 from twistlm.lab.report.write import report
-from twistlm.lab.trainings import kept_trainings
 from twistlm.model import families
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.system.files import InUse

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from twistlm.lab.points import Points, append_line, name_of, parse_line, place_of
-from twistlm.lab.trainings import Training, keep_training, kept_trainings
+from twistlm.lab.points import (
+    Points,
+    Training,
+    append_line,
+    keep_training,
+    kept_trainings,
+    name_of,
+    parse_line,
+    place_of,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -9,20 +9,18 @@ import shutil
 import subprocess
 
 import pytest
+from commands import check_page
 from conftest import tiny
-from pages import check_page
 
-from twistlm.lab.compare.request import CompareRequest
-from twistlm.lab.compare.run import compare
+from twistlm.lab.compare.run import CompareRequest, compare
 from twistlm.lab.experiments import nodeloss, robustness, stability, table1, table2
 from twistlm.lab.page import draw
 from twistlm.lab.page.html import page
 from twistlm.lab.page.markdown import BEGIN, END, replace_part
 from twistlm.lab.page.section import count, lowest, number
-from twistlm.lab.points import Points, place_of
-from twistlm.lab.report import comparison, load, training
+from twistlm.lab.points import Points, keep_training, place_of, read_training
+from twistlm.lab.report import load, training, write
 from twistlm.lab.report.write import chapter, report
-from twistlm.lab.trainings import keep_training, read_training
 from twistlm.training import rounds
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
@@ -252,7 +250,7 @@ def test_a_comparison_says_what_won():
     }
     rows = [{"parent": p, "method": m, "perplexity": v, **costs} for (p, m), v in found.items()]
     record = {"rows": rows, "text": {"n_tokens": 64}, "parents": {"dense": {}, "TwIST": {}}}
-    made = comparison.section(record)
+    made = write.section(record)
     assert made.headlines == (
         "both, 6/12 of the blocks: TwIST, random 50.00, then block:taylor 60.00; "
         "zeros, no smaller and no faster: wanda 37.00.",

@@ -13,22 +13,28 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from families_table import N_LAYERS, N_NEURONS, TABLE, VOCAB, Row, build, tiny_model
-from family_cases import (
+from families_table import (
     ALONE,
     BOTH,
     CPU,
     N_FFN,
+    N_LAYERS,
+    N_NEURONS,
     SHARED_FIRST,
+    TABLE,
+    VOCAB,
     Kept,
+    Row,
     all_cuts,
     as_parent,
+    build,
     by_hand,
     case,
     cut_by_hand,
     far,
     logits,
     sentence,
+    tiny_model,
     tokens,
 )
 from torch import Tensor, nn

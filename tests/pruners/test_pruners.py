@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_tokens, tiny
+from conftest import make_tokens, tiny, write_words
 from families_table import TABLE, VOCAB, tiny_model, ways
-from token_files import write_words
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -22,9 +21,10 @@ from twistlm import cli
 from twistlm.config import BlocksConfig
 from twistlm.model import families
 from twistlm.model.blocks import BlockMap
-from twistlm.pruners import magnitude, sparsegpt, wanda, zpruner
+from twistlm.pruners import sparsegpt
 from twistlm.pruners.methods import METHODS, prune_
 from twistlm.pruners.pattern import Pattern, lowest, n_of_m, sparsity_of
+from twistlm.pruners.scores import input_norms, magnitude, wanda, zpruner
 from twistlm.pruners.walk import linears, walk_
 from twistlm.pruners.write import PruneRequest, patterns, write
 from twistlm.tickets import deploy
@@ -129,7 +129,7 @@ def test_one_drop_is_answered_by_least_squares():
 def test_independent_inputs_make_sparsegpt_magnitude():
     weight, identity = draw(16, 24), 2 * torch.eye(24, dtype=torch.float64)
     ours = sparsegpt.prune(weight, identity, Pattern(0.6), damp=0.0)
-    assert torch.equal(ours, magnitude.prune(weight, None, Pattern(0.6)))
+    assert torch.equal(ours, magnitude(weight, None, Pattern(0.6)))
     assert torch.equal(ours, torch.where(lowest(weight.abs(), 0.6), 0, weight))
 
 
@@ -140,8 +140,8 @@ def test_sparsegpt_rebuilds_best_where_inputs_share_a_few_causes(seed):
     pattern = Pattern(0.5)
     made = [
         sparsegpt.prune(weight, sparsegpt.observe(x), pattern),
-        wanda.prune(weight, wanda.observe(x), pattern),
-        magnitude.prune(weight, None, pattern),
+        wanda(weight, input_norms(x), pattern),
+        magnitude(weight, None, pattern),
     ]
     errors = [float((x @ (weight - other).T).norm()) for other in made]
     assert errors[0] < 0.9 * min(errors[1:])
@@ -155,8 +155,8 @@ def test_dead_inputs_lose_their_weights_and_disturb_no_other():
         torch.testing.assert_close(ours, obs(weight, 2 * x.T @ x, pattern, 128, 0.01))
         for made in (
             ours,
-            wanda.prune(weight, wanda.observe(x), pattern),
-            zpruner.prune(weight, wanda.observe(x), pattern),
+            wanda(weight, input_norms(x), pattern),
+            zpruner(weight, input_norms(x), pattern),
         ):
             assert not made[:, [3, 7]].any()
     nothing = torch.zeros(12, 12, dtype=torch.float64)
@@ -173,20 +173,20 @@ def test_wanda_is_its_loop():
     for row in want:
         order = sorted(range(10), key=lambda j: abs(float(row[j])) * a[j] ** 0.5)
         row[order[: int(10 * Fraction("0.35"))]] = 0
-    ours = wanda.prune(weight, wanda.observe(x), Pattern(sparsity_of("0.35")))
+    ours = wanda(weight, input_norms(x), Pattern(sparsity_of("0.35")))
     assert torch.equal(ours, want)
     assert ((ours != 0).sum(1) == 10 - 3).all()
-    larger = wanda.prune(weight, 7.3 * wanda.observe(x), Pattern(sparsity_of("0.35")))
+    larger = wanda(weight, 7.3 * input_norms(x), Pattern(sparsity_of("0.35")))
     assert torch.equal(ours, larger)
 
 
 def test_wanda_with_equal_norms_is_magnitude_per_row_and_stable():
     weight = draw(5, 12)
-    ours = wanda.prune(weight, torch.full((12,), 3.0, dtype=torch.float64), Pattern(0.5))
+    ours = wanda(weight, torch.full((12,), 3.0, dtype=torch.float64), Pattern(0.5))
     for row, new in zip(weight, ours, strict=True):
         assert torch.equal(new, torch.where(row.abs() < row.abs().sort().values[6], 0, row))
     equal = torch.ones(3, 200, dtype=torch.float64)
-    ours = wanda.prune(equal, torch.ones(200, dtype=torch.float64), Pattern(0.25))
+    ours = wanda(equal, torch.ones(200, dtype=torch.float64), Pattern(0.25))
     assert not ours[:, :50].any()
     assert ours[:, 50:].all()
 
@@ -222,7 +222,7 @@ def test_zpruner_is_its_loop(with_data):
     for n, (r, j) in enumerate(sorted(places, key=score.__getitem__)):
         want[r, j] = 0
         sparsity = Fraction(n, len(places))
-        ours = zpruner.prune(weight, wanda.observe(x) if with_data else None, Pattern(sparsity))
+        ours = zpruner(weight, input_norms(x) if with_data else None, Pattern(sparsity))
         assert torch.equal(ours, want), n
 
 
@@ -231,16 +231,16 @@ def test_zpruner_survives_zero_rows_zero_columns_and_equal_weights():
     for zero in ((2, slice(None)), (slice(None), 4)):
         weight = draw(6, 9)
         weight[zero] = 0
-        ours = zpruner.prune(weight, None, Pattern(0.6))
+        ours = zpruner(weight, None, Pattern(0.6))
         assert ours.isfinite().all()
         assert 54 > int((ours == 0).sum()) >= int(54 * 0.6) + 1
     for odd in (torch.zeros(3, 4), torch.ones(3, 4), torch.ones(1, 1)):
-        assert not zpruner.prune(odd, None, Pattern(0.5)).any()  # equal scores go together
+        assert not zpruner(odd, None, Pattern(0.5)).any()  # equal scores go together
 
 
 def test_magnitude_counts_over_the_matrix():
     weight = draw(8, 10)
-    ours = magnitude.prune(weight, None, Pattern(0.35))
+    ours = magnitude(weight, None, Pattern(0.35))
     order = sorted(range(80), key=lambda i: abs(float(weight.flatten()[i])))
     want = weight.flatten().clone()
     want[order[:29]] = 0
@@ -346,8 +346,8 @@ def test_which_methods_read_data():
     needs = {name: method.observe for name, method in METHODS.items()}
     assert needs == {
         "sparsegpt": sparsegpt.observe,
-        "wanda": wanda.observe,
-        "zpruner": wanda.observe,
+        "wanda": input_norms,
+        "zpruner": input_norms,
         "zpruner-datafree": None,
         "magnitude": None,
     }
@@ -413,7 +413,7 @@ def test_statistics_are_means_over_sequences():
     """The methods care for no common factor, so the recursion of the mean is checked by itself."""
     model, block_map, ids = small("llama")
     before, seen = copy_of(model), {}
-    for observe in (sparsegpt.observe, wanda.observe):
+    for observe in (sparsegpt.observe, input_norms):
         walk_(
             model, linears(model, block_map), ids, observe,
             lambda alike, mean: seen.update({linear.param: mean.clone() for linear in alike}),

@@ -15,7 +15,7 @@ from conftest import make_tokens
 from families_table import tiny_model
 
 from twistlm.model import generator
-from twistlm.tickets import certificate, deploy
+from twistlm.tickets import certify, deploy
 from twistlm.tickets.certify import Certificate, CertificateRequest, certify_tickets, reading, table
 from twistlm.tickets.parent import Parent, open_parent
 
@@ -34,12 +34,12 @@ def test_rank_is_that_of_the_binomial_sum(coverage, confidence):
         mass = [math.comb(n, i) * coverage**i * (1 - coverage) ** (n - i) for i in range(n + 1)]
         legal = [r for r in range(1, n + 1) if math.fsum(mass[:r]) >= confidence - 1e-12]
         if legal:
-            assert certificate.rank(n, coverage, confidence) == min(legal), n
+            assert certify.rank(n, coverage, confidence) == min(legal), n
         else:
             with pytest.raises(
                 ValueError, match=f"n = {n} .* at least {fewest(coverage, confidence)}"
             ):
-                certificate.rank(n, coverage, confidence)
+                certify.rank(n, coverage, confidence)
 
 
 def fewest(coverage: float, confidence: float) -> int:
@@ -52,9 +52,9 @@ def fewest(coverage: float, confidence: float) -> int:
 def test_published_sample_sizes():
     """One-sided, distribution-free: 59 for 95/95, 90 for 95/99, 299 for 99/95, 22 for 90/90."""
     cases = {(0.95, 0.95): 59, (0.95, 0.99): 90, (0.99, 0.95): 299, (0.9, 0.9): 22}
-    assert {case: certificate.smallest_n(*case) for case in cases} == cases
-    assert certificate.smallest_n(0.5, 0.75) == 2  # 1 - 0.5 ** 2 is 0.75 to the last bit
-    assert certificate.rank(2, 0.5, 0.75) == 2
+    assert {case: certify.smallest_n(*case) for case in cases} == cases
+    assert certify.smallest_n(0.5, 0.75) == 2  # 1 - 0.5 ** 2 is 0.75 to the last bit
+    assert certify.rank(2, 0.5, 0.75) == 2
 
 
 POPULATIONS = {
@@ -80,7 +80,7 @@ def test_the_bound_holds_at_its_stated_rate(name, n, coverage, confidence):
     held = 0
     for _ in range(n_certificates):
         values = population[rng.integers(population.size, size=n)].tolist()
-        bound = certificate.bound(values, coverage, confidence)
+        bound = certify.bound(values, coverage, confidence)
         assert bound.value in values
         below = np.searchsorted(population, bound.value, side="right") / population.size
         held += below >= coverage
@@ -96,19 +96,19 @@ def test_the_bound_holds_at_its_stated_rate(name, n, coverage, confidence):
 def test_share_below_the_worst():
     """(the share p whose n-th power is 1 - confidence) = the coverage for which rank n suffices."""
     for n in (20, 100, 200):
-        share = certificate.covered_by_worst(n, 0.99)
+        share = certify.covered_by_worst(n, 0.99)
         assert share**n == pytest.approx(0.01)
-        assert certificate.rank(n, round(share - 1e-4, 6), 0.99) == n
+        assert certify.rank(n, round(share - 1e-4, 6), 0.99) == n
         with pytest.raises(ValueError, match="at least"):
-            certificate.rank(n, round(share + 1e-4, 6), 0.99)
+            certify.rank(n, round(share + 1e-4, 6), 0.99)
 
 
 @pytest.mark.parametrize("bad", [0.0, 1.0, -0.1, 95.0])
 def test_shares_lie_between_0_and_1(bad):
     with pytest.raises(ValueError, match=f"coverage = {bad}"):
-        certificate.rank(100, bad, 0.99)
+        certify.rank(100, bad, 0.99)
     with pytest.raises(ValueError, match=f"confidence = {bad}"):
-        certificate.rank(100, 0.95, bad)
+        certify.rank(100, 0.95, bad)
 
 
 # ---------------------------------------------------------------- a model's certificate

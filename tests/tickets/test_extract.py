@@ -18,8 +18,7 @@ import pytest
 import torch
 from commands import in_process, snapshot
 from conftest import make_tokens
-from families_table import TABLE, tiny_model
-from family_cases import far, logits
+from families_table import TABLE, far, logits, tiny_model
 from safetensors.torch import load_file, save_file
 
 from twistlm.compute import speed

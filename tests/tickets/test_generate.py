@@ -16,9 +16,8 @@ from twistlm import config as configs
 from twistlm.data.builtin import train_bpe
 from twistlm.model import generator
 from twistlm.tickets import deploy
-from twistlm.tickets.generate import write
 from twistlm.tickets.parent import open_parent
-from twistlm.tickets.runnable import open_runnable
+from twistlm.tickets.runnable import open_runnable, write
 from twistlm.training import checkpoint
 
 VOCAB = 300

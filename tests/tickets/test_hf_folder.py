@@ -16,8 +16,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from families_table import N_LAYERS, TABLE, VOCAB, build, tiny_model
-from family_cases import ALONE, BOTH, N_FFN, as_parent, case, far, logits, sentence, tokens
+from families_table import (
+    ALONE,
+    BOTH,
+    N_FFN,
+    N_LAYERS,
+    TABLE,
+    VOCAB,
+    as_parent,
+    build,
+    case,
+    far,
+    logits,
+    sentence,
+    tiny_model,
+    tokens,
+)
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer

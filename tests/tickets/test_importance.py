@@ -8,8 +8,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from families_table import TABLE, tiny_model, ways
-from family_cases import CPU, N_FFN, as_parent, case, cut_by_hand, tokens
+from families_table import CPU, N_FFN, TABLE, as_parent, case, cut_by_hand, tiny_model, tokens, ways
 from torch import Tensor
 
 from twistlm.compute.loss import next_token_loss

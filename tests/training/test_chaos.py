@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import numbered_tokens
 from processes import Scene, replay
-from token_files import numbered_tokens
 
 from twistlm import config
 from twistlm.data.builtin import build

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from conftest import numbered_tokens
 from processes import Scene, same_bits
-from token_files import numbered_tokens
 
 from twistlm.data.stream import Batches, Leases
 from twistlm.data.token_file import open_tokens

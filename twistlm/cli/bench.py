@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 from ..config import Setting, Wire
-from ..export.names import RUNTIMES
+from ..export import RUNTIMES
 from .options import JsonOut, Overrides, Parent, Preset, app, words, write_json
 
 group = typer.Typer(help="Times, bytes and memory on this machine.", no_args_is_help=True)

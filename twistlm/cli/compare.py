@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..pruners.names import NAMES, REPAIRS
+from ..pruners import NAMES, REPAIRS
 from .options import PARENT, Data, Device, Overrides, Tokens, app
 
 
@@ -86,7 +86,7 @@ def compare(
     models are scored in memory; nothing but the table and its cells is written.
     """
     from ..lab.compare import run
-    from ..lab.compare.request import CompareRequest
+    from ..lab.compare.run import CompareRequest
     from ..lab.points import place_of
     from ..system.terminal import console
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..export.names import FORMATS
+from ..export import FORMATS
 from .options import Tokens, app, words
 
 

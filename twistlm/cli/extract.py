@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..tickets.names import DTYPES, IMPORTANCES
+from ..tickets import DTYPES, IMPORTANCES
 from .options import Data, Device, Overrides, Parent, app, words
 
 

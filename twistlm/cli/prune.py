@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..pruners.names import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS
+from ..pruners import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS
 from .options import Device, Overrides, Parent, app, words
 
 

@@ -134,8 +134,7 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""
-    from ..tickets.generate import write
-    from ..tickets.runnable import open_runnable
+    from ..tickets.runnable import open_runnable, write
 
     def emit(text: str) -> None:
         print(text, end="", flush=True)

@@ -1,1 +1,8 @@
 """Other programs' formats: GGUF and ONNX."""
+
+from __future__ import annotations
+
+GGUF_TYPES = ("q8_0", "f32", "f16")
+ONNX_TYPES = ("f32", "q8")
+FORMATS = {"gguf": GGUF_TYPES, "onnx": ONNX_TYPES}  # of `export --to`
+RUNTIMES = ("torch", "onnx", "onnx-q8", "llama.cpp-q8_0")  # of `bench deploy --runtime`

@@ -26,8 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from ..compute.perplexity import Text
 from ..model import huggingface
 from ..system import files
-from . import verify
-from .names import ONNX_TYPES
+from . import ONNX_TYPES, verify
 
 FILE, RECORD = "model.onnx", "export.json"
 

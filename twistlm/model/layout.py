@@ -15,8 +15,10 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from . import kernels
+from ..config import BlocksConfig
+from . import families, huggingface, kernels
 from .blocks import BlockMap, Blueprint, Shapes, State, Widths
 
 MOST_GRAIN = 1024  # elements in a run
@@ -214,3 +216,31 @@ def _send(table: np.ndarray, device: torch.device) -> Tensor:
     """To a device without waiting for it."""
     tensor = torch.from_numpy(table)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A Hugging Face model, its blocks, and where their parameters lie in one flat buffer."""
+
+    template: PreTrainedModel
+    block_map: BlockMap
+    segments: Segments
+    dtype: torch.dtype  # of weights and moments
+
+    @property
+    def full(self) -> Layout:
+        """The layout of the whole model."""
+        return self.segments.full
+
+    @property
+    def device(self) -> torch.device:
+        return self.segments.block_of.device
+
+
+def cut_model(
+    template: PreTrainedModel, blocks: BlocksConfig, device: torch.device, dtype: torch.dtype
+) -> CutModel:
+    """Cut a model as `blocks` says."""
+    block_map = families.partition(template, blocks)
+    where = layout(block_map, huggingface.shapes(template))
+    return CutModel(template, block_map, cut_segments(where, block_map, device), dtype)

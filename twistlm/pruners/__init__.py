@@ -1,1 +1,11 @@
 """The rivals: SparseGPT, Wanda, Z-Pruner, magnitude and blocks by score, on one walk."""
+
+from __future__ import annotations
+
+from ..tickets import IMPORTANCES
+
+SINGLE_WEIGHTS = ("sparsegpt", "wanda", "zpruner", "zpruner-datafree", "magnitude")
+STRUCTURED = "block:"  # before the name of an importance: whole blocks go
+WHOLE_BLOCKS = tuple(STRUCTURED + name for name in IMPORTANCES)
+NAMES = (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)  # of `prune --method`
+REPAIRS = ("bias", "rescale", "lstsq")

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.blocks import BlockMap
-from . import magnitude, sparsegpt, wanda, zpruner
+from . import sparsegpt
 from .pattern import Pattern, check_width
+from .scores import input_norms, magnitude, wanda, zpruner
 from .walk import Linear, Observe, Tick, linears, walk_
 
 
@@ -27,10 +28,10 @@ class PruneMethod:
 
 METHODS: dict[str, PruneMethod] = {  # `names.SINGLE_WEIGHTS`
     "sparsegpt": PruneMethod(sparsegpt.prune, sparsegpt.observe, sparsegpt.inverse_factor),
-    "wanda": PruneMethod(wanda.prune, wanda.observe),
-    "zpruner": PruneMethod(zpruner.prune, wanda.observe),
-    "zpruner-datafree": PruneMethod(zpruner.prune),
-    "magnitude": PruneMethod(magnitude.prune),
+    "wanda": PruneMethod(wanda, input_norms),
+    "zpruner": PruneMethod(zpruner, input_norms),
+    "zpruner-datafree": PruneMethod(zpruner),
+    "magnitude": PruneMethod(magnitude),
 }
 
 

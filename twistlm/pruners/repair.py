@@ -23,7 +23,7 @@ from ..model.blocks import BlockGroup, Blueprint, positions
 from ..model.central import create
 from ..model.subnet import build
 from ..tickets.parent import Parent
-from .names import REPAIRS
+from . import REPAIRS
 from .walk import Linear, Tick, linears, walk_
 
 DAMP = 1e-4  # of the mean square input: weights that the data say nothing about stay as they are

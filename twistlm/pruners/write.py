@@ -21,13 +21,12 @@ from ..model.subnet import build
 from ..system.files import save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import progress
-from ..tickets import deploy, hf_folder
+from ..tickets import NEEDS_TEXT, deploy, hf_folder
 from ..tickets.calibration import MOST_SEQUENCES, calibrate
-from ..tickets.names import NEEDS_TEXT
 from ..tickets.parent import Parent
 from ..tickets.pick import Basis, Pick, pick_blocks
+from . import NAMES, STRUCTURED
 from .methods import METHODS, prune_
-from .names import NAMES, STRUCTURED
 from .pattern import Pattern, n_of_m, sparsity_of
 from .repair import check_repair, repair_parent
 

@@ -1,1 +1,12 @@
 """(6) Deployment: choose, extract, prove, write and load a ticket."""
+
+from __future__ import annotations
+
+IMPORTANCES = ("fisher", "mask-fisher", "taylor", "magnitude", "random")  # `importance.METHODS`
+NEEDS_TEXT = (
+    "fisher",
+    "mask-fisher",
+    "taylor",
+)  # importances that are measured on calibration text
+PICKS = ("random", "best-of:N", "importance", "importance:METHOD")
+DTYPES = ("float32", "bfloat16", "float16")  # of a ticket's weights

@@ -14,8 +14,9 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ from ..system import terminal
 from ..system.files import whole_file
 from ..system.provenance import describe_run
 from ..system.terminal import console, progress
-from . import certificate, score
-from .certificate import Bound
+from . import score
 from .parent import Parent
 
 N_BINS = 24
@@ -52,14 +52,14 @@ class Certificate:
 
     @property
     def covered_by_worst(self) -> float:
-        return certificate.covered_by_worst(len(self.spread.values), self.bound.confidence)
+        return covered_by_worst(len(self.spread.values), self.bound.confidence)
 
     def to_dict(self) -> dict[str, Any]:
         counts, edges = _histogram(self.spread.values)
         return {
             **asdict(self),
             "spread": {**asdict(self.spread), **self.spread.summary()},
-            "quantiles": certificate.quantiles(self.spread.values),
+            "quantiles": quantiles(self.spread.values),
             "covered_by_worst": self.covered_by_worst,
             "histogram": {"counts": counts, "edges": edges},
         }
@@ -78,9 +78,7 @@ class CertificateRequest:
     confidence: float = 0.99
 
     def __post_init__(self) -> None:
-        certificate.rank(
-            self.n, self.coverage, self.confidence
-        )  # refuses an n that promises nothing
+        rank(self.n, self.coverage, self.confidence)  # refuses an n that promises nothing
 
 
 def certify_tickets(
@@ -111,7 +109,7 @@ def certify_tickets(
         source=parent.source,
         full=full,
         spread=spread,
-        bound=certificate.bound(spread.values, request.coverage, request.confidence),
+        bound=bound(spread.values, request.coverage, request.confidence),
         seed=request.seed,
         data=ready.text.file.stem,
         n_tokens=ready.text.n_sequences * ready.text.seq_len,
@@ -209,7 +207,7 @@ def table(made: Certificate) -> Table:
     )
     rows = {"whole parent": made.full, "mean": spread.mean}
     rows |= {} if spread.sd is None else {"sd": spread.sd}
-    rows |= certificate.quantiles(spread.values) | {"worst": spread.worst}
+    rows |= quantiles(spread.values) | {"worst": spread.worst}
     result = terminal.table(title, *rows, words=0)
     result.add_row(*(f"{value:.2f}" for value in rows.values()))
     return result
@@ -222,3 +220,77 @@ def reading(made: Certificate) -> str:
         f"{made.bound} (draw {made.bound.rank} of {len(made.spread.values)} in order). "
         f"With the same confidence, {share}% are no worse than the worst one seen."
     )
+
+
+SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
+
+
+@dataclass(frozen=True)
+class Bound:
+    """At least `coverage` of all tickets lie at or below `value`, said with this confidence."""
+
+    coverage: float
+    confidence: float
+    rank: int  # `value` is the rank-th smallest draw
+    value: float
+
+    def __str__(self) -> str:
+        share, confidence = (_percent(x) for x in (self.coverage, self.confidence))
+        return f"{share} of tickets are at or below {self.value:.2f}, with {confidence} confidence"
+
+
+def bound(values: Sequence[float], coverage: float, confidence: float) -> Bound:
+    """The tightest upper bound on a share of all tickets that these draws allow."""
+    r = rank(len(values), coverage, confidence)
+    return Bound(coverage, confidence, r, sorted(values)[r - 1])
+
+
+def rank(n: int, coverage: float, confidence: float) -> int:
+    """The smallest r with P(Binomial(n, coverage) >= r) <= 1 - confidence, in exact integers."""
+    p, wrong = _share(coverage, "coverage"), 1 - _share(confidence, "confidence")
+    if n < (least := smallest_n(coverage, confidence)):
+        raise ValueError(
+            f"n = {n} draws bound no {_percent(coverage)} of tickets with {_percent(confidence)} "
+            f"confidence: n must be at least {least}"
+        )
+    hits, misses = p.numerator, p.denominator - p.numerator
+    allowed = wrong * p.denominator**n  # in units of p.denominator ** -n
+    tail, r = 0, n + 1
+    while r > 1:
+        tail += math.comb(n, r - 1) * hits ** (r - 1) * misses ** (n - r + 1)
+        if tail > allowed:
+            break
+        r -= 1
+    return r
+
+
+def smallest_n(coverage: float, confidence: float) -> int:
+    """How few draws can bound that share: the smallest n with coverage ** n <= 1 - confidence."""
+    p, wrong = _share(coverage, "coverage"), 1 - _share(confidence, "confidence")
+    n = max(1, round(math.log(wrong) / math.log(p)))
+    while p**n > wrong:  # the logarithms round
+        n += 1
+    while n > 1 and p ** (n - 1) <= wrong:
+        n -= 1
+    return n
+
+
+def covered_by_worst(n: int, confidence: float) -> float:
+    """The share of all tickets that lies at or below the worst of n, with this confidence."""
+    return float(1 - _share(confidence, "confidence")) ** (1 / n)
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Sample quantiles, linear between draws."""
+    return {_percent(share): float(np.quantile(values, share)) for share in SHARES}
+
+
+def _share(value: float, name: str) -> Fraction:
+    """The decimal that was typed, exactly: 0.95 is 19/20."""
+    if not 0 < value < 1:
+        raise ValueError(f"{name} = {value}: must lie between 0 and 1")
+    return Fraction(str(value))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.10g}%"

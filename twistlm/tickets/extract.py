@@ -19,10 +19,9 @@ from ..model.blocks import KINDS, Blueprint, Widths
 from ..model.subnet import build
 from ..system import terminal
 from ..system.terminal import console, progress
-from . import deploy
+from . import DTYPES, deploy
 from .budget import Budget, fit, impossible, weights_bytes
 from .calibration import calibrate_on_tokens
-from .names import DTYPES
 from .parent import Parent
 from .pick import RANDOM, Basis, Pick, pick_blocks
 from .score import evaluator

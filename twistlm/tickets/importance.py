@@ -16,7 +16,7 @@ from torch import Tensor
 from ..compute.loss import next_token_loss
 from ..model.blocks import BlockGroup, BlockMap, Blueprint, Partition, Widths
 from ..model.subnet import build
-from .names import NEEDS_TEXT
+from . import NEEDS_TEXT
 from .parent import Parent
 
 BlockScores = dict[

@@ -10,9 +10,8 @@ from rich.progress import Progress
 from ..compute.perplexity import Evaluator
 from ..model.blocks import Blueprint, Widths
 from ..model.generator import draws
-from . import importance
+from . import IMPORTANCES, NEEDS_TEXT, PICKS, importance
 from .calibration import Calibration
-from .names import IMPORTANCES, NEEDS_TEXT, PICKS
 from .parent import Parent
 
 

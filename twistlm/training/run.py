@@ -12,8 +12,7 @@ from ..config import Config
 from ..data.stream import Batches
 from ..model.blocks import BlockMap
 from ..model.central import ROWS, Central
-from ..model.cut import CutModel
-from ..model.layout import Layout, Segments
+from ..model.layout import CutModel, Layout, Segments
 from ..system.signals import Stop
 from ..transport.ranks import Cluster
 from .progress import Progress

@@ -17,7 +17,7 @@ from ..data.token_file import TokenFile, open_tokens
 from ..model import generator, huggingface
 from ..model.blocks import widths_of_ratio
 from ..model.central import Central, create
-from ..model.cut import CutModel, cut_model
+from ..model.layout import CutModel, cut_model
 from ..system.provenance import describe_run
 from ..transport.ranks import Cluster
 from . import checkpoint, resume

@@ -13,8 +13,7 @@ from ..compute.gradient import gradient_of
 from ..compute.loss import loss_for
 from ..compute.optimizer import AdamW
 from ..config import TrainConfig
-from ..model.cut import CutModel
-from ..model.layout import Layout, gather_, scatter_
+from ..model.layout import CutModel, Layout, gather_, scatter_
 from ..model.subnet import build
 from ..system.device import is_bf16, to_device
 from ..transport.ranks import SeatKind

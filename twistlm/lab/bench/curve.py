@@ -19,7 +19,7 @@ from ...data.builtin import resolve
 from ...data.stream import Batches
 from ...data.token_file import open_tokens
 from ...model import huggingface
-from ...model.cut import cut_model
+from ...model.layout import cut_model
 from ...model.subnet import scales
 from ...system.device import pick_device
 from ...system.provenance import describe_run

@@ -25,8 +25,7 @@ from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...tickets import deploy
 from ...tickets.parent import Parent
-from .measure import MEMORY, Workload, in_a_process, peak_bytes, times
-from .runtimes import RUNTIMES
+from .measure import MEMORY, RUNTIMES, Workload, in_a_process, peak_bytes, times
 
 FULL = "full"
 PREFILL = (128, 512)  # tokens

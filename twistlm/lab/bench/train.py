@@ -27,8 +27,7 @@ from ...model import families, generator, huggingface
 from ...model.blocks import BlockMap, Widths, widths_of_ratio
 from ...model.central import create
 from ...model.count import flops_per_token
-from ...model.cut import cut_model
-from ...model.layout import Layout
+from ...model.layout import Layout, cut_model
 from ...system.device import is_bf16
 from ...system.provenance import describe_run
 from ...system.terminal import progress

@@ -32,8 +32,7 @@ from ...tickets import parent, score
 from ...tickets.parent import Parent
 from ...training import rounds
 from ...training.checkpoint import MANIFEST
-from ..points import Points, name_of, place_of
-from ..trainings import keep_training, read_training
+from ..points import Points, keep_training, name_of, place_of, read_training
 from .scales import Recipe, Scale
 
 WAIT = 1.0  # seconds between two looks at a parent that another process trains

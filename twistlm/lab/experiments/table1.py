@@ -9,8 +9,8 @@ from ...config import Setting
 from ...pruners.write import STRUCTURED
 from ...tickets.calibration import calibrate
 from ..compare.cells import Asked, Cell, Grid
-from ..compare.request import DEFAULT
 from ..compare.rivals import Rival, weights_sha256
+from ..compare.run import DEFAULT
 from ..page import draw
 from ..page.section import Figure, Section, Table, lowest, number, spread
 from . import paper, ranking

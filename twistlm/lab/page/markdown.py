@@ -23,13 +23,18 @@ def replace_part(text: str, part: str) -> str:
 
 
 def shown_figures(chapters: Sequence[Chapter]) -> list[str]:
-    """The names of the drawings that `markdown` shows: the first of every section; the page has all."""
-    return [f"{c.id}-{s.figures[0].id}" for c in chapters for s in c.sections if s.figures]
+    """The drawings that `markdown` shows: a chapter's first, and where no table says the same."""
+    found = []
+    for chapter in chapters:
+        drawn = [section for section in chapter.sections if section.figures]
+        shown = [section for section in drawn if section is drawn[0] or not section.tables]
+        found += [f"{chapter.id}-{section.figures[0].id}" for section in shown]
+    return found
 
 
 def markdown(chapters: Sequence[Chapter]) -> str:
     """Every chapter; its drawings are expected in the folder `FIGURES` beside the file."""
-    parts = []
+    parts, shown = [], set(shown_figures(chapters))
     for chapter in chapters:
         parts += [f"## Experiments: {chapter.title}", ""]
         parts += [f"- {fact}" for fact in chapter.facts]
@@ -38,7 +43,7 @@ def markdown(chapters: Sequence[Chapter]) -> str:
         parts += ["", "```sh", *(command for command in commands if command), "```", ""]
         parts += _claims(chapter.claims)
         for section in chapter.sections:
-            parts += _section(section, chapter.id)
+            parts += _section(section, chapter.id, shown)
     return "\n".join(parts)
 
 
@@ -59,13 +64,13 @@ def _claims(claims: Sequence[Claim]) -> list[str]:
     return [*rows, ""]
 
 
-def _section(section: Section, at: str) -> list[str]:
+def _section(section: Section, at: str, shown: set[str]) -> list[str]:
     parts = [f"### {section.title}", "", section.what, ""]
     for table in section.tables:
         parts += [_table(table), ""]
         parts += [table.note, ""] if table.note else []
-    for i, figure in enumerate(section.figures):
-        if i == 0:
+    for figure in section.figures:
+        if f"{at}-{figure.id}" in shown:
             parts += [f"![{figure.title}]({FIGURES}/{at}-{figure.id}.png)", "", figure.reading, ""]
         elif figure.reading:
             parts += [f"{figure.title}: {figure.reading}", ""]

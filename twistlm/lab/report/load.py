@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..points import METRICS, Points, place_of
-from ..trainings import Training, kept_trainings, read_training
+from ..points import METRICS, Points, Training, kept_trainings, place_of, read_training
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from ... import config
 from ...model import families, generator, huggingface
 from ..page import draw
 from ..page.section import Figure, Section, Table, count, number
-from ..trainings import Training
+from ..points import Training
 
 MOST = 8  # lines in a figure
 ROUNDS = 400  # of a deal that are counted again

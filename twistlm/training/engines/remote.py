@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ... import config
 from ...config import Config, Kind
-from ...model.cut import cut_model
+from ...model.layout import cut_model
 from ...system.device import BufferPool, pick_device
 from ...system.terminal import console
 from ...transport import client, wire

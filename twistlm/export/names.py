@@ -1,6 +1,0 @@
-"""Formats and their number types, the default first: for help texts, which must not import torch."""
-
-GGUF_TYPES = ("q8_0", "f32", "f16")
-ONNX_TYPES = ("f32", "q8")
-FORMATS = {"gguf": GGUF_TYPES, "onnx": ONNX_TYPES}  # of `export --to`
-RUNTIMES = ("torch", "onnx", "onnx-q8", "llama.cpp-q8_0")  # of `bench deploy --runtime`
