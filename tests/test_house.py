@@ -104,6 +104,16 @@ def test_modules_and_signatures_can_be_taken_in_at_a_glance():
             assert len(given) <= 7, (name, node.name)
 
 
+def test_rooms_of_the_lab_go_one_way():
+    """What measures and what draws know nothing of each other; experiments use both, the report all."""
+    floors = ["points", "trainings", "page", "bench", "compare", "experiments", "report"]
+    for name, source in SOURCES.items():
+        for other in imports(name, source) if name.startswith("lab.") else ():
+            if other.startswith("lab."):
+                mine, theirs = (floors.index(each.split(".")[1]) for each in (name, other))
+                assert theirs <= mine, f"{name} imports {other}"
+
+
 def test_model_names_stand_in_families_and_exports_alone():
     """A model type may be named in help, defaults, formulas and messages; a module name never.
 

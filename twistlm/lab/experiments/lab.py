@@ -99,6 +99,7 @@ class Lab:
             )
         self.deadline = time.monotonic() + seconds
         self._open: OpenParent | None = None
+        self._hashes: dict[Recipe | None, str] = {}
         self.base = config.load(scale.preset, [*scale.changes, *self.overrides])
 
     def is_late(self) -> bool:
@@ -117,6 +118,11 @@ class Lab:
 
     def hash_of(self, recipe: Recipe | None) -> str:
         """Names all that a parent follows from: its config and, by hash, its start."""
+        if recipe not in self._hashes:  # every point asks
+            self._hashes[recipe] = self._hash_of(recipe)
+        return self._hashes[recipe]
+
+    def _hash_of(self, recipe: Recipe | None) -> str:
         if recipe is None and self.scale.start is None:
             return name_of({"weights": self.base.model.weights})
         table = config.to_dict(self.config(recipe))
