@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from twistlm.data.token_file import open_tokens
-from twistlm.tickets import deploy, score
+from twistlm.tickets import deploy
+from twistlm.tickets.parent import open_parent
+from twistlm.tickets.score import ScoreRequest, score_parent
 from twistlm.training import checkpoint, rounds
 
 FILES = Path(__file__).parent / "fixtures/before_rooms.zip"
@@ -41,7 +43,8 @@ def test_a_token_file(old):
 
 
 def test_a_checkpoint_is_evaluated(old):
-    found = score.score_run("run", ["2/4"], n=3)
+    request = ScoreRequest(ratios=("2/4",), n=3)
+    found = score_parent(open_parent("run", "cpu"), request, "run", quiet=True)
     (subnets,) = found.subnets
     assert found.full == pytest.approx(FULL, rel=1e-5)
     assert subnets.mean == pytest.approx(HALF, rel=1e-5)
@@ -62,7 +65,6 @@ def test_a_checkpoint_is_resumed(old):
 
 def test_a_ticket_loads_and_is_what_extract_cuts_today(old):
     """The same blocks of the same parent, folded: equal to the file of then."""
-    from twistlm.tickets.parent import open_parent
 
     ticket = deploy.load_ticket(old / "ticket")
     blueprint = json.loads((old / "ticket/ticket.json").read_text())["blueprint"]
