@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import Config
     from .tickets.deploy import load_ticket
-    from .tickets.public import OpenParent, Ticket, evaluate, open_parent, train
+    from .tickets.public import OpenedParent, Ticket, evaluate, open_parent, train
     from .tickets.register import register
     from .tickets.score import Scores
 
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config",
-    "OpenParent",
+    "OpenedParent",
     "Scores",
     "Ticket",
     "__version__",
@@ -41,7 +41,7 @@ __all__ = [
 
 _HOMES = {
     "Config": "config",
-    "OpenParent": "tickets.public",
+    "OpenedParent": "tickets.public",
     "Scores": "tickets.score",
     "Ticket": "tickets.public",
     "evaluate": "tickets.public",

@@ -26,7 +26,7 @@ from twistlm.compute.perplexity import Text, perplexity
 from twistlm.data.token_file import open_tokens
 from twistlm.model import generator, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap, Partition, widths_of_ratio
-from twistlm.model.layout import runs
+from twistlm.model.layout import cut_segments
 from twistlm.tickets import budget, deploy, extract, importance
 from twistlm.tickets.budget import Budget, parse_budget
 from twistlm.tickets.calibration import calibrate, calibrate_on_tokens
@@ -597,7 +597,9 @@ def test_a_wrong_cut_is_not_written(home, tmp_path):
     bad = replace(
         good,
         block_map=odd,
-        central=replace(good.central, runs=runs(good.central.layout, odd, torch.device("cpu"))),
+        central=replace(
+            good.central, segments=cut_segments(good.central.layout, odd, torch.device("cpu"))
+        ),
     )
     request = TicketRequest(budget=Budget("ratio", "1/2"))
     with pytest.raises(

@@ -19,6 +19,7 @@ from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.runnable import open_runnable, write
 from twistlm.training import checkpoint
+from twistlm.training.progress import beginning
 
 VOCAB = 300
 PROMPT = "the café – naïve words"  # bytes that need more than one token
@@ -37,8 +38,14 @@ def home(tmp_path_factory) -> Path:
     train_bpe([PROMPT] * 4, VOCAB).save(str(folder / "model/tokenizer.json"))
     parent = open_parent(folder / "model", "cpu", CUT)
     checkpoint.save(
-        folder / "run/checkpoints", parent.central, configs.Config(), parent.template, parent.tokenizer, 1
-    )  # fmt: skip
+        folder / "run/checkpoints",
+        parent.central,
+        beginning(parent.block_map),
+        configs.Config(),
+        parent.template,
+        parent.tokenizer,
+        keep=1,
+    )
     widths = {group.name: 3 for group in parent.block_map.groups}
     blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
     deploy.save_ticket(parent, blueprint, folder / "ticket")

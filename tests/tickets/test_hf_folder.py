@@ -53,6 +53,7 @@ from twistlm.model import families, huggingface
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.training import checkpoint
+from twistlm.training.progress import beginning
 
 KEYS = BOTH + ALONE
 every_key = pytest.mark.parametrize("key", KEYS, ids="/".join)
@@ -415,7 +416,15 @@ def test_load_ticket_says_what_a_folder_is_instead(tmp_path, folder):
     tiny_model("gpt2").save_pretrained(tmp_path / "plain")
     assert "Hugging Face model" in sentence(deploy.load_ticket, tmp_path / "plain")
     c = case(BOTH[0])
-    saved = checkpoint.save(tmp_path / "checkpoints", c.central, c.parent().cfg, c.model, None, 1)
+    saved = checkpoint.save(
+        tmp_path / "checkpoints",
+        c.central,
+        beginning(c.block_map),
+        c.parent().cfg,
+        c.model,
+        None,
+        keep=1,
+    )
     assert "is a checkpoint" in sentence(deploy.load_ticket, saved)
     assert "is a checkpoint" in sentence(deploy.load_ticket, tmp_path)
     assert "is a ticket" in sentence(open_parent, folder)

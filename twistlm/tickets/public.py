@@ -40,7 +40,7 @@ def open_parent(
     data: str | Path | None = None,
     tokens: int = 0,
     device: str = "auto",
-) -> OpenParent:
+) -> OpenedParent:
     """Open a model that tickets can be cut from.
 
     `source` is a run folder or checkpoint of `train`, a Hugging Face folder or hub id, gguf:FILE, or a
@@ -49,7 +49,7 @@ def open_parent(
     `twistlm prepare` wrote (default: the run's own validation tokens): its first `tokens` tokens, 0 for all.
     """
     opened = parent.open_parent(source, device, overrides)
-    return OpenParent(opened, str(data) if data is not None else None, tokens)
+    return OpenedParent(opened, str(data) if data is not None else None, tokens)
 
 
 def evaluate(
@@ -74,7 +74,7 @@ def evaluate(
 
 
 @dataclass(frozen=True)
-class OpenParent:
+class OpenedParent:
     """A parent in memory, and the text that it and its tickets are measured on."""
 
     parent: Parent
