@@ -22,7 +22,6 @@ from twistlm.cli import config_page
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRESENT = [page for page in PAGES if page.name != "log.md"]  # the log is history
-PYTHON_PAGE = ROOT / "docs/python.md"
 
 
 def names(pages: list[Path]) -> list[str]:
@@ -57,6 +56,18 @@ def test_links_and_pictures_lead_somewhere(name):
         ):
             broken.append(link)
     assert not broken
+
+
+@pytest.mark.parametrize("name", names([page for page in PRESENT if page.name != "results.md"]))
+def test_modules_that_are_named_exist(name):
+    """`training/rounds.py`, from the package or from the root; results name modules of their time."""
+    found = re.findall(r"`((?:\w+/)+\w+\.py)`", prose(ROOT / name))
+    gone = [path for path in found if not _exists(path)]
+    assert not gone
+
+
+def _exists(path: str) -> bool:
+    return (ROOT / path).is_file() or (ROOT / "twistlm" / path).is_file()
 
 
 @pytest.mark.parametrize("name", names(PRESENT))

@@ -67,9 +67,13 @@ def test_a_crashed_hub_is_restarted_and_a_stopped_one_resumed(tmp_path, preloade
     table = tiny_table(tokens, tmp_path / "run", train=TRAIN, hub={"bind": f"127.0.0.1:{port}"})
     preset = toml(tmp_path / "config.toml", table)
     command = start("hub", preset)
-    connect = ("worker", "--connect", f"127.0.0.1:{port}")
-    workers = [preloaded.start(*connect, cwd=tmp_path, **SECRET) for _ in range(2)]
+    workers = []
     try:
+        until(
+            lambda: events(tmp_path / "run", "started"), command
+        )  # they wait 8 s for a first answer
+        connect = ("worker", "--connect", f"127.0.0.1:{port}")
+        workers += [preloaded.start(*connect, cwd=tmp_path, **SECRET) for _ in range(2)]
         until(lambda: list((tmp_path / "run").glob("checkpoints/round-*")), command)
         (killed,) = children(command.pid)
         os.kill(killed, signal.SIGKILL)
@@ -94,7 +98,8 @@ def test_a_crashed_hub_is_restarted_and_a_stopped_one_resumed(tmp_path, preloade
             assert not Path(f"/proc/{pid}").exists(), "an orphan"
     finally:
         if command.poll() is None:
-            command.kill()
+            for pid in (*children(command.pid), command.pid):
+                os.kill(pid, signal.SIGKILL)
         command.communicate()
         for worker in workers:
             worker.end()

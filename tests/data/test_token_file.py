@@ -154,7 +154,7 @@ def test_sequences_equal_slices_of_the_file(tmp_path, dtype):
         (100, 3, 2, 5, 0.5, 1),  # 50 / 30
         (100, 1, 1, 1, 0.0, 0),
         (10, 1, 1, 1, 2.5, 25),
-        (114_250, 4, 2, 15, 3.0, 2856),  # spec, section 3
+        (114_250, 4, 2, 15, 3.0, 2856),  # the paper's set-up
     ],
 )
 def test_n_rounds_by_hand(n, n_workers, batch, interval, epochs, rounds):

@@ -104,7 +104,7 @@ def build(
 
 
 def activation_scale(mode: str, n_blocks: int, k: int, rho: float = 1.0) -> float:
-    """What a layer of K out of N blocks multiplies its output by (spec, section 2).
+    """What a layer of K out of N blocks multiplies its output by.
 
     `measured`: 1/sqrt((p - p2)/rho + p2), p = K/N, p2 = K(K-1)/(N(N-1)), exact in expectation.
     """
