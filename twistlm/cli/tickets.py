@@ -140,9 +140,14 @@ def generate(
         print(text, end="", flush=True)
 
     write(
-        open_runnable(ticket, device), prompt,
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, emit=emit,
-    )  # fmt: skip
+        open_runnable(ticket, device),
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        emit=emit,
+    )
     sys.stdout.write("\n")
 
 
@@ -153,7 +158,7 @@ def generate(
 )
 def draft(
     parent: Annotated[str, typer.Argument(help=f"The model whose text is written. {PARENT}")],
-    ticket: Annotated[str, typer.Argument(help=f"The model that speculate. {ANY_MODEL}")],
+    ticket: Annotated[str, typer.Argument(help=f"The model that drafts. {ANY_MODEL}")],
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to go on from; repeatable.")
     ] = None,
