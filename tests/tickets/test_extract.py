@@ -651,6 +651,14 @@ def test_only_tickets_are_replaced(home, tmp_path):
     assert snapshot(tmp_path) == before
 
 
+def test_a_file_of_another_size_gets_no_name(home, tmp_path, monkeypatch):
+    """The bytes that a budget was spent on are compared before the folder appears."""
+    monkeypatch.setattr(deploy, "weights_bytes", lambda shapes, dtype: 12_345)
+    with pytest.raises(OSError, match=r"has [\d,]+ bytes, not 12,345: nothing was written"):
+        ask(home, tmp_path / "t", ratio="1/2")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_blueprint_that_does_not_fit(home, tmp_path):
     opened, other = open_(home, "gpt2"), open_(home, "llama-gqa")
     for blueprint in (
