@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -71,12 +72,18 @@ def all_in(path: Path) -> list[dict]:
     return Points(place_of(path)).all()
 
 
-def test_every_experiment_end_to_end_and_its_page(tmp_path, monkeypatch):
-    """All of `smoke`, from tokens to the page; a second call measures nothing."""
+def test_every_experiment_end_to_end_and_its_page(shared, tmp_path, monkeypatch):
+    """All of `smoke`, from tokens to the page; a second call measures nothing.
+
+    Some parents are there already, others are trained on the way.
+    """
     monkeypatch.setitem(SCALES, "smoke", FEW)
-    folder = tmp_path / "lab"
-    stem = make_tokens(tmp_path / "tokens", vocab=512)
-    data = [f"data.train={stem}", f"data.valid={stem}"]
+    monkeypatch.setattr("twistlm.training.plan.forecasts", lambda *args: ())  # not shown here
+    monkeypatch.setattr("twistlm.lab.experiments.lab._forget", lambda: None)  # takes longer than they
+    folder, data = tmp_path / "lab", shared.overrides
+    for recipe in (None, *SIX):
+        shared.trained(recipe)
+    shutil.copytree(shared.folder / "parents", folder / "parents")
     assert run(["all"], "smoke", folder, data)
     made = [point for point in all_in(folder) if "experiment" in point["config"]]
     assert {point["config"]["experiment"] for point in made} == set(NAMES)
