@@ -50,11 +50,14 @@ def measure_all(models: Sequence[PreTrainedModel], n_repeats: int = 3) -> list[S
         Speed(
             prefill_ms=1000 * statistics.median(run[i][0] for run in runs),
             decode_ms=1000 * statistics.median(second for run in runs for second in run[i][1:]),
-            n_prompt=n_prompt, n_steps=n_steps, n_repeats=n_repeats,
-            device=str(model.device), n_threads=torch.get_num_threads(),
+            n_prompt=n_prompt,
+            n_steps=n_steps,
+            n_repeats=n_repeats,
+            device=str(model.device),
+            n_threads=torch.get_num_threads(),
         )
         for i, model in enumerate(models)
-    ]  # fmt: skip
+    ]
 
 
 def _seconds(model: Any, ids: Tensor, n_steps: int) -> list[float]:

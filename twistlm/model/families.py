@@ -84,8 +84,12 @@ LLAMA_SIZES = {  # the shapes of Llama 2
     name: ModelConfig(
         type="llama",
         config={
-            "num_hidden_layers": n_layers, "hidden_size": d, "intermediate_size": d_ffn,
-            "num_attention_heads": n_heads, "num_key_value_heads": n_kv, "vocab_size": 32000,
+            "num_hidden_layers": n_layers,
+            "hidden_size": d,
+            "intermediate_size": d_ffn,
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": n_kv,
+            "vocab_size": 32000,
         },
     )
     for name, n_layers, d, d_ffn, n_heads, n_kv in (
@@ -93,7 +97,7 @@ LLAMA_SIZES = {  # the shapes of Llama 2
         ("Llama 13B", 40, 5120, 13824, 40, 40),
         ("Llama 70B", 80, 8192, 28672, 64, 8),
     )
-}  # fmt: skip
+}
 
 
 def family(model: PreTrainedModel) -> Family:

@@ -176,8 +176,14 @@ def scatter_(full: Tensor, part: Tensor, segments: Segments, index: Tensor) -> T
 
 
 def mean_(
-    central: Tensor, total: Tensor, part: Tensor, segments: Segments, index: Tensor, holders: Tensor, worker: int
-) -> None:  # fmt: skip
+    central: Tensor,
+    total: Tensor,
+    part: Tensor,
+    segments: Segments,
+    index: Tensor,
+    holders: Tensor,
+    worker: int,
+) -> None:
     """Take one worker's result into the mean over holders; workers come in order.
 
     On a GPU the first holder of a block sets its sum in `total`, others add to it, and the last one writes

@@ -25,9 +25,12 @@ def table(title: str, *heads: str, words: int = 1) -> Table:
     """An empty table: the first columns are words, the others numbers; narrow, it folds and cuts nothing off."""
     gap = 0 if console.width < ROOMY else 1  # beside the one space between columns
     made = Table(
-        title=f"\n{title}", title_justify="left", box=SIMPLE_HEAD, show_edge=False,
+        title=f"\n{title}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
         padding=(0, gap, 0, 0),
-    )  # fmt: skip
+    )
     for i, head in enumerate(heads):
         made.add_column(head, justify="left" if i < words else "right", overflow="fold")
     return made

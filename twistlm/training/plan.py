@@ -96,12 +96,21 @@ def make(cfg: Config, ratio: str = "4/12", gbit: float = 1.0, tflops: float = 10
     same = any(size.type == cfg.model.type for size in sizes.values())
     half = {name: _half(size, cfg.blocks) for name, size in sizes.items()} if same else {}
     return Plan(
-        cfg.model.type, count(block_map, shapes, block_map.full_widths()), t.n_workers, n_sequences, source,
-        in_paper, in_truth, legal, tuple(rows), half, tuple(forecasts(cfg, kappa, gbit, tflops)),
+        cfg.model.type,
+        count(block_map, shapes, block_map.full_widths()),
+        t.n_workers,
+        n_sequences,
+        source,
+        in_paper,
+        in_truth,
+        legal,
+        tuple(rows),
+        half,
+        tuple(forecasts(cfg, kappa, gbit, tflops)),
         f"{ratio} of the blocks, {'weights and moments' if t.moments == 'carry' else 'weights'}, run.wire = "
         f"{cfg.run.wire}, {gbit:g} Gbit/s, {t.interval} steps of {t.batch} x {cfg.data.seq_len} tokens at "
         f"{tflops:g} TFLOP/s",
-    )  # fmt: skip
+    )
 
 
 def _rows(
@@ -166,16 +175,28 @@ def show(plan: Plan) -> None:
         f"the paper's formula counts {plan.paper_rounds:,}"
     )
     table = terminal.table(
-        "one subnet, and bytes both ways over all workers and rounds", "setting", "blocks", "parameters",
-        "of full", "MB", "paper's formula, TB", "weights, TB", "+ moments, TB",
-    )  # fmt: skip
+        "one subnet, and bytes both ways over all workers and rounds",
+        "setting",
+        "blocks",
+        "parameters",
+        "of full",
+        "MB",
+        "paper's formula, TB",
+        "weights, TB",
+        "+ moments, TB",
+    )
     for row in plan.rows:
         table.add_row(
-            row.setting, row.ratio, f"{row.n_params:,}", f"{row.n_params / plan.n_params:.1%}",
-            f"{row.n_params * FLOAT32 / 1e6:,.1f}", f"{row.paper_bytes / 1e12:.2f}",
-            f"{row.true_bytes / 1e12:.2f}", f"{row.carried_bytes / 1e12:.2f}",
+            row.setting,
+            row.ratio,
+            f"{row.n_params:,}",
+            f"{row.n_params / plan.n_params:.1%}",
+            f"{row.n_params * FLOAT32 / 1e6:,.1f}",
+            f"{row.paper_bytes / 1e12:.2f}",
+            f"{row.true_bytes / 1e12:.2f}",
+            f"{row.carried_bytes / 1e12:.2f}",
             end_section=row.ratio in ("12/12", RATIOS[-1]),
-        )  # fmt: skip
+        )
     console.print(table)
     if plan.half:
         heads = next(iter(plan.half.values()))
@@ -293,9 +314,18 @@ def forecasts(cfg: Config, kappa: Fraction, gbit: float, tflops: float) -> list[
 def forecast_table(made: Sequence[Forecast], title: str) -> Table:
     """Forecasts for a person."""
     result = terminal.table(
-        title, "model", "S", "hub, GB", "s", "sharded, GB", "s", "data parallel, GB", "s", "local steps, s",
+        title,
+        "model",
+        "S",
+        "hub, GB",
+        "s",
+        "sharded, GB",
+        "s",
+        "data parallel, GB",
+        "s",
+        "local steps, s",
         "take",
-    )  # fmt: skip
+    )
     for row in made:
         cells = [
             cell

@@ -216,9 +216,14 @@ def _dispatch(shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster) -> Pa
 
 
 def _aggregate(
-    shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster, sent: Tensor, trained: Tensor,
+    shard: Shard,
+    deal: Deal,
+    cuts: list[Cut],
+    cluster: Cluster,
+    sent: Tensor,
+    trained: Tensor,
     outer: tuple[float, float] | None,
-) -> None:  # fmt: skip
+) -> None:
     """Send this rank's result to all owners, and take all results for its own tiles, in worker order."""
     segments, rank, dtype = shard.segments, cluster.rank, trained.dtype
     exact = shard.wire == "fp32"  # values come up, not changes: what went down is not needed
@@ -247,9 +252,11 @@ def _aggregate(
 
 
 def _exchange(
-    cluster: Cluster, n_chunks: int,
-    send: Callable[[int], tuple[list[Tensor], list[int]]], take: Callable[[int, list[Tensor]], None],
-) -> None:  # fmt: skip
+    cluster: Cluster,
+    n_chunks: int,
+    send: Callable[[int], tuple[list[Tensor], list[int]]],
+    take: Callable[[int, list[Tensor]], None],
+) -> None:
     """All chunks in order, some on their way while others are packed and taken."""
     under_way: deque[Callable[[], list[Tensor]]] = deque()
     n_sent = 0
