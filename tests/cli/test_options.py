@@ -14,7 +14,7 @@ from twistlm.lab.bench import measure
 from twistlm.lab.experiments import NAMES
 from twistlm.lab.experiments.scales import SCALES
 from twistlm.pruners import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS, methods, repair
-from twistlm.tickets import DTYPES, IMPORTANCES, budget, importance
+from twistlm.tickets import DTYPES, IMPORTANCES, importance
 
 APP = typer.main.get_command(cli.app)
 
@@ -24,7 +24,6 @@ def test_names_without_torch_are_those_of_the_tables():
     assert tuple(repair.METHODS) == REPAIRS
     assert tuple(importance.METHODS) == IMPORTANCES
     assert tuple(measure.RUNTIMES) == RUNTIMES
-    assert set(budget.DTYPES) == set(DTYPES)
 
 
 @pytest.mark.parametrize(
