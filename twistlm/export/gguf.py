@@ -138,7 +138,7 @@ def _write(
     kinds = gguf.LlamaFileType
     files = {"f32": kinds.ALL_F32, "f16": kinds.MOSTLY_F16, "q8_0": kinds.MOSTLY_Q8_0}
     writer.add_file_type(files[type_])
-    gguf.add_(writer, tokenizer, n_tokens, config)
+    add_vocabulary_(writer, tokenizer, n_tokens, config)
     for name, tensor in tensors.items():
         kind = gguf.GGMLQuantizationType[_stored(tensor, type_).upper()]
         writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
@@ -276,7 +276,9 @@ SPLITS = {
 }
 
 
-def add_(writer: Any, path: Path | None, n_tokens: int, config: PretrainedConfig) -> None:
+def add_vocabulary_(
+    writer: Any, path: Path | None, n_tokens: int, config: PretrainedConfig
+) -> None:
     """Add tokens, merges, kinds, special ids and the way text is split to a GGUF writer."""
     from gguf import TokenType
 
