@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test chaos lint format docs clean
+.PHONY: demo test pytest chaos lint format docs clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN)/twistlm demo
 
-test: $(VENV)/test.stamp lint
-	$(RUN)/python -m pytest -n 2 --dist worksteal
+# mypy takes a minute of one core: it runs beside the tests, many of which wait for processes
+test: $(VENV)/test.stamp
+	$(MAKE) --no-print-directory -j 2 lint pytest
+
+pytest: $(VENV)/test.stamp
+	$(RUN)/python -m pytest -n 3 --dist worksteal
 
 chaos: $(VENV)/test.stamp
 	$(RUN)/python -m pytest -n 2 -m chaos

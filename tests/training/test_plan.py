@@ -213,7 +213,7 @@ def test_a_round_writes_its_bytes(tokens, tmp_path):
 def test_the_table_is_whole_in_80_characters(monkeypatch):
     monkeypatch.setattr(terminal, "console", Console(width=80, file=io.StringIO()))
     made = plan.forecasts(config.load("paper", []), Fraction(1, 2), 1.0, 100.0)
-    terminal.console.print(plan.table(made, "links"))
+    terminal.console.print(plan.forecast_table(made, "links"))
     shown = terminal.console.file.getvalue()
     for row in made:
         numbers = (
