@@ -11,25 +11,25 @@ from conftest import tiny
 from twistlm.training import rounds
 
 WAYS = {
-    "dropout": {"method": "dropout"},  # with inductor's C++
-    "measured": {
-        "scale": "measured"
-    },  # another scale in every layer and round; graphs as torch traced them
+    "dropout": {"method": "dropout"},
+    "measured": {"scale": "measured"},  # another scale in every layer and round
 }
+# which graph a layer takes is decided before code is made for it, and that takes a minute in C++
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.chaos)]
 
 
 # torch's compiler uses parts of torch that are deprecated
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("way", WAYS)
-def test_compiled_layers_have_their_gates(way, tokens, tmp_path, monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_layers_have_their_gates(way, backend, tokens, tmp_path, monkeypatch):
     """A shared layer and a masked one have the same shapes, and must not share a graph."""
     losses, n_compiled, compile_ = {}, 0, torch.nn.Module.compile
 
     def counted(self, **options):
         nonlocal n_compiled
         n_compiled += 1
-        # which graph a layer takes is decided before code is made for it, which takes half a minute
-        compile_(self, **(options if way == "dropout" else {"backend": "aot_eager"}))
+        compile_(self, **(options if backend == "inductor" else {"backend": backend}))
 
     monkeypatch.setattr(torch.nn.Module, "compile", counted)
     for compile in ("false", "true"):
