@@ -109,7 +109,7 @@ def losses_under_loss(
     cfg = config.load("demo", [f"train.rounds={len(plan)}", "run.threads=1", "run.device=cpu"])
     data = replace(cfg.data, train=str(text / "train"), valid=str(text / "valid"))
     cfg = replace(cfg, data=data, run=replace(cfg.run, out=str(out)))
-    run = replay(cfg, plan, [])
+    run, _ = replay(cfg, plan, [])
     widths = widths_of_ratio(run.block_map, RATIO)
     spread = run.evaluator.random_subnets(RATIO, widths, 20, 0)
     return {
