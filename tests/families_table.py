@@ -199,10 +199,9 @@ class Case:
         """The full model with masks and the scale."""
         weights = self.central.weights.clone()
         result = subnet.build(
-            self.model, self.block_map, self.central.layout, weights, grads, masked=True
+            self.model, self.block_map, self.central.layout, weights, grads, gates="all"
         )
-        result.mask_(self.blueprint)
-        result.scale_(self._scales())
+        result.keep_(self.blueprint, self._scales())
         return result
 
     def physical(self) -> tuple[subnet.Subnet, layout.Layout, Tensor, Tensor]:
@@ -214,7 +213,7 @@ class Case:
         weights = dispatcher.cut(self.central, self.blueprint)[0]
         grads = torch.zeros_like(weights)
         result = subnet.build(self.model, self.block_map, where, weights, grads)
-        result.scale_(self._scales())
+        result.keep_(self.blueprint, self._scales())
         return result, where, weights, grads
 
     def _scales(self) -> dict[str, float]:
@@ -252,8 +251,6 @@ def by_hand(model: PreTrainedModel, row: Row, attn_by: str, kept: Kept) -> PreTr
                     else:
                         out.weight[:, i] = 0
             out.weight *= math.sqrt(n_blocks / len(blocks))
-            if out.bias is not None:
-                out.bias *= math.sqrt(n_blocks / len(blocks))
     return model
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from twistlm.data import stream
 from twistlm.model import generator
 from twistlm.model.layout import holders
-from twistlm.model.subnet import scales
+from twistlm.model.subnet import gate_values, scales
 from twistlm.training import aggregator, dispatcher
 from twistlm.training.progress import Progress
 from twistlm.training.run import Run
@@ -205,7 +205,7 @@ def replay(cfg, committed: list[dict], joined: list[dict]) -> tuple[Run, Progres
             result = run.seats.train(
                 "physical",
                 dispatcher.parcel(deal, i, run.segments, run.central.buffer),
-                factors,
+                gate_values(run.block_map, blueprints[i], factors)[None],
                 torch.stack([run.batches.slot(slot) for slot in mine]),
                 r,
                 run.total_steps,

@@ -73,12 +73,26 @@ class BlocksConfig:
     """Last layers that are not partitioned."""
     deal: Literal["random", "balanced"] = "random"
     """Where workers hold more blocks than there are, the rest are random ones, or those held least so far."""
+    masks: Literal["round", "step", "sequence"] = "round"
+    """A worker trains all blocks that it holds for the whole `round`, or a part of them that is drawn anew
+    for every local `step` or for every `sequence`."""
+    mask_attn: tuple[int, ...] = ()
+    """Attention blocks in such a part: widths that steps or sequences take in turn. A worker that holds
+    fewer uses all."""
+    mask_ffn: tuple[int, ...] = ()
+    """FFN blocks in such a part, in the same way: as many widths as for attention, pair by pair."""
+    nested: float = 0.0
+    """Share of these masks that keep the first blocks of one order instead of random ones. The order is
+    scored once, before the first round (mask-Fisher), and `--pick nested` cuts tickets along it."""
 
     def k(self, kind: Kind) -> tuple[int, ...]:
         return self.k_attn if kind == "attn" else self.k_ffn
 
     def common(self, kind: Kind) -> tuple[int, ...]:
         return self.common_attn if kind == "attn" else self.common_ffn
+
+    def mask(self, kind: Kind) -> tuple[int, ...]:
+        return self.mask_attn if kind == "attn" else self.mask_ffn
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,7 @@ class TrainConfig:
 
     method: Method = "twist"
     """TwIST rounds, or a control on the same tokens: data parallel, plain (`dense`) or with a fresh random
-    mask of K blocks in every step (`dropout`)."""
+    mask of K blocks in every step, or as `blocks.masks` says (`dropout`)."""
     n_workers: int = 4
     """S: workers, each of which trains one subnet in a round."""
     rounds: int = 0
@@ -118,6 +132,12 @@ class TrainConfig:
     """`none` (the mean), or `nesterov(lr, momentum)` on the round's pseudo-gradient."""
     scale: Literal["sqrt", "none", "inverse", "measured"] = "sqrt"
     """What a subnet's layer output is multiplied by: sqrt(N/K), 1, N/K, or the measured ratio."""
+    teacher: str = "none"
+    """`none`, or a frozen model whose predictions are learned beside the text: `start` (the weights that
+    training starts from), a folder or a hub id, with the same tokenizer; `cache` reads what
+    `twistlm prepare --teacher` has stored beside the tokens."""
+    distil: float = 0.9
+    """With a teacher: the weight of KL(teacher || subnet); the text's own cross-entropy gets the rest."""
     precision: Literal["auto", "float32", "bf16", "float64"] = "auto"
     """`bf16` trains a rounded copy of float32 weights; `auto` takes it on a GPU that has it."""
     compile: Literal["auto", "true", "false"] = "auto"
@@ -251,6 +271,17 @@ class Config:
             )
         if not all(0 <= beta < 1 for beta in self.train.betas):
             raise ValueError(f"train.betas = {list(self.train.betas)}: both must lie in [0, 1)")
+        for name, share in {
+            "blocks.nested": self.blocks.nested,
+            "train.distil": self.train.distil,
+        }.items():
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} = {share}: must lie in 0..1")
+        if self.train.teacher == "start" and self.model.weights == "random":
+            raise ValueError(
+                "train.teacher = 'start' with model.weights = 'random': untrained weights teach nothing; "
+                "give a trained start, another teacher or 'none'"
+            )
         if self.run.eval_every < -1:
             raise ValueError(
                 f"run.eval_every = {self.run.eval_every}: must be -1, 0 or a number of rounds"

@@ -117,9 +117,8 @@ def test_gradients_of_physical_masked_and_stock_model_agree(key):
     factors = {}
     for (layer, kind), blocks in c.kept.items():
         name = c.row.attn_out if kind == "attn" else c.row.ffn_out
-        for leaf in ("weight", "bias"):
-            full_name = f"{c.row.layers}.{layer}.{name}.{leaf}"
-            factors[full_name] = math.sqrt(c.n_blocks(kind) / len(blocks))
+        weight = f"{c.row.layers}.{layer}.{name}.weight"
+        factors[weight] = math.sqrt(c.n_blocks(kind) / len(blocks))
 
     largest = float(full_grads.abs().max())
     assert largest > 1e-2
@@ -147,13 +146,13 @@ def test_gradients_of_physical_masked_and_stock_model_agree(key):
 def test_each_mask_alone_changes_the_logits(key):
     """transformers 5 swallows an unknown head_mask without a word; ours must not be ignored."""
     c, ids = case(key), tokens(2, 12)
-    full = subnet.build(c.model, c.block_map, c.central.layout, c.central.weights, masked=True)
+    full = subnet.build(c.model, c.block_map, c.central.layout, c.central.weights, gates="all")
     whole = logits(full.model, ids)
     assert far(whole, logits(c.model, ids)) == 0.0  # no mask, no scale: the model itself
     for group in c.block_map.groups:
-        full.mask_(c.block_map.full() | {group.name: c.blueprint[group.name]})
+        full.keep_(c.block_map.full() | {group.name: c.blueprint[group.name]})
         assert far(logits(full.model, ids), whole) > 1e-3, group.name
-    full.mask_(c.block_map.full())
+    full.keep_(c.block_map.full())
     assert far(logits(full.model, ids), whole) == 0.0
 
 
@@ -259,7 +258,7 @@ def test_building_subnets_leaves_the_template_alone(key):
         device=CPU,
     )
     deploy.extract(as_parent(model, c.block_map, whole, "sqrt"), c.blueprint)
-    subnet.build(model, c.block_map, whole.layout, whole.weights, masked=True).mask_(c.blueprint)
+    subnet.build(model, c.block_map, whole.layout, whole.weights, gates="all").keep_(c.blueprint)
     assert torch.equal(logits(model, ids), before)
     assert str(model) == sizes
     assert all(param.requires_grad for param in model.parameters())

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from twistlm.compute.loss import next_token_loss
 from twistlm.model import families, huggingface, layout, subnet
+from twistlm.model.blocks import Partition
 
 N_FFN = 4
 CPU = torch.device("cpu")
@@ -89,28 +90,30 @@ def projection(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
-def test_a_gate_scales_weight_and_bias_and_masks_inputs(kind):
+def test_a_gate_scales_and_masks_blocks_and_leaves_the_bias(kind):
     module, x = projection(kind), torch.randn(2, 3, 6)
     weight = module.weight.detach() if kind == "conv1d" else module.weight.detach().T  # [in, out]
     bias = module.bias.detach()
     assert weight.shape == (6, 5)
-    gate = subnet.Gate(module, 6, weight)
+    part = Partition(
+        "a.weight", 0, chunk=1, sections=2
+    )  # 3 blocks, each of an input in either half
+    gate = subnet.Gate(module, part, torch.ones(1, 1, 3))
 
-    def by_hand(scale: float, kept: list[int]) -> Tensor:
-        y = bias.expand(2, 3, 5).clone()
-        for i in kept:
-            y = y + x[..., i, None] * weight[i]
-        return scale * y
+    def by_hand(x: Tensor, factors: list[float]) -> Tensor:
+        y = bias.expand(*x.shape[:-1], 5).clone()
+        for i in range(6):
+            y = y + factors[i % 3] * x[..., i, None] * weight[i]
+        return y
 
-    everything = list(range(6))
-    torch.testing.assert_close(module(x), by_hand(1.0, everything))
-    gate.scale.fill_(3.0)
-    torch.testing.assert_close(module(x), by_hand(3.0, everything))
-    torch.testing.assert_close(module(torch.zeros_like(x)), (3.0 * bias).expand(2, 3, 5))
-    gate.mask.copy_(torch.tensor([1.0, 0, 0, 1, 1, 0]))
-    torch.testing.assert_close(module(x), by_hand(3.0, everything))  # the mask is not on yet
-    gate.masked = True
-    torch.testing.assert_close(module(x), by_hand(3.0, [0, 3, 4]))
+    torch.testing.assert_close(module(x), by_hand(x, [1.0, 1.0, 1.0]))
+    gate.values.copy_(torch.tensor([3.0, 0.0, 0.5]))
+    torch.testing.assert_close(module(x), by_hand(x, [3.0, 0.0, 0.5]))
+    torch.testing.assert_close(module(torch.zeros_like(x)), bias.expand(2, 3, 5))
+    gate.values = torch.tensor([[[3.0, 0.0, 0.5]], [[0.0, 2.0, 1.0]]])  # a row for each sequence
+    both = torch.stack([by_hand(x[0], [3.0, 0.0, 0.5]), by_hand(x[1], [0.0, 2.0, 1.0])])
+    torch.testing.assert_close(module(x), both)
+    torch.testing.assert_close(module(x.view(6, 6)), both.view(6, 5))  # OPT flattens before it
 
 
 def full_subnet(name: str, attn_by: str) -> tuple[subnet.Subnet, Tensor, layout.Layout]:
@@ -120,25 +123,21 @@ def full_subnet(name: str, attn_by: str) -> tuple[subnet.Subnet, Tensor, layout.
     weights = torch.empty(where.n_params)
     for param, view in where.views(weights).items():
         view.copy_(huggingface.state(model)[param].detach())
-    return subnet.build(model, block_map, where, weights, masked=True), weights, where
+    return subnet.build(model, block_map, where, weights, gates="all"), weights, where
 
 
 def test_gates_are_refilled_and_never_replaced():
     """A captured graph reads the tensors it saw first."""
     full, _, _ = full_subnet("gpt2", "head")
-    before = {name: (gate.scale, gate.mask) for name, gate in full.gates.items()}
+    before = {name: gate.values for name, gate in full.gates.items()}
     blueprint = {group.name: (1, 3) for group in full.block_map.groups}
-    full.mask_(blueprint)
-    full.scale_({name: 2.0 + i for i, name in enumerate(full.gates)})
+    full.keep_(blueprint, {name: 2.0 + i for i, name in enumerate(full.gates)})
     for i, (name, gate) in enumerate(full.gates.items()):
-        assert gate.scale is before[name][0]
-        assert gate.mask is before[name][1]
-        assert float(gate.scale) == 2.0 + i
-        n_inputs = gate.mask.numel()
-        assert gate.mask.tolist() == [float(4 * i // n_inputs in (1, 3)) for i in range(n_inputs)]
-    full.mask_({group.name: (0,) for group in full.block_map.groups})  # the old mask is gone
+        assert gate.values is before[name]
+        assert gate.values.tolist() == [[[0.0, 2.0 + i, 0.0, 2.0 + i]]]
+    full.keep_({group.name: (0,) for group in full.block_map.groups})  # the old mask is gone
     for gate in full.gates.values():
-        assert gate.mask.sum() == gate.mask.numel() / 4
+        assert gate.values.tolist() == [[[1.0, 0.0, 0.0, 0.0]]]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-biases", "llama"])
@@ -150,9 +149,8 @@ def test_fold_scales_output_projections_and_nothing_else(name):
     subnet.fold_(where.views(weights), full.block_map, factors)
     expected = {}
     for i, (layer, out) in enumerate((n, o) for n in (1, 2) for o in (row.attn_out, row.ffn_out)):
-        for leaf in ("weight", "bias"):
-            expected[f"{row.layers}.{layer}.{out}.{leaf}"] = 2.0 + i
-    assert len(set(expected) & set(before)) == (4 if name == "llama" else 8)
+        expected[f"{row.layers}.{layer}.{out}.weight"] = 2.0 + i
+    assert len(set(expected) & set(before)) == 4
     for param, view in where.views(weights).items():
         assert torch.equal(view, before[param] * expected.get(param, 1.0)), param
 

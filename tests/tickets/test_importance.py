@@ -12,6 +12,7 @@ from families_table import CPU, N_FFN, TABLE, as_parent, case, cut_by_hand, tiny
 from torch import Tensor
 
 from twistlm.compute.loss import next_token_loss
+from twistlm.compute.slopes import mask_slopes
 from twistlm.model import central, families, huggingface
 from twistlm.model.subnet import build
 from twistlm.tickets import importance
@@ -96,7 +97,7 @@ def test_mask_gradient_is_the_output_rows_times_their_gradient(key):
     """dl/dm_b = <C_b, dl/dC_b>, C_b found by hand in the stock model."""
     parent = parent64(*key)
     row, model = TABLE[key[0]], copy.deepcopy(parent.template)
-    slopes = list(importance.mask_slopes(parent, IDS))
+    slopes = list(mask_slopes(parent.template, parent.block_map, parent.central, IDS))
     for example, slope in zip(IDS, slopes, strict=True):
         model.zero_grad()
         loss_of(model, example[None]).backward()
@@ -127,7 +128,7 @@ def test_finite_differences_in_the_mask(key):
     # RMS norms round to float32 inside: there the step must be large enough to be seen
     h, tolerance = (1e-5, 1e-5) if key[0] in ("gpt2", "opt") else (1e-2, 1e-2)
     row, model, ids = TABLE[key[0]], copy.deepcopy(parent.template), IDS[:1]
-    (slope,) = importance.mask_slopes(parent, ids)
+    (slope,) = mask_slopes(parent.template, parent.block_map, parent.central, ids)
     for group, block, rows in block_rows(parent, *key):
         if group.layer != 1:
             continue
@@ -157,7 +158,8 @@ def test_finite_differences_in_the_mask(key):
 
 def test_the_last_token_predicts_nothing():
     """Causality: what blocks make of the last token reaches no loss, of any other token it does."""
-    (slope,) = importance.mask_slopes(parent64("gpt2", "head"), IDS[:1])
+    parent = parent64("gpt2", "head")
+    (slope,) = mask_slopes(parent.template, parent.block_map, parent.central, IDS[:1])
     for values in slope.values():
         assert (values[-1] == 0).all()
         assert (values[:-1] != 0).all()
@@ -168,7 +170,7 @@ def test_masking_a_block_is_removing_it(key):
     """The loss with m_b = 0 is that of the physically narrower model (no scale)."""
     parent = parent64(*key)
     layout, weights = parent.central.layout, parent.central.weights
-    masked = build(parent.template, parent.block_map, layout, weights, masked=True)
+    masked = build(parent.template, parent.block_map, layout, weights, gates="all")
     full = float(next_token_loss(masked.model, IDS))
     for group in parent.block_map.groups:
         if group.layer != 1:
@@ -176,7 +178,7 @@ def test_masking_a_block_is_removing_it(key):
         for block in range(group.n_blocks):
             blueprint = parent.block_map.full()
             blueprint[group.name] = tuple(b for b in range(group.n_blocks) if b != block)
-            masked.mask_(blueprint)
+            masked.keep_(blueprint)
             where = layout.narrowed(parent.block_map, parent.block_map.widths(blueprint))
             narrow = cut(parent.central, blueprint, rows=1)[0]
             removed = build(parent.template, parent.block_map, where, narrow)

@@ -12,13 +12,28 @@ from checkpoints import FILES, FLOAT64_TRAIN, distance
 from commands import toml, torchrun
 from conftest import make_tokens, tiny, tiny_table
 
+from twistlm.config import Config, override
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens
-from twistlm.model import families, generator, huggingface
+from twistlm.model import families, huggingface, masks
+from twistlm.model.blocks import BlockMap, Blueprint
 from twistlm.training import rounds
 from twistlm.training.checkpoint import open_, template
 
 DROPOUT = {"method": "dropout", "precision": "float64", "clip": 0.5, "outer": "none"}
+
+
+def drawn(block_map: BlockMap, cfg: Config, round: int, i: int) -> Blueprint:
+    """Structured dropout's mask in step i of a round."""
+    turn = masks.Turn(cfg.run.seed, round, 0, cfg.train.interval, 1)
+    values = masks.draw(
+        block_map, block_map.full(), cfg.blocks, turn, {}, "dropout", lambda group, k: 1.0
+    )[i, 0]
+    kept = values.split([group.n_blocks for group in block_map.groups])
+    return {
+        group.name: tuple(piece.nonzero().flatten().tolist())
+        for group, piece in zip(block_map.groups, kept, strict=True)
+    }
 
 
 @pytest.mark.parametrize("scale", ["sqrt", "inverse", "none"])
@@ -30,15 +45,14 @@ def test_dropout_is_adamw_on_the_joint_batch_behind_masks(tokens, tmp_path, scal
     model = huggingface.load(cfg.model, cfg.run.seed).double()
     block_map = families.partition(model, cfg.blocks)
     batches = Batches(open_tokens(tokens), 16, 3, cfg.train.batch, cfg.run.seed)
-    masks, factors = {}, {}
+    kept_blocks, factors = {}, {}
     for layer in (1, 2):  # layer 0 is shared; 4 heads of 4 features, 4 chunks of 16 neurons
         for name, chunk in (("attn", 4), ("mlp", 16)):
             key, module = (layer, name), model.transformer.h[layer].get_submodule(f"{name}.c_proj")
-            masks[key] = torch.ones(4, chunk, dtype=torch.float64)
+            kept_blocks[key] = torch.ones(4, chunk, dtype=torch.float64)
             module.register_forward_pre_hook(
-                lambda _, args, key=key: (args[0] * masks[key].flatten(),)
+                lambda _, args, key=key: (args[0] * factors[key] * kept_blocks[key].flatten(),)
             )
-            module.register_forward_hook(lambda _, args, y, key=key: y * factors[key])
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     adam = torch.optim.AdamW(
@@ -51,13 +65,13 @@ def test_dropout_is_adamw_on_the_joint_batch_behind_masks(tokens, tmp_path, scal
         "none": lambda k: 1.0,
     }
     for step in range(cfg.train.rounds * cfg.train.interval):
-        kept = generator.for_step(block_map, cfg.blocks, seed=cfg.run.seed, step=step)
+        kept = drawn(block_map, cfg, *divmod(step, cfg.train.interval))
         for group in block_map.groups:
             key = (group.layer, "attn" if group.kind == "attn" else "mlp")
             k = [2, 4][step % 2] if group.kind == "attn" else [3, 1, 2][step % 3]
             assert len(kept[group.name]) == k
-            masks[key].zero_()
-            masks[key][list(kept[group.name])] = 1
+            kept_blocks[key].zero_()
+            kept_blocks[key][list(kept[group.name])] = 1
             factors[key] = formula[scale](k)
         ids = torch.cat([batches(worker, step) for worker in range(3)])
         logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
@@ -105,17 +119,19 @@ def test_stop_and_resume_is_the_uninterrupted_run(tokens, tmp_path, scale):
 def test_masks_are_fresh_uniform_and_keep_common_blocks(tokens, tmp_path):
     cfg = tiny(tokens, tmp_path / "run", blocks={"k_attn": 2, "k_ffn": 3, "common_ffn": [1]})
     block_map = families.partition(huggingface.load(cfg.model, 0), cfg.blocks)
-    drawn = [generator.for_step(block_map, cfg.blocks, seed=7, step=s) for s in range(600)]
-    again = generator.for_step(block_map, cfg.blocks, seed=7, step=599)
-    assert again == drawn[-1] != generator.for_step(block_map, cfg.blocks, seed=8, step=599)
+    steps = [divmod(step, cfg.train.interval) for step in range(600)]
+    all_drawn = [drawn(block_map, cfg, *step) for step in steps]
+    other = override(cfg, ["run.seed=8"])
+    assert drawn(block_map, cfg, *steps[-1]) == all_drawn[-1] != drawn(block_map, other, *steps[-1])
     for group in block_map.groups:
-        kept = [blueprint[group.name] for blueprint in drawn]
+        kept = [blueprint[group.name] for blueprint in all_drawn]
         counts = [sum(block in hand for hand in kept) for block in range(4)]
         share = 1 / 2 if group.kind == "attn" else 2 / 3
         common = 600 if group.kind == "ffn" else counts[1]
         assert counts[1] == common
         assert all(abs(counts[b] - 600 * share) < 60 for b in (0, 2, 3))  # 5 standard deviations
-    assert any(len({blueprint[g.name] for g in block_map.groups}) > 2 for blueprint in drawn)
+    several = [len({blueprint[g.name] for g in block_map.groups}) for blueprint in all_drawn]
+    assert max(several) > 2
 
 
 @pytest.mark.parametrize(

@@ -372,11 +372,12 @@ def test_an_evaluated_subnet_is_the_masked_model(tokens, tmp_path):
         loaded.block_map,
         loaded.central.layout,
         loaded.central.weights,
-        masked=True,
+        gates="all",
     )
-    masked.scale_(scales(loaded.block_map, widths, "sqrt"))
+    factors = scales(loaded.block_map, widths, "sqrt")
     for draw, value in enumerate(spread.values):
-        masked.mask_(generator.for_deployment(loaded.block_map, widths, seed=3, draw=draw))
+        drawn = generator.for_deployment(loaded.block_map, widths, seed=3, draw=draw)
+        masked.keep_(drawn, factors)
         assert value == pytest.approx(perplexity(masked.model, ready.text), rel=1e-5)
     assert len(set(spread.values)) == 4
     assert spread.worst == max(spread.values)

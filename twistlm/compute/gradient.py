@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +18,20 @@ from transformers import PreTrainedModel
 
 from ..model.blocks import State
 from . import graphs
-from .loss import Into, Loss, chunked_loss
+from .loss import Into, Loss, Teacher, chunked_loss
 
 # (ids [batch, seq_len], share) -> loss; the views then hold the gradient of share * loss
 Gradient = Callable[[Tensor, float], Tensor]
 
 
-def gradient_of(model: PreTrainedModel, loss: Loss, grads: State, compile: bool) -> Gradient:
+def gradient_of(
+    model: PreTrainedModel, loss: Loss, grads: State, compile: bool, teacher: Teacher | None = None
+) -> Gradient:
     """How this model's loss is differentiated; `grads` has a view for every trainable parameter."""
     if compile and is_direct(model, loss) and graphs.compile_layers_(model):
-        return direct(model, grads)
+        return direct(model, grads, teacher)
+    if teacher is not None:
+        loss = partial(loss, teacher=teacher)
     return plain(model, graphs.compiled(loss) if compile else loss, grads)
 
 
@@ -48,7 +53,7 @@ def plain(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
     return gradient
 
 
-def direct(model: PreTrainedModel, grads: State) -> Gradient:
+def direct(model: PreTrainedModel, grads: State, teacher: Teacher | None = None) -> Gradient:
     """For the chunked loss; the model's embeddings are changed for good."""
     named = dict(model.named_parameters())
     names = {id(named[name]): name for name in grads}
@@ -60,7 +65,7 @@ def direct(model: PreTrainedModel, grads: State) -> Gradient:
     inner = [name for name in grads if name not in of_head | {lookup.name for lookup in lookups}]
 
     def gradient(ids: Tensor, share: float) -> Tensor:
-        value = chunked_loss(model, ids, replace(into, share=share))
+        value = chunked_loss(model, ids, replace(into, share=share), teacher)
         cuts = [lookup.out for lookup in lookups]
         found = torch.autograd.grad(value, [*(named[name] for name in inner), *cuts])
         torch._foreach_copy_([grads[name] for name in inner], found[: len(inner)])

@@ -1,4 +1,7 @@
-"""Next-token cross-entropy without all the logits: head, softmax and loss in chunks of tokens.
+"""Next-token loss without all the logits: head, softmax and loss in chunks of tokens.
+
+The loss is the cross-entropy of the text, or with a teacher (1 - a) of it plus a KL(teacher || model), both
+at temperature 1 over the whole vocabulary.
 
 The logits of 32 x 1024 tokens of GPT-2 are 6.6 GB in float32. Here one chunk's logits live in the model's
 own precision, the softmax in float32 registers, and both gradients are made on the way forward.
@@ -18,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..model import kernels
 
-Loss = Callable[[PreTrainedModel, Tensor], Tensor]  # (model, ids [batch, seq_len]) -> mean loss
+Loss = Callable[..., Tensor]  # (model, ids [batch, seq_len], teacher=None) -> mean loss
 
 CHUNK = 8192  # tokens; their logits for a vocabulary of 50,304 are 0.8 GB in bf16
 SMALL = 1 << 24  # logits; so few (64 MB in float32) a CPU takes all at once, with torch's own loss
@@ -36,14 +39,53 @@ class Into:
     share: float = 1.0
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen model whose predictions are learned, and the weight of KL(teacher || model) in the loss."""
+
+    model: PreTrainedModel
+    weight: float
+
+    @torch.no_grad()
+    def taught(self, ids: Tensor) -> Taught:
+        """Its predictions for ids [batch, seq_len], up to the head."""
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        head: Any = self.model.get_output_embeddings()
+        return Taught(hidden.flatten(0, 1), head.weight, getattr(head, "bias", None), self.weight)
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A teacher's last hidden states [tokens, d] and head: its logits are made a chunk at a time."""
+
+    hidden: Tensor
+    head: Tensor
+    bias: Tensor | None
+    weight: float  # of KL in the loss
+
+    def logits(self, first: int, n: int) -> Tensor:
+        """[n, vocab]; on a GPU with some columns more, which mean nothing."""
+        logits = self.hidden[first : first + n] @ _aligned(self.head).T
+        if self.bias is None:
+            return logits
+        return logits + F.pad(self.bias, (0, logits.shape[1] - len(self.bias)))
+
+
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int = CHUNK
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    chunk: int = CHUNK,
+    taught: Taught | None = None,
 ) -> Tensor:
-    """Mean cross-entropy of `hidden @ weight.T + bias` [tokens, vocab] against `targets` [tokens]."""
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk)
+    """Mean loss of `hidden @ weight.T + bias` [tokens, vocab] against `targets` [tokens] and a teacher."""
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, taught)
 
 
-def chunked_loss(model: PreTrainedModel, ids: Tensor, into: Into | None = None) -> Tensor:
+def chunked_loss(
+    model: PreTrainedModel, ids: Tensor, into: Into | None = None, teacher: Teacher | None = None
+) -> Tensor:
     """`next_token_loss` through the base model and the head, a chunk of tokens at a time.
 
     With `into`, autograd sees the hidden states alone, this loss must be the root of its graph, and what lies
@@ -53,22 +95,47 @@ def chunked_loss(model: PreTrainedModel, ids: Tensor, into: Into | None = None) 
     head: Any = model.get_output_embeddings()
     bias = getattr(head, "bias", None)
     hidden, targets = hidden.flatten(0, 1), ids[:, 1:].flatten()
+    taught = None if teacher is None else teacher.taught(ids)
     if into is None and not hidden.is_cuda and len(targets) * len(head.weight) <= SMALL:
-        return _cross_entropy(F.linear(hidden, head.weight, bias), targets)
+        lessons = None if taught is None else taught.logits(0, len(targets))
+        share = 0.0 if taught is None else taught.weight
+        return _mean_loss(F.linear(hidden, head.weight, bias), targets, lessons, share)
     if into is None:
-        return linear_cross_entropy(hidden, head.weight, bias, targets)
-    return _Root.apply(hidden, head.weight.detach(), bias, targets, CHUNK, into)
+        return linear_cross_entropy(hidden, head.weight, bias, targets, CHUNK, taught)
+    return _Root.apply(hidden, head.weight.detach(), bias, targets, CHUNK, into, taught)
 
 
-def next_token_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Mean cross-entropy of tokens 1.. given those before (HF's own rounds float64 to float32)."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    return _cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+def next_token_loss(
+    model: PreTrainedModel, ids: Tensor, *, teacher: Teacher | None = None
+) -> Tensor:
+    """Mean loss of tokens 1.. given those before (HF's own rounds float64 to float32)."""
+    logits, targets = _logits(model, ids), ids[:, 1:].flatten()
+    if teacher is None:
+        return _mean_loss(logits, targets)
+    with torch.no_grad():
+        lessons = _logits(teacher.model, ids)
+    return _mean_loss(logits, targets, lessons, teacher.weight)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    low = logits.dtype in (torch.bfloat16, torch.float16)
-    return F.cross_entropy(logits.float() if low else logits, targets)
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+
+
+def _mean_loss(
+    logits: Tensor, targets: Tensor, lessons: Tensor | None = None, share: float = 0.0
+) -> Tensor:
+    """(1 - share) cross-entropy + share KL(softmax(lessons) || softmax(logits)), mean over tokens."""
+    logits = _exact(logits)
+    loss = F.cross_entropy(logits, targets)
+    if lessons is None:
+        return loss
+    told = _exact(lessons[:, : logits.shape[1]]).log_softmax(-1)
+    kl = F.kl_div(logits.log_softmax(-1), told, reduction="batchmean", log_target=True)
+    return (1 - share) * loss + share * kl
+
+
+def _exact(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 @torch.no_grad()
@@ -84,24 +151,30 @@ def loss_for(model: PreTrainedModel) -> Loss:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """mean over tokens of logsumexp(h W^T + b) - (h W^T + b)[target]."""
+    """mean over tokens of logsumexp(h W^T + b) - (h W^T + b)[target], mixed with KL to a teacher."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk: int,
+        taught: Taught | None,
     ) -> Tensor:
         if not any(ctx.needs_input_grad):
-            return _forward(hidden, weight, bias, targets, chunk)[0]
+            return _forward(hidden, weight, bias, targets, chunk, None, taught)[0]
         rows = weight.new_empty(_aligned_rows(weight), weight.shape[1])
         into = Into(rows[: len(weight)], None if bias is None else torch.empty_like(bias))
-        loss, d_hidden = _forward(hidden, weight, bias, targets, chunk, into)
+        loss, d_hidden = _forward(hidden, weight, bias, targets, chunk, into, taught)
         ctx.save_for_backward(d_hidden, into.weight, into.bias)
         return loss
 
     @staticmethod
     def backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (None if d is None else d * share.to(d.dtype) for d in ctx.saved_tensors)
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
 
 
 class _Root(torch.autograd.Function):
@@ -115,7 +188,7 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.saved_tensors, *(None,) * 5)
+        return (*ctx.saved_tensors, *(None,) * 6)
 
 
 def _forward(
@@ -125,6 +198,7 @@ def _forward(
     targets: Tensor,
     chunk: int,
     into: Into | None = None,
+    taught: Taught | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mean loss, and with `into` the gradient of its share by `hidden`; those of the head are there."""
     n_tokens, vocab = len(targets), len(weight)
@@ -137,7 +211,11 @@ def _forward(
         if bias is not None:
             logits = logits + F.pad(bias, (0, n_pad))
         scale = n_tokens / (1.0 if into is None else into.share)
-        losses.append(_softmax_(logits, y, vocab, scale, into is not None))
+        if taught is None:
+            losses.append(_softmax_(logits, y, vocab, scale, into is not None))
+        else:
+            lessons, share = taught.logits(i * chunk, len(y)), taught.weight
+            losses.append(_mixed_(logits, lessons, y, vocab, scale, share))
         if into is None or d_head is None:
             continue
         # `logits` now holds the gradient of the loss by the logits: 0 in the padding
@@ -191,4 +269,21 @@ def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, want
         grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
         logits[:, :vocab] = grad.div_(n_tokens)
         logits[:, vocab:] = 0.0
+    return losses
+
+
+def _mixed_(
+    logits: Tensor, lessons: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: float
+) -> Tensor:
+    """The same with a teacher's logits: gradient softmax(s) - (1 - a) onehot - a softmax(t), a = `share`."""
+    if kernels.usable(logits) and logits.dtype != torch.float64:
+        return kernels.mixed_(logits, lessons, targets, vocab, n_tokens, share)
+    mine, told = (_exact(x[:, :vocab]).log_softmax(-1) for x in (logits, lessons))
+    probs = told.exp()
+    losses = -(1 - share) * mine.gather(1, targets[:, None])[:, 0]
+    losses += share * (probs * (told - mine)).sum(-1)
+    grad = mine.exp_() - share * probs
+    grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), share - 1.0))
+    logits[:, :vocab] = grad.div_(n_tokens)
+    logits[:, vocab:] = 0.0
     return losses

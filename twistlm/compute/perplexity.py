@@ -135,7 +135,7 @@ class Evaluator:
         subnet, weights = self.models[key]
         segments = self.central.segments
         gather_(weights[None], self.central.buffer[:1], segments, segments.index(blueprint))
-        subnet.scale_(scales(self.block_map, widths, self.scale, self.rho))
+        subnet.keep_(blueprint, scales(self.block_map, widths, self.scale, self.rho))
         return subnet
 
     def subnet_perplexity(self, blueprint: Blueprint) -> float:

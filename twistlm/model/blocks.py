@@ -43,7 +43,7 @@ class BlockGroup:
     layer: int
     n_blocks: int
     parts: tuple[Partition, ...]
-    out: tuple[str, ...]  # what the activation scale multiplies: output projection weight, bias
+    out: tuple[str, ...]  # output projection: its weight, and its bias where it has one
 
     @property
     def out_part(self) -> Partition:

@@ -180,18 +180,6 @@ def for_training(
     return blueprints
 
 
-def for_step(block_map: BlockMap, blocks: BlocksConfig, *, seed: int, step: int) -> Blueprint:
-    """Structured dropout's mask: the common blocks and random ones, K in all; K cycles over steps."""
-    blueprint = {}
-    for group in block_map.groups:
-        rng = random.Random(f"dropout/{seed}/{step}/{group.name}")
-        ks, common = blocks.k(group.kind), blocks.common(group.kind)
-        rest = [block for block in range(group.n_blocks) if block not in common]
-        drawn = rng.sample(rest, ks[step % len(ks)] - len(common))
-        blueprint[group.name] = tuple(sorted([*common, *drawn]))
-    return blueprint
-
-
 def counted(held: Held, blueprints: Sequence[Blueprint]) -> Held:
     """The counts with one round's deal added."""
     counts = {name: list(numbers) for name, numbers in held.items()}

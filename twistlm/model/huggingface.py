@@ -49,6 +49,13 @@ def on_meta(config: PretrainedConfig) -> PreTrainedModel:
         raise ValueError(f"{what}: {one_line(error)}") from None
 
 
+def pretrained(weights: str) -> PreTrainedModel:
+    """A model by the name of its weights: `gguf:FILE`, a folder or a hub id."""
+    if weights.startswith("gguf:"):
+        return from_gguf(gguf_path(weights))
+    return from_folder_or_hub(weights)
+
+
 def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
     """The model with its weights: random ones follow from the seed, others are loaded."""
     if cfg.weights == "random":
@@ -59,10 +66,8 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
         except Exception as error:
             what = f"model.config does not make a {cfg.type}"
             raise ValueError(f"{what}: {one_line(error)}") from None
-    elif cfg.weights.startswith("gguf:"):
-        model = from_gguf(gguf_path(cfg.weights))
     else:
-        model = from_folder_or_hub(cfg.weights)
+        model = pretrained(cfg.weights)
     if model.config.model_type != cfg.type:
         raise ValueError(
             f"model.weights = {cfg.weights!r} is a {model.config.model_type}, but model.type = {cfg.type!r}"

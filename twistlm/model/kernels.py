@@ -33,6 +33,18 @@ def softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wante
     return losses
 
 
+def mixed_(
+    logits: Tensor, lessons: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: float
+) -> Tensor:
+    """Each row's cross-entropy mixed with KL to a teacher; `logits` become the gradient: `loss._mixed_`."""
+    losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
+    _mixed[(len(targets),)](
+        logits, lessons, targets, losses, logits.stride(0), lessons.stride(0), vocab,
+        logits.shape[1], 1 / n_tokens, share, BLOCK=2048, num_warps=4,
+    )  # fmt: skip
+    return losses
+
+
 def take_(
     out: Tensor, full: Tensor, n_shared: int, index: Tensor, grain: int, low: Tensor | None
 ) -> None:
@@ -114,6 +126,50 @@ if triton is not None:
                 grad = tl.exp(x - top) * scale
                 grad = tl.where(at == target, grad - share, grad)
                 tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
+
+    @triton.jit
+    def _mixed(
+        logits, lessons, targets, losses, stride, told_stride, vocab, width, scale, share,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        # one program per row: both softmaxes and <p, t>, <p, s> in one pass, p the teacher's probabilities
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        lessons += row * told_stride
+        target = tl.load(targets + row)
+        lanes = tl.arange(0, BLOCK)
+        top = -float("inf")
+        total = 0.0
+        told_top = -float("inf")
+        told_total = 0.0
+        cross = 0.0  # sum of exp(t - told_top) (t - s)
+        for start in range(0, vocab, BLOCK):
+            at = start + lanes
+            real = at < vocab
+            x = tl.load(logits + at, mask=real, other=-float("inf")).to(tl.float32)
+            t = tl.load(lessons + at, mask=real, other=-float("inf")).to(tl.float32)
+            higher = tl.maximum(top, tl.max(x, 0))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
+            top = higher
+            higher = tl.maximum(told_top, tl.max(t, 0))
+            turn = tl.exp(told_top - higher)
+            weights = tl.exp(t - higher)
+            told_total = told_total * turn + tl.sum(weights, 0)
+            cross = cross * turn + tl.sum(tl.where(real, weights * (t - x), 0.0), 0)
+            told_top = higher
+        chosen = tl.load(logits + target).to(tl.float32)
+        log_total = top + tl.log(total)
+        kl = cross / told_total + log_total - told_top - tl.log(told_total)
+        tl.store(losses + row, (1.0 - share) * (log_total - chosen) + share * kl)
+        mine = scale / total
+        told = share * scale / told_total
+        for start in range(0, width, BLOCK):
+            at = start + lanes
+            x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+            t = tl.load(lessons + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+            grad = tl.exp(x - top) * mine - tl.exp(t - told_top) * told
+            grad = tl.where(at == target, grad - scale * (1.0 - share), grad)
+            tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
 
     @triton.jit
     def _places(index, n_segments, n_shared, GRAIN: tl.constexpr, RUNS: tl.constexpr):

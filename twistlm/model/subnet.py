@@ -1,8 +1,8 @@
 """(4) Subnets of a Hugging Face model: masked or physically narrowed, and the activation scale.
 
-Both are one thing: a copy of the model bound to a flat buffer, with a gate at each output
-projection. A physical subnet has narrow weights; a masked one has full weights and a mask in its
-gates, which zeroes the inputs that come from absent blocks.
+Both are one thing: a copy of the model bound to a flat buffer, with a gate before each output
+projection. A physical subnet has narrow weights; a masked one has full weights, and its gates are 0
+for absent blocks.
 """
 
 from __future__ import annotations
@@ -11,41 +11,40 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..system.device import to_device
 from . import huggingface
-from .blocks import BlockGroup, BlockMap, Blueprint, State, Widths, positions
+from .blocks import BlockGroup, BlockMap, Blueprint, Partition, State, Widths
 from .families import refit_
 from .layout import Layout
 
+Gates = Literal["cut", "all", "none"]  # which layers of a subnet have one
 Rho = dict[str, float]  # group name -> running |sum y_b|^2 / sum |y_b|^2
 
 
 class Gate:
-    """Hooks at one output projection: `y = scale * (W (mask * x) + b)`.
+    """A hook before one output projection: `y = W (g * x) + b`, with a factor g for every block.
 
-    Mask and scale are tensors that are refilled, never replaced: a captured graph stays valid.
+    A factor is the mask (0 or 1) times the activation scale; what a layer adds without its blocks, the
+    bias, stays as it is. `values` [rows, steps, blocks] has a row for every sequence of a batch, or one for
+    all; it is refilled, not replaced, so a captured graph stays valid.
     """
 
-    def __init__(self, module: nn.Module, n_inputs: int, like: Tensor):
-        exact = (
-            torch.float64 if like.dtype == torch.float64 else torch.float32
-        )  # bf16 rounds by 0.1%
-        self.scale = torch.ones((), dtype=exact, device=like.device)
-        self.mask = torch.ones(n_inputs, dtype=like.dtype, device=like.device)
-        self.masked = False
-        module.register_forward_pre_hook(self._before)
-        module.register_forward_hook(self._after)
+    def __init__(self, module: nn.Module, part: Partition, values: Tensor):
+        self.part, self.values = part, values
+        module.register_forward_pre_hook(self)
 
-    def _before(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
-        return (args[0] * self.mask.to(args[0].dtype),) if self.masked else None
-
-    def _after(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-        return output * self.scale
+    def __call__(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        x, n_rows = args[0], len(self.values)
+        # some families flatten [batch, tokens] before the projection: rows of a batch still lie together
+        cut = x.reshape(n_rows, -1, self.part.sections, self.values.shape[-1], self.part.chunk)
+        return ((cut * self.values[:, :, None, :, None]).to(x.dtype).reshape(x.shape),)
 
 
 @dataclass(frozen=True)
@@ -54,22 +53,47 @@ class Subnet:
 
     model: PreTrainedModel
     block_map: BlockMap
+    widths: Widths
     gates: dict[str, Gate]
 
-    def scale_(self, scales: dict[str, float]) -> None:
-        for name, factor in scales.items():
-            if name in self.gates:
-                self.gates[name].scale.fill_(factor)
-            else:
-                assert factor == 1.0, f"{name} is whole: it has no scale"
+    def keep_(self, blueprint: Blueprint, factors: dict[str, float] | None = None) -> None:
+        """Let these blocks through, each layer's times its factor; full weights need the others masked."""
+        whole = dict.fromkeys(blueprint, 1.0)
+        values = gate_values(self.block_map, blueprint, factors or whole)
+        if self.widths == self.block_map.full_widths():
+            values = spread(self.block_map, blueprint, values)
+        torch._foreach_copy_(self.gate_tensors(1), self.split(values[:, None]))
 
-    def mask_(self, blueprint: Blueprint) -> None:
-        """Let only these blocks through: for a subnet bound to full weights."""
-        for group in self.block_map.groups:
-            gate = self.gates[group.name]
-            gate.masked = True
-            gate.mask.zero_()
-            gate.mask[positions(group, group.out_part, blueprint[group.name])] = 1.0
+    def gate_tensors(self, n_rows: int) -> list[Tensor]:
+        """What the gates read, with so many rows; another number than before means other tensors."""
+        for gate in self.gates.values():
+            if len(gate.values) != n_rows:
+                gate.values = gate.values.new_ones(n_rows, 1, gate.values.shape[-1])
+        return [gate.values for gate in self.gates.values()]
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Factors [..., blocks of all groups] as one contiguous tensor for every gate."""
+        like = next((gate.values for gate in self.gates.values()), values)
+        pieces = to_device(values.to(like.dtype), like.device).split([*self.widths.values()], -1)
+        named = dict(zip(self.widths, pieces, strict=True))
+        return [named[name].contiguous() for name in self.gates]
+
+
+def gate_values(block_map: BlockMap, blueprint: Blueprint, factors: dict[str, float]) -> Tensor:
+    """What a subnet's gates read when all its blocks are there: float64 [1, kept blocks of all groups]."""
+    kept = [[factors[group.name]] * len(blueprint[group.name]) for group in block_map.groups]
+    return torch.tensor([list(chain(*kept))], dtype=torch.float64)
+
+
+def spread(block_map: BlockMap, blueprint: Blueprint, values: Tensor) -> Tensor:
+    """Factors of a subnet's blocks [..., kept] in their places of the full model [..., all]; others are 0."""
+    places, first = [], 0
+    for group in block_map.groups:
+        places += [first + block for block in blueprint[group.name]]
+        first += group.n_blocks
+    full = values.new_zeros(*values.shape[:-1], first)
+    full[..., places] = values
+    return full
 
 
 def build(
@@ -79,13 +103,12 @@ def build(
     weights: Tensor,
     grads: Tensor | None = None,
     *,
-    masked: bool = False,
-    gated: bool = True,
+    gates: Gates = "cut",
 ) -> Subnet:
     """A model with `layout`'s widths whose parameters are views of `weights`.
 
-    A layer that is whole has scale 1 and gets no gate, unless the model is to be `masked`; nor does any
-    layer where the scale is in the weights (not `gated`).
+    Gates stand where a layer is `cut`, since a whole one has scale 1; in `all` layers for masks inside them;
+    or `none`, where the scale is in the weights.
     """
     model = huggingface.clone_structure(template)
     huggingface.bind_(
@@ -93,14 +116,20 @@ def build(
     )
     nn.Module.to(model, weights.device)  # parameters are there already; this moves buffers
     refit_(model, block_map)
-    gates = {}
-    for group in block_map.groups if gated else ():
-        part, n_inputs = group.out_part, layout.shapes[group.out[0]][group.out_part.dim]
-        if masked or n_inputs < part.sections * group.n_blocks * part.chunk:
+    exact = (
+        torch.float64 if weights.dtype == torch.float64 else torch.float32
+    )  # bf16 rounds by 0.1%
+    widths, made = {}, {}
+    for group in block_map.groups:
+        part = group.out_part
+        n_inputs = layout.shapes[group.out[0]][part.dim]
+        width = widths[group.name] = n_inputs // (part.sections * part.chunk)
+        if gates == "all" or (gates == "cut" and width < group.n_blocks):
             module = model.get_submodule(group.out[0].rpartition(".")[0])
-            gates[group.name] = Gate(module, n_inputs, weights)
+            ones = torch.ones(1, 1, width, dtype=exact, device=weights.device)
+            made[group.name] = Gate(module, part, ones)
     # eval mode is dropout 0 for every family; there is nothing else in a decoder that it changes
-    return Subnet(model.eval(), block_map, gates)
+    return Subnet(model.eval(), block_map, widths, made)
 
 
 def activation_scale(mode: str, n_blocks: int, k: int, rho: float = 1.0) -> float:
@@ -123,17 +152,23 @@ def scales(
     block_map: BlockMap, widths: Widths, mode: str, rho: Rho | None = None
 ) -> dict[str, float]:
     """The activation scale of every group of a subnet."""
-    return {
-        g.name: activation_scale(mode, g.n_blocks, widths[g.name], (rho or {}).get(g.name, 1.0))
-        for g in block_map.groups
-    }
+    factor = scale_of(mode, rho)
+    return {g.name: factor(g, widths[g.name]) for g in block_map.groups}
+
+
+def scale_of(mode: str, rho: Rho | None = None) -> Callable[[BlockGroup, int], float]:
+    """The activation scale as a function of a layer and the number of its blocks that are kept."""
+
+    def factor(group: BlockGroup, k: int) -> float:
+        return activation_scale(mode, group.n_blocks, k, (rho or {}).get(group.name, 1.0))
+
+    return factor
 
 
 def fold_(params: State, block_map: BlockMap, factors: dict[str, float]) -> None:
-    """Multiply output projections (weight and bias) by their scale: a deployed model needs no gate."""
+    """Multiply output projections by their scale, not their biases: a deployed model needs no gate."""
     for group in block_map.groups:
-        for name in group.out:
-            params[name].mul_(factors[group.name])
+        params[group.out[0]].mul_(factors[group.name])
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     where = central.layout.narrowed(block_map, widths)
     weights = cut(central, blueprint, rows=1)[0]
     fold_(where.views(weights), block_map, parent.scales(widths))
-    return build(parent.template, block_map, where, weights, gated=False).model
+    return build(parent.template, block_map, where, weights, gates="none").model
 
 
 def save_ticket(

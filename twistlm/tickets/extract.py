@@ -159,9 +159,8 @@ def check_target(folder: Path) -> None:
 def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedModel) -> float:
     """max |logit of the ticket - logit of the masked and scaled parent| on random tokens."""
     block_map, central = parent.block_map, parent.central
-    masked = build(parent.template, block_map, central.layout, central.weights, masked=True)
-    masked.mask_(blueprint)
-    masked.scale_(parent.scales(block_map.widths(blueprint)))
+    masked = build(parent.template, block_map, central.layout, central.weights, gates="all")
+    masked.keep_(blueprint, parent.scales(block_map.widths(blueprint)))
     shape = (2, min(64, parent.cfg.data.seq_len))
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(huggingface.vocab_size(parent.template), shape, generator=draw)

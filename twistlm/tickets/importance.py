@@ -2,8 +2,7 @@
 
 A score is a number per block of every group, read through the `(sections, n_blocks, chunk)` view.
 The loss of an example (one sequence) is its mean next-token loss under the full parent, float32.
-A mask m_b multiplies what block b feeds into the output projection; m = 1 is the parent, and
-dl/dm_b = <C_b, dl/dC_b> with C_b the block's rows of the output projection.
+Masks on blocks (`compute.slopes`): dl/dm_b = <C_b, dl/dC_b>, C_b the block's rows of the output projection.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..compute import slopes
 from ..compute.loss import next_token_loss
 from ..model.blocks import BlockGroup, BlockMap, Blueprint, Partition, Widths
 from ..model.subnet import build
@@ -44,19 +44,14 @@ def fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> BlockScores:
 
 def mask_fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> BlockScores:
     """Mean over examples of (dl/dm_b)^2."""
-    scores = _zeros(parent)
-    for slopes in mask_slopes(parent, ids):
-        for name, slope in slopes.items():
-            scores[name] += slope.sum(0).square() / len(ids)
-        tick()
-    return scores
+    return slopes.mask_fisher(_slopes(parent, ids), len(ids), tick)
 
 
 def taylor(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> BlockScores:
     """Mean over tokens of |dl/dm_b|, with a mask of its own for every token."""
     scores = _zeros(parent)
-    for slopes in mask_slopes(parent, ids):
-        for name, slope in slopes.items():
+    for each in _slopes(parent, ids):
+        for name, slope in each.items():
             scores[name] += slope.abs().mean(0) / len(ids)
         tick()
     return scores
@@ -120,32 +115,14 @@ def keep_best(block_map: BlockMap, scores: BlockScores, widths: Widths) -> Bluep
     }
 
 
-def mask_slopes(parent: Parent, ids: Tensor) -> Iterator[dict[str, Tensor]]:
-    """For every example and group dl/dm of each token and block: float64 [seq_len, n_blocks].
-
-    One mask for all tokens has the sum over tokens as its gradient.
-    """
-    central = parent.central
-    full = build(parent.template, parent.block_map, central.layout, central.weights, masked=True)
-    for gate in full.gates.values():
-        gate.masked = True
-        gate.mask = gate.mask.repeat(ids.shape[1], 1).requires_grad_()  # [seq_len, inputs]
-    for example in ids.split(1):
-        loss = next_token_loss(full.model, example.to(central.weights.device))
-        grads = torch.autograd.grad(loss, [gate.mask for gate in full.gates.values()])
-        slopes = {}
-        for name, grad in zip(full.gates, grads, strict=True):
-            group = parent.block_map[name]
-            part = group.out_part
-            view = grad.double().view(-1, part.sections, group.n_blocks, part.chunk)
-            slopes[name] = view.sum((1, 3))
-        yield slopes
-
-
 def sum_blocks(group: BlockGroup, part: Partition, values: Tensor) -> Tensor:
     """Sums over each block's part of a parameter-shaped tensor: float64 [n_blocks]."""
     rows = values.movedim(part.dim, 0).reshape(part.sections, group.n_blocks, -1)
     return rows.sum((0, 2), dtype=torch.float64)
+
+
+def _slopes(parent: Parent, ids: Tensor) -> Iterator[dict[str, Tensor]]:
+    return slopes.mask_slopes(parent.template, parent.block_map, parent.central, ids)
 
 
 def _zeros(parent: Parent) -> BlockScores:

@@ -118,13 +118,12 @@ def _from_checkpoint(path: Path, device: str, overrides: Sequence[str]) -> Paren
 
 
 def _from_hugging_face(source: str, device: str, overrides: Sequence[str]) -> Parent:
-    if source.startswith("gguf:"):
-        model = huggingface.from_gguf(huggingface.gguf_path(source))
-    else:
-        try:
-            model = huggingface.from_folder_or_hub(source)
-        except ValueError as error:
-            raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
+    try:
+        model = huggingface.pretrained(source)
+    except ValueError as error:
+        if source.startswith("gguf:"):
+            raise
+        raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
     return _from_model(model, source, source, device, overrides)
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from ..config import Kind
 from ..data import stream
 from ..data.stream import Leases, Slot
-from ..model import generator
+from ..model import generator, masks
 from ..model.blocks import Blueprint
-from ..model.subnet import Rho, measure_rho, scales
+from ..model.masks import Order, Turn
+from ..model.subnet import Rho, gate_values, measure_rho, scale_of, scales
 from ..system.device import to_device
 from ..transport.traffic import Bytes, Traffic, other_counts, subnet_bytes
 from . import dispatcher
@@ -56,21 +57,37 @@ class Assignments:
     places: tuple[int, ...]  # [worker]: its place among the S of the run
     slots: tuple[Slot, ...]  # of all workers and steps
     leases: Leases  # once all of them are trained
-    factors: tuple[dict[str, float], ...]  # [worker]: the activation scale of each layer
+    rho: Rho  # for the measured scale
+    order: Order  # of blocks, for nested masks
 
     def tokens(self, run: Run, worker: int) -> Tensor:
         """A worker's batches: int64 [interval, batch, T]."""
         slots = stream.of_worker(self.slots, worker, len(self.places))
         return torch.stack([run.batches.slot(slot) for slot in slots])
 
+    def factors(self, run: Run, worker: int) -> dict[str, float]:
+        """The activation scale of each layer of all that a worker holds."""
+        widths = run.block_map.widths(self.deal.blueprints[worker])
+        return scales(run.block_map, widths, run.cfg.train.scale, self.rho)
+
+    def gates(self, run: Run, worker: int) -> Tensor:
+        """Masks times activation scales: [steps, rows, held blocks], or [1, 1, held blocks] for all steps."""
+        t, blocks, held = run.cfg.train, run.cfg.blocks, self.deal.blueprints[worker]
+        if blocks.masks == "round":
+            return gate_values(run.block_map, held, self.factors(run, worker))[None]
+        rows = masks.n_rows(blocks, t.batch)
+        place = self.places[worker]
+        turn = Turn(run.cfg.run.seed, self.deal.round, place, t.interval, rows)
+        factor = scale_of(t.scale, self.rho)
+        return masks.draw(run.block_map, held, blocks, turn, self.order, t.method, factor)
+
 
 def assign(run: Run, progress: Progress, dealt: Deal, present: Present, rho: Rho) -> Assignments:
     """Sequences from the stream and activation scales for everyone in a deal."""
     t = run.cfg.train
     slots, after = stream.take(progress.leases, t.interval * len(present), t.batch)
-    widths = [run.block_map.widths(blueprint) for blueprint in dealt.blueprints]
-    factors = tuple(scales(run.block_map, kept, t.scale, rho) for kept in widths)
-    return Assignments(dealt, tuple(place for place, _ in present), slots, after, factors)
+    places = tuple(place for place, _ in present)
+    return Assignments(dealt, places, slots, after, rho, progress.order)
 
 
 def train_here(run: Run, work: Assignments, worker: int, parcel: Parcel) -> Result:
@@ -78,7 +95,7 @@ def train_here(run: Run, work: Assignments, worker: int, parcel: Parcel) -> Resu
     return run.seats.train(
         run.cluster.seating.kinds[work.places[worker]],
         parcel,
-        work.factors[worker],
+        work.gates(run, worker),
         work.tokens(run, worker),
         work.deal.round,
         run.total_steps,

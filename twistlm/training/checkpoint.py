@@ -105,6 +105,7 @@ def save(
             "leases": stream.to_dict(progress.leases),
             "held": {name: list(counts) for name, counts in progress.held.items()},
             "rho": dict(progress.rho),
+            "order": {name: list(blocks) for name, blocks in progress.order.items()},
             **describe_run(),
             "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
         }
@@ -224,7 +225,10 @@ def progress_of(checkpoint: Checkpoint, block_map: BlockMap) -> Progress:
         if len(counts) == len(held.get(name, ())):
             held[name] = tuple(counts)
     rho = dict(checkpoint.manifest["rho"])
-    return Progress(checkpoint.round, checkpoint.leases, held, rho)
+    order = {n: tuple(blocks) for n, blocks in checkpoint.manifest.get("order", {}).items()}
+    if any(sorted(order.get(g.name, ())) != list(range(g.n_blocks)) for g in block_map.groups):
+        order = {}  # none, or one of blocks that are cut otherwise now
+    return Progress(checkpoint.round, checkpoint.leases, held, rho, order)
 
 
 def _load(checkpoint: Checkpoint, name: str) -> State:

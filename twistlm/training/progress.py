@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ..data.stream import Leases
 from ..model.blocks import BlockMap
 from ..model.generator import Held
+from ..model.masks import Order
 from ..model.subnet import Rho
 from ..transport.ranks import Cluster
 
@@ -22,6 +23,7 @@ class Progress:
     leases: Leases = field(default_factory=Leases)  # which sequences these rounds have trained
     held: Held = field(default_factory=dict)  # how often each block was dealt
     rho: Rho = field(default_factory=dict)  # per layer, where `train.scale` is measured
+    order: Order = field(default_factory=dict)  # of each layer's blocks, where masks are nested
 
 
 def beginning(block_map: BlockMap) -> Progress:
@@ -44,4 +46,12 @@ def share(progress: Progress, block_map: BlockMap, cluster: Cluster) -> Progress
         for group in block_map.groups
     }
     ledger = Leases(next_, tuple(int(place) for place in returned))
-    return Progress(done, ledger, held, progress.rho)
+    return Progress(done, ledger, held, progress.rho, _share_order(progress, block_map, cluster))
+
+
+def _share_order(progress: Progress, block_map: BlockMap, cluster: Cluster) -> Order:
+    """The central rank's order of blocks, where it has one."""
+    ranked = [progress.order.get(g.name, (-1,) * g.n_blocks) for g in block_map.groups]
+    told = iter(cluster.broadcast([float(block) for blocks in ranked for block in blocks]))
+    order = {g.name: tuple(int(next(told)) for _ in range(g.n_blocks)) for g in block_map.groups}
+    return order if all(block >= 0 for blocks in order.values() for block in blocks) else {}

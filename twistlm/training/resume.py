@@ -17,7 +17,15 @@ from ..system.terminal import console
 from . import checkpoint
 from .checkpoint import Checkpoint
 
-REFUSED = ("model", "data", "run.seed", "train.method", "train.moments", "train.precision")
+REFUSED = (
+    "model",
+    "data",
+    "run.seed",
+    "train.method",
+    "train.moments",
+    "train.precision",
+    "train.teacher",
+)
 
 
 def find(folder: Path, cfg: Config, quiet: bool) -> Checkpoint | None:

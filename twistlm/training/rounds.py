@@ -14,6 +14,7 @@ import torch
 
 from ..config import Config
 from ..model.blocks import widths_of_ratio
+from ..model.masks import prefixes
 from ..system import terminal
 from ..system.files import alone
 from ..system.signals import Ended, on_signals, stopped
@@ -193,4 +194,8 @@ def evaluate(run: Run, progress: Progress) -> tuple[dict[str, Any], str]:
         spread = ready.random_subnets(ratio, widths, run.cfg.run.eval_n, run.cfg.run.seed)
         scores[ratio] = spread.summary()
         line += f"   {ratio} {spread}"
+        if progress.order:
+            kept = prefixes(run.block_map, progress.order, widths)
+            scores[ratio] |= {"nested": ready.subnet_perplexity(kept)}
+            line += f" nested {scores[ratio]['nested']:.2f}"
     return scores, line

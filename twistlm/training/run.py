@@ -7,6 +7,7 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
+from ..compute.loss import Teacher
 from ..compute.perplexity import Evaluator
 from ..config import Config
 from ..data.stream import Batches
@@ -33,6 +34,7 @@ class Run:
     n_rounds: int  # as planned, when nothing is lost: the schedule's length
     central: Central | None = None  # on the central rank
     evaluator: Evaluator | None = None  # likewise
+    teacher: Teacher | None = None
     stop: Stop = field(default_factory=Stop)
 
     @property
@@ -54,7 +56,8 @@ class Run:
     @cached_property
     def seats(self) -> Seats:
         """Where this process trains the workers that it plays."""
-        return Seats(self.cut, self.cfg.train, self.central.weights if self.central else None)
+        weights = self.central.weights if self.central else None
+        return Seats(self.cut, self.cfg.train, weights, self.teacher)
 
     @property
     def rows(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,20 +11,25 @@ from transformers import PreTrainedModel
 
 from .. import config
 from ..compute.perplexity import Evaluator, Text
+from ..compute.slopes import mask_fisher, mask_slopes, order_of
 from ..config import Config
 from ..data.builtin import resolve
 from ..data.stream import Batches
 from ..data.token_file import TokenFile, open_tokens
-from ..model import generator, huggingface
+from ..model import generator, huggingface, masks
 from ..model.blocks import widths_of_ratio
 from ..model.central import Central, create
 from ..model.layout import CutModel, cut_model
+from ..model.masks import Order
+from ..system import terminal
 from ..system.provenance import describe_run
 from ..transport.ranks import Cluster
-from . import checkpoint, resume
+from . import checkpoint, resume, teacher
 from .checkpoint import Checkpoint
 from .progress import Progress, beginning, share
 from .run import Run, n_rows
+
+N_SCORED = 64  # training sequences that the order of blocks is scored on
 
 
 def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[Run, Progress]:
@@ -47,17 +53,21 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed)
     n_rounds = _n_rounds(cfg, batches, saved)
     progress = beginning(cut.block_map)
+    taught_by = teacher.load(cfg, cut, train)
     if not cluster.is_central:
-        return Run(cfg, cluster, cut, batches, n_rounds), share(progress, cut.block_map, cluster)
+        run = Run(cfg, cluster, cut, batches, n_rounds, teacher=taught_by)
+        return run, share(progress, cut.block_map, cluster)
     if saved is not None:
         central = checkpoint.restore(saved, cut.template, cut.block_map, cluster.device)
         progress = checkpoint.progress_of(saved, cut.block_map)
     else:
         central = _create(cfg, cut)
+        if cfg.blocks.nested > 0:
+            progress = replace(progress, order=_order(cfg, cut, central, train, quiet))
         _write_config(out, cfg)
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
     evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)
-    run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator)
+    run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator, taught_by)
     if saved is not None and saved.round < run.end(progress):
         resume.log_(out, saved, cfg)
     return run, share(progress, cut.block_map, cluster)
@@ -76,6 +86,7 @@ def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutMode
         generator.check(cut.block_map, cfg.blocks, cfg.train.n_workers)
     elif cfg.train.method == "dropout":
         generator.check_dropout(cut.block_map, cfg.blocks)
+    masks.check(cut.block_map, cfg.blocks, cfg.train.method)
     for ratio in cfg.run.eval_ratios:
         widths_of_ratio(cut.block_map, ratio)
     return cut
@@ -128,6 +139,17 @@ def _create(cfg: Config, cut: CutModel) -> Central:
         outer=cfg.train.method == "twist" and cfg.train.nesterov() is not None,
         device=cut.device,
     )
+
+
+def _order(cfg: Config, cut: CutModel, central: Central, tokens: TokenFile, quiet: bool) -> Order:
+    """Every layer's blocks by mask-Fisher, on sequences from all over the training tokens."""
+    n = tokens.n_sequences(cfg.data.seq_len)
+    rows = list(range(0, n, max(1, n // N_SCORED)))[:N_SCORED]
+    ids = tokens.sequences(rows, cfg.data.seq_len)
+    with terminal.progress(quiet) as bar:
+        task = bar.add_task("order of blocks", total=len(ids), note="")
+        slopes = mask_slopes(cut.template, cut.block_map, central, ids)
+        return order_of(mask_fisher(slopes, len(ids), lambda: bar.advance(task)))
 
 
 def _write_config(out: Path, cfg: Config) -> None:

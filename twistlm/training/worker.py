@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,11 +11,11 @@ from torch import Tensor
 from ..compute import graphs
 from ..compute.attention import causal_
 from ..compute.gradient import gradient_of
-from ..compute.loss import loss_for
+from ..compute.loss import Teacher, loss_for, next_token_loss
 from ..compute.optimizer import AdamW
 from ..config import TrainConfig
 from ..model.layout import CutModel, Layout, gather_, scatter_
-from ..model.subnet import build
+from ..model.subnet import Gates, build, spread
 from ..system.device import is_bf16, to_device
 from ..transport.ranks import SeatKind
 from .aggregator import Result, Stats
@@ -39,6 +40,9 @@ class Seat:
         kind: SeatKind,
         cfg: TrainConfig,
         central_weights: Tensor | None = None,
+        teacher: Teacher | None = None,
+        *,
+        fresh: bool = False,
     ):
         device, dtype = cut.device, cut.dtype
         self.kind, self.layout, self.device = kind, layout, device
@@ -55,19 +59,21 @@ class Seat:
                 self.model_weights = central_weights
             else:
                 self.model_weights = self._zeros(cut.full, low)
-        self.subnet = build(
-            cut.template, cut.block_map, where, self.model_weights, masked=kind != "physical"
-        )
+        gates: Gates = "all" if kind != "physical" or fresh else "cut"
+        self.subnet = build(cut.template, cut.block_map, where, self.model_weights, gates=gates)
         causal_(self.subnet.model)
         self.subnet.model.requires_grad_()
-        self.gradient = gradient_of(
-            self.subnet.model, loss_for(cut.template), where.views(self.model_grad), self.fast
-        )
+        views = where.views(self.model_grad)
+        plain = teacher is not None and loss_for(teacher.model) is next_token_loss
+        loss = next_token_loss if plain else loss_for(cut.template)
+        self.gradient = gradient_of(self.subnet.model, loss, views, self.fast, teacher)
         self.optimizer = AdamW(self.buffer, self.grad, self.work, layout, cfg, self.fast)
         self.losses = torch.zeros((), dtype=torch.float64, device=device)  # sum over steps
         # storages never move, so compiled and recorded graphs outlive every repartition
         self.ids = torch.empty(0, 0, dtype=torch.int64, device=device)
-        self.share = 1.0
+        self.share, self.n_rows = 1.0, 1
+        self._recorded: tuple = ()  # what the graphs below were recorded for
+        self._coming: Iterator[tuple[Tensor, ...]] = iter(())
         self._backward = graphs.Replayed(self._differentiate, device, self.fast)
         self._apply = graphs.Replayed(self._optimize, device, self.fast)
         self._both = graphs.Replayed(self._step, device, self.fast)
@@ -75,19 +81,33 @@ class Seat:
     def _zeros(self, layout: Layout, dtype: torch.dtype) -> Tensor:
         return torch.zeros(layout.n_params, dtype=dtype, device=self.device)
 
-    def load(self, parcel: Parcel, scales: dict[str, float], step: int) -> None:
-        """Take a parcel: weights, and the moments if they travel; `step` is Adam's count so far."""
+    def load(self, parcel: Parcel, gates: Tensor, step: int) -> None:
+        """Take a parcel: weights, and the moments if they travel; `step` is Adam's count so far.
+
+        `gates` [steps, rows, held blocks] are the factors of every local step, or one for all of them.
+        """
         self.parcel = parcel
         low = None if self.work.data_ptr() == self.buffer.data_ptr() else self.work
         parcel.unpack_(self.buffer[: parcel.rows], low)
         self.buffer[parcel.rows :].zero_()
         self.optimizer.start_(step if parcel.rows > 1 else 0)
         self.losses.zero_()
-        self.subnet.scale_(scales)
+        self.gate(gates)
         if self.kind != "physical":
-            self.subnet.mask_(parcel.blueprint)
             self.before = self.buffer[0].clone() if self.kind == "central" else None
             self._to_model()
+
+    def gate(self, gates: Tensor) -> None:
+        """Bring the factors of all coming steps to the device at once."""
+        if self.kind != "physical":
+            gates = spread(self.subnet.block_map, self.parcel.blueprint, gates)
+        self.n_rows = gates.shape[1]
+        self._coming = zip(*self.subnet.split(gates[:, :, None]), strict=True)
+
+    def _next_gates(self) -> None:
+        """Refill the gates for this step, on the device; where no more come, the last ones stay."""
+        if (values := next(self._coming, None)) is not None:
+            torch._foreach_copy_(self.subnet.gate_tensors(self.n_rows), values)
 
     def step(self, ids: Tensor, lr: float) -> None:
         """One local step; nothing is read back."""
@@ -105,10 +125,13 @@ class Seat:
 
     def _place(self, ids: Tensor, share: float) -> None:
         """Put a batch where recorded graphs read it; another shape means other graphs."""
-        if self.ids.shape != ids.shape or self.share != share:
+        shape = (ids.shape, share, self.n_rows)
+        if self._recorded != shape:
+            self._recorded = shape
             self.ids, self.share = torch.empty_like(ids, device=self.device), share
             self._backward = graphs.Replayed(self._differentiate, self.device, self.fast)
             self._both = graphs.Replayed(self._step, self.device, self.fast)
+        self._next_gates()
         self.ids.copy_(ids, non_blocking=True)
 
     def backward(self, ids: Tensor, share: float = 1.0) -> None:
@@ -145,27 +168,37 @@ class Seat:
 class Seats:
     """The seats of one process: a seat is made when a subnet of its kind and shape first comes."""
 
-    def __init__(self, cut: CutModel, cfg: TrainConfig, central_weights: Tensor | None = None):
+    def __init__(
+        self,
+        cut: CutModel,
+        cfg: TrainConfig,
+        central_weights: Tensor | None = None,
+        teacher: Teacher | None = None,
+    ):
         self.cut, self.cfg, self.central_weights = cut, cfg, central_weights
+        self.teacher = teacher
         self.made: dict[tuple, Seat] = {}
 
-    def new(self, where: Layout, kind: SeatKind) -> Seat:
-        return Seat(self.cut, where, kind, self.cfg, self.central_weights)
+    def new(self, where: Layout, kind: SeatKind, *, fresh: bool) -> Seat:
+        """A seat for subnets of this layout; `fresh` masks need gates in whole layers, too."""
+        weights, teacher = self.central_weights, self.teacher
+        return Seat(self.cut, where, kind, self.cfg, weights, teacher, fresh=fresh)
 
     def train(
         self,
         kind: SeatKind,
         parcel: Parcel,
-        factors: dict[str, float],
+        gates: Tensor,
         ids: Tensor,
         round: int,
         total_steps: int,
     ) -> Result:
         """Load a parcel and train it; the result lies in the seat until its next parcel."""
-        key = (kind, tuple(parcel.layout.shapes.values()))
+        fresh = len(gates) > 1
+        key = (kind, fresh, tuple(parcel.layout.shapes.values()))
         if key not in self.made:
-            self.made[key] = self.new(parcel.layout, kind)
-        self.made[key].load(parcel, factors, step=round * self.cfg.interval)
+            self.made[key] = self.new(parcel.layout, kind, fresh=fresh)
+        self.made[key].load(parcel, gates, step=round * self.cfg.interval)
         return train(self.made[key], ids, self.cfg, round, total_steps)
 
 

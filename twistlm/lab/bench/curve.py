@@ -20,7 +20,6 @@ from ...data.stream import Batches
 from ...data.token_file import open_tokens
 from ...model import huggingface
 from ...model.layout import cut_model
-from ...model.subnet import scales
 from ...system.device import pick_device
 from ...system.provenance import describe_run
 from ...system.terminal import progress
@@ -71,12 +70,10 @@ def curve(cfg: Config, n_steps: int, quiet: bool = False) -> Curve:
 def _seat(template: PreTrainedModel, cfg: Config, device: torch.device) -> Seat:
     """A full seat that holds the template's weights."""
     cut = cut_model(template, cfg.blocks, device, torch.float32)
-    block_map = cut.block_map
     seat = Seat(cut, cut.full, "physical", cfg.train)
     for name, view in cut.full.views(seat.buffer[0]).items():
         view.copy_(huggingface.state(template)[name].detach())
     seat.work.copy_(seat.buffer[0])
-    seat.subnet.scale_(scales(block_map, block_map.full_widths(), "none"))
     return seat
 
 

@@ -36,4 +36,11 @@ def start(run: Run, progress: Progress, opened: Opened | None, quiet: bool) -> E
         return DataParallel(run, progress)
     if run.cfg.run.variant == "sharded":
         return Sharded(run)
-    return Local(run) if opened is None else Elastic(run, progress.round, opened, quiet)
+    if opened is None:
+        return Local(run)
+    if run.cfg.blocks.masks != "round" or run.teacher is not None:
+        raise ValueError(
+            "blocks.masks and train.teacher are not sent to workers of a hub: use run.variant local or "
+            "sharded"
+        )
+    return Elastic(run, progress.round, opened, quiet)

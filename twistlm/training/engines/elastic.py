@@ -116,7 +116,7 @@ class Elastic:
             if member is not None:
                 blueprint, seat = dealt.blueprints[i], run.cluster.seating.kinds[place]
                 sent = dispatcher.cut(run.central, blueprint, buffers=member.buffers)
-                task = Task(blueprint, seat, work.factors[i])
+                task = Task(blueprint, seat, work.factors(run, i))
                 self.hub.post(member, dealt.round, sent, work.tokens(run, i), task)
 
     def _trained_here(self, work: Assignments, team: Team) -> Iterator[Result]:

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ... import config
 from ...config import Config, Kind
 from ...model.layout import cut_model
+from ...model.subnet import gate_values
 from ...system.device import BufferPool, pick_device
 from ...system.terminal import console
 from ...transport import client, wire
@@ -159,7 +160,8 @@ def _train(place: Workplace, order: RoundOrder, sent: Tensor, ids: Tensor) -> tu
     cut, task, round = place.seats.cut, order.task, order.round
     deal = dispatcher.prepare(cut.segments, round, [task.blueprint])
     parcel = dispatcher.parcel(deal, 0, cut.segments, sent.to(cut.device))
-    result = place.seats.train(task.seat, parcel, task.scales, ids, round, place.run.total_steps)
+    gates = gate_values(cut.block_map, task.blueprint, task.scales)[None]
+    result = place.seats.train(task.seat, parcel, gates, ids, round, place.run.total_steps)
     update = wire.up(place.cfg.run.wire, staged(result.buffer), sent[0])
     return update, float(result.stats.loss_sum)
 

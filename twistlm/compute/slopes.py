@@ -1,0 +1,57 @@
+"""How the loss changes when a block is turned down: the gradient by a mask on every block.
+
+A mask m_b multiplies what block b feeds into its layer's output projection; m = 1 is the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..model.blocks import BlockMap
+from ..model.central import Central
+from ..model.masks import Order
+from ..model.subnet import build
+from .loss import next_token_loss
+
+
+def mask_slopes(
+    template: PreTrainedModel, block_map: BlockMap, central: Central, ids: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    """For every sequence of ids [n, seq_len] and every group dl/dm: float64 [seq_len, n_blocks].
+
+    Each token has a mask of its own; one mask for all tokens has the sum over tokens as its gradient.
+    """
+    weights = central.weights
+    full = build(template, block_map, central.layout, weights, gates="all")
+    full.model.requires_grad_(False)
+    for gate in full.gates.values():
+        gate.values = gate.values.repeat(1, ids.shape[1], 1).requires_grad_()
+    for example in ids.split(1):
+        loss = next_token_loss(full.model, example.to(weights.device))
+        grads = torch.autograd.grad(loss, [gate.values for gate in full.gates.values()])
+        yield {name: grad[0].double() for name, grad in zip(full.gates, grads, strict=True)}
+
+
+def mask_fisher(
+    slopes: Iterator[dict[str, Tensor]], n: int, tick: Callable[[], None] = lambda: None
+) -> dict[str, Tensor]:
+    """Mean over n sequences of (dl/dm_b)^2: float64 [n_blocks] for every group."""
+    scores: dict[str, Tensor] = {}
+    for each in slopes:
+        for name, slope in each.items():
+            square = slope.sum(0).square() / n
+            scores[name] = scores[name] + square if name in scores else square
+        tick()
+    return scores
+
+
+def order_of(scores: dict[str, Tensor]) -> Order:
+    """Every group's blocks by falling score; of equal ones the first comes first."""
+    return {
+        name: tuple(values.argsort(descending=True, stable=True).tolist())
+        for name, values in scores.items()
+    }

@@ -1,0 +1,120 @@
+"""Masks inside a round: which of the blocks that a worker holds each local step, or sequence, uses.
+
+A worker holds its K blocks for a round; with `blocks.masks` it trains smaller subnets inside them, so no
+block gets used to the same neighbours. A share of the masks are prefixes of one order of blocks, so that
+tickets cut along this order are trained more than random ones. All draws are pure functions of
+(seed, round, place).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import BlocksConfig, Kind, Method
+from .blocks import BlockGroup, BlockMap, Blueprint, Widths
+
+Order = Mapping[str, tuple[int, ...]]  # group name -> all its blocks, those to keep longest first
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Whose masks, and how many: one worker's local steps of one round."""
+
+    seed: int
+    round: int
+    place: int  # of the worker among all S
+    n_steps: int
+    n_rows: int  # masks in a step: one for each sequence, or one for all
+
+
+def n_rows(blocks: BlocksConfig, batch: int) -> int:
+    """Masks that a step of so many sequences has."""
+    return batch if blocks.masks == "sequence" else 1
+
+
+def widths_of(blocks: BlocksConfig, kind: Kind, method: Method) -> tuple[int, ...]:
+    """Sizes that the masks of a kind take in turn; () where a mask is all that is held."""
+    return blocks.mask(kind) or (blocks.k(kind) if method == "dropout" else ())
+
+
+def draw(
+    block_map: BlockMap,
+    held: Blueprint,
+    blocks: BlocksConfig,
+    turn: Turn,
+    order: Order,
+    method: Method,
+    scale: Callable[[BlockGroup, int], float],
+) -> Tensor:
+    """Factors for all gates of a subnet: float64 [n_steps, n_rows, held blocks of all groups].
+
+    A mask of width w keeps the common blocks and w - |C| others: random ones, or, in a share `nested` of
+    all masks, the first of `order` that are held. `scale(group, w)` is what kept ones are multiplied by.
+    """
+    shape = (turn.n_steps, turn.n_rows)
+    random = _random(f"masks/{turn.seed}/{turn.round}/{turn.place}")
+    nested = random.random_sample(shape) < blocks.nested
+    steps = turn.round * turn.n_steps + np.arange(turn.n_steps)
+    at = (steps + turn.place)[:, None] * turn.n_rows + np.arange(
+        turn.n_rows
+    )  # in the list of widths
+    pieces = []
+    for group in block_map.groups:
+        mine = held[group.name]
+        keys = random.random_sample((*shape, group.n_blocks))
+        if blocks.nested > 0:
+            ranks = np.argsort(order[group.name])  # [block]: its place in the order
+            keys = np.where(nested[..., None], ranks / group.n_blocks, keys)
+        common = list(blocks.common(group.kind))
+        keys[..., common] = -1.0
+        sizes = np.array(widths_of(blocks, group.kind, method) or (len(mine),))
+        sizes = np.minimum(sizes, len(mine))
+        factors = np.array([scale(group, int(w)) for w in sizes])
+        place = (
+            keys[..., mine].argsort(-1, kind="stable").argsort(-1)
+        )  # [..., held]: 0 is kept first
+        pick = at % len(sizes)
+        pieces.append((place < sizes[pick][..., None]) * factors[pick][..., None])
+    return torch.from_numpy(np.concatenate(pieces, -1))
+
+
+def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
+    """The nested subnet of these widths: the first blocks of the order in every layer."""
+    return {g.name: tuple(sorted(order[g.name][: widths[g.name]])) for g in block_map.groups}
+
+
+def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
+    """Refuse masks that no subnet can have."""
+    lists = {}
+    for kind in ("attn", "ffn"):
+        n_blocks, least = block_map.n_blocks(kind), max(1, len(blocks.common(kind)))
+        if n_blocks == 0:
+            continue
+        for width in blocks.mask(kind):
+            if not least <= width <= n_blocks:
+                raise ValueError(
+                    f"blocks.mask_{kind} = {width}: a mask keeps {least}..{n_blocks} {kind} blocks"
+                )
+        lists[f"blocks.mask_{kind}"] = list(blocks.mask(kind))
+    given = {name: widths for name, widths in lists.items() if widths}
+    if len({len(widths) for widths in given.values()}) > 1:
+        both = " and ".join(f"{name} = {widths}" for name, widths in given.items())
+        raise ValueError(f"{both}: give both as many widths, since a mask takes a pair of them")
+    if blocks.masks != "round" and method == "twist" and not given:
+        raise ValueError(
+            f"blocks.masks = {blocks.masks!r} needs the widths of the masks: {' or '.join(lists)}"
+        )
+    if blocks.masks == "round" and method == "twist" and (given or blocks.nested):
+        name, value = next(iter(given.items()), ("blocks.nested", blocks.nested))
+        raise ValueError(f"{name} = {value} needs blocks.masks = 'step' or 'sequence'")
+
+
+def _random(name: str) -> np.random.RandomState:
+    """A stream of numbers by name; torch and numpy promise that this generator's never change."""
+    return np.random.RandomState(list(hashlib.sha256(name.encode()).digest()))
