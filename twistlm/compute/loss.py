@@ -41,17 +41,26 @@ class Into:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A frozen model whose predictions are learned, and the weight of KL(teacher || model) in the loss."""
+    """A frozen model whose predictions are learned, and the weight of KL(teacher || model) in the loss.
+
+    `weight` [rows] is one number for all sequences of a batch, or one for each; it is refilled in place.
+    """
 
     model: PreTrainedModel
-    weight: float
+    weight: Tensor
 
     @torch.no_grad()
     def taught(self, ids: Tensor) -> Taught:
         """Its predictions for ids [batch, seq_len], up to the head."""
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         head: Any = self.model.get_output_embeddings()
-        return Taught(hidden.flatten(0, 1), head.weight, getattr(head, "bias", None), self.weight)
+        bias = getattr(head, "bias", None)
+        return Taught(hidden.flatten(0, 1), head.weight, bias, self.per_token(ids))
+
+    def per_token(self, ids: Tensor) -> Tensor:
+        """The weight of each prediction of ids [batch, seq_len]: [batch * (seq_len - 1)]."""
+        n_tokens = len(ids) * (ids.shape[1] - 1)
+        return self.weight[:, None].expand(-1, n_tokens // len(self.weight)).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -61,11 +70,11 @@ class Taught:
     hidden: Tensor
     head: Tensor
     bias: Tensor | None
-    weight: float  # of KL in the loss
+    weight: Tensor  # [tokens]: of KL in the loss
 
-    def logits(self, first: int, n: int) -> Tensor:
-        """[n, vocab]; on a GPU with some columns more, which mean nothing."""
-        logits = self.hidden[first : first + n] @ _aligned(self.head).T
+    def logits(self, at: slice) -> Tensor:
+        """[tokens, vocab]; on a GPU with some columns more, which mean nothing."""
+        logits = self.hidden[at] @ _aligned(self.head).T
         if self.bias is None:
             return logits
         return logits + F.pad(self.bias, (0, logits.shape[1] - len(self.bias)))
@@ -97,9 +106,10 @@ def chunked_loss(
     hidden, targets = hidden.flatten(0, 1), ids[:, 1:].flatten()
     taught = None if teacher is None else teacher.taught(ids)
     if into is None and not hidden.is_cuda and len(targets) * len(head.weight) <= SMALL:
-        lessons = None if taught is None else taught.logits(0, len(targets))
-        share = 0.0 if taught is None else taught.weight
-        return _mean_loss(F.linear(hidden, head.weight, bias), targets, lessons, share)
+        logits = F.linear(hidden, head.weight, bias)
+        if taught is None:
+            return F.cross_entropy(_exact(logits), targets)
+        return _mean_loss(logits, targets, taught.logits(slice(None)), taught.weight)
     if into is None:
         return linear_cross_entropy(hidden, head.weight, bias, targets, CHUNK, taught)
     return _Root.apply(hidden, head.weight.detach(), bias, targets, CHUNK, into, taught)
@@ -111,27 +121,23 @@ def next_token_loss(
     """Mean loss of tokens 1.. given those before (HF's own rounds float64 to float32)."""
     logits, targets = _logits(model, ids), ids[:, 1:].flatten()
     if teacher is None:
-        return _mean_loss(logits, targets)
+        return F.cross_entropy(_exact(logits), targets)
     with torch.no_grad():
         lessons = _logits(teacher.model, ids)
-    return _mean_loss(logits, targets, lessons, teacher.weight)
+    return _mean_loss(logits, targets, lessons, teacher.per_token(ids))
 
 
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
 
 
-def _mean_loss(
-    logits: Tensor, targets: Tensor, lessons: Tensor | None = None, share: float = 0.0
-) -> Tensor:
-    """(1 - share) cross-entropy + share KL(softmax(lessons) || softmax(logits)), mean over tokens."""
-    logits = _exact(logits)
-    loss = F.cross_entropy(logits, targets)
-    if lessons is None:
-        return loss
+def _mean_loss(logits: Tensor, targets: Tensor, lessons: Tensor, share: Tensor) -> Tensor:
+    """Mean over tokens of (1 - a) cross-entropy + a KL(softmax(lessons) || softmax(logits)), a = `share`."""
+    mine = _exact(logits).log_softmax(-1)
     told = _exact(lessons[:, : logits.shape[1]]).log_softmax(-1)
-    kl = F.kl_div(logits.log_softmax(-1), told, reduction="batchmean", log_target=True)
-    return (1 - share) * loss + share * kl
+    plain = F.nll_loss(mine, targets, reduction="none")
+    kl = F.kl_div(mine, told, reduction="none", log_target=True).sum(-1)
+    return ((1 - share) * plain + share * kl).mean()
 
 
 def _exact(logits: Tensor) -> Tensor:
@@ -214,7 +220,8 @@ def _forward(
         if taught is None:
             losses.append(_softmax_(logits, y, vocab, scale, into is not None))
         else:
-            lessons, share = taught.logits(i * chunk, len(y)), taught.weight
+            at = slice(i * chunk, i * chunk + len(y))
+            lessons, share = taught.logits(at), taught.weight[at]
             losses.append(_mixed_(logits, lessons, y, vocab, scale, share))
         if into is None or d_head is None:
             continue
@@ -273,17 +280,17 @@ def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, want
 
 
 def _mixed_(
-    logits: Tensor, lessons: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: float
+    logits: Tensor, lessons: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: Tensor
 ) -> Tensor:
-    """The same with a teacher's logits: gradient softmax(s) - (1 - a) onehot - a softmax(t), a = `share`."""
+    """The same with a teacher: gradient softmax(s) - (1 - a) onehot - a softmax(t), a = `share` [tokens]."""
     if kernels.usable(logits) and logits.dtype != torch.float64:
         return kernels.mixed_(logits, lessons, targets, vocab, n_tokens, share)
     mine, told = (_exact(x[:, :vocab]).log_softmax(-1) for x in (logits, lessons))
     probs = told.exp()
     losses = -(1 - share) * mine.gather(1, targets[:, None])[:, 0]
     losses += share * (probs * (told - mine)).sum(-1)
-    grad = mine.exp_() - share * probs
-    grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), share - 1.0))
+    grad = mine.exp_() - share[:, None] * probs
+    grad.scatter_add_(1, targets[:, None], (share - 1.0).to(grad.dtype)[:, None])
     logits[:, :vocab] = grad.div_(n_tokens)
     logits[:, vocab:] = 0.0
     return losses

@@ -22,7 +22,7 @@ from ..system.files import file_sha256
 def load(cfg: Config, cut: CutModel, tokens: TokenFile) -> Teacher | None:
     """The model that `train.teacher` names, ready on the device of the run; None where there is none."""
     t = cfg.train
-    if t.teacher == "none" or t.distil == 0:
+    if t.teacher == "none" or t.distil == t.distil_whole == 0:
         return None
     is_start = t.teacher == "start"
     model = (
@@ -41,7 +41,7 @@ def load(cfg: Config, cut: CutModel, tokens: TokenFile) -> Teacher | None:
             f"train.teacher = {t.teacher!r}: {tokenizer} is not the tokenizer of {tokens.stem} "
             f"(data.train): a teacher needs the same one"
         )
-    return Teacher(_ready(model, cfg, cut), t.distil)
+    return Teacher(_ready(model, cfg, cut), torch.ones(1, dtype=cut.dtype, device=cut.device))
 
 
 def _ready(model: PreTrainedModel, cfg: Config, cut: CutModel) -> PreTrainedModel:
