@@ -13,7 +13,9 @@ from twistlm.training import rounds
 WAYS = {
     "dropout": {"method": "dropout"},
     "measured": {"scale": "measured"},  # another scale in every layer and round
+    "sequences": {},  # a mask for every sequence
 }
+BLOCKS = {"sequences": {"masks": "sequence", "mask_attn": [1, 2], "mask_ffn": [2, 1]}}
 # which graph a layer takes is decided before code is made for it, and that takes a minute in C++
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.chaos)]
 
@@ -35,7 +37,7 @@ def test_compiled_layers_have_their_gates(way, backend, tokens, tmp_path, monkey
     for compile in ("false", "true"):
         out = tmp_path / compile
         train = {"rounds": 3, "interval": 2, "compile": compile, **WAYS[way]}
-        rounds.train(tiny(tokens, out, train=train), quiet=True)
+        rounds.train(tiny(tokens, out, train=train, blocks=BLOCKS.get(way, {})), quiet=True)
         rows = (out / "metrics.jsonl").read_text().splitlines()
         losses[compile] = [json.loads(row)["loss"] for row in rows]
     assert n_compiled >= 3  # each layer, in every seat

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from twistlm.compute import loss as losses
 from twistlm.compute.attention import causal_
-from twistlm.compute.loss import chunked_loss, linear_cross_entropy, loss_for, next_token_loss
+from twistlm.compute.loss import (
+    Taught,
+    Teacher,
+    chunked_loss,
+    linear_cross_entropy,
+    loss_for,
+    next_token_loss,
+)
 from twistlm.system.device import pick_device
 
 
@@ -34,6 +41,59 @@ def test_linear_cross_entropy_and_its_gradients(bias, chunk):
     torch.testing.assert_close(loss, expected)
     for got, want in zip(grads, torch.autograd.grad(0.3 * expected, leaves), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("chunk", [10, 8192])
+def test_a_teacher_and_its_gradients(chunk):
+    """(1 - a) cross-entropy + a KL(teacher || model) with an `a` for every token, by torch's own functions."""
+    (hidden, weight, bias), targets = inputs(torch.float64, bias=True)
+    generator = torch.Generator().manual_seed(1)
+    taught = Taught(
+        torch.randn(37, 8, dtype=torch.float64, generator=generator),
+        torch.randn(101, 8, dtype=torch.float64, generator=generator),
+        torch.randn(101, dtype=torch.float64, generator=generator),
+        torch.rand(37, dtype=torch.float64, generator=generator),
+    )
+    leaves = (hidden, weight, bias)
+    loss = linear_cross_entropy(*leaves, targets, chunk, taught)
+    grads = torch.autograd.grad(0.3 * loss, leaves)
+    logits = F.linear(*leaves)
+    told = F.linear(taught.hidden, taught.head, taught.bias).softmax(-1)
+    kl = F.kl_div(logits.log_softmax(-1), told, reduction="none").sum(-1)
+    plain = F.cross_entropy(logits, targets, reduction="none")
+    expected = ((1 - taught.weight) * plain + taught.weight * kl).mean()
+    torch.testing.assert_close(loss, expected)
+    for got, want in zip(grads, torch.autograd.grad(0.3 * expected, leaves), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "gemma3_text"])
+def test_a_teacher_for_every_way_to_the_loss(name, monkeypatch):
+    """Few logits, chunks, and logits that are more than the head's: one loss, one gradient."""
+    model, other = tiny_model(name), tiny_model(name)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    ids = torch.randint(1, model.config.vocab_size, (3, 9))
+    teacher = Teacher(other, torch.tensor([0.9, 0.0, 0.5]))
+    params = list(model.requires_grad_().parameters())
+    found = []
+    for loss, small in ((next_token_loss, 0), (chunked_loss, losses.SMALL), (chunked_loss, 0)):
+        monkeypatch.setattr(losses, "SMALL", small)
+        value = loss(model, ids, teacher=teacher)
+        grads = torch.autograd.grad(value, params)
+        found.append((value.detach(), torch.cat([g.flatten() for g in grads])))
+    for value, grad in found[1:]:
+        torch.testing.assert_close(value, found[0][0])
+        torch.testing.assert_close(grad, found[0][1], rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        told, mine = (
+            m(input_ids=ids).logits[:, :-1].double().log_softmax(-1) for m in (other, model)
+        )
+    kl = (told.exp() * (told - mine)).sum(-1).mean(1)
+    plain = -mine.gather(2, ids[:, 1:, None])[..., 0].mean(1)
+    by_hand = (0.1 * plain[0] + 0.9 * kl[0] + plain[1] + 0.5 * plain[2] + 0.5 * kl[2]) / 3
+    assert float(found[0][0]) == pytest.approx(float(by_hand), rel=1e-5)
 
 
 def test_gradients_survive_finite_differences():

@@ -32,6 +32,20 @@ kept = logits.clone()
 kernels.softmax_(kept, targets, 101, 9, False)
 assert torch.equal(kept, logits)
 
+# the same mixed with KL to a teacher, with a weight for every row
+lessons, share = torch.randn(7, 128, generator=generator), torch.rand(7, generator=generator)
+exact = logits[:, :101].double().requires_grad_()
+told, mine = lessons[:, :101].double().log_softmax(-1), exact.log_softmax(-1)
+losses = (1 - share.double()) * F.nll_loss(mine, targets, reduction="none")
+losses = losses + share.double() * (told.exp() * (told - mine)).sum(-1)
+(losses.sum() / 9).backward()
+got = logits.clone()
+torch.testing.assert_close(
+    kernels.mixed_(got, lessons, targets, 101, 9, share), losses.detach().float()
+)
+torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
+assert (got[:, 101:] == 0).all()
+
 # gather and mean: every row of three workers' buffers, blocks that one, several or nobody holds
 for name in ("gpt2", "llama-gqa"):
     model = tiny_model(name)

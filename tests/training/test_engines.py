@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,108 @@ def test_data_parallel_ranks_equal_local(tmp_path):
     ranks.finish(ranks.start(3, tmp_path, ranks.train, table), tmp_path)
     made = tmp_path / "run/checkpoints/round-000004"
     assert distance(reference, made, FILES[:2]) < 1e-10
+
+
+RECIPE = {
+    "blocks": {
+        "masks": "sequence",
+        "mask_attn": [4, 2, 1],
+        "mask_ffn": [4, 1, 3],
+        "nested": 0.5,
+        "k_attn": [4, 3, 2],
+        "k_ffn": [4, 2, 3],
+        "widths": "worker",
+    },
+    "train": FLOAT64_TRAIN | {"teacher": "start", "distil_whole": 0.2},
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> tuple[Path, dict, str]:
+    """A run with masks of every sequence, an order of blocks, unlike workers and a teacher; its config."""
+    folder = tmp_path_factory.mktemp("recipe")
+    tokens = make_tokens(folder / "tokens")
+    start = rounds.train(tiny(tokens, folder / "start", train={"rounds": 1}), quiet=True)
+    config = RECIPE | {"model": {"weights": str(start), "config": {}}}
+    return rounds.train(tiny(tokens, folder / "run", **config), quiet=True), config, tokens
+
+
+def test_the_recipe_masked_equals_physical(recipe, tmp_path):
+    reference, config, tokens = recipe
+    cfg = tiny(tokens, tmp_path / "run", **config, run={"seat": "masked"})
+    assert distance(reference, rounds.train(cfg, quiet=True)) < 1e-10
+
+
+def test_the_recipe_sharded_equals_local(recipe, tmp_path):
+    """Every rank draws its own masks and has its own teacher; the order comes from the central one."""
+    reference, config, tokens = recipe
+    table = tiny_table(tokens, tmp_path / "run", **config, run={"variant": "sharded"})
+    ranks.finish(ranks.start(3, tmp_path, ranks.train, table), tmp_path)
+    assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
+
+
+@pytest.mark.parametrize("method", ["twist", "dropout"])
+def test_the_recipe_stopped_and_resumed_is_the_uninterrupted_run(recipe, tmp_path, method):
+    """The teacher is loaded again, the order is the checkpoint's: bit for bit."""
+    _, config, tokens = recipe
+    blocks = config["blocks"] | ({"widths": "cycle"} if method == "dropout" else {})
+    train = {"teacher": "start", "method": method}
+    config = config | {"blocks": blocks, "train": train}
+    whole = rounds.train(tiny(tokens, tmp_path / "whole", **config), quiet=True)
+    short = config | {"train": train | {"rounds": 2}}
+    rounds.train(tiny(tokens, tmp_path / "parts", **short), quiet=True)
+    parts = rounds.train(tiny(tokens, tmp_path / "parts", **config), resume=True, quiet=True)
+    for name in FILES[:2]:
+        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+    assert open_(whole).manifest["order"] == open_(parts).manifest["order"] != {}
+
+
+def test_workers_that_hold_all_blocks_draw_the_masks_of_their_twin(recipe, tmp_path):
+    """One local step in a round and plain SGD: the mean of workers is the synchronous twin's step."""
+    _, config, tokens = recipe
+    blocks = config["blocks"] | {"widths": "cycle", "k_attn": 4, "k_ffn": 4}
+    # Adam's second moment swamped by eps: a step is a multiple of the first moment, which is linear
+    train = FLOAT64_TRAIN | {"teacher": "start", "interval": 1, "outer": "none", "clip": 0.0,
+                             "eps": 1e6, "lr": 1e4, "weight_decay": 0.0, "warmup": 0}  # fmt: skip
+    made = {}
+    for method in ("twist", "dropout"):
+        settings = config | {"blocks": blocks, "train": train | {"method": method}}
+        made[method] = rounds.train(tiny(tokens, tmp_path / method, **settings), quiet=True)
+    assert distance(made["twist"], made["dropout"], FILES[:1]) < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "sentence"),
+    [
+        ("blocks", "mask_ffn", [5, 1, 1], r"blocks.mask_ffn = 5: a mask keeps 1..4 ffn blocks"),
+        ("blocks", "mask_ffn", [1, 1], r"blocks.mask_attn = \[4, 2, 1\] and blocks.mask_ffn = \[1, 1\]"),
+        ("blocks", "masks", "round", r"blocks.mask_attn = .* needs blocks.masks = 'step' or 'sequence'"),
+        ("blocks", "nested", 1.5, r"blocks.nested = 1.5: must lie in 0..1"),
+        ("train", "distil", -0.1, r"train.distil = -0.1: must lie in 0..1"),
+        ("train", "teacher", "no/such-folder", r"no/such-folder"),
+        ("model", "weights", "random", r"train.teacher = 'start' with model.weights = 'random'"),
+    ],
+)  # fmt: skip
+def test_what_the_recipe_cannot_do_is_refused(recipe, tmp_path, section, key, value, sentence):
+    _, config, tokens = recipe
+    wrong = config | {section: config[section] | {key: value}}
+    with pytest.raises(ValueError, match=sentence):
+        rounds.train(tiny(tokens, tmp_path / "run", **wrong), quiet=True)
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_teacher_of_other_tokens_is_refused(recipe, tmp_path):
+    _, config, tokens = recipe
+    other = tiny(tokens, tmp_path / "other").model
+    larger = {**other.config, "vocab_size": other.config["vocab_size"] + 8}
+    folder = tmp_path / "teacher"
+    huggingface.load(replace(other, config=larger), 0).save_pretrained(folder)
+    wrong = config | {"train": config["train"] | {"teacher": str(folder)}}
+    with pytest.raises(ValueError, match=r"knows \d+ tokens, the model \d+"):
+        rounds.train(tiny(tokens, tmp_path / "run", **wrong), quiet=True)
+    same = tmp_path / "same"
+    huggingface.load(other, 0).save_pretrained(same)
+    (same / "tokenizer.json").write_text("{}")
+    wrong = config | {"train": config["train"] | {"teacher": str(same)}}
+    with pytest.raises(ValueError, match="is not the tokenizer of"):
+        rounds.train(tiny(tokens, tmp_path / "run", **wrong), quiet=True)

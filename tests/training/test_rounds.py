@@ -12,9 +12,9 @@ import torch
 from conftest import make_tokens, tiny
 from transformers import AutoModelForCausalLM
 
-from twistlm.model import central, families, generator, huggingface
+from twistlm.model import central, families, generator, huggingface, masks
 from twistlm.model.layout import holders
-from twistlm.model.subnet import scales
+from twistlm.model.subnet import gate_values, scales
 from twistlm.training import aggregator, dispatcher, rounds, startup
 from twistlm.training.aggregator import Result, Stats
 from twistlm.training.checkpoint import open_, template
@@ -26,6 +26,25 @@ from twistlm.training.worker import learning_rate
 from twistlm.transport.ranks import Cluster
 
 STATS = Stats(1.0, 3, 96)
+ORDER = (2, 0, 3, 1)  # of the four blocks of every layer
+WIDTHS = {"mask_attn": [4, 1, 2], "mask_ffn": [4, 3, 1]}
+WHOLE = {"k_attn": 4, "k_ffn": 4, "nested": 0.5}
+RECIPES = {
+    "paper": ({}, {}),
+    "steps": ({"masks": "step", **WIDTHS}, {}),
+    "sequences": (
+        {"masks": "sequence", **WIDTHS, **WHOLE},
+        {"teacher": "start", "distil": 0.8, "distil_whole": 0.1},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> str:
+    """A trained model to start from."""
+    folder = tmp_path_factory.mktemp("start")
+    cfg = tiny(make_tokens(folder / "tokens"), folder / "run", train={"rounds": 1})
+    return str(rounds.train(cfg, quiet=True))
 
 
 def setup(tokens: str, out: Path, **sections: dict) -> Run:
@@ -140,6 +159,27 @@ def test_nesterov_equals_torch_sgd():
         torch.testing.assert_close(old, param.detach(), rtol=1e-12, atol=1e-12)
 
 
+def used(run: Run, blueprint, r: int, worker: int, i: int) -> dict[str, list]:
+    """The blocks of every group that each sequence of step i uses: all that are held, or the masks drawn."""
+    cfg, batch = run.cfg, run.cfg.train.batch
+    if cfg.blocks.masks == "round":
+        return {name: [blocks] * batch for name, blocks in blueprint.items()}
+    n_rows = batch if cfg.blocks.masks == "sequence" else 1
+    turn = masks.Turn(cfg.run.seed, r, worker, cfg.train.interval, n_rows)
+    ones = lambda group, k: 1.0  # noqa: E731
+    order = {group.name: ORDER for group in run.block_map.groups}
+    drawn = masks.draw(run.block_map, blueprint, cfg.blocks, turn, order, "twist", ones)[i]
+    kept, first = {}, 0
+    for name, held in blueprint.items():
+        rows = drawn[:, first : first + len(held)]
+        first += len(held)
+        kept[name] = [
+            tuple(block for block, on in zip(held, row.tolist(), strict=True) if on)
+            for row in rows.expand(batch, -1)
+        ]
+    return kept
+
+
 def reference_rounds(run: Run, n_rounds: int) -> dict[str, torch.Tensor]:
     """TwIST by hand: stock HF model, zeroed output rows, one torch AdamW per worker, named tensors.
 
@@ -173,12 +213,19 @@ def reference_rounds(run: Run, n_rounds: int) -> dict[str, torch.Tensor]:
                     shape = [1] * param.dim()
                     shape[part.dim] = -1
                     active[name] = active[name] * keep.reshape(shape)
+            kept = {}  # group -> the blocks that each sequence of the step uses
             for group in run.block_map.groups:
                 module = model.get_submodule(group.out[0].rpartition(".")[0])
-                mask = active[group.out[0]].amax(1 - group.out_part.dim)
-                scale = math.sqrt(group.n_blocks / len(blueprint[group.name]))
-                module.register_forward_pre_hook(lambda mod, args, mask=mask: (args[0] * mask,))
-                module.register_forward_hook(lambda mod, args, out, scale=scale: out * scale)
+
+                def gate(mod, args, group=group, kept=kept):
+                    part, rows = group.out_part, []
+                    for blocks in kept[group.name]:
+                        row = torch.zeros(part.sections, group.n_blocks, part.chunk).double()
+                        row[:, list(blocks)] = math.sqrt(group.n_blocks / len(blocks))
+                        rows.append(row.flatten())
+                    return (args[0] * torch.stack(rows)[:, None],)
+
+                module.register_forward_pre_hook(gate)
             matrices = [p for p in model.parameters() if p.dim() > 1]
             vectors = [p for p in model.parameters() if p.dim() == 1]
             adam = torch.optim.AdamW(
@@ -194,9 +241,26 @@ def reference_rounds(run: Run, n_rounds: int) -> dict[str, torch.Tensor]:
                 }
             for i in range(t.interval):
                 ids = run.batches(worker, r * t.interval + i)
-                logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+                kept |= used(run, blueprint, r, worker, i)
+                logits = model(input_ids=ids).logits[:, :-1]
                 model.zero_grad()
-                torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
+                whole = [
+                    all(len(kept[g.name][j]) == g.n_blocks for g in run.block_map.groups)
+                    for j in range(len(ids))
+                ]
+                loss = torch.zeros((), dtype=torch.float64)
+                for j in range(len(ids)):
+                    share = 0.0
+                    if t.teacher != "none":
+                        share = t.distil_whole if whole[j] else t.distil
+                        with torch.no_grad():
+                            told = base(input_ids=ids[j : j + 1]).logits[0, :-1].log_softmax(-1)
+                    plain = torch.nn.functional.cross_entropy(logits[j], ids[j, 1:])
+                    loss = loss + (1 - share) * plain / len(ids)
+                    if share:
+                        each = told.exp() * (told - logits[j].log_softmax(-1))
+                        loss = loss + share * each.sum(-1).mean() / len(ids)
+                loss.backward()
                 norm = torch.sqrt(
                     sum((p.grad * active[n]).square().sum() for n, p in model.named_parameters())
                 )
@@ -222,13 +286,17 @@ def reference_rounds(run: Run, n_rounds: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("seat", ["physical", "masked"])
-def test_rounds_equal_a_reference_by_hand(tokens, tmp_path, seat):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rounds_equal_a_reference_by_hand(tokens, start, tmp_path, seat, recipe):
     """Three rounds of the whole machinery against the loop above: weights and both moments."""
+    exact = {"precision": "float64", "schedule": "cosine", "warmup": 2, "rounds": 3, "clip": 0.5}
+    blocks, taught = RECIPES[recipe]
     run = setup(
-        tokens, tmp_path / "run", run={"seat": seat},
-        train={"precision": "float64", "schedule": "cosine", "warmup": 2, "rounds": 3, "clip": 0.5},
+        tokens, tmp_path / "run", run={"seat": seat}, blocks=blocks, train=exact | taught,
+        model={"weights": start, "config": {}} if taught else {},
     )  # fmt: skip
-    engine, progress = Local(run), beginning(run.block_map)
+    order = {group.name: ORDER for group in run.block_map.groups}
+    engine, progress = Local(run), replace(beginning(run.block_map), order=order)
     for _ in range(3):
         done = engine.round(progress)
         progress = done.progress
@@ -249,8 +317,9 @@ def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
     before = run.central.weights.clone()
     deal_ = dispatcher.prepare(run.segments, 0, blueprints)
     parcel = dispatcher.parcel(deal_, 0, run.segments, run.central.buffer)
-    seat = run.seats.new(parcel.layout, "central")
-    seat.load(parcel, scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 5)
+    seat = run.seats.new(parcel.layout, "central", fresh=False)
+    factors = scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt")
+    seat.load(parcel, gate_values(run.block_map, parcel.blueprint, factors)[None], 5)
     held = torch.zeros_like(before, dtype=torch.bool)
     held[: run.full.n_shared] = True
     held[run.full.n_shared :].view(-1, run.segments.grain)[parcel.index] = True
@@ -274,8 +343,9 @@ def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wi
     expected = cut(run.central, parcel.blueprint)
     if over_the_wire:
         parcel = replace(parcel, source=expected.clone())
-    seat = run.seats.new(parcel.layout, "physical")
-    seat.load(parcel, scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt"), 0)
+    seat = run.seats.new(parcel.layout, "physical", fresh=False)
+    factors = scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt")
+    seat.load(parcel, gate_values(run.block_map, parcel.blueprint, factors)[None], 0)
     assert torch.equal(seat.buffer, expected)
     assert torch.equal(seat.work, expected[0].bfloat16())
 

@@ -57,7 +57,7 @@ class Run:
     def seats(self) -> Seats:
         """Where this process trains the workers that it plays."""
         weights = self.central.weights if self.central else None
-        return Seats(self.cut, self.cfg.train, weights, self.teacher)
+        return Seats(self.cut, self.cfg, weights, self.teacher)
 
     @property
     def rows(self) -> int:

@@ -13,7 +13,7 @@ from ..compute.attention import causal_
 from ..compute.gradient import gradient_of
 from ..compute.loss import Teacher, loss_for, next_token_loss
 from ..compute.optimizer import AdamW
-from ..config import TrainConfig
+from ..config import Config, TrainConfig
 from ..model.layout import CutModel, Layout, gather_, scatter_
 from ..model.subnet import Gates, build, spread
 from ..system.device import is_bf16, to_device
@@ -107,7 +107,8 @@ class Seat:
         coming = self.subnet.split(gates[:, :, None])
         if self.teacher is not None:
             whole = (gates == 1).all(-1) & (gates.shape[-1] == self.n_blocks)
-            weight = torch.where(whole, self.cfg.distil_whole, self.cfg.distil)  # [steps, rows]
+            pair = torch.tensor([self.cfg.distil, self.cfg.distil_whole], dtype=torch.float64)
+            weight = pair[whole.long()]  # [steps, rows]
             coming.append(to_device(weight.to(self.teacher.weight.dtype), self.device))
         self._coming = zip(*coming, strict=True)
 
@@ -182,12 +183,12 @@ class Seats:
     def __init__(
         self,
         cut: CutModel,
-        cfg: TrainConfig,
+        cfg: Config,
         central_weights: Tensor | None = None,
         teacher: Teacher | None = None,
     ):
-        self.cut, self.cfg, self.central_weights = cut, cfg, central_weights
-        self.teacher = teacher
+        self.cut, self.cfg, self.central_weights = cut, cfg.train, central_weights
+        self.teacher, self.fresh = teacher, cfg.blocks.masks != "round"
         self.made: dict[tuple, Seat] = {}
 
     def new(self, where: Layout, kind: SeatKind, *, fresh: bool) -> Seat:
@@ -205,10 +206,9 @@ class Seats:
         total_steps: int,
     ) -> Result:
         """Load a parcel and train it; the result lies in the seat until its next parcel."""
-        fresh = len(gates) > 1
-        key = (kind, fresh, tuple(parcel.layout.shapes.values()))
+        key = (kind, tuple(parcel.layout.shapes.values()))
         if key not in self.made:
-            self.made[key] = self.new(parcel.layout, kind, fresh=fresh)
+            self.made[key] = self.new(parcel.layout, kind, fresh=self.fresh)
         self.made[key].load(parcel, gates, step=round * self.cfg.interval)
         return train(self.made[key], ids, self.cfg, round, total_steps)
 

@@ -119,7 +119,7 @@ def _build(run: RunDescription, device_name: str) -> Workplace:
     dtype = torch.float64 if cfg.train.precision == "float64" else torch.float32
     described = AutoConfig.for_model(**run.model)
     template = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
-    return Workplace(run, cfg, Seats(cut_model(template, cfg.blocks, device, dtype), cfg.train))
+    return Workplace(run, cfg, Seats(cut_model(template, cfg.blocks, device, dtype), cfg))
 
 
 def _serve(session: Session, place: Workplace) -> None:

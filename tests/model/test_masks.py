@@ -1,0 +1,106 @@
+"""Masks inside a round: what they keep, how often, and what they hang on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from families_table import tiny_model
+from torch import Tensor
+
+from twistlm.config import BlocksConfig
+from twistlm.model import families, masks
+from twistlm.model.masks import Turn
+
+MAP = families.block_map(tiny_model("gpt2"), "both").coarsen("ffn", 4)
+HELD = {group.name: (0, 2, 3) for group in MAP.groups}
+ORDER = {group.name: (3, 1, 0, 2) for group in MAP.groups}
+BLOCKS = BlocksConfig(
+    n_ffn=4, masks="sequence", mask_attn=(1, 2, 4), mask_ffn=(3, 1, 2), nested=0.25
+)
+
+
+def scale(group, k: int) -> float:
+    return 10.0 * k
+
+
+def draw(turn: Turn, blocks: BlocksConfig = BLOCKS, held=HELD) -> dict[str, Tensor]:
+    """Group -> factors [steps, rows, held]."""
+    drawn = masks.draw(MAP, held, blocks, turn, ORDER, "twist", scale)
+    pieces = drawn.split([len(held[group.name]) for group in MAP.groups], -1)
+    return dict(zip(held, pieces, strict=True))
+
+
+def test_widths_are_taken_in_turn_and_a_factor_goes_with_each():
+    """Sequence j of a worker's stream takes pair j of the lists; who holds fewer blocks uses all."""
+    for turn in (Turn(1, 0, 0, 5, 2), Turn(1, 3, 2, 5, 2)):
+        found = draw(turn)
+        for group in MAP.groups:
+            sizes = (1, 2, 3) if group.kind == "attn" else (3, 1, 2)  # 4 of 3 held is 3
+            for i in range(5):
+                for row in range(2):
+                    k = sizes[((turn.round * 5 + i + turn.place) * 2 + row) % 3]
+                    values = sorted(found[group.name][i, row].tolist())
+                    assert values == [0.0] * (3 - k) + [10.0 * k] * k
+
+
+def test_kept_blocks_are_uniform_but_for_the_nested_ones():
+    """Of held (0, 2, 3) the order keeps 3, then 0: a quarter of the masks. The rest is uniform."""
+    found = draw(Turn(5, 1, 0, 600, 3))
+    for group in MAP.groups:
+        width = 1 if group.kind == "attn" else 2
+        row = 0 if group.kind == "attn" else 2
+        kept = (found[group.name][:, row] > 0).double()
+        assert (kept.sum(-1) == width).all()
+        shares = kept.mean(0).tolist()
+        first = {1: (0.0, 0.0, 1.0), 2: (1.0, 0.0, 1.0)}[width]
+        for share, nested in zip(shares, first, strict=True):
+            assert abs(share - (0.25 * nested + 0.75 * width / 3)) < 0.06  # 3 standard deviations
+
+
+def test_a_nested_mask_is_one_in_all_layers():
+    """A prefix in one layer alone is a subnet that no ticket will be."""
+    blocks = BlocksConfig(n_ffn=4, masks="sequence", mask_attn=(2,), mask_ffn=(2,), nested=0.5)
+    full = MAP.full()
+    found = draw(Turn(2, 0, 0, 400, 1), blocks, full)
+    prefix = torch.stack([(found[g.name][:, 0, [1, 3]] > 0).all(-1) for g in MAP.groups], 1)
+    assert 160 < int(prefix.all(1).sum()) < 240  # a random one is in all 6 layers once in 6^6
+
+
+def test_common_blocks_are_always_kept():
+    blocks = BlocksConfig(
+        n_ffn=4, common_ffn=(2,), masks="step", mask_attn=(1,), mask_ffn=(2,), nested=0.5
+    )
+    found = draw(Turn(0, 0, 0, 200, 1), blocks)
+    for group in MAP.groups:
+        kept = found[group.name][:, 0] > 0
+        assert bool(kept[:, 1].all()) == (group.kind == "ffn")
+
+
+def test_masks_hang_on_seed_round_and_place_alone():
+    one = draw(Turn(1, 4, 2, 5, 2))
+    for other in (Turn(2, 4, 2, 5, 2), Turn(1, 5, 2, 5, 2), Turn(1, 4, 1, 5, 2)):
+        assert any(not torch.equal(one[name], draw(other)[name]) for name in one)
+    code = (
+        "import test_masks as t, hashlib; "
+        "x = t.draw(t.Turn(1, 4, 2, 5, 2)); "
+        "print(hashlib.sha256(b''.join(v.contiguous().numpy().tobytes() for v in x.values())).hexdigest())"
+    )
+    import hashlib
+
+    mine = hashlib.sha256(b"".join(v.contiguous().numpy().tobytes() for v in one.values()))
+    path = [str(p) for p in sys.path if p]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; {code}"],
+        capture_output=True, text=True, cwd=__file__.rpartition("/")[0],
+    )  # fmt: skip
+    assert done.stdout.split()[-1:] == [mine.hexdigest()], done.stderr
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_nested_subnet_of_a_size(width):
+    widths = {group.name: width for group in MAP.groups}
+    kept = masks.prefixes(MAP, ORDER, widths)
+    assert set(kept.values()) == {(3,) if width == 1 else (0, 1, 3)}
