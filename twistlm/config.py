@@ -64,9 +64,9 @@ class BlocksConfig:
     widths: Literal["cycle", "worker"] = "cycle"
     """Whether several K are cycled over rounds or belong to one worker each."""
     common_attn: tuple[int, ...] = ()
-    """C: attention blocks that every worker holds."""
+    """C: attention blocks that every worker and every ticket holds."""
     common_ffn: tuple[int, ...] = ()
-    """C: FFN blocks that every worker holds."""
+    """C: FFN blocks that every worker and every ticket holds."""
     shared_first: int = 2
     """First layers that are not partitioned."""
     shared_last: int = 2

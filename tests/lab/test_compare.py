@@ -538,3 +538,28 @@ def test_a_file_of_points_goes_on(here, monkeypatch, capsys):
     assert Path("kept.jsonl").read_bytes() == before
     assert rows("kept") == rows()
     assert "kept/compare.csv" in out
+
+
+def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):
+    """Dense has none, TwIST has two: they stand side by side, and tickets of TwIST keep them."""
+    blocks = {"k_attn": 3, "common_attn": [3], "common_ffn": [1]}
+    rounds.train(tiny("tokens", Path("c"), train={"rounds": 1}, blocks=blocks), quiet=True)
+    asked = ("--settings", "both", "--methods", "", "--n", "2")
+    run(monkeypatch, capsys, "--parent-dense", "dense", "--parent-twist", "c", *asked)
+    with_c = rows()["both", "2/4", "TwIST", "random", ""]
+    cut = opened("c", "both").block_map
+    widths = widths_of_ratio(cut, "2/4")
+    values = []
+    for draw in range(2):
+        blueprint = generator.for_deployment(cut, widths, seed=0, draw=draw)
+        assert all(3 in k if "attn" in name else 1 in k for name, k in blueprint.items())
+        values.append(perplexity(deploy.extract(opened("c", "both"), blueprint)))
+    assert float(with_c["perplexity"]) == pytest.approx(sum(values) / 2, rel=1e-5)
+    record = json.loads(Path("table/compare.json").read_text())
+    assert record["parents"]["TwIST"]["common_attn"] == [3]
+    code, _, err = in_process(
+        monkeypatch, capsys, "compare", *SMALL, "--parent-twist", "c", "--methods", "",
+        "--settings", "both", "blocks.common_ffn=[0,1,2]",
+    )  # fmt: skip
+    assert code == 2
+    assert "no room for the 3 common ffn blocks" in err

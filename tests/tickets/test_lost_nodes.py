@@ -111,3 +111,16 @@ def test_different_tokens_are_no_comparison(home):
     }
     with pytest.raises(ValueError, match="different tokens"):
         lost_nodes.drop(opened, 4, 1, quiet=True)
+
+
+def test_every_node_holds_the_common_blocks(home):
+    """C = {1}: three blocks are left to spread, so losing a node of three takes one, never block 1."""
+    common = ("blocks.common_attn=[1]", "blocks.common_ffn=[1]")
+    parent = open_parent(home / "gpt2", "cpu", [*CUT, *common])
+    for lost, gone in ((0, 0), (1, 2), (2, 3)):
+        rest = lost_nodes.survivors(parent.block_map, 3, (lost,))
+        assert set(rest.values()) == {tuple(block for block in range(4) if block != gone)}
+    (made,) = lost_nodes.drop({"c": parent}, 3, 2, data=str(home / "tokens"), tokens=64, quiet=True)
+    assert all(math.isfinite(value) for value in made.losses.values())
+    with pytest.raises(ValueError, match=r"3 attn blocks that are not common.* at most 3 nodes"):
+        lost_nodes.check(parent, 4, 1)

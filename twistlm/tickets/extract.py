@@ -16,6 +16,7 @@ from ..compute.perplexity import Evaluator, perplexity
 from ..compute.speed import Speed
 from ..model import huggingface
 from ..model.blocks import KINDS, Blueprint, Widths
+from ..model.generator import for_deployment
 from ..model.subnet import build
 from ..system import terminal
 from ..system.terminal import console, progress
@@ -133,8 +134,8 @@ def _fit(parent: Parent, budget: Budget, dtype: str, bar: Progress) -> list[Widt
 
     def milliseconds(widths: Widths) -> float:
         nonlocal n_measured
-        kept = {name: tuple(range(k)) for name, k in widths.items()}  # any blocks: equal shapes
-        model = deploy.extract(parent, kept)
+        some = for_deployment(parent.block_map, widths, seed=0)  # any blocks: equal shapes
+        model = deploy.extract(parent, some)
         took = speed.measure(model.to(getattr(torch, dtype))).decode_ms
         n_measured += 1
         bar.update(task, advance=1, note=f"{took:.2f} ms")

@@ -1,8 +1,8 @@
 """`twistlm drop`: the parent is served by n nodes, some die, the others go on.
 
 As in tensor-parallel serving every node holds one contiguous run of each layer's blocks, and
-everything that is not cut. Where blocks do not divide evenly, the first nodes hold one more. The
-survivors are a subnet of K of N blocks and are scaled like one.
+everything that is not cut, the common blocks among it. Where blocks do not divide evenly, the first
+nodes hold one more. The survivors are a subnet of K of N blocks and are scaled like one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..model.blocks import BlockMap, Blueprint
+from ..model.blocks import BlockGroup, BlockMap, Blueprint
 from ..system import provenance, terminal
 from ..system.terminal import progress
 from ..training import checkpoint
@@ -58,12 +58,12 @@ def shard(n_blocks: int, n_nodes: int) -> list[range]:
 
 
 def survivors(block_map: BlockMap, n_nodes: int, lost: tuple[int, ...]) -> Blueprint:
-    """The blocks that the other nodes hold."""
+    """The blocks that the other nodes hold; common ones are on every node, as in training."""
     blueprint = {}
     for group in block_map.groups:
-        shards = shard(group.n_blocks, n_nodes)
-        kept = (shards[node] for node in range(n_nodes) if node not in lost)
-        blueprint[group.name] = tuple(itertools.chain.from_iterable(kept))
+        own = [block for block in range(group.n_blocks) if block not in group.common]
+        gone = {own[i] for node in lost for i in shard(len(own), n_nodes)[node]}
+        blueprint[group.name] = tuple(b for b in range(group.n_blocks) if b not in gone)
     return blueprint
 
 
@@ -72,12 +72,18 @@ def check(parent: Parent, n_nodes: int, n_lost: int) -> None:
         raise ValueError(
             f"--lose {n_lost} of --nodes {n_nodes}: lose at least 1 and keep at least 1"
         )
-    least = min(parent.block_map.groups, key=lambda group: group.n_blocks)
-    if n_nodes > least.n_blocks:
+    least = min(parent.block_map.groups, key=_n_own)
+    if n_nodes > (most := _n_own(least)):
+        common = " that are not common" if least.common else ""
         raise ValueError(
-            f"--nodes {n_nodes}: {parent.source} has {least.n_blocks} {least.kind} blocks in a layer "
-            f"({least.name}), so at most {least.n_blocks} nodes can hold one each"
+            f"--nodes {n_nodes}: {parent.source} has {most} {least.kind} blocks{common} in a layer "
+            f"({least.name}), so at most {most} nodes can hold one each"
         )
+
+
+def _n_own(group: BlockGroup) -> int:
+    """Blocks that one node holds and no other."""
+    return group.n_blocks - len(group.common)
 
 
 @torch.no_grad()

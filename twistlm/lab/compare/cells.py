@@ -25,6 +25,7 @@ from .measure import REPAIR_SEQUENCES, Note, Result, Stand
 from .rivals import Rival
 
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
+COMMON = ("common_attn", "common_ffn")  # named where there are some: older points have none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +211,8 @@ class Grid:
 
     def _cut(self, rival: Rival, setting: Setting) -> dict[str, Any]:
         blocks = rival.parent.cfg.blocks
-        return {"setting": setting, **{key: getattr(blocks, key) for key in BLOCKS}}
+        common = {key: c for key in COMMON if (c := list(getattr(blocks, key)))}
+        return {"setting": setting, **{key: getattr(blocks, key) for key in BLOCKS}, **common}
 
     def _calibration(self, n: int | None = None) -> dict[str, Any]:
         assert self.asked.ids is not None

@@ -18,7 +18,7 @@ from ...compute.attention import causal_
 from ...compute.perplexity import Evaluator, Spread, Text, perplexity
 from ...config import Setting
 from ...model.blocks import Blueprint, Shapes, widths_of_ratio
-from ...model.generator import draws
+from ...model.generator import draws, for_deployment
 from ...model.subnet import build
 from ...pruners import repair, walk
 from ...pruners.methods import METHODS, prune_
@@ -152,7 +152,7 @@ class Stand:
         kept = whole = cut.block_map.full()
         if not zeros:
             widths = widths_of_ratio(cut.block_map, ratio)
-            kept = {name: tuple(range(k)) for name, k in widths.items()}  # any: equal shapes
+            kept = for_deployment(cut.block_map, widths, seed=0)  # any blocks: equal shapes
         full, other = (deploy.extract(cut, blueprint) for blueprint in (whole, kept))
         for model in (full, other):
             nn.Module.to(model, "cpu")

@@ -32,7 +32,6 @@ from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...tickets import importance
 from ...tickets.calibration import calibrate
-from ...tickets.parent import Parent
 from ..points import Place, Points, place_of
 from . import table
 from .cells import Asked, Cell, Grid
@@ -50,7 +49,8 @@ def compare(request: CompareRequest) -> list[Table]:
     rivals = open_all(request.sources, settings, request.device, request.overrides)
     asked = read(request, rivals)
     if asked.tickets:
-        _check_whole_blocks(rivals[0].parent, asked)
+        for rival in rivals:
+            _check_whole_blocks(rival, asked)
     points = Points(place)
     cells = Grid(rivals, asked, points).cells()
     cut = tuple(s for s in settings if any(cell.is_pruned and cell.setting == s for cell in cells))
@@ -77,8 +77,9 @@ def _check_place(place: Place) -> None:
         raise ValueError(f"--out {folder} exists and is no comparison: choose another folder")
 
 
-def _check_whole_blocks(parent: Parent, asked: Asked) -> None:
-    """Refuse a ratio that is no whole number of blocks in a layer that is cut."""
+def _check_whole_blocks(rival: Rival, asked: Asked) -> None:
+    """Refuse a ratio that is no whole number of blocks in a layer that is cut, or has no room for C."""
+    parent = rival.parent
     for setting in asked.settings:
         blocks = replace(parent.cfg.blocks, setting=setting)
         for ratio in asked.ratios:

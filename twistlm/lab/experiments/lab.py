@@ -218,6 +218,9 @@ class Lab:
         """A point's config: the experiment, the scale, the parent and what is asked of it."""
         label = recipe.label if recipe else "start"
         slug = recipe.slug if recipe else "start"
+        blocks = self.base.blocks
+        if blocks.common_attn or blocks.common_ffn:  # subnets keep them: older points did not
+            more |= {"common": [list(blocks.common_attn), list(blocks.common_ffn)]}
         return {
             "experiment": experiment,
             "scale": self.name,
