@@ -16,19 +16,28 @@ from ..page.section import Figure, Section, Table, lowest, number, spread
 from . import paper, ranking
 from .lab import Lab, Point
 from .ranking import EXTRACTED, Rows, Sample, is_zeros, subnets
-from .scales import DENSE, N, Recipe, only
+from .scales import DENSE, N, Recipe, only, trained_at
 
 BEST_ZEROS, BEST_BLOCKS = "best zeros", "best chosen blocks"  # of the pruners, in a figure
 
 
 def points(lab: Lab) -> list[Point]:
-    """Random extraction (SE) from every parent, whole models first; then the pruners on data parallel."""
+    """Random extraction (SE) from every parent, whole models first; then the pruners on data parallel.
+
+    The paper's column of parents that were trained at the size they are extracted at is a row of ours.
+    """
     scale = lab.scale
     extracted = [
         _extracted(lab, recipe, setting, k)
         for setting in scale.settings
         for recipe in (None, *only(setting))
         for k in (N, *scale.table1)
+    ]
+    extracted += [
+        _extracted(lab, trained_at(k, setting), setting, k)
+        for setting in scale.settings
+        for k in scale.table1
+        if trained_at(k, setting) not in only(setting)
     ]
     pruned = [
         _pruned(lab, method, setting, k)
