@@ -98,7 +98,7 @@ def test_table1_marks_the_lowest_and_puts_the_paper_beside():
     ]
     made = table1.section(points)
     (table,) = made.tables
-    assert table.head == ("both", "whole", "4/12")
+    assert table.head == ("both", "whole", "4/12", "scale")
     names = [row[0] for row in table.rows]
     assert names == [
         "SparseGPT",
@@ -144,23 +144,28 @@ def test_parents_trained_at_the_size_have_a_row_and_the_papers_column(setting):
         for k, v in means.items()
     ]
     points.append(subnet("TwIST K=6", f"twist-6{ending}", 4, 23.5, setting=setting))
+    for point, scale in zip(
+        points, ("sqrt(N/K)", "no scale", "no scale", "measured"), strict=False
+    ):
+        point["result"]["treatment"] = {"chosen": scale}
     (table,) = table1.section(points).tables
     rows = {row[0]: row[1:] for row in table.rows if row[0] != "the paper"}
     assert list(rows) == [
         "random blocks of TwIST trained at that size",
         "random blocks of TwIST K=6",
     ]
-    own = rows["random blocks of TwIST trained at that size"]
+    *own, scales = rows["random blocks of TwIST trained at that size"]
     assert [text.split()[0] for text in own] == ["18.00", "21.00", "22.00", "24.00"]
-    assert [text.split()[:1] for text in rows["random blocks of TwIST K=6"]] == [
-        [], ["21.00"], ["23.50"], [],
-    ]  # fmt: skip
+    assert scales == "sqrt(N/K); no scale; no scale; measured"
+    *other, scales = rows["random blocks of TwIST K=6"]
+    assert [text.split()[:1] for text in other] == [[], ["21.00"], ["23.50"], []]
+    assert scales == "no scale; ?"  # the last point was measured before scales were chosen
     theirs = {
         "both": ("19.67", "21.32", "23.14", "24.86"),
         "attn": ("17.35", "17.74", "18.25", "18.49"),
         "ffn": ("18.06", "18.90", "19.69", "20.51"),
     }
-    assert table.rows[1] == ("the paper", *theirs[setting])
+    assert table.rows[1] == ("the paper", *theirs[setting], "")
 
 
 def heat(values: dict[int, dict[int, float]]) -> list[dict]:

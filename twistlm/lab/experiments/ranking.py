@@ -8,7 +8,10 @@ from typing import Any
 
 from ...config import Setting
 from ...model.blocks import widths_of_ratio
+from ...model.generator import draws
 from ...pruners.write import STRUCTURED
+from ...tickets.treatment import N_DRAWS
+from ..compare.table import by_size
 from ..page.section import Claim, number
 from .lab import Lab, Point
 from .scales import DENSE, DROPOUT, SCALES, TWIST, N, Recipe
@@ -25,6 +28,7 @@ NAMES = {
     "block:taylor": ("blocks by Taylor", ""),
     "block:magnitude": ("blocks by magnitude", ""),
 }
+TRIED = "best of some on other text"  # how the activation scale of a ticket comes about
 EXTRACTED = "random blocks of "  # before a parent's name
 AT_SIZE = f"{EXTRACTED}TwIST trained at that size"  # one parent for each size, the paper's SE
 Rows = dict[str, dict[int, dict[str, Any]]]  # name of a row -> K -> result
@@ -219,6 +223,7 @@ def subnets(lab: Lab, experiment: str, recipe: Recipe | None, sample: Sample, **
         n=n,
         tokens=sample.tokens,
         seed=seed,
+        **({"scale": TRIED} if k < N else {}),
         **more,
     )
 
@@ -235,8 +240,16 @@ def subnets(lab: Lab, experiment: str, recipe: Recipe | None, sample: Sample, **
                 "n_params": parent.central.layout.n_params,
             }
         widths = widths_of_ratio(parent.block_map, scale.ratio(k))
-        spread = ready.random_subnets(scale.ratio(k), widths, n, seed)
-        return {"values": list(spread.values), **spread.summary(), "n_params": spread.n_params}
+        others = draws(parent.block_map, widths, seed=seed, n=n + N_DRAWS, first=n)
+        treatments = lab.treatments(recipe, sample.setting, sample.tokens)
+        treatment, chosen = treatments.best(list(others))
+        spread = treatments.evaluator(treatment).random_subnets(scale.ratio(k), widths, n, seed)
+        return {
+            "values": list(spread.values),
+            **spread.summary(),
+            "n_params": spread.n_params,
+            "treatment": chosen,
+        }
 
     return Point(about, measure)
 
@@ -248,3 +261,11 @@ def by_parent(points: Iterable[dict[str, Any]]) -> ByParent:
         config = point["config"]
         found.setdefault(config["parent"], {})[config["k"]] = point["result"]
     return found
+
+
+def scales_of(results: dict[int, dict[str, Any]], sizes: Iterable[int]) -> str:
+    """The activation scales of a row's tickets, one for all sizes or one after the other."""
+    found = [
+        results[k].get("treatment", {}).get("chosen", "") for k in sizes if k in results and k < N
+    ]
+    return by_size(found) if found else ""

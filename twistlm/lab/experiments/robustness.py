@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from ..page import draw
@@ -59,10 +60,18 @@ def section(points: list[dict[str, Any]]) -> Section:
     ]
     what = (
         "Every parent is trained from the same start with subnets of X blocks; random subnets of Y blocks "
-        f"are then evaluated (12: the whole model). The paper on its own text: {'; '.join(theirs)}; of attn "
+        f"are then evaluated (12: the whole model), each cell with the activation scale that suits it best on other "
+        f"text ({_scales(points)}). The paper on its own text: {'; '.join(theirs)}; of attn "
         "it prints no number."
     )
     return Section("robustness", "Robustness to the size", what, (), tuple(figures), tuple(claims))
+
+
+def _scales(points: list[dict[str, Any]]) -> str:
+    """How many cells took which scale."""
+    found = [p["result"].get("treatment", {}).get("chosen") for p in points if p["config"]["k"] < N]
+    counts = Counter(scale or "as trained" for scale in found)
+    return ", ".join(f"{scale}: {n}" for scale, n in counts.most_common())
 
 
 def _name(config: dict[str, Any]) -> str:
