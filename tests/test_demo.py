@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 
 from twistlm import cli
 from twistlm.data import builtin
+from twistlm.demo import treated
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.score import ScoreRequest, evaluator, score_parent
 
 SMALL = ["train.rounds=3", "train.interval=2", "model.config.n_layer=2", "run.eval_tokens=640"]
+ASKED = ScoreRequest(ratios=("9/12", "6/12", "4/12", "3/12"), n=3, tokens=640)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +66,12 @@ def test_the_scores_on_disk_are_those_of_eval(demo):
     out, _ = demo
     saved = json.loads((out / "scores.json").read_text())
     assert [row["name"] for row in saved] == ["data parallel", "TwIST"]
-    request = ScoreRequest(n=3, data=str(out / "text/valid"), tokens=640)
-    again = score_parent(open_parent(out / "twist", "cpu"), request, "twist")
+    request = replace(ASKED, data=str(out / "text/valid"))
+    opened, scale = treated(open_parent(out / "twist", "cpu"), request)
+    assert scale == saved[1]["scale"]
+    again = score_parent(opened, request, "twist")
     assert again.full == pytest.approx(saved[1]["full"], rel=1e-6)
-    assert again.subnets[0].mean == pytest.approx(saved[1]["subnets"][1]["mean"], rel=1e-6)
+    assert again.subnets[1].mean == pytest.approx(saved[1]["subnets"][1]["mean"], rel=1e-6)
 
 
 def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
@@ -74,7 +79,7 @@ def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
     out, _ = demo
     ticket = deploy.load_ticket(out / "ticket")
     blueprint = json.loads((out / "ticket/ticket.json").read_text())["blueprint"]
-    loaded = open_parent(out / "twist", "cpu")
+    loaded, _ = treated(open_parent(out / "twist", "cpu"), ASKED)
     ready = evaluator(loaded, data=str(out / "text/valid"), tokens=640)
     subnet = ready.refill_({name: tuple(kept) for name, kept in blueprint.items()})
     ids = ready.text.file.sequences([0, 1], 64)

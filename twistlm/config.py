@@ -18,6 +18,7 @@ Kind = Literal["attn", "ffn"]
 Setting = Literal["attn", "ffn", "both"]
 Method = Literal["twist", "dense", "dropout"]
 Wire = Literal["fp32", "bf16", "int8"]
+ActivationScale = Literal["sqrt", "none", "inverse", "measured"]
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ class BlocksConfig:
     widths: Literal["cycle", "worker"] = "cycle"
     """Whether several K are cycled over rounds or belong to one worker each."""
     common_attn: tuple[int, ...] = ()
-    """C: attention blocks that every worker holds."""
+    """C: attention blocks that every worker and every ticket holds."""
     common_ffn: tuple[int, ...] = ()
-    """C: FFN blocks that every worker holds."""
+    """C: FFN blocks that every worker and every ticket holds."""
     shared_first: int = 2
     """First layers that are not partitioned."""
     shared_last: int = 2
@@ -130,7 +131,7 @@ class TrainConfig:
     """Whether Adam's moments travel with their blocks or start anew in each round."""
     outer: str = "none"
     """`none` (the mean), or `nesterov(lr, momentum)` on the round's pseudo-gradient."""
-    scale: Literal["sqrt", "none", "inverse", "measured"] = "sqrt"
+    scale: ActivationScale = "sqrt"
     """What a subnet's layer output is multiplied by: sqrt(N/K), 1, N/K, or the measured ratio."""
     teacher: str = "none"
     """`none`, or a frozen model whose predictions are learned beside the text: `start` (the weights that

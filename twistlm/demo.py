@@ -23,12 +23,14 @@ from .system.provenance import describe_run
 from .system.terminal import console, progress
 from .tickets import deploy
 from .tickets.parent import Parent, open_parent
-from .tickets.score import ScoreRequest, Scores, score_parent, table
+from .tickets.score import ScoreRequest, Scores, score_parent, table, text_of
+from .tickets.treatment import N_DRAWS, Treatments, choice_text
 from .training import rounds
 
 PARENTS: dict[str, Method] = {"data parallel": "dense", "TwIST": "twist"}
 TICKET = "6/12"
 PROMPT = "Return the"
+CHOICE_TOKENS = 4096  # that an activation scale is chosen on
 
 
 def run(out: Path, n: int, overrides: list[str]) -> None:
@@ -57,8 +59,8 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     request = ScoreRequest(ratios=cfg.run.eval_ratios, n=n, tokens=cfg.run.eval_tokens)
     scores = []
     for name, made in configs.items():
-        parent = open_parent(made.run.out, "cpu")
-        scores.append(score_parent(parent, request, name))
+        parent, scale = treated(open_parent(made.run.out, "cpu"), request)
+        scores.append(replace(score_parent(parent, request, name), scale=scale))
     console.print(table(scores))
     console.print(reading(scores))
     (out / "scores.json").write_text(json.dumps([s.to_dict() for s in scores], indent=1) + "\n")
@@ -127,6 +129,29 @@ def reading(scores: list[Scores]) -> str:
         f"{', '.join(wins) or 'no size'}; the full data-parallel model is "
         f"{'better' if dense.full < twist.full else 'worse'} than the full TwIST model."
     )
+
+
+def treated(parent: Parent, request: ScoreRequest) -> tuple[Parent, str]:
+    """The parent with the activation scale that suits its tickets best on text behind the reported one."""
+    text = text_of(parent, None, request.tokens)
+    choice = choice_text(text, parent.cfg.data)
+    assert choice is not None
+    tried = Treatments(
+        parent, text, replace(choice, max_tokens=min(CHOICE_TOKENS, choice.max_tokens))
+    )
+    some = [
+        blueprint
+        for ratio in request.ratios
+        for blueprint in generator.draws(
+            parent.block_map,
+            widths_of_ratio(parent.block_map, ratio),
+            seed=request.seed,
+            n=request.n + N_DRAWS,
+            first=request.n,
+        )
+    ]
+    chosen, _ = tried.best(some)
+    return tried.parent_with(chosen), str(chosen)
 
 
 def write_ticket(parent: Parent, folder: Path) -> None:

@@ -25,6 +25,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from twistlm import cli
+from twistlm.compute.perplexity import Text
 from twistlm.data import token_file
 from twistlm.lab.compare import table
 from twistlm.lab.points import name_of
@@ -33,6 +34,7 @@ from twistlm.model.blocks import widths_of_ratio
 from twistlm.pruners.write import PruneRequest, write
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import Parent, open_parent
+from twistlm.tickets.treatment import Treatments, choice_text
 from twistlm.training import rounds
 
 SEQ_LEN, N_TOKENS = 16, 96
@@ -115,6 +117,14 @@ def opened(name: str, setting: str) -> Parent:
     return open_parent(name, "cpu", [f"blocks.setting={setting}"])
 
 
+def treated(parent: Parent, scale: str) -> Parent:
+    """The parent with the scale that the table names, measured on the text behind the reported one."""
+    text = Text(token_file.open_tokens("tokens"), SEQ_LEN, N_TOKENS)
+    tried = Treatments(parent, text, choice_text(text, parent.cfg.data))
+    assert tried.choice.first == text.n_sequences
+    return tried.parent_with(next(t for t in tried.candidates() if str(t) == scale))
+
+
 def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
     """Tickets and pruned models through their folders, and Hugging Face's own forward pass."""
     methods = "sparsegpt,magnitude,block:fisher"
@@ -142,14 +152,14 @@ def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
         assert float(whole["perplexity"]) == pytest.approx(want, rel=1e-5)
         assert int(whole["bytes"]) == (folder / "model.safetensors").stat().st_size
         assert (whole["calibration_tokens"], whole["speedup"]) == ("0", "1.0")
-        parent = opened(kind, "attn")
+        row = found["attn", "2/4", label, "random", ""]
+        parent = treated(opened(kind, "attn"), row["scale"])
         widths = widths_of_ratio(parent.block_map, "2/4")
         values = []
         for draw in range(3):
             blueprint = generator.for_deployment(parent.block_map, widths, seed=0, draw=draw)
             deploy.save_ticket(parent, blueprint, Path("ticket"))
             values.append(perplexity(deploy.load_ticket(Path("ticket"))))
-        row = found["attn", "2/4", label, "random", ""]
         assert float(row["perplexity"]) == pytest.approx(statistics.mean(values), rel=1e-5)
         assert float(row["sd"]) == pytest.approx(statistics.stdev(values), rel=1e-2)
         assert int(row["bytes"]) == Path("ticket/model.safetensors").stat().st_size
@@ -158,10 +168,15 @@ def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
         for method in methods.split(","):
             for repair in ("", "lstsq") if ":" in method else ("",):
                 request = PruneRequest(method=method, ratio="2/4", n=6, repair=repair or None)
-                write(opened("dense", setting), Path("out"), request, quiet=True)
+                parent, row = (
+                    opened("dense", setting),
+                    found[setting, "2/4", "dense", method, repair],
+                )
+                if ":" in method:
+                    parent = treated(parent, row["scale"])
+                write(parent, Path("out"), request, quiet=True)
                 load = deploy.load_ticket if ":" in method else AutoModelForCausalLM.from_pretrained
                 want = perplexity(load(Path("out")))
-                row = found[setting, "2/4", "dense", method, repair]
                 assert float(row["perplexity"]) == pytest.approx(want, rel=1e-5), (method, repair)
                 assert int(row["bytes"]) == Path("out/model.safetensors").stat().st_size
                 read = repair or method != "magnitude"
@@ -538,3 +553,29 @@ def test_a_file_of_points_goes_on(here, monkeypatch, capsys):
     assert Path("kept.jsonl").read_bytes() == before
     assert rows("kept") == rows()
     assert "kept/compare.csv" in out
+
+
+def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):
+    """Dense has none, TwIST has two: they stand side by side, and tickets of TwIST keep them."""
+    blocks = {"k_attn": 3, "common_attn": [3], "common_ffn": [1]}
+    rounds.train(tiny("tokens", Path("c"), train={"rounds": 1}, blocks=blocks), quiet=True)
+    asked = ("--settings", "both", "--methods", "", "--n", "2")
+    run(monkeypatch, capsys, "--parent-dense", "dense", "--parent-twist", "c", *asked)
+    with_c = rows()["both", "2/4", "TwIST", "random", ""]
+    cut = opened("c", "both").block_map
+    widths = widths_of_ratio(cut, "2/4")
+    values = []
+    for draw in range(2):
+        blueprint = generator.for_deployment(cut, widths, seed=0, draw=draw)
+        assert all(3 in k if "attn" in name else 1 in k for name, k in blueprint.items())
+        parent = treated(opened("c", "both"), with_c["scale"])
+        values.append(perplexity(deploy.extract(parent, blueprint)))
+    assert float(with_c["perplexity"]) == pytest.approx(sum(values) / 2, rel=1e-5)
+    record = json.loads(Path("table/compare.json").read_text())
+    assert record["parents"]["TwIST"]["common_attn"] == [3]
+    code, _, err = in_process(
+        monkeypatch, capsys, "compare", *SMALL, "--parent-twist", "c", "--methods", "",
+        "--settings", "both", "blocks.common_ffn=[0,1,2]",
+    )  # fmt: skip
+    assert code == 2
+    assert "no room for the 3 common ffn blocks" in err

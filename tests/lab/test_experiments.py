@@ -105,7 +105,7 @@ def test_every_experiment_end_to_end_and_its_page(shared, tmp_path, monkeypatch)
     text = (tmp_path / "results.md").read_text()
     shown = [part.split(")")[0] for part in text.split("](figures/")[1:]]
     # the chapter's first, and those of sections without a table
-    names = ("table1-both", "robustness-both", "memory")
+    names = ("table1-both", "robustness-both", "robustness-attn", "memory")
     assert sorted(shown) == sorted(f"lab-{name}.png" for name in names)
     assert sorted(shown) == sorted(path.name for path in (tmp_path / "figures").iterdir())
     for name in (

@@ -71,12 +71,20 @@ def test_claims_of_table1_follow_from_the_numbers():
         "TwIST's random subnets beat data parallel's at every size",
         "TwIST's curve over the size is flatter than data parallel's",
     )
-    cross = "SparseGPT is ahead at 6/12 and above, TwIST at 4/12 and below (crossover)"
+    cross = "SparseGPT is ahead at 6/12 and above, TwIST K=6 at 4/12 and below (crossover)"
+    at_size = cross.replace("TwIST K=6", "TwIST trained at that size")
     whole = "the whole TwIST model is as good as the whole data-parallel one"
     found = verdicts(table1.section(grid(twist, dense, gpt)))
+    # trained at 6, extracted at 6 is one of both rows; the other sizes have no parent of their own yet
     assert found == {beats: True, flat: True, cross: True, whole: False}
     lost = verdicts(table1.section(grid(twist | {8: 60, 12: 14}, dense, gpt | {6: 22})))
     assert lost == {beats: False, flat: True, cross: False, whole: True}
+    own = [subnet(f"TwIST K={k}", f"twist-{k}", k, v) for k, v in {8: 18, 4: 22, 3: 24}.items()]
+    found = verdicts(table1.section([*grid(twist, dense, gpt), *own]))
+    assert found[at_size] is True
+    own[1]["result"]["mean"] = 32  # its own parent at 4/12 loses: the paper's column decides
+    found = verdicts(table1.section([*grid(twist, dense, gpt), *own]))
+    assert (found[cross], found[at_size]) == (True, False)
     steep = verdicts(table1.section(grid(twist | {3: 2580}, dense | {3: 2587, 8: 2000}, gpt)))
     assert steep[flat] is False
 
@@ -90,7 +98,7 @@ def test_table1_marks_the_lowest_and_puts_the_paper_beside():
     ]
     made = table1.section(points)
     (table,) = made.tables
-    assert table.head == ("both", "whole", "4/12")
+    assert table.head == ("both", "whole", "4/12", "scale")
     names = [row[0] for row in table.rows]
     assert names == [
         "SparseGPT",
@@ -127,6 +135,39 @@ def test_table1_marks_the_lowest_and_puts_the_paper_beside():
     assert not table.small
 
 
+@pytest.mark.parametrize("setting", ["both", "attn", "ffn"])
+def test_parents_trained_at_the_size_have_a_row_and_the_papers_column(setting):
+    ending = "" if setting == "both" else f"-{setting}"
+    means = {8: 18.0, 6: 21.0, 4: 22.0, 3: 24.0}
+    points = [
+        subnet(f"TwIST K={k}", f"twist-{k}{ending}", k, v, setting=setting)
+        for k, v in means.items()
+    ]
+    points.append(subnet("TwIST K=6", f"twist-6{ending}", 4, 23.5, setting=setting))
+    for point, scale in zip(
+        points, ("sqrt(N/K)", "no scale", "no scale", "measured"), strict=False
+    ):
+        point["result"]["treatment"] = {"chosen": scale}
+    (table,) = table1.section(points).tables
+    rows = {row[0]: row[1:] for row in table.rows if row[0] != "the paper"}
+    assert list(rows) == [
+        "random blocks of TwIST trained at that size",
+        "random blocks of TwIST K=6",
+    ]
+    *own, scales = rows["random blocks of TwIST trained at that size"]
+    assert [text.split()[0] for text in own] == ["18.00", "21.00", "22.00", "24.00"]
+    assert scales == "sqrt(N/K); no scale; no scale; measured"
+    *other, scales = rows["random blocks of TwIST K=6"]
+    assert [text.split()[:1] for text in other] == [[], ["21.00"], ["23.50"], []]
+    assert scales == "no scale; ?"  # the last point was measured before scales were chosen
+    theirs = {
+        "both": ("19.67", "21.32", "23.14", "24.86"),
+        "attn": ("17.35", "17.74", "18.25", "18.49"),
+        "ffn": ("18.06", "18.90", "19.69", "20.51"),
+    }
+    assert table.rows[1] == ("the paper", *theirs[setting], "")
+
+
 def heat(values: dict[int, dict[int, float]]) -> list[dict]:
     return [
         subnet(f"TwIST K={x}", f"twist-{x}", y, v, experiment="robustness", widths=[x], outer=False)
@@ -144,6 +185,25 @@ def test_claims_of_robustness():
     assert [claim.holds for claim in robustness.section(heat(edge)).claims] == [False, False, True]
     edge = good | {3: {3: 22, 6: 22, 10: 22}}
     assert [claim.holds for claim in robustness.section(heat(edge)).claims] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("setting", "theirs"),
+    [
+        ("both", "the paper's both, 10 to 4: 3.34 times"),
+        ("ffn", "the paper's ffn, 10 to 4: 2.15 times"),
+        ("attn", "the paper prints no such number for attn"),
+    ],
+)
+def test_the_heat_map_claim_compares_the_papers_pair(setting, theirs):
+    """10 to 4 is 1.2 times here, though 10 to 3 is 3 times: like is compared with like."""
+    points = heat({3: {3: 25, 4: 25, 10: 25}, 10: {3: 54, 4: 21.6, 10: 18, 12: 17}})
+    for point in points:
+        point["config"]["setting"] = setting
+    claim = robustness.section(points).claims[0]
+    assert claim.holds is False
+    assert "perplexity at 4/12 is 1.20 times that at 10/12" in claim.because
+    assert theirs in claim.because
 
 
 def test_claims_of_stability_and_node_loss():

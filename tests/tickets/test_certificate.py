@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -15,7 +16,7 @@ from conftest import make_tokens
 from families_table import tiny_model
 
 from twistlm.model import generator
-from twistlm.tickets import certify, deploy
+from twistlm.tickets import certify, deploy, score
 from twistlm.tickets.certify import Certificate, CertificateRequest, certify_tickets, reading, table
 from twistlm.tickets.parent import Parent, open_parent
 
@@ -204,6 +205,23 @@ def test_draws_of_something_else_are_refused(parent, tmp_path, more):
     with pytest.raises(ValueError, match=r"something else .*choose another folder"):
         make(parent, tmp_path, **more)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_tickets_with_common_blocks_are_other_tickets(parent, tmp_path):
+    """They are not mixed with draws that may lack C, and every one of them holds it."""
+    cut = ["blocks.common_attn=[3]", "blocks.common_ffn=[0]"]
+    mine = open_parent(parent.source, "cpu", [*CUT, *cut])
+    make(parent, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"something else \(tickets differ\)"):
+        make(mine, tmp_path / "out")
+    ready = score.evaluator(mine, tokens_of(parent), 64)
+    pairs = {"attn": [(b, 3) for b in (0, 1, 2)], "ffn": [(0, b) for b in (1, 2, 3)]}
+    names = [group.name for group in mine.block_map.groups]
+    hands = itertools.product(*(pairs[name.rpartition(".")[2]] for name in names))
+    every = [ready.subnet_perplexity(dict(zip(names, hand, strict=True))) for hand in hands]
+    assert len(every) == 3**4
+    for value in make(mine).spread.values:
+        assert min(abs(value / other - 1) for other in every) < 1e-6
 
 
 def test_other_weights_are_refused(parent, tmp_path):

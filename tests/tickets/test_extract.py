@@ -749,3 +749,60 @@ def test_the_command(home, tmp_path, monkeypatch, capsys):
     assert note["command"].startswith("twistlm extract ")
     assert "--seed 5" in note["command"]
     deploy.load_ticket(tmp_path / "deep/t")
+
+
+# ---------------------------------------------------------------- common blocks
+
+COMMON = ("blocks.common_attn=[1]", "blocks.common_ffn=[5,2]")
+KEPT = {"attn": {1}, "ffn": {2, 5}}
+
+
+def keeps_common(parent: Parent, blueprint) -> bool:
+    return all(KEPT[g.kind] <= set(blueprint[g.name]) for g in parent.block_map.groups)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [{"ratio": "1/2"}, {"ratio": "attn=1/4,ffn=2/6"}, {"params": "11k"}, {"size": "46kB"}],
+    ids=lambda what: next(iter(what)),
+)
+@pytest.mark.parametrize("pick", ["random", "best-of:4", "importance:magnitude", "importance"])
+def test_tickets_keep_the_common_blocks(home, tmp_path, pick, what):
+    """Of four heads and six chunks: without C most draws, and every score, miss one of them."""
+    for seed in range(3):
+        parent, ticket = ask(
+            home, tmp_path / str(seed), pick=pick, seed=seed, data="text", tokens=64,
+            overrides=COMMON, **what,
+        )  # fmt: skip
+        assert keeps_common(parent, ticket["blueprint"])
+
+
+def test_random_tickets_of_common_blocks_are_uniform_over_the_rest(home):
+    parent = open_(home, "gpt2", *COMMON)
+    widths = widths_of_ratio(parent.block_map, "1/2")
+    counts = dict.fromkeys(range(6), 0)
+    for blueprint in generator.draws(parent.block_map, widths, seed=3, n=400):
+        assert parent.block_map.widths(blueprint) == widths
+        assert keeps_common(parent, blueprint)
+        for block in blueprint["transformer.h.0.ffn"]:
+            counts[block] += 1
+    assert counts[2] == counts[5] == 400
+    for block in (0, 1, 3, 4):  # 100 expected, sd 8.7
+        assert 65 <= counts[block] <= 135
+
+
+def test_sizes_without_room_for_the_common_blocks_are_refused(home, tmp_path):
+    parent = open_(home, "gpt2", *COMMON)
+    with pytest.raises(ValueError, match=r"no room for the 2 common ffn blocks.*legal: 2/6, 3/6"):
+        widths_of_ratio(parent.block_map, "attn=1/4,ffn=1/6")
+    least = budget.ladder(parent.block_map)[0]
+    assert {least[g.name] for g in parent.block_map.groups if g.kind == "ffn"} == {2}
+    shapes = parent.block_map.narrowed(parent.central.layout.shapes, least)
+    n_least = sum(math.prod(shape) for shape in shapes.values())
+    with pytest.raises(ValueError, match=rf"the common ones.* takes {n_least:,} parameters"):
+        ask(home, tmp_path / "t", overrides=COMMON, params=str(n_least - 1))
+    bare = {g.name: (0, 1, 3)[: least[g.name]] for g in parent.block_map.groups}
+    with pytest.raises(ValueError, match="lacks common blocks"):
+        deploy.extract(parent, bare)
+    with pytest.raises(ValueError, match=r"blocks\.common_ffn = \[9\]: .* 0\.\.5"):
+        open_(home, "gpt2", "blocks.common_ffn=[9]")

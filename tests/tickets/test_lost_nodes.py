@@ -15,6 +15,7 @@ from families_table import N_NEURONS, TABLE, tiny_model
 
 from twistlm.tickets import lost_nodes
 from twistlm.tickets.parent import open_parent
+from twistlm.tickets.treatment import Treatment, Treatments
 
 SEQ_LEN = 16
 CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0", f"data.seq_len={SEQ_LEN}")
@@ -49,16 +50,16 @@ def reference(name: str, n_nodes: int, lost: tuple[int, ...], ids: torch.Tensor)
             weight = module.weight if row.transposed else module.weight.T  # [in, out]
             for block in dead.tolist():
                 weight[block * size // 4 : (block + 1) * size // 4] = 0
-            for param in module.parameters(recurse=False):
-                param *= math.sqrt(4 / (4 - len(dead)))
+            weight *= math.sqrt(4 / (4 - len(dead)))
     with torch.no_grad():
         return math.exp(model(input_ids=ids, labels=ids).loss)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize(("n_nodes", "n_lost"), [(4, 1), (4, 2), (3, 1), (2, 1)])
-def test_perplexity_of_every_loss(home, name, n_nodes, n_lost):
+def test_perplexity_of_every_loss(home, name, n_nodes, n_lost, monkeypatch):
     """3 nodes share 4 blocks unevenly: 2, 1, 1."""
+    monkeypatch.setattr(Treatments, "candidates", lambda self: [Treatment("sqrt")])
     opened = {name: open_parent(home / name, "cpu", CUT)}
     (made,) = lost_nodes.drop(
         opened, n_nodes, n_lost, data=str(home / "tokens"), tokens=64, quiet=True
@@ -79,7 +80,7 @@ def test_parents_side_by_side(home):
     assert [row.name for row in made] == ["gpt2", "llama"]
     shown = lost_nodes.table(made, 2, 1)
     assert [column.header for column in shown.columns] == ["lost nodes", "gpt2", "llama"]
-    assert shown.row_count == 1 + 2 + 2
+    assert shown.row_count == 1 + 2 + 2 + 1  # none, each, mean and worst, the scale
     record = json.loads(json.dumps(lost_nodes.record(made, 2, 1)))
     assert [loss["lost"] for loss in record["parents"][1]["losses"]] == [[0], [1]]
     assert record["parents"][1]["mean"] == pytest.approx(sum(made[1].losses.values()) / 2)
@@ -111,3 +112,16 @@ def test_different_tokens_are_no_comparison(home):
     }
     with pytest.raises(ValueError, match="different tokens"):
         lost_nodes.drop(opened, 4, 1, quiet=True)
+
+
+def test_every_node_holds_the_common_blocks(home):
+    """C = {1}: three blocks are left to spread, so losing a node of three takes one, never block 1."""
+    common = ("blocks.common_attn=[1]", "blocks.common_ffn=[1]")
+    parent = open_parent(home / "gpt2", "cpu", [*CUT, *common])
+    for lost, gone in ((0, 0), (1, 2), (2, 3)):
+        rest = lost_nodes.survivors(parent.block_map, 3, (lost,))
+        assert set(rest.values()) == {tuple(block for block in range(4) if block != gone)}
+    (made,) = lost_nodes.drop({"c": parent}, 3, 2, data=str(home / "tokens"), tokens=64, quiet=True)
+    assert all(math.isfinite(value) for value in made.losses.values())
+    with pytest.raises(ValueError, match=r"3 attn blocks that are not common.* at most 3 nodes"):
+        lost_nodes.check(parent, 4, 1)

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,18 @@ from families_table import tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from twistlm import cli
+from twistlm.compute.perplexity import perplexity
 from twistlm.data.token_file import open_tokens
 from twistlm.model import generator
 from twistlm.tickets import deploy, score
+from twistlm.tickets.extract import logit_difference
 from twistlm.tickets.parent import open_parent
+from twistlm.tickets.score import text_of
+from twistlm.tickets.treatment import Treatment, Treatments, choice_text
 
 CUT = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
 
@@ -98,3 +104,86 @@ def test_a_hugging_face_folder(home):
     assert "2 random subnets" in shown
     only_ffn, _ = evaluate(home, "model", *args, "blocks.setting=ffn")
     assert only_ffn["subnets"][0]["n_params"] > record["subnets"][0]["n_params"]
+
+
+# ---------------------------------------------------------------- treatments
+
+
+def tried(name: str, folder: Path) -> Treatments:
+    """An unevenly trained model by its family's name; 4 windows are reported, the next 8 choose."""
+    torch.manual_seed(1)
+    model = tiny_model(name)
+    for param in model.parameters():
+        param.data += 0.05 * torch.randn_like(param)
+    model.save_pretrained(folder / "model")
+    make_tokens(folder / "text", 20 * 16)
+    parent = open_parent(folder / "model", "cpu", [*CUT, "data.seq_len=16"])
+    text = text_of(parent, str(folder / "text"), 64)
+    return Treatments(parent, text, choice_text(text, parent.cfg.data))
+
+
+@torch.no_grad()
+def by_hand(made: Treatments, treatment: Treatment, kept: dict[str, tuple[int, ...]]) -> float:
+    """Hugging Face's own model with other weights: rows of absent blocks are 0, biases have their means."""
+    ids = made.choice.file.sequences(list(range(4, 12)), 16)
+    whole = AutoModelForCausalLM.from_pretrained(made.parent.source).eval()
+    pruned = AutoModelForCausalLM.from_pretrained(made.parent.source).eval()
+    fed: dict[str, torch.Tensor] = {}
+    names = {g.name: g.out[0].removesuffix(".weight") for g in made.parent.block_map.groups}
+    for name, module in names.items():
+        whole.get_submodule(module).register_forward_pre_hook(
+            lambda _, args, name=name: fed.__setitem__(name, args[0].flatten(0, -2).double())
+        )
+    whole(input_ids=ids)
+    for name, module in names.items():
+        layer: Any = pruned.get_submodule(module)
+        conv = not isinstance(layer, torch.nn.Linear)
+        weight = (layer.weight if conv else layer.weight.T).double().reshape(4, -1, 32)  # [block]
+        x = fed[name].reshape(len(fed[name]), 4, -1)
+        shares = torch.einsum("tbi,bio->tbo", x, weight)
+        k = len(kept[name])
+        scale = {"none": 1.0, "sqrt": math.sqrt(4 / k), "inverse": 4 / k}.get(treatment.scale)
+        if scale is None:
+            rho = shares.sum(1).square().sum() / shares.square().sum()
+            p, p2 = k / 4, k * (k - 1) / 12
+            scale = float(1 / torch.sqrt((p - p2) / rho + p2))
+        mask = torch.zeros(4, 1, 1).double()
+        mask[list(kept[name])] = scale
+        new = (weight * mask).flatten(0, 1).float()
+        layer.weight.copy_(new if conv else new.T)
+        if treatment.means:
+            lost = shares.mean(0).sum(0) - (shares.mean(0) * mask[:, 0]).sum(0)
+            layer.bias += lost.float()
+    logp = pruned(input_ids=ids).logits[:, :-1].double().log_softmax(-1)
+    return math.exp(-float(logp.gather(2, ids[:, 1:, None]).mean()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_best_treatment_is_the_best_by_hand(name, tmp_path):
+    """All perplexities that the choice was made by, and what a ticket with it then is."""
+    made = tried(name, tmp_path)
+    groups = made.parent.block_map.groups
+    kept = {g.name: (0, 3) if g.kind == "attn" else (1, 2, 3) for g in groups}
+    assert len(made.candidates()) == (6 if name == "gpt2" else 3)  # llama has no output biases
+    chosen, said = made.best([kept])
+    want = {str(t): by_hand(made, t, kept) for t in made.candidates()}
+    assert len({round(value, 3) for value in want.values()}) == len(want)  # each does something
+    assert said["tried"] == pytest.approx(want, rel=1e-4)
+    assert str(chosen) == said["chosen"] == min(want, key=want.__getitem__)
+    assert (said["first_window"], said["n_tokens"]) == (4, 128)  # none of the reported text
+    ticket = deploy.extract(made.parent_with(chosen), kept)
+    ready = made.evaluator(chosen, made.choice)
+    assert ready.subnet_perplexity(kept) == pytest.approx(want[str(chosen)], rel=1e-4)
+    assert perplexity(ticket, made.choice) == pytest.approx(want[str(chosen)], rel=1e-4)
+    assert logit_difference(made.parent_with(chosen), kept, ticket) < 1e-4
+
+
+def test_without_other_text_the_parents_own_scale_stays(tmp_path):
+    made = tried("gpt2", tmp_path)
+    text = replace(made.reported, max_tokens=0)  # all of it is reported
+    assert choice_text(text, made.parent.cfg.data) is None
+    data = replace(made.parent.cfg.data, train=str(tmp_path / "text"))
+    assert choice_text(text, data).file.stem == str(tmp_path / "text")
+    alone = Treatments(made.parent, text, None)
+    chosen, said = alone.best([made.parent.block_map.full()])
+    assert (chosen, said["tried"]) == (Treatment("sqrt"), {})

@@ -16,7 +16,7 @@ from ..model import generator
 from ..model.blocks import BlockMap, Blueprint, Widths
 from ..model.central import Central
 from ..model.layout import gather_
-from ..model.subnet import Rho, Subnet, build, scales
+from ..model.subnet import Means, Rho, Subnet, add_means_, build, scales
 from ..system.device import autocast, to_device
 from .attention import causal_
 from .loss import Loss, loss_for
@@ -54,16 +54,17 @@ class Spread:
 
 @dataclass(frozen=True)
 class Text:
-    """What perplexity is measured on: the first `max_tokens` tokens in non-overlapping windows."""
+    """What perplexity is measured on: `max_tokens` tokens (0: all) in non-overlapping windows."""
 
     file: TokenFile
     seq_len: int
     max_tokens: int = 0
     batch: int = 16
+    first: int = 0  # the window that it begins with
 
     @property
     def n_sequences(self) -> int:
-        n = self.file.n_sequences(self.seq_len)
+        n = self.file.n_sequences(self.seq_len) - self.first
         return min(n, max(1, self.max_tokens // self.seq_len)) if self.max_tokens else n
 
 
@@ -76,7 +77,8 @@ def perplexity(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for first in range(0, text.n_sequences, text.batch):
         rows = list(range(first, min(first + text.batch, text.n_sequences)))
-        ids = to_device(text.file.sequences(rows, text.seq_len), device)
+        windows = [text.first + row for row in rows]
+        ids = to_device(text.file.sequences(windows, text.seq_len), device)
         with autocast(precision, device):
             total += loss(model, ids).double() * len(rows)
     return math.exp(min(float(total) / text.n_sequences, 700.0))  # exp overflows beyond 709
@@ -97,6 +99,7 @@ class Evaluator:
     scale: str  # `train.scale`
     precision: str = "auto"
     rho: Rho = field(default_factory=dict)  # for the measured scale
+    means: Means = field(default_factory=dict)  # of absent blocks, which output biases make up for
     models: dict[tuple[int, ...], tuple[Subnet, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -135,7 +138,9 @@ class Evaluator:
         subnet, weights = self.models[key]
         segments = self.central.segments
         gather_(weights[None], self.central.buffer[:1], segments, segments.index(blueprint))
-        subnet.keep_(blueprint, scales(self.block_map, widths, self.scale, self.rho))
+        factors = scales(self.block_map, widths, self.scale, self.rho)
+        subnet.keep_(blueprint, factors)
+        add_means_(where.views(weights), self.block_map, blueprint, factors, self.means)
         return subnet
 
     def subnet_perplexity(self, blueprint: Blueprint) -> float:

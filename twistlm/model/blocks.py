@@ -44,6 +44,12 @@ class BlockGroup:
     n_blocks: int
     parts: tuple[Partition, ...]
     out: tuple[str, ...]  # output projection: its weight, and its bias where it has one
+    common: tuple[int, ...] = ()  # C: blocks that every subnet keeps, sorted
+
+    @property
+    def least(self) -> int:
+        """The fewest blocks that a subnet can have here."""
+        return max(1, len(self.common))
 
     @property
     def out_part(self) -> Partition:
@@ -93,6 +99,15 @@ class BlockMap:
 
         return BlockMap(tuple(merge(group) for group in self.groups))
 
+    def with_common(self, common: Mapping[Kind, tuple[int, ...]]) -> BlockMap:
+        """Blocks of each kind that every subnet keeps (the paper's C); none leaves no C."""
+        for kind in KINDS:
+            if n_blocks := self.n_blocks(kind):
+                check_common(kind, common.get(kind, ()), n_blocks)
+        return BlockMap(
+            tuple(replace(g, common=tuple(sorted(common.get(g.kind, ())))) for g in self.groups)
+        )
+
     def n_blocks(self, kind: Kind) -> int:
         """N of one kind: the same in every layer of a model, 0 where the kind is shared."""
         return next((group.n_blocks for group in self.groups if group.kind == kind), 0)
@@ -129,6 +144,11 @@ class BlockMap:
                     f"blueprint[{group.name!r}] = {kept}: needs 1..{group.n_blocks} sorted, distinct "
                     f"block ids out of 0..{group.n_blocks - 1}"
                 )
+            if not set(group.common) <= set(kept):
+                raise ValueError(
+                    f"blueprint[{group.name!r}] = {kept} lacks common blocks: every subnet of this model "
+                    f"keeps {group.common} (blocks.common_{group.kind})"
+                )
 
     def widths(self, blueprint: Blueprint) -> Widths:
         return {group.name: len(blueprint[group.name]) for group in self.groups}
@@ -157,15 +177,28 @@ def positions(group: BlockGroup, part: Partition, kept: Iterable[int]) -> Tensor
     return view[:, list(kept), :].reshape(-1)
 
 
-def parse_ratio(text: str, n_blocks: int, kind: Kind) -> int:
-    """K for a ratio such as `6/12`, `0.5` or `1`, which must be a whole number of blocks."""
+def check_common(kind: Kind, common: tuple[int, ...], n_blocks: int) -> None:
+    """Common blocks must be distinct blocks that exist."""
+    if len(set(common)) != len(common) or any(not 0 <= c < n_blocks for c in common):
+        raise ValueError(
+            f"blocks.common_{kind} = {list(common)}: needs distinct block ids in 0..{n_blocks - 1}"
+        )
+
+
+def parse_ratio(text: str, n_blocks: int, kind: Kind, n_common: int = 0) -> int:
+    """K for a ratio such as `6/12`, `0.5` or `1`: a whole number of blocks that holds the common ones."""
     try:
         k = Fraction(text.strip()) * n_blocks
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"ratio {text!r} is not a fraction such as 6/12 or 0.5") from None
+    legal = ", ".join(f"{i}/{n_blocks}" for i in range(max(1, n_common), n_blocks + 1))
     if k.denominator != 1 or not 1 <= k <= n_blocks:
-        legal = ", ".join(f"{i}/{n_blocks}" for i in range(1, n_blocks + 1))
         raise ValueError(f"ratio {text!r} is no whole number of {kind} blocks; legal: {legal}")
+    if k < n_common:
+        raise ValueError(
+            f"ratio {text!r} has no room for the {n_common} common {kind} blocks, which every subnet of "
+            f"this model keeps (blocks.common_{kind}); legal: {legal}"
+        )
     return int(k)
 
 
@@ -187,7 +220,7 @@ def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
             raise ValueError(
                 f"ratio {ratio!r} says nothing about {group.kind} of layer {group.layer}"
             )
-        widths[group.name] = parse_ratio(text, group.n_blocks, group.kind)
+        widths[group.name] = parse_ratio(text, group.n_blocks, group.kind, len(group.common))
     return widths
 
 

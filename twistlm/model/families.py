@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import BlocksConfig, ModelConfig, Setting
-from .blocks import BlockGroup, BlockMap, Kind, Partition
+from .blocks import KINDS, BlockGroup, BlockMap, Kind, Partition
 
 ATTN_BY = ("auto", "head", "group", "query")
 
@@ -179,9 +179,9 @@ def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = 
 def partition(model: PreTrainedModel, blocks: BlocksConfig) -> BlockMap:
     """The block map that a config describes for a model."""
     cut = block_map(model, blocks.setting, blocks.attn_by)
-    return cut.select(blocks.setting, blocks.shared_first, blocks.shared_last).coarsen(
-        "ffn", blocks.n_ffn
-    )
+    cut = cut.select(blocks.setting, blocks.shared_first, blocks.shared_last)
+    cut = cut.coarsen("ffn", blocks.n_ffn)
+    return cut.with_common({kind: blocks.common(kind) for kind in KINDS})
 
 
 def refit_(model: PreTrainedModel, cut: BlockMap) -> None:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import BlocksConfig
-from .blocks import BlockMap, Blueprint, Kind, Widths
+from .blocks import BlockMap, Blueprint, Kind, Widths, check_common
 
 Held = Mapping[str, Sequence[int]]  # group name -> how often each block was dealt so far
 
@@ -140,10 +140,7 @@ def _checked(
     ks, common = blocks.k(kind), blocks.common(kind)
     if not ks:
         raise ValueError(f"blocks.k_{kind} is empty: give at least one K in 1..{n_blocks}")
-    if len(set(common)) != len(common) or any(not 0 <= c < n_blocks for c in common):
-        raise ValueError(
-            f"blocks.common_{kind} = {list(common)}: needs distinct block ids in 0..{n_blocks - 1}"
-        )
+    check_common(kind, common, n_blocks)
     return ks, common
 
 
@@ -191,11 +188,13 @@ def counted(held: Held, blueprints: Sequence[Blueprint]) -> Held:
 
 
 def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int = 0) -> Blueprint:
-    """A single uniformly random subnet of these widths: the paper's random extraction (SE)."""
+    """The common blocks and uniformly random ones, of these widths: the paper's random extraction (SE)."""
     blueprint = {}
     for group in block_map.groups:
         rng = random.Random(f"ticket/{seed}/{draw}/{group.name}")
-        blueprint[group.name] = tuple(sorted(rng.sample(range(group.n_blocks), widths[group.name])))
+        rest = [block for block in range(group.n_blocks) if block not in group.common]
+        drawn = rng.sample(rest, widths[group.name] - len(group.common))
+        blueprint[group.name] = tuple(sorted([*group.common, *drawn]))
     return blueprint
 
 

@@ -85,8 +85,13 @@ def draw(
 
 
 def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
-    """The nested subnet of these widths: the first blocks of the order in every layer."""
-    return {g.name: tuple(sorted(order[g.name][: widths[g.name]])) for g in block_map.groups}
+    """The nested subnet of these widths: the common blocks, then the first of the order in every layer."""
+    nested = {}
+    for group in block_map.groups:
+        rest = [block for block in order[group.name] if block not in group.common]
+        first = rest[: widths[group.name] - len(group.common)]
+        nested[group.name] = tuple(sorted([*group.common, *first]))
+    return nested
 
 
 def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:

@@ -26,6 +26,9 @@ from .layout import Layout
 
 Gates = Literal["cut", "all", "none"]  # which layers of a subnet have one
 Rho = dict[str, float]  # group name -> running |sum y_b|^2 / sum |y_b|^2
+Means = dict[
+    str, Tensor
+]  # group name -> what each block adds to the output on average: [n_blocks, d]
 
 
 class Gate:
@@ -169,6 +172,43 @@ def fold_(params: State, block_map: BlockMap, factors: dict[str, float]) -> None
     """Multiply output projections by their scale, not their biases: a deployed model needs no gate."""
     for group in block_map.groups:
         params[group.out[0]].mul_(factors[group.name])
+
+
+@torch.no_grad()
+def add_means_(
+    params: State,
+    block_map: BlockMap,
+    blueprint: Blueprint,
+    factors: dict[str, float],
+    means: Means,
+) -> None:
+    """Let output biases make up for absent blocks: b += sum_b mean_b - factor * sum of the kept ones' means."""
+    for group in block_map.groups:
+        if group.name in means and len(group.out) > 1:
+            mean = means[group.name].to(params[group.out[1]])
+            kept = mean[list(blueprint[group.name])].sum(0)
+            params[group.out[1]].add_(mean.sum(0) - factors[group.name] * kept)
+
+
+@torch.no_grad()
+def measure_means(full: Subnet, ids: Tensor) -> tuple[Rho, Means]:
+    """rho of every layer, and the mean of what each block adds where a bias could make up for it."""
+    squares: dict[str, list[float]] = {}
+    means: Means = {}
+
+    def add(group: BlockGroup, shares: Tensor) -> None:
+        whole, each = squares.setdefault(group.name, [0.0, 0.0])
+        whole += float(shares.sum(1).square().sum(dtype=torch.float64))
+        each += float(shares.square().sum(dtype=torch.float64))
+        squares[group.name] = [whole, each]
+        if len(group.out) > 1:
+            mean = shares.mean(0, dtype=torch.float64) / len(ids)
+            means[group.name] = means[group.name] + mean if group.name in means else mean
+
+    with block_shares(full.model, full.block_map, add):
+        for example in ids.split(1):  # the shares of a layer are n_blocks times its output
+            full.model(input_ids=to_device(example, full.model.device), use_cache=False)
+    return {name: whole / each for name, (whole, each) in squares.items()}, means
 
 
 @torch.no_grad()

@@ -132,7 +132,7 @@ def repair_parent(
 
     walk_(model, outs, ids, observe, some_, tick)
     train = replace(parent.cfg.train, scale="none")
-    return replace(parent, central=new, cfg=replace(parent.cfg, train=train))
+    return replace(parent, central=new, cfg=replace(parent.cfg, train=train), means={})
 
 
 def observe(inputs: Tensor) -> Tensor:

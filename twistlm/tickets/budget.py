@@ -88,13 +88,13 @@ def weights_bytes(shapes: Shapes, dtype: str = "float32") -> int:
 
 
 def ladder(block_map: BlockMap) -> list[Widths]:
-    """Uniform widths from one block per layer to all: at each rung a kind gets one block more."""
+    """Uniform widths from the fewest blocks per layer to all: at each rung a kind gets one block more."""
     shares = sorted(
         {Fraction(k, g.n_blocks) for g in block_map.groups for k in range(1, g.n_blocks + 1)}
     )
     rungs: list[Widths] = []
     for share in shares:
-        widths = {g.name: max(1, math.floor(share * g.n_blocks)) for g in block_map.groups}
+        widths = {g.name: max(g.least, math.floor(share * g.n_blocks)) for g in block_map.groups}
         if not rungs or widths != rungs[-1]:
             rungs.append(widths)
     return rungs
@@ -117,8 +117,8 @@ def climb(block_map: BlockMap, budget: Budget, cost: Cost, unit: str) -> list[Wi
 def impossible(budget: Budget, least: float, unit: str) -> ValueError:
     takes = f"{least:.2f}" if unit == "ms" else f"{least:,}"
     return ValueError(
-        f"--{budget.kind} {budget.asked} is impossible: the smallest ticket of this parent (one block "
-        f"in every cut layer) takes {takes} {unit}"
+        f"--{budget.kind} {budget.asked} is impossible: the smallest ticket of this parent (one block, or "
+        f"the common ones, in every cut layer) takes {takes} {unit}"
     )
 
 

@@ -25,7 +25,7 @@ import torch
 from rich.table import Table
 
 from ..compute.perplexity import Evaluator, Spread
-from ..model.blocks import Widths, widths_of_ratio
+from ..model.blocks import BlockGroup, Widths, widths_of_ratio
 from ..model.generator import draws
 from ..system import terminal
 from ..system.files import whole_file
@@ -138,11 +138,17 @@ def _identity(parent: Parent, ready: Evaluator, widths: Widths, seed: int) -> di
         "tokens_sha256": hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest(),
         "seq_len": text.seq_len,
         "precision": f"{ready.precision} on {parent.central.buffer.device.type}",
-        "tickets": {g.name: f"{widths[g.name]}/{g.n_blocks}" for g in cut.groups},
+        "tickets": {g.name: _size(g, widths[g.name]) for g in cut.groups},
         "attn_by": parent.cfg.blocks.attn_by,
         "scales": parent.scales(widths),
         "seed": seed,
     }
+
+
+def _size(group: BlockGroup, width: int) -> str:
+    """`6/12`, or `6/12 with 0, 1` where blocks are common."""
+    always = f" with {', '.join(map(str, group.common))}" if group.common else ""
+    return f"{width}/{group.n_blocks}{always}"
 
 
 def _open_draws(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..model import families, huggingface
 from ..model.blocks import Blueprint
-from ..model.subnet import build, fold_
+from ..model.subnet import add_means_, build, fold_
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
 from ..training.checkpoint import MANIFEST
@@ -34,7 +34,9 @@ def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     widths = block_map.widths(blueprint)
     where = central.layout.narrowed(block_map, widths)
     weights = cut(central, blueprint, rows=1)[0]
-    fold_(where.views(weights), block_map, parent.scales(widths))
+    params, factors = where.views(weights), parent.scales(widths)
+    fold_(params, block_map, factors)
+    add_means_(params, block_map, blueprint, factors, parent.means)
     return build(parent.template, block_map, where, weights, gates="none").model
 
 

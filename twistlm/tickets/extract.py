@@ -16,7 +16,8 @@ from ..compute.perplexity import Evaluator, perplexity
 from ..compute.speed import Speed
 from ..model import huggingface
 from ..model.blocks import KINDS, Blueprint, Widths
-from ..model.subnet import build
+from ..model.generator import for_deployment
+from ..model.subnet import add_means_, build
 from ..system import terminal
 from ..system.terminal import console, progress
 from . import DTYPES, deploy
@@ -133,8 +134,8 @@ def _fit(parent: Parent, budget: Budget, dtype: str, bar: Progress) -> list[Widt
 
     def milliseconds(widths: Widths) -> float:
         nonlocal n_measured
-        kept = {name: tuple(range(k)) for name, k in widths.items()}  # any blocks: equal shapes
-        model = deploy.extract(parent, kept)
+        some = for_deployment(parent.block_map, widths, seed=0)  # any blocks: equal shapes
+        model = deploy.extract(parent, some)
         took = speed.measure(model.to(getattr(torch, dtype))).decode_ms
         n_measured += 1
         bar.update(task, advance=1, note=f"{took:.2f} ms")
@@ -159,8 +160,12 @@ def check_target(folder: Path) -> None:
 def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedModel) -> float:
     """max |logit of the ticket - logit of the masked and scaled parent| on random tokens."""
     block_map, central = parent.block_map, parent.central
-    masked = build(parent.template, block_map, central.layout, central.weights, gates="all")
-    masked.keep_(blueprint, parent.scales(block_map.widths(blueprint)))
+    weights, factors = central.weights, parent.scales(block_map.widths(blueprint))
+    if parent.means:
+        weights = weights.clone()
+        add_means_(central.layout.views(weights), block_map, blueprint, factors, parent.means)
+    masked = build(parent.template, block_map, central.layout, weights, gates="all")
+    masked.keep_(blueprint, factors)
     shape = (2, min(64, parent.cfg.data.seq_len))
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(huggingface.vocab_size(parent.template), shape, generator=draw)

@@ -102,17 +102,14 @@ def score(
 
 
 def keep_best(block_map: BlockMap, scores: BlockScores, widths: Widths) -> Blueprint:
-    """The blueprint of each group's highest scores; of equal ones the first."""
-    return {
-        group.name: tuple(
-            sorted(
-                scores[group.name]
-                .argsort(descending=True, stable=True)[: widths[group.name]]
-                .tolist()
-            )
-        )
-        for group in block_map.groups
-    }
+    """The common blocks and each group's highest scores; of equal ones the first."""
+    blueprint = {}
+    for group in block_map.groups:
+        order = scores[group.name].argsort(descending=True, stable=True).tolist()
+        rest = [block for block in order if block not in group.common]
+        best = rest[: widths[group.name] - len(group.common)]
+        blueprint[group.name] = tuple(sorted([*group.common, *best]))
+    return blueprint
 
 
 def sum_blocks(group: BlockGroup, part: Partition, values: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """`twistlm drop`: the parent is served by n nodes, some die, the others go on.
 
 As in tensor-parallel serving every node holds one contiguous run of each layer's blocks, and
-everything that is not cut. Where blocks do not divide evenly, the first nodes hold one more. The
-survivors are a subnet of K of N blocks and are scaled like one.
+everything that is not cut, the common blocks among it. Where blocks do not divide evenly, the first
+nodes hold one more. The survivors are a subnet of K of N blocks and are scaled like one, by what suits
+their parent best (`treatment`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..model.blocks import BlockMap, Blueprint
+from ..model.blocks import BlockGroup, BlockMap, Blueprint
 from ..system import provenance, terminal
 from ..system.terminal import progress
 from ..training import checkpoint
 from . import score
 from .parent import Parent
+from .treatment import N_DRAWS, Treatments, choice_text
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Drops:
     losses: dict[tuple[int, ...], float]  # lost nodes -> perplexity of the rest
     data: str
     n_tokens: int
+    treatment: dict[str, Any]  # the activation scale of the survivors, and how it was chosen
 
     @property
     def mean(self) -> float:
@@ -58,12 +61,12 @@ def shard(n_blocks: int, n_nodes: int) -> list[range]:
 
 
 def survivors(block_map: BlockMap, n_nodes: int, lost: tuple[int, ...]) -> Blueprint:
-    """The blocks that the other nodes hold."""
+    """The blocks that the other nodes hold; common ones are on every node, as in training."""
     blueprint = {}
     for group in block_map.groups:
-        shards = shard(group.n_blocks, n_nodes)
-        kept = (shards[node] for node in range(n_nodes) if node not in lost)
-        blueprint[group.name] = tuple(itertools.chain.from_iterable(kept))
+        own = [block for block in range(group.n_blocks) if block not in group.common]
+        gone = {own[i] for node in lost for i in shard(len(own), n_nodes)[node]}
+        blueprint[group.name] = tuple(b for b in range(group.n_blocks) if b not in gone)
     return blueprint
 
 
@@ -72,12 +75,18 @@ def check(parent: Parent, n_nodes: int, n_lost: int) -> None:
         raise ValueError(
             f"--lose {n_lost} of --nodes {n_nodes}: lose at least 1 and keep at least 1"
         )
-    least = min(parent.block_map.groups, key=lambda group: group.n_blocks)
-    if n_nodes > least.n_blocks:
+    least = min(parent.block_map.groups, key=_n_own)
+    if n_nodes > (most := _n_own(least)):
+        common = " that are not common" if least.common else ""
         raise ValueError(
-            f"--nodes {n_nodes}: {parent.source} has {least.n_blocks} {least.kind} blocks in a layer "
-            f"({least.name}), so at most {least.n_blocks} nodes can hold one each"
+            f"--nodes {n_nodes}: {parent.source} has {most} {least.kind} blocks{common} in a layer "
+            f"({least.name}), so at most {most} nodes can hold one each"
         )
+
+
+def _n_own(group: BlockGroup) -> int:
+    """Blocks that one node holds and no other."""
+    return group.n_blocks - len(group.common)
 
 
 @torch.no_grad()
@@ -90,7 +99,10 @@ def drop(
     tokens: int = 0,
     quiet: bool = False,
 ) -> list[Drops]:
-    """Every parent on the same tokens, whole and after each loss of `n_lost` out of `n_nodes`."""
+    """Every parent on the same tokens, whole and after each loss of `n_lost` out of `n_nodes`.
+
+    The survivors of each parent get the activation scale that suits them best on other text.
+    """
     for parent in parents.values():
         check(parent, n_nodes, n_lost)
     ready = [score.evaluator(parent, data, tokens) for parent in parents.values()]
@@ -107,16 +119,20 @@ def drop(
         for (name, parent), evaluator in zip(parents.items(), ready, strict=True):
             full, losses = evaluator.full_perplexity(), {}
             bar.advance(task)
-            for lost in combinations:
-                rest = survivors(parent.block_map, n_nodes, lost)
-                losses[lost] = evaluator.subnet_perplexity(rest)
+            rests = {lost: survivors(parent.block_map, n_nodes, lost) for lost in combinations}
+            text = evaluator.text
+            treatments = Treatments(parent, text, choice_text(text, parent.cfg.data))
+            some = list(rests.values())[:: -(-len(rests) // N_DRAWS)]
+            treatment, chosen = treatments.best(some)
+            treated = treatments.evaluator(treatment)
+            for lost, rest in rests.items():
+                losses[lost] = treated.subnet_perplexity(rest)
                 bar.advance(task)
             is_ours = (Path(parent.source) / checkpoint.MANIFEST).is_file()
             method = parent.cfg.train.method if is_ours else ""
-            text = evaluator.text
             n_tokens = text.n_sequences * text.seq_len
             results.append(
-                Drops(name, parent.source, method, full, losses, text.file.stem, n_tokens)
+                Drops(name, parent.source, method, full, losses, text.file.stem, n_tokens, chosen)
             )
     return results
 
@@ -141,7 +157,8 @@ def table(drops: list[Drops], n_nodes: int, n_lost: int) -> Table:
         result.add_row(", ".join(str(node) for node in lost), *cells)
     result.add_section()
     result.add_row("mean", *(_beside(row.mean, row.full) for row in drops))
-    result.add_row("worst", *(_beside(row.worst, row.full) for row in drops))
+    result.add_row("worst", *(_beside(row.worst, row.full) for row in drops), end_section=True)
+    result.add_row("scale", *(row.treatment["chosen"] for row in drops))
     return result
 
 

@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import config
-from ..config import Config, DataConfig, ModelConfig, Setting
+from ..config import ActivationScale, Config, DataConfig, ModelConfig, Setting
 from ..model import families, huggingface
 from ..model.blocks import BlockMap, Widths
 from ..model.central import Central, create
-from ..model.subnet import scales
+from ..model.subnet import Means, scales
 from ..system.device import pick_device
 from ..training import checkpoint
 from ..training.progress import Progress
@@ -34,9 +34,12 @@ class Parent:
     tokenizer: Path | None  # a tokenizer.json
     tokenizer_sha256: str | None
     progress: Progress = field(default_factory=Progress)  # of its run, when it was saved
+    means: Means = field(
+        default_factory=dict
+    )  # of absent blocks, which its tickets' biases make up for
 
     @property
-    def scale(self) -> str:
+    def scale(self) -> ActivationScale:
         """The activation scale of its subnets (`train.scale`)."""
         return self.cfg.train.scale
 

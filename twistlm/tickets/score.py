@@ -40,6 +40,7 @@ class Scores:
     n_tokens: int
     seed: int
     run: dict[str, Any]  # command, git hash, versions, device
+    scale: str = ""  # of the subnets, where it is not that of training
 
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)
@@ -50,14 +51,20 @@ class Scores:
 
 def evaluator(parent: Parent, data: str | None = None, tokens: int = 0) -> Evaluator:
     """An evaluator on `data`, or on the validation tokens of the parent's run."""
+    return evaluator_on(parent, text_of(parent, data, tokens))
+
+
+def evaluator_on(parent: Parent, text: Text) -> Evaluator:
+    """An evaluator of a parent and its tickets, scaled and made up for as the parent says."""
     return Evaluator(
         parent.template,
         parent.block_map,
         parent.central,
-        text_of(parent, data, tokens),
+        text,
         scale=parent.scale,
         precision=parent.cfg.train.precision,
         rho=parent.progress.rho,
+        means=parent.means,
     )
 
 
@@ -166,7 +173,8 @@ def table(rows: list[Scores]) -> Table:
     title = f"perplexity on {first.n_tokens:,} tokens"
     if first.subnets:
         title += f"; {len(first.subnets[0].values)} random subnets: mean ± sd (worst)"
-    result = terminal.table(title, "blocks", "parameters", *(row.name for row in rows))
+    names = (f"{row.name}, {row.scale}" if row.scale else row.name for row in rows)
+    result = terminal.table(title, "blocks", "parameters", *names)
     whole = "full" if first.subnets else "ticket"
     result.add_row(whole, f"{first.n_params:,}", *(f"{row.full:.2f}" for row in rows))
     for i, spread in enumerate(first.subnets):

@@ -25,6 +25,7 @@ from .measure import REPAIR_SEQUENCES, Note, Result, Stand
 from .rivals import Rival
 
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
+COMMON = ("common_attn", "common_ffn")  # named where there are some: older points have none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Asked:
     n: int  # random tickets of each parent and size; 0: none
     seed: int
     text: Text
+    choice: Text | None  # what activation scales are chosen on: never `text`
     ids: Tensor | None  # calibration
 
     @property
@@ -88,15 +90,11 @@ class Grid:
         self.rivals, self.asked, self.points = rivals, asked, points
         first, text = rivals[0].parent, asked.text
         device, precision = first.central.weights.device, first.cfg.train.precision
-        self.stand = Stand(text, asked.ids, precision, device)
+        self.stand = Stand(text, asked.choice, asked.ids, precision, device)
         self.device = device.type
-        used = text.file.tokens[: text.n_sequences * text.seq_len]
-        self.text = {
-            "sha256": hashlib.sha256(np.ascontiguousarray(used).data).hexdigest(),
-            "n_tokens": len(used),
-            "seq_len": text.seq_len,
-            "precision": f"{precision} on {self.device}",
-        }
+        about = {"seq_len": text.seq_len, "precision": f"{precision} on {self.device}"}
+        self.text = _tokens_of(text) | about
+        self.choice = None if asked.choice is None else _tokens_of(asked.choice)
 
     def cells(self) -> list[Cell]:
         """In the order of measurement: parent, setting, ratio; speeds last."""
@@ -201,18 +199,28 @@ class Grid:
     def _ticket(
         self, what: str, rival: Rival, setting: Setting, ratio: str, how: str | None
     ) -> dict[str, Any]:
-        """A ticket has an activation scale, and may be repaired."""
+        """A ticket has an activation scale, chosen among some, and may be repaired."""
         scale, rho = rival.parent.scale, rival.parent.progress.rho
         return self._pruned(what, rival, setting, ratio) | {
             "scale": {scale: rho} if scale == "measured" else scale,
+            "chosen_on": self.choice,
             "repair": None if how is None else {how: self._calibration(REPAIR_SEQUENCES)},
         }
 
     def _cut(self, rival: Rival, setting: Setting) -> dict[str, Any]:
         blocks = rival.parent.cfg.blocks
-        return {"setting": setting, **{key: getattr(blocks, key) for key in BLOCKS}}
+        common = {key: c for key in COMMON if (c := list(getattr(blocks, key)))}
+        return {"setting": setting, **{key: getattr(blocks, key) for key in BLOCKS}, **common}
 
     def _calibration(self, n: int | None = None) -> dict[str, Any]:
         assert self.asked.ids is not None
         ids = self.asked.ids[:n].contiguous()
         return {"sha256": hashlib.sha256(ids.numpy().data).hexdigest(), "shape": list(ids.shape)}
+
+
+def _tokens_of(text: Text) -> dict[str, Any]:
+    """The tokens that a perplexity follows from."""
+    first = text.first * text.seq_len
+    used = text.file.tokens[first : first + text.n_sequences * text.seq_len]
+    sha256 = hashlib.sha256(np.ascontiguousarray(used).data).hexdigest()
+    return {"sha256": sha256, "n_tokens": len(used)}

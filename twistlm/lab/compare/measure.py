@@ -18,7 +18,7 @@ from ...compute.attention import causal_
 from ...compute.perplexity import Evaluator, Spread, Text, perplexity
 from ...config import Setting
 from ...model.blocks import Blueprint, Shapes, widths_of_ratio
-from ...model.generator import draws
+from ...model.generator import draws, for_deployment
 from ...model.subnet import build
 from ...pruners import repair, walk
 from ...pruners.methods import METHODS, prune_
@@ -26,6 +26,7 @@ from ...pruners.pattern import Pattern
 from ...tickets import budget, deploy, importance
 from ...tickets.importance import BlockScores
 from ...tickets.parent import Parent, recut
+from ...tickets.treatment import N_DRAWS, Treatment, Treatments
 from .rivals import Rival
 
 REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
@@ -38,8 +39,12 @@ class CutParent:
     """A parent in one setting, ready to be evaluated; lives while its cells are measured."""
 
     parent: Parent
-    ready: Evaluator
+    treatments: Treatments
     scratch: tuple[Tensor, PreTrainedModel] | None = None
+
+    @property
+    def ready(self) -> Evaluator:
+        return self.treatments.ready
 
     def fresh(self) -> PreTrainedModel:
         """The whole parent in weights of its own, to be pruned; the one before is overwritten."""
@@ -64,8 +69,16 @@ class CutParent:
 class Stand:
     """Lives as long as the comparison; one parent is cut at a time, and stays so for its next cell."""
 
-    def __init__(self, text: Text, ids: Tensor | None, precision: str, device: torch.device):
+    def __init__(
+        self,
+        text: Text,
+        choice: Text | None,
+        ids: Tensor | None,
+        precision: str,
+        device: torch.device,
+    ):
         self.text, self.precision, self.device = text, precision, device
+        self.choice = choice  # what activation scales are chosen on
         self.ids = ids  # calibration [n, seq_len]; None where nothing needs it
         self._cut: tuple[tuple[str, Setting], CutParent] | None = None
 
@@ -84,18 +97,22 @@ class Stand:
         seed: int,
         note: Note,
     ) -> Result:
-        """n random tickets, repaired if a repair is named."""
+        """n random tickets, repaired if a repair is named; their scale is chosen on other ones."""
         cut = self._of(rival, setting)
         block_map, values, seconds = cut.parent.block_map, [], 0.0
         widths = widths_of_ratio(block_map, ratio)
+        note("scale")
+        others = draws(block_map, widths, seed=seed, n=n + N_DRAWS, first=n)
+        treatment, chosen = cut.treatments.best(list(others))
         began = time.perf_counter()
         for number, blueprint in enumerate(draws(block_map, widths, seed=seed, n=n)):
             note(f"{number}/{n}")
-            value, took = self._ticket(cut, blueprint, how, began)
+            value, took = self._ticket(cut, blueprint, treatment, how, began)
             values.append(value)
             seconds += took / n
             began = time.perf_counter()
-        return self._result(rival, values, seconds, self._n_tokens(how=how), cut.narrow(ratio))
+        found = self._result(rival, values, seconds, self._n_tokens(how=how), cut.narrow(ratio))
+        return found | {"treatment": chosen}
 
     def scores(self, rival: Rival, name: str, seed: int, note: Note) -> Result:
         """Scores of all blocks that any setting cuts."""
@@ -126,9 +143,13 @@ class Stand:
             for group, values in scored["scores"].items()
         }
         blueprint = importance.keep_best(block_map, scores, widths_of_ratio(block_map, ratio))
-        value, took = self._ticket(cut, blueprint, how, began)
+        picked = self._now() - began
+        treatment, chosen = cut.treatments.best([blueprint])
+        value, took = self._ticket(cut, blueprint, treatment, how, self._now() - picked)
         n_tokens = self._n_tokens(needs, how)
-        return self._result(rival, [value], scored["seconds"] + took, n_tokens, cut.narrow(ratio))
+        seconds = scored["seconds"] + took
+        found = self._result(rival, [value], seconds, n_tokens, cut.narrow(ratio))
+        return found | {"treatment": chosen}
 
     def unstructured(
         self, rival: Rival, setting: Setting, ratio: str, method: str, note: Note
@@ -152,7 +173,7 @@ class Stand:
         kept = whole = cut.block_map.full()
         if not zeros:
             widths = widths_of_ratio(cut.block_map, ratio)
-            kept = {name: tuple(range(k)) for name, k in widths.items()}  # any: equal shapes
+            kept = for_deployment(cut.block_map, widths, seed=0)  # any blocks: equal shapes
         full, other = (deploy.extract(cut, blueprint) for blueprint in (whole, kept))
         for model in (full, other):
             nn.Module.to(model, "cpu")
@@ -171,28 +192,24 @@ class Stand:
         if self._cut is None or self._cut[0] != key:
             self._cut = None
             cut = recut(rival.parent, setting)
-            ready = Evaluator(
-                cut.template,
-                cut.block_map,
-                cut.central,
-                self.text,
-                scale=cut.scale,
-                precision=self.precision,
-                rho=cut.progress.rho,
-            )
-            self._cut = key, CutParent(cut, ready)
+            self._cut = key, CutParent(cut, Treatments(cut, self.text, self.choice, self.precision))
         return self._cut[1]
 
     def _ticket(
-        self, cut: CutParent, blueprint: Blueprint, how: str | None, began: float
+        self,
+        cut: CutParent,
+        blueprint: Blueprint,
+        treatment: Treatment,
+        how: str | None,
+        began: float,
     ) -> tuple[float, float]:
         """Perplexity of a ticket, and the seconds from `began` until it was there."""
         if how is None:
-            model = cut.ready.refill_(blueprint).model
+            model = cut.treatments.evaluator(treatment).refill_(blueprint).model
         else:
             assert self.ids is not None
-            ids = self.ids[:REPAIR_SEQUENCES]
-            model = deploy.extract(repair.repair_parent(cut.parent, blueprint, how, ids), blueprint)
+            ids, parent = self.ids[:REPAIR_SEQUENCES], cut.treatments.parent_with(treatment)
+            model = deploy.extract(repair.repair_parent(parent, blueprint, how, ids), blueprint)
             causal_(model)
         seconds = self._now() - began
         return perplexity(model, self.text, self.precision, cut.ready.loss), seconds

@@ -39,6 +39,8 @@ class Rival:
             "trained_on": cfg.blocks.setting,
             "k_attn": cfg.blocks.k_attn,
             "k_ffn": cfg.blocks.k_ffn,
+            "common_attn": cfg.blocks.common_attn,
+            "common_ffn": cfg.blocks.common_ffn,
         }
 
 
@@ -112,7 +114,8 @@ def _check_alike(one: Parent, other: Parent, source: str) -> None:
         odd = next(n for n in names if shapes[0].get(n) != shapes[1].get(n))
         refuse(f"{odd} has shape", [each.get(odd) for each in shapes])
     keys = ("shared_first", "shared_last", "n_ffn", "attn_by")
-    if one.block_map != other.block_map:
+    # C belongs to a parent's training, as its K does: each keeps its own
+    if one.block_map.with_common({}) != other.block_map.with_common({}):
         blocks = [p.cfg.blocks for p in (other, one)]
         odd = next(key for key in keys if getattr(blocks[0], key) != getattr(blocks[1], key))
         values = [getattr(each, odd) for each in blocks]

@@ -32,7 +32,7 @@ from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...tickets import importance
 from ...tickets.calibration import calibrate
-from ...tickets.parent import Parent
+from ...tickets.treatment import choice_text
 from ..points import Place, Points, place_of
 from . import table
 from .cells import Asked, Cell, Grid
@@ -50,7 +50,8 @@ def compare(request: CompareRequest) -> list[Table]:
     rivals = open_all(request.sources, settings, request.device, request.overrides)
     asked = read(request, rivals)
     if asked.tickets:
-        _check_whole_blocks(rivals[0].parent, asked)
+        for rival in rivals:
+            _check_whole_blocks(rival, asked)
     points = Points(place)
     cells = Grid(rivals, asked, points).cells()
     cut = tuple(s for s in settings if any(cell.is_pruned and cell.setting == s for cell in cells))
@@ -77,8 +78,9 @@ def _check_place(place: Place) -> None:
         raise ValueError(f"--out {folder} exists and is no comparison: choose another folder")
 
 
-def _check_whole_blocks(parent: Parent, asked: Asked) -> None:
-    """Refuse a ratio that is no whole number of blocks in a layer that is cut."""
+def _check_whole_blocks(rival: Rival, asked: Asked) -> None:
+    """Refuse a ratio that is no whole number of blocks in a layer that is cut, or has no room for C."""
+    parent = rival.parent
     for setting in asked.settings:
         blocks = replace(parent.cfg.blocks, setting=setting)
         for ratio in asked.ratios:
@@ -115,6 +117,10 @@ def _write(
 ) -> None:
     everything = table.everything(made)
     n_calibration = [] if asked.ids is None else list(asked.ids.shape)
+    choice, chosen_on = asked.choice, None
+    if choice is not None:
+        n_choice = choice.n_sequences * choice.seq_len
+        chosen_on = {"data": choice.file.stem, "first": choice.first, "n_tokens": n_choice}
     run = describe_run()
     record = {
         "rows": table.to_dict(made),
@@ -123,6 +129,7 @@ def _write(
             "data": asked.text.file.stem,
             "n_tokens": asked.text.n_sequences * asked.text.seq_len,
         },
+        "chosen_on": chosen_on,
         "calibration": n_calibration,
         "seed": asked.seed,
         **run,
@@ -133,7 +140,9 @@ def _write(
         parts += [f"## {title(asked, setting)}", "", shown, ""]
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     parts += [
-        "Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
+        "Scale: the activation scale of tickets, with `+ mean` where biases make up for absent blocks: "
+        + ("that of training. " if chosen_on is None else f"the best of some on {chosen_on}. ")
+        + "Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
         "float32. Decode: measured speed on the CPU against the whole parent, of tickets by their shapes, of "
         "single zeros once, where there are most.",
         "",
@@ -232,6 +241,7 @@ def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
         options = ("--calibration", "--calibration-sequences")
         n, seed = request.n_calibration, request.seed
         ids = calibrate(first, request.calibration, n, seed, options).ids
+    text = _text(rivals, request.data, request.tokens)
     return Asked(
         settings=request.chosen_settings(),
         ratios=request.chosen_ratios(),
@@ -240,7 +250,8 @@ def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
         repairs=repairs,
         n=request.n,
         seed=request.seed,
-        text=_text(rivals, request.data, request.tokens),
+        text=text,
+        choice=choice_text(text, first.cfg.data),
         ids=ids,
     )
 

@@ -34,6 +34,7 @@ class ComparisonRow:
     bytes: int | None  # of the weights on disk, float32
     speedup: float | None  # decoding on the CPU, against the whole parent
     values: tuple[float, ...] = ()
+    scale: str = ""  # of tickets: what was chosen on other text
 
     @property
     def name(self) -> str:
@@ -76,6 +77,7 @@ def rows(cells: list[Cell], points: Points) -> list[ComparisonRow]:
                 parent=cell.rival.label,
                 method=method,
                 repair=cell.repair or "",
+                scale=found.get("treatment", {}).get("chosen", ""),
                 perplexity=found.get("mean"),
                 sd=found.get("sd"),
                 n=found.get("n"),
@@ -98,15 +100,21 @@ def summary(made: list[ComparisonRow], setting: str) -> Lines:
     mine = [row for row in made if row.setting == setting]
     ratios = list(dict.fromkeys(row.ratio for row in mine))
     least = min(ratios, key=Fraction)
-    lines: Lines = [("", "whole", *ratios, "seconds", "tokens", "MB", "decode")]
+    lines: Lines = [("", "whole", *ratios, "scale", "seconds", "tokens", "MB", "decode")]
     for row in (row for row in made if row.method == "whole"):
         blank = ("",) * len(ratios)
-        lines.append((row.parent, row.shown(), *blank, *_costs(row)))
+        lines.append((row.parent, row.shown(), *blank, "", *_costs(row)))
     for name in dict.fromkeys(row.name for row in mine):
         by_ratio = {row.ratio: row for row in mine if row.name == name}
         shown = (by_ratio[ratio].shown() if ratio in by_ratio else "" for ratio in ratios)
-        lines.append((name, "", *shown, *_costs(by_ratio[least])))
+        chosen = by_size([by_ratio[ratio].scale for ratio in ratios if ratio in by_ratio])
+        lines.append((name, "", *shown, chosen, *_costs(by_ratio[least])))
     return lines
+
+
+def by_size(scales: list[str]) -> str:
+    """One scale for all sizes, or one after the other in their order."""
+    return scales[0] if len(set(scales)) == 1 else "; ".join(scale or "?" for scale in scales)
 
 
 def _costs(row: ComparisonRow) -> tuple[str, ...]:

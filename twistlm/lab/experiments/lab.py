@@ -30,6 +30,7 @@ from ...system.files import InUse
 from ...system.terminal import console
 from ...tickets import parent, score
 from ...tickets.parent import Parent
+from ...tickets.treatment import Treatments, choice_text
 from ...training import rounds
 from ...training.checkpoint import MANIFEST
 from ..points import Points, keep_training, name_of, place_of, read_training
@@ -180,6 +181,13 @@ class Lab:
         """A trained parent, cut as `setting` says, and an evaluator on `tokens` tokens (None: the scale's)."""
         return self._at_hand(recipe).cut(setting, self.scale.tokens if tokens is None else tokens)
 
+    def treatments(self, recipe: Recipe | None, setting: Setting, tokens: int) -> Treatments:
+        """What tickets of a parent can be scaled by, tried on text behind the first `tokens` tokens."""
+        mine, ready = self.open(recipe, setting, tokens)
+        choice = choice_text(ready.text, mine.cfg.data)
+        made = lambda: Treatments(mine, ready.text, choice)  # noqa: E731
+        return self.once(recipe, ("treatments", setting, tokens), made)
+
     def once(self, recipe: Recipe | None, key: Hashable, build: Callable[[], Built]) -> Built:
         """What `build` makes of a trained parent, once per key, kept as long as the parent is open."""
         return self._at_hand(recipe).once(key, build)
@@ -218,6 +226,9 @@ class Lab:
         """A point's config: the experiment, the scale, the parent and what is asked of it."""
         label = recipe.label if recipe else "start"
         slug = recipe.slug if recipe else "start"
+        blocks = self.base.blocks
+        if blocks.common_attn or blocks.common_ffn:  # subnets keep them: older points did not
+            more |= {"common": [list(blocks.common_attn), list(blocks.common_ffn)]}
         return {
             "experiment": experiment,
             "scale": self.name,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ...tickets import lost_nodes
+from ..compare.table import by_size
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, lowest, number
 from .lab import Lab, Point
+from .ranking import TRIED
 from .scales import DENSE, SIX, TWIST, Recipe
 
 
@@ -17,7 +19,13 @@ def points(lab: Lab) -> list[Point]:
 
 def _point(lab: Lab, recipe: Recipe, n_nodes: int, n_lost: int) -> Point:
     about = lab.about(
-        "nodeloss", recipe, setting="both", nodes=n_nodes, lost=n_lost, tokens=lab.scale.tokens
+        "nodeloss",
+        recipe,
+        setting="both",
+        nodes=n_nodes,
+        lost=n_lost,
+        tokens=lab.scale.tokens,
+        scale=TRIED,
     )
 
     def measure() -> dict[str, Any]:
@@ -31,6 +39,7 @@ def _point(lab: Lab, recipe: Recipe, n_nodes: int, n_lost: int) -> Point:
             "worst": made.worst,
             "values": list(made.losses.values()),
             "n_tokens": made.n_tokens,
+            "treatment": made.treatment,
         }
 
     return Point(about, measure)
@@ -50,9 +59,10 @@ def section(points: list[dict[str, Any]]) -> Section:
         worst = [results[c]["worst"] if c in results else None for c in cases]
         values.append([whole, *worst])
         cells = ["" if w is None else f"{number(w)} ({w / whole:.2f}x)" for w in worst]
-        rows.append((label, number(whole), *cells))
+        chosen = [r.get("treatment", {}).get("chosen", "") for r in results.values()]
+        rows.append((label, number(whole), *cells, by_size(chosen)))
     best = frozenset((i, j + 1) for i, j in lowest(values))
-    head = ("parent", "none lost", *(f"{case} lost" for case in cases))
+    head = ("parent", "none lost", *(f"{case} lost" for case in cases), "scale")
     table = Table(
         head, tuple(rows), best, "perplexity after the worst such loss (times the whole model)"
     )

@@ -6,18 +6,19 @@ from typing import Any
 
 from ..page.section import Section, Table, count, number
 from .lab import Lab, Point, summary
-from .scales import Recipe, only
+from .scales import Recipe, only, trained_at
 
 
 def recipes(lab: Lab) -> list[Recipe | None]:
-    """The start (where it is trained), the five ways of `both`, and TwIST in the other settings.
+    """The start (where it is trained), the six of `both`, TwIST in the other settings and at every size of Table 1.
 
-    Those of the heat-maps are trained, and recorded here, when `robustness` needs them.
+    The other ones of the heat-maps are trained, and recorded here, when `robustness` needs them.
     """
     found: list[Recipe | None] = [None] if lab.scale.start is not None else []
     for setting in lab.scale.settings:
-        found += [recipe for recipe in only(setting) if recipe not in found]
-    return found
+        sizes = (trained_at(k, setting) for k in lab.scale.table1)
+        found += [recipe for recipe in (*only(setting), *sizes) if recipe not in found]
+    return list(dict.fromkeys(found))
 
 
 def points(lab: Lab) -> list[Point]:

@@ -8,7 +8,10 @@ from typing import Any
 
 from ...config import Setting
 from ...model.blocks import widths_of_ratio
+from ...model.generator import draws
 from ...pruners.write import STRUCTURED
+from ...tickets.treatment import N_DRAWS
+from ..compare.table import by_size
 from ..page.section import Claim, number
 from .lab import Lab, Point
 from .scales import DENSE, DROPOUT, SCALES, TWIST, N, Recipe
@@ -25,7 +28,9 @@ NAMES = {
     "block:taylor": ("blocks by Taylor", ""),
     "block:magnitude": ("blocks by magnitude", ""),
 }
+TRIED = "best of some on other text"  # how the activation scale of a ticket comes about
 EXTRACTED = "random blocks of "  # before a parent's name
+AT_SIZE = f"{EXTRACTED}TwIST trained at that size"  # one parent for each size, the paper's SE
 Rows = dict[str, dict[int, dict[str, Any]]]  # name of a row -> K -> result
 ZEROS = {name for method, (name, _) in NAMES.items() if not method.startswith(STRUCTURED)}
 
@@ -48,6 +53,11 @@ def rows_of(points: list[dict[str, Any]]) -> tuple[Rows, dict[str, str]]:
             name, column = f"{EXTRACTED}{config['parent']}", ""
             plain = config["slug"].removesuffix(f"-{config['setting']}")
             column = {"dense": "dense", "twist-6": "twist-6"}.get(plain, "")
+            if plain == f"twist-{config['k']}":
+                theirs[AT_SIZE] = "twist" if alike else ""
+                rows.setdefault(AT_SIZE, {})[config["k"]] = point["result"]
+                if plain != TWIST.slug:  # other widths stand in that row alone
+                    continue
         theirs[name] = column if alike else ""
         rows.setdefault(name, {})[config["k"]] = point["result"]
     known = [name for name, _ in NAMES.values()]  # pruners first, in the paper's order
@@ -104,22 +114,29 @@ def claims(setting: str, rows: Rows) -> list[Claim]:
         ),
         _flat(setting, dense, twist, sizes),
     ]
-    gpt = rows.get("SparseGPT", {})
-    if shared := [k for k in sizes if k in gpt]:
-        won = [k for k in shared if twist[k]["mean"] < gpt[k]["mean"]]
-        lean, wide = [k for k in shared if k <= 4], [k for k in shared if k >= 6]
-        found.append(
-            Claim(
-                f"{setting}: SparseGPT is ahead at 6/12 and above, TwIST at 4/12 and below (crossover)",
-                set(won) == set(lean) and bool(lean) and bool(wide) if lean or wide else None,
-                f"TwIST is ahead at {', '.join(f'{k}/{N}' for k in won) or 'no size'}: "
-                + ", ".join(
-                    f"{k}/{N}: {number(twist[k]['mean'])} against {number(gpt[k]['mean'])}"
-                    for k in shared
-                ),
-            )
-        )
+    for name, mine in ((TWIST.label, twist), (_short(AT_SIZE), rows.get(AT_SIZE, {}))):
+        found += _crossover(setting, name, mine, rows.get("SparseGPT", {}))
     return found + _ours(setting, rows, dense, twist, sizes)
+
+
+def _crossover(setting: str, name: str, twist: dict, gpt: dict) -> list[Claim]:
+    """Whether TwIST is behind SparseGPT at 6/12 and above, ahead at 4/12 and below, and nothing else."""
+    shared = sorted(k for k in set(twist) & set(gpt) if k < N)
+    lean, wide = [k for k in shared if k <= 4], [k for k in shared if k >= 6]
+    if not lean or not wide:
+        return []
+    won = [k for k in shared if twist[k]["mean"] < gpt[k]["mean"]]
+    return [
+        Claim(
+            f"{setting}: SparseGPT is ahead at 6/12 and above, {name} at 4/12 and below (crossover)",
+            won == lean,
+            f"{name} is ahead at {', '.join(f'{k}/{N}' for k in won) or 'no size'}: "
+            + ", ".join(
+                f"{k}/{N}: {number(twist[k]['mean'])} against {number(gpt[k]['mean'])}"
+                for k in shared
+            ),
+        )
+    ]
 
 
 def _flat(setting: str, dense: dict, twist: dict, sizes: list[int]) -> Claim:
@@ -160,7 +177,9 @@ def _ours(setting: str, rows: Rows, dense: dict, twist: dict, sizes: list[int]) 
             )
         )
     control = rows.get(f"{EXTRACTED}{DROPOUT.label}", {})
-    versions = {n: r for n, r in rows.items() if n.startswith(f"{EXTRACTED}TwIST")}
+    versions = {  # one parent for all sizes, as the control is
+        n: r for n, r in rows.items() if n.startswith(f"{EXTRACTED}TwIST") and n != AT_SIZE
+    }
     if shared := [k for k in sizes if k in control]:
         best = {k: min((r[k]["mean"], n) for n, r in versions.items() if k in r) for k in shared}
         claims.append(
@@ -204,6 +223,7 @@ def subnets(lab: Lab, experiment: str, recipe: Recipe | None, sample: Sample, **
         n=n,
         tokens=sample.tokens,
         seed=seed,
+        **({"scale": TRIED} if k < N else {}),
         **more,
     )
 
@@ -220,8 +240,16 @@ def subnets(lab: Lab, experiment: str, recipe: Recipe | None, sample: Sample, **
                 "n_params": parent.central.layout.n_params,
             }
         widths = widths_of_ratio(parent.block_map, scale.ratio(k))
-        spread = ready.random_subnets(scale.ratio(k), widths, n, seed)
-        return {"values": list(spread.values), **spread.summary(), "n_params": spread.n_params}
+        others = draws(parent.block_map, widths, seed=seed, n=n + N_DRAWS, first=n)
+        treatments = lab.treatments(recipe, sample.setting, sample.tokens)
+        treatment, chosen = treatments.best(list(others))
+        spread = treatments.evaluator(treatment).random_subnets(scale.ratio(k), widths, n, seed)
+        return {
+            "values": list(spread.values),
+            **spread.summary(),
+            "n_params": spread.n_params,
+            "treatment": chosen,
+        }
 
     return Point(about, measure)
 
@@ -233,3 +261,11 @@ def by_parent(points: Iterable[dict[str, Any]]) -> ByParent:
         config = point["config"]
         found.setdefault(config["parent"], {})[config["k"]] = point["result"]
     return found
+
+
+def scales_of(results: dict[int, dict[str, Any]], sizes: Iterable[int]) -> str:
+    """The activation scales of a row's tickets, one for all sizes or one after the other."""
+    found = [
+        results[k].get("treatment", {}).get("chosen", "") for k in sizes if k in results and k < N
+    ]
+    return by_size(found) if found else ""

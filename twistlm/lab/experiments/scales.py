@@ -55,6 +55,11 @@ def only(setting: Setting) -> tuple[Recipe, ...]:
     return SIX if setting == "both" else (DENSE, Recipe("twist", setting=setting))
 
 
+def trained_at(k: int, setting: Setting) -> Recipe:
+    """The paper's mean, trained with k of 12 blocks in every subnet; whole subnets are the same in every setting."""
+    return Recipe("twist", (k,), setting="both" if k == N else setting)
+
+
 @dataclass(frozen=True)
 class Scale:
     """Sizes of everything; `changes` are `section.key=value` on a preset."""

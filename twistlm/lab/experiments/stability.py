@@ -9,7 +9,7 @@ from typing import Any
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number, spread
 from .lab import Lab, Point
-from .ranking import ByParent, Sample, by_parent, subnets
+from .ranking import ByParent, Sample, by_parent, scales_of, subnets
 from .scales import DENSE, TWIST, N, only
 
 
@@ -38,11 +38,12 @@ def section(points: list[dict[str, Any]]) -> Section:
                     setting,
                     label,
                     *(spread(results[k]) if k in results else "" for k in _sizes(points)),
+                    scales_of(results, _sizes(points)),
                 )
             )
         claims += _claims(setting, found)
     n = max(p["result"]["n"] for p in points)
-    head = ("setting", "parent", *(f"{k}/{N}" for k in _sizes(points)))
+    head = ("setting", "parent", *(f"{k}/{N}" for k in _sizes(points)), "scale")
     table = Table(head, tuple(rows), note="perplexity, mean ± sd over random subnets", names=2)
     what = (
         f"{n} random subnets of every size, all on the same tokens: does it matter which blocks a "

@@ -8,6 +8,7 @@ from typing import Any
 from ...config import Setting
 from ...pruners.write import STRUCTURED
 from ...tickets.calibration import calibrate
+from ...tickets.treatment import choice_text
 from ..compare.cells import Asked, Cell, Grid
 from ..compare.rivals import Rival, weights_sha256
 from ..compare.run import DEFAULT
@@ -15,20 +16,29 @@ from ..page import draw
 from ..page.section import Figure, Section, Table, lowest, number, spread
 from . import paper, ranking
 from .lab import Lab, Point
-from .ranking import EXTRACTED, Rows, Sample, is_zeros, subnets
-from .scales import DENSE, N, Recipe, only
+from .ranking import EXTRACTED, TRIED, Rows, Sample, is_zeros, scales_of, subnets
+from .scales import DENSE, N, Recipe, only, trained_at
 
 BEST_ZEROS, BEST_BLOCKS = "best zeros", "best chosen blocks"  # of the pruners, in a figure
 
 
 def points(lab: Lab) -> list[Point]:
-    """Random extraction (SE) from every parent, whole models first; then the pruners on data parallel."""
+    """Random extraction (SE) from every parent, whole models first; then the pruners on data parallel.
+
+    The paper's column of parents that were trained at the size they are extracted at is a row of ours.
+    """
     scale = lab.scale
     extracted = [
         _extracted(lab, recipe, setting, k)
         for setting in scale.settings
         for recipe in (None, *only(setting))
         for k in (N, *scale.table1)
+    ]
+    extracted += [
+        _extracted(lab, trained_at(k, setting), setting, k)
+        for setting in scale.settings
+        for k in scale.table1
+        if trained_at(k, setting) not in only(setting)
     ]
     pruned = [
         _pruned(lab, method, setting, k)
@@ -57,6 +67,7 @@ def _extracted(lab: Lab, recipe: Recipe | None, setting: Setting, k: int) -> Poi
         n=n,
         tokens=scale.tokens,
         seed=lab.base.run.seed,
+        **({"scale": TRIED} if k < N else {}),
     )
     return Point(about, partial(_cell, lab, recipe, what, setting, k))
 
@@ -74,6 +85,7 @@ def _pruned(lab: Lab, method: str, setting: Setting, k: int) -> Point:
         tokens=scale.tokens,
         n_calibration=scale.n_calibration,
         seed=lab.base.run.seed,
+        **({"scale": TRIED} if method.startswith(STRUCTURED) else {}),
     )
     return Point(about, partial(_cell, lab, DENSE, method, setting, k))
 
@@ -101,6 +113,7 @@ def _cells(lab: Lab, recipe: Recipe | None) -> dict[tuple[str, str | None, str |
         n=n,
         seed=seed,
         text=ready.text,
+        choice=choice_text(ready.text, parent.cfg.data),
         ids=ids,
     )
     method = recipe.method if recipe else "dense"
@@ -122,7 +135,8 @@ def section(points: list[dict[str, Any]]) -> Section:
     what = (
         "Random blocks: the mean of random subnets, taken as they are. The other rows prune the "
         "data-parallel parent after training: single weights (zeros, which save neither bytes nor time without "
-        "sparse kernels) or whole blocks. Bold: the lowest of the zeros, and the lowest of all that is really smaller."
+        "sparse kernels) or whole blocks. Scale: what a ticket's layers are multiplied by, with `+ mean` where biases "
+        "make up for absent blocks: the best of some for each parent and size, chosen on other text. Bold: the lowest of the zeros, and the lowest of all that is really smaller."
     )
     if any(table.small for table in tables):
         what += f" Small print: the paper's numbers ({paper.SETUP})."
@@ -152,13 +166,14 @@ def _table(setting: str, rows: Rows, theirs: dict[str, str]) -> Table:
     small, marks = set(), set()
     for i, (name, results) in enumerate(rows.items()):
         marks |= {(len(cells), j + 1) for row, j in best if row == i}
-        cells.append((name, *(spread(results[k]) if k in results else "" for k in sizes)))
+        means = (spread(results[k]) if k in results else "" for k in sizes)
+        cells.append((name, *means, scales_of(results, sizes)))
         if column := theirs[name]:
             small.add(len(cells))
             known = paper.TABLE1[setting]
             beside = (number(known[k][column]) if k in known else "" for k in sizes)
-            cells.append(("the paper", *beside))
-    head = (setting, *("whole" if k == N else f"{k}/{N}" for k in sizes))
+            cells.append(("the paper", *beside, ""))
+    head = (setting, *("whole" if k == N else f"{k}/{N}" for k in sizes), "scale")
     return Table(head, tuple(cells), frozenset(marks), small=frozenset(small))
 
 

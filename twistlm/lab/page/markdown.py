@@ -27,8 +27,9 @@ def shown_figures(chapters: Sequence[Chapter]) -> list[str]:
     found = []
     for chapter in chapters:
         drawn = [section for section in chapter.sections if section.figures]
-        shown = [section for section in drawn if section is drawn[0] or not section.tables]
-        found += [f"{chapter.id}-{section.figures[0].id}" for section in shown]
+        for section in drawn:
+            n = len(section.figures) if not section.tables else int(section is drawn[0])
+            found += [f"{chapter.id}-{figure.id}" for figure in section.figures[:n]]
     return found
 
 
