@@ -70,13 +70,14 @@ def test_a_nested_mask_is_one_in_all_layers():
 
 
 def test_common_blocks_are_always_kept():
-    blocks = BlocksConfig(
-        n_ffn=4, common_ffn=(2,), masks="step", mask_attn=(1,), mask_ffn=(2,), nested=0.5
-    )
-    found = draw(Turn(0, 0, 0, 200, 1), blocks)
-    for group in MAP.groups:
-        kept = found[group.name][:, 0] > 0
-        assert bool(kept[:, 1].all()) == (group.kind == "ffn")
+    common = MAP.with_common({"ffn": (2,)})
+    blocks = BlocksConfig(n_ffn=4, masks="step", mask_attn=(1,), mask_ffn=(2,), nested=0.5)
+    drawn = masks.draw(common, HELD, blocks, Turn(0, 0, 0, 200, 1), ORDER, "twist", scale)
+    for group, kept in zip(common.groups, drawn[:, 0].split(3, -1), strict=True):
+        assert bool((kept[:, 1] > 0).all()) == (group.kind == "ffn")
+    two = {group.name: 2 for group in common.groups}
+    for name, kept in masks.prefixes(common, ORDER, two).items():
+        assert kept == ((2, 3) if common[name].kind == "ffn" else (1, 3))
 
 
 def test_masks_hang_on_seed_round_and_place_alone():

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import in_process, snapshot
-from conftest import make_tokens
+from conftest import make_tokens, tiny
 from families_table import TABLE, far, logits, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -27,14 +27,18 @@ from twistlm.data.token_file import open_tokens
 from twistlm.model import generator, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap, Partition, widths_of_ratio
 from twistlm.model.layout import cut_segments
-from twistlm.tickets import budget, deploy, extract, importance
+from twistlm.tickets import budget, deploy, extract, importance, lost_nodes
 from twistlm.tickets.budget import Budget, parse_budget
 from twistlm.tickets.calibration import calibrate, calibrate_on_tokens
+from twistlm.tickets.certify import CertificateRequest, certify_tickets
 from twistlm.tickets.extract import TicketRequest
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.tickets.pick import Pick, parse_pick
+from twistlm.tickets.score import ScoreRequest, score_parent
+from twistlm.training import rounds
 
 SEQ_LEN = 16
+CUT_AS_TRAINED = ("blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +151,7 @@ def test_picks(text, want):
              "importance:hessian", "random:3", "fisher"],
 )  # fmt: skip
 def test_unknown_picks(text):
-    with pytest.raises(ValueError, match="use random, best-of:N, importance"):
+    with pytest.raises(ValueError, match="use nested, random, best-of:N, importance"):
         parse_pick(text)
 
 
@@ -806,3 +810,47 @@ def test_sizes_without_room_for_the_common_blocks_are_refused(home, tmp_path):
         deploy.extract(parent, bare)
     with pytest.raises(ValueError, match=r"blocks\.common_ffn = \[9\]: .* 0\.\.5"):
         open_(home, "gpt2", "blocks.common_ffn=[9]")
+
+
+def test_a_parent_with_an_order_gives_nested_tickets(tmp_path):
+    """The order is scored before the first round and kept; extract, eval, certify and drop go by it."""
+    tokens = make_tokens(tmp_path / "tokens", 400)
+    widths = {"masks": "sequence", "mask_attn": [4, 2, 1], "mask_ffn": [4, 1, 2], "nested": 0.5}
+    blocks = widths | {"k_attn": 4, "k_ffn": 4}
+    cfg = tiny(tokens, tmp_path / "run", blocks=blocks, train={"rounds": 1})
+    rounds.train(cfg, quiet=True)
+    opened = open_parent(tmp_path / "run", "cpu")
+    order = opened.progress.order
+    # the start's own scores: the same weights, the same 64 windows
+    start = open_parent(huggingface.load(cfg.model, cfg.run.seed), "cpu", CUT_AS_TRAINED)
+    file = open_tokens(tokens)
+    n = file.n_sequences(16)
+    ids = file.sequences(list(range(0, n, max(1, n // 64)))[:64], 16)
+    scores = importance.score(start, "mask-fisher", ids)
+    for name, values in scores.items():
+        assert order[name] == tuple(sorted(range(4), key=lambda b, v=values: -float(v[b])))
+    # half of every layer, without --pick
+    request = TicketRequest(budget=parse_budget(ratio="2/4"), tokens=160)
+    ticket = extract.write(opened, tmp_path / "ticket", request, quiet=True)
+    note = json.loads((tmp_path / "ticket/ticket.json").read_text())
+    assert note["pick"]["how"] == "nested"
+    assert {n: set(kept) for n, kept in note["blueprint"].items()} == {
+        n: set(o[:2]) for n, o in order.items()
+    }
+    scored = score_parent(opened, ScoreRequest(ratios=("2/4",), n=2, tokens=160), "x", quiet=True)
+    assert scored.nested[0] == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-5)
+    asked = CertificateRequest(ratio="2/4", n=2, tokens=160, coverage=0.5, confidence=0.7)
+    made = certify_tickets(opened, asked, tmp_path / "certificate", quiet=True)
+    assert made.nested == scored.nested[0]
+    assert (
+        json.loads((tmp_path / "certificate/certificate.json").read_text())["nested"] == made.nested
+    )
+    # striped over two nodes: each holds every other place of the order
+    left = lost_nodes.survivors(opened.block_map, 2, (1,), order)
+    assert left == {n: tuple(sorted(o[::2])) for n, o in order.items()}
+    plain = open_parent(start.template, "cpu", CUT_AS_TRAINED)
+    with pytest.raises(ValueError, match="trained without an order of blocks"):
+        extract.write(
+            plain, tmp_path / "no", replace(request, pick=parse_pick("nested")), quiet=True
+        )
+    assert not (tmp_path / "no").exists()

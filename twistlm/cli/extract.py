@@ -40,10 +40,11 @@ def extract(
     pick: Annotated[
         str,
         typer.Option(
-            help="random; best-of:N by validation loss; importance (by fisher), or importance:METHOD with "
-            f"METHOD {words(IMPORTANCES)}."
+            help="nested: the first blocks of the order that the parent was trained with (the default where it "
+            "has one, else random); random; best-of:N by validation loss; importance (by fisher), or "
+            f"importance:METHOD with METHOD {words(IMPORTANCES)}."
         ),
-    ] = "random",
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the pick.")] = 0,
     data: Data = None,
     tokens: Annotated[

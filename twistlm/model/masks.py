@@ -71,8 +71,7 @@ def draw(
         if blocks.nested > 0:
             ranks = np.argsort(order[group.name])  # [block]: its place in the order
             keys = np.where(nested[..., None], ranks / group.n_blocks, keys)
-        common = list(blocks.common(group.kind))
-        keys[..., common] = -1.0
+        keys[..., list(group.common)] = -1.0
         sizes = np.array(widths_of(blocks, group.kind, method) or (len(mine),))
         sizes = np.minimum(sizes, len(mine))
         factors = np.array([scale(group, int(w)) for w in sizes])

@@ -8,5 +8,5 @@ NEEDS_TEXT = (
     "mask-fisher",
     "taylor",
 )  # importances that are measured on calibration text
-PICKS = ("random", "best-of:N", "importance", "importance:METHOD")
+PICKS = ("nested", "random", "best-of:N", "importance", "importance:METHOD")
 DTYPES = ("float32", "bfloat16", "float16")  # of a ticket's weights

@@ -27,6 +27,7 @@ from rich.table import Table
 from ..compute.perplexity import Evaluator, Spread
 from ..model.blocks import BlockGroup, Widths, widths_of_ratio
 from ..model.generator import draws
+from ..model.masks import prefixes
 from ..system import terminal
 from ..system.files import whole_file
 from ..system.provenance import describe_run
@@ -49,6 +50,7 @@ class Certificate:
     data: str
     n_tokens: int
     run: dict[str, Any]
+    nested: float | None = None  # perplexity of the nested ticket, where the parent has an order
 
     @property
     def covered_by_worst(self) -> float:
@@ -84,7 +86,10 @@ class CertificateRequest:
 def certify_tickets(
     parent: Parent, request: CertificateRequest, folder: Path | None = None, quiet: bool = False
 ) -> Certificate:
-    """Measure n random tickets, going on from those that `folder` holds, and write it there."""
+    """Measure n random tickets, going on from those that `folder` holds, and write it there.
+
+    Of a parent with an order the nested ticket is measured, too: it is the only one of its kind.
+    """
     widths = widths_of_ratio(parent.block_map, request.ratio)
     ready = score.evaluator(parent, request.data, request.tokens)
     values: list[float] = []
@@ -103,6 +108,9 @@ def certify_tickets(
                 raise ValueError(f"{parent.source}: ticket {number} has no perplexity (NaN logits)")
             keep(value)
             bar.update(task, advance=1, note=f"worst {max(values):.2f}")
+    nested = None
+    if order := parent.progress.order:
+        nested = ready.subnet_perplexity(prefixes(parent.block_map, order, widths))
     n_params = parent.central.layout.narrowed(parent.block_map, widths).n_params
     spread = Spread(request.ratio, n_params, tuple(values[: request.n]))
     made = Certificate(
@@ -114,6 +122,7 @@ def certify_tickets(
         data=ready.text.file.stem,
         n_tokens=ready.text.n_sequences * ready.text.seq_len,
         run=describe_run(),
+        nested=nested,
     )
     if folder is not None:
         _save(made, folder)
@@ -198,6 +207,8 @@ def draw_histogram(made: Certificate, path: Path) -> None:
     axes.stairs(counts, edges, fill=True, color="tab:blue", alpha=0.6)
     axes.axvline(made.bound.value, color="tab:red", label=str(made.bound))
     axes.axvline(made.full, color="black", linestyle=":", label=f"whole parent: {made.full:.2f}")
+    if made.nested is not None:
+        axes.axvline(made.nested, color="tab:green", label=f"nested ticket: {made.nested:.2f}")
     axes.set_title(f"{len(made.spread.values)} random tickets of {made.spread.ratio} blocks")
     axes.set_xlabel(f"perplexity on {made.n_tokens:,} tokens")
     axes.set_ylabel("tickets")
@@ -211,7 +222,9 @@ def table(made: Certificate) -> Table:
         f"perplexity of {n} random tickets of {spread.ratio} blocks ({spread.n_params:,} "
         f"parameters) on {made.n_tokens:,} tokens"
     )
-    rows = {"whole parent": made.full, "mean": spread.mean}
+    rows = {"whole parent": made.full}
+    rows |= {} if made.nested is None else {"nested ticket": made.nested}
+    rows |= {"mean": spread.mean}
     rows |= {} if spread.sd is None else {"sd": spread.sd}
     rows |= quantiles(spread.values) | {"worst": spread.worst}
     result = terminal.table(title, *rows, words=0)

@@ -24,7 +24,7 @@ from . import DTYPES, deploy
 from .budget import Budget, fit, impossible, weights_bytes
 from .calibration import calibrate_on_tokens
 from .parent import Parent
-from .pick import RANDOM, Basis, Pick, pick_blocks
+from .pick import AUTO, Basis, Pick, pick_blocks, pick_for
 from .score import evaluator
 
 # max |logit difference| to the masked parent, as a share of the largest logit (at least 1). Of SmolLM2's
@@ -37,7 +37,7 @@ class TicketRequest:
     """What a ticket may cost, how its blocks are picked, and what it is measured on."""
 
     budget: Budget
-    pick: Pick = RANDOM
+    pick: Pick = AUTO
     seed: int = 0
     data: str | None = None  # None: the validation tokens of the parent's run
     tokens: int = 0  # for each perplexity and for calibration; 0 takes all
@@ -78,7 +78,7 @@ def write(
 
 def choose(parent: Parent, request: TicketRequest, bar: Progress) -> ProvenTicket:
     """Fit the budget, pick the blocks, extract the ticket and measure it; nothing is written."""
-    how, budget = request.pick, request.budget
+    how, budget = pick_for(parent, request.pick), request.budget
     ready = _text(parent, request)
     basis = Basis(
         seed=request.seed,

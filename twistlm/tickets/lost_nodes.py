@@ -2,7 +2,8 @@
 
 As in tensor-parallel serving every node holds one contiguous run of each layer's blocks, and
 everything that is not cut, the common blocks among it. Where blocks do not divide evenly, the first
-nodes hold one more. The survivors are a subnet of K of N blocks and are scaled like one, by what suits
+nodes hold one more. A parent with an order of blocks is striped instead: node i of n holds places
+i, i + n, ... of it, so that no loss takes all important ones. The survivors are a subnet of K of N blocks and are scaled like one, by what suits
 their parent best (`treatment`).
 """
 
@@ -19,6 +20,7 @@ import torch
 from rich.table import Table
 
 from ..model.blocks import BlockGroup, BlockMap, Blueprint
+from ..model.masks import Order
 from ..system import provenance, terminal
 from ..system.terminal import progress
 from ..training import checkpoint
@@ -60,12 +62,18 @@ def shard(n_blocks: int, n_nodes: int) -> list[range]:
     return [range(first, last) for first, last in itertools.pairwise(ends)]
 
 
-def survivors(block_map: BlockMap, n_nodes: int, lost: tuple[int, ...]) -> Blueprint:
+def survivors(
+    block_map: BlockMap, n_nodes: int, lost: tuple[int, ...], order: Order | None = None
+) -> Blueprint:
     """The blocks that the other nodes hold; common ones are on every node, as in training."""
     blueprint = {}
     for group in block_map.groups:
-        own = [block for block in range(group.n_blocks) if block not in group.common]
-        gone = {own[i] for node in lost for i in shard(len(own), n_nodes)[node]}
+        ranked = order[group.name] if order else range(group.n_blocks)
+        own = [block for block in ranked if block not in group.common]
+        if order:
+            gone = {block for node in lost for block in own[node::n_nodes]}
+        else:
+            gone = {own[i] for node in lost for i in shard(len(own), n_nodes)[node]}
         blueprint[group.name] = tuple(b for b in range(group.n_blocks) if b not in gone)
     return blueprint
 
@@ -119,7 +127,10 @@ def drop(
         for (name, parent), evaluator in zip(parents.items(), ready, strict=True):
             full, losses = evaluator.full_perplexity(), {}
             bar.advance(task)
-            rests = {lost: survivors(parent.block_map, n_nodes, lost) for lost in combinations}
+            order = parent.progress.order
+            rests = {
+                lost: survivors(parent.block_map, n_nodes, lost, order) for lost in combinations
+            }
             text = evaluator.text
             treatments = Treatments(parent, text, choice_text(text, parent.cfg.data))
             some = list(rests.values())[:: -(-len(rests) // N_DRAWS)]

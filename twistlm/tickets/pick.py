@@ -1,4 +1,4 @@
-"""Which blocks a ticket keeps: random ones, the best of N draws, or the highest scores."""
+"""Which blocks a ticket keeps: the first of the parent's order, random ones, the best of N, or the highest scores."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.progress import Progress
 from ..compute.perplexity import Evaluator
 from ..model.blocks import Blueprint, Widths
 from ..model.generator import draws
+from ..model.masks import prefixes
 from . import IMPORTANCES, NEEDS_TEXT, PICKS, importance
 from .calibration import Calibration
 from .parent import Parent
@@ -17,7 +18,10 @@ from .parent import Parent
 
 @dataclass(frozen=True)
 class Pick:
-    """`random` is one draw, `best-of:N` are N draws, `importance[:METHOD]` draws nothing."""
+    """`random` is one draw, `best-of:N` are N draws, `nested` and `importance[:METHOD]` draw nothing.
+
+    `auto` is `nested` for a parent that was trained with an order of blocks, else `random`.
+    """
 
     asked: str
     n_draws: int = 1
@@ -41,14 +45,27 @@ class Basis:
     calibration: Calibration | None = None
 
 
-RANDOM = Pick("random")
+RANDOM, NESTED, AUTO = Pick("random"), Pick("nested"), Pick("auto")
+
+
+def pick_for(parent: Parent, how: Pick) -> Pick:
+    """What `auto` means for a parent; a nested ticket needs a parent with an order."""
+    has_order = bool(parent.progress.order)
+    if how == AUTO:
+        return NESTED if has_order else RANDOM
+    if how == NESTED and not has_order:
+        raise ValueError(
+            f"--pick nested: {parent.source} was trained without an order of blocks (blocks.nested = 0); "
+            f"use importance:mask-fisher, which scores them now, or random"
+        )
+    return how
 
 
 def parse_pick(text: str) -> Pick:
     """A pick as it is typed."""
     name, colon, rest = text.partition(":")
-    if text == "random":
-        return RANDOM
+    if plain := {how.asked: how for how in (RANDOM, NESTED, AUTO)}.get(text):
+        return plain
     if name == "best-of" and rest.isdecimal() and int(rest) > 0:
         return Pick(text, n_draws=int(rest))
     method = rest if colon else "fisher"
@@ -65,6 +82,8 @@ def pick_blocks(
     parent: Parent, widths: Widths, how: Pick, basis: Basis, bar: Progress
 ) -> tuple[Blueprint, dict[str, Any]]:
     """A blueprint of these widths, and what it was chosen by."""
+    if how == NESTED:
+        return prefixes(parent.block_map, parent.progress.order, widths), {}
     if how.method is not None:
         return _highest_scores(parent, widths, how, basis, bar)
     drawn = list(draws(parent.block_map, widths, seed=basis.seed, n=how.n_draws))

@@ -88,7 +88,7 @@ class OpenedParent:
         params: str | None = None,
         size: str | None = None,
         latency: str | None = None,
-        pick: str = "random",
+        pick: str = "auto",
         seed: int = 0,
         dtype: str = "float32",
     ) -> Ticket:

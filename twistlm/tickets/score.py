@@ -20,6 +20,7 @@ from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
 from ..model import huggingface
 from ..model.blocks import widths_of_ratio
+from ..model.masks import prefixes
 from ..system import provenance, terminal
 from ..system.device import pick_device
 from ..system.terminal import progress
@@ -41,6 +42,7 @@ class Scores:
     seed: int
     run: dict[str, Any]  # command, git hash, versions, device
     scale: str = ""  # of the subnets, where it is not that of training
+    nested: tuple[float, ...] = ()  # at each ratio, where the parent has an order of blocks
 
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)
@@ -97,13 +99,20 @@ def score_parent(
     widths = {ratio: widths_of_ratio(parent.block_map, ratio) for ratio in request.ratios}
     n, seed = request.n, request.seed
     with progress(quiet) as bar:
-        task = bar.add_task(f"evaluate {name}", total=1 + n * len(widths), note="")
+        order = parent.progress.order
+        total = 1 + (n + bool(order)) * len(widths)
+        task = bar.add_task(f"evaluate {name}", total=total, note="")
         full = ready.full_perplexity()
         bar.advance(task)
         subnets = tuple(
             ready.random_subnets(ratio, widths[ratio], n, seed, lambda: bar.advance(task))
             for ratio in request.ratios
         )
+        nested = []
+        for ratio in request.ratios if order else ():
+            kept = prefixes(parent.block_map, order, widths[ratio])
+            nested.append(ready.subnet_perplexity(kept))
+            bar.advance(task)
     text = ready.text
     return Scores(
         name=name,
@@ -115,6 +124,7 @@ def score_parent(
         n_tokens=text.n_sequences * text.seq_len,
         seed=seed,
         run=provenance.describe_run(),
+        nested=tuple(nested),
     )
 
 
@@ -173,11 +183,14 @@ def table(rows: list[Scores]) -> Table:
     title = f"perplexity on {first.n_tokens:,} tokens"
     if first.subnets:
         title += f"; {len(first.subnets[0].values)} random subnets: mean ± sd (worst)"
+        title += "; nested one" if any(row.nested for row in rows) else ""
     names = (f"{row.name}, {row.scale}" if row.scale else row.name for row in rows)
     result = terminal.table(title, "blocks", "parameters", *names)
     whole = "full" if first.subnets else "ticket"
     result.add_row(whole, f"{first.n_params:,}", *(f"{row.full:.2f}" for row in rows))
     for i, spread in enumerate(first.subnets):
-        cells = (str(row.subnets[i]) for row in rows)
+        cells = (
+            f"{row.subnets[i]}" + (f"; {row.nested[i]:.2f}" if row.nested else "") for row in rows
+        )
         result.add_row(spread.ratio, f"{spread.n_params:,}", *cells)
     return result
