@@ -139,8 +139,6 @@ class TrainConfig:
     `twistlm prepare --teacher` has stored beside the tokens."""
     distil: float = 0.9
     """With a teacher: the weight of KL(teacher || subnet); the text's own cross-entropy gets the rest."""
-    distil_whole: float = 0.9
-    """The same where no block is masked: a whole model that only learns from text can leave its teacher behind."""
     precision: Literal["auto", "float32", "bf16", "float64"] = "auto"
     """`bf16` trains a rounded copy of float32 weights; `auto` takes it on a GPU that has it."""
     compile: Literal["auto", "true", "false"] = "auto"
@@ -282,7 +280,6 @@ class Config:
         for name, share in {
             "blocks.nested": self.blocks.nested,
             "train.distil": self.train.distil,
-            "train.distil_whole": self.train.distil_whole,
         }.items():
             if not 0 <= share <= 1:
                 raise ValueError(f"{name} = {share}: must lie in 0..1")

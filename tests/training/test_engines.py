@@ -211,7 +211,7 @@ RECIPE = {
         "k_ffn": [4, 2, 3],
         "widths": "worker",
     },
-    "train": FLOAT64_TRAIN | {"teacher": "start", "distil_whole": 0.2},
+    "train": FLOAT64_TRAIN | {"teacher": "start", "distil": 0.7},
 }
 
 

@@ -34,7 +34,7 @@ RECIPES = {
     "steps": ({"masks": "step", **WIDTHS}, {}),
     "sequences": (
         {"masks": "sequence", **WIDTHS, **WHOLE},
-        {"teacher": "start", "distil": 0.8, "distil_whole": 0.1},
+        {"teacher": "start", "distil": 0.8},
     ),
 }
 
@@ -244,22 +244,13 @@ def reference_rounds(run: Run, n_rounds: int) -> dict[str, torch.Tensor]:
                 kept |= used(run, blueprint, r, worker, i)
                 logits = model(input_ids=ids).logits[:, :-1]
                 model.zero_grad()
-                whole = [
-                    all(len(kept[g.name][j]) == g.n_blocks for g in run.block_map.groups)
-                    for j in range(len(ids))
-                ]
-                loss = torch.zeros((), dtype=torch.float64)
-                for j in range(len(ids)):
-                    share = 0.0
-                    if t.teacher != "none":
-                        share = t.distil_whole if whole[j] else t.distil
-                        with torch.no_grad():
-                            told = base(input_ids=ids[j : j + 1]).logits[0, :-1].log_softmax(-1)
-                    plain = torch.nn.functional.cross_entropy(logits[j], ids[j, 1:])
-                    loss = loss + (1 - share) * plain / len(ids)
-                    if share:
-                        each = told.exp() * (told - logits[j].log_softmax(-1))
-                        loss = loss + share * each.sum(-1).mean() / len(ids)
+                share = t.distil if t.teacher != "none" else 0.0
+                mine = logits.log_softmax(-1)
+                with torch.no_grad():
+                    told = base(input_ids=ids).logits[:, :-1].log_softmax(-1)
+                plain = -mine.gather(2, ids[:, 1:, None])[..., 0]
+                kl = (told.exp() * (told - mine)).sum(-1)
+                loss = ((1 - share) * plain + share * kl).mean()
                 loss.backward()
                 norm = torch.sqrt(
                     sum((p.grad * active[n]).square().sum() for n, p in model.named_parameters())

@@ -41,26 +41,17 @@ class Into:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A frozen model whose predictions are learned, and the weight of KL(teacher || model) in the loss.
-
-    `weight` [rows] is one number for all sequences of a batch, or one for each; it is refilled in place.
-    """
+    """A frozen model whose predictions are learned, and the weight of KL(teacher || model) in the loss."""
 
     model: PreTrainedModel
-    weight: Tensor
+    weight: float
 
     @torch.no_grad()
     def taught(self, ids: Tensor) -> Taught:
         """Its predictions for ids [batch, seq_len], up to the head."""
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         head: Any = self.model.get_output_embeddings()
-        bias = getattr(head, "bias", None)
-        return Taught(hidden.flatten(0, 1), head.weight, bias, self.per_token(ids))
-
-    def per_token(self, ids: Tensor) -> Tensor:
-        """The weight of each prediction of ids [batch, seq_len]: [batch * (seq_len - 1)]."""
-        n_tokens = len(ids) * (ids.shape[1] - 1)
-        return self.weight[:, None].expand(-1, n_tokens // len(self.weight)).reshape(-1)
+        return Taught(hidden.flatten(0, 1), head.weight, getattr(head, "bias", None), self.weight)
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class Taught:
     hidden: Tensor
     head: Tensor
     bias: Tensor | None
-    weight: Tensor  # [tokens]: of KL in the loss
+    weight: float  # of KL in the loss
 
     def logits(self, at: slice) -> Tensor:
         """[tokens, vocab]; on a GPU with some columns more, which mean nothing."""
@@ -124,14 +115,14 @@ def next_token_loss(
         return F.cross_entropy(_exact(logits), targets)
     with torch.no_grad():
         lessons = _logits(teacher.model, ids)
-    return _mean_loss(logits, targets, lessons, teacher.per_token(ids))
+    return _mean_loss(logits, targets, lessons, teacher.weight)
 
 
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
 
 
-def _mean_loss(logits: Tensor, targets: Tensor, lessons: Tensor, share: Tensor) -> Tensor:
+def _mean_loss(logits: Tensor, targets: Tensor, lessons: Tensor, share: float) -> Tensor:
     """Mean over tokens of (1 - a) cross-entropy + a KL(softmax(lessons) || softmax(logits)), a = `share`."""
     mine = _exact(logits).log_softmax(-1)
     told = _exact(lessons[:, : logits.shape[1]]).log_softmax(-1)
@@ -220,9 +211,8 @@ def _forward(
         if taught is None:
             losses.append(_softmax_(logits, y, vocab, scale, into is not None))
         else:
-            at = slice(i * chunk, i * chunk + len(y))
-            lessons, share = taught.logits(at), taught.weight[at]
-            losses.append(_mixed_(logits, lessons, y, vocab, scale, share))
+            lessons = taught.logits(slice(i * chunk, i * chunk + len(y)))
+            losses.append(_mixed_(logits, lessons, y, vocab, scale, taught.weight))
         if into is None or d_head is None:
             continue
         # `logits` now holds the gradient of the loss by the logits: 0 in the padding
@@ -280,17 +270,17 @@ def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, want
 
 
 def _mixed_(
-    logits: Tensor, lessons: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: Tensor
+    logits: Tensor, lessons: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: float
 ) -> Tensor:
-    """The same with a teacher: gradient softmax(s) - (1 - a) onehot - a softmax(t), a = `share` [tokens]."""
+    """The same with a teacher: gradient softmax(s) - (1 - a) onehot - a softmax(t), a = `share`."""
     if kernels.usable(logits) and logits.dtype != torch.float64:
         return kernels.mixed_(logits, lessons, targets, vocab, n_tokens, share)
     mine, told = (_exact(x[:, :vocab]).log_softmax(-1) for x in (logits, lessons))
     probs = told.exp()
     losses = -(1 - share) * mine.gather(1, targets[:, None])[:, 0]
     losses += share * (probs * (told - mine)).sum(-1)
-    grad = mine.exp_() - share[:, None] * probs
-    grad.scatter_add_(1, targets[:, None], (share - 1.0).to(grad.dtype)[:, None])
+    grad = mine.exp_() - share * probs
+    grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), share - 1.0))
     logits[:, :vocab] = grad.div_(n_tokens)
     logits[:, vocab:] = 0.0
     return losses

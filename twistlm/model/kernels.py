@@ -34,13 +34,13 @@ def softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wante
 
 
 def mixed_(
-    logits: Tensor, lessons: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: Tensor
+    logits: Tensor, lessons: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: float
 ) -> Tensor:
     """Each row's cross-entropy mixed with KL to a teacher; `logits` become the gradient: `loss._mixed_`."""
     losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
     _mixed[(len(targets),)](
-        logits, lessons, targets, share, losses, logits.stride(0), lessons.stride(0), vocab,
-        logits.shape[1], 1 / n_tokens, BLOCK=2048, num_warps=4,
+        logits, lessons, targets, losses, logits.stride(0), lessons.stride(0), vocab,
+        logits.shape[1], 1 / n_tokens, share, BLOCK=2048, num_warps=4,
     )  # fmt: skip
     return losses
 
@@ -129,7 +129,7 @@ if triton is not None:
 
     @triton.jit
     def _mixed(
-        logits, lessons, targets, shares, losses, stride, told_stride, vocab, width, scale,
+        logits, lessons, targets, losses, stride, told_stride, vocab, width, scale, share,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
         # one program per row: both softmaxes and <p, t>, <p, s> in one pass, p the teacher's probabilities
@@ -137,7 +137,6 @@ if triton is not None:
         logits += row * stride
         lessons += row * told_stride
         target = tl.load(targets + row)
-        share = tl.load(shares + row).to(tl.float32)
         lanes = tl.arange(0, BLOCK)
         top = -float("inf")
         total = 0.0

@@ -25,7 +25,7 @@ from ..system.files import file_sha256
 def load(cfg: Config, cut: CutModel, tokens: TokenFile) -> Teacher | None:
     """The model that `train.teacher` names, ready on the device of the run; None where there is none."""
     t = cfg.train
-    if t.teacher == "none" or t.distil == t.distil_whole == 0:
+    if t.teacher == "none" or t.distil == 0:
         return None
     is_start = t.teacher == "start"
     model = (
@@ -72,7 +72,7 @@ def unpack(packed: Packed | None, cfg: Config, cut: CutModel) -> Teacher | None:
 
 
 def _teacher(model: PreTrainedModel, cfg: Config, cut: CutModel) -> Teacher:
-    return Teacher(_ready(model, cfg, cut), torch.ones(1, dtype=cut.dtype, device=cut.device))
+    return Teacher(_ready(model, cfg, cut), cfg.train.distil)
 
 
 def _ready(model: PreTrainedModel, cfg: Config, cut: CutModel) -> PreTrainedModel:

@@ -45,8 +45,7 @@ class Seat:
         fresh: bool = False,
     ):
         device, dtype = cut.device, cut.dtype
-        self.kind, self.layout, self.device, self.cfg = kind, layout, device, cfg
-        self.n_blocks = sum(group.n_blocks for group in cut.block_map.groups)
+        self.kind, self.layout, self.device = kind, layout, device
         self.fast = graphs.is_on(cfg.compile, device)
         low = torch.bfloat16 if is_bf16(cfg.precision, device) else dtype
         self.buffer = torch.zeros(3, layout.n_params, dtype=dtype, device=device)  # weights, m, v
@@ -65,10 +64,9 @@ class Seat:
         causal_(self.subnet.model)
         self.subnet.model.requires_grad_()
         views = where.views(self.model_grad)
-        self.teacher = None if teacher is None else Teacher(teacher.model, teacher.weight.clone())
         plain = teacher is not None and loss_for(teacher.model) is next_token_loss
         loss = next_token_loss if plain else loss_for(cut.template)
-        self.gradient = gradient_of(self.subnet.model, loss, views, self.fast, self.teacher)
+        self.gradient = gradient_of(self.subnet.model, loss, views, self.fast, teacher)
         self.optimizer = AdamW(self.buffer, self.grad, self.work, layout, cfg, self.fast)
         self.losses = torch.zeros((), dtype=torch.float64, device=device)  # sum over steps
         # storages never move, so compiled and recorded graphs outlive every repartition
@@ -104,22 +102,12 @@ class Seat:
         if self.kind != "physical":
             gates = spread(self.subnet.block_map, self.parcel.blueprint, gates)
         self.n_rows = gates.shape[1]
-        coming = self.subnet.split(gates[:, :, None])
-        if self.teacher is not None:
-            whole = (gates == 1).all(-1) & (gates.shape[-1] == self.n_blocks)
-            pair = torch.tensor([self.cfg.distil, self.cfg.distil_whole], dtype=torch.float64)
-            weight = pair[whole.long()]  # [steps, rows]
-            coming.append(to_device(weight.to(self.teacher.weight.dtype), self.device))
-        self._coming = zip(*coming, strict=True)
+        self._coming = zip(*self.subnet.split(gates[:, :, None]), strict=True)
 
     def _next_gates(self) -> None:
         """Refill the gates for this step, on the device; where no more come, the last ones stay."""
-        if (values := next(self._coming, None)) is None:
-            return
-        places = self.subnet.gate_tensors(self.n_rows)
-        if self.teacher is not None:
-            places.append(self.teacher.weight.resize_(self.n_rows))
-        torch._foreach_copy_(places, values)
+        if (values := next(self._coming, None)) is not None:
+            torch._foreach_copy_(self.subnet.gate_tensors(self.n_rows), values)
 
     def step(self, ids: Tensor, lr: float) -> None:
         """One local step; nothing is read back."""
