@@ -29,7 +29,7 @@ from twistlm.lab.experiments.lab import Lab, TimeIsUp
 from twistlm.lab.experiments.parents import parent_point
 from twistlm.lab.experiments.ranking import Sample, subnets
 from twistlm.lab.experiments.run import _by_parent, module_of, run
-from twistlm.lab.experiments.scales import DENSE, SCALES, SIX, TWIST, TWIST_MIXED, Recipe
+from twistlm.lab.experiments.scales import DENSE, PARENTS, SCALES, TWIST, TWIST_MIXED, Recipe
 from twistlm.lab.points import Points, kept_trainings, place_of
 from twistlm.lab.report.write import report
 from twistlm.model import families
@@ -83,7 +83,7 @@ def test_every_experiment_end_to_end_and_its_page(shared, tmp_path, monkeypatch)
         "twistlm.lab.experiments.lab._forget", lambda: None
     )  # takes longer than they
     folder, data = tmp_path / "lab", shared.overrides
-    for recipe in (None, *SIX):
+    for recipe in (None, *PARENTS):
         shared.trained(recipe)
     shutil.copytree(shared.folder / "parents", folder / "parents")
     assert run(["all"], "smoke", folder, data)
@@ -152,7 +152,7 @@ def test_parents_start_from_the_same_weights_and_see_the_same_tokens(shared):
     lab = shared
     start = load_file(Path(lab.trained(None)) / "model.safetensors")
     results = {}
-    for recipe in SIX:
+    for recipe in PARENTS:
         out = Path(lab.trained(recipe)).parents[1]
         described = json.loads((out / "run.json").read_text())["config"]
         begun = load_file(Path(described["model"]["weights"]) / "model.safetensors")
@@ -163,7 +163,7 @@ def test_parents_start_from_the_same_weights_and_see_the_same_tokens(shared):
     }  # rounds, steps, workers, tokens
     assert json.loads((out / "run.json").read_text())["config"]["blocks"]["k_ffn"] == [6, 12]
     kept = {training.name: training for training in kept_trainings(lab.place.trainings)}
-    assert set(kept) == {lab.out(recipe).name for recipe in (None, *SIX)}
+    assert set(kept) == {lab.out(recipe).name for recipe in (None, *PARENTS)}
     rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
     assert kept[out.name].rows == rows
     assert kept[out.name].config["blocks"]["k_ffn"] == [6, 12]
@@ -290,7 +290,7 @@ def test_names_follow_from_what_matters(tmp_path, lab):
     for recipe in (None, DENSE, TWIST_MIXED):
         assert lab.hash_of(recipe) == elsewhere.hash_of(recipe) == saved.hash_of(recipe)
         assert len({x.hash_of(recipe) for x in (lab, hotter, longer)}) == 3
-    every = [*SIX, *(Recipe("twist", (k,)) for k in (3, 12)), Recipe("twist", setting="attn")]
+    every = [*PARENTS, *(Recipe("twist", (k,)) for k in (3, 12)), Recipe("twist", setting="attn")]
     assert (
         len({lab.hash_of(recipe) for recipe in every}) == len({r.slug for r in every}) == len(every)
     )
@@ -299,7 +299,7 @@ def test_names_follow_from_what_matters(tmp_path, lab):
 @pytest.mark.parametrize("name", list(SCALES))
 def test_every_scale_makes_legal_configs(name, tmp_path):
     lab = Lab(tmp_path, name, SCALES[name])
-    for recipe in (*SIX, Recipe("twist", (3,)), Recipe("twist", (12,))):
+    for recipe in (*PARENTS, Recipe("twist", (3,)), Recipe("twist", (12,))):
         cfg = lab.config(recipe)
         assert len(cfg.blocks.k_attn) == len(cfg.blocks.k_ffn) == len(recipe.widths)
         assert all(1 <= k <= SCALES[name].n_attn for k in cfg.blocks.k_attn)

@@ -62,7 +62,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
         progress = checkpoint.progress_of(saved, cut.block_map)
     else:
         central = _create(cfg, cut)
-        if cfg.blocks.nested > 0:
+        if cfg.blocks.nested > 0 and t.method != "dense":
             progress = replace(progress, order=_order(cfg, cut, central, train, quiet))
         _write_config(out, cfg)
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)

@@ -10,11 +10,11 @@ from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, lowest, number
 from .lab import Lab, Point
 from .ranking import TRIED
-from .scales import DENSE, SIX, TWIST, Recipe
+from .scales import DENSE, PARENTS, TWIST, Recipe
 
 
 def points(lab: Lab) -> list[Point]:
-    return [_point(lab, recipe, *case) for recipe in SIX for case in lab.scale.nodes]
+    return [_point(lab, recipe, *case) for recipe in PARENTS for case in lab.scale.nodes]
 
 
 def _point(lab: Lab, recipe: Recipe, n_nodes: int, n_lost: int) -> Point:

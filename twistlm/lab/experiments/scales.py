@@ -10,6 +10,8 @@ from ...config import Method, Setting
 N = 12  # blocks in a layer: widths are given in twelfths, whatever a family's attention has
 MIXED = (3, 8, 4, 6)  # K cycled over rounds
 OUTER = "nesterov(0.7, 0.6)"
+FRESH = (12, 12, 8, 6, 6, 4, 3, 3)  # widths of masks that sequences take in turn
+NESTED = 0.25  # share of these masks that follow the order of blocks
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Recipe:
     widths: tuple[int, ...] = (6,)
     outer: bool = False
     setting: Setting = "both"
+    fresh: bool = False  # masks for every sequence, an order of blocks and the start as teacher
 
     @property
     def slug(self) -> str:
@@ -27,6 +30,7 @@ class Recipe:
         if self.method == "dense":
             return "dense"
         width = "mixed" if self.widths == MIXED else "-".join(map(str, self.widths))
+        width = "fresh" if self.fresh else width
         parts = [self.method, width, "outer" * self.outer]
         parts.append("" if self.setting == "both" else self.setting)
         return "-".join(part for part in parts if part)
@@ -37,6 +41,8 @@ class Recipe:
         if self.method == "dense":
             return "data parallel"
         name = "TwIST" if self.method == "twist" else "structured dropout"
+        if self.fresh:
+            return f"{name}, fresh masks and teacher"
         width = "mixed" if self.widths == MIXED else f"K={', '.join(map(str, self.widths))}"
         return f"{name} {width}{' + outer' if self.outer else ''}"
 
@@ -47,12 +53,17 @@ TWIST = Recipe("twist")
 TWIST_OUTER = Recipe("twist", outer=True)
 TWIST_MIXED = Recipe("twist", MIXED, outer=True)
 TWIST_WHOLE = Recipe("twist", (6, N), outer=True)  # the whole model every other round (docs/log.md)
-SIX = (DENSE, DROPOUT, TWIST, TWIST_OUTER, TWIST_MIXED, TWIST_WHOLE)  # for the setting `both`
+TWIST_FRESH = Recipe("twist", (N,), fresh=True)  # the presets' recipe
+TWIN = Recipe(
+    "dropout", (N,), fresh=True
+)  # the same with a gradient that all workers share in every step
+# for the setting `both`
+PARENTS = (DENSE, DROPOUT, TWIST, TWIST_OUTER, TWIST_MIXED, TWIST_WHOLE, TWIST_FRESH)
 
 
 def only(setting: Setting) -> tuple[Recipe, ...]:
     """The parents of a setting of its own: training cuts what deployment cuts, as in the paper."""
-    return SIX if setting == "both" else (DENSE, Recipe("twist", setting=setting))
+    return PARENTS if setting == "both" else (DENSE, Recipe("twist", setting=setting))
 
 
 def trained_at(k: int, setting: Setting) -> Recipe:
@@ -84,6 +95,7 @@ class Scale:
     nodes: tuple[tuple[int, int], ...] = ((4, 1), (4, 2), (6, 1), (12, 1))  # serving, lost
     stability: tuple[int, ...] = (4, 6, 8, 10)
     table1: tuple[int, ...] = (8, 6, 4, 3)
+    fresh: tuple[str, ...] = ()  # changes where masks are fresh: such a parent wants a higher rate
 
     def k_attn(self, k: int) -> int:
         """The nearest number of attention blocks to k of 12."""
@@ -103,10 +115,17 @@ class Scale:
             f"blocks.setting={recipe.setting}",
             f"blocks.k_attn={[self.k_attn(k) for k in recipe.widths]}",
             f"blocks.k_ffn={list(recipe.widths)}",
+            f"blocks.masks={'sequence' if recipe.fresh else 'round'}",
+            f"blocks.mask_attn={[self.k_attn(k) for k in FRESH] if recipe.fresh else []}",
+            f"blocks.mask_ffn={list(FRESH) if recipe.fresh else []}",
+            f"blocks.nested={NESTED if recipe.fresh else 0.0}",
+            f"train.teacher={'start' if recipe.fresh else 'none'}",
+            *(self.fresh if recipe.fresh else ()),
         ]
 
 
 QUIET = ("run.eval_every=-1", "run.save_every=0", "run.keep=2")  # points evaluate, the clock saves
+FROM_SCRATCH = ("model.weights=random", "train.teacher=none", "blocks.nested=0.0")
 X = (3, 4, 6, 8, 10, 12)
 
 _LARGE: dict[str, Any] = {
@@ -133,7 +152,7 @@ SCALES: dict[str, Scale] = {
             "train.rounds=20",
             "train.warmup=10",
         ),
-        start=("train.rounds=60", "train.warmup=20"),
+        start=("train.rounds=60", "train.warmup=20", *FROM_SCRATCH),
         settings=("both", "attn", "ffn"),
         tokens=1024,
         n_stability=12,
@@ -167,7 +186,9 @@ SCALES: dict[str, Scale] = {
             "train.rounds=305",
             "train.lr=1e-3",
             "train.warmup=300",
+            *FROM_SCRATCH,
         ),
+        fresh=("train.lr=1e-3",),
         **_LARGE,
     ),
     "gpu-smollm2": Scale(  # pretrained SmolLM2-135M out of a GGUF file, 10M tokens each way

@@ -22,7 +22,7 @@ from ...system.device import pick_device, to_device
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number
 from .lab import Lab, Point
-from .scales import DENSE, SIX, TWIST, Recipe
+from .scales import DENSE, PARENTS, TWIST, Recipe
 
 N_SEQUENCES = 4
 INIT = "init"  # random weights, before any training
@@ -33,7 +33,7 @@ CLOSE = 0.05  # mean relative error up to which a formula holds
 def points(lab: Lab) -> list[Point]:
     """The untrained model, the start, and every parent: all layers and all K in one pass."""
     has_init = [INIT] if lab.base.model.weights == "random" else []
-    return [_point(lab, which) for which in (*has_init, None, *SIX)]
+    return [_point(lab, which) for which in (*has_init, None, *PARENTS)]
 
 
 def _point(lab: Lab, which: Recipe | str | None) -> Point:
