@@ -34,6 +34,7 @@ from twistlm.lab.points import Points, kept_trainings, place_of
 from twistlm.lab.report.write import report
 from twistlm.model import families
 from twistlm.model.blocks import widths_of_ratio
+from twistlm.model.subnet import build, measure_means
 from twistlm.system.files import InUse
 from twistlm.tickets.parent import open_parent
 from twistlm.training import rounds
@@ -174,8 +175,25 @@ def test_a_point_is_what_a_plain_evaluation_gives(shared):
     point = lab.measure(subnets(lab, "stability", TWIST, Sample("ffn", 4, 3, 128)))
     opened = open_parent(lab.trained(TWIST), "cpu", ["blocks.setting=ffn"])
     file = lab.open(TWIST, "ffn")[1].text.file
+    tried = point["result"]["treatment"]
+    assert (tried["first_window"], tried["chosen"]) == (
+        2,
+        min(tried["tried"], key=tried["tried"].get),
+    )
+    modes = {"no scale": "none", "sqrt(N/K)": "sqrt", "measured": "measured"}
+    mode, _, mean = tried["chosen"].partition(" + ")
+    ids = file.sequences(list(range(2, 10)), 64)  # behind the two windows that are reported
+    rho, means = measure_means(
+        build(opened.template, opened.block_map, opened.central.layout, opened.central.weights), ids
+    )
     ready = Evaluator(
-        opened.template, opened.block_map, opened.central, Text(file, 64, 128), scale="sqrt"
+        opened.template,
+        opened.block_map,
+        opened.central,
+        Text(file, 64, 128),
+        scale=modes[mode],
+        rho=rho,
+        means=means if mean else {},
     )
     want = ready.random_subnets("4/12", widths_of_ratio(opened.block_map, "4/12"), 3, 0)
     assert point["result"]["values"] == pytest.approx(want.values, rel=1e-6)

@@ -26,9 +26,11 @@ from twistlm.compute.perplexity import Text, perplexity
 from twistlm.data.token_file import open_tokens
 from twistlm.model import generator, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap, Partition, widths_of_ratio
+from twistlm.model.count import count
+from twistlm.model.families import n_cached
 from twistlm.model.layout import cut_segments
-from twistlm.tickets import budget, deploy, extract, importance, lost_nodes
-from twistlm.tickets.budget import Budget, parse_budget
+from twistlm.tickets import budget, deploy, extract, importance, lost_nodes, sensitivity
+from twistlm.tickets.budget import Budget, Costs, parse_budget
 from twistlm.tickets.calibration import calibrate, calibrate_on_tokens
 from twistlm.tickets.certify import CertificateRequest, certify_tickets
 from twistlm.tickets.extract import TicketRequest
@@ -65,7 +67,7 @@ def open_(home: Path, name: str, *overrides: str) -> Parent:
 
 
 def ask(home: Path, folder: Path, name: str = "gpt2", *, pick: str = "random", seed: int = 0,
-        data: str | None = None, tokens: int = 0, dtype: str = "float32",
+        data: str | None = None, tokens: int = 0, dtype: str = "float32", spend: str = "measured",
         overrides: tuple[str, ...] = (), **what: str):  # fmt: skip
     """Write a ticket; returns its parent and its ticket.json."""
     opened = open_(home, name, *overrides)
@@ -76,6 +78,7 @@ def ask(home: Path, folder: Path, name: str = "gpt2", *, pick: str = "random", s
         data=str(home / data) if data else None,
         tokens=tokens,
         dtype=dtype,
+        spend=spend,
     )
     extract.write(opened, folder, request, quiet=True)
     return opened, json.loads((folder / "ticket.json").read_text())
@@ -174,7 +177,7 @@ def never(widths) -> float:
 
 
 def fit(block_map, shapes, **what: str):
-    (widths,) = budget.fit(block_map, shapes, parse_budget(**what), "float32", never)
+    (widths,) = budget.fit(parse_budget(**what), Costs(block_map, shapes, "float32", never))
     return widths
 
 
@@ -250,7 +253,7 @@ def test_latency_climbs_to_the_highest_rung_that_was_measured_to_fit():
 
     def fits(text: str):
         read.clear()
-        found = budget.fit(block_map, shapes, parse_budget(latency=text), "float32", clock)
+        found = budget.fit(parse_budget(latency=text), Costs(block_map, shapes, "float32", clock))
         assert len(read) <= 5
         return [widths["0.attn"] for widths in found]
 
@@ -854,3 +857,151 @@ def test_a_parent_with_an_order_gives_nested_tickets(tmp_path):
             plain, tmp_path / "no", replace(request, pick=parse_pick("nested")), quiet=True
         )
     assert not (tmp_path / "no").exists()
+
+
+# ---------------------------------------------------------------- where it hurts least
+
+
+def test_the_budget_goes_where_it_hurts_least():
+    """Against every combination of widths: losses that fall with the blocks, at another pace in each layer."""
+    block_map, shapes = a_map(2, 4, 4, attn=7, ffn=3)
+    pace = {"0.attn": 9.0, "0.ffn": 1.0, "1.attn": 2.0, "1.ffn": 4.0}
+
+    def loss(widths) -> float:
+        return sum(pace[name] / k for name, k in widths.items())
+
+    costs = Costs(block_map, shapes, "float32", never)
+    every = [
+        dict(zip(pace, ks, strict=True)) for ks in itertools.product(range(1, 5), repeat=len(pace))
+    ]
+    gaps = []
+    for limit in range(10 + 20, 10 + 80, 3):
+        (even,) = budget.fit(parse_budget(params=str(limit)), costs)
+        found = sensitivity.spend(block_map, even, limit, costs.parameters, loss)
+        assert costs.parameters(found.widths) <= limit
+        assert found.loss == pytest.approx(loss(found.widths))
+        assert found.loss <= found.even == pytest.approx(loss(even))
+        fits = [w for w in every if costs.parameters(w) <= limit]
+        best = min(map(loss, fits))
+        gaps.append((found.even - best, found.loss - best))
+        larger = [found.widths | {n: k + 1} for n, k in found.widths.items() if k < 4]
+        assert all(costs.parameters(w) > limit for w in larger)  # to the last block
+    evens, ours = (sum(gap) for gap in zip(*gaps, strict=True))
+    assert ours < 0.25 * evens
+
+
+def test_a_text_that_says_nothing_leaves_even_widths():
+    """Noise alone may move blocks; the measured loss decides, and even widths win ties."""
+    block_map, shapes = a_map(3, 12, 12, attn=7, ffn=3)
+    costs = Costs(block_map, shapes, "float32", never)
+    (even,) = budget.fit(parse_budget(params="250"), costs)
+    found = sensitivity.spend(block_map, even, 250, costs.parameters, lambda widths: 1.0)
+    assert found.widths == even
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("gpt2", {"params": "16k"}), ("llama", {"size": "70kB"}), ("gpt2", {"latency": "1s"})],
+)
+def test_the_losses_in_the_record_are_those_of_the_tickets(home, tmp_path, name, what):
+    """Both folders loaded from disk, with Hugging Face's own loss on the calibration windows."""
+    asked = {"pick": "importance:magnitude", "data": "text", "tokens": 256, **what}
+    losses = {}
+    for how in ("even", "measured"):
+        parent, ticket = ask(home, tmp_path / how, name, spend=how, **asked)
+        ids = calibrate_on_tokens(parent, str(home / "text"), 256, 0).ids
+        with torch.no_grad():
+            losses[how] = float(deploy.load_ticket(tmp_path / how)(ids, labels=ids).loss)
+        limit = ticket["budget"]["limit"]
+        widths = {g: int(text.split("/")[0]) for g, text in ticket["widths"].items()}
+        for group in parent.block_map.groups if "params" in what else ():
+            k = widths[group.name]
+            more = widths | {group.name: k + 1}
+            size = count(parent.block_map, parent.central.layout.shapes, more)
+            assert k == group.n_blocks or size > limit  # one more block anywhere is too much
+    if "latency" in what:  # room for all blocks: nothing is left to choose
+        assert ticket["whole"]
+        assert losses["measured"] == losses["even"]
+        return
+    assert ticket["spend"]["loss"] == pytest.approx(losses["measured"], rel=1e-4)
+    assert ticket["spend"]["loss_of_even_widths"] == pytest.approx(losses["even"], rel=1e-4)
+    assert losses["measured"] < losses["even"]
+
+
+def test_without_text_the_budget_is_spent_evenly(home, tmp_path, capsys):
+    _, ticket = ask(home, tmp_path / "t", params="16k")
+    assert ticket["spend"] == {"how": "even"}
+    assert "the budget is spent evenly" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--spend 'much': use one of measured, even"):
+        ask(home, tmp_path / "u", params="16k", spend="much")
+
+
+@torch.no_grad()
+def cached_numbers(model, n_tokens: int) -> int:
+    """Numbers in Hugging Face's own cache after so many tokens."""
+    ids = torch.arange(n_tokens)[None] % 64
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-gqa", "qwen3", "opt", "phi", "mistral"])
+def test_cached_keys_and_values_are_those_of_hugging_face(name, tmp_path):
+    tiny_model(name).save_pretrained(tmp_path / "model")
+    parent = open_parent(tmp_path / "model", "cpu", [*FIXED, "blocks.n_ffn=4"])
+    shapes = parent.central.layout.shapes
+    # of a sliding window Hugging Face stores one token less: the newest is not in the cache yet
+    window = getattr(parent.template.config, "sliding_window", None) or 2
+    share = (window, window - 1) if name == "mistral" else (1, 1)
+
+    def stored(model) -> int:
+        return cached_numbers(model, 20) // share[1] * share[0]
+
+    assert n_cached(parent.template, shapes, 20) == stored(parent.template)
+    widths = {g.name: 1 + g.layer % g.n_blocks for g in parent.block_map.groups}
+    ticket = deploy.extract(parent, generator.for_deployment(parent.block_map, widths, seed=0))
+    narrow = parent.block_map.narrowed(shapes, widths)
+    assert n_cached(parent.template, narrow, 20) == stored(ticket)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_memory_is_weights_and_cache(home, tmp_path, dtype):
+    """Counted again from the ticket that was written; one more block anywhere would be too much."""
+    itemsize = 4 if dtype == "float32" else 2
+    limit = 23_000 * itemsize
+    asked = {"memory": f"{limit}", "context": "32", "data": "text", "tokens": 64, "dtype": dtype}
+    parent, ticket = ask(home, tmp_path / "t", **asked)
+    model = deploy.load_ticket(tmp_path / "t").float()
+    n = sum(p.numel() for p in model.parameters()) + cached_numbers(model, 32)
+    assert ticket["budget"]["spent"] == n * itemsize <= limit
+    assert ticket["budget"]["context"] == 32
+    shapes, cut = parent.central.layout.shapes, parent.block_map
+    widths = cut.widths({name: tuple(kept) for name, kept in ticket["blueprint"].items()})
+    for group in cut.groups:
+        if (k := widths[group.name]) < group.n_blocks:
+            more = cut.narrowed(shapes, widths | {group.name: k + 1})
+            size = sum(map(math.prod, more.values())) + n_cached(parent.template, more, 32)
+            assert size * itemsize > limit
+    with pytest.raises(ValueError, match=r"--context 64: .* has 40 positions"):
+        ask(home, tmp_path / "u", memory="1MB", context="64")
+    for wrong in ({"memory": "1MB"}, {"params": "1M", "context": "32"}):
+        with pytest.raises(ValueError, match="--memory and --context go together"):
+            parse_budget(**wrong)
+    assert parse_budget(memory="2GB", context="8k") == Budget("memory", "2GB", 2e9, 8192)
+
+
+def test_several_budgets_make_several_tickets(home, tmp_path, monkeypatch, capsys):
+    args = [str(home / "gpt2"), "-o", str(tmp_path / "all"), *FIXED, "--data", str(home / "text")]
+    budgets = ["--params", "16k", "--params", "20k", "--ratio", "1/2"]
+    code, out, err = in_process(monkeypatch, capsys, "extract", *args, *budgets, "--tokens", "64")
+    assert code == 0, err
+    names = ["params-16k", "params-20k", "ratio-1-2"]
+    assert sorted(os.listdir(tmp_path / "all")) == names
+    found = {name: recount(tmp_path / "all" / name)[0] for name in names}
+    assert found["params-16k"] <= 16_000 < found["params-20k"] <= 20_000
+    assert all(deploy.load_ticket(tmp_path / "all" / name) for name in names)
+    assert all(f"ticket: {tmp_path / 'all' / name}" in out.replace("\n", "") for name in names)
+    code, _, err = in_process(
+        monkeypatch, capsys, "extract", *args, "--params", "16k", "--params", "16k"
+    )
+    assert code == 2
+    assert "params-16k is asked for twice" in err

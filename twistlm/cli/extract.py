@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..tickets import DTYPES, IMPORTANCES
+from ..tickets import DTYPES, IMPORTANCES, SPENDS
 from .options import Data, Device, Overrides, Parent, app, words
 
 
@@ -17,26 +17,52 @@ from .options import Data, Device, Overrides, Parent, app, words
     "twistlm extract runs/wiki -o ticket --params 85M --pick best-of:16 --data data/wiki-test\n\n"
     "twistlm extract runs/wiki -o ticket --size 60MB --dtype bfloat16 --pick importance\n\n"
     "twistlm extract runs/wiki -o ticket --latency 12ms --device cpu\n\n"
+    "twistlm extract runs/wiki -o tickets --memory 300MB --memory 200MB --context 1k --dtype float16\n\n"
     "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.0=1 blocks.setting=both"
 )
 def extract(
     source: Parent,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the ticket.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="Folder of the ticket; of several budgets, each has one in it."
+        ),
+    ],
     overrides: Overrides = None,
     ratio: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="Share of blocks: 6/12, attn=2/3,ffn=6/12 or ffn=6/12,ffn.0=1 (layer 0)."
+            help="Share of blocks: 6/12, attn=2/3,ffn=6/12 or ffn=6/12,ffn.0=1 (layer 0). Budgets are "
+            "repeatable: a ticket for each."
         ),
     ] = None,
-    params: Annotated[str | None, typer.Option(help="At most so many parameters: 85M.")] = None,
+    params: Annotated[
+        list[str] | None, typer.Option(help="At most so many parameters: 85M.")
+    ] = None,
     size: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(help="At most so many bytes of weights: 60MB (10^6), 60MiB (2^20)."),
     ] = None,
     latency: Annotated[
-        str | None, typer.Option(help="At most so long per decoded token, measured here: 12ms.")
+        list[str] | None,
+        typer.Option(help="At most so long per decoded token, measured here: 12ms."),
     ] = None,
+    memory: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="At most so many bytes of weights and of the keys and values of --context tokens: 2GB."
+        ),
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Tokens that --memory has room for: 8k (8192) or 2000.")
+    ] = None,
+    spend: Annotated[
+        str,
+        typer.Option(
+            help="measured: blocks of a budget (not of a ratio) go where losing them costs the most loss on "
+            "the text that blocks are scored on; even: the same share everywhere."
+        ),
+    ] = SPENDS[0],
     pick: Annotated[
         str,
         typer.Option(
@@ -56,22 +82,33 @@ def extract(
 ) -> None:
     """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
     from ..system.terminal import console
-    from ..tickets.budget import parse_budget
+    from ..tickets.budget import parse_budgets
     from ..tickets.extract import TicketRequest, check_target, table, write
     from ..tickets.parent import open_parent
     from ..tickets.pick import parse_pick
 
-    request = TicketRequest(
-        budget=parse_budget(ratio=ratio, params=params, size=size, latency=latency),
-        pick=parse_pick(pick),
-        seed=seed,
-        data=data,
-        tokens=tokens,
-        dtype=dtype,
+    budgets = parse_budgets(
+        context, ratio=ratio, params=params, size=size, latency=latency, memory=memory
     )
-    check_target(out)
-    ticket = write(open_parent(source, device, overrides or []), out, request)
-    console.print(table(ticket))
-    if ticket.proof["whole"]:
-        console.print("the budget has room for the whole parent: this ticket is all of it")
-    console.print(f"ticket: {out}")
+    folders = [out] if len(budgets) == 1 else [out / budget.slug for budget in budgets]
+    requests = [
+        TicketRequest(
+            budget=budget,
+            pick=parse_pick(pick),
+            seed=seed,
+            data=data,
+            tokens=tokens,
+            dtype=dtype,
+            spend=spend,
+        )
+        for budget in budgets
+    ]
+    for folder in folders:
+        check_target(folder)
+    parent = open_parent(source, device, overrides or [])
+    for folder, request in zip(folders, requests, strict=True):
+        ticket = write(parent, folder, request)
+        console.print(table(ticket))
+        if ticket.proof["whole"]:
+            console.print("the budget has room for the whole parent: this ticket is all of it")
+        console.print(f"ticket: {folder}")

@@ -8,6 +8,7 @@ the others have a row in `ROWS`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -214,6 +215,29 @@ def n_features(layer: nn.Module, name: str, side: Literal["in", "out"]) -> int:
     module: Any = layer.get_submodule(name)
     out, in_ = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
     return in_ if side == "in" else out
+
+
+def n_cached(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], context: int) -> int:
+    """Numbers in the cached keys and values of `context` tokens, for weights of these (narrowed) shapes.
+
+    A layer with a sliding window keeps no more tokens than that.
+    """
+    config, total = model.config, 0
+    kinds = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
+    described = family(model)
+    for layer in range(config.num_hidden_layers):
+        slides = bool(window) and (not kinds or kinds[layer] == "sliding_attention")
+        n_tokens = min(context, int(window)) if slides and window else context
+        sub = described.attn
+        if isinstance(sub, str):  # never cut
+            n_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            total += n_tokens * 2 * n_kv * head_dim(config)
+            continue
+        dim = 1 if sub.transposed else 0
+        sizes = [shapes[f"{described.layers}.{layer}.{name}.weight"][dim] for name in sub.ins]
+        total += n_tokens * (sum(sizes[1:]) if len(sizes) == 3 else sizes[0] * 2 // sub.fused)
+    return total
 
 
 def head_dim(config: PretrainedConfig) -> int:

@@ -9,4 +9,5 @@ NEEDS_TEXT = (
     "taylor",
 )  # importances that are measured on calibration text
 PICKS = ("nested", "random", "best-of:N", "importance", "importance:METHOD")
+SPENDS = ("measured", "even")  # where the blocks of a budget go
 DTYPES = ("float32", "bfloat16", "float16")  # of a ticket's weights

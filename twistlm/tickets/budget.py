@@ -1,4 +1,4 @@
-"""From a budget to widths: a ratio, a number of parameters, a file size or a latency.
+"""From a budget to widths: a ratio, a number of parameters, a file size, a memory or a latency.
 
 Parameters and bytes are spent exactly: the result fits, and one more block anywhere would not.
 """
@@ -15,10 +15,10 @@ from fractions import Fraction
 from functools import cache
 from typing import Literal
 
-from ..model.blocks import BlockGroup, BlockMap, Shapes, Widths, widths_of_ratio
+from ..model.blocks import KINDS, BlockGroup, BlockMap, Shapes, Widths, widths_of_ratio
 from ..model.count import count
 
-BudgetKind = Literal["ratio", "params", "size", "latency"]
+BudgetKind = Literal["ratio", "params", "size", "latency", "memory"]
 Cost = Callable[[Widths], float]
 
 UNITS: dict[str, dict[str, int | Fraction]] = {
@@ -29,8 +29,16 @@ UNITS: dict[str, dict[str, int | Fraction]] = {
         **{"kib": 2**10, "mib": 2**20, "gib": 2**30},
     },
     "latency": {"us": Fraction(1, 1000), "ms": 1, "s": 1000},
+    "context": {"": 1, "k": 2**10, "m": 2**20},  # tokens
 }
-EXAMPLES = {"params": "85M or 1.5B", "size": "60MB or 512KiB", "latency": "12ms or 0.5s"}
+UNITS["memory"] = UNITS["size"]
+EXAMPLES = {
+    "params": "85M or 1.5B",
+    "size": "60MB or 512KiB",
+    "latency": "12ms or 0.5s",
+    "memory": "2GB or 512MiB",
+    "context": "8k or 2048",
+}
 # in a safetensors file: name and bytes
 STORED = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 
@@ -42,20 +50,48 @@ class Budget:
     kind: BudgetKind
     asked: str  # as it was typed
     limit: float = math.inf  # parameters, bytes or ms; a ratio has none
+    context: int = 0  # tokens whose keys and values count as memory
+
+    @property
+    def slug(self) -> str:
+        """A name for a folder: `params-85M`, `ratio-4-12`."""
+        context = f"-context-{self.context}" if self.context else ""
+        return re.sub(r"[^A-Za-z0-9.=_]+", "-", f"{self.kind}-{self.asked}{context}")
 
 
-def parse_budget(**options: str | None) -> Budget:
-    """The one budget among `ratio`, `params`, `size` and `latency`."""
+def parse_budget(context: str | None = None, **options: str | None) -> Budget:
+    """The one budget among `ratio`, `params`, `size`, `latency` and `memory` (with `context`)."""
     given = {kind: text for kind, text in options.items() if text is not None}
     if len(given) != 1:
         what = " and ".join(f"--{kind}" for kind in given) or "none"
         raise ValueError(
-            f"give exactly one of --ratio, --params, --size and --latency (given: {what})"
+            f"give exactly one of --ratio, --params, --size, --latency and --memory (given: {what})"
         )
-    ((kind, text),) = given.items()
-    if kind == "ratio":
-        return Budget("ratio", text)
-    return Budget(kind, text, amount(kind, text))  # type: ignore[arg-type]
+    return parse_budgets(context, **{kind: [text] for kind, text in given.items()})[0]
+
+
+def parse_budgets(context: str | None = None, **options: list[str] | None) -> list[Budget]:
+    """Every budget that is given, each for a ticket of its own; `context` belongs to `memory`."""
+    given = [(kind, text) for kind, texts in options.items() for text in texts or ()]
+    if not given:
+        raise ValueError(
+            "give --ratio, --params, --size, --latency or --memory, several for several tickets"
+        )
+    if (context is None) != all(kind != "memory" for kind, _ in given):
+        raise ValueError(
+            "--memory and --context go together, as in --memory 2GB --context 8k: the weights and the "
+            "cached keys and values of so many tokens"
+        )
+    found = []
+    for kind, text in given:
+        if kind not in ("ratio", *UNITS):
+            raise ValueError(f"{kind} is no budget: use ratio, params, size, latency or memory")
+        limit = math.inf if kind == "ratio" else amount(kind, text)
+        n_tokens = int(amount("context", context)) if kind == "memory" and context else 0
+        found.append(Budget(kind, text, limit, n_tokens))  # type: ignore[arg-type]
+    if twice := [b.slug for b in found if [o.slug for o in found].count(b.slug) > 1]:
+        raise ValueError(f"{twice[0]} is asked for twice")
+    return found
 
 
 def amount(kind: str, text: str) -> float:
@@ -142,23 +178,64 @@ def spend(block_map: BlockMap, widths: Widths, limit: float, cost: Cost) -> Widt
     return widths
 
 
-def fit(
-    block_map: BlockMap, shapes: Shapes, budget: Budget, dtype: str, milliseconds: Cost
-) -> list[Widths]:
-    """The widths that a budget buys; for a latency, which is a measurement, smaller ones follow.
+@dataclass(frozen=True)
+class Costs:
+    """What subnets of a model cost; `milliseconds` measures one decoded token."""
 
-    `milliseconds` measures one decoded token of a subnet with these widths.
-    """
+    block_map: BlockMap
+    shapes: Shapes
+    dtype: str
+    milliseconds: Cost
+    cached: Callable[[Shapes, int], int] = lambda shapes, context: 0  # keys and values, numbers
 
-    def parameters(widths: Widths) -> int:
-        return count(block_map, shapes, widths)
+    def parameters(self, widths: Widths) -> int:
+        return count(self.block_map, self.shapes, widths)
 
-    def size(widths: Widths) -> int:
-        return weights_bytes(block_map.narrowed(shapes, widths), dtype)
+    def size(self, widths: Widths) -> int:
+        """Bytes of the weights file."""
+        return weights_bytes(self.block_map.narrowed(self.shapes, widths), self.dtype)
 
+    def memory(self, widths: Widths, context: int) -> int:
+        """Bytes of weights, and of the keys and values of one sequence of `context` tokens."""
+        cached = self.cached(self.block_map.narrowed(self.shapes, widths), context)
+        return STORED[self.dtype][1] * (self.parameters(widths) + cached)
+
+    def of(self, budget: Budget) -> tuple[Cost, str]:
+        """The cost that a budget limits, and its unit."""
+        if budget.kind == "memory":
+            return lambda widths: self.memory(widths, budget.context), "bytes"
+        known: dict[str, tuple[Cost, str]] = {
+            "params": (self.parameters, "parameters"),
+            "size": (self.size, "bytes"),
+            "latency": (self.milliseconds, "ms"),
+        }
+        return known[budget.kind]
+
+
+def fit(budget: Budget, costs: Costs) -> list[Widths]:
+    """Even widths that a budget buys; for a latency, which is a measurement, smaller ones follow."""
     if budget.kind == "ratio":
-        return [widths_of_ratio(block_map, budget.asked)]
+        return [widths_of_ratio(costs.block_map, budget.asked)]
+    cost, unit = costs.of(budget)
+    rungs = climb(costs.block_map, budget, cost, unit)
     if budget.kind == "latency":
-        return climb(block_map, budget, milliseconds, "ms")[::-1]
-    cost, unit = (parameters, "parameters") if budget.kind == "params" else (size, "bytes")
-    return [spend(block_map, climb(block_map, budget, cost, unit)[-1], budget.limit, cost)]
+        return rungs[::-1]
+    return [spend(costs.block_map, rungs[-1], budget.limit, cost)]
+
+
+def predicted(costs: Costs, even: Widths) -> Cost:
+    """Milliseconds as a line: those of even widths, and a measured slope for the blocks of each kind."""
+    base, slopes = costs.milliseconds(even), {}
+    for kind in KINDS:
+        groups = [g for g in costs.block_map.groups if g.kind == kind]
+        n = sum(even[g.name] - g.least for g in groups)
+        less = costs.milliseconds(even | {g.name: g.least for g in groups}) if n else 0.0
+        slopes[kind] = max(
+            (base - less) / max(1, n), base / 1e4
+        )  # a clock may find less to be slower
+
+    def milliseconds(widths: Widths) -> float:
+        groups = costs.block_map.groups
+        return base + sum(slopes[g.kind] * (widths[g.name] - even[g.name]) for g in groups)
+
+    return milliseconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,19 @@ from ..compute import speed
 from ..compute.perplexity import Evaluator, perplexity
 from ..compute.speed import Speed
 from ..model import huggingface
-from ..model.blocks import KINDS, Blueprint, Widths
+from ..model.blocks import KINDS, Blueprint, Shapes, Widths
+from ..model.families import n_cached
 from ..model.generator import for_deployment
 from ..model.subnet import add_means_, build
 from ..system import terminal
 from ..system.terminal import console, progress
-from . import DTYPES, deploy
-from .budget import Budget, fit, impossible, weights_bytes
+from . import DTYPES, SPENDS, deploy
+from .budget import Budget, Costs, fit, impossible, predicted, weights_bytes
 from .calibration import calibrate_on_tokens
 from .parent import Parent
 from .pick import AUTO, Basis, Pick, pick_blocks, pick_for
 from .score import evaluator
+from .sensitivity import Sensitivity, Spent, n_losses, scores_for, spend
 
 # max |logit difference| to the masked parent, as a share of the largest logit (at least 1). Of SmolLM2's
 # 34, float32 rounds off 2e-3 (float64: 0), and one wrong block in one layer makes 4.6
@@ -42,10 +44,13 @@ class TicketRequest:
     data: str | None = None  # None: the validation tokens of the parent's run
     tokens: int = 0  # for each perplexity and for calibration; 0 takes all
     dtype: str = "float32"
+    spend: str = "measured"  # one of SPENDS: where a budget's blocks go
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
+        if self.spend not in SPENDS:
+            raise ValueError(f"--spend {self.spend!r}: use one of {', '.join(SPENDS)}")
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,12 @@ def choose(parent: Parent, request: TicketRequest, bar: Progress) -> ProvenTicke
         if how.needs_calibration
         else None,
     )
-    for widths in _fit(parent, budget, request.dtype, bar):
+    costs, even = _fit(parent, budget, request.dtype, bar)
+    spent = None
+    if budget.kind != "ratio" and request.spend == "measured":
+        spent = _where_it_hurts_least(parent, replace(request, pick=how), costs, even[0], bar)
+    better = [] if spent is None or spent.widths in even else [spent.widths]
+    for widths in better + even:
         blueprint, based_on = pick_blocks(parent, widths, how, basis, bar)
         task = bar.add_task("check and time", total=2, note="")
         model = deploy.extract(parent, blueprint)
@@ -101,10 +111,12 @@ def choose(parent: Parent, request: TicketRequest, bar: Progress) -> ProvenTicke
         raise impossible(budget, measured.decode_ms, "ms")
     n_params = sum(param.numel() for param in model.parameters())
     n_bytes = weights_bytes(huggingface.shapes(model), request.dtype)
+    n_memory = costs.memory(widths, budget.context)
     proof: dict[str, Any] = {
         "parent": {"source": parent.source, "n_params": parent.central.layout.n_params},
-        "budget": _spent(budget, n_params, n_bytes, measured),
+        "budget": _spent(budget, n_params, n_bytes, n_memory, measured),
         "pick": {"how": how.asked, "seed": request.seed, **based_on},
+        "spend": {"how": "even"} if spent is None or widths != spent.widths else spent.to_dict(),
         "whole": widths == parent.block_map.full_widths(),
         "n_params": n_params,
         "bytes": n_bytes,
@@ -117,17 +129,25 @@ def choose(parent: Parent, request: TicketRequest, bar: Progress) -> ProvenTicke
     return ProvenTicket(parent, blueprint, model, proof)
 
 
-def _spent(budget: Budget, n_params: int, n_bytes: int, measured: Speed) -> dict[str, Any]:
+def _spent(
+    budget: Budget, n_params: int, n_bytes: int, n_memory: int, measured: Speed
+) -> dict[str, Any]:
     """The budget beside what the ticket takes of it; a ratio is met by construction."""
     asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
     spent = {"params": n_params, "size": n_bytes, "latency": measured.decode_ms}
+    spent |= {"memory": n_memory} if budget.kind == "memory" else {}
     if budget.kind in spent:
         asked |= {"limit": budget.limit, "spent": spent[budget.kind]}
+    if budget.context:
+        asked["context"] = budget.context
     return asked
 
 
-def _fit(parent: Parent, budget: Budget, dtype: str, bar: Progress) -> list[Widths]:
-    """The widths that the budget buys; for a latency smaller ones follow."""
+def _fit(parent: Parent, budget: Budget, dtype: str, bar: Progress) -> tuple[Costs, list[Widths]]:
+    """What subnets cost, and even widths that the budget buys; for a latency smaller ones follow."""
+    most = getattr(parent.template.config, "max_position_embeddings", None)
+    if most is not None and budget.context > most:
+        raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
     if budget.kind == "latency":
         task = bar.add_task("measure ms per token", total=None, note="")
     n_measured = 0
@@ -141,11 +161,40 @@ def _fit(parent: Parent, budget: Budget, dtype: str, bar: Progress) -> list[Widt
         bar.update(task, advance=1, note=f"{took:.2f} ms")
         return took
 
+    def cached(shapes: Shapes, context: int) -> int:
+        return n_cached(parent.template, shapes, context)
+
     shapes = parent.central.layout.shapes
-    found = fit(parent.block_map, shapes, budget, dtype, milliseconds)
+    costs = Costs(parent.block_map, shapes, dtype, milliseconds, cached)
+    found = fit(budget, costs)
     if n_measured:
         bar.update(task, total=n_measured)  # the bisection is over: it never knew how many
-    return found
+    return costs, found
+
+
+def _where_it_hurts_least(
+    parent: Parent, request: TicketRequest, costs: Costs, even: Widths, bar: Progress
+) -> Spent | None:
+    """Widths by measured sensitivity; None, and the reason printed, where there is no text for it."""
+    budget, how = request.budget, request.pick
+    try:
+        text = calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
+    except ValueError as error:
+        console.print(f"the budget is spent evenly: {error}")
+        return None
+    task = bar.add_task("sensitivity", total=n_losses(parent.block_map), note="")
+    scores = scores_for(parent, how, text.ids, request.seed)
+    sensitivity = Sensitivity(parent, text.ids, scores)
+
+    def loss(widths: Widths) -> float:
+        found = sensitivity.loss(widths)
+        bar.update(task, advance=1, note=f"loss {found:.3f}")
+        return found
+
+    cost = predicted(costs, even) if budget.kind == "latency" else costs.of(budget)[0]
+    spent = spend(parent.block_map, even, budget.limit, cost, loss)
+    bar.update(task, completed=n_losses(parent.block_map))
+    return spent
 
 
 def check_target(folder: Path) -> None:

@@ -84,27 +84,28 @@ class OpenedParent:
     def extract(
         self,
         *,
-        ratio: str | None = None,
-        params: str | None = None,
-        size: str | None = None,
-        latency: str | None = None,
         pick: str = "auto",
         seed: int = 0,
         dtype: str = "float32",
+        spend: str = "measured",
+        **budget: str,
     ) -> Ticket:
         """Cut out the ticket that a budget buys, and measure it.
 
         Give one budget: `ratio` ("6/12" of the blocks, or "attn=2/3,ffn=6/12"), `params` ("85M"), `size`
-        ("60MB" of weights) or `latency` ("12ms" per decoded token, measured here). `pick` says which blocks
-        stay: "random", "best-of:N" by perplexity, or "importance" (also "importance:taylor" and others).
+        ("60MB" of weights), `latency` ("12ms" per decoded token, measured here), or `memory` with `context`
+        ("2GB" of weights and of what "8k" tokens leave in the cache). `pick` says which blocks stay:
+        "nested" (the first of the parent's order, and what "auto" takes where it has one), "random",
+        "best-of:N" by perplexity, or "importance" (also "importance:taylor" and others); `spend` whether a budget goes where it hurts least ("measured") or is shared out evenly ("even").
         """
         request = TicketRequest(
-            budget=parse_budget(ratio=ratio, params=params, size=size, latency=latency),
+            budget=parse_budget(**budget),
             pick=parse_pick(pick),
             seed=seed,
             data=self.data,
             tokens=self.tokens,
             dtype=dtype,
+            spend=spend,
         )
         with progress(quiet=True) as bar:
             return Ticket(choose(self.parent, request, bar), self.data, self.tokens)

@@ -25,7 +25,7 @@ def _point(lab: Lab, recipe: Recipe, n_nodes: int, n_lost: int) -> Point:
         nodes=n_nodes,
         lost=n_lost,
         tokens=lab.scale.tokens,
-        scale=TRIED,
+        treatment=TRIED,
     )
 
     def measure() -> dict[str, Any]:

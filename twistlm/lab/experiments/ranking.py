@@ -223,7 +223,7 @@ def subnets(lab: Lab, experiment: str, recipe: Recipe | None, sample: Sample, **
         n=n,
         tokens=sample.tokens,
         seed=seed,
-        **({"scale": TRIED} if k < N else {}),
+        **({"treatment": TRIED} if k < N else {}),
         **more,
     )
 

@@ -67,7 +67,7 @@ def _extracted(lab: Lab, recipe: Recipe | None, setting: Setting, k: int) -> Poi
         n=n,
         tokens=scale.tokens,
         seed=lab.base.run.seed,
-        **({"scale": TRIED} if k < N else {}),
+        **({"treatment": TRIED} if k < N else {}),
     )
     return Point(about, partial(_cell, lab, recipe, what, setting, k))
 
@@ -85,7 +85,7 @@ def _pruned(lab: Lab, method: str, setting: Setting, k: int) -> Point:
         tokens=scale.tokens,
         n_calibration=scale.n_calibration,
         seed=lab.base.run.seed,
-        **({"scale": TRIED} if method.startswith(STRUCTURED) else {}),
+        **({"treatment": TRIED} if method.startswith(STRUCTURED) else {}),
     )
     return Point(about, partial(_cell, lab, DENSE, method, setting, k))
 
