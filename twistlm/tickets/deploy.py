@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..model import families, huggingface
 from ..model.blocks import Blueprint
 from ..model.subnet import add_means_, build, fold_
+from ..system import manifest
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
+from ..system.terminal import console
 from ..training.checkpoint import MANIFEST
 from ..training.dispatcher import cut
 from . import card, hf_folder
@@ -75,8 +76,10 @@ def save_model(
             **notes,
             **describe_run(),
         }
-        (draft / TICKET).write_text(json.dumps(ticket, indent=1) + "\n")
         card.save(parent, config, ticket, notes, draft)
+        files = manifest.describe_files(manifest.folder_files(draft))
+        record = manifest.sealed({**ticket, manifest.FILES: files})
+        (draft / TICKET).write_text(manifest.written(record))
 
 
 def _check_size(file: Path, model: PreTrainedModel) -> None:
@@ -89,7 +92,7 @@ def _check_size(file: Path, model: PreTrainedModel) -> None:
 def load_ticket(folder: str | Path) -> PreTrainedModel:
     """The dense model of a ticket folder, checked against its ticket.json."""
     folder = Path(folder)
-    ticket = read_ticket(folder)
+    ticket = verify_ticket(folder)
     register()
     load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
     try:
@@ -127,6 +130,14 @@ def _check_fits(folder: Path, ticket: dict[str, Any], model: PreTrainedModel) ->
             )
 
 
+def verify_ticket(folder: Path) -> dict[str, Any]:
+    """The record of a ticket whose every file is as it was written; a card may be edited, which is said."""
+    ticket = read_ticket(folder)
+    for sentence in manifest.check_folder(folder, TICKET, editable=(card.NAME,)):
+        console.print(f"the model card was changed: {sentence}", style="yellow")
+    return ticket
+
+
 def read_ticket(folder: Path) -> dict[str, Any]:
     """The record of a ticket folder: parameters, widths, blueprint, what made it."""
     if not (folder / TICKET).is_file():
@@ -137,7 +148,7 @@ def read_ticket(folder: Path) -> dict[str, Any]:
             what = "it is a Hugging Face model without ticket.json"
         raise ValueError(f"{folder} is no ticket: {what}")
     try:
-        ticket = json.loads((folder / TICKET).read_text())
+        ticket = manifest.read_json(folder / TICKET)
         for name, kept in ticket["blueprint"].items():
             k, n_blocks = map(int, ticket["widths"][name].split("/"))
             if len(kept) != k or not 0 <= min(kept) <= max(kept) < n_blocks:

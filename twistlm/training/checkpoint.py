@@ -12,8 +12,6 @@ round-000120/
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ from ..data.stream import Leases
 from ..model import huggingface
 from ..model.blocks import BlockMap, State
 from ..model.central import Central, create
+from ..system import manifest
 from ..system.files import file_sha256, save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
@@ -97,7 +96,7 @@ def save(
         hf_config.save_pretrained(draft)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, draft / "tokenizer.json")
-        manifest = {
+        record = {
             "format": FORMAT,
             "round": progress.round,
             "config": config.to_dict(cfg),
@@ -109,9 +108,8 @@ def save(
             **describe_run(),
             "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
         }
-        manifest["sha256"] = _own_sha256(manifest)
-        (draft / MANIFEST).write_text(_written(manifest))
-    until_now = [path for path in _numbered(folder) if _round(path) <= progress.round]
+        (draft / MANIFEST).write_text(manifest.written(manifest.sealed(record)))
+    until_now = [path for path in numbered(folder) if _round(path) <= progress.round]
     for old in until_now[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
@@ -124,7 +122,7 @@ def folder_name(round: int) -> str:
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that verifies, and a sentence for each newer one that does not."""
     broken: list[str] = []
-    for path in reversed(_numbered(folder)):
+    for path in reversed(numbered(folder)):
         try:
             return verify(path), broken
         except ValueError as error:
@@ -149,24 +147,22 @@ def open_(path: str | Path) -> Checkpoint:
 def verify(path: Path) -> Checkpoint:
     """Read the manifest and compare every file's sha256: a flipped byte is refused."""
     try:
-        text = (path / MANIFEST).read_bytes().decode()
-        manifest = json.loads(text)
-        files, version = dict(manifest["files"]), manifest["format"]
+        record = manifest.read_json(path / MANIFEST)
+        files, version = dict(record["files"]), record["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no checkpoint: {MANIFEST} cannot be read ({error!r})"
         ) from None
     if version != FORMAT:
         raise ValueError(f"{path} has checkpoint format {version}; this twistlm reads {FORMAT}")
-    if manifest.get("sha256") != _own_sha256(manifest) or text != _written(manifest):
-        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} does not match its own sha256")
+    manifest.check_seal(path / MANIFEST, record)
     for name, sha256 in files.items():
         file = path / Path(name).name
         if not file.is_file():
             raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
         if file_sha256(file) != sha256:
             raise ValueError(f"checkpoint {path} is damaged: {name} does not match its sha256")
-    return Checkpoint(path, manifest)
+    return Checkpoint(path, record)
 
 
 def template(checkpoint: Checkpoint) -> PreTrainedModel:
@@ -238,19 +234,10 @@ def _load(checkpoint: Checkpoint, name: str) -> State:
         raise ValueError(f"checkpoint {checkpoint.path} is damaged: {name}: {error}") from None
 
 
-def _numbered(folder: Path) -> list[Path]:
+def numbered(folder: Path) -> list[Path]:
     found = (p for p in folder.glob("round-*") if p.is_dir() and p.name[6:].isdigit())
     return sorted(found, key=_round)
 
 
 def _round(path: Path) -> int:
     return int(path.name[6:])
-
-
-def _own_sha256(manifest: dict[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _written(manifest: dict[str, Any]) -> str:
-    return json.dumps(manifest, indent=1) + "\n"

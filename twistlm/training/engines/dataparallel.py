@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...data import stream
 from ...data.stream import Slot
 from ...model import masks
 from ...model.masks import Order, Turn
@@ -16,7 +15,7 @@ from ...system.device import to_device
 from ...transport.traffic import Bytes, Traffic
 from .. import dispatcher
 from ..aggregator import Stats
-from ..assignments import measured_rho
+from ..assignments import measured_rho, take
 from ..progress import Progress
 from ..run import Run
 from ..worker import Seat, learning_rate
@@ -47,7 +46,7 @@ class DataParallel:
         """`interval` steps of everyone together; the central rank's seat is copied back at the end."""
         run, t = self.run, self.run.cfg.train
         rho = measured_rho(run, progress) if self.drops else progress.rho
-        slots, after = stream.take(progress.leases, t.interval * t.n_workers, t.batch)
+        slots, after = take(run, progress, t.interval * t.n_workers)
         if self.drops:
             self.seat.gate(self._gates(progress.round, rho, progress.order))
         stats = self._steps(progress.round, slots)
