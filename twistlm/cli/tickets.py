@@ -134,10 +134,11 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""
+    from ..system.terminal import clean
     from ..tickets.runnable import open_runnable, write
 
     def emit(text: str) -> None:
-        print(text, end="", flush=True)
+        print(clean(text), end="", flush=True)
 
     write(
         open_runnable(ticket, device),

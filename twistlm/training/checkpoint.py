@@ -12,6 +12,7 @@ round-000120/
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from ..model import huggingface
 from ..model.blocks import BlockMap, State
 from ..model.central import Central, create
 from ..system import manifest
-from ..system.files import file_sha256, save_tensors, whole_folder
+from ..system.files import DRAFT, file_sha256, save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
 from .progress import Progress, beginning
@@ -79,7 +80,9 @@ def save(
     """Write `folder/round-NNNNNN`; it appears whole or not at all, then older ones are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / folder_name(progress.round)
-    for dead in folder.glob(".draft-*"):  # of a process that was killed while it wrote
+    for dead in folder.glob(
+        f"{DRAFT}*"
+    ):  # of a process that was killed; a run's folder has one writer
         shutil.rmtree(dead, ignore_errors=True)
     with whole_folder(target) as draft:
         views = [central.layout.views(row) for row in central.buffer]
@@ -167,22 +170,31 @@ def verify(path: Path) -> Checkpoint:
 
 def template(checkpoint: Checkpoint) -> PreTrainedModel:
     """The checkpoint's model, with its weights."""
-    hf_config = AutoConfig.from_pretrained(checkpoint.path)
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
-    weights = _load(checkpoint, "model.safetensors")
-    missing = set(huggingface.shapes(model)) ^ set(weights)
-    if missing:
+    held = huggingface.header(checkpoint.path / "model.safetensors")
+    try:
+        hf_config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{checkpoint.path}: config.json cannot be read: {huggingface.one_line(error)}"
+        ) from None
+    most = sum(map(math.prod, held.values()))
+    what = f"{checkpoint.path} holds {most:,} weights"
+    want = huggingface.shapes(huggingface.check_size(hf_config, most, len(held), what))
+    if missing := set(want) ^ set(held):
         raise ValueError(
             f"{checkpoint.path}: weights and config.json disagree about {sorted(missing)[0]}"
         )
+    for name, shape in want.items():
+        if held[name] != shape:
+            raise ValueError(f"{checkpoint.path}: {name} has shape {held[name]}")
+    weights = _load(checkpoint, "model.safetensors")
+    model = AutoModelForCausalLM.from_config(
+        hf_config, dtype=torch.float32, trust_remote_code=False
+    )
     dtype = next(iter(weights.values())).dtype
     model.to(dtype)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if weights[name].shape != param.shape:
-                raise ValueError(
-                    f"{checkpoint.path}: {name} has shape {tuple(weights[name].shape)}"
-                )
             param.copy_(weights[name])
     return model.eval()
 

@@ -22,6 +22,16 @@ from ..worker import Seat, learning_rate
 from .protocol import Outcome
 
 
+def ring_bytes(n_bytes: int, n_workers: int, world_size: int) -> tuple[int, int]:
+    """What an all-reduce of a gradient moves: all workers together per direction, one rank both ways.
+
+    A ring scatters the sums and gathers them again; in each half every one of S workers passes on
+    (S - 1) / S of the gradient: 2 (S - 1) M in all.
+    """
+    each_half = 2 * (world_size - 1) * n_bytes // world_size  # a rank's own links, out and in
+    return (n_workers - 1) * n_bytes, 2 * each_half
+
+
 class DataParallel:
     """Every step takes the mean gradient over all workers' batches; every rank holds the whole model.
 
@@ -50,9 +60,9 @@ class DataParallel:
         if self.drops:
             self.seat.gate(self._gates(progress.round, rho, progress.order))
         stats = self._steps(progress.round, slots)
-        gradients = run.full.n_params * self.seat.grad.element_size() * t.interval * t.n_workers
-        moved = Bytes(shared=gradients)
-        traffic = Traffic(moved, moved, 2 * gradients if run.cluster.world_size > 1 else 0)
+        moved, wired = ring_bytes(self.seat.grad.nbytes, t.n_workers, run.cluster.world_size)
+        both = Bytes(shared=moved * t.interval)
+        traffic = Traffic(both, both, wired * t.interval)
         now = replace(progress, round=progress.round + 1, leases=after, rho=rho)
         return Outcome(stats, traffic, now)
 
