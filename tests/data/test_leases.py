@@ -187,17 +187,19 @@ def test_a_file_without_a_legal_sequence_is_refused(tmp_path):
         stream.take_legal(Batches(open_tokens(tokens), 16, 2, 3, 0), Leases(), 4)
 
 
-def test_what_fails_twice_is_set_aside_and_what_is_only_lost_is_not():
+def test_what_fails_with_two_workers_is_set_aside_and_what_is_only_lost_is_not():
     slots, ledger = stream.take(Leases(), 4, 2)
     for _ in range(5):  # a worker that is gone says nothing about its sequences
         ledger = stream.give_back(ledger, slots[1:2])
         (again,), ledger = stream.take(ledger, 1, 2)
         assert again == slots[1]
-    ledger = stream.fail(ledger, slots[1:3])
-    assert (ledger.returned, ledger.failed, ledger.aside) == ((2, 3, 4, 5), (2, 3, 4, 5), ())
-    again, ledger = stream.take(ledger, 1, 3)
-    ledger = stream.fail(ledger, ((2, 6),))  # 2 a second time, 6 for the first
-    assert (ledger.returned, ledger.aside) == ((5, 6), (2,))
-    assert ledger.failed == (3, 4, 5, 6)
+    for _ in range(3):  # nor does one that fails always
+        ledger = stream.fail(ledger, slots[1:3], worker=0)
+        assert (ledger.returned, ledger.aside) == ((2, 3, 4, 5), ())
+        _, ledger = stream.take(ledger, 2, 2)
+    ledger = stream.give_back(ledger, ((4, 5),))
+    ledger = stream.fail(ledger, ((2, 6),), worker=1)  # 2 with a second one, 6 with its first
+    assert (ledger.returned, ledger.aside) == ((4, 5, 6), (2,))
+    assert ledger.failed == ((3, 0), (4, 0), (5, 0), (6, 1))
     assert stream.from_dict(json.loads(json.dumps(stream.to_dict(ledger)))) == ledger
     assert 2 not in {place for slot in stream.take(ledger, 4, 3)[0] for place in slot}

@@ -5,7 +5,7 @@ The data is an endless stream of shuffled sequences, counted from 0. A slot is o
 w-th live worker gets slots[j * n + w]. What a lost worker held is given back and is the first to go out
 again. The ledger (`Leases`) counts sequences, not batches, so that S and the batch may change at any round
 boundary: nothing is lost, nothing is seen twice. A sequence that holds an illegal id never goes out, and
-one that fails twice is set aside: the ledger names both.
+one that fails with two workers is set aside: the ledger names both.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ class Batches:
         bad = set(self.file.illegal(rows, self.seq_len))
         return tuple(p for p, row in zip(places, rows.tolist(), strict=True) if row in bad)
 
-    def describe(self, place: int) -> str:
+    def name(self, place: int) -> str:
         """The name of the sequence at a place of the stream."""
+        return f"{self.file.stem}.bin, sequence {int(self.rows_at([place])[0])}"
+
+    def describe(self, place: int) -> str:
+        """The name of the sequence at a place of the stream, and its largest id."""
         return self.file.describe(int(self.rows_at([place])[0]), self.seq_len)
 
     def n_rounds(self, epochs: float, interval: int) -> int:
@@ -90,8 +94,8 @@ class Leases:
 
     next: int = 0
     returned: tuple[int, ...] = ()
-    failed: tuple[int, ...] = ()  # some worker could not train them: once
-    aside: tuple[int, ...] = ()  # illegal, or failed twice: they never go out again
+    failed: tuple[tuple[int, int], ...] = ()  # (sequence, worker that could not train it)
+    aside: tuple[int, ...] = ()  # illegal, or failed with two workers: they never go out again
 
 
 def take(leases: Leases, n: int, batch: int) -> tuple[tuple[Slot, ...], Leases]:
@@ -126,17 +130,18 @@ def give_back(leases: Leases, slots: tuple[Slot, ...]) -> Leases:
     return replace(leases, returned=tuple(sorted(returned)))
 
 
-def fail(leases: Leases, slots: tuple[Slot, ...]) -> Leases:
-    """The ledger after a worker could not train these slots: what fails a second time is set aside.
+def fail(leases: Leases, slots: tuple[Slot, ...], worker: int) -> Leases:
+    """The ledger after this worker could not train these slots: what fails with a second one is set aside.
 
-    For errors and for results that are not believed; sequences of a worker that is merely gone are
-    given back, however often.
+    For errors and for results that are not believed; a sequence that fails twice with one worker may be
+    that worker's fault, and those of a worker that is merely gone are given back, however often.
     """
     places = {place for slot in slots for place in slot}
-    twice = places & set(leases.failed)
+    twice = {place for place, other in leases.failed if place in places and other != worker}
     rest = give_back(leases, (tuple(sorted(places - twice)),))
-    failed = tuple(sorted(places ^ set(leases.failed)))
-    return replace(rest, failed=failed, aside=(*leases.aside, *sorted(twice)))
+    failed = {*leases.failed, *((place, worker) for place in places)}
+    kept = tuple(sorted((place, other) for place, other in failed if place not in twice))
+    return replace(rest, failed=kept, aside=(*leases.aside, *sorted(twice)))
 
 
 def of_worker(slots: tuple[Slot, ...], place: int, n: int) -> tuple[Slot, ...]:
@@ -147,10 +152,10 @@ def of_worker(slots: tuple[Slot, ...], place: int, n: int) -> tuple[Slot, ...]:
 def to_dict(leases: Leases) -> dict[str, Any]:
     """Plain data for JSON; `from_dict` reads it back."""
     table: dict[str, Any] = {"next": leases.next, "returned": list(leases.returned)}
-    troubled = {"failed": list(leases.failed), "aside": list(leases.aside)}
+    troubled = {"failed": [list(pair) for pair in leases.failed], "aside": list(leases.aside)}
     return table | {name: places for name, places in troubled.items() if places}
 
 
 def from_dict(table: dict[str, Any]) -> Leases:
-    lists = (tuple(table.get(name, ())) for name in ("returned", "failed", "aside"))
-    return Leases(table["next"], *lists)
+    failed = tuple((place, worker) for place, worker in table.get("failed", ()))
+    return Leases(table["next"], tuple(table["returned"]), failed, tuple(table.get("aside", ())))
