@@ -61,3 +61,26 @@ def random_progress(model, cfg, seed: int = 0, round: int = 17) -> Progress:
     held = {g.name: tuple(picks.randrange(99) for _ in range(g.n_blocks)) for g in groups}
     rho = {name: picks.random() / 3 for name in held}
     return Progress(round, Leases(40, (3, 4)), held, rho)
+
+
+def damages(path: Path, n: int, only: str | None = None):
+    """n times (description, file, its damaged bytes): a bit, a byte, a cut, an insertion, a zeroed run."""
+    rng = random.Random(f"{only}/{n}")
+    files = sorted(p for p in path.iterdir() if only is None or p.name == only)
+    for i in range(n):
+        file = rng.choice(files)
+        data = bytearray(file.read_bytes())
+        at = rng.randrange(len(data))
+        kind = ("bit", "byte", "cut", "insert", "zeros")[i % 5]
+        if kind == "bit":
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == "byte":
+            data[at] = (data[at] + rng.randrange(1, 256)) % 256
+        elif kind == "cut":
+            del data[at:]
+        elif kind == "insert":
+            data.insert(at, rng.randrange(256))
+        else:
+            data[at : at + 8] = bytes(len(data[at : at + 8]))
+            data = data if data != file.read_bytes() else data + b"\0"
+        yield f"{i}: {kind} at {at} of {file.name}", file, bytes(data)

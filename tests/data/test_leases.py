@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_tokens, tiny
@@ -137,3 +139,67 @@ def test_a_checkpoint_without_leases_counts_its_rounds(tmp_path, tokens):
     assert saved.leases == Leases(4 * 3 * 3 * 2)  # rounds, interval, S, batch
     del saved.manifest["leases"]
     assert saved.leases == Leases(4 * 3 * 3 * 2)
+
+
+def spoil(stem: str, rows: list[int]) -> None:
+    """Give these sequences an illegal id, in a file of before manifests: nothing else tells."""
+    tokens = np.fromfile(f"{stem}.bin", "<u2")
+    tokens[np.array(rows) * 16 + 5] = 60000
+    tokens.tofile(f"{stem}.bin")
+    table = json.loads(Path(f"{stem}.json").read_text())
+    Path(f"{stem}.json").write_text(
+        json.dumps({k: v for k, v in table.items() if k not in ("files", "sha256")})
+    )
+
+
+@pytest.mark.parametrize("method", ["twist", "dense"])
+def test_a_sequence_with_an_illegal_id_never_goes_out(tmp_path, monkeypatch, capsys, method):
+    """The run goes on with the next legal ones, says which it left out, and the ledger keeps them."""
+    tokens = make_tokens(tmp_path / "tokens", 126 * 16)
+    spoil(tokens, [7, 90])
+    seen: list[int] = []
+    whole = Batches.slot
+    monkeypatch.setattr(
+        Batches, "slot", lambda self, slot: seen.extend(self.rows_at(slot)) or whole(self, slot)
+    )
+    valid = make_tokens(tmp_path / "valid")
+    cfg = tiny(tokens, tmp_path / "run", data={"valid": valid}, train={"method": method})
+    rounds.train(replace(cfg, train=replace(cfg.train, rounds=6)), quiet=True)
+    assert Counter(seen) == Counter(set(seen))
+    assert len(seen) == 6 * 18
+    assert not {7, 90} & set(seen)
+    saved = checkpoint.open_(tmp_path / "run")
+    batches = Batches(open_tokens(tokens), 16, 3, 2, cfg.run.seed)
+    aside = batches.rows_at(saved.leases.aside).tolist()
+    assert set(aside) == set(batches.rows_at(range(saved.leases.next)).tolist()) & {7, 90}
+    assert saved.leases.next == 6 * 18 + len(aside)
+    told = capsys.readouterr().out
+    assert sorted(
+        re.findall(r"set aside: .*tokens\.bin: sequence (\d+) .* id 60000", told)
+    ) == sorted(map(str, aside))
+    assert aside
+
+
+def test_a_file_without_a_legal_sequence_is_refused(tmp_path):
+    tokens = make_tokens(tmp_path / "tokens", 20 * 16)
+    spoil(tokens, list(range(20)))
+    with pytest.raises(ValueError, match=r"no sequence is legal: .*tokens\.bin: sequence \d+"):
+        stream.take_legal(Batches(open_tokens(tokens), 16, 2, 3, 0), Leases(), 4)
+
+
+def test_what_fails_with_two_workers_is_set_aside_and_what_is_only_lost_is_not():
+    slots, ledger = stream.take(Leases(), 4, 2)
+    for _ in range(5):  # a worker that is gone says nothing about its sequences
+        ledger = stream.give_back(ledger, slots[1:2])
+        (again,), ledger = stream.take(ledger, 1, 2)
+        assert again == slots[1]
+    for _ in range(3):  # nor does one that fails always
+        ledger = stream.fail(ledger, slots[1:3], worker=0)
+        assert (ledger.returned, ledger.aside) == ((2, 3, 4, 5), ())
+        _, ledger = stream.take(ledger, 2, 2)
+    ledger = stream.give_back(ledger, ((4, 5),))
+    ledger = stream.fail(ledger, ((2, 6),), worker=1)  # 2 with a second one, 6 with its first
+    assert (ledger.returned, ledger.aside) == ((4, 5, 6), (2,))
+    assert ledger.failed == ((3, 0), (4, 0), (5, 0), (6, 1))
+    assert stream.from_dict(json.loads(json.dumps(stream.to_dict(ledger)))) == ledger
+    assert 2 not in {place for slot in stream.take(ledger, 4, 3)[0] for place in slot}

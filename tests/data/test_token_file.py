@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -201,6 +202,12 @@ def spoil_meta(stem: str, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def with_meta(stem: str, **changes) -> TokenFile:
+    """The same ids, described otherwise by a hand that seals what it writes."""
+    write_meta(Path(stem), replace(open_tokens(stem).meta, **changes))
+    return open_tokens(stem)
+
+
 def resize(path: str, n_bytes: int) -> None:
     """Truncate a file, or make it grow."""
     Path(path).write_bytes(Path(path).read_bytes().ljust(n_bytes, b"x")[:n_bytes])
@@ -251,8 +258,7 @@ def test_open_tokens_refuses(tmp_path, case):
 
 def test_check_names_what_does_not_fit(tmp_path):
     stem = make_tokens(tmp_path / "walk", 100, vocab=64)
-    spoil_meta(stem, tokenizer_sha256="a" * 64)
-    file = open_tokens(stem)
+    file = with_meta(stem, tokenizer_sha256="a" * 64)
     file.check(100, 64, "a" * 64)  # exactly one sequence, exactly the vocabulary
     file.check(100, 64, None)
     with pytest.raises(ValueError, match=r"walk: 100 tokens are shorter .*data\.seq_len = 101"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import CPU, random_central, random_progress
+from checkpoints import CPU, damages, random_central, random_progress
 from conftest import VOCAB, make_tokens, tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -314,29 +314,6 @@ def whole(tmp_path_factory, cfg, model) -> Path:
         tokenizer,
         keep=1,
     )
-
-
-def damages(path: Path, n: int, only: str | None = None):
-    """n times (description, file, its damaged bytes): a bit, a byte, a cut, an insertion, a zeroed run."""
-    rng = random.Random(f"{only}/{n}")
-    files = sorted(p for p in path.iterdir() if only is None or p.name == only)
-    for i in range(n):
-        file = rng.choice(files)
-        data = bytearray(file.read_bytes())
-        at = rng.randrange(len(data))
-        kind = ("bit", "byte", "cut", "insert", "zeros")[i % 5]
-        if kind == "bit":
-            data[at] ^= 1 << rng.randrange(8)
-        elif kind == "byte":
-            data[at] = (data[at] + rng.randrange(1, 256)) % 256
-        elif kind == "cut":
-            del data[at:]
-        elif kind == "insert":
-            data.insert(at, rng.randrange(256))
-        else:
-            data[at : at + 8] = bytes(len(data[at : at + 8]))
-            data = data if data != file.read_bytes() else data + b"\0"
-        yield f"{i}: {kind} at {at} of {file.name}", file, bytes(data)
 
 
 def accepted(whole: Path, copy: Path, n: int, only: str | None = None) -> list[str]:

@@ -48,5 +48,7 @@ def main() -> None:
 
 
 def _fail(sentence: str, code: int) -> None:
-    print(f"error: {sentence}", file=sys.stderr)
+    from ..system.terminal import clean
+
+    print(f"error: {clean(sentence)}", file=sys.stderr)
     sys.exit(code)

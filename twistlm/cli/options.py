@@ -46,7 +46,9 @@ JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the numbers 
 def write_json(path: Path | None, record: dict[str, Any]) -> None:
     """Write the numbers where `--json` was given."""
     if path is not None:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        from ..system.files import whole_file
+
+        whole_file(path, json.dumps(record, indent=1) + "\n")
 
 
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""certify, drop, generate, draft: what tickets promise and what they do."""
+"""certify, drop, generate, draft, verify: what tickets promise and what they do."""
 
 from __future__ import annotations
 
@@ -134,10 +134,11 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""
+    from ..system.terminal import clean
     from ..tickets.runnable import open_runnable, write
 
     def emit(text: str) -> None:
-        print(text, end="", flush=True)
+        print(clean(text), end="", flush=True)
 
     write(
         open_runnable(ticket, device),
@@ -181,3 +182,35 @@ def draft(
     console.print(speculate.table(made))
     console.print(speculate.reading(made))
     write_json(json_out, made.to_dict())
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm verify runs/demo/text/train runs/demo/twist runs/demo/ticket\n\n"
+    "twistlm verify data/wiki/train"
+)
+def verify(
+    sources: Annotated[
+        list[str], typer.Argument(help="Token files, tickets, checkpoints or run folders.")
+    ],
+) -> None:
+    """Read every byte of files that twistlm wrote and compare it with their sha256.
+
+    Exit codes: 0 all are whole, 2 something is damaged or missing.
+    """
+    from ..system.terminal import console, progress
+    from ..tickets import runnable
+
+    damages = []
+    with progress() as bar:
+        task = bar.add_task("verify", total=len(sources), note="")
+        for source in sources:
+            bar.update(task, note=source)
+            try:
+                for sentence in runnable.verify(source):
+                    console.print(sentence)
+            except ValueError as damage:
+                damages.append(str(damage))
+            bar.advance(task)
+    if damages:
+        raise ValueError("; ".join(damages))

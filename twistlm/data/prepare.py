@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ..model.tokenizer import find_eos, load_tokenizer
-from ..system.files import file_sha256
+from ..system.files import draft_folder, file_sha256
 from ..system.terminal import progress
 from .token_file import TokenFile, TokenMeta, open_tokens, write_meta
 
@@ -70,7 +69,7 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
                 continue
             try:
                 text = json.loads(line)[column]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: not a JSON object with {column!r} ({error!r})"
                 ) from None
@@ -141,8 +140,8 @@ def prepare(
     vocab_size = 1 + max(tok.get_vocab(with_added_tokens=True).values(), default=0)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     stem.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=stem.parent, prefix=f".{stem.name}-") as folder:
-        draft = Path(folder) / "tokens"
+    with draft_folder(Path(f"{stem}.bin")) as folder:
+        draft = folder / "tokens"
         n_documents = n_tokens = 0
         max_id = -1
         with Path(f"{draft}.bin").open("wb") as file, progress(quiet) as bar:

@@ -4,13 +4,14 @@ The data is an endless stream of shuffled sequences, counted from 0. A slot is o
 `batch` sequences in that stream. A round of n live workers and I steps takes I * n slots; step j of the
 w-th live worker gets slots[j * n + w]. What a lost worker held is given back and is the first to go out
 again. The ledger (`Leases`) counts sequences, not batches, so that S and the batch may change at any round
-boundary: nothing is lost, nothing is seen twice.
+boundary: nothing is lost, nothing is seen twice. A sequence that holds an illegal id never goes out, and
+one that fails with two workers is set aside: the ledger names both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -54,6 +55,21 @@ class Batches:
         """The batch that was leased out as `slot`: int64 [batch, seq_len]."""
         return self.file.sequences(self.rows_at(slot), self.seq_len)
 
+    def illegal(self, slots: Sequence[Slot]) -> tuple[int, ...]:
+        """The places in these slots whose sequences hold an id that the file rules out."""
+        places = [place for slot in slots for place in slot]
+        rows = self.rows_at(places)
+        bad = set(self.file.illegal(rows, self.seq_len))
+        return tuple(p for p, row in zip(places, rows.tolist(), strict=True) if row in bad)
+
+    def name(self, place: int) -> str:
+        """The name of the sequence at a place of the stream."""
+        return f"{self.file.stem}.bin, sequence {int(self.rows_at([place])[0])}"
+
+    def describe(self, place: int) -> str:
+        """The name of the sequence at a place of the stream, and its largest id."""
+        return self.file.describe(int(self.rows_at([place])[0]), self.seq_len)
+
     def n_rounds(self, epochs: float, interval: int) -> int:
         """Whole rounds in that many epochs: rounds of S * batch * interval sequences."""
         return int(epochs * self.n_sequences // (self.n_workers * self.batch * interval))
@@ -78,6 +94,8 @@ class Leases:
 
     next: int = 0
     returned: tuple[int, ...] = ()
+    failed: tuple[tuple[int, int], ...] = ()  # (sequence, worker that could not train it)
+    aside: tuple[int, ...] = ()  # illegal, or failed with two workers: they never go out again
 
 
 def take(leases: Leases, n: int, batch: int) -> tuple[tuple[Slot, ...], Leases]:
@@ -86,7 +104,21 @@ def take(leases: Leases, n: int, batch: int) -> tuple[tuple[Slot, ...], Leases]:
     end = leases.next + n * batch - n_old
     places = leases.returned[:n_old] + tuple(range(leases.next, end))
     slots = tuple(places[i : i + batch] for i in range(0, n * batch, batch))
-    return slots, Leases(end, leases.returned[n_old:])
+    return slots, replace(leases, next=end, returned=leases.returned[n_old:])
+
+
+def take_legal(batches: Batches, leases: Leases, n: int) -> tuple[tuple[Slot, ...], Leases]:
+    """n slots as from `take`, in which the next legal sequences stand for those with an illegal id."""
+    n_aside = len(leases.aside)
+    while True:
+        slots, after = take(leases, n, batches.batch)
+        bad = batches.illegal(slots)
+        if not bad:
+            return slots, after
+        good = tuple(place for slot in slots for place in slot if place not in bad)
+        leases = replace(give_back(after, (good,)), aside=(*leases.aside, *bad))
+        if len(leases.aside) - n_aside > batches.n_sequences:
+            raise ValueError(f"no sequence is legal: {batches.describe(bad[0])}")
 
 
 def give_back(leases: Leases, slots: tuple[Slot, ...]) -> Leases:
@@ -95,7 +127,21 @@ def give_back(leases: Leases, slots: tuple[Slot, ...]) -> Leases:
     returned = {*leases.returned, *places}
     assert len(returned) == len(leases.returned) + len(places), "given back twice"
     assert all(0 <= place < leases.next for place in places), "never taken"
-    return Leases(leases.next, tuple(sorted(returned)))
+    return replace(leases, returned=tuple(sorted(returned)))
+
+
+def fail(leases: Leases, slots: tuple[Slot, ...], worker: int) -> Leases:
+    """The ledger after this worker could not train these slots: what fails with a second one is set aside.
+
+    For errors and for results that are not believed; a sequence that fails twice with one worker may be
+    that worker's fault, and those of a worker that is merely gone are given back, however often.
+    """
+    places = {place for slot in slots for place in slot}
+    twice = {place for place, other in leases.failed if place in places and other != worker}
+    rest = give_back(leases, (tuple(sorted(places - twice)),))
+    failed = {*leases.failed, *((place, worker) for place in places)}
+    kept = tuple(sorted((place, other) for place, other in failed if place not in twice))
+    return replace(rest, failed=kept, aside=(*leases.aside, *sorted(twice)))
 
 
 def of_worker(slots: tuple[Slot, ...], place: int, n: int) -> tuple[Slot, ...]:
@@ -105,8 +151,11 @@ def of_worker(slots: tuple[Slot, ...], place: int, n: int) -> tuple[Slot, ...]:
 
 def to_dict(leases: Leases) -> dict[str, Any]:
     """Plain data for JSON; `from_dict` reads it back."""
-    return {"next": leases.next, "returned": list(leases.returned)}
+    table: dict[str, Any] = {"next": leases.next, "returned": list(leases.returned)}
+    troubled = {"failed": [list(pair) for pair in leases.failed], "aside": list(leases.aside)}
+    return table | {name: places for name, places in troubled.items() if places}
 
 
 def from_dict(table: dict[str, Any]) -> Leases:
-    return Leases(table["next"], tuple(table["returned"]))
+    failed = tuple((place, worker) for place, worker in table.get("failed", ()))
+    return Leases(table["next"], tuple(table["returned"]), failed, tuple(table.get("aside", ())))

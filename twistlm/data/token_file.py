@@ -1,18 +1,23 @@
-"""Token files, and batches as a pure function of (seed, worker, step).
+"""Token files: `STEM.bin` (little-endian ids, memory-mapped) beside what describes and vouches for them.
 
-A token file is `STEM.bin` (little-endian uint16 or uint32, memory-mapped), `STEM.json` (counts,
-hashes, where it came from) and `STEM.tokenizer.json` (the tokenizer that made it).
+`STEM.json` holds counts, where the text came from, and bytes and sha256 of the other two files;
+`STEM.tokenizer.json` is the tokenizer that made the ids.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..system import manifest
+from ..system.manifest import HashCheck, Vouched
+
+DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+PARTS = ("bin", "tokenizer.json")  # STEM.part is vouched for by STEM.json
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,23 @@ class TokenMeta:
     eos_id: int | None
     sources: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Refuse what no token file can say; the JSON is a stranger's until its hash is known."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, legal are {' and '.join(DTYPES)}")
+        most = 1 << 8 * DTYPES[self.dtype].itemsize
+        for name, least, limit in (
+            ("n_tokens", 0, manifest.LARGEST),
+            ("n_documents", 0, manifest.LARGEST),
+            ("vocab_size", 1, 1 << 33),
+            ("max_id", 0, most),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < limit:
+                raise ValueError(f"{name} is {value!r}, legal are {least}..{limit - 1}")
+        if not isinstance(self.tokenizer_sha256, str):
+            raise ValueError(f"tokenizer_sha256 is {self.tokenizer_sha256!r}, not text")
+
 
 @dataclass(frozen=True)
 class TokenFile:
@@ -36,6 +58,7 @@ class TokenFile:
     stem: str
     meta: TokenMeta
     tokens: np.ndarray
+    hashed: HashCheck | None = None  # None: nothing vouches for a file of before manifests
 
     @property
     def tokenizer_path(self) -> Path:
@@ -45,9 +68,33 @@ class TokenFile:
         return self.meta.n_tokens // seq_len
 
     def sequences(self, rows: np.ndarray | list[int], seq_len: int) -> Tensor:
-        """Non-overlapping windows by number: int64 [len(rows), seq_len]."""
+        """Non-overlapping windows by number: int64 [len(rows), seq_len]; damaged ones are refused."""
+        ids = self._cut(rows, seq_len)
+        if bad := self._illegal(ids, rows):
+            raise ValueError(f"{self.describe(bad[0], seq_len)}: the file is damaged")
+        return torch.from_numpy(ids.astype(np.int64))
+
+    def illegal(self, rows: np.ndarray | list[int], seq_len: int) -> list[int]:
+        """Which of these windows hold an id that the file's description rules out."""
+        return self._illegal(self._cut(rows, seq_len), rows)
+
+    def describe(self, row: int, seq_len: int) -> str:
+        """The name of a sequence, and its largest id."""
+        return (
+            f"{self.stem}.bin: sequence {row} (tokens {row * seq_len}..{(row + 1) * seq_len - 1}) holds id "
+            f"{int(self._cut([row], seq_len).max())}, the largest legal one is {self.meta.max_id}"
+        )
+
+    def _cut(self, rows: np.ndarray | list[int], seq_len: int) -> np.ndarray:
+        """[len(rows), seq_len] of the file's own dtype; a file known to be damaged gives nothing."""
+        if self.hashed is not None:
+            self.hashed.raise_damage()
         starts = np.asarray(rows, dtype=np.int64)[:, None] * seq_len
-        return torch.from_numpy(self.tokens[starts + np.arange(seq_len)].astype(np.int64))
+        return self.tokens[starts + np.arange(seq_len)]
+
+    def _illegal(self, ids: np.ndarray, rows: np.ndarray | list[int]) -> list[int]:
+        worst = ids.max(axis=1, initial=0)
+        return [int(row) for row, top in zip(rows, worst, strict=True) if top > self.meta.max_id]
 
     def check(self, seq_len: int, vocab_size: int, tokenizer_sha256: str | None = None) -> None:
         """The file must hold a sequence, and its ids must mean something to the model."""
@@ -69,26 +116,62 @@ class TokenFile:
 
 
 def open_tokens(stem: str) -> TokenFile:
-    """Open `STEM.bin` + `STEM.json`, refusing files that do not belong together."""
+    """Open a token file, refusing parts that do not belong together: sizes now, the hash as it comes."""
     stem = stem.removesuffix(".bin").removesuffix(".json")
+    meta, files = _read(stem)
+    ids = Path(f"{stem}.bin")
+    hashed = HashCheck(ids, files["bin"].sha256) if "bin" in files else None
+    return TokenFile(stem, meta, np.memmap(ids, dtype=DTYPES[meta.dtype], mode="r"), hashed)
+
+
+def verify_tokens(stem: str) -> str:
+    """Read every byte of a token file; a sentence about what was found right."""
+    file = open_tokens(stem)
+    _, files = _read(file.stem)
+    for part, expected in files.items():
+        manifest.check_hash(Path(f"{file.stem}.{part}"), expected.sha256)
+    step = 1 << 20
+    for first in range(0, file.meta.n_tokens, step):
+        if (top := int(file.tokens[first : first + step].max())) > file.meta.max_id:
+            raise ValueError(
+                f"{file.stem}.bin is damaged: it holds id {top}, the largest legal one is {file.meta.max_id}"
+            )
+    what = f"token file {file.stem}: {file.meta.n_tokens:,} ids are legal"
+    if not files:
+        return f"{what}; nothing vouches for them (written before manifests): prepare it anew"
+    return f"{what}, {len(files)} files match their sha256"
+
+
+def _read(stem: str) -> tuple[TokenMeta, dict[str, Vouched]]:
+    """The description, and what it vouches for by part."""
     meta_path, bin_path = Path(f"{stem}.json"), Path(f"{stem}.bin")
     if not meta_path.is_file() or not bin_path.is_file():
         raise ValueError(
             f"no token file {stem}.bin + {stem}.json: make one with `twistlm prepare FILE... -o {stem}`"
         )
     try:
-        meta = TokenMeta(**json.loads(meta_path.read_text()))
-        dtype = np.dtype(meta.dtype).newbyteorder("<")
-    except (TypeError, ValueError) as error:
+        record = manifest.read_json(meta_path)
+        rest = {k: v for k, v in record.items() if k not in (manifest.OWN, manifest.FILES)}
+        meta = TokenMeta(**rest)
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{meta_path} is not a token file's description: {error}") from None
-    size = bin_path.stat().st_size
-    if size != meta.n_tokens * dtype.itemsize or size == 0:
+    size, itemsize = bin_path.stat().st_size, DTYPES[meta.dtype].itemsize
+    if size != meta.n_tokens * itemsize or size == 0:
         raise ValueError(
             f"{bin_path} has {size} bytes, but {meta_path.name} says {meta.n_tokens} tokens of "
-            f"{dtype.itemsize} bytes: the file is empty, truncated or from another run"
+            f"{itemsize} bytes: the file is empty, truncated or from another run"
         )
-    return TokenFile(stem, meta, np.memmap(bin_path, dtype=dtype, mode="r"))
+    files = manifest.vouched(meta_path, record)
+    for part, expected in files.items():
+        manifest.check_size(Path(f"{stem}.{part}"), expected)
+    if "tokenizer.json" in files:  # a few MB
+        manifest.check_hash(Path(f"{stem}.tokenizer.json"), files["tokenizer.json"].sha256)
+    return meta, files
 
 
 def write_meta(stem: Path, meta: TokenMeta) -> None:
-    Path(f"{stem}.json").write_text(json.dumps(asdict(meta), indent=1) + "\n")
+    """Describe the files of a stem, and vouch for them: the last to be written."""
+    parts = {part: Path(f"{stem}.{part}") for part in PARTS}
+    files = manifest.describe_files({k: path for k, path in parts.items() if path.is_file()})
+    record = manifest.sealed({**asdict(meta), manifest.FILES: files})
+    Path(f"{stem}.json").write_text(manifest.written(record))

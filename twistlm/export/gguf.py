@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..compute.perplexity import Text
 from ..model import families, huggingface
+from ..system.files import draft_folder
 from . import GGUF_TYPES, llamacpp, verify
 
 
@@ -78,8 +78,8 @@ def export(
         raise ValueError(f"--type {type_}: GGUF is written as {', '.join(GGUF_TYPES)}")
     gguf, home = _library(), _home(model)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-        draft = Path(folder) / path.name
+    with draft_folder(path) as folder:
+        draft = folder / path.name
         tensors = dict(_tensors(model, home))
         _write(gguf, model, home, tensors, draft, type_, tokenizer)
         worst = _read_back(gguf, draft, tensors, home)

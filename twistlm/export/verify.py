@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..compute.perplexity import Text, perplexity
 from ..model import huggingface
+from ..model.tokenizer import load_tokenizer
 from ..system import provenance, terminal
 
 PROMPT = "The city lies on both banks of the river and"
@@ -99,7 +100,7 @@ def greedy(runner: Runner, prompt: Sequence[int], n_tokens: int) -> list[int]:
 @torch.no_grad()
 def reference(model: PreTrainedModel, tokenizer: Path | None, prompt: str = PROMPT) -> Reference:
     """Greedy text by torch's cache, then its logits again in one pass without a cache."""
-    words = Tokenizer.from_file(str(tokenizer)) if tokenizer else None
+    words = load_tokenizer(str(tokenizer)) if tokenizer else None
     most = getattr(model.config, "max_position_embeddings", None) or 1024
     if words:
         ids = words.encode(prompt).ids

@@ -15,10 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..system.manifest import parse_json, read_json
 from ..system.provenance import describe_run
+from ..system.terminal import clean
 
 SUFFIX = ".jsonl"
 METRICS = ".metrics.jsonl"
+MOST_LOSS = 1e6  # nats per token: more than any model of ours can be wrong
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def append_line(file: Path, record: dict[str, Any]) -> None:
 def parse_line(line: bytes) -> Any:
     """The record of a line; None where it is empty, cut short or still being written."""
     try:
-        return json.loads(line)
+        return parse_json(line, "a point")
     except ValueError:
         return None
 
@@ -173,10 +176,15 @@ def read_training(folder: Path) -> Training:
     """A run folder; a last line that is still being written is left out."""
     record: dict[str, Any] = {}
     if (folder / "run.json").is_file():
-        record = json.loads((folder / "run.json").read_text())
+        record = read_json(folder / "run.json")
     metrics = folder / "metrics.jsonl"
     rows = _lines(metrics) if metrics.is_file() else []
-    return Training(folder.name, record.pop("config", {}), record, rows)
+    for row in rows:
+        if (
+            not 0 <= (loss := row.get("loss", 0.0)) <= MOST_LOSS and loss == loss
+        ):  # NaN: it diverged
+            raise ValueError(f"{metrics}, round {row.get('round')}: a loss of {loss:.3g} is none")
+    return Training(clean(folder.name), record.pop("config", {}), record, rows)
 
 
 def kept_trainings(file: Path) -> list[Training]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -20,6 +21,17 @@ from transformers import (
 
 from ..config import ModelConfig
 from .blocks import State
+
+MOST_LAYERS = 10_000
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+)  # files that hold them
 
 
 def planned_config(cfg: ModelConfig) -> PretrainedConfig:
@@ -41,9 +53,12 @@ def planned_config(cfg: ModelConfig) -> PretrainedConfig:
 
 def on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The model without storage: for shapes and counts."""
+    n_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if not isinstance(n_layers, int) or n_layers > MOST_LAYERS:  # modules take memory on meta too
+        raise ValueError(f"a model of {n_layers} layers: legal are at most {MOST_LAYERS:,}")
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # constructors fail in their own ways: ZeroDivisionError, KeyError
         what = f"model.config does not make a {config.model_type}"
         raise ValueError(f"{what}: {one_line(error)}") from None
@@ -60,9 +75,12 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
     """The model with its weights: random ones follow from the seed, others are loaded."""
     if cfg.weights == "random":
         config = planned_config(cfg)
+        _check_memory(config)
         torch.manual_seed(seed)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
         except Exception as error:
             what = f"model.config does not make a {cfg.type}"
             raise ValueError(f"{what}: {one_line(error)}") from None
@@ -75,6 +93,16 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
+def _check_memory(config: PretrainedConfig) -> None:
+    """Weights that this machine cannot hold are refused before the system ends the process for it."""
+    n_bytes = 4 * sum(param.numel() for param in on_meta(config).parameters())
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if n_bytes > room:
+        raise ValueError(
+            f"model.config makes {n_bytes / 1e9:,.1f} GB of weights, this machine has {room / 1e9:,.1f} GB"
+        )
+
+
 def from_folder_or_hub(source: str) -> PreTrainedModel:
     path = Path(source).expanduser()
     # a hub id is NAME or OWNER/NAME; do not ask the network for a mistyped folder
@@ -82,19 +110,72 @@ def from_folder_or_hub(source: str) -> PreTrainedModel:
     if not path.exists() and (is_path or (len(path.parts) == 2 and path.parent.is_dir())):
         raise ValueError(f"model.weights = {source!r} could not be loaded: there is no such folder")
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        if path.is_dir():
+            _check_folder(path)
+        return AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, trust_remote_code=False
+        )
+    except RecursionError:
+        reason = "its JSON is nested too deeply"
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"model.weights = {source!r} could not be loaded: {reason}") from None
+        reason = _reason(error)
+    raise ValueError(f"model.weights = {source!r} could not be loaded: {reason}") from None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a library's error; a wish to run code from the folder is refused plainly."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own, and twistlm runs no code from a model's folder"
+    return str(error).splitlines()[0]
+
+
+def _check_folder(folder: Path) -> None:
+    """A config that promises far more than the weights hold would be filled with random numbers."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    n_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS)
+    # even one bit per parameter, and a name and shape of some bytes per layer, take room in a file
+    check_size(config, 8 * n_bytes, n_bytes, f"{folder} holds {n_bytes:,} bytes of weights")
+
+
+def check_size(config: PretrainedConfig, most: int, most_layers: int, what: str) -> PreTrainedModel:
+    """The model on meta, if it has at most so many parameters and layers: nothing is allocated before.
+
+    `what` is the beginning of the sentence that refuses it.
+    """
+    n_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if not isinstance(n_layers, int) or n_layers > most_layers:
+        raise ValueError(f"{what}, and its config promises {n_layers} layers")
+    model = on_meta(config)
+    n_params = sum(param.numel() for param in model.parameters())
+    if n_params > most:
+        raise ValueError(f"{what}, and its config promises {n_params:,} parameters")
+    return model
+
+
+def header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a safetensors file; its weights are not read."""
+    try:
+        with safe_open(file, "pt") as opened:
+            names = opened.keys()
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
 
 
 def from_gguf(path: Path) -> PreTrainedModel:
     """A GGUF file's model, dequantised to float32 (from_pretrained would ask for accelerate)."""
+    from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:
-        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        config = AutoConfig.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False
+        )
+        held = [int(tensor.n_elements) for tensor in GGUFReader(path).tensors]
+        check_size(config, sum(held), len(held), f"{path} holds {sum(held):,} weights")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
         tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)[
             "tensors"
         ]
@@ -134,7 +215,9 @@ def gguf_path(weights: str) -> Path:
 def gguf_tokenizer(weights: str):
     """The tokenizer inside a GGUF file, as a `tokenizers.Tokenizer`."""
     path = gguf_path(weights)
-    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).backend_tokenizer
+    return AutoTokenizer.from_pretrained(
+        str(path.parent), gguf_file=path.name, trust_remote_code=False
+    ).backend_tokenizer
 
 
 def state(model: nn.Module) -> State:

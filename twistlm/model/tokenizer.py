@@ -10,7 +10,17 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """A tokenizer from tokenizer.json, a folder that has one, or the hub."""
+    """A tokenizer from tokenizer.json, a folder that has one, or the hub, which neither pads nor cuts.
+
+    Its file may ask for padding to any length: a prompt of one word would take gigabytes.
+    """
+    tok = _load(source)
+    tok.no_padding()
+    tok.no_truncation()
+    return tok
+
+
+def _load(source: str) -> Tokenizer:
     if source.startswith("gguf:"):
         from ..model.huggingface import gguf_tokenizer
 

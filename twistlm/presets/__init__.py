@@ -38,9 +38,27 @@ def read_table(source: str) -> dict[str, Any]:
             f"{source!r} is neither a TOML file nor a preset; presets: {', '.join(preset_names())}"
         )
     try:
-        return tomllib.loads(data.decode())
+        return _parse(data.decode(), source)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source} is not valid TOML: {error}") from None
+
+
+def _parse(text: str, what: str) -> dict[str, Any]:
+    """TOML whose values can be reckoned with: no deeper than Python reaches, no longer than 63 bits."""
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"{what}: nested too deeply") from None
+    _check_numbers(table, what)
+    return table
+
+
+def _check_numbers(value: Any, what: str) -> None:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in inner:
+        _check_numbers(each, what)
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise ValueError(f"{what}: a number of {len(str(value))} digits is more than 63 bits hold")
 
 
 def overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -63,7 +81,7 @@ def overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 def _parse_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return _parse(f"value = {text}", text[:40])["value"]
     except tomllib.TOMLDecodeError:
         return text  # a bare word is a string
 

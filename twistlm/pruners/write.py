@@ -161,7 +161,7 @@ def _save(parent: Parent, model: PreTrainedModel, folder: Path, record: dict[str
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with whole_folder(folder) as draft:
+    with whole_folder(folder, deploy.foreign_files(folder, RECORD)) as draft:
         save_tensors(huggingface.state(model), draft / "model.safetensors")
         config.save_pretrained(draft)
         if model.generation_config is not None:  # as it is: save_pretrained refuses some

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+DRAFT = ".draft-"
+OLD = "old-"  # in a draft: the folder that is being replaced
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -24,42 +29,93 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file(copies, path, {"format": "pt"})
     except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(f"{path.name} could not be written: {error}") from None
+        raise OSError(f"{path.name}: {error}") from None
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
-    """A draft to fill; `target` then appears (or is replaced) whole, or the draft is gone."""
-    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=".draft-"))
-    try:
+def whole_folder(target: Path, keep: Iterable[Path] = ()) -> Iterator[Path]:
+    """A draft to fill; `target` then appears (or is replaced) whole, or the draft is gone.
+
+    Files of the old folder in `keep` (paths in it) live on in the new one.
+    """
+    with draft_folder(target) as place:
+        draft, old = place / "new", place / f"{OLD}{target.name}"
+        draft.mkdir()
         yield draft
-        (draft / "mode").mkdir()  # shows the umask; reading it would change it for all threads
-        mode = (draft / "mode").stat().st_mode & 0o777
-        (draft / "mode").rmdir()
+        for path in keep:
+            if (draft / path).exists():
+                raise ValueError(f"{target / path} is not ours and would be replaced: move it away")
+            (draft / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(target / path, draft / path, follow_symlinks=False)
+        (place / "mode").mkdir()  # shows the umask; reading it would change it for all threads
+        mode = (place / "mode").stat().st_mode & 0o777
+        kept = {draft / path for path in keep}
         for path in (*draft.rglob("*"), draft):  # mkdtemp and safetensors make private ones
-            path.chmod(mode if path.is_dir() else mode & 0o666)
-            _fsync(path)
+            if path not in kept:
+                path.chmod(mode if path.is_dir() else mode & 0o666)
+                _fsync(path)
         if target.exists():
-            shutil.rmtree(target)
-        os.rename(draft, target)
+            os.rename(target, old)  # if the process dies here, the next one puts it back
+        try:
+            os.rename(draft, target)
+        except BaseException:
+            if old.exists():
+                os.rename(old, target)
+            raise
         _fsync(target.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def whole_file(path: Path, write: Callable[[Path], Any] | str) -> None:
     """Write a text, or let `write` fill a draft; the file appears (or is replaced) whole, or the draft is gone."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
+    with draft_folder(path) as place:
+        draft = place / path.name
         if isinstance(write, str):
             draft.write_text(write)
         else:
             write(draft)
         draft.replace(path)
+
+
+@contextmanager
+def draft_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` that is gone at the end, however that comes.
+
+    What a killed process left there goes when the next one starts. An error of the disk names `target`.
+    """
+    remove_dead_drafts(target.parent)
+    name = f"{DRAFT}{socket.gethostname()}-{os.getpid()}-"
+    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=name))
+    try:
+        yield draft
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise OSError(
+            error.errno or errno.EIO, f"could not be written: {why}", str(target)
+        ) from None
     finally:
-        draft.unlink(missing_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def remove_dead_drafts(folder: Path) -> None:
+    """Remove the drafts of this machine's processes that are gone; those of others are not ours to judge."""
+    for path in folder.glob(f"{DRAFT}*"):
+        host, _, rest = path.name.removeprefix(DRAFT).rpartition("-")[0].rpartition("-")
+        if host == socket.gethostname() and rest.isdigit() and not _lives(int(rest)):
+            for old in path.glob(f"{OLD}*"):
+                if not (target := folder / old.name.removeprefix(OLD)).exists():
+                    os.rename(old, target)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def _fsync(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
@@ -12,13 +13,40 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
 )
 from rich.table import Table
+from rich.text import Text
+
+# a name or a model's text may hold codes that move the cursor, change titles or hide what was printed
+_HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def clean(text: str) -> str:
+    """The text without control characters, which a terminal would obey."""
+    return text.translate(_HARMLESS)
+
+
+class _Console(Console):
+    """A console on which text is text."""
+
+    def render_str(self, text: str, **style: Any) -> Text:
+        return super().render_str(clean(text), **style)
+
+
+class _Words(TextColumn):
+    """Words of a task, as text."""
+
+    def render(self, task: Task) -> Text:
+        text = super().render(task)
+        text.plain = clean(text.plain)
+        return text
+
 
 ROOMY = 120  # characters: a pipe or a log file has no width of its own, and tables need room
-console = Console(markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else ROOMY)
+console = _Console(markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else ROOMY)
 
 
 def table(title: str, *heads: str, words: int = 1) -> Table:
@@ -51,11 +79,11 @@ def progress(quiet: bool = False, below: RenderableType | None = None) -> Progre
     """A bar whose tasks have a free `note` field; silent ranks and tests pass `quiet`."""
     bar = _Bar(
         SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
+        _Words("{task.description}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
+        _Words("{task.fields[note]}", markup=False),
         console=console,
         disable=quiet,
     )

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from ..model.huggingface import gguf_path
 from .parent import Parent
 
+NAME = "README.md"
 SAID = ("parent", "n_params", "bytes")  # notes that other lines of the card tell
 LOADING = """```python
 import twistlm  # pip install twistlm
@@ -82,7 +83,7 @@ Kept out of the parent's, layer by layer (`per_layer_config` in config.json; the
 
 {_widths(config)}
 """
-    ModelCard(text).save(folder / "README.md")
+    ModelCard(text).save(folder / NAME)
 
 
 def _name(source: str) -> str:
@@ -132,10 +133,10 @@ def _license(base: str) -> str | None:
 
         field = GGUFReader(gguf_path(base)).fields.get("general.license")
         return field.contents() if field is not None else None
-    if base == "random" or (os.path.exists(base) and not (Path(base) / "README.md").is_file()):
+    if base == "random" or (os.path.exists(base) and not (Path(base) / NAME).is_file()):
         return None
     try:
-        card = ModelCard.load(base if _is_hub_id(base) else Path(base) / "README.md")
+        card = ModelCard.load(base if _is_hub_id(base) else Path(base) / NAME)
     except (OSError, ValueError):  # no card, or no network
         return None
     return card.data.get("license")

@@ -30,6 +30,7 @@ from ..model.generator import draws
 from ..model.masks import prefixes
 from ..system import terminal
 from ..system.files import whole_file
+from ..system.manifest import parse_json
 from ..system.provenance import describe_run
 from ..system.terminal import console, progress
 from . import score
@@ -168,7 +169,7 @@ def _open_draws(
     values: list[float] = []
     if path.is_file():
         whole = path.read_bytes().rpartition(b"\n")[0]  # a killed process may leave half a line
-        lines = [json.loads(line) for line in whole.split(b"\n") if line]
+        lines = [parse_json(line, path) for line in whole.split(b"\n") if line]
         if lines and (odd := [key for key in identity if lines[0].get(key) != identity[key]]):
             raise ValueError(
                 f"{folder} holds a certificate of something else ({', '.join(odd)} differ): choose "

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..model import families, huggingface
 from ..model.blocks import Blueprint
 from ..model.subnet import add_means_, build, fold_
+from ..system import manifest
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
+from ..system.terminal import console
 from ..training.checkpoint import MANIFEST
 from ..training.dispatcher import cut
 from . import card, hf_folder
@@ -24,6 +26,12 @@ from .parent import Parent
 from .register import register
 
 TICKET = "ticket.json"
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # the number of layers in a config.json
+OURS = {  # files of a model that was written before manifests
+    "model.safetensors", "config.json", "generation_config.json", "modeling_ticket.py", card.NAME,
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "vocab.json", "merges.txt", "added_tokens.json",
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -63,7 +71,7 @@ def save_model(
     """Write the folder of an extracted ticket, whole or not at all: this very model, in its own dtype."""
     state = huggingface.state(model)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with whole_folder(folder) as draft:
+    with whole_folder(folder, foreign_files(folder, TICKET)) as draft:
         config = hf_folder.save(parent, model, draft)
         _check_size(draft / "model.safetensors", model)
         groups = parent.block_map.groups
@@ -75,8 +83,22 @@ def save_model(
             **notes,
             **describe_run(),
         }
-        (draft / TICKET).write_text(json.dumps(ticket, indent=1) + "\n")
         card.save(parent, config, ticket, notes, draft)
+        files = manifest.describe_files(manifest.folder_files(draft))
+        record = manifest.sealed({**ticket, manifest.FILES: files})
+        (draft / TICKET).write_text(manifest.written(record))
+
+
+def foreign_files(folder: Path, record: str) -> list[Path]:
+    """Files in an earlier model's folder that were not written with it, as paths in it."""
+    if not (folder / record).is_file():
+        return []
+    try:
+        ours = set(manifest.vouched(folder / record, manifest.read_json(folder / record)))
+    except ValueError:  # damaged: what is ours shows by its name
+        ours = set()
+    ours |= {record} | (set() if ours else OURS)
+    return [Path(name) for name in manifest.folder_files(folder) if name not in ours]
 
 
 def _check_size(file: Path, model: PreTrainedModel) -> None:
@@ -89,11 +111,14 @@ def _check_size(file: Path, model: PreTrainedModel) -> None:
 def load_ticket(folder: str | Path) -> PreTrainedModel:
     """The dense model of a ticket folder, checked against its ticket.json."""
     folder = Path(folder)
-    ticket = read_ticket(folder)
+    ticket = verify_ticket(folder)
     register()
     load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
     try:
-        model, info = load(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+        _check_promise(folder)
+        model, info = load(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
+        )
     except (OSError, ValueError, RuntimeError, AttributeError, KeyError, SafetensorError) as error:
         raise ValueError(
             f"{folder} cannot be loaded as a ticket: {huggingface.one_line(error)}"
@@ -105,6 +130,19 @@ def load_ticket(folder: str | Path) -> PreTrainedModel:
             raise ValueError(f"{folder}: weights and config.json disagree ({what}: {first})")
     _check_fits(folder, ticket, model)
     return model.eval()
+
+
+def _check_promise(folder: Path) -> None:
+    """The config must not promise more than the weights hold: nothing of that size is built before."""
+    held = huggingface.header(folder / "model.safetensors")
+    most = sum(map(math.prod, held.values()))
+    what = f"{folder} holds {most:,} weights"
+    plain = manifest.read_json(folder / "config.json")
+    for name in LAYERS:  # transformers makes a config for each layer as it reads the file
+        if plain.get(name, 0) > len(held):
+            raise ValueError(f"{what}, and its config promises {plain[name]} layers")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    huggingface.check_size(config, most, len(held), what)
 
 
 def _check_fits(folder: Path, ticket: dict[str, Any], model: PreTrainedModel) -> None:
@@ -127,6 +165,14 @@ def _check_fits(folder: Path, ticket: dict[str, Any], model: PreTrainedModel) ->
             )
 
 
+def verify_ticket(folder: Path) -> dict[str, Any]:
+    """The record of a ticket whose every file is as it was written; a card may be edited, which is said."""
+    ticket = read_ticket(folder)
+    for sentence in manifest.check_folder(folder, TICKET, editable=(card.NAME,)):
+        console.print(f"the model card was changed: {sentence}", style="yellow")
+    return ticket
+
+
 def read_ticket(folder: Path) -> dict[str, Any]:
     """The record of a ticket folder: parameters, widths, blueprint, what made it."""
     if not (folder / TICKET).is_file():
@@ -137,7 +183,7 @@ def read_ticket(folder: Path) -> dict[str, Any]:
             what = "it is a Hugging Face model without ticket.json"
         raise ValueError(f"{folder} is no ticket: {what}")
     try:
-        ticket = json.loads((folder / TICKET).read_text())
+        ticket = manifest.read_json(folder / TICKET)
         for name, kept in ticket["blueprint"].items():
             k, n_blocks = map(int, ticket["widths"][name].split("/"))
             if len(kept) != k or not 0 <= min(kept) <= max(kept) < n_blocks:

@@ -132,8 +132,10 @@ def _whole_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
     try:
         if source.startswith("gguf:"):
             path = huggingface.gguf_path(source)
-            return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        return AutoTokenizer.from_pretrained(source)
+            return AutoTokenizer.from_pretrained(
+                str(path.parent), gguf_file=path.name, trust_remote_code=False
+            )
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError):  # a base model that is out of reach by now
         return None
 

@@ -14,11 +14,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from ..data.token_file import verify_tokens
 from ..model import huggingface
 from ..model.tokenizer import load_tokenizer
+from ..system import manifest
 from ..system.device import pick_device
 from ..training import checkpoint
-from .deploy import load_ticket
+from .deploy import load_ticket, verify_ticket
 from .parent import what_is
 
 
@@ -124,3 +126,29 @@ def write(
         **options,
     )
     return written[0].tolist()
+
+
+def verify(source: str) -> list[str]:
+    """Read every byte of a token file, a ticket, a checkpoint or a run; a sentence for each found whole.
+
+    The first damage is a ValueError that names the file.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        return [verify_tokens(source)]
+    if what_is(source) == "ticket":
+        ticket = verify_ticket(folder)
+        n = len(ticket.get(manifest.FILES, ()))
+        if not n:
+            return [f"ticket {source}: nothing vouches for its files (written before manifests)"]
+        return [f"ticket {source}: {n} files match their sha256"]
+    if (folder / checkpoint.MANIFEST).is_file():
+        found = [checkpoint.verify(folder)]
+    elif not (
+        found := [checkpoint.verify(path) for path in checkpoint.numbered(folder / "checkpoints")]
+    ):
+        raise ValueError(f"{source} is no token file, ticket, checkpoint or run: nothing to verify")
+    return [
+        f"checkpoint {each.path}: {len(each.manifest['files'])} files match their sha256"
+        for each in found
+    ]

@@ -16,6 +16,7 @@ from ..model.blocks import Blueprint
 from ..model.masks import Order, Turn
 from ..model.subnet import Rho, gate_values, measure_rho, scale_of, scales
 from ..system.device import to_device
+from ..system.terminal import console
 from ..transport.traffic import Bytes, Traffic, other_counts, subnet_bytes
 from . import dispatcher
 from .aggregator import Result
@@ -82,10 +83,19 @@ class Assignments:
         return masks.draw(run.block_map, held, blocks, turn, self.order, t.method, factor)
 
 
+def take(run: Run, progress: Progress, n: int) -> tuple[tuple[Slot, ...], Leases]:
+    """The next n slots of legal sequences; those that are set aside on the way are named."""
+    slots, after = stream.take_legal(run.batches, progress.leases, n)
+    if run.cluster.is_central:
+        for place in after.aside[len(progress.leases.aside) :]:
+            console.print(f"set aside: {run.batches.describe(place)}", style="yellow")
+    return slots, after
+
+
 def assign(run: Run, progress: Progress, dealt: Deal, present: Present, rho: Rho) -> Assignments:
     """Sequences from the stream and activation scales for everyone in a deal."""
     t = run.cfg.train
-    slots, after = stream.take(progress.leases, t.interval * len(present), t.batch)
+    slots, after = take(run, progress, t.interval * len(present))
     places = tuple(place for place, _ in present)
     return Assignments(dealt, places, slots, after, rho, progress.order)
 
@@ -121,7 +131,7 @@ def measured_rho(run: Run, progress: Progress) -> Rho:
     names = [group.name for group in run.block_map.groups]
     if run.central is not None:
         assert run.evaluator is not None
-        ids = run.batches.slot(stream.take(progress.leases, 1, 1)[0][0])
+        ids = run.batches.slot(stream.take_legal(run.batches, progress.leases, 1)[0][0][:1])
         fresh = measure_rho(run.evaluator.full, to_device(ids, run.cluster.device))
         for name in names:
             rho[name] = RHO_DECAY * rho.get(name, fresh[name]) + (1 - RHO_DECAY) * fresh[name]

@@ -12,8 +12,7 @@ round-000120/
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,8 @@ from ..data.stream import Leases
 from ..model import huggingface
 from ..model.blocks import BlockMap, State
 from ..model.central import Central, create
-from ..system.files import file_sha256, save_tensors, whole_folder
+from ..system import manifest
+from ..system.files import DRAFT, file_sha256, save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
 from .progress import Progress, beginning
@@ -80,7 +80,9 @@ def save(
     """Write `folder/round-NNNNNN`; it appears whole or not at all, then older ones are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / folder_name(progress.round)
-    for dead in folder.glob(".draft-*"):  # of a process that was killed while it wrote
+    for dead in folder.glob(
+        f"{DRAFT}*"
+    ):  # of a process that was killed; a run's folder has one writer
         shutil.rmtree(dead, ignore_errors=True)
     with whole_folder(target) as draft:
         views = [central.layout.views(row) for row in central.buffer]
@@ -97,7 +99,7 @@ def save(
         hf_config.save_pretrained(draft)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, draft / "tokenizer.json")
-        manifest = {
+        record = {
             "format": FORMAT,
             "round": progress.round,
             "config": config.to_dict(cfg),
@@ -109,9 +111,8 @@ def save(
             **describe_run(),
             "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
         }
-        manifest["sha256"] = _own_sha256(manifest)
-        (draft / MANIFEST).write_text(_written(manifest))
-    until_now = [path for path in _numbered(folder) if _round(path) <= progress.round]
+        (draft / MANIFEST).write_text(manifest.written(manifest.sealed(record)))
+    until_now = [path for path in numbered(folder) if _round(path) <= progress.round]
     for old in until_now[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
@@ -124,7 +125,7 @@ def folder_name(round: int) -> str:
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that verifies, and a sentence for each newer one that does not."""
     broken: list[str] = []
-    for path in reversed(_numbered(folder)):
+    for path in reversed(numbered(folder)):
         try:
             return verify(path), broken
         except ValueError as error:
@@ -149,44 +150,51 @@ def open_(path: str | Path) -> Checkpoint:
 def verify(path: Path) -> Checkpoint:
     """Read the manifest and compare every file's sha256: a flipped byte is refused."""
     try:
-        text = (path / MANIFEST).read_bytes().decode()
-        manifest = json.loads(text)
-        files, version = dict(manifest["files"]), manifest["format"]
+        record = manifest.read_json(path / MANIFEST)
+        files, version = dict(record["files"]), record["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no checkpoint: {MANIFEST} cannot be read ({error!r})"
         ) from None
     if version != FORMAT:
         raise ValueError(f"{path} has checkpoint format {version}; this twistlm reads {FORMAT}")
-    if manifest.get("sha256") != _own_sha256(manifest) or text != _written(manifest):
-        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} does not match its own sha256")
+    manifest.check_seal(path / MANIFEST, record)
     for name, sha256 in files.items():
         file = path / Path(name).name
         if not file.is_file():
             raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
         if file_sha256(file) != sha256:
             raise ValueError(f"checkpoint {path} is damaged: {name} does not match its sha256")
-    return Checkpoint(path, manifest)
+    return Checkpoint(path, record)
 
 
 def template(checkpoint: Checkpoint) -> PreTrainedModel:
     """The checkpoint's model, with its weights."""
-    hf_config = AutoConfig.from_pretrained(checkpoint.path)
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
-    weights = _load(checkpoint, "model.safetensors")
-    missing = set(huggingface.shapes(model)) ^ set(weights)
-    if missing:
+    held = huggingface.header(checkpoint.path / "model.safetensors")
+    try:
+        hf_config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{checkpoint.path}: config.json cannot be read: {huggingface.one_line(error)}"
+        ) from None
+    most = sum(map(math.prod, held.values()))
+    what = f"{checkpoint.path} holds {most:,} weights"
+    want = huggingface.shapes(huggingface.check_size(hf_config, most, len(held), what))
+    if missing := set(want) ^ set(held):
         raise ValueError(
             f"{checkpoint.path}: weights and config.json disagree about {sorted(missing)[0]}"
         )
+    for name, shape in want.items():
+        if held[name] != shape:
+            raise ValueError(f"{checkpoint.path}: {name} has shape {held[name]}")
+    weights = _load(checkpoint, "model.safetensors")
+    model = AutoModelForCausalLM.from_config(
+        hf_config, dtype=torch.float32, trust_remote_code=False
+    )
     dtype = next(iter(weights.values())).dtype
     model.to(dtype)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if weights[name].shape != param.shape:
-                raise ValueError(
-                    f"{checkpoint.path}: {name} has shape {tuple(weights[name].shape)}"
-                )
             param.copy_(weights[name])
     return model.eval()
 
@@ -238,19 +246,10 @@ def _load(checkpoint: Checkpoint, name: str) -> State:
         raise ValueError(f"checkpoint {checkpoint.path} is damaged: {name}: {error}") from None
 
 
-def _numbered(folder: Path) -> list[Path]:
+def numbered(folder: Path) -> list[Path]:
     found = (p for p in folder.glob("round-*") if p.is_dir() and p.name[6:].isdigit())
     return sorted(found, key=_round)
 
 
 def _round(path: Path) -> int:
     return int(path.name[6:])
-
-
-def _own_sha256(manifest: dict[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _written(manifest: dict[str, Any]) -> str:
-    return json.dumps(manifest, indent=1) + "\n"

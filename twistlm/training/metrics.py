@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..system.manifest import parse_json
+
 
 class Metrics:
     """`metrics.jsonl`: one line per round; on resume, lines of rounds that will run again are dropped.
@@ -22,7 +24,7 @@ class Metrics:
         if self.path.is_file():
             for line in self.path.read_text().splitlines():
                 try:
-                    kept += [line] if json.loads(line)["round"] <= start else []
+                    kept += [line] if parse_json(line, self.path)["round"] <= start else []
                 except ValueError:
                     continue  # a line cut short by a crash
         text = "".join(f"{line}\n" for line in kept)

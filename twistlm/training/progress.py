@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..data.stream import Leases
 from ..model.blocks import BlockMap
@@ -32,7 +32,7 @@ def beginning(block_map: BlockMap) -> Progress:
 
 
 def share(progress: Progress, block_map: BlockMap, cluster: Cluster) -> Progress:
-    """The central rank's progress on every rank; rho stays where it is measured."""
+    """The central rank's progress on every rank; rho and what was set aside stay where they are kept."""
     counts = [float(count) for group in block_map.groups for count in progress.held[group.name]]
     leases = progress.leases
     told = cluster.broadcast([progress.round, leases.next, len(leases.returned), *counts])
@@ -45,7 +45,7 @@ def share(progress: Progress, block_map: BlockMap, cluster: Cluster) -> Progress
         group.name: tuple(int(next(rest)) for _ in range(group.n_blocks))
         for group in block_map.groups
     }
-    ledger = Leases(next_, tuple(int(place) for place in returned))
+    ledger = replace(leases, next=next_, returned=tuple(int(place) for place in returned))
     return Progress(done, ledger, held, progress.rho, _share_order(progress, block_map, cluster))
 
 

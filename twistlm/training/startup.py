@@ -22,6 +22,7 @@ from ..model.central import Central, create
 from ..model.layout import CutModel, cut_model
 from ..model.masks import Order
 from ..system import terminal
+from ..system.files import whole_file
 from ..system.provenance import describe_run
 from ..transport.ranks import Cluster
 from . import checkpoint, resume, teacher
@@ -153,6 +154,5 @@ def _order(cfg: Config, cut: CutModel, central: Central, tokens: TokenFile, quie
 
 
 def _write_config(out: Path, cfg: Config) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     described = {"config": config.to_dict(cfg), **describe_run()}
-    (out / "run.json").write_text(json.dumps(described, indent=1) + "\n")
+    whole_file(out / "run.json", json.dumps(described, indent=1) + "\n")

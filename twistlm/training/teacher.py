@@ -65,7 +65,7 @@ def unpack(packed: Packed | None, cfg: Config, cut: CutModel) -> Teacher | None:
     if packed is None:
         return None
     described, weights = AutoConfig.for_model(**packed[0]), load_tensors(packed[1])
-    model = AutoModelForCausalLM.from_config(described, dtype=cut.dtype)
+    model = AutoModelForCausalLM.from_config(described, dtype=cut.dtype, trust_remote_code=False)
     for name, param in model.named_parameters():
         param.data.copy_(weights[name])
     return _teacher(model, cfg, cut)

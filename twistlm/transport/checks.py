@@ -12,6 +12,9 @@ from ..config import Config, TrainConfig
 from . import wire
 from .protocol import RoundResult, checksum
 
+MOST_LOSS = (
+    1e6  # nats per token: no model can be more wrong, and a sum of 1e308 would poison the mean
+)
 CHUNK = 1 << 18  # elements: a difference stays in a core's cache until it is squared
 
 
@@ -60,7 +63,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def suspicion(cfg: TrainConfig, result: Tensor, sent: Tensor, loss_sum: float) -> str | None:
     """Why a result [rows, n] must not be believed; None if there is no reason."""
-    if not math.isfinite(loss_sum):
+    if not 0 <= loss_sum <= MOST_LOSS * cfg.interval:
         return f"its loss is {loss_sum}"
     # the norm sees every NaN and Inf, and is 15 times cheaper than isfinite
     moved = distance(result[0], sent[0])

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..system.terminal import console
 
-LOUD = {"lost", "late", "refused", "stranger", "quarantined", "waiting", "giving up"}
+LOUD = {"lost", "late", "refused", "stranger", "quarantined", "waiting", "giving up", "set aside"}
 MOST_ROWS = 40  # workers in the table; `events.jsonl` has all of them
 
 

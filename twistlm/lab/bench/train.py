@@ -200,7 +200,7 @@ def _run(cfg: Config, template: PreTrainedModel, block_map: BlockMap, cluster: C
     """A run over random tokens that lives in memory alone."""
     vocab, seq_len = huggingface.vocab_size(template), cfg.data.seq_len
     tokens = np.random.default_rng(cfg.run.seed).integers(0, vocab, SEQUENCES * seq_len)
-    meta = TokenMeta(len(tokens), 1, vocab, vocab - 1, "int64", "", None)
+    meta = TokenMeta(len(tokens), 1, vocab, vocab - 1, "uint32", "", None)
     batches = Batches(
         TokenFile("random", meta, tokens),
         seq_len,

@@ -10,6 +10,8 @@ from . import latency, paper
 from .lab import Lab, Point
 from .scales import N
 
+STATE = 16  # bytes per parameter: weight, gradient and two moments in float32
+
 
 def points(lab: Lab) -> list[Point]:
     """Latency's own points (time, memory and counted bytes of a round), and the arithmetic of the plan."""
@@ -50,7 +52,7 @@ def section(points: list[dict[str, Any]]) -> Section | None:
         for p in points
         if p["config"]["experiment"] == "latency"
     }
-    rows, exact = [], []
+    rows, exact, off = [], [], []
     for row in plan["rows"]:
         setting, k = (
             ("both" if row["setting"] == "full" else row["setting"]),
@@ -61,6 +63,7 @@ def section(points: list[dict[str, Any]]) -> Section | None:
         formula = row["paper_bytes"] / 1e12
         if tb is not None:
             exact.append(abs(formula - tb))
+            off.append(STATE * row["n_params"] / 1e9 / gb - 1)
         rows.append(
             (
                 "whole" if k == N else setting,
@@ -90,7 +93,8 @@ def section(points: list[dict[str, Any]]) -> Section | None:
         "paper",
     )
     note = (
-        "GB: what a worker holds between steps: weights and any bf16 copy, gradient, moments (the paper: GPU memory allocated). "
+        "GB: what a worker holds between steps: weights and any bf16 copy, gradient, moments (the paper: GPU memory allocated; "
+        f"{STATE} bytes per parameter are {min(off):.1%} to {max(off):.1%} more than it prints). "
         f"Formula: the paper's {plan['paper_rounds']:,} rounds, weights only. With moments: "
         f"{plan['true_rounds']:,} rounds of 15 local steps, what we really send. Counted: bytes down and up of a "
         "round of the measured model. Wall clock: a worker's measured round times these rounds, on its own device."

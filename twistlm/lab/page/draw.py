@@ -49,6 +49,7 @@ LOOK: dict[Any, Any] = {  # matplotlib's settings
     "legend.fontsize": 9.5,
     "lines.linewidth": 1.8,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a run may be called $\\frac$
 }
 
 

@@ -37,11 +37,11 @@ def markdown(chapters: Sequence[Chapter]) -> str:
     """Every chapter; its drawings are expected in the folder `FIGURES` beside the file."""
     parts, shown = [], set(shown_figures(chapters))
     for chapter in chapters:
-        parts += [f"## Experiments: {chapter.title}", ""]
-        parts += [f"- {fact}" for fact in chapter.facts]
-        parts += [f"- {line}" for section in chapter.sections for line in section.headlines]
+        parts += [f"## Experiments: {_text(chapter.title)}", ""]
+        parts += [f"- {_text(fact)}" for fact in chapter.facts]
+        parts += [f"- {_text(line)}" for section in chapter.sections for line in section.headlines]
         commands = dict.fromkeys(str(run.get("command", "")) for _, run in chapter.made_by)
-        parts += ["", "```sh", *(command for command in commands if command), "```", ""]
+        parts += ["", "```sh", *(c.replace("```", "") for c in commands if c), "```", ""]
         parts += _claims(chapter.claims)
         for section in chapter.sections:
             parts += _section(section, chapter.id, shown)
@@ -66,15 +66,16 @@ def _claims(claims: Sequence[Claim]) -> list[str]:
 
 
 def _section(section: Section, at: str, shown: set[str]) -> list[str]:
-    parts = [f"### {section.title}", "", section.what, ""]
+    parts = [f"### {_text(section.title)}", "", _text(section.what), ""]
     for table in section.tables:
         parts += [_table(table), ""]
-        parts += [table.note, ""] if table.note else []
+        parts += [_text(table.note), ""] if table.note else []
     for figure in section.figures:
         if f"{at}-{figure.id}" in shown:
-            parts += [f"![{figure.title}]({FIGURES}/{at}-{figure.id}.png)", "", figure.reading, ""]
+            parts += [f"![{figure.title}]({FIGURES}/{at}-{figure.id}.png)", ""]
+            parts += [_text(figure.reading), ""]
         elif figure.reading:
-            parts += [f"{figure.title}: {figure.reading}", ""]
+            parts += [f"{figure.title}: {_text(figure.reading)}", ""]
     return parts
 
 
@@ -98,4 +99,9 @@ def _table(table: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return _text(text).replace("|", "\\|").replace("\n", " ")
+
+
+def _text(text: str) -> str:
+    """Text in which HTML is text: names of runs and models are anybody's."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

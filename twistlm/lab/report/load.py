@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...system.manifest import read_json
 from ..points import METRICS, Points, Training, kept_trainings, place_of, read_training
 
 
@@ -33,7 +33,7 @@ def load(paths: Sequence[Path]) -> list[Source]:
         ):  # belongs to the points beside it: docs/labs/*.jsonl names both
             continue
         if path.suffix == ".json" and path.is_file():
-            labs.append(Source(path.stem, comparison=json.loads(path.read_text())))
+            labs.append(Source(path.stem, comparison=read_json(path)))
         elif found := [*_lab(path), *_comparison(path)]:
             labs += found
         elif (path / "run.json").is_file() or (path / "metrics.jsonl").is_file():
@@ -67,7 +67,7 @@ def _comparison(path: Path) -> list[Source]:
     file = place_of(path).folder / "compare.json"
     if not file.is_file():
         return []
-    return [Source(file.parent.name, comparison=json.loads(file.read_text()))]
+    return [Source(file.parent.name, comparison=read_json(file))]
 
 
 def _named_apart(points: list[dict[str, Any]]) -> list[dict[str, Any]]:

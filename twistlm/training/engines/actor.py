@@ -66,7 +66,9 @@ class Worker:
             device = pick_device("cpu" if self.cfg.run.device == "cpu" else "auto")
             dtype = torch.float64 if self.cfg.train.precision == "float64" else torch.float32
             described = AutoConfig.for_model(**run.model)
-            template = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
+            template = AutoModelForCausalLM.from_config(
+                described, dtype=dtype, trust_remote_code=False
+            ).eval()
             cut = cut_model(template, self.cfg.blocks, device, dtype)
             taught = teacher.unpack(taught_by, self.cfg, cut)
             self.seats, self.run = Seats(cut, self.cfg, None, taught), run

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...data import stream
 from ...data.stream import Slot
 from ...model import masks
 from ...model.masks import Order, Turn
@@ -16,11 +15,21 @@ from ...system.device import to_device
 from ...transport.traffic import Bytes, Traffic
 from .. import dispatcher
 from ..aggregator import Stats
-from ..assignments import measured_rho
+from ..assignments import measured_rho, take
 from ..progress import Progress
 from ..run import Run
 from ..worker import Seat, learning_rate
 from .protocol import Outcome
+
+
+def ring_bytes(n_bytes: int, n_workers: int, world_size: int) -> tuple[int, int]:
+    """What an all-reduce of a gradient moves: all workers together per direction, one rank both ways.
+
+    A ring scatters the sums and gathers them again; in each half every one of S workers passes on
+    (S - 1) / S of the gradient: 2 (S - 1) M in all.
+    """
+    each_half = 2 * (world_size - 1) * n_bytes // world_size  # a rank's own links, out and in
+    return (n_workers - 1) * n_bytes, 2 * each_half
 
 
 class DataParallel:
@@ -47,13 +56,13 @@ class DataParallel:
         """`interval` steps of everyone together; the central rank's seat is copied back at the end."""
         run, t = self.run, self.run.cfg.train
         rho = measured_rho(run, progress) if self.drops else progress.rho
-        slots, after = stream.take(progress.leases, t.interval * t.n_workers, t.batch)
+        slots, after = take(run, progress, t.interval * t.n_workers)
         if self.drops:
             self.seat.gate(self._gates(progress.round, rho, progress.order))
         stats = self._steps(progress.round, slots)
-        gradients = run.full.n_params * self.seat.grad.element_size() * t.interval * t.n_workers
-        moved = Bytes(shared=gradients)
-        traffic = Traffic(moved, moved, 2 * gradients if run.cluster.world_size > 1 else 0)
+        moved, wired = ring_bytes(self.seat.grad.nbytes, t.n_workers, run.cluster.world_size)
+        both = Bytes(shared=moved * t.interval)
+        traffic = Traffic(both, both, wired * t.interval)
         now = replace(progress, round=progress.round + 1, leases=after, rho=rho)
         return Outcome(stats, traffic, now)
 

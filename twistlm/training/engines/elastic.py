@@ -53,6 +53,7 @@ class Sent:
     finding: Future[Tensor] | None = None  # its result, once that is checked
     loss_sum: float = 0.0
     seconds: float = 0.0  # until it was there
+    failed: bool = False  # it answered with an error, or with what is not believed
 
 
 @dataclass
@@ -129,7 +130,13 @@ class Elastic:
         if len(there) < len(team):
             held_by = holders(run.segments, back)
             for i in set(range(len(team))) - set(there):
-                after = stream.give_back(after, stream.of_worker(work.slots, i, len(team)))
+                slots = stream.of_worker(work.slots, i, len(team))
+                if sent[i].failed:
+                    after = stream.fail(after, slots, work.places[i])
+                else:
+                    after = stream.give_back(after, slots)
+            for place in after.aside[len(work.leases.aside) :]:
+                self.events.write("set aside", round=r, why=run.batches.name(place))
         stats = aggregator.aggregate_(run.central, results, held_by, run.cfg.train.nesterov())
         took = time.monotonic() - began
         self.began = True
@@ -234,6 +241,7 @@ class Elastic:
                     result: RoundResult = ray.get(ref)
                 except RayTaskError as error:  # the worker lives, its round failed
                     self.places.strike(each.place, r, _words(error))
+                    each.failed = True
                     continue
                 except RayError as error:
                     self.places.lose(each.place, "lost", round=r, why=_words(error))
@@ -261,6 +269,7 @@ class Elastic:
                 buffer = each.finding.result().to(run.cluster.device, non_blocking=True)
             except Unbelievable as why:
                 self.places.strike(each.place, work.deal.round, str(why))
+                each.failed = True
                 continue
             stats = Stats(each.loss_sum, t.interval, n_tokens)
             yield Result(i, buffer, work.deal.indices[i], stats)
