@@ -16,6 +16,7 @@ from twistlm.data.token_file import TokenMeta, write_meta
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 
 
 import pytest
@@ -95,13 +96,13 @@ def tiny(tokens: str, out: Path, **sections: dict) -> config.Config:
 
 
 @pytest.fixture(scope="session")
-def nursery():
-    """Forks hubs and workers (processes.py); shared by all tests of one pytest process."""
-    from processes import Nursery
+def ray_address(tmp_path_factory):
+    """One Ray cluster for the whole session (processes.py)."""
+    from processes import shared_head
 
-    made = Nursery()
-    yield made
-    made.close()
+    folder = tmp_path_factory.getbasetemp()
+    with shared_head(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")
@@ -115,13 +116,19 @@ def preloaded(tmp_path_factory):
 
 
 @pytest.fixture
-def scene(nursery, tmp_path):
-    """`scene(train={...})`: a hub and workers in a folder; none of them outlives the test."""
+def scene(ray_address, tmp_path):
+    """`scene(train={...})`: a run on Ray in a folder; none of its processes outlives the test."""
     from processes import Scene
 
-    tokens = make_tokens(tmp_path / "tokens")
-    yield lambda **sections: Scene(nursery, tmp_path, tokens, **sections)
-    nursery.end_children()
+    tokens, made = make_tokens(tmp_path / "tokens"), []
+
+    def make(**sections: dict) -> Scene:
+        made.append(Scene(ray_address, tmp_path, tokens, **sections))
+        return made[-1]
+
+    yield make
+    for here in made:
+        here.close()
 
 
 def word_level(names: list[str]) -> Tokenizer:

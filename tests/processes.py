@@ -1,114 +1,42 @@
-"""Hubs and workers as real processes, forked from one that has imported everything (nursery.py)."""
+"""Runs on one Ray cluster for all tests, their workers' faults, and the same rounds again in one process."""
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import faults
+import ranks
 import torch
 from conftest import tiny
 from safetensors.torch import load_file
 
+from twistlm import config
 from twistlm.data import stream
 from twistlm.model import generator
 from twistlm.model.layout import holders
 from twistlm.model.subnet import gate_values, scales
-from twistlm.training import aggregator, dispatcher
+from twistlm.training import aggregator, dispatcher, rounds
 from twistlm.training.progress import Progress
 from twistlm.training.run import Run
 from twistlm.training.startup import set_up
 from twistlm.transport.ranks import Cluster
 
-SLOW = 60.0  # seconds: a bound that only a hang reaches, however busy the machine is
-
-
-class Child:
-    """One process; `log` has what it printed."""
-
-    def __init__(self, nursery: Nursery, pid: int, log: Path):
-        self.nursery, self.pid, self.log = nursery, pid, log
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text() if self.log.is_file() else ""
-
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def wait(self, seconds: float = SLOW) -> int:
-        """Its exit code, negative for a signal."""
-        until = time.monotonic() + seconds
-        while self.pid not in self.nursery.codes:
-            assert time.monotonic() < until, f"process {self.pid} still runs: {self.text[-2000:]}"
-            time.sleep(0.02)
-        return self.nursery.codes[self.pid]
-
-    @property
-    def running(self) -> bool:
-        return self.pid not in self.nursery.codes
-
-
-class Nursery:
-    """Forks processes in milliseconds; all of them are gone when it closes."""
-
-    def __init__(self):
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "nursery.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        self.codes: dict[int, int] = {}
-        self.born: queue.Queue[dict] = queue.Queue()
-        self.children: list[Child] = []
-        self.ids = itertools.count()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-        assert "ready" in self.born.get(timeout=120)
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            told = json.loads(line)
-            if "exit" in told:
-                self.codes[told["exit"]] = told["code"]
-            else:
-                self.born.put(told)
-        self.born.put({})  # it is gone
-
-    def fork(self, call: str, log: Path, **order) -> Child:
-        order |= {"id": next(self.ids), "call": call, "log": str(log)}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        child = Child(self, self.born.get(timeout=SLOW)["pid"], log)
-        self.children.append(child)
-        return child
-
-    def end_children(self) -> None:
-        for child in self.children:
-            if child.running:
-                os.kill(child.pid, signal.SIGKILL)
-                child.wait()
-        self.children.clear()
-
-    def close(self) -> None:
-        self.end_children()
-        self.process.stdin.close()
-        self.process.wait(30)
-        self.reader.join(10)
-        self.process.stdout.close()
+SLOW = 120.0  # seconds: a bound that only a hang reaches, however busy the machine is
+TESTS = Path(__file__).parent
 
 
 def free_port() -> int:
@@ -116,16 +44,118 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-class Scene:
-    """A run folder, a hub in it and its workers."""
+def environment(**more: str) -> dict[str, str]:
+    """Of processes that start Ray: workers import the tests' faults, one thread each."""
+    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    own |= {"TRANSFORMERS_VERBOSITY": "error", "RAY_prestart_worker_first_driver": "0"}
+    return os.environ | own | more
 
-    def __init__(self, nursery: Nursery, folder: Path, tokens: str, **sections: dict):
-        self.nursery, self.folder, self.tokens, self.sections = nursery, folder, tokens, sections
-        self.port, self.out = free_port(), folder / "run"
-        sections["hub"] = {"wait": 30.0, "floor": 20.0, "patience": 30.0} | sections.get("hub", {})
-        sections["run"] = {"variant": "true"} | sections.get("run", {})
-        self.n_logs = itertools.count()
-        self.host = "127.0.0.1"
+
+def answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+        return True
+    return False
+
+
+def start_head(folder: Path, *prefix: str, host: str = "127.0.0.1", cpus: int = 12):
+    """`twistlm node --head` as a process of its own, and its address."""
+    port = free_port()
+    more = [f"--temp-dir={tempfile.mkdtemp(prefix='tw')}", f"--num-cpus={cpus}"]
+    more += ["--include-dashboard=false", "--object-store-memory=200000000"]
+    command = [*prefix, sys.executable, "-m", "twistlm", "node", "--head", "--port", str(port)]
+    with (folder / "head.txt").open("a") as log:
+        process = subprocess.Popen(
+            [*command, "--host", host, "--", *more],
+            env=environment(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return process, f"{host}:{port}"
+
+
+def wait_for_head(process: subprocess.Popen, address: str, folder: Path) -> None:
+    """Until workers can be placed there."""
+    until = time.monotonic() + SLOW
+    while "Ray runtime started" not in (folder / "head.txt").read_text():
+        assert process.poll() is None, (folder / "head.txt").read_text()
+        assert time.monotonic() < until, (folder / "head.txt").read_text()
+        time.sleep(0.1)
+
+
+@contextmanager
+def shared_head(folder: Path):
+    """One cluster for all pytest processes of a session: the first starts it, the last one ends it."""
+    mine, note = folder / f"ray-user-{os.getpid()}", folder / "ray-head.json"
+    lock = (folder / "ray-lock").open("a")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    mine.touch()
+    if not note.is_file():
+        process, address = start_head(folder)
+        wait_for_head(process, address, folder)
+        note.write_text(json.dumps({"address": address, "pid": process.pid}))
+        process.returncode = 0  # it may outlive this process
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    try:
+        yield json.loads(note.read_text())["address"]
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        mine.unlink()
+        if not list(folder.glob("ray-user-*")):
+            os.kill(json.loads(note.read_text())["pid"], signal.SIGTERM)
+        lock.close()
+
+
+def drive(table: dict, resume: bool, keep: bool, kill: dict | None = None) -> None:
+    """A run on Ray whose workers have faults; `keep` leaves them for the next run of the same name.
+
+    With `kill` the process dies before its n-th call of a function: {"at": "elastic.Elastic._post", "n": 3}.
+    """
+    from twistlm.training import checkpoint
+    from twistlm.training.engines import actor, elastic, places
+
+    if not isinstance(actor.WORKER, faults.Faulty):
+        actor.WORKER = faults.Faulty
+    end = places.Places.close
+    if keep:
+        places.Places.close = lambda self, end=True: _close(self, False)
+    _close = end
+    if kill:
+        _dies({"elastic": elastic, "aggregator": aggregator, "checkpoint": checkpoint}, **kill)
+    try:
+        rounds.train(config.from_dict(table), resume=resume, quiet=True)
+    finally:
+        places.Places.close, actor.WORKER = end, actor.Worker
+
+
+def _dies(modules: dict, at: str, n: int) -> None:
+    *path, name = at.split(".")
+    where = modules[path[0]]
+    for part in path[1:]:
+        where = getattr(where, part)
+    original, calls = getattr(where, name), itertools.count()
+
+    def wrapped(*args, **more):
+        if next(calls) == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **more)
+
+    setattr(where, name, wrapped)
+
+
+class Scene:
+    """A run folder on the tests' cluster; runs of one pytest process use the same workers, one after the other."""
+
+    def __init__(self, address: str, folder: Path, tokens: str, **sections: dict):
+        self.folder, self.tokens, self.sections, self.out = folder, tokens, sections, folder / "run"
+        own = {"address": address, "wait": SLOW, "floor": 20.0, "patience": 60.0}
+        sections["ray"] = own | sections.get("ray", {})
+        sections["run"] = {"variant": "ray"} | sections.get("run", {})
+        self.out.mkdir(exist_ok=True)
+        (self.out / "ray-id.txt").write_text(f"tests-{os.getpid()}\n")
+        self.drivers: list[BaseProcess] = []
 
     def config(self, out: Path, **more: dict):
         sections = {k: dict(self.sections.get(k, {})) for k in {*self.sections, *more}}
@@ -133,16 +163,24 @@ class Scene:
             sections[name] |= values
         return tiny(self.tokens, out, **sections)
 
-    def hub(self, **order) -> Child:
-        from twistlm import config as configs
+    def suffers(self, *plan: dict) -> None:
+        (self.out / "faults.json").write_text(json.dumps(plan))
 
-        table = configs.to_dict(self.config(self.out))
-        log = self.folder / f"hub-{next(self.n_logs)}.log"
-        return self.nursery.fork("hub", log, config=table, port=self.port, host=self.host, **order)
+    def train(self, resume: bool = False, keep: bool = True) -> None:
+        """The run in this process."""
+        drive(config.to_dict(self.config(self.out)), resume, keep)
 
-    def worker(self, name: str, *faults: dict, **order) -> Child:
-        order = {"connect": f"{self.host}:{self.port}", "name": name, "faults": faults} | order
-        return self.nursery.fork("worker", self.folder / f"{name}.log", **order)
+    def start(
+        self, resume: bool = False, keep: bool = True, kill: dict | None = None
+    ) -> BaseProcess:
+        """The run in a process of its own; its words are in `text`."""
+        table = config.to_dict(self.config(self.out))
+        self.drivers += ranks.start(1, self.folder / "driver", drive, table, resume, keep, kill)
+        return self.drivers[-1]
+
+    @property
+    def text(self) -> str:
+        return ranks.said(self.folder / "driver", 0)
 
     def events(self, event: str = "", **fields) -> list[dict]:
         path = self.out / "events.jsonl"
@@ -156,10 +194,7 @@ class Scene:
         """Wait until `seen()` is true, and return it."""
         end = time.monotonic() + seconds
         while not (found := seen()):
-            logs = "".join(child.text[-1500:] for child in self.nursery.children)
-            assert time.monotonic() < end, (
-                f"waited {seconds} s in vain: {self.events()[-5:]} {logs}"
-            )
+            assert time.monotonic() < end, f"waited {seconds} s in vain: {self.events()[-5:]}"
             time.sleep(0.02)
         return found
 
@@ -169,7 +204,13 @@ class Scene:
     def replay(self) -> tuple[Run, Progress]:
         """The same rounds in this process: who was in and who was left out, as the events say."""
         cfg = self.config(self.folder / "replay", run={"variant": "local"})
-        return replay(cfg, self.events("round"), self.events("joined"))
+        committed = {row["round"]: row for row in self.events("round")}  # one may be done again
+        return replay(cfg, list(committed.values()), self.events("joined"))
+
+    def close(self) -> None:
+        for driver in self.drivers:
+            driver.kill()
+            driver.join()
 
 
 def replay(cfg, committed: list[dict], joined: list[dict]) -> tuple[Run, Progress]:

@@ -14,7 +14,7 @@ import pytest
 from twistlm import config
 
 PRESETS = Path(config.__file__).parent / "presets"
-SECTIONS = ("model", "data", "blocks", "train", "run", "hub")
+SECTIONS = ("model", "data", "blocks", "train", "run", "ray")
 
 
 def refusal(source: str, *overrides: str) -> str:

@@ -8,37 +8,57 @@ import shutil
 import subprocess
 
 import pytest
+import yaml
 from commands import ROOT, check_twistlm, code_blocks, is_twistlm, shell_commands
 
 FOLDER = ROOT / "docs/deploy"
 
 
 def yaml_documents() -> list[dict]:
-    yaml = pytest.importorskip("yaml")
-    return list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
+    return list(yaml.safe_load_all((FOLDER / "rayjob.yaml").read_text()))
 
 
-def containers() -> list[dict]:
-    found = []
-    for document in yaml_documents():
-        if document["kind"] in ("Job", "Deployment"):
-            found += document["spec"]["template"]["spec"]["containers"]
-    return found
+def job() -> dict:
+    (found,) = (document for document in yaml_documents() if document["kind"] == "RayJob")
+    return found["spec"]
 
 
 def command_lines() -> list[list[str]]:
-    """Every command of the README's blocks, of the script and of the manifests that runs twistlm."""
+    """Every command of the README's blocks, of the script and of the job that runs twistlm."""
     words = shell_commands((FOLDER / "slurm.sh").read_text())
     for block in code_blocks((FOLDER / "README.md").read_text(), "sh"):
         words += shell_commands(block)
-    words += [container["command"] for container in containers()]
+    words.append(job()["entrypoint"].split())
     return [line for line in words if is_twistlm(line)]
 
 
 def test_every_twistlm_command_exists():
     named = [check_twistlm(words) for words in command_lines()]
     assert len(named) >= 8
-    assert {"train", "hub", "worker"} <= set(named)
+    assert set(named) == {"train", "node"}
+
+
+def test_what_ray_is_told_exists():
+    """Options of `ray symmetric-run` and of `ray start`, as this Ray knows them."""
+    from ray.scripts.scripts import start, symmetric_run
+
+    known = {option for param in symmetric_run.params for option in param.opts}
+    (line,) = (line for line in command_lines() if "symmetric-run" in line)
+    begin = line.index("symmetric-run") + 1
+    given = {word for word in line[begin : line.index("--")] if word.startswith("--")}
+    assert given
+    assert given <= known
+    known = {option for param in start.params for option in param.opts}
+    cluster = job()["rayClusterSpec"]
+    params = cluster["headGroupSpec"]["rayStartParams"]
+    more = [
+        word
+        for line in command_lines()
+        if "node" in line and "--" in line
+        for word in line[line.index("--") + 1 :]
+    ]
+    assert {f"--{name}" for name in params} | {w for w in more if w.startswith("--")} <= known
+    assert "--labels" in known  # a machine's own K
 
 
 def test_every_torchrun_option_exists():
@@ -65,8 +85,8 @@ def test_the_script_is_bash():
     ("args", "ran"),
     [
         (("torchrun", "my.toml"), ["srun torchrun", "--nnodes=4", "train.n_workers=32"]),
-        (("hub", "my.toml"), ["twistlm hub my.toml", "hub.bind=node0:29400", "--connect node0:"]),
-        (("worker", "node7:29400"), ["twistlm worker --connect node7:29400", "--ntasks=32"]),
+        (("ray", "my.toml"), ["symmetric-run --address node0:6379 --min-nodes 4 -- twistlm train"]),
+        (("join", "node7:6379"), ["twistlm node --join node7:6379"]),
     ],
 )
 def test_the_script_runs(tmp_path, args, ran):
@@ -92,7 +112,7 @@ def test_the_script_runs(tmp_path, args, ran):
     assert (done.returncode, done.stderr) == (0, "")
     calls = (tmp_path / "calls").read_text()
     assert all(part in calls for part in ran), calls
-    secret = tmp_path / ".twistlm-secret"
+    secret = tmp_path / ".ray/auth_token"
     assert secret.stat().st_mode & 0o777 == 0o600
     wrong = subprocess.run(
         [bash, FOLDER / "slurm.sh", "tochrun", "my.toml"], env=env, capture_output=True
@@ -101,29 +121,34 @@ def test_the_script_runs(tmp_path, args, ran):
 
 
 def test_the_manifests_belong_together():
-    """Claims, config maps, secrets and services that are named exist or are made by the comments."""
+    """Claims and config maps that are named exist or are made by the comments; the job is KubeRay's."""
     documents = yaml_documents()
     names = {(document["kind"], document["metadata"]["name"]) for document in documents}
     assert len(names) == len(documents)
-    text = (FOLDER / "kubernetes.yaml").read_text()
+    text = (FOLDER / "rayjob.yaml").read_text()
     for claim in re.findall(r"claimName: ([\w-]+)", text):
         assert ("PersistentVolumeClaim", claim) in names
-    for secret in re.findall(r"secretKeyRef: \{name: ([\w-]+)", text):
-        assert f"kubectl create secret generic {secret}" in text
     for made in re.findall(r"configMap: \{name: ([\w-]+)", text):
         assert f"kubectl create configmap {made}" in text
-    assert ("Service", "twistlm-hub") in names  # the host that workers connect to
-    labels = [
-        document["spec"]["template"]["metadata"]["labels"]
-        for document in documents
-        if "template" in document["spec"]
-    ]
-    for document in documents:
-        if document["kind"] == "Service":
-            assert document["spec"]["selector"] in labels
+    cluster = job()["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["enableInTreeAutoscaling"] is True
+    (group,) = cluster["workerGroupSpecs"]
+    assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    assert f"train.n_workers={group['maxReplicas']}" in job()["entrypoint"]
+    images = {
+        part["template"]["spec"]["containers"][0]["image"]
+        for part in (cluster["headGroupSpec"], group)
+    }
+    assert len(images) == 1  # the same Python, Ray and twistlm
+    for part in (cluster["headGroupSpec"], group):
+        (container,) = part["template"]["spec"]["containers"]
+        volumes = {volume["name"] for volume in part["template"]["spec"].get("volumes", [])}
+        assert {mount["name"] for mount in container.get("volumeMounts", [])} == volumes
 
 
-def test_it_says_that_nothing_is_encrypted():
+def test_it_says_what_a_token_is():
     text = (FOLDER / "README.md").read_text()
+    assert "can run code on every machine" in text
     assert "authentication, not encryption" in text
     assert "in the clear" in text

@@ -89,7 +89,7 @@ def test_the_pages_have_commands():
         if is_twistlm(words)
     }
     assert {"train", "eval", "extract", "export", "compare", "prepare", "plan", "prune"} <= seen
-    assert {"experiment", "report", "hub", "worker", "bench train"} <= seen
+    assert {"experiment", "report", "node", "bench train"} <= seen
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_make_targets_exist(name):
 
 @pytest.mark.parametrize("name", names(PRESENT))
 def test_keys_in_prose_exist(name):
-    """`train.lr`, `hub.public=true`: whatever looks like a key of a section is one."""
+    """`train.lr`, `ray.open=true`: whatever looks like a key of a section is one."""
     sections = "|".join(config.to_dict(config.Config()))
     for code in re.findall(r"`([^`\n]+)`", prose(ROOT / name)):
-        if re.fullmatch(r"(blocks|train|run|hub)\.[a-z_]+", code) and not code.endswith(".py"):
+        if re.fullmatch(r"(blocks|train|run|ray)\.[a-z_]+", code) and not code.endswith(".py"):
             section, key = code.split(".")
             assert key in config.to_dict(config.Config())[section], code
         for word in code.split():
@@ -155,7 +155,10 @@ def test_the_table_of_keys_is_whole():
         for key in keys:
             (row,) = re.findall(rf"^\| `{section}\.{key}` \|.*$", text, re.MULTILINE)
             assert len(row.split(" | ")[-1]) > 5, row
-    assert '| `run.variant` | `local`, `masked`, `true`, `hybrid`, `sharded` | `"local"` |' in text
+    assert (
+        '| `run.variant` | `local`, `ray`, `masked`, `true`, `hybrid`, `sharded` | `"local"` |'
+        in text
+    )
     assert "| `train.betas` | a list of 2: number, number | `[0.9, 0.999]` | AdamW's decay" in text
 
 

@@ -121,7 +121,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
         "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune", "cli.compare",
-        "cli.experiments", "cli.hub", "lab.bench.measure", "config", "lab.experiments.scales", "model.count",
+        "cli.experiments", "lab.bench.measure", "config", "lab.experiments.scales", "model.count",
         "model.huggingface", "training.plan", "transport.traffic",
     }  # fmt: skip
     for name, source in SOURCES.items():
@@ -132,18 +132,31 @@ def test_model_names_stand_in_families_and_exports_alone():
         assert name in may_name_types or not re.findall(types, code), name
 
 
-MEET = {
-    "transport.ranks",
-    "transport.listener",
-    "transport.session",
-    "lab.bench.peer",
-}  # the last beside bare gloo
+MEET = {"transport.ranks", "lab.bench.peer"}  # the second beside bare gloo
 
 
 def test_torch_distributed_is_imported_where_processes_meet():
-    """cluster: torchrun's ranks; door and session: the hub's store and its 2-rank groups."""
     for name, source in SOURCES.items():
         assert ("torch.distributed" in source) == (name in MEET), name
+
+
+RAY = {"transport.ray_cluster", "training.engines.actor", "training.engines.places"}
+RAY |= {"training.engines.elastic", "lab.bench.peer_ray"}
+
+
+def test_ray_is_an_extra():
+    """Modules that import it are themselves imported inside functions alone, or by each other."""
+    for name, source in SOURCES.items():
+        tops = [
+            node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        assert ("ray" in {top.split(".")[0] for top in tops}) == (name in RAY), name
+        if name not in RAY:
+            lines = [line for line in source.splitlines() if line.startswith(("from", "import"))]
+            banned = ("ray_cluster", "elastic", "actor", "places", "peer_ray")
+            assert not [line for line in lines if line.endswith(banned)], name
 
 
 def test_no_pickle_on_wire_or_disk():

@@ -172,10 +172,11 @@ class RunConfig:
     """Folder of this run: checkpoints, metrics, config."""
     seed: int = 0
     """Initial weights, the blocks of every round, batches and random subnets follow from it."""
-    variant: Literal["local", "masked", "true", "hybrid", "sharded"] = "local"
-    """`local`: one process plays all workers. Under torchrun every rank is a worker: `masked` trains full
-    models with masks, `hybrid` smaller dense ones (rank 0 masks the central model), `true` smaller ones with
-    a rank more that only hosts the central model; in `sharded` each rank owns an equal part of it."""
+    variant: Literal["local", "ray", "masked", "true", "hybrid", "sharded"] = "local"
+    """`local`: one process plays all workers. `ray`: workers are actors of a Ray cluster, and may come and go.
+    Under torchrun every rank is a worker: `masked` trains full models with masks, `hybrid` smaller dense ones
+    (rank 0 masks the central model), `true` smaller ones with a rank more that only hosts the central model;
+    in `sharded` each rank owns an equal part of it."""
     wire: Wire = "fp32"
     """What results and moments travel as between processes; weights go to workers in float32. `local` sends
     nothing."""
@@ -185,6 +186,8 @@ class RunConfig:
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: int = 0
     """CPU threads; 0 leaves torch's choice. Bitwise equal runs need equal threads."""
+    silence: float = 60.0
+    """Seconds without a sign of life from a rank of torchrun after which the others name it and end."""
     eval_every: int = 0
     """Rounds between evaluations; 0 evaluates at the end only, -1 never."""
     eval_ratios: tuple[str, ...] = ("6/12",)
@@ -200,22 +203,23 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class HubConfig:
-    """Workers that come and go: `twistlm hub`, and the ranks of torchrun."""
+class RayConfig:
+    """`run.variant = "ray"`: workers that come and go, as actors of a Ray cluster."""
 
-    bind: str = "127.0.0.1:29400"
-    """host:port that `twistlm hub` listens on."""
-    public: bool = False
-    """Allow addresses beyond loopback and private ranges. Nothing is encrypted."""
+    address: str = ""
+    """host:port of the cluster's head. Empty: the variable RAY_ADDRESS, or else a Ray of this machine alone
+    that ends with the run."""
+    open: bool = False
+    """Accept a cluster beyond loopback that asks for no token: whoever reaches it can run code on it."""
     min_workers: int = 1
     """A round with fewer results is not committed."""
     wait: float = 60.0
-    """Seconds that a hub waits at its start for all S workers before it begins with those who are in."""
+    """Seconds that a run waits at its start for all S workers before it begins with those who are in."""
     floor: float = 30.0
     """Least seconds of a round's deadline, which is 3 times the median of the last rounds; 10 times
     this for the first round."""
     patience: float = 600.0
-    """Seconds below `min_workers` after which the hub gives up."""
+    """Seconds below `min_workers` after which the run ends, and without a run after which a worker does."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,7 @@ class Config:
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    hub: HubConfig = field(default_factory=HubConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
 
     def check(self) -> Config:
         """Refuse values that no model could make sense of; model-dependent ones are checked later."""
@@ -239,8 +243,9 @@ class Config:
             "train.batch": self.train.batch,
             "train.lr": self.train.lr,
             "run.eval_n": self.run.eval_n,
-            "hub.min_workers": self.hub.min_workers,
-            "hub.floor": self.hub.floor,
+            "ray.min_workers": self.ray.min_workers,
+            "ray.floor": self.ray.floor,
+            "run.silence": self.run.silence,
         }
         at_least_zero = {
             "data.planned_sequences": self.data.planned_sequences,
@@ -254,8 +259,8 @@ class Config:
             "run.save_every": self.run.save_every,
             "run.eval_tokens": self.run.eval_tokens,
             "run.threads": self.run.threads,
-            "hub.wait": self.hub.wait,
-            "hub.patience": self.hub.patience,
+            "ray.wait": self.ray.wait,
+            "ray.patience": self.ray.patience,
         }
         for name, value in (positive | at_least_zero).items():
             if value == math.inf and name != "train.clip":
@@ -290,9 +295,9 @@ class Config:
             raise ValueError(
                 f"run.eval_every = {self.run.eval_every}: must be -1, 0 or a number of rounds"
             )
-        if self.hub.min_workers > self.train.n_workers:
+        if self.ray.min_workers > self.train.n_workers:
             raise ValueError(
-                f"hub.min_workers = {self.hub.min_workers}: must not exceed train.n_workers = "
+                f"ray.min_workers = {self.ray.min_workers}: must not exceed train.n_workers = "
                 f"{self.train.n_workers}"
             )
         self.train.nesterov()
@@ -312,6 +317,11 @@ def override(cfg: Config, overrides: Sequence[str]) -> Config:
 def from_dict(table: dict[str, Any]) -> Config:
     """A checked config; keys that are left out keep their defaults."""
     return build(Config, table).check()
+
+
+def from_record(table: dict[str, Any]) -> Config:
+    """The config in a checkpoint or report; a section `hub`, of engines that are gone, is left out."""
+    return from_dict({name: values for name, values in table.items() if name != "hub"})
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_exactly_once_by_counting(seed):
                 after = stream.give_back(after, mine)
             else:
                 trained.update(place for slot in mine for place in slot)
-        if rng.random() < 0.05:  # the hub dies before it commits: the old ledger holds
+        if rng.random() < 0.05:  # the run dies before it commits: the old ledger holds
             for slot in slots:
                 trained.subtract(set(slot) - set(after.returned))
             continue

@@ -12,14 +12,13 @@ from twistlm.lab.bench import comm, peer
 
 
 def test_all_engines_exchange(tmp_path):
-    """Four processes: three workers and a hub, or four shards."""
+    """Four processes: a centre and three workers, or four shards."""
     job = {
         "megabytes": 0.5,
-        "engines": ["bare", "sessions", "hub", "sharded"],
+        "engines": ["bare", "star", "sharded"],
         "repeats": 2,
         "wire": "bf16",
         "interface": "lo",
-        "folder": str(tmp_path),
     }
     ranks.finish(ranks.start(4, tmp_path, peer.main, job), tmp_path)
     said = json.loads(ranks.said(tmp_path, 0).splitlines()[-1])
@@ -27,8 +26,17 @@ def test_all_engines_exchange(tmp_path):
     for engine in job["engines"]:
         assert len(said["seconds"][engine]) == 2
     # at least what the formula says has crossed the loopback (others may use it too), counted twice there
-    for engine, n_values in (("bare", 4 + 4), ("hub", 4 + 2)):
+    for engine, n_values in (("bare", 4 + 4), ("star", 4 + 2)):
         assert min(said["link"][engine]) >= 2 * 3 * n_values * said["n_subnet"]
+
+
+def test_ray_exchanges(ray_address, capfd):
+    from twistlm.lab.bench import peer_ray
+
+    job = {"megabytes": 0.5, "n_workers": 3, "repeats": 1, "wire": "int8", "interface": "lo"}
+    peer_ray.main(job | {"address": ray_address})
+    said = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert [len(said["seconds"][engine]) for engine in comm.ENGINES] == [1, 1]
 
 
 def measured(where: str, engine: str, n: int, seconds: float) -> comm.Measured:
@@ -38,16 +46,15 @@ def measured(where: str, engine: str, n: int, seconds: float) -> comm.Measured:
 def test_ratios_are_of_medians_in_the_same_place():
     rows = [
         measured("loopback", "bare", 4, 1.0),
-        measured("loopback", "sessions", 4, 1.25),
-        measured("slow", "hub", 4, 4.0),
+        measured("loopback", "ray", 4, 0.5),
+        measured("slow", "star", 4, 4.0),
         measured("slow", "sharded", 4, 1.0),
-        measured("slow", "hub", 8, 8.0),
-        measured("slow", "sharded", 8, 1.0),
+        measured("slow", "ray", 4, 5.0),
     ]
     made = comm.CommReport(tuple(rows), {}, {})
-    assert list(made.ratios().values()) == [0.8, 0.25, 0.125]
+    assert list(made.ratios().values()) == [0.5, 1.25, 0.25]
     assert json.loads(json.dumps(made.to_dict()))["ratios"] == made.ratios()
-    assert comm.table(made).row_count == 6
+    assert comm.table(made).row_count == 5
 
 
 def test_slow_hosts_come_and_go():

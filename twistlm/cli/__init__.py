@@ -12,7 +12,7 @@ from . import (  # noqa: F401  (they join the app)
     experiments,
     export,
     extract,
-    hub,
+    node,
     prune,
     tickets,
     training,

@@ -183,7 +183,7 @@ def comm(
     wire: Annotated[str, typer.Option(help=f"{words(get_args(Wire))}.")] = "fp32",
     json_out: JsonOut = None,
 ) -> None:
-    """The hub's sessions beside bare gloo, and shards beside the hub in network namespaces.
+    """Bare gloo, Ray, torchrun's star and shards: on this machine, and in network namespaces.
 
     A round's exchange with nothing trained; every subnet keeps a third of the blocks.
     """

@@ -16,7 +16,7 @@ import torch
 def describe_run() -> dict[str, Any]:
     """Command, code and machine: what a number needs beside it."""
     packages = ("twistlm", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-    versions = {name: _version(name) for name in packages}
+    versions = {name: version(name) for name in packages}
     versions["python"] = platform.python_version()
     program = Path(sys.argv[0]).stem
     program = "twistlm" if program == "__main__" else program  # python -m twistlm
@@ -46,7 +46,8 @@ def git_hash() -> str:
 
 
 @cache  # a package's metadata takes milliseconds to read, and points ask for every cell
-def _version(name: str) -> str:
+def version(name: str) -> str:
+    """The version of an installed package, or `unknown`."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

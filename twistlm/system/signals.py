@@ -11,7 +11,7 @@ from typing import Any
 
 from .terminal import console
 
-TOO_FEW = 4  # the exit code of a hub that waited too long for workers
+TOO_FEW = 4  # the exit code of a run that waited too long for workers
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

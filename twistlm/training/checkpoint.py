@@ -49,7 +49,7 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        return config.from_dict(self.manifest["config"])
+        return config.from_record(self.manifest["config"])
 
     @property
     def round(self) -> int:

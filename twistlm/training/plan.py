@@ -207,22 +207,23 @@ def show(plan: Plan) -> None:
         console.print(table)
     console.print(forecast_table(plan.links, f"the busiest link in a round: {plan.links_say}"))
     console.print(
-        "hub: survives any worker, and is taken while it costs less than a tenth of the local steps. "
-        "sharded: a death ends the run, which resumes from its checkpoint. data parallel is "
-        "train.method = dense: where it wins, try run.wire = int8 or train.moments = reset."
+        "ray: survives any worker, and is taken while it costs less than a tenth of the local steps (hybrid, true "
+        "and masked cost as much and survive none). sharded: a death ends the run, which resumes from its "
+        "checkpoint. data parallel is train.method = dense: where it wins, try run.wire = int8 or train.moments = reset."
     )
 
 
-Engine = Literal["hub", "sharded", "ddp"]
+Engine = Literal["ray", "sharded", "ddp"]
 
 WORKERS = (4, 16, 64, 256)
 MANY = 64
-SMALL = 0.1  # of the local steps' time: a hub that costs less is worth what it survives
+SMALL = 0.1  # of the local steps' time: an engine that costs less is worth what it survives
+STORE = 5.0  # Gbit/s that Ray's object store carries between hosts, however fast they are linked
 
 
 def busiest(engine: Engine, n_workers: int, subnet: int, full: int, interval: int) -> int:
     """Bytes of the busiest link; `subnet` is what one parcel costs both ways, `full` one gradient."""
-    if engine == "hub":
+    if engine == "ray":
         return n_workers * subnet
     if engine == "sharded":
         return subnet * (n_workers - 1) // n_workers
@@ -289,16 +290,17 @@ def forecast(cfg: Config, of: Size, n_workers: int, gbit: float, tflops: float) 
     """Bytes and seconds of a round over links of `gbit` Gbit/s, with workers of `tflops` TFLOP/s."""
     t, rows = cfg.train, 3 if cfg.train.moments == "carry" else 1
     both = sum(part.total for part in subnet_bytes(of.n_shared, of.n_subnet, rows, cfg.run.wire))
-    engines: tuple[Engine, ...] = ("hub", "sharded", "ddp")
+    engines: tuple[Engine, ...] = ("ray", "sharded", "ddp")
     n_bytes = {
         engine: busiest(engine, n_workers, both, FLOAT32 * of.n_params, t.interval)
         for engine in engines
     }
-    seconds = {engine: 8 * n / (1e9 * gbit) for engine, n in n_bytes.items()}
+    speeds: dict[Engine, float] = {"ray": min(gbit, STORE), "sharded": gbit, "ddp": gbit}
+    seconds = {engine: 8 * n / (1e9 * speeds[engine]) for engine, n in n_bytes.items()}
     n_tokens = t.interval * t.batch * cfg.data.seq_len
     steps = 6 * of.n_subnet * n_tokens / (1e12 * tflops)
-    take: Engine = "hub"
-    if seconds["hub"] > SMALL * steps:
+    take: Engine = "ray"
+    if seconds["ray"] > SMALL * steps:
         take = "ddp" if seconds["ddp"] < seconds["sharded"] else "sharded"
     return Forecast(of.name, n_workers, n_bytes, seconds, steps, take)
 
@@ -317,7 +319,7 @@ def forecast_table(made: Sequence[Forecast], title: str) -> Table:
         title,
         "model",
         "S",
-        "hub, GB",
+        "ray, GB",
         "s",
         "sharded, GB",
         "s",

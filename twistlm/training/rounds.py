@@ -19,10 +19,7 @@ from ..system import terminal
 from ..system.files import alone
 from ..system.signals import Ended, on_signals, stopped
 from ..system.terminal import console
-from ..transport import listener
 from . import checkpoint, engines
-from .engines import remote
-from .engines.elastic import Opened
 from .engines.protocol import Engine, Outcome
 from .metrics import Metrics
 from .progress import Progress
@@ -37,32 +34,29 @@ def train(
     *,
     resume: bool = False,
     quiet: bool = False,
-    opened: Opened | None = None,
     is_late: Callable[[], bool] | None = None,
 ) -> Path:
-    """Run all rounds of a config, or as many as end before it is late; returns the last checkpoint.
-
-    With `opened`, workers come and go there; under torchrun, the other ranks are the workers.
-    """
+    """Run all rounds of a config, or as many as end before it is late; returns the last checkpoint."""
     if cfg.run.threads:
         torch.set_num_threads(cfg.run.threads)
-    with closing(engines.join(cfg, opened)) as cluster, ExitStack() as open_:
-        if cluster.world_size > 1 and not engines.is_together(cfg):
-            if not cluster.is_central:
-                address, secret = cluster.share().split()
-                remote.work(
-                    remote.WorkerOptions(
-                        address, secret.encode(), device=cfg.run.device, quiet=True
-                    )
-                )
-                return Path(cfg.run.out)
-            opened = listener.for_ranks(cluster, cfg.hub.public)
+    with closing(engines.join(cfg)) as cluster, ExitStack() as open_:
         if cluster.is_central:
             open_.enter_context(alone(Path(cfg.run.out)))
         run, progress = set_up(cfg, cluster, resume, quiet)
+        if progress.round >= run.end(progress):  # resumed, with nothing left to do
+            return _folder(run, progress)
+        engine = engines.start(run, progress, quiet)
+        open_.push(lambda kind, *_: engine.close(crashed=kind is not None and not _is_end(kind)))
         open_.enter_context(on_signals(run.stop, quiet))
-        engine = open_.enter_context(closing(engines.start(run, progress, opened, quiet)))
         return _loop(run, engine, progress, quiet or not cluster.is_central, is_late)
+
+
+def _is_end(kind: type[BaseException]) -> bool:
+    return issubclass(kind, Ended | KeyboardInterrupt)
+
+
+def _folder(run: Run, progress: Progress) -> Path:
+    return Path(run.cfg.run.out) / "checkpoints" / checkpoint.folder_name(progress.round)
 
 
 def _loop(
@@ -91,7 +85,7 @@ def _loop(
                 raise stopped(run.stop, progress.round)
             if late:
                 break
-    return Path(run.cfg.run.out) / "checkpoints" / checkpoint.folder_name(progress.round)
+    return _folder(run, progress)
 
 
 def _is_evaluated(run: Run, n_done: int, final: bool) -> bool:

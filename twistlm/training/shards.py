@@ -183,7 +183,7 @@ def round_(
     cuts = [_cut(shard, index) for index in deal.indices]
     parcel = _dispatch(shard, deal, cuts, cluster)
     result = train(parcel)
-    stats, wish = _share_stats(result.stats, stop.wish, cluster)
+    stats, wish = share_stats(result.stats, stop.wish, cluster)
     _aggregate(shard, deal, cuts, cluster, parcel.source, result.buffer, outer)
     return Exchanged(stats, wish)
 
@@ -267,7 +267,7 @@ def _exchange(
         take(c, under_way.popleft()())
 
 
-def _share_stats(stats: Stats, wish: int, cluster: Cluster) -> tuple[Stats, int]:
+def share_stats(stats: Stats, wish: int, cluster: Cluster) -> tuple[Stats, int]:
     """The sum over workers, in worker order, and any rank's signal; on every rank."""
     mine = [stats.loss_sum, stats.n_steps, stats.n_tokens, wish]
     told = torch.tensor(mine, dtype=torch.float64, device=cluster.device)

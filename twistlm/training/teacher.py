@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..compute import graphs
 from ..compute.attention import causal_
@@ -41,6 +44,34 @@ def load(cfg: Config, cut: CutModel, tokens: TokenFile) -> Teacher | None:
             f"train.teacher = {t.teacher!r}: {tokenizer} is not the tokenizer of {tokens.stem} "
             f"(data.train): a teacher needs the same one"
         )
+    return _teacher(model, cfg, cut)
+
+
+Packed = tuple[
+    dict[str, Any], bytes
+]  # a model's Hugging Face config, and its weights as safetensors
+
+
+def pack(teacher: Teacher | None) -> Packed | None:
+    """A teacher on its way to workers in other processes."""
+    if teacher is None:
+        return None
+    weights = {name: param.detach().cpu() for name, param in teacher.model.named_parameters()}
+    return teacher.model.config.to_dict(), save(weights)
+
+
+def unpack(packed: Packed | None, cfg: Config, cut: CutModel) -> Teacher | None:
+    """The teacher that was packed, ready on this process's device."""
+    if packed is None:
+        return None
+    described, weights = AutoConfig.for_model(**packed[0]), load_tensors(packed[1])
+    model = AutoModelForCausalLM.from_config(described, dtype=cut.dtype)
+    for name, param in model.named_parameters():
+        param.data.copy_(weights[name])
+    return _teacher(model, cfg, cut)
+
+
+def _teacher(model: PreTrainedModel, cfg: Config, cut: CutModel) -> Teacher:
     return Teacher(_ready(model, cfg, cut), torch.ones(1, dtype=cut.dtype, device=cut.device))
 
 

@@ -1,4 +1,4 @@
-"""What happens to the workers of a hub: a live table for a person, JSON lines for a program."""
+"""What happens to workers that come and go: a live table for a person, JSON lines for a program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Standing:
 
 @dataclass
 class Events:
-    """`events.jsonl` of a run folder, and the state of every worker; written by the hub's threads."""
+    """`events.jsonl` of a run folder, and the state of every worker; written by several threads."""
 
     out: Path
     quiet: bool = False

@@ -7,9 +7,13 @@ physical subnet, a masked copy of the full model, or the central weights themsel
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -38,12 +42,15 @@ class Seating:
 
 def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physical") -> Seating:
     """The seating table of a variant; a wrong number of ranks is refused."""
-    if variant == "local":
+    if variant in ("local", "ray"):
         if world_size != 1:
             raise ValueError(
-                f"run.variant = 'local' is one process, but torchrun started {world_size}: "
+                f"run.variant = {variant!r} is one process, but torchrun started {world_size}: "
                 f"use masked, true, hybrid or sharded"
             )
+        if variant == "ray":  # this process trains nothing
+            kind = "physical"
+            return Seating(tuple(range(1, n_workers + 1)), (kind,) * n_workers)
         return Seating((0,) * n_workers, (kind,) * n_workers)
     seats = world_size - 1 if variant == "true" else world_size
     if n_workers != seats:
@@ -53,8 +60,8 @@ def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physic
             f"{'is' if world_size == 1 else 'are'} {world_size}: start it with "
             f"torchrun --nproc-per-node {need} -m twistlm train ..."
         )
-    alike = variant in ("true", "sharded")
-    first: SeatKind = "physical" if alike else "masked" if variant == "masked" else "central"
+    same = variant in ("true", "sharded")
+    first: SeatKind = "physical" if same else "masked" if variant == "masked" else "central"
     others: SeatKind = "masked" if variant == "masked" else "physical"
     ranks = range(1, world_size) if variant == "true" else range(world_size)
     return Seating(tuple(ranks), (first,) + (others,) * (n_workers - 1))
@@ -65,49 +72,108 @@ def on_central_rank() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+LONGEST = timedelta(days=1)  # of a wait: whoever has a heart may take its time (`Heart`)
+BEAT = 0.5  # seconds
+LAST = 1 << 40  # more beats than a run can have
+
+
 @contextmanager
-def _peers_alive() -> Iterator[None]:
+def _alive(peer: int | None = None) -> Iterator[None]:
     """Turn what gloo and NCCL raise when a peer is gone into a sentence."""
     try:
         yield
     except RuntimeError as error:
+        who = "another rank" if peer is None else f"rank {peer}"
         raise ConnectionError(
-            f"another rank of this run is gone: start the run again with --resume, its newest checkpoint is "
-            f"unharmed ({str(error).splitlines()[0]})"
+            f"{who} of this run is gone: start the run again with --resume, its newest checkpoint is "
+            f"unharmed ({str(error).splitlines()[0].split('. ')[0]})"
         ) from None
 
 
-class Cluster:
-    """This process's place in the run.
+class Heart:
+    """Signs of life in torchrun's store: a rank that is stopped or cut off says nothing, and gloo would wait.
 
-    TwIST's rounds go through a hub (`hub`), over sessions; torchrun's ranks only have to find it. Shards
-    are exchanged between all ranks, and the controls sum gradients in every step: these ranks form one
-    process group (`together`), which ends when one of them dies.
+    A rank may take as long as it likes for its set-up or its steps: this thread goes on beside them. When a
+    rank has been silent for too long, the others name it and end, since no wait for it can be broken off.
     """
 
+    def __init__(self, store: dist.Store, rank: int, world_size: int, silence: float):
+        self.store, self.rank, self.world_size, self.silence = store, rank, world_size, silence
+        now = time.monotonic()
+        self.seen = dict.fromkeys(
+            range(world_size), (0, now)
+        )  # rank -> its beats, and when they changed
+        self.answered = now  # the store
+        self.ended = threading.Event()
+        for run in (self._beat, self._watch):
+            threading.Thread(target=run, daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self.ended.wait(BEAT):
+            try:
+                self.store.add(f"beat/{self.rank}", 1)
+                for rank in self.seen.keys() - {self.rank}:
+                    beats = self.store.add(f"beat/{rank}", 0)
+                    if beats != self.seen[rank][0]:
+                        self.seen[rank] = (beats, time.monotonic())
+            except RuntimeError:  # the store is gone, and so is its host: the next exchange says so
+                return self.ended.set()
+            self.answered = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self.ended.wait(BEAT):
+            now = time.monotonic()
+            late = [
+                rank
+                for rank, (beats, at) in self.seen.items()
+                if rank != self.rank and beats < LAST and now - at > self.silence
+            ]
+            if now - self.answered > self.silence:
+                late = [0]  # its process, or its launcher, keeps the store
+            if late and not self.ended.is_set():
+                names = " and ".join(f"rank {rank}" for rank in late)
+                print(
+                    f"error: no sign of life from {names} for {self.silence:g} s (run.silence): start the run "
+                    f"again with --resume, its newest checkpoint is unharmed",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(2)
+
+    def close(self) -> None:
+        """Leave in good order: nobody waits for another beat."""
+        self.ended.set()
+        with suppress(RuntimeError):
+            self.store.add(f"beat/{self.rank}", LAST)
+
+
+class Cluster:
+    """This process's place in the run; torchrun's ranks are one process group, which ends when one of them dies."""
+
     def __init__(
-        self,
-        variant: str,
-        n_workers: int,
-        kind: SeatKind,
-        device: str,
-        *,
-        together: bool = False,
-        hub: bool = False,
+        self, variant: str, n_workers: int, kind: SeatKind, device: str, silence: float = 60.0
     ):
-        self.rank = 0 if hub else int(os.environ.get("RANK", 0))
-        self.world_size = 1 if hub else int(os.environ.get("WORLD_SIZE", 1))
-        # the workers of a hub sit where torchrun's other ranks would
-        n_ranks = n_workers + (variant == "true") if hub else self.world_size
-        self.seating = seat(variant, n_workers, n_ranks, kind)
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.seating = seat(variant, n_workers, self.world_size, kind)
         self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
         self.n_sent = self.n_received = 0  # bytes of exchanges
         self._n_exchanges = 0
-        self._group = together and self.world_size > 1
-        if self.world_size > 1 and self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        if self._group:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        self._heart: Heart | None = None
+        if self.world_size > 1:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            with _alive():
+                store, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.world_size)))
+                self._heart = Heart(store.clone(), self.rank, self.world_size, silence)
+                dist.init_process_group(
+                    backend,
+                    store=dist.PrefixStore("twistlm", store),
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    timeout=LONGEST,
+                )
 
     @property
     def is_central(self) -> bool:
@@ -118,23 +184,15 @@ class Cluster:
         """The workers that this rank plays."""
         return self.seating.workers_of(self.rank)
 
-    def share(self, word: str | None = None) -> str:
-        """The central rank's word on every rank, through torchrun's own store."""
-        store, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.world_size)))
-        self._store = store  # where this rank hosts it, it must live on
-        if word is not None:
-            store.set("twistlm", word)
-        return store.get("twistlm").decode()
-
     def exchange(self, parts: list[Tensor], sizes: list[int]) -> Callable[[], list[Tensor]]:
         """Start sending part i (bytes) to rank i; the call returned waits for theirs, of these sizes."""
-        if not self._group:
+        if self._heart is None:
             return lambda: parts
         got = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         got[self.rank] = parts[self.rank]
         self._n_exchanges += 1  # a tag: every rank counts the same
         # not an all-to-all: gloo has no more than two of them under way, and each waits for its slowest link
-        moves = []
+        moves, peers = [], []
         for peer in range(self.world_size):
             if peer != self.rank:
                 self.n_sent += parts[peer].numel()
@@ -142,12 +200,13 @@ class Cluster:
                 for move, tensor in ((dist.isend, parts[peer]), (dist.irecv, got[peer])):
                     if tensor.numel():
                         moves.append(dist.P2POp(move, tensor, peer, tag=self._n_exchanges))
-        with _peers_alive():
+                        peers.append(peer)
+        with _alive():
             works = dist.batch_isend_irecv(moves) if moves else []
 
         def wait() -> list[Tensor]:
-            with _peers_alive():
-                for work in works:
+            for i, work in enumerate(works):  # NCCL has one for all of them
+                with _alive(peers[i] if len(works) == len(peers) else None):
                     work.wait()
             assert parts is not None  # kept until here
             return got
@@ -161,20 +220,23 @@ class Cluster:
         ).tolist()
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
-        if self._group:
-            with _peers_alive():
+        if self._heart is not None:
+            with _alive():
                 dist.broadcast(tensor, 0)
         return tensor
 
     def barrier(self) -> None:
-        if self._group:
-            dist.barrier()
+        if self._heart is not None:
+            with _alive():
+                dist.barrier()
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        if self._group:
-            dist.all_reduce(tensor)
+        if self._heart is not None:
+            with _alive():
+                dist.all_reduce(tensor)
         return tensor
 
     def close(self) -> None:
-        if self._group and dist.is_initialized():
+        if self._heart is not None:
+            self._heart.close()
             dist.destroy_process_group()

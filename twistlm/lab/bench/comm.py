@@ -1,4 +1,4 @@
-"""Exchanges without training: the hub beside bare gloo, and shards beside the hub on slow links."""
+"""Exchanges without training: bare gloo, Ray, torchrun's star and shards, on this machine and on slow links."""
 
 from __future__ import annotations
 
@@ -63,7 +63,11 @@ class CommReport:
 
     def ratios(self) -> dict[str, float]:
         made = {}
-        for where, engine, other in (("loopback", "bare", "sessions"), ("slow", "sharded", "hub")):
+        for where, engine, other in (
+            ("loopback", "ray", "bare"),
+            ("slow", "ray", "star"),
+            ("slow", "sharded", "star"),
+        ):
             for n in sorted({row.n_workers for row in self.rows if row.where == where}):
                 made[f"{where}: {engine} / {other}, S = {n}"] = self.ratio(where, engine, other, n)
         return made
@@ -88,52 +92,55 @@ def bench(
     if slow and (why := why_not()):
         left_out["slow links"], slow = f"not measured: {why}", ()
     with progress(False) as bar:
-        task = bar.add_task("exchanges", total=1 + 2 * len(slow), note="")
-        rows += _measure("loopback", ("bare", "sessions"), loopback, megabytes, repeats, wire)
-        bar.advance(task)
+        task = bar.add_task("exchanges", total=3 + 3 * len(slow), note="")
+        for engines in (("bare", "star"), ("sharded",), ENGINES):
+            rows += _measure(Job("loopback", engines, loopback, megabytes, repeats, wire))
+            bar.advance(task)
         for n in slow:
-            for engine in ("hub", "sharded"):
-                rows += _measure("slow", (engine,), n, slow_megabytes, repeats, wire, gbit)
+            for engines in (("star",), ("sharded",), ENGINES):
+                rows += _measure(Job("slow", engines, n, slow_megabytes, repeats, wire, gbit))
                 bar.advance(task)
     about["load after"] = os.getloadavg()[0]
     return CommReport(tuple(rows), left_out, about)
 
 
-def _measure(
-    where: str,
-    engines: tuple[str, ...],
-    n_workers: int,
-    megabytes: float,
-    repeats: int,
-    wire: Wire,
-    gbit: float = 0.0,
-) -> list[Measured]:
-    n = n_workers + (engines != ("sharded",))  # a hub does not train
-    with tempfile.TemporaryDirectory() as folder:
-        job = {
-            "megabytes": megabytes,
-            "engines": engines,
-            "repeats": repeats,
-            "wire": wire,
-            "folder": folder,
-        }
-        with slow_hosts(n, gbit) if gbit else nullcontext([LOOPBACK] * n) as hosts:
-            said = _run(hosts, job)
+ENGINES = ("ray", "ray, checked")  # of peer_ray
+
+
+@dataclass(frozen=True)
+class Job:
+    """Engines that are measured in the same processes, one exchange after the other."""
+
+    where: str
+    engines: tuple[str, ...]
+    n_workers: int
+    megabytes: float
+    repeats: int
+    wire: Wire
+    gbit: float = 0.0
+
+
+def _measure(job: Job) -> list[Measured]:
+    n = job.n_workers + (job.engines != ("sharded",))  # the centre of a star does not train here
+    with slow_hosts(n, job.gbit) if job.gbit else nullcontext([LOOPBACK] * n) as hosts:
+        said = _run_ray(hosts, job) if job.engines == ENGINES else _run(hosts, job)
     made = []
-    for engine in engines:
-        # what crosses the busiest link: through a hub one way after the other, else both at once
-        both = sum(b.total for b in subnet_bytes(0, said["n_subnet"], 1, wire))
-        formula = busiest("sharded" if engine == "sharded" else "hub", n_workers, both, 0, 0)
-        link = statistics.median(said["link"][engine]) if gbit else None
+    for engine in job.engines:
+        # what crosses the busiest link: in a star one way after the other, else both at once
+        both = sum(b.total for b in subnet_bytes(0, said["n_subnet"], 1, job.wire))
+        formula = busiest("sharded" if engine == "sharded" else "ray", job.n_workers, both, 0, 0)
+        link = statistics.median(said["link"][engine]) if job.gbit else None
         if link is not None and engine == "sharded":
             link /= 2  # the interface counts both directions
         counted = None if link is None else int(link)
         seconds = tuple(said["seconds"][engine])
-        made.append(Measured(where, engine, n_workers, megabytes, seconds, formula, counted))
+        made.append(
+            Measured(job.where, engine, job.n_workers, job.megabytes, seconds, formula, counted)
+        )
     return made
 
 
-def _run(hosts: list[Host], job: dict[str, Any]) -> dict[str, Any]:
+def _run(hosts: list[Host], job: Job) -> dict[str, Any]:
     """A process on every host; what rank 0 says."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -143,17 +150,76 @@ def _run(hosts: list[Host], job: dict[str, Any]) -> dict[str, Any]:
         env = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "OMP_NUM_THREADS": "1"}
         env |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": port}
         env |= {"GLOO_SOCKET_IFNAME": host.interface, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        command = [*host.prefix, sys.executable, "-m", "twistlm.lab.bench.peer"]
-        command.append(json.dumps(job | {"interface": host.interface}))
-        started.append(
-            subprocess.Popen(
-                command,
-                env=os.environ | env,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+        started.append(_start(host, "peer", asdict(job), env))
+    return _said(started)
+
+
+def _run_ray(hosts: list[Host], job: Job) -> dict[str, Any]:
+    """A driver on the first host and a raylet on each of the others; on loopback, Ray as it starts itself."""
+    what = asdict(job) | {"address": ""}
+    if not job.gbit:
+        return _said([_start(hosts[0], "peer_ray", what, {})])
+    port, nodes = 6379, []
+    store = f"--object-store-memory={max(80_000_000, int(3e6 * job.megabytes * job.n_workers))}"
+    try:
+        for i, host in enumerate(hosts):
+            role = (
+                ["--head", "--port", str(port)]
+                if i == 0
+                else ["--join", f"{hosts[0].address}:{port}"]
             )
+            more = [
+                "--",
+                "--num-cpus",
+                str(int(i > 0)),
+                store,
+                f"--temp-dir={tempfile.mkdtemp('tw')}",
+            ]
+            more += ["--include-dashboard=false"] if i == 0 else []
+            command = [
+                *host.prefix,
+                sys.executable,
+                "-m",
+                "twistlm",
+                "node",
+                *role,
+                "--host",
+                host.address,
+            ]
+            log = subprocess.DEVNULL
+            nodes.append(subprocess.Popen([*command, *more], stdout=log, stderr=log))
+            if i == 0:
+                _wait_for(host, port)
+        return _said(
+            [_start(hosts[0], "peer_ray", what | {"address": f"{hosts[0].address}:{port}"}, {})]
         )
+    finally:
+        for node in reversed(nodes):
+            node.terminate()
+        for node in nodes:
+            node.wait()
+
+
+def _wait_for(host: Host, port: int) -> None:
+    """Until something listens there."""
+    knock = f"import socket; socket.create_connection(('{host.address}', {port}), 1)"
+    for _ in range(60):
+        if not subprocess.run(
+            [*host.prefix, sys.executable, "-c", knock], capture_output=True
+        ).returncode:
+            return
+    raise OSError(f"no Ray head at {host.address}:{port}")
+
+
+def _start(host: Host, module: str, job: dict[str, Any], env: dict[str, str]) -> subprocess.Popen:
+    command = [*host.prefix, sys.executable, "-m", f"twistlm.lab.bench.{module}"]
+    command.append(json.dumps(job | {"interface": host.interface}))
+    pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=os.environ | env, **pipes)
+
+
+def _said(started: list[subprocess.Popen]) -> dict[str, Any]:
+    """The last line of the first process, once all of them have ended well."""
     try:
         said = [process.communicate(timeout=LONGEST) for process in started]
     finally:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ... import config
-from ...config import Wire
 from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Partition
 from ...model.central import Central, create
 from ...model.layout import Segments, cut_segments, layout
-from ...system.device import BufferPool
 from ...system.signals import Stop
 from ...training import dispatcher, shards
 from ...training.aggregator import Result, Stats, aggregate_
 from ...training.dispatcher import Deal, Parcel
-from ...transport import address, client, wire
-from ...transport.events import Events
-from ...transport.hub import Hub
-from ...transport.listener import Listener
-from ...transport.protocol import Hello, RoundOrder, RunDescription, Task
+from ...transport import wire
 from ...transport.ranks import Cluster
-from ...transport.session import Session
 
-SECRET = b"of no use to anybody"
 N_BLOCKS, K = 12, 4
 SHARED = 0.78  # of a subnet, as of GPT-2 124M with a third of the blocks
 UNIT = 1024  # elements: the grain
@@ -111,85 +101,50 @@ class Bare:
                     work.wait()
 
 
-class Hubbed:
-    """A round through the hub without local steps: cut, post, collect, aggregate."""
+class Star:
+    """A round of torchrun's star without its local steps: cut, exchange, aggregate."""
 
     def __init__(self, job: dict[str, Any], cluster: Cluster):
-        self.n_workers, self.is_central = cluster.world_size - 1, cluster.is_central
-        self.kind: Wire = job["wire"]
-        self.pool = BufferPool()
+        self.cluster, self.kind = cluster, job["wire"]
         self.central, self.segments = make(job["megabytes"])
-        host = os.environ["MASTER_ADDR"]
-        if not self.is_central:
-            self.session = self._enter(host, int(cluster.broadcast([0.0])[0]))
-            return
-        sock = address.listen(f"{host}:0", False)
-        run = {"wire": self.kind, "out": job["folder"]}
-        cfg = config.from_dict({"train": {"n_workers": self.n_workers}, "run": run})
-        events = Events(Path(job["folder"]), quiet=True)
-        nothing = RunDescription({}, {}, 0, 1)  # nobody builds a model
-        listener = Listener(sock, SECRET, nothing, lambda own: None, events, 60.0)
-        self.hub = Hub(listener, cfg, events, 0)
-        cluster.broadcast([float(sock.getsockname()[1])])
-        self.members = self.hub.gather(0, 0, time.monotonic())
-
-    def _enter(self, host: str, port: int) -> Session:
-        sock = socket.create_connection((host, port))
-        session = client.shake_hands(sock, SECRET)
-        client.enter(session, Hello(os.environ["RANK"]), lambda run: None)
-        return session
+        self.shape = (1, n_subnet(self.segments))
 
     def exchange(self, r: int) -> None:
-        if not self.is_central:
-            self._answer()
+        n, rank = self.cluster.world_size, self.cluster.rank
+        nothing, empty = torch.empty(0, dtype=torch.uint8), [0] * (n - 1)
+        n_down, n_up = wire.down_bytes(self.kind, self.shape), wire.up_bytes(self.kind, self.shape)
+        if rank:
+            got = self.cluster.exchange([nothing] * n, [n_down, *empty])()[0]
+            sent = wire.read_down(self.kind, got, self.shape)
+            self.cluster.exchange(
+                [wire.up(self.kind, sent, sent[0])] + [nothing] * (n - 1), [0] * n
+            )()
             return
-        there = deal(self.segments, self.n_workers, r)
-        cuts = (dispatcher.cut(self.central, blueprint) for blueprint in there.blueprints)
-        answers = self._round(r, cuts)
-        results = [
-            Result(i, answers[i], there.indices[i], Stats(0.0, 1, 1)) for i in range(self.n_workers)
-        ]
-        aggregate_(self.central, results, there.holders)
-
-    def _round(self, r: int, cuts: Iterable[Tensor]) -> list[Tensor]:
-        began, task = time.monotonic(), Task({}, "physical", {})
-        ids = torch.zeros(1, 1, 1, dtype=torch.int64)
-        for member, buffer in zip(self.members, cuts, strict=True):
-            self.hub.post(member, r, buffer, ids, task)
-        answers = self.hub.collect(r, began)
-        self.hub.committed(r, time.monotonic() - began)
-        return [answers[member.place].buffer for member in self.members]
-
-    def _answer(self) -> None:
-        order, shape = self.session.hear(600.0), (1, n_subnet(self.segments))
-        assert isinstance(order, RoundOrder)
-        n_bytes = wire.down_bytes(self.kind, shape)
-        found = client.receive(self.session, order, n_bytes, self.pool)
-        if found is None:
-            raise ConnectionError("the weights did not arrive as they were sent")
-        sent = wire.read_down(self.kind, found[0], shape)
-        update = wire.up(self.kind, sent, sent[0])
-        result = client.result_of(order.round, update, 0.0)
-        client.send_result(self.session, result, update, 0)
+        there = deal(self.segments, n - 1, r)
+        cuts = [dispatcher.cut(self.central, blueprint) for blueprint in there.blueprints]
+        self.cluster.exchange([nothing, *(wire.down(self.kind, c) for c in cuts)], [0] * n)()
+        came = self.cluster.exchange([nothing] * n, [0] + [n_up] * (n - 1))()[1:]
+        add_up(
+            self.central,
+            there,
+            [
+                wire.read_up(self.kind, up, self.shape, cut[0])
+                for up, cut in zip(came, cuts, strict=True)
+            ],
+        )
 
 
-class Sessions(Hubbed):
-    """The hub's transport alone: buffers that are cut already, results that nobody adds up."""
-
-    def exchange(self, r: int) -> None:
-        if not self.is_central:
-            self._answer()
-            return
-        if not hasattr(self, "buffers"):
-            self.buffers = [torch.ones(1, n_subnet(self.segments)) for _ in self.members]
-        self._round(r, self.buffers)
+def add_up(central: Central, there: Deal, buffers: list[Tensor]) -> None:
+    results = [
+        Result(i, buffer, there.indices[i], Stats(0.0, 1, 1)) for i, buffer in enumerate(buffers)
+    ]
+    aggregate_(central, results, there.holders)
 
 
 ENGINES: dict[str, Callable[[dict[str, Any], Cluster], Any]] = {
     "sharded": Sharded,
     "bare": Bare,
-    "hub": Hubbed,
-    "sessions": Sessions,
+    "star": Star,
 }
 
 
@@ -204,7 +159,7 @@ def on_the_link(interface: str) -> int:
 
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    cluster = Cluster("sharded", int(os.environ["WORLD_SIZE"]), "physical", "cpu", together=True)
+    cluster = Cluster("sharded", int(os.environ["WORLD_SIZE"]), "physical", "cpu")
     engines = {name: ENGINES[name](job, cluster) for name in job["engines"]}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     link: dict[str, list[int]] = {name: [] for name in engines}
@@ -221,7 +176,7 @@ def main(job: dict[str, Any]) -> None:
         n = n_subnet(make(job["megabytes"])[1])
         print(json.dumps({"n_subnet": n, "seconds": seconds, "link": link}), flush=True)
     cluster.barrier()
-    os._exit(0)  # sessions and groups close in any order
+    cluster.close()
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def _coverage(trainings: list[Training]) -> list[Figure]:
     series: dict[str, dict[Any, float]] = {}
     covered: list[float] = []
     for t in [t for t in trainings if t.config.get("train", {}).get("method") == "twist"][:3]:
-        shares = dealt(config.from_dict(t.config), min(ROUNDS, t.rows[-1]["round"]))
+        shares = dealt(config.from_record(t.config), min(ROUNDS, t.rows[-1]["round"]))
         covered += [share for _, _, share in shares]
         label = _label(t)
         series[f"{label}: least held"] = {r + 1: low for r, (low, _, _) in enumerate(shares)}

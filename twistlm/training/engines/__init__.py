@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from ...config import Config
 from ...transport.ranks import Cluster
 from ..progress import Progress
 from ..run import Run
 from .dataparallel import DataParallel
-from .elastic import Elastic, Opened
 from .local import Local
 from .protocol import Engine
 from .sharded import Sharded
+from .star import Star
 
 
-def is_together(cfg: Config) -> bool:
-    """Whether the ranks of torchrun form one group; else they are workers of the central one's hub."""
-    return cfg.train.method != "twist" or cfg.run.variant == "sharded"
+def join(cfg: Config) -> Cluster:
+    """This process's place in the run that a config describes; a cluster that cannot be used is refused."""
+    if cfg.run.variant == "ray":
+        if cfg.train.method != "twist":
+            raise ValueError(f"train.method = {cfg.train.method!r}: use run.variant = 'local'")
+        if importlib.util.find_spec("ray") is None:
+            raise ValueError(
+                "run.variant = 'ray' needs Ray, which is not installed: pip install 'twistlm[ray]'"
+            )
+        from ...transport import ray_cluster
 
-
-def join(cfg: Config, opened: Opened | None) -> Cluster:
-    """This process's place in the run that a config describes."""
+        ray_cluster.check(ray_cluster.address_of(cfg), cfg.ray.open)
     return Cluster(
-        cfg.run.variant,
-        cfg.train.n_workers,
-        cfg.run.seat,
-        cfg.run.device,
-        together=is_together(cfg),
-        hub=opened is not None,
+        cfg.run.variant, cfg.train.n_workers, cfg.run.seat, cfg.run.device, cfg.run.silence
     )
 
 
-def start(run: Run, progress: Progress, opened: Opened | None, quiet: bool) -> Engine:
+def start(run: Run, progress: Progress, quiet: bool) -> Engine:
     """The engine of a run."""
     if run.cfg.train.method != "twist":
         return DataParallel(run, progress)
+    if run.cfg.run.variant == "ray":
+        from .elastic import Elastic
+
+        return Elastic(run, progress.round, quiet)
     if run.cfg.run.variant == "sharded":
         return Sharded(run)
-    if opened is None:
-        return Local(run)
-    if run.cfg.blocks.masks != "round" or run.teacher is not None:
-        raise ValueError(
-            "blocks.masks and train.teacher are not sent to workers of a hub: use run.variant local or "
-            "sharded"
-        )
-    return Elastic(run, progress.round, opened, quiet)
+    return Local(run) if run.cfg.run.variant == "local" else Star(run)

@@ -93,5 +93,5 @@ class DataParallel:
     def stops(self) -> bool:
         return self.run.stop.wished
 
-    def close(self) -> None:
+    def close(self, crashed: bool) -> None:
         pass

@@ -1,92 +1,149 @@
-"""The elastic engine: workers in other processes that come and go, found through a hub."""
+"""The elastic engine: workers are Ray actors on machines that come and go."""
 
 from __future__ import annotations
 
-import socket
+import secrets
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+from torch import Tensor
 
 from ... import config
 from ...data import stream
 from ...model import generator
 from ...model.layout import holders
-from ...system.signals import stopped
-from ...transport.address import address_of
+from ...system.device import BufferPool
+from ...system.provenance import version
+from ...system.signals import TOO_FEW, Ended, stopped
+from ...transport import checks, ray_cluster, wire
+from ...transport.checks import Unbelievable
 from ...transport.events import Events
-from ...transport.hub import Hub
-from ...transport.listener import Listener
-from ...transport.members import Member
-from ...transport.protocol import RunDescription, Task
+from ...transport.protocol import RoundOrder, RoundResult, RunDescription, checksum
 from .. import aggregator, dispatcher
 from ..aggregator import Result, Stats
-from ..assignments import Assignments, assign, committed, deal, measured_rho, traffic, train_here
+from ..assignments import Assignments, assign, committed, deal, measured_rho, traffic
 from ..progress import Progress
 from ..run import Run
+from ..teacher import pack
+from .actor import as_tensor
+from .places import Place, Places
 from .protocol import Outcome
 
-Opened = tuple[socket.socket, bytes]  # where workers connect, and the secret that lets them in
-Team = list[tuple[int, Member | None]]  # place and, in another process, its worker; by place
+RECENT = 9  # rounds behind the median
+FIRST = 10  # times the floor: the deadline of a round with nothing to compare it with
+CHECKERS = 4  # threads; more of them would wait for memory
 
 
+@dataclass
+class Sent:
+    """What one worker was asked for in a round."""
+
+    place: Place
+    weights: Any  # the reference that keeps `buffer` in the object store
+    buffer: Tensor  # [rows, n]: what it started from, read where it lies
+    finding: Future[Tensor] | None = None  # its result, once that is checked
+    loss_sum: float = 0.0
+    seconds: float = 0.0  # until it was there
+
+
+@dataclass
 class Elastic:
-    """Rounds with whoever is in. Some workers may be played by this process itself.
+    """Rounds with whoever is in.
 
     Who has no result in time costs its own update: blocks that it alone held stay as they are, and its
     sequences are the first to go out again. Weights, counts and leases change together, or not at all.
     """
 
+    run: Run
+    start: int
+    quiet: bool
     is_whole = True
+    began: bool = False  # whether a round has been committed since this process started
+    n_bytes: int = 0  # that went through the store
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    buffers: BufferPool = field(default_factory=BufferPool)
 
-    def __init__(self, run: Run, start: int, opened: Opened, quiet: bool):
-        self.run, cfg = run, run.cfg
-        self.events = Events(Path(cfg.run.out), quiet)
-        listener = Listener(
-            *opened,
-            RunDescription(
-                config=config.to_dict(cfg),
-                model=run.template.config.to_dict(),
-                total_steps=run.total_steps,
-                rows=run.rows,
-            ),
-            lambda own: generator.check_own(run.block_map, cfg.blocks, own),
-            self.events,
-            cfg.hub.patience,
+    def __post_init__(self) -> None:
+        run, cfg = self.run, self.run.cfg
+        self.events = Events(Path(cfg.run.out), self.quiet)
+        there = ray_cluster.enter(cfg, self._store_bytes())
+        described = RunDescription(
+            version=version("twistlm"),
+            config=config.to_dict(cfg),
+            model=run.template.config.to_dict(),
+            total_steps=run.total_steps,
+            rows=run.rows,
         )
-        self.events.write("started", round=start, address=address_of(opened[0]))
-        n_local = len(run.cluster.workers)
-        self.hub = Hub(listener, cfg, self.events, n_local, lambda: run.stop.wished)
+        teacher = pack(run.teacher)
+        self.places = Places(cfg, run_id(Path(cfg.run.out)), described, teacher, self.events)
+        self.places.check_widths = lambda own: generator.check_own(run.block_map, cfg.blocks, own)
+        self.checkers = ThreadPoolExecutor(CHECKERS)
+        url = there.get("webui_url") or ""
+        more = {"dashboard": f"http://{url}"} if url else {}
+        self.events.write("started", round=self.start, address=there["address"], **more)
+
+    def _store_bytes(self) -> int:
+        """What a round puts in this machine's object store: every subnet down and up."""
+        run = self.run
+        full, blocks, s = run.full, run.cfg.blocks, run.cfg.train.n_workers
+        blueprints = generator.for_training(run.block_map, s, blocks, seed=0, round=0)
+        shapes = [
+            (run.rows, full.narrowed(run.block_map, run.block_map.widths(b)).n_params)
+            for b in blueprints
+        ]
+        kind, dtype = run.cfg.run.wire, run.cut.dtype
+        ways = (wire.down_bytes, wire.up_bytes)
+        return sum(way(kind, shape, dtype) for shape in shapes for way in ways)
 
     def round(self, progress: Progress) -> Outcome:
-        """One round with those who are in; tried again until `hub.min_workers` results are there."""
+        """One round with those who are in; tried again until `ray.min_workers` results are there."""
         run, r = self.run, progress.round
         assert run.central is not None
         rho = measured_rho(run, progress)
-        before, first = sum(self.hub.traffic()), time.monotonic()
+        before, first = self.n_bytes, time.monotonic()
         while True:
             team = self._gather(r, first)
-            present = [(place, member.widths if member else {}) for place, member in team]
+            present = [(place.number, place.widths) for place in team]
             dealt = deal(run, progress, present)
             work = assign(run, progress, dealt, present, rho)
             began = time.monotonic()
-            self._post(work, team)
-            results = [*self._trained_here(work, team), *self._answers(work, began)]
+            sent = self._post(work, team)
+            self._collect(r, sent, began)
+            results = list(self._results(work, sent))
             there = [result.worker for result in results]
             if run.stop.wished and len(there) < len(team):
                 raise stopped(run.stop, r)
-            if len(there) >= run.cfg.hub.min_workers:
+            if len(there) >= run.cfg.ray.min_workers:
                 break
-            self.hub.abandoned(r, len(there), first)
+            self._abandoned(r, len(there), first)
         back, held_by, after = [dealt.blueprints[i] for i in there], dealt.holders, work.leases
         if len(there) < len(team):
             held_by = holders(run.segments, back)
             for i in set(range(len(team))) - set(there):
                 after = stream.give_back(after, stream.of_worker(work.slots, i, len(team)))
         stats = aggregator.aggregate_(run.central, results, held_by, run.cfg.train.nesterov())
-        lost = [place for i, place in enumerate(work.places) if i not in there]
-        self.hub.committed(r, time.monotonic() - began, places=list(work.places), lost=lost)
-        wired = sum(self.hub.traffic()) - before
+        took = time.monotonic() - began
+        self.began = True
+        self.durations.append(took)
+        self.events.write(
+            "round",
+            round=r,
+            seconds={sent[i].place.name: sent[i].seconds for i in there},
+            took=took,
+            places=list(work.places),
+            lost=[place for i, place in enumerate(work.places) if i not in there],
+        )
         now = committed(progress, after, back, rho)
+        wired = self.n_bytes - before
         return Outcome(stats, traffic(run, dealt.blueprints, back, wired), now)
 
     def collect_(self) -> None:
@@ -96,45 +153,141 @@ class Elastic:
     def stops(self) -> bool:
         return self.run.stop.wished
 
-    def close(self) -> None:
-        self.hub.close()
+    def close(self, crashed: bool) -> None:
+        """Workers of a run that crashed stay, for `--resume`; else they end with it."""
+        self.checkers.shutdown()
+        self.places.close(end=not crashed)
+        ray.shutdown()
 
-    def _gather(self, r: int, since: float) -> Team:
-        """The workers of a round: those that this process plays, and those who are in at the hub."""
-        mine: Team = [(place, None) for place in self.run.cluster.workers]
-        members = self.hub.gather(r, len(mine), since)
-        if self.run.stop.wished:
-            raise stopped(self.run.stop, r)
-        return mine + [(member.place, member) for member in members]
+    def deadline(self) -> float:
+        """Seconds that a round may take: three times the median of the last ones, or the floor."""
+        floor = self.run.cfg.ray.floor
+        return (
+            max(floor, 3 * statistics.median(self.durations)) if self.durations else FIRST * floor
+        )
 
-    def _post(self, work: Assignments, team: Team) -> None:
-        """Send all other processes their subnets. All have been cut before a local worker begins: a
-        central seat trains the central weights in place."""
-        run, dealt = self.run, work.deal
+    def _gather(self, r: int, since: float) -> list[Place]:
+        """The workers of a round in order of their places; a run that has just started waits for all S,
+        so that a restarted one deals as before."""
+        cfg, stop = self.run.cfg, self.run.stop
+        reported, delay = 0.0, 1.0
+        while True:
+            team = self.places.admit(r, 2 * self.deadline(), FIRST * cfg.ray.floor)
+            waited = time.monotonic() - since
+            starts = not self.began and waited < cfg.ray.wait
+            need = cfg.train.n_workers if starts else cfg.ray.min_workers
+            if stop.wished:
+                raise stopped(stop, r)
+            if len(team) >= max(1, need):
+                return team
+            if waited > max(cfg.ray.patience, 0.0 if self.began else cfg.ray.wait):
+                raise self._too_few(r, len(team), waited)
+            if waited >= reported + delay:
+                reported, delay = waited, 2 * delay
+                why = f"the cluster has {ray_cluster.room()}"
+                self.events.write(
+                    "waiting", round=r, n_workers=len(team), need=need, seconds=waited, why=why
+                )
+            time.sleep(0.02)
+
+    def _post(self, work: Assignments, team: list[Place]) -> list[Sent]:
+        """Send everybody a subnet; nothing is waited for."""
+        run, dealt, kind = self.run, work.deal, self.run.cfg.run.wire
         assert run.central is not None
-        for i, (place, member) in enumerate(team):
-            if member is not None:
-                blueprint, seat = dealt.blueprints[i], run.cluster.seating.kinds[place]
-                sent = dispatcher.cut(run.central, blueprint, buffers=member.buffers)
-                task = Task(blueprint, seat, work.factors(run, i))
-                self.hub.post(member, dealt.round, sent, work.tokens(run, i), task)
+        posted = []
+        for i, place in enumerate(team):
+            cut = dispatcher.cut(run.central, dealt.blueprints[i], buffers=self.buffers).to("cpu")
+            shape, payload = (cut.shape[0], cut.shape[1]), wire.down(kind, cut)
+            tokens = work.tokens(run, i).to(torch.int32)
+            order = RoundOrder(
+                round=dealt.round,
+                worker=i,
+                blueprint=dict(dealt.blueprints[i]),
+                seat=run.cluster.seating.kinds[place.number],
+                gates=work.gates(run, i).numpy(),
+                weights_checksum=checksum(payload),
+                tokens_checksum=checksum(tokens.view(-1).view(torch.uint8)),
+            )
+            weights = ray.put(payload.numpy())
+            lies = as_tensor(ray.get(weights))
+            place.ask(order, weights, tokens.numpy())
+            posted.append(Sent(place, weights, wire.read_down(kind, lies, shape, cut.dtype)))
+            self.n_bytes += payload.numel() + tokens.nbytes
+        return posted
 
-    def _trained_here(self, work: Assignments, team: Team) -> Iterator[Result]:
-        """Train the workers that this process plays, one by one: they may share a seat."""
-        run = self.run
-        assert run.central is not None
-        for i, (_, member) in enumerate(team):
-            if member is None:
-                parcel = dispatcher.parcel(work.deal, i, run.segments, run.central.buffer)
-                yield train_here(run, work, i, parcel)
+    def _collect(self, r: int, sent: list[Sent], began: float) -> None:
+        """Wait for every result until the deadline; each is checked while others are on their way."""
+        limit, open_ = self.deadline(), {each.place.asked: each for each in sent}
+        while open_ and not self.run.stop.wished:
+            left = began + limit - time.monotonic()
+            if left <= 0:
+                break
+            ready, _ = ray.wait(list(open_), num_returns=1, timeout=min(left, 0.2))
+            for ref in ready:
+                each = open_.pop(ref)
+                each.place.asked = None
+                try:
+                    result: RoundResult = ray.get(ref)
+                except RayTaskError as error:  # the worker lives, its round failed
+                    self.places.strike(each.place, r, _words(error))
+                    continue
+                except RayError as error:
+                    self.places.lose(each.place, "lost", round=r, why=_words(error))
+                    continue
+                each.loss_sum, each.seconds = result.loss_sum, time.monotonic() - began
+                payload = as_tensor(result.update)
+                self.n_bytes += payload.numel()
+                each.finding = self.checkers.submit(
+                    checks.believed, self.run.cfg, result, payload, each.buffer
+                )
+        if not self.run.stop.wished:
+            for each in open_.values():
+                why = f"no result within {limit:.1f} s"
+                self.events.write("late", each.place.name, round=r, seconds=limit, why=why)
 
-    def _answers(self, work: Assignments, began: float) -> Iterator[Result]:
-        """The results of other processes that came in time and are believed, in worker order."""
+    def _results(self, work: Assignments, sent: list[Sent]) -> Iterator[Result]:
+        """The results that came in time and are believed, in worker order."""
         run, t = self.run, self.run.cfg.train
-        answers = self.hub.collect(work.deal.round, began)
         n_tokens = t.interval * t.batch * run.batches.seq_len
-        for i, place in enumerate(work.places):
-            if place in answers:
-                stats = Stats(answers[place].loss_sum, t.interval, n_tokens)
-                buffer = answers[place].buffer.to(run.cluster.device, non_blocking=True)
-                yield Result(i, buffer, work.deal.indices[i], stats)
+        for i, each in enumerate(sent):
+            if each.finding is None:
+                continue
+            try:
+                buffer = each.finding.result().to(run.cluster.device, non_blocking=True)
+            except Unbelievable as why:
+                self.places.strike(each.place, work.deal.round, str(why))
+                continue
+            stats = Stats(each.loss_sum, t.interval, n_tokens)
+            yield Result(i, buffer, work.deal.indices[i], stats)
+
+    def _abandoned(self, r: int, n: int, since: float) -> None:
+        """Too few results: the round will be tried again, unless that has been so for long."""
+        need, waited = self.run.cfg.ray.min_workers, time.monotonic() - since
+        self.events.write("not committed", round=r, n_results=n, need=need)
+        if waited > self.run.cfg.ray.patience:
+            raise self._too_few(r, n, waited)
+
+    def _too_few(self, r: int, n: int, waited: float) -> Ended:
+        cfg, room = self.run.cfg.ray, ray_cluster.room()
+        self.events.write("giving up", round=r, n_workers=n, need=cfg.min_workers)
+        return Ended(
+            f"round {r} needs {cfg.min_workers} workers (ray.min_workers), {n} are in after {waited:.0f} s "
+            f"(ray.patience = {cfg.patience:g}) on a cluster of {room}; the last checkpoint is unharmed, "
+            f"start the run again with --resume",
+            TOO_FEW,
+        )
+
+
+def _words(error: RayError) -> str:
+    """The last line of what Ray tells."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    words = lines[-1] if isinstance(error, RayTaskError) else lines[0]
+    return f"{type(error).__name__}: {words}"[:200]
+
+
+def run_id(out: Path) -> str:
+    """A word in the run's folder by which a restarted process finds the run's workers again."""
+    path = out / "ray-id.txt"
+    if not path.is_file():
+        path.write_text(secrets.token_hex(6) + "\n")
+    return path.read_text().strip()

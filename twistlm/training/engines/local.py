@@ -46,5 +46,5 @@ class Local:
     def stops(self) -> bool:
         return self.run.stop.wished
 
-    def close(self) -> None:
+    def close(self, crashed: bool) -> None:
         pass

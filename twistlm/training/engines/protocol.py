@@ -41,5 +41,5 @@ class Engine(Protocol):
     def stops(self) -> bool:
         """Whether a signal asks the run to end after this round; all ranks say the same."""
 
-    def close(self) -> None:
-        """Let go of what the engine opened."""
+    def close(self, crashed: bool) -> None:
+        """Let go of what the engine opened; a run that crashed may leave what `--resume` finds again."""

@@ -52,5 +52,5 @@ class Sharded:
     def collect_(self) -> None:
         collect_(self.run.central, self.shard, self.run.cluster)
 
-    def close(self) -> None:
+    def close(self, crashed: bool) -> None:
         pass

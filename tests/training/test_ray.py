@@ -1,0 +1,153 @@
+"""The fault matrix on Ray: real processes, real signals, and always the bits of a run that was planned so.
+
+`replay` trains the same rounds in this process, with the workers that the events say were in and
+without those that they say were lost: every test ends by comparing all central state with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from checkpoints import FILES
+from conftest import make_tokens, tiny
+from processes import Scene, same_bits
+
+from twistlm.system.signals import TOO_FEW, Ended
+from twistlm.training import aggregator, rounds
+
+TRAIN = {"n_workers": 4, "interval": 2, "outer": "nesterov(0.7, 0.6)", "schedule": "cosine"}
+
+
+def same_as_local(here: Scene, out: Path) -> None:
+    local = rounds.train(here.config(out, run={"variant": "local"}), quiet=True)
+    for name in FILES:
+        assert (local / name).read_bytes() == (here.last() / name).read_bytes(), name
+
+
+def pids(here: Scene) -> dict[int, list[int]]:
+    """The processes of each place, in the order of their coming."""
+    found: dict[int, list[int]] = {}
+    for row in here.events("joined"):
+        found.setdefault(row["place"], []).append(int(row["worker"].rpartition("-")[2]))
+    return found
+
+
+def test_ray_is_the_local_run_bit_for_bit(scene, tmp_path):
+    """Carried moments, outer Nesterov, measured scale, balanced deal, a teacher, a mask for every sequence;
+    then the second half in one process."""
+    taught_by = rounds.train(tiny(make_tokens(tmp_path / "t"), tmp_path / "teacher"), quiet=True)
+    here = scene(
+        train=TRAIN
+        | {"scale": "measured", "rounds": 4, "schedule": "constant", "teacher": str(taught_by)},
+        blocks={
+            "deal": "balanced",
+            "k_attn": [2, 3],
+            "masks": "sequence",
+            "mask_attn": [1, 2],
+            "mask_ffn": [2, 3],
+        },
+    )
+    here.train()
+    same_as_local(here, tmp_path / "local")
+    assert [row["places"] for row in here.events("round")] == [[0, 1, 2, 3]] * 4
+    here.train(resume=True)  # a finished run: nothing is left to do
+    assert len(here.events("round")) == 4
+    more = {"train": {"rounds": 6}, "run": {"variant": "local"}}
+    straight = rounds.train(here.config(tmp_path / "straight", **more), quiet=True)
+    resumed = rounds.train(here.config(here.out, **more), resume=True, quiet=True)
+    for name in FILES:
+        assert (straight / name).read_bytes() == (resumed / name).read_bytes(), name
+
+
+def test_a_driver_that_crashes_finds_its_workers_again(scene, tmp_path, monkeypatch):
+    """An exception, not a signal: the workers stay, and the same processes go on, bit for bit."""
+    here = scene(train=TRAIN | {"rounds": 5})
+    aggregate, calls = aggregator.aggregate_, []
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("a bug")
+        return aggregate(*args)
+
+    monkeypatch.setattr(aggregator, "aggregate_", fails)
+    with pytest.raises(RuntimeError, match="a bug"):
+        here.train(keep=False)
+    here.train(resume=True)
+    assert here.events("started")[-1]["round"] == 2
+    assert all(first == second for first, second in pids(here).values())
+    same_as_local(here, tmp_path / "local")
+
+
+def test_a_killed_driver_finds_its_workers_again(scene, tmp_path):
+    """Row 7, once: SIGKILL before an aggregate; `make chaos` has every phase."""
+    here = scene(train=TRAIN | {"rounds": 5, "scale": "measured"})
+    driver = here.start(kill={"at": "aggregator.aggregate_", "n": 3})
+    driver.join(120)
+    assert driver.exitcode == -signal.SIGKILL, here.text
+    here.train(resume=True)
+    assert here.events("started")[-1]["round"] in (2, 3)  # the writer may still have been at it
+    assert all(first == second for first, second in pids(here).values())
+    same_as_local(here, tmp_path / "local")
+
+
+def test_results_that_are_not_believed_and_nobody_left(scene):
+    """Rows 5 and 6: wrong results are refused, the third bars the machine; then there is nobody to wait for."""
+    here = scene(train=TRAIN | {"rounds": 9}, ray={"patience": 4.0})
+    wrong = {1: "nan", 2: "huge", 3: "inf"}
+    here.suffers(
+        *({"place": 0, "round": r, "at": "send", "do": what} for r, what in wrong.items()),
+        {"place": 1, "round": 4, "at": "send", "do": "short"},
+        {"place": 2, "round": 5, "at": "send", "do": "corrupt"},
+        {"place": 3, "round": 7, "at": "receive", "do": "flip"},
+    )
+    with pytest.raises(Ended, match=r"round 7 needs 1 workers .* 0 are in after \d+ s") as end:
+        here.train(keep=False)
+    assert end.value.code == TOO_FEW
+    whys = {row["round"]: row["why"] for row in here.events("refused")}
+    said = ("NaN", "AdamW", "NaN or Inf", "bytes instead of", "a wrong checksum", "not arrive")
+    assert [word in whys[r] for word, r in zip(said, (1, 2, 3, 4, 5, 7), strict=True)] == [True] * 6
+    assert [row["round"] for row in here.events("quarantined")] == [3, 4, 5, 7]
+    assert len(here.events("joined")) == 4  # nobody new on a machine that is barred
+    assert [len(row["places"]) for row in here.events("round")] == [4, 4, 4, 4, 3, 2, 1]
+    assert [row["lost"] for row in here.events("round")] == [[], [0], [0], [0], [1], [2], []]
+    assert same_bits(here.replay(), here.last())
+
+
+def test_killed_stopped_and_slow_workers_and_sigterm(scene):
+    """Rows 1, 2, 13: each costs its own result; the late ones come back; at the end nobody is left over."""
+    here = scene(train=TRAIN | {"rounds": 2000}, ray={"floor": 2.0})
+    here.suffers(
+        {"place": 0, "round": 1, "at": "train", "do": "SIGKILL"},
+        {"place": 1, "round": 3, "at": "train", "do": "SIGSTOP"},
+        {"place": 2, "round": 3, "at": "train", "do": "sleep"},
+    )
+    driver = here.start(keep=False)
+    killed = here.until(lambda: here.events("round", round=1))[0]
+    assert killed["lost"] == [0]
+    assert killed["took"] < max(killed["seconds"].values()) + 5  # 0.1 s on a machine of one's own
+    late = here.until(lambda: len(here.events("late", round=3)) == 2 and here.events("late"))
+    row = here.until(lambda: here.events("round", round=3))[0]
+    assert row["lost"] == [1, 2]
+    assert 2.0 <= late[0]["seconds"] <= row["took"] < late[0]["seconds"] + 2.5  # 0.1 s
+    os.kill(pids(here)[1][0], signal.SIGCONT)
+    for place in (1, 2):  # kept, and its old result refused
+        here.until(lambda place=place: len(pids(here)[place]) == 2)
+        assert len(set(pids(here)[place])) == 1
+    here.until(lambda: len(pids(here)[0]) == 2)
+    here.until(lambda: here.events("round")[-1]["places"] == [0, 1, 2, 3])
+    os.kill(driver.pid, signal.SIGTERM)
+    driver.join(60)
+    assert driver.exitcode == 128 + signal.SIGTERM, here.text
+    done = json.loads((here.last() / "checkpoint.json").read_text())["round"]
+    assert done == len(here.events("round"))
+    everyone = {pid for found in pids(here).values() for pid in found}
+    here.until(lambda: not [pid for pid in everyone if Path(f"/proc/{pid}").exists()])
+    leases = json.loads((here.last() / "checkpoint.json").read_text())["leases"]
+    trained = sum(len(r["places"]) - len(r["lost"]) for r in here.events("round")) * 2 * 2
+    assert leases["next"] - len(leases["returned"]) == trained
+    assert same_bits(here.replay(), here.last())

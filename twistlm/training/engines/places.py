@@ -1,0 +1,173 @@
+"""Who works for a run on Ray: S places, each with an actor that is started, found again, or replaced."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from ...config import Config, Kind
+from ...transport import ray_cluster
+from ...transport.events import Events
+from ...transport.protocol import Hello, RoundOrder, RunDescription
+from ..teacher import Packed
+from . import actor
+
+STRIKES = 3
+LONGEST_PAUSE = 30.0  # seconds between two tries to fill a place
+
+
+@dataclass
+class Place:
+    """One of the S workers of a run, and the actor that fills it."""
+
+    number: int
+    actor: Any = None
+    entering: Any = None  # the reference of its hello, until it is there
+    hello: Hello | None = None
+    asked: Any = None  # the reference of a result that has not come
+    since: float = 0.0  # when it was asked
+    fresh: bool = True  # it has not brought a result yet: its first steps compile
+    again: float = 0.0  # not before: a place that fails is filled more and more slowly
+    pause: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.number}@{self.hello.name}" if self.hello else f"place {self.number}"
+
+    @property
+    def widths(self) -> dict[Kind, int]:
+        return self.hello.widths if self.hello else {}
+
+    def ask(self, order: RoundOrder, weights: Any, tokens: Any) -> None:
+        self.since, self.asked = time.monotonic(), self.actor.train.remote(order, weights, tokens)
+
+
+@dataclass
+class Places:
+    """All places of a run; lives as long as its engine."""
+
+    cfg: Config
+    run_id: str
+    run: RunDescription
+    taught_by: Packed | None
+    events: Events
+    check_widths: Callable[[dict[Kind, int]], None] = lambda own: None
+    barred: set[str] = field(default_factory=set)  # machines whose results were wrong three times
+    strikes: Counter[str] = field(default_factory=Counter)  # by machine
+
+    def __post_init__(self) -> None:
+        self.places = [Place(number) for number in range(self.cfg.train.n_workers)]
+        self._gpus = ray_cluster.gpus(self.cfg)
+        self._run, self._teacher = ray.put(self.run), ray.put(self.taught_by)
+        self._ended = threading.Event()
+        threading.Thread(target=self._ping, daemon=True).start()
+
+    def _ping(self) -> None:
+        """Workers end by themselves when no run speaks to them; an evaluation may take long."""
+        while not self._ended.wait(min(10.0, self.cfg.ray.patience / 10)):
+            for place in self.places:
+                with suppress(Exception):  # its death is noticed where it is waited for
+                    place.actor.ping.remote()
+
+    def admit(self, r: int, longest: float, first: float) -> list[Place]:
+        """Fill empty places, take in who is ready, and replace who has been late for too long."""
+        for place in self.places:
+            if place.actor is None and time.monotonic() >= place.again:
+                self._start(place)
+            if place.entering is not None and _is_there(place.entering):
+                self._take_in(place)
+            if place.asked is not None:
+                self._look_after(place, r, max(longest, first) if place.fresh else longest)
+        return [place for place in self.places if place.hello is not None and place.asked is None]
+
+    def _start(self, place: Place) -> None:
+        """An actor of that name that is there already belongs to an earlier process of this run."""
+        kind = ray.remote(concurrency_groups={"pulse": 1})(actor.WORKER)
+        made = kind.options(
+            name=f"{self.run_id}-{place.number}",
+            namespace=ray_cluster.NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=0,
+            num_cpus=ray_cluster.cpus(self.cfg),
+            num_gpus=self._gpus,
+            scheduling_strategy="SPREAD",
+            label_selector={"ray.io/node-id": f"!in({','.join(self.barred)})"}
+            if self.barred
+            else None,
+        )
+        place.actor = made.remote(self.cfg.ray.patience)
+        place.entering, place.fresh = place.actor.enter.remote(self._run, self._teacher), True
+
+    def _take_in(self, place: Place) -> None:
+        try:
+            place.hello = ray.get(place.entering)
+            place.entering = None
+            self.check_widths(place.widths)
+        except RayTaskError as error:
+            self.strike(place, None, str(error).strip().splitlines()[-1])
+            self.lose(place, "turned away", why=str(error).strip().splitlines()[-1])
+        except ValueError as error:
+            self.barred.add(place.hello.node if place.hello else "")
+            self.lose(place, "turned away", why=str(error))
+        except RayError as error:
+            self.lose(place, "lost", why=str(error).strip().splitlines()[0])
+        else:
+            place.pause = 0.0
+            self.events.write("joined", place.name, place=place.number, **place.widths)
+
+    def _look_after(self, place: Place, r: int, longest: float) -> None:
+        """A late worker is kept: it may only be slow. What it brings now is refused."""
+        if _is_there(place.asked):
+            ref, place.asked, place.fresh = place.asked, None, False
+            try:
+                result = ray.get(ref)
+            except RayTaskError:
+                return
+            except RayError as error:
+                self.lose(place, "lost", round=r, why=str(error).strip().splitlines()[0])
+                return
+            why = f"late: round {r} is on"
+            self.events.write("refused", place.name, round=result.round, why=why)
+            self.events.write("joined", place.name, place=place.number, **place.widths)
+        elif time.monotonic() - place.since > longest:
+            self.lose(place, "lost", round=r, why=f"silent for {longest:.0f} s: replaced")
+
+    def lose(self, place: Place, event: str, **more: Any) -> None:
+        """Empty a place; it is filled again, at once for the first time."""
+        self.events.write(event, place.name, **more)
+        with suppress(Exception):
+            ray.kill(place.actor)
+        place.actor = place.entering = place.asked = place.hello = None
+        place.again = time.monotonic() + place.pause
+        place.pause = min(LONGEST_PAUSE, max(0.5, 2 * place.pause))
+
+    def strike(self, place: Place, r: int | None, why: str) -> None:
+        """Refuse a result; a machine that brought three wrong ones gets no new workers, and loses this one."""
+        node = place.hello.node if place.hello else ""
+        self.strikes[node] += 1
+        place.fresh = False
+        more = {} if r is None else {"round": r}
+        self.events.write("refused", place.name, why=why, **more)
+        if self.strikes[node] >= STRIKES and node:
+            self.barred.add(node)
+            self.lose(place, "quarantined", why=why, **more)
+
+    def close(self, end: bool) -> None:
+        self._ended.set()
+        if end:
+            for place in self.places:
+                with suppress(Exception):
+                    ray.kill(place.actor)
+
+
+def _is_there(ref: Any) -> bool:
+    return bool(ray.wait([ref], timeout=0)[0])

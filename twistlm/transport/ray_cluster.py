@@ -1,0 +1,191 @@
+"""A Ray cluster: whether it is there and may be trusted, how this process enters it, what it has room for."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import Config
+from ..system.signals import Stop, on_signals
+
+
+def token() -> str:
+    """The cluster's token as Ray finds it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token; or nothing."""
+    if word := os.environ.get("RAY_AUTH_TOKEN"):
+        return word.strip()
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray/auth_token"))
+    return path.read_text().strip() if path.is_file() else ""
+
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_enable_infeasible_task_early_exit", "0")  # workers wait for a machine
+if token():  # Ray reads this once, when it is imported; a token that nobody asks for does no harm
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+import grpc  # noqa: E402
+import ray  # noqa: E402
+
+NAMESPACE = "twistlm"
+PROBE = 10.0  # seconds for a head to answer
+LEAST_STORE = 80_000_000  # bytes: Ray's own lower limit
+CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+K_LABELS = {"attn": "twistlm-k-attn", "ffn": "twistlm-k-ffn"}  # of a node: K of its workers
+
+
+def address_of(cfg: Config) -> str:
+    """host:port of the cluster to use; empty for a Ray of this machine alone."""
+    found = cfg.ray.address or os.environ.get("RAY_ADDRESS", "")
+    if not found or found == "auto":
+        return found
+    host, _, port = found.rpartition(":")
+    if "/" in found or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"ray.address = {found!r}: use host:port of the head, as in 10.0.0.1:6379")
+    return found
+
+
+def is_near(address: str) -> bool:
+    """Whether nobody but this machine reaches an address."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except socket.gaierror as error:
+        raise ValueError(
+            f"ray.address = {address!r}: {host} has no address: {error.strerror}"
+        ) from None
+    return all(ipaddress.ip_address(str(text).partition("%")[0]).is_loopback for text in found)
+
+
+def check(address: str, is_open: bool) -> None:
+    """Refuse a head that does not answer, another version of Ray, a wrong token, or an open door."""
+    if address in ("", "auto") or os.environ.get("RAY_USE_TLS") == "1":
+        return
+    near, mine = is_near(address), token()
+    code, said = _ask(address, "")
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        if not mine:
+            raise ValueError(
+                f"the Ray cluster at {address} asks for a token: put it in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+            )
+        code, said = _ask(address, mine)
+        if code == grpc.StatusCode.UNAUTHENTICATED:
+            raise ValueError(
+                f"the Ray cluster at {address} does not accept this token: it must be the head's own, in "
+                f"~/.ray/auth_token or RAY_AUTH_TOKEN"
+            )
+    elif code is None and not near and not is_open:
+        raise ValueError(
+            f"the Ray cluster at {address} asks for no token, so whoever reaches it can run code on it: start "
+            f"its head with `twistlm node --head`, or say ray.open=true"
+        )
+    if code is not None:
+        raise ValueError(f"no Ray head answers at {address} within {PROBE:g} s: {said}")
+    theirs = re.search(rb"\d+\.\d+\.\d+", said)
+    if theirs and theirs[0].decode() != ray.__version__:
+        raise ValueError(
+            f"the Ray cluster at {address} has version {theirs[0].decode()}, this process {ray.__version__}: "
+            f"install the same on all machines"
+        )
+
+
+def _ask(address: str, mine: str) -> tuple[grpc.StatusCode | None, Any]:
+    """(None, the head's answer), or gRPC's code and words."""
+    metadata = [("authorization", f"Bearer {mine}")] if mine else []
+    with grpc.insecure_channel(address) as channel:
+        try:
+            return None, channel.unary_unary(CALL)(b"", timeout=PROBE, metadata=metadata)
+        except grpc.RpcError as error:
+            words = str(error.details()).rpartition("Failed to connect to remote host: ")[2]
+            return error.code(), words
+
+
+def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:
+    """Connect this process, or start a Ray of this machine; `n_bytes` is what a round puts in the store.
+
+    Returns what Ray says of the place: `address`, `node_id`, `webui_url`.
+    """
+    address, t = address_of(cfg), cfg.train
+    settings: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
+    settings |= {"logging_level": "ERROR", "configure_logging": False}
+    if not address:
+        n_gpus = {} if cfg.run.device != "cpu" else {"num_gpus": 0}
+        settings |= {"num_cpus": t.n_workers * cpus(cfg), "include_dashboard": False, **n_gpus}
+        settings |= {"object_store_memory": max(LEAST_STORE, n_bytes + n_bytes // 4)}
+        settings |= {"_node_ip_address": "127.0.0.1"}
+        free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else sys.maxsize
+        if settings["object_store_memory"] > free:
+            raise ValueError(_too_small(cfg, n_bytes, "/dev/shm of this machine", free))
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it says at length that it asks for a token
+    try:
+        said = ray.init(address or "local", **settings).address_info
+    except (RuntimeError, ConnectionError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"Ray at {address or 'this machine'}: {first}") from None
+    if address:
+        here = [node for node in ray.nodes() if node["NodeID"] == said["node_id"]]
+        room = int(here[0]["Resources"].get("object_store_memory", 0)) if here else sys.maxsize
+        if n_bytes > room:
+            ray.shutdown()
+            raise ValueError(_too_small(cfg, n_bytes, "the object store of this machine", room))
+    return said
+
+
+def _too_small(cfg: Config, n_bytes: int, where: str, room: int) -> str:
+    return (
+        f"a round of train.n_workers = {cfg.train.n_workers} puts {n_bytes / 1e6:,.0f} MB in Ray's object store, "
+        f"and {where} has {room / 1e6:,.0f} MB: start Ray with --object-store-memory={n_bytes * 5 // 4}, or "
+        f"take run.wire=int8, train.moments=reset or run.variant=sharded"
+    )
+
+
+def cpus(cfg: Config) -> int:
+    """Cores of a worker."""
+    return max(1, cfg.run.threads)
+
+
+def gpus(cfg: Config) -> float:
+    """GPUs of a worker: one where the cluster has any; workers of one machine share what it has."""
+    n = ray.cluster_resources().get("GPU", 0.0) if cfg.run.device != "cpu" else 0.0
+    return min(1.0, n if address_of(cfg) else n / cfg.train.n_workers)
+
+
+def room() -> str:
+    """What the cluster has, in words."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    n_cpus, n_gpus = (
+        sum(int(node["Resources"].get(kind, 0)) for node in nodes) for kind in ("CPU", "GPU")
+    )
+    return f"{len(nodes)} machines with {n_cpus} cores and {n_gpus} GPUs"
+
+
+def keep_node(command: Sequence[str], again: bool) -> int:
+    """Run `ray start --block ...` until a signal comes; with `again`, start it anew whenever it ends.
+
+    A raylet that was frozen or cut off for longer than a minute ends and does not come back by itself.
+    """
+    stop, pause = Stop(), 1.0
+    with on_signals(stop, quiet=True):
+        while not stop.wished:
+            began = time.monotonic()
+            process = subprocess.Popen(command, process_group=0)
+            while process.poll() is None and not stop.wished:
+                time.sleep(0.1)
+            if stop.wished:
+                process.terminate()
+            code = process.wait()
+            if not again:
+                return 128 + stop.wish if stop.wished else code
+            pause = 1.0 if time.monotonic() - began > 60 else min(30.0, 2 * pause)
+            until = time.monotonic() + pause
+            while time.monotonic() < until and not stop.wished:
+                time.sleep(0.1)
+    return 128 + stop.wish
