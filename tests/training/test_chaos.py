@@ -86,7 +86,8 @@ def audit(here: Scene, tokens: str, n_workers: int) -> None:
     for r, event in last.items():
         for name in event["seconds"]:
             path = here.out / f"trained-{name.partition('@')[2]}.jsonl"
-            mine = [note for note in map(json.loads, path.open()) if note["round"] == r]
+            notes = map(json.loads, path.read_text().splitlines())
+            mine = [note for note in notes if note["round"] == r]
             trained.update(mine[-1]["ids"])
     saved = checkpoint.open_(here.out)
     done = sorted(set(range(saved.leases.next)) - set(saved.leases.returned))

@@ -189,7 +189,7 @@ def _run_ray(hosts: list[Host], job: Job) -> dict[str, Any]:
             log = subprocess.DEVNULL
             nodes.append(subprocess.Popen([*command, *more], stdout=log, stderr=log))
             if i == 0:
-                _wait_for(host, port)
+                wait_for(host, port)
         return _said(
             [_start(hosts[0], "peer_ray", what | {"address": f"{hosts[0].address}:{port}"}, {})]
         )
@@ -200,7 +200,7 @@ def _run_ray(hosts: list[Host], job: Job) -> dict[str, Any]:
             node.wait()
 
 
-def _wait_for(host: Host, port: int) -> None:
+def wait_for(host: Host, port: int) -> None:
     """Until something listens there."""
     knock = f"import socket; socket.create_connection(('{host.address}', {port}), 1)"
     for _ in range(60):

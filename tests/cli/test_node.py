@@ -1,0 +1,129 @@
+"""Ray that is missing, unreachable, open, of another version or too small: one sentence each, in time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from commands import check_refusal, in_process, toml
+from conftest import make_tokens, tiny_table
+
+from twistlm.system.signals import TOO_FEW
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """`refused(*overrides, parts=...)`: what `twistlm train` with Ray says, within 30 s."""
+
+    def call(*overrides: str, parts: tuple[str, ...], **sections: dict) -> None:
+        sections["run"] = {"variant": "ray"} | sections.get("run", {})
+        table = tiny_table(make_tokens(tmp_path / "tokens"), tmp_path / "run", **sections)
+        path, began = toml(tmp_path / "c.toml", table), time.monotonic()
+        check_refusal(*in_process(monkeypatch, capsys, "train", path, *overrides), parts)
+        assert time.monotonic() - began < 30
+
+    return call
+
+
+@contextmanager
+def head(host: str, version: str = "", wanted: str = ""):
+    """What a run asks a head first, answered as a Ray of some version and token would."""
+    import ray
+
+    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        given = dict(context.invocation_metadata()).get("authorization", "")
+        if wanted and given != f"Bearer {wanted}":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+        return b"\x12\x06" + (version or ray.__version__).encode()
+
+    handler = grpc.unary_unary_rpc_method_handler(answer)
+    service = grpc.method_handlers_generic_handler(
+        "ray.rpc.NodeInfoGcsService", {"CheckAlive": handler}
+    )
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((service,))
+    port = server.add_insecure_port(f"{host}:0")
+    server.start()
+    yield f"{host}:{port}"
+    server.stop(None).wait()
+
+
+def own_address() -> str:
+    """An address of this machine beyond loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            pytest.skip("this machine has no network")
+        return probe.getsockname()[0]
+
+
+def test_no_ray(refused, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    refused(parts=("run.variant = 'ray'", "pip install 'twistlm[ray]'"))
+    check_refusal(
+        *in_process(monkeypatch, capsys, "node", "--head"), ("pip install 'twistlm[ray]'",)
+    )
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "ray://10.0.0.1:10001", "x:y", ":1", "a:70000"])
+def test_no_address(refused, address):
+    refused(f"ray.address={address}", parts=(f"ray.address = '{address}'", "host:port"))
+
+
+def test_heads_that_cannot_be_used(refused):
+    refused("ray.address=127.0.0.1:1", parts=("no Ray head answers at 127.0.0.1:1",))
+    with head("127.0.0.1", wanted="another") as address:
+        refused(f"ray.address={address}", parts=(address, "does not accept this token"))
+    with head("127.0.0.1", version="2.9.3") as address:
+        refused(f"ray.address={address}", parts=(address, "has version 2.9.3, this process"))
+    with head(own_address()) as address:
+        refused(f"ray.address={address}", parts=(address, "asks for no token", "ray.open=true"))
+
+
+def test_a_token_that_is_not_here(refused, monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with head("127.0.0.1", wanted="another") as address:
+        refused(f"ray.address={address}", parts=(address, "asks for a token", "RAY_AUTH_TOKEN"))
+
+
+def test_a_store_that_is_too_small(refused, ray_address):
+    size = {"vocab_size": 64, "n_positions": 16, "n_embd": 256, "n_head": 4, "n_layer": 6}
+    parts = ("train.n_workers = 3", "MB in Ray's object store", "--object-store-memory=")
+    refused(f"ray.address={ray_address}", model={"config": size}, parts=parts)
+
+
+def test_workers_that_find_no_place(ray_address, tmp_path, monkeypatch, capsys):
+    """Each asks for more cores than any machine has."""
+    table = tiny_table(
+        make_tokens(tmp_path / "tokens"), tmp_path / "run",
+        run={"variant": "ray", "threads": 13}, ray={"address": ray_address, "wait": 0.5, "patience": 1.5},
+    )  # fmt: skip
+    path = toml(tmp_path / "c.toml", table)
+    code, _, err = in_process(monkeypatch, capsys, "train", path)
+    assert code == TOO_FEW
+    assert len(err.strip().splitlines()) == 1, err
+    assert "0 are in after" in err
+    assert "1 machines with 12 cores and 0 GPUs" in err
+    rows = list(map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines()))
+    assert "12 cores" in next(row for row in rows if row["event"] == "waiting")["why"]
+
+
+def test_a_wrong_call_of_node(monkeypatch, capsys):
+    def call(*args: str) -> tuple[int, str, str]:
+        return in_process(monkeypatch, capsys, "node", *args)
+
+    for args in ((), ("--head", "--join", "10.0.0.1:6379")):
+        check_refusal(*call(*args), ("either --head or --join HOST:PORT",))
+    check_refusal(*call("--join", "127.0.0.1:1"), ("no Ray head answers at 127.0.0.1:1",))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        args = ("--head", "--host", "127.0.0.1", "--port", port)
+        check_refusal(*call(*args), (f"cannot listen on 127.0.0.1:{port}", "in use"))

@@ -1,0 +1,173 @@
+"""Behind `make chaos`: hosts as network namespaces, killed, frozen and cut off while a run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from commands import toml
+from conftest import make_tokens, tiny_table
+from processes import environment, replay, same_bits
+
+from twistlm import config
+from twistlm.lab.bench import comm
+
+PORT = 6379
+SLOW = 180.0
+TRAIN = {"n_workers": 4, "interval": 2, "rounds": 100000, "outer": "nesterov(0.7, 0.6)"}
+
+
+class Hosts:
+    """A head that trains nothing and four machines with a core each, every one with `twistlm node`."""
+
+    def __init__(self, hosts: list[comm.Host], folder: Path):
+        self.hosts, self.folder = hosts, folder
+        self.address = f"{hosts[0].address}:{PORT}"
+        self.nodes: dict[int, subprocess.Popen] = {}
+        self.drivers: list[subprocess.Popen] = []
+        self.log = (folder / "hosts.txt").open("w")
+
+    def start(self, i: int) -> None:
+        host = self.hosts[i]
+        role = ["--head"] if i == 0 else ["--join", self.address]
+        more = ["--", "--num-cpus", str(int(i > 0)), "--object-store-memory=200000000"]
+        more += [f"--temp-dir=/tmp/{host.prefix[-1]}"]
+        more += ["--include-dashboard=false"] if i == 0 else []
+        command = [*host.prefix, sys.executable, "-m", "twistlm", "node", *role]
+        self.nodes[i] = subprocess.Popen(
+            [*command, "--host", host.address, *more],
+            env=environment(),
+            stdout=self.log,
+            stderr=self.log,
+        )
+        if i == 0:
+            comm.wait_for(host, PORT)
+
+    def signal(self, i: int, number: int, spare: tuple[int, ...] = ()) -> None:
+        """To every process of a host, as if the machine itself was meant."""
+        name = self.hosts[i].prefix[-1]
+        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+        for pid in map(int, done.stdout.split()):
+            if pid not in spare:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def link(self, i: int, state: str) -> None:
+        subprocess.run(["ip", "link", "set", self.hosts[i].prefix[-1], state], check=True)
+
+    def drive(self, path: str, *more: str) -> subprocess.Popen:
+        command = [*self.hosts[0].prefix, sys.executable, "-m", "twistlm", "train", path]
+        with (self.folder / "driver.txt").open("a") as log:
+            made = subprocess.Popen([*command, *more], env=environment(), stdout=log, stderr=log)
+        self.drivers.append(made)
+        return made
+
+    def close(self) -> None:
+        for i in range(len(self.hosts)):
+            self.signal(i, signal.SIGCONT)
+            self.signal(i, signal.SIGKILL)
+        for process in (*self.nodes.values(), *self.drivers):
+            process.wait()
+        self.log.close()
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    if why := comm.why_not():
+        pytest.skip(why)
+    with comm.slow_hosts(5, 10.0) as made:
+        here = Hosts(made, tmp_path)
+        yield here
+        here.close()
+
+
+def events(out: Path, event: str, **fields) -> list[dict]:
+    path = out / "events.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [row for row in rows if row["event"] == event and fields.items() <= row.items()]
+
+
+def until(seen, driver: subprocess.Popen, out: Path, seconds: float = SLOW):
+    end = time.monotonic() + seconds
+    while not (found := seen()):
+        assert time.monotonic() < end, f"waited {seconds} s in vain"
+        assert driver.poll() is None, (out.parent / "driver.txt").read_text()[-2000:]
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.chaos
+def test_hosts_killed_frozen_and_cut_off_and_the_head(hosts, tmp_path):
+    """Rows 3, 4, 8: a host costs its own results, and is back in a round within 30 s of being well."""
+    out = tmp_path / "run"
+    table = tiny_table(
+        make_tokens(tmp_path / "tokens"), out, train=TRAIN,
+        run={"variant": "ray", "save_every": 20}, ray={"address": hosts.address, "floor": 3.0, "patience": 300.0},
+    )  # fmt: skip
+    path = toml(tmp_path / "config.toml", table)
+    for i in range(5):
+        hosts.start(i)
+    driver = hosts.drive(path)
+
+    def full() -> bool:
+        rows = events(out, "round")
+        return bool(rows) and len(rows[-1]["places"]) == 4 and not rows[-1]["lost"]
+
+    def missing() -> bool:
+        return any(row["lost"] or len(row["places"]) < 4 for row in events(out, "round")[-3:])
+
+    until(full, driver, out)
+    took = {}
+
+    def trouble(name: str, hurt, seconds: float, mend) -> None:
+        hurt()
+        until(missing, driver, out)
+        time.sleep(seconds)
+        mend()
+        well = time.monotonic()
+        until(full, driver, out)
+        took[name] = time.monotonic() - well
+
+    trouble("killed", lambda: hosts.signal(1, signal.SIGKILL), 5, lambda: hosts.start(1))
+    for seconds in (20, 90):
+        trouble(
+            f"frozen {seconds} s",
+            lambda: hosts.signal(2, signal.SIGSTOP),
+            seconds,
+            lambda: hosts.signal(2, signal.SIGCONT),
+        )
+        trouble(
+            f"cut off {seconds} s",
+            lambda: hosts.link(3, "down"),
+            seconds,
+            lambda: hosts.link(3, "up"),
+        )
+    n = len(events(out, "round"))
+    hosts.signal(0, signal.SIGKILL, spare=(driver.pid,))
+    code = driver.wait(SLOW)
+    said = (tmp_path / "driver.txt").read_text()
+    print(took, n, code, said[-500:])
+    hosts.nodes[0].wait()
+    hosts.start(0)
+    driver = hosts.drive(path, "--resume")
+    began = time.monotonic()
+    started = len(events(out, "round"))
+    until(lambda: len(events(out, "round")) > started and full(), driver, out)
+    took["head"] = time.monotonic() - began
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(60) == 143
+    print(took)
+    assert all(seconds < 30 for seconds in took.values())  # some seconds on a machine of one's own
+    committed = {row["round"]: row for row in events(out, "round")}
+    last = sorted((out / "checkpoints").glob("round-*"))[-1]
+    local = tiny_table(table["data"]["train"], tmp_path / "replay", train=TRAIN)
+    assert same_bits(
+        replay(config.from_dict(local), list(committed.values()), events(out, "joined")), last
+    )
