@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +19,9 @@ from conftest import make_tokens, tiny_table
 from processes import environment, replay, same_bits
 
 from twistlm import config
+from twistlm.data.builtin import build
 from twistlm.lab.bench import comm
+from twistlm.training import rounds
 
 PORT = 6379
 SLOW = 180.0
@@ -171,3 +175,75 @@ def test_hosts_killed_frozen_and_cut_off_and_the_head(hosts, tmp_path):
     assert same_bits(
         replay(config.from_dict(local), list(committed.values()), events(out, "joined")), last
     )
+
+
+@pytest.mark.chaos
+def test_a_run_among_failing_hosts_ends_by_itself(hosts, tmp_path):
+    """A small GPT-2 on real text while hosts and the head fail: within 1% of the fault-free loss, and the
+    bits of the run in which the lost results were left out by plan, so every sequence counts once."""
+    build(tmp_path / "text", quiet=True)
+    out = tmp_path / "run"
+    more = [
+        "train.epochs=0.35",
+        "train.rounds=0",
+        "run.threads=1",
+        "run.device=cpu",
+        "run.eval_n=2",
+    ]
+    more += [f"data.{split}={tmp_path}/text/{split}" for split in ("train", "valid")]
+    calm = config.load("demo", [*more, f"run.out={tmp_path}/calm"])
+    rounds.train(calm, quiet=True)
+    more += [f"run.out={out}", "run.variant=ray", f"ray.address={hosts.address}", "ray.floor=4.0"]
+    more += ["run.save_every=5", "ray.patience=300"]
+    for i in range(5):
+        hosts.start(i)
+    driver = hosts.drive("demo", *more)
+    rng = random.Random(0)
+    until(lambda: events(out, "round"), driver, out)
+
+    def frozen(i: int) -> None:
+        hosts.signal(i, signal.SIGSTOP)
+        time.sleep(rng.uniform(2, 12))
+        hosts.signal(i, signal.SIGCONT)
+
+    def cut(i: int) -> None:
+        hosts.link(i, "down")
+        time.sleep(rng.uniform(2, 12))
+        hosts.link(i, "up")
+
+    def killed(i: int) -> None:
+        hosts.signal(i, signal.SIGKILL)
+        hosts.nodes[i].wait()
+        hosts.start(i)
+
+    n_troubles, n_heads = 0, 0
+    end = time.monotonic() + 1500
+    while driver.poll() != 0:
+        assert time.monotonic() < end
+        if driver.poll() is not None:
+            hosts.nodes[0].wait()
+            hosts.start(0)
+            driver = hosts.drive("demo", *more, "--resume")
+        elif n_heads == 0 and len(events(out, "round")) > 30:
+            n_heads += 1
+            hosts.signal(0, signal.SIGKILL, spare=(driver.pid,))
+            driver.wait(SLOW)
+            continue
+        rng.choice([frozen, cut, killed])(rng.randint(1, 4))
+        n_troubles += 1
+        time.sleep(rng.uniform(2, 10))
+    last = {folder.name: losses(folder)[-1]["eval"]["full"] for folder in (out, tmp_path / "calm")}
+    committed = {row["round"]: row for row in events(out, "round")}
+    n_lost = sum(len(row["lost"]) for row in committed.values())
+    print(
+        f"{n_troubles} hosts and {n_heads} heads, {n_lost} results lost in {len(committed)} rounds: {last}"
+    )
+    assert n_heads == 1
+    assert math.log(last["run"]) < 1.01 * math.log(last["calm"])
+    again = config.override(calm, [f"run.out={tmp_path}/replay"])
+    replayed = replay(again, list(committed.values()), events(out, "joined"))
+    assert same_bits(replayed, sorted((out / "checkpoints").glob("round-*"))[-1])
+
+
+def losses(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

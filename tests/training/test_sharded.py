@@ -40,6 +40,19 @@ def train(table: dict, piece: int = PIECE, resume: bool = False) -> None:
     rounds.train(config.from_dict(table), resume=resume, quiet=True)
 
 
+def train_after_long_set_up(table: dict, seconds: float) -> None:
+    """The central rank takes longer than a silent one would be waited for."""
+    set_up_ = rounds.set_up
+
+    def slow(cfg, cluster, *args):
+        if cluster.is_central:
+            time.sleep(seconds)
+        return set_up_(cfg, cluster, *args)
+
+    rounds.set_up = slow
+    rounds.train(config.from_dict(table), quiet=True)
+
+
 def sharded_table(tokens: str, out: Path, **sections: dict) -> dict:
     own = {"train": TRAIN, "blocks": BLOCKS, "run": RUN | {"variant": "sharded"}}
     return tiny_table(tokens, out, **{k: own[k] | sections.get(k, {}) for k in own})
@@ -153,6 +166,8 @@ def test_a_death_ends_the_run_with_a_sentence_and_resume_is_bitwise(runs, tmp_pa
     }
     last = rounds.train(config.from_dict(straight), quiet=True)
     same(last, tmp_path / "run/checkpoints" / last.name)
+    # a finished run: nothing is left to do, and that is no error
+    ranks.finish(ranks.start(3, tmp_path, train, shorter, PIECE, True), tmp_path)
 
 
 def test_a_stopped_rank_is_named_in_time(runs, tmp_path):
@@ -160,7 +175,7 @@ def test_a_stopped_rank_is_named_in_time(runs, tmp_path):
     _, tokens = runs
     quiet = {"eval_every": -1, "save_every": 1, "variant": "hybrid", "silence": 3.0}
     long = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run=quiet)
-    started = ranks.start(3, tmp_path, train, long)
+    started = ranks.start(3, tmp_path, train_after_long_set_up, long, 5.0)
     until_it_trains(tmp_path / "run", 2)
     os.kill(started[1].pid, signal.SIGSTOP)
     began = time.monotonic()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +170,12 @@ def room() -> str:
     return f"{len(nodes)} machines with {n_cpus} cores and {n_gpus} GPUs"
 
 
+def _end_with_parent() -> None:
+    """Where Linux runs, SIGTERM for this process when its parent is gone, however that ended."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def keep_node(command: Sequence[str], again: bool) -> int:
     """Run `ray start --block ...` until a signal comes; with `again`, start it anew whenever it ends.
 
@@ -176,7 +185,7 @@ def keep_node(command: Sequence[str], again: bool) -> int:
     with on_signals(stop, quiet=True):
         while not stop.wished:
             began = time.monotonic()
-            process = subprocess.Popen(command, process_group=0)
+            process = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)
             while process.poll() is None and not stop.wished:
                 time.sleep(0.1)
             if stop.wished:

@@ -184,9 +184,13 @@ class Elastic:
                 raise self._too_few(r, len(team), waited)
             if waited >= reported + delay:
                 reported, delay = waited, 2 * delay
-                why = f"the cluster has {ray_cluster.room()}"
                 self.events.write(
-                    "waiting", round=r, n_workers=len(team), need=need, seconds=waited, why=why
+                    "waiting",
+                    round=r,
+                    n_workers=len(team),
+                    need=need,
+                    seconds=waited,
+                    why=f"the others start, or have no place on {ray_cluster.room()}",
                 )
             time.sleep(0.02)
 
@@ -234,6 +238,7 @@ class Elastic:
                 except RayError as error:
                     self.places.lose(each.place, "lost", round=r, why=_words(error))
                     continue
+                each.place.fresh = False
                 each.loss_sum, each.seconds = result.loss_sum, time.monotonic() - began
                 payload = as_tensor(result.update)
                 self.n_bytes += payload.numel()
