@@ -69,7 +69,7 @@ class Worker:
             template = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
             cut = cut_model(template, self.cfg.blocks, device, dtype)
             taught = teacher.unpack(taught_by, self.cfg, cut)
-            self.seats, self.run = Seats(cut, self.cfg.train, None, taught), run
+            self.seats, self.run = Seats(cut, self.cfg, None, taught), run
         context = ray.get_runtime_context()
         labels = context.get_node_labels()
         widths: dict[Kind, int] = {}
