@@ -32,11 +32,12 @@ def token() -> str:
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_enable_infeasible_task_early_exit", "0")  # workers wait for a machine
-if token():  # Ray reads this once, when it is imported; a token that nobody asks for does no harm
+if token():  # Ray reads this once, when it is imported: others import it from here
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import grpc  # noqa: E402
 import ray  # noqa: E402
+from ray import exceptions  # noqa: E402, F401
 
 NAMESPACE = "twistlm"
 PROBE = 10.0  # seconds for a head to answer

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from ... import config
@@ -28,6 +26,7 @@ from ...transport import checks, ray_cluster, wire
 from ...transport.checks import Unbelievable
 from ...transport.events import Events
 from ...transport.protocol import RoundOrder, RoundResult, RunDescription, checksum
+from ...transport.ray_cluster import exceptions, ray
 from .. import aggregator, dispatcher
 from ..aggregator import Result, Stats
 from ..assignments import Assignments, assign, committed, deal, measured_rho, traffic
@@ -232,10 +231,10 @@ class Elastic:
                 each.place.asked = None
                 try:
                     result: RoundResult = ray.get(ref)
-                except RayTaskError as error:  # the worker lives, its round failed
+                except exceptions.RayTaskError as error:  # the worker lives, its round failed
                     self.places.strike(each.place, r, _words(error))
                     continue
-                except RayError as error:
+                except exceptions.RayError as error:
                     self.places.lose(each.place, "lost", round=r, why=_words(error))
                     continue
                 each.place.fresh = False
@@ -283,10 +282,10 @@ class Elastic:
         )
 
 
-def _words(error: RayError) -> str:
+def _words(error: exceptions.RayError) -> str:
     """The last line of what Ray tells."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    words = lines[-1] if isinstance(error, RayTaskError) else lines[0]
+    words = lines[-1] if isinstance(error, exceptions.RayTaskError) else lines[0]
     return f"{type(error).__name__}: {words}"[:200]
 
 

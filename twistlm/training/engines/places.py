@@ -10,13 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-
 from ...config import Config, Kind
 from ...transport import ray_cluster
 from ...transport.events import Events
 from ...transport.protocol import Hello, RoundOrder, RunDescription
+from ...transport.ray_cluster import exceptions, ray
 from ..teacher import Packed
 from . import actor
 
@@ -114,13 +112,13 @@ class Places:
             if hello.node in self.barred:
                 raise ValueError("its machine is in quarantine")
             self.check_widths(place.widths)
-        except RayTaskError as error:
+        except exceptions.RayTaskError as error:
             self.lose(place, "turned away", why=str(error).strip().splitlines()[-1])
         except ValueError as error:
             if place.hello is not None:
                 self.barred.add(place.hello.node)
             self.lose(place, "turned away", why=str(error))
-        except RayError as error:
+        except exceptions.RayError as error:
             self.lose(place, "lost", why=str(error).strip().splitlines()[0])
         else:
             place.pause = 0.0
@@ -132,9 +130,9 @@ class Places:
             ref, place.asked, place.fresh = place.asked, None, False
             try:
                 result = ray.get(ref)
-            except RayTaskError:
+            except exceptions.RayTaskError:
                 return
-            except RayError as error:
+            except exceptions.RayError as error:
                 self.lose(place, "lost", round=r, why=str(error).strip().splitlines()[0])
                 return
             why = f"late: round {r} is on"
