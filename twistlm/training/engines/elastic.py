@@ -83,6 +83,7 @@ class Elastic:
             rows=run.rows,
         )
         teacher = pack(run.teacher)
+        self.head = ray_cluster.Head(there["address"])
         self.places = Places(cfg, run_id(Path(cfg.run.out)), described, teacher, self.events)
         self.places.check_widths = lambda own: generator.check_own(run.block_map, cfg.blocks, own)
         self.checkers = ThreadPoolExecutor(CHECKERS)
@@ -104,7 +105,22 @@ class Elastic:
         return sum(way(kind, shape, dtype) for shape in shapes for way in ways)
 
     def round(self, progress: Progress) -> Outcome:
-        """One round with those who are in; tried again until `ray.min_workers` results are there."""
+        """One round with those who are in, unless Ray itself is gone."""
+        try:
+            return self._round(progress)
+        except (OSError, exceptions.RayError) as error:
+            raise self._headless(str(error).strip().splitlines()[0]) from None
+
+    def _headless(self, why: str) -> Ended:
+        self.events.write("giving up", why=why)
+        return Ended(
+            f"Ray at {self.head.address} is gone ({why}): start its head again, and the run with --resume; "
+            f"the last checkpoint is unharmed",
+            TOO_FEW,
+        )
+
+    def _round(self, progress: Progress) -> Outcome:
+        """Tried again until `ray.min_workers` results are there."""
         run, r = self.run, progress.round
         assert run.central is not None
         rho = measured_rho(run, progress)
@@ -171,6 +187,8 @@ class Elastic:
         cfg, stop = self.run.cfg, self.run.stop
         reported, delay = 0.0, 1.0
         while True:
+            if self.head.is_gone:
+                raise self._headless("its head does not answer")
             team = self.places.admit(r, 2 * self.deadline(), FIRST * cfg.ray.floor)
             waited = time.monotonic() - since
             starts = not self.began and waited < cfg.ray.wait
