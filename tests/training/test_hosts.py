@@ -21,6 +21,7 @@ from processes import environment, replay, same_bits
 from twistlm import config
 from twistlm.data.builtin import build
 from twistlm.lab.bench import comm
+from twistlm.system.signals import TOO_FEW
 from twistlm.training import rounds
 
 PORT = 6379
@@ -113,7 +114,7 @@ def test_hosts_killed_frozen_and_cut_off_and_the_head(hosts, tmp_path):
     out = tmp_path / "run"
     table = tiny_table(
         make_tokens(tmp_path / "tokens"), out, train=TRAIN,
-        run={"variant": "ray", "save_every": 20}, ray={"address": hosts.address, "floor": 3.0, "patience": 300.0},
+        run={"variant": "ray", "save_every": 20}, ray={"address": hosts.address, "floor": 5.0, "patience": 300.0},
     )  # fmt: skip
     path = toml(tmp_path / "config.toml", table)
     for i in range(5):
@@ -158,6 +159,8 @@ def test_hosts_killed_frozen_and_cut_off_and_the_head(hosts, tmp_path):
     code = driver.wait(SLOW)
     said = (tmp_path / "driver.txt").read_text()
     print(took, n, code, said[-500:])
+    assert code == TOO_FEW
+    assert "start its head again, and the run with --resume" in said
     hosts.nodes[0].wait()
     hosts.start(0)
     driver = hosts.drive(path, "--resume")

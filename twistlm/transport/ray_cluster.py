@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,16 @@ def token() -> str:
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_enable_infeasible_task_early_exit", "0")  # workers wait for a machine
-if token():  # Ray reads this once, when it is imported; a token that nobody asks for does no harm
+if token():  # Ray reads this once, when it is imported: others import it from here
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import grpc  # noqa: E402
 import ray  # noqa: E402
+from ray import exceptions  # noqa: E402, F401
 
 NAMESPACE = "twistlm"
 PROBE = 10.0  # seconds for a head to answer
+EVERY = 5.0  # seconds between two looks at a head that a run uses
 LEAST_STORE = 80_000_000  # bytes: Ray's own lower limit
 CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 K_LABELS = {"attn": "twistlm-k-attn", "ffn": "twistlm-k-ffn"}  # of a node: K of its workers
@@ -100,15 +103,34 @@ def check(address: str, is_open: bool) -> None:
         )
 
 
-def _ask(address: str, mine: str) -> tuple[grpc.StatusCode | None, Any]:
+def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCode | None, Any]:
     """(None, the head's answer), or gRPC's code and words."""
     metadata = [("authorization", f"Bearer {mine}")] if mine else []
     with grpc.insecure_channel(address) as channel:
         try:
-            return None, channel.unary_unary(CALL)(b"", timeout=PROBE, metadata=metadata)
+            return None, channel.unary_unary(CALL)(b"", timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
             words = str(error.details()).rpartition("Failed to connect to remote host: ")[2]
             return error.code(), words
+
+
+@dataclass
+class Head:
+    """Whether the head still answers: without it Ray ends this process after a minute, with no word to us."""
+
+    address: str
+    asked: float = 0.0
+    unanswered: int = 0
+
+    @property
+    def is_gone(self) -> bool:
+        """Asks every few seconds; a head that is silent three times in a row is gone."""
+        if time.monotonic() - self.asked > EVERY:
+            code, _ = _ask(self.address, token(), seconds=2.0)
+            silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            self.unanswered = self.unanswered + 1 if silent else 0
+            self.asked = time.monotonic()
+        return self.unanswered >= 3
 
 
 def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:

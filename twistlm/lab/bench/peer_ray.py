@@ -21,9 +21,8 @@ from ...training import dispatcher
 from ...training.engines.actor import as_tensor
 from ...transport import checks, ray_cluster, wire
 from ...transport.protocol import RoundResult, checksum
+from ...transport.ray_cluster import ray
 from .peer import add_up, deal, make, n_subnet, on_the_link
-
-import ray  # isort: skip  (after ray_cluster, which sets its environment)
 
 ENGINES = ("ray", "ray, checked")
 

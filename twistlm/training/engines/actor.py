@@ -9,7 +9,6 @@ import time
 import warnings
 from typing import Any
 
-import ray
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,7 +20,7 @@ from ...system.device import pick_device
 from ...system.provenance import version
 from ...transport import wire
 from ...transport.protocol import Hello, RoundOrder, RoundResult, RunDescription, checksum
-from ...transport.ray_cluster import K_LABELS
+from ...transport.ray_cluster import K_LABELS, ray
 from .. import dispatcher, teacher
 from ..aggregator import Result
 from ..worker import Seats

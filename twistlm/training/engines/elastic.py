@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from ... import config
@@ -28,6 +26,7 @@ from ...transport import checks, ray_cluster, wire
 from ...transport.checks import Unbelievable
 from ...transport.events import Events
 from ...transport.protocol import RoundOrder, RoundResult, RunDescription, checksum
+from ...transport.ray_cluster import exceptions, ray
 from .. import aggregator, dispatcher
 from ..aggregator import Result, Stats
 from ..assignments import Assignments, assign, committed, deal, measured_rho, traffic
@@ -85,6 +84,7 @@ class Elastic:
             rows=run.rows,
         )
         teacher = pack(run.teacher)
+        self.head = ray_cluster.Head(there["address"])
         self.places = Places(cfg, run_id(Path(cfg.run.out)), described, teacher, self.events)
         self.places.check_widths = lambda own: generator.check_own(run.block_map, cfg.blocks, own)
         self.checkers = ThreadPoolExecutor(CHECKERS)
@@ -106,7 +106,22 @@ class Elastic:
         return sum(way(kind, shape, dtype) for shape in shapes for way in ways)
 
     def round(self, progress: Progress) -> Outcome:
-        """One round with those who are in; tried again until `ray.min_workers` results are there."""
+        """One round with those who are in, unless Ray itself is gone."""
+        try:
+            return self._round(progress)
+        except (OSError, exceptions.RayError) as error:
+            raise self._headless(str(error).strip().splitlines()[0]) from None
+
+    def _headless(self, why: str) -> Ended:
+        self.events.write("giving up", why=why)
+        return Ended(
+            f"Ray at {self.head.address} is gone ({why}): start its head again, and the run with --resume; "
+            f"the last checkpoint is unharmed",
+            TOO_FEW,
+        )
+
+    def _round(self, progress: Progress) -> Outcome:
+        """Tried again until `ray.min_workers` results are there."""
         run, r = self.run, progress.round
         assert run.central is not None
         rho = measured_rho(run, progress)
@@ -179,6 +194,8 @@ class Elastic:
         cfg, stop = self.run.cfg, self.run.stop
         reported, delay = 0.0, 1.0
         while True:
+            if self.head.is_gone:
+                raise self._headless("its head does not answer")
             team = self.places.admit(r, 2 * self.deadline(), FIRST * cfg.ray.floor)
             waited = time.monotonic() - since
             starts = not self.began and waited < cfg.ray.wait
@@ -239,11 +256,11 @@ class Elastic:
                 each.place.asked = None
                 try:
                     result: RoundResult = ray.get(ref)
-                except RayTaskError as error:  # the worker lives, its round failed
+                except exceptions.RayTaskError as error:  # the worker lives, its round failed
                     self.places.strike(each.place, r, _words(error))
                     each.failed = True
                     continue
-                except RayError as error:
+                except exceptions.RayError as error:
                     self.places.lose(each.place, "lost", round=r, why=_words(error))
                     continue
                 each.place.fresh = False
@@ -292,10 +309,10 @@ class Elastic:
         )
 
 
-def _words(error: RayError) -> str:
+def _words(error: exceptions.RayError) -> str:
     """The last line of what Ray tells."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    words = lines[-1] if isinstance(error, RayTaskError) else lines[0]
+    words = lines[-1] if isinstance(error, exceptions.RayTaskError) else lines[0]
     return f"{type(error).__name__}: {words}"[:200]
 
 

@@ -10,13 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-
 from ...config import Config, Kind
 from ...transport import ray_cluster
 from ...transport.events import Events
 from ...transport.protocol import Hello, RoundOrder, RunDescription
+from ...transport.ray_cluster import exceptions, ray
 from ..teacher import Packed
 from . import actor
 
@@ -66,6 +64,7 @@ class Places:
     def __post_init__(self) -> None:
         self.places = [Place(number) for number in range(self.cfg.train.n_workers)]
         self._gpus = ray_cluster.gpus(self.cfg)
+        self._kind = ray.remote(concurrency_groups={"pulse": 1})(actor.WORKER)
         self._run, self._teacher = ray.put(self.run), ray.put(self.taught_by)
         self._ended = threading.Event()
         threading.Thread(target=self._ping, daemon=True).start()
@@ -90,8 +89,7 @@ class Places:
 
     def _start(self, place: Place) -> None:
         """An actor of that name that is there already belongs to an earlier process of this run."""
-        kind = ray.remote(concurrency_groups={"pulse": 1})(actor.WORKER)
-        made = kind.options(
+        made = self._kind.options(
             name=f"{self.run_id}-{place.number}",
             namespace=ray_cluster.NAMESPACE,
             lifetime="detached",
@@ -109,16 +107,18 @@ class Places:
 
     def _take_in(self, place: Place) -> None:
         try:
-            place.hello = ray.get(place.entering)
-            place.entering = None
+            hello: Hello = ray.get(place.entering)
+            place.hello, place.entering = hello, None
+            if hello.node in self.barred:
+                raise ValueError("its machine is in quarantine")
             self.check_widths(place.widths)
-        except RayTaskError as error:
-            self.strike(place, None, str(error).strip().splitlines()[-1])
+        except exceptions.RayTaskError as error:
             self.lose(place, "turned away", why=str(error).strip().splitlines()[-1])
         except ValueError as error:
-            self.barred.add(place.hello.node if place.hello else "")
+            if place.hello is not None:
+                self.barred.add(place.hello.node)
             self.lose(place, "turned away", why=str(error))
-        except RayError as error:
+        except exceptions.RayError as error:
             self.lose(place, "lost", why=str(error).strip().splitlines()[0])
         else:
             place.pause = 0.0
@@ -130,9 +130,9 @@ class Places:
             ref, place.asked, place.fresh = place.asked, None, False
             try:
                 result = ray.get(ref)
-            except RayTaskError:
+            except exceptions.RayTaskError:
                 return
-            except RayError as error:
+            except exceptions.RayError as error:
                 self.lose(place, "lost", round=r, why=str(error).strip().splitlines()[0])
                 return
             why = f"late: round {r} is on"
@@ -150,16 +150,15 @@ class Places:
         place.again = time.monotonic() + place.pause
         place.pause = min(LONGEST_PAUSE, max(0.5, 2 * place.pause))
 
-    def strike(self, place: Place, r: int | None, why: str) -> None:
+    def strike(self, place: Place, r: int, why: str) -> None:
         """Refuse a result; a machine that brought three wrong ones gets no new workers, and loses this one."""
         node = place.hello.node if place.hello else ""
         self.strikes[node] += 1
         place.fresh = False
-        more = {} if r is None else {"round": r}
-        self.events.write("refused", place.name, why=why, **more)
+        self.events.write("refused", place.name, round=r, why=why)
         if self.strikes[node] >= STRIKES and node:
             self.barred.add(node)
-            self.lose(place, "quarantined", why=why, **more)
+            self.lose(place, "quarantined", round=r, why=why)
 
     def close(self, end: bool) -> None:
         self._ended.set()
