@@ -101,12 +101,12 @@ def test_every_experiment_end_to_end_and_its_page(shared, tmp_path, monkeypatch)
     figures = check_page(tmp_path / "page.html")
     wanted = {f"training-{name}" for name in ("loss", "coverage", "bytes")}
     wanted |= {"table1-both", "stability-attn", "robustness-both", "nodeloss", "shift-ffn"}
-    wanted |= {"latency", "memory"}
+    wanted |= {"latency", "memory", "recipe"}
     assert {f"lab-{name}" for name in wanted} <= figures
     text = (tmp_path / "results.md").read_text()
     shown = [part.split(")")[0] for part in text.split("](figures/")[1:]]
     # the chapter's first, and those of sections without a table
-    names = ("table1-both", "robustness-both", "robustness-attn", "memory")
+    names = ("recipe", "robustness-both", "robustness-attn", "memory")
     assert sorted(shown) == sorted(f"lab-{name}.png" for name in names)
     assert sorted(shown) == sorted(path.name for path in (tmp_path / "figures").iterdir())
     for name in (

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import config
@@ -144,13 +145,17 @@ def _create(cfg: Config, cut: CutModel) -> Central:
 
 def _order(cfg: Config, cut: CutModel, central: Central, tokens: TokenFile, quiet: bool) -> Order:
     """Every layer's blocks by mask-Fisher, on sequences from all over the training tokens."""
-    n = tokens.n_sequences(cfg.data.seq_len)
-    rows = list(range(0, n, max(1, n // N_SCORED)))[:N_SCORED]
-    ids = tokens.sequences(rows, cfg.data.seq_len)
+    ids = scored_sequences(tokens, cfg.data.seq_len)
     with terminal.progress(quiet) as bar:
         task = bar.add_task("order of blocks", total=len(ids), note="")
         slopes = mask_slopes(cut.template, cut.block_map, central, ids)
         return order_of(mask_fisher(slopes, len(ids), lambda: bar.advance(task)))
+
+
+def scored_sequences(tokens: TokenFile, seq_len: int) -> Tensor:
+    """The text that an order of blocks is scored on: windows from all over the tokens."""
+    n = tokens.n_sequences(seq_len)
+    return tokens.sequences(list(range(0, n, max(1, n // N_SCORED)))[:N_SCORED], seq_len)
 
 
 def _write_config(out: Path, cfg: Config) -> None:

@@ -6,6 +6,7 @@ finished ones into a table, figures and a reading.
 
 NAMES = {  # experiment -> what it measures
     "parents": "every trained model that the others share: tokens, seconds, bytes, loss",
+    "recipe": "random and nested tickets of every way to train, over seeds and rates, and an ablation",
     "table1": "perplexity by setting and size: TwIST, controls and post-training pruners (Table 1)",
     "stability": "the distribution of random subnets at 4, 6, 8 and 10 of 12 blocks",
     "robustness": "trained on X blocks, evaluated on Y: heat-maps",

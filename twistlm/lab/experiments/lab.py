@@ -26,6 +26,7 @@ from ...config import Config, Setting
 from ...data.builtin import resolve
 from ...data.stream import Batches
 from ...data.token_file import open_tokens
+from ...model.masks import Order
 from ...system.files import InUse
 from ...system.terminal import console
 from ...tickets import parent, score
@@ -101,7 +102,15 @@ class Lab:
         self.deadline = time.monotonic() + seconds
         self._open: OpenParent | None = None
         self._hashes: dict[Recipe | None, str] = {}
+        self.kept: dict[tuple, Any] = {}  # seats of trainings that leave no checkpoint
+        self._order: Order | None = None
         self.base = config.load(scale.preset, [*scale.changes, *self.overrides])
+
+    def order(self, build: Callable[[], Order]) -> Order:
+        """The order of the start's blocks, scored once."""
+        if self._order is None:
+            self._order = build()
+        return self._order
 
     def is_late(self) -> bool:
         return time.monotonic() >= self.deadline

@@ -96,6 +96,10 @@ class Scale:
     stability: tuple[int, ...] = (4, 6, 8, 10)
     table1: tuple[int, ...] = (8, 6, 4, 3)
     fresh: tuple[str, ...] = ()  # changes where masks are fresh: such a parent wants a higher rate
+    seeds: tuple[int, ...] = (1,)  # of the recipe's ways
+    n_rates: int = 1  # of each way
+    n_ways: int = 5  # random subnets behind a mean there
+    ways: tuple[str, ...] = ()  # names of them; none: all
 
     def k_attn(self, k: int) -> int:
         """The nearest number of attention blocks to k of 12."""
@@ -139,6 +143,8 @@ _LARGE: dict[str, Any] = {
     "n_shift": 20,
     "bench": ("train.batch=2",),
     "bench_widths": (10, 8, 6, 4, 3),
+    "seeds": (1, 2, 3),
+    "n_rates": 2,
 }
 
 SCALES: dict[str, Scale] = {
@@ -167,6 +173,8 @@ SCALES: dict[str, Scale] = {
         n_calibration=4,
         stability=(4, 8),
         table1=(6, 3),
+        n_ways=2,
+        ways=("data parallel", "TwIST", "synchronous twin"),
         nodes=((4, 1), (4, 2)),
     ),
     "gpu": Scale(  # GPT-2 124M from scratch: a start of 150M tokens, then 20M each way

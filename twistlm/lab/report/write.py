@@ -24,6 +24,7 @@ from .load import Source, load
 
 # what a reader wants first; the rest follows in the order of the table of experiments
 ORDER = (
+    "recipe",
     "table1",
     "stability",
     "robustness",

@@ -1,0 +1,327 @@
+"""The recipe: random and nested tickets of every way to train, over seeds, each at the better of its rates.
+
+Dozens of trainings that leave no checkpoint: a way is trained, measured and forgotten, and the compiled
+seats of one are taken over by the next.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ... import config
+from ...compute.perplexity import Evaluator
+from ...compute.slopes import mask_fisher, mask_slopes, order_of
+from ...config import Config
+from ...model.blocks import widths_of_ratio
+from ...model.layout import Layout
+from ...model.masks import Order, prefixes
+from ...tickets.treatment import choice_text
+from ...training import engines
+from ...training.progress import Progress
+from ...training.run import Run
+from ...training.startup import scored_sequences, set_up
+from ...training.worker import Seat, Seats
+from ...transport.ranks import SeatKind
+from ..page import draw
+from ..page.section import Claim, Figure, Section, Table, number
+from .lab import Lab, Point, TimeIsUp
+from .scales import DENSE, DROPOUT, TWIN, TWIST, TWIST_FRESH, N, Recipe
+
+WHOLE_FIRST = (12, 12, 12, 12, 12, 8, 6, 3)  # widths of masks, most of them whole
+OURS, TWIN_NAME, DENSE_NAME, DROPOUT_NAME = (
+    "TwIST",
+    "synchronous twin",
+    "data parallel",
+    "dropout K=6",
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: a recipe, what differs from it, and the rates tried, times the scale's own."""
+
+    recipe: Recipe
+    rates: tuple[float, ...]
+    changes: tuple[str, ...] = ()
+    share: float = 1.0  # of the usual interval
+
+
+WAYS: dict[str, Way] = {
+    DENSE_NAME: Way(DENSE, (1, 2)),
+    DROPOUT_NAME: Way(DROPOUT, (1, 2)),
+    "TwIST K=6, the paper's masks": Way(TWIST, (1, 2)),
+    OURS: Way(TWIST_FRESH, (3, 4), share=1 / 3),
+    TWIN_NAME: Way(TWIN, (2, 3)),
+    "TwIST, whole first": Way(TWIST_FRESH, (1, 2), ("blocks.nested=0.5", "WHOLE")),
+    "… interval as before": Way(TWIST_FRESH, (2, 3)),
+    "… no teacher": Way(TWIST_FRESH, (3,), ("train.teacher=none",), 1 / 3),
+    "… no order": Way(TWIST_FRESH, (3,), ("blocks.nested=0.0",), 1 / 3),
+    "… a mask per step": Way(TWIST_FRESH, (3,), ("blocks.masks=step",), 1 / 3),
+    "… the paper's masks, teacher": Way(TWIST, (2,), ("train.teacher=start",), 1 / 3),
+}
+
+
+def points(lab: Lab) -> list[Point]:
+    """Every way at each of its rates and seeds; the first seed of all ways comes first."""
+    scale, found = lab.scale, []
+    for seed in scale.seeds:
+        for name, way in WAYS.items():
+            for rate in way.rates[: scale.n_rates] if name in (scale.ways or WAYS) else ():
+                about = {
+                    "experiment": "recipe",
+                    "scale": lab.name,
+                    "way": name,
+                    "rate": rate * lab.base.train.lr,
+                    "changes": changes(lab, way, rate),
+                    "start": lab.hash_of(None),
+                    "seed": seed,
+                    "tokens": scale.tokens,
+                }
+                found.append(Point(about, partial(measure, lab, about)))
+    return found
+
+
+def changes(lab: Lab, way: Way, rate: float) -> list[str]:
+    """A way as `section.key=value` on the lab's config: as many tokens whatever the interval."""
+    t = lab.base.train
+    interval = max(1, round(t.interval * way.share))
+    some = [*lab.scale.changes_of(way.recipe), f"train.lr={rate * t.lr:g}"]
+    some += [f"train.interval={interval}", f"train.rounds={t.rounds * t.interval // interval}"]
+    for change in way.changes:
+        if change == "WHOLE":
+            attn = [lab.scale.k_attn(k) for k in WHOLE_FIRST]
+            some += [f"blocks.mask_attn={attn}", f"blocks.mask_ffn={list(WHOLE_FIRST)}"]
+        else:
+            some.append(change)
+    return some
+
+
+class KeptSeats(Seats):
+    """Seats that outlive a training: compiled layers and recorded graphs serve the next one of their shape."""
+
+    kept: dict[tuple, Seat]  # of the experiment
+
+    def new(self, where: Layout, kind: SeatKind, *, fresh: bool) -> Seat:
+        t = self.cfg
+        of_config = (t.betas, t.eps, t.weight_decay, t.clip, t.precision, t.compile, t.distil)
+        key = (kind, fresh, self.teacher is None, tuple(where.shapes.values()), of_config)
+        if key not in self.kept:
+            self.kept[key] = super().new(where, kind, fresh=fresh)
+        return self.kept[key]
+
+
+def measure(lab: Lab, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Train a way from the lab's start and measure it on the reported text and on other text."""
+    start = lab.trained(None)
+    lab.close()
+    own = [*about["changes"], f"model.weights={start}", f"run.seed={about['seed']}"]
+    with tempfile.TemporaryDirectory(prefix="twistlm-") as folder:
+        cfg = config.override(lab.base, [*own, f"run.out={folder}/run"])
+        with closing(engines.join(cfg)) as cluster:
+            run, progress = set_up(cfg, cluster, False, True)
+            assert run.central is not None
+            seats = KeptSeats(run.cut, cfg, run.central.weights, run.teacher)
+            seats.kept = lab.kept
+            run.__dict__["seats"] = seats  # in place of its own, which would be compiled anew
+            began = time.perf_counter()
+            n_bytes, losses = 0, []
+            for outcome in _rounds(lab, run, progress):
+                progress, down, up = outcome.progress, outcome.traffic.down, outcome.traffic.up
+                n_bytes += down.total + up.total
+                losses.append(float(outcome.stats.loss_sum) / outcome.stats.n_steps)
+            seconds = time.perf_counter() - began
+            found = _perplexities(lab, cfg, run, progress)
+    n_tokens = len(losses) * cfg.train.interval * cfg.train.n_workers * run.batches.batch
+    return {
+        **found,
+        "tokens": n_tokens * cfg.data.seq_len,
+        "seconds": seconds,
+        "bytes": n_bytes,
+        "loss": losses[-1],
+    }
+
+
+def _rounds(lab: Lab, run: Run, progress: Progress) -> Iterator[Any]:
+    engine = engines.start(run, progress, True)
+    try:
+        while progress.round < run.end(progress):
+            if lab.is_late():
+                raise TimeIsUp
+            outcome = engine.round(progress)
+            progress = outcome.progress
+            yield outcome
+    finally:
+        engine.close(crashed=False)
+
+
+def _perplexities(lab: Lab, cfg: Config, run: Run, progress: Progress) -> dict[str, Any]:
+    """Whole, random and nested subnets; a parent without an order is cut along the start's."""
+    assert run.evaluator is not None
+    text = replace(run.evaluator.text, max_tokens=lab.scale.tokens)
+    ready = replace(run.evaluator, rho=progress.rho, text=text)
+    order = lab.order(lambda: _order(cfg, run)) if not progress.order else progress.order
+    found = {"test": _sizes(lab, ready, order)}
+    if (other := choice_text(text, cfg.data)) is not None:
+        found["choice"] = _sizes(lab, replace(ready, text=other), order)
+    return found
+
+
+def _sizes(lab: Lab, ready: Evaluator, order: Order) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"whole": ready.full_perplexity()}
+    for k in lab.scale.table1:
+        widths = widths_of_ratio(ready.block_map, lab.scale.ratio(k))
+        drawn = ready.random_subnets(str(k), widths, lab.scale.n_ways, 1)
+        nested = ready.subnet_perplexity(prefixes(ready.block_map, order, widths))
+        sizes[str(k)] = {**drawn.summary(), "values": list(drawn.values), "nested": nested}
+    return sizes
+
+
+def _order(cfg: Config, run: Run) -> Order:
+    """The order of the blocks of the start itself, which has the weights of the template."""
+    assert run.central is not None
+    ids = scored_sequences(run.batches.file, cfg.data.seq_len)
+    views = run.central.layout.views(run.central.weights)
+    now = {name: view.clone() for name, view in views.items()}
+    for name, param in run.template.named_parameters():
+        if name in views:
+            views[name].copy_(param.detach())
+    slopes = mask_slopes(run.template, run.block_map, run.central, ids)
+    order = order_of(mask_fisher(slopes, len(ids)))
+    for name, view in views.items():
+        view.copy_(now[name])
+    return order
+
+
+# ---------------------------------------------------------------- how it is shown
+
+
+def section(points: list[dict[str, Any]]) -> Section:
+    """One row per way at its better rate, mean ± sd over seeds; the curve of sizes of the main ways."""
+    ways = _chosen(points)
+    sizes = [k for k in next(iter(ways.values()))[0]["result"]["test"] if k != "whole"]
+    rows = [_row(name, some, sizes) for name, some in ways.items()]
+    head = ("way", "rate", "seeds", "whole", *(f"{k}/{N}" for k in sizes))
+    head += (*(f"nested {k}/{N}" for k in sizes), "GB sent", "tokens/s")
+    note = "perplexity, mean ± sd over seeds of the mean over random subnets; rates chosen on other text"
+    main = [name for name in ways if not name.startswith("…")]
+    series = {name: _curve(ways[name], sizes, "mean") for name in main}
+    series |= {f"{OURS}, nested": _curve(ways[OURS], sizes, "nested")} if OURS in ways else {}
+    figure = Figure(
+        "recipe",
+        "Perplexity from the whole model down to a quarter of its blocks",
+        _reading(ways, sizes),
+        series,
+        lambda axes: draw.lines(
+            axes,
+            series,
+            x=f"blocks of {N} that stay",
+            y="perplexity",
+            style=draw.LineStyle(log=True),
+        ),
+    )
+    what = (
+        "All ways from one start on the same tokens, each at the better of its rates by text that is not "
+        "reported. Nested tickets keep the first blocks of the start's mask-Fisher order."
+    )
+    table = Table(head, tuple(rows), note=note)
+    return Section(
+        "recipe", "The recipe", what, (table,), (figure,), tuple(_claims(ways, sizes)), lead=True
+    )
+
+
+Found = dict[str, list[dict[str, Any]]]  # way -> its points at the chosen rate, one per seed
+
+
+def _chosen(points: list[dict[str, Any]]) -> Found:
+    """Every way's points at the rate with the lower mean of all sizes on other text, first seed."""
+    ways: dict[str, dict[float, list[dict[str, Any]]]] = {}
+    for point in points:
+        about = point["config"]
+        ways.setdefault(about["way"], {}).setdefault(about["rate"], []).append(point)
+
+    def height(some: list[dict[str, Any]]) -> float:
+        result = min(some, key=lambda p: p["config"]["seed"])["result"]
+        tried = result.get("choice") or result["test"]
+        return statistics.geometric_mean(
+            v if isinstance(v, float) else v["mean"] for v in tried.values()
+        )
+
+    return {
+        name: by_rate[min(by_rate, key=lambda r: height(by_rate[r]))]
+        for name, by_rate in ways.items()
+    }
+
+
+def _values(some: list[dict[str, Any]], size: str, which: str) -> list[float]:
+    tests = [point["result"]["test"][size] for point in some]
+    return [test if isinstance(test, float) else test[which] for test in tests]
+
+
+def _mean(some: list[dict[str, Any]], size: str, which: str = "mean") -> float:
+    return statistics.fmean(_values(some, size, which))
+
+
+def _curve(some: list[dict[str, Any]], sizes: list[str], which: str) -> dict[int, float]:
+    return {N: _mean(some, "whole")} | {int(k): _mean(some, k, which) for k in sizes}
+
+
+def _row(name: str, some: list[dict[str, Any]], sizes: list[str]) -> tuple[str, ...]:
+    def cell(size: str, which: str = "mean") -> str:
+        values = _values(some, size, which)
+        sd = f" ± {number(statistics.stdev(values))}" if len(values) > 1 else ""
+        return number(statistics.fmean(values)) + sd
+
+    result = some[0]["result"]
+    return (
+        name,
+        f"{some[0]['config']['rate']:g}",
+        str(len(some)),
+        cell("whole"),
+        *(cell(k) for k in sizes),
+        *(cell(k, "nested") for k in sizes),
+        f"{result['bytes'] / 1e9:,.1f}",
+        f"{result['tokens'] / result['seconds']:,.0f}",
+    )
+
+
+def _reading(ways: Found, sizes: list[str]) -> str:
+    if OURS not in ways or DENSE_NAME not in ways:
+        return ""
+    small, ours = sizes[-1], ways[OURS]
+    return (
+        f"With {small} of {N} blocks a nested ticket of TwIST has {_mean(ours, small, 'nested'):.1f} and a random one "
+        f"{_mean(ours, small):.1f}, where blocks of a data-parallel model leave {_mean(ways[DENSE_NAME], small):.1f}."
+    )
+
+
+def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
+    """What the numbers decide about the recipe, each with the margin it has."""
+    claims = []
+    if OURS in ways and DROPOUT_NAME in ways:
+        below = {k: 1 - _mean(ways[OURS], k) / _mean(ways[DROPOUT_NAME], k) for k in sizes}
+        because = ", ".join(f"{100 * share:.1f}% at {k}/{N}" for k, share in below.items())
+        says = "random tickets of TwIST are better than those of structured dropout at every size"
+        claims.append(Claim(says, min(below.values()) > 0, because, "ours"))
+    if OURS in ways and TWIN_NAME in ways:
+        gaps = {"whole": _mean(ways[OURS], "whole") / _mean(ways[TWIN_NAME], "whole") - 1}
+        gaps |= {k: _mean(ways[OURS], k) / _mean(ways[TWIN_NAME], k) - 1 for k in sizes}
+        sent = ways[OURS][0]["result"]["bytes"] / ways[TWIN_NAME][0]["result"]["bytes"]
+        because = ", ".join(f"{100 * gap:+.1f}% at {k}" for k, gap in gaps.items())
+        says = "independent workers are within 1% of their synchronous twin at every size, at 0.45 of its bytes"
+        holds = max(gaps.values()) <= 0.01 and sent <= 0.45
+        claims.append(Claim(says, holds, f"{because}; {sent:.2f} of the bytes", "ours"))
+    if DENSE_NAME in ways and (ours := [name for name in ways if name.startswith("TwIST")]):
+        ratios = {n: _mean(ways[n], "whole") / _mean(ways[DENSE_NAME], "whole") for n in ours}
+        best = min(ratios, key=ratios.__getitem__)
+        says = "a TwIST parent's whole model is within 5% of data parallel's"
+        claims.append(
+            Claim(says, ratios[best] <= 1.05, f"{best}: {ratios[best]:.3f} times", "ours")
+        )
+    return claims
