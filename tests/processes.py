@@ -49,6 +49,9 @@ def environment(**more: str) -> dict[str, str]:
     paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     own |= {"TRANSFORMERS_VERBOSITY": "error", "RAY_prestart_worker_first_driver": "0"}
+    own |= {
+        "RAY_memory_monitor_refresh_ms": "0"
+    }  # what others use of this machine is not our fault
     return os.environ | own | more
 
 
@@ -205,7 +208,12 @@ class Scene:
         """The same rounds in this process: who was in and who was left out, as the events say."""
         cfg = self.config(self.folder / "replay", run={"variant": "local"})
         committed = {row["round"]: row for row in self.events("round")}  # one may be done again
-        return replay(cfg, list(committed.values()), self.events("joined"))
+        wrong = {
+            (row["round"], int(row["worker"].partition("@")[0]))
+            for row in self.events("refused")
+            if not row["why"].startswith("late")
+        }
+        return replay(cfg, list(committed.values()), self.events("joined"), wrong)
 
     def close(self) -> None:
         for driver in self.drivers:
@@ -213,7 +221,10 @@ class Scene:
             driver.join()
 
 
-def replay(cfg, committed: list[dict], joined: list[dict]) -> tuple[Run, Progress]:
+def replay(
+    cfg, committed: list[dict], joined: list[dict], wrong: set[tuple[int, int]] = frozenset()
+) -> tuple[Run, Progress]:
+    """Rounds by plan; `wrong` are the rounds and places whose results were there and refused."""
     cluster = Cluster("local", cfg.train.n_workers, "physical", "cpu")
     run, progress = set_up(cfg, cluster, False, quiet=True)
     t = cfg.train
@@ -240,7 +251,8 @@ def replay(cfg, committed: list[dict], joined: list[dict]) -> tuple[Run, Progres
         for i, (place, _) in enumerate(present):
             mine = stream.of_worker(slots, i, n)
             if place in event["lost"]:
-                after = stream.give_back(after, mine)
+                failed = (r, place) in wrong
+                after = stream.fail(after, mine, place) if failed else stream.give_back(after, mine)
                 continue
             factors = scales(run.block_map, run.block_map.widths(blueprints[i]), t.scale)
             result = run.seats.train(
