@@ -117,6 +117,61 @@ def drop(
 
 @app.command(
     epilog="Examples:\n\n"
+    "twistlm heal runs/demo/ticket -o runs/demo/healed --tokens 200k\n\n"
+    "twistlm heal ticket -o healed --tokens 20M --teacher gpt2 --data data/wiki/train --valid data/wiki/test "
+    "train.lr=2e-4 train.batch=16\n\n"
+    "twistlm heal ticket -o healed --tokens 20M --teacher none --data data/wiki/train"
+)
+def heal(
+    ticket: Annotated[Path, typer.Argument(help="The folder of a ticket.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the healed ticket.")],
+    tokens: Annotated[str, typer.Option(help="Tokens to train on: 20M.")],
+    overrides: Overrides = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose predictions it learns: a run, a checkpoint, a Hugging Face folder or hub id with the same "
+            "tokenizer; none: the text alone. Default: the ticket's parent."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Token file to train on; default: the teacher's data.train.")
+    ] = None,
+    valid: Annotated[
+        str | None,
+        typer.Option(help="Token file to measure on; default: the teacher's data.valid."),
+    ] = None,
+    valid_tokens: Annotated[
+        int, typer.Option(min=0, help="Use this many tokens of it; 0 takes all.")
+    ] = 0,
+    device: Device = "auto",
+) -> None:
+    """Train a ticket for itself, with its parent as a frozen teacher, and write it anew.
+
+    A stopped one goes on where it was when the same command is called again. Learning rate, batch and all
+    else are keys of the training config; those of the teacher's run are taken where it has one.
+    """
+    from ..system.terminal import console
+    from ..tickets import healing
+    from ..tickets.budget import amount
+
+    request = healing.HealRequest(
+        ticket=ticket,
+        out=out,
+        tokens=int(amount("tokens", tokens)),
+        teacher=teacher,
+        data=data,
+        valid=valid,
+        valid_tokens=valid_tokens,
+        device=device,
+        overrides=overrides or [],
+    )
+    console.print(healing.reading(healing.heal(request)))
+    console.print(f"ticket: {out}")
+
+
+@app.command(
+    epilog="Examples:\n\n"
     'twistlm generate runs/demo/ticket --prompt "Return the"\n\n'
     'twistlm generate gpt2 --prompt "In the beginning" --temperature 0.8 --top-k 40 --seed 1'
 )

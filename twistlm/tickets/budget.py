@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 from ..model.blocks import KINDS, BlockGroup, BlockMap, Shapes, Widths, widths_of_ratio
 from ..model.count import count
@@ -31,13 +31,14 @@ UNITS: dict[str, dict[str, int | Fraction]] = {
     "latency": {"us": Fraction(1, 1000), "ms": 1, "s": 1000},
     "context": {"": 1, "k": 2**10, "m": 2**20},  # tokens
 }
-UNITS["memory"] = UNITS["size"]
+UNITS["memory"], UNITS["tokens"] = UNITS["size"], UNITS["params"]
 EXAMPLES = {
     "params": "85M or 1.5B",
     "size": "60MB or 512KiB",
     "latency": "12ms or 0.5s",
     "memory": "2GB or 512MiB",
     "context": "8k or 2048",
+    "tokens": "20M or 500k",
 }
 # in a safetensors file: name and bytes
 STORED = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
@@ -84,7 +85,7 @@ def parse_budgets(context: str | None = None, **options: list[str] | None) -> li
         )
     found = []
     for kind, text in given:
-        if kind not in ("ratio", *UNITS):
+        if kind not in get_args(BudgetKind):
             raise ValueError(f"{kind} is no budget: use ratio, params, size, latency or memory")
         limit = math.inf if kind == "ratio" else amount(kind, text)
         n_tokens = int(amount("context", context)) if kind == "memory" and context else 0
