@@ -173,3 +173,50 @@ def test_few_files_are_tracked():
         pytest.skip("not a clone")
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert len(done.stdout.splitlines()) <= 260
+
+
+def test_the_page_of_departures_agrees_with_the_code():
+    """Every number on docs/paper.md that the code knows."""
+    from transformers import AutoConfig
+
+    from twistlm.lab.experiments import paper
+    from twistlm.model.count import gpt2_params, layer_params
+    from twistlm.pruners import SINGLE_WEIGHTS
+    from twistlm.tickets.calibration import MOST_SEQUENCES
+    from twistlm.training.engines.dataparallel import ring_bytes
+
+    page = (ROOT / "docs/paper.md").read_text()
+    cfg, demo = config.load("paper", []), config.load("demo", [])
+    n_layers = AutoConfig.for_model("gpt2").num_hidden_layers
+    n_cut = n_layers - cfg.blocks.shared_first - cfg.blocks.shared_last
+    assert f"{n_cut} of {n_layers}" in page
+    assert config.Config().train.moments == "carry"
+    plan = paper.plan()
+    assert f"{plan.paper_rounds:,} rounds" in page
+    assert f"{plan.true_rounds:,} rounds of {cfg.train.interval} local steps" in page
+    ring, star = 2 * ring_bytes(1, 4, 1)[0], 2 * 4
+    assert f"{ring} M for S = 4 and not {star} M" in page
+    entries, memory = [], []
+    for row in plan.rows:
+        k = int(row.ratio.split("/")[0])
+        printed = paper.TABLE2["both" if row.setting == "full" else row.setting].get(k)
+        if printed:
+            memory.append(16 * row.n_params / 1e9 / printed[0] - 1)
+            entries.append(abs(row.paper_bytes / 1e12 - printed[1]))
+    assert f"{len(entries)} entries to {max(entries):.4f} TB" in page
+    assert page.count(f"{min(memory):.1%} to {max(memory):.1%}") == 2
+    d, vocab = 768, 50257
+    printed = vocab * d + 12 * (layer_params(d, d, 4 * d) - 2 * d)  # one layer norm less in each
+    assert f"{printed:,}" in page
+    assert f"{gpt2_params(12, d, vocab, 1024):,}" in page
+    assert f"{MOST_SEQUENCES} sequences" in page
+    both = paper.TABLE1["both"][6]
+    assert f"({both['sparsegpt']} against {both['twist']})" in page
+    assert (demo.blocks.deal, demo.train.weight_decay, demo.train.clip) == ("balanced", 0.1, 1.0)
+    assert (demo.train.schedule, demo.train.interval) == ("cosine", 10)
+    assert demo.blocks.shared_first == demo.blocks.shared_last == 0
+    methods = set(re.findall(r"`(zpruner[\w-]*)`", page))
+    assert methods <= set(SINGLE_WEIGHTS), methods
+    for word in ("deal = fixed", "moments = carry"):
+        section, key = ("blocks" if "deal" in word else "train"), word.split()[0]
+        config.load("demo", [f"{section}.{key}={word.split()[-1]}"])

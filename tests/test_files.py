@@ -1,4 +1,4 @@
-"""Files and inputs that could do harm: foreign files, dead drafts, full disks, absurd sizes, names with codes."""
+"""Files: old ones are read as they were, no damage is silent, and nothing that is read or written does harm."""
 
 from __future__ import annotations
 
@@ -11,28 +11,255 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from checkpoints import random_central, random_progress
+import tiny_tickets
+import torch
+from checkpoints import damages, random_central, random_progress
 from conftest import make_tokens, tiny, word_level
 from rich.console import Console
-from tiny_tickets import open_parent
 
 import twistlm
 from twistlm import config
 from twistlm.cli import main
 from twistlm.data.prepare import prepare
+from twistlm.data.token_file import open_tokens
 from twistlm.lab.points import read_training
 from twistlm.lab.report.write import report
 from twistlm.model import huggingface
 from twistlm.model.tokenizer import load_tokenizer
 from twistlm.system import files, manifest, terminal
-from twistlm.tickets import deploy
-from twistlm.training import checkpoint
+from twistlm.tickets import deploy, score
+from twistlm.tickets.parent import open_parent
+from twistlm.tickets.runnable import verify
+from twistlm.tickets.score import ScoreRequest
+from twistlm.training import checkpoint, rounds
 from twistlm.transport.checks import suspicion
+
+# ---------------------------------------------------------------- files of version 0.1 (commit 80de057, before the rooms)
+
+
+FILES = Path(__file__).parent / "fixtures/before_rooms.zip"
+# What that commit printed, with a tiny GPT-2, carried moments, outer momentum and a measured scale; where a
+# subnet is in it, with the bias of its output projections left alone, as the gates do now. Then it was
+# 361.01389, 361.35856; 5.84851, 5.61049; 211.80745, 212.22237.
+TOKENS, FULL, HALF, WORST = 3648, 361.67711106680815, 361.4246931447369, 361.9547104585102
+RESUMED = {
+    "losses": [5.849076271057129, 5.616579691569011],
+    "full": 211.80414668140043,
+    "half": 212.59282076988697,
+}
+
+
+@pytest.fixture
+def old(tmp_path, monkeypatch) -> Path:
+    """A copy in the working directory: the run's config names its tokens relative to it."""
+    with zipfile.ZipFile(FILES) as archive:
+        archive.extractall(tmp_path)
+    monkeypatch.chdir(tmp_path / "before_rooms")
+    return tmp_path / "before_rooms"
+
+
+def test_a_token_file(old):
+    tokens = open_tokens("tokens")
+    assert tokens.meta.n_tokens // 32 * 32 == TOKENS
+    assert len(tokens.tokens) == tokens.meta.n_tokens
+    assert int(tokens.tokens.max()) == tokens.meta.max_id
+
+
+def test_a_checkpoint_is_evaluated(old):
+    found = score.score_parent(
+        open_parent("run", "cpu"), ScoreRequest(ratios=("2/4",), n=3), "old", quiet=True
+    )
+    (subnets,) = found.subnets
+    assert found.full == pytest.approx(FULL, rel=1e-5)
+    assert subnets.mean == pytest.approx(HALF, rel=1e-5)
+    assert subnets.worst == pytest.approx(WORST, rel=1e-5)
+
+
+def test_a_checkpoint_is_resumed(old):
+    """Moments, outer momentum, leases, counts and rho all go into the next losses."""
+    cfg = checkpoint.open_("run").config
+    cfg = replace(cfg, train=replace(cfg.train, rounds=4))
+    rounds.train(cfg, resume=True, quiet=True)
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2, 3, 4]
+    assert [row["loss"] for row in rows[2:]] == pytest.approx(RESUMED["losses"], rel=1e-5)
+    assert rows[3]["eval"]["full"] == pytest.approx(RESUMED["full"], rel=1e-5)
+    assert rows[3]["eval"]["2/4"]["mean"] == pytest.approx(RESUMED["half"], rel=1e-5)
+
+
+def test_a_ticket_loads_and_is_what_extract_cuts_today(old):
+    """The same blocks of the same parent, folded: equal to the file of then."""
+    ticket = deploy.load_ticket(old / "ticket")
+    blueprint = json.loads((old / "ticket/ticket.json").read_text())["blueprint"]
+    kept = {name: tuple(blocks) for name, blocks in blueprint.items()}
+    parent = open_parent("run", "cpu")
+    today = deploy.extract(parent, kept)
+    with torch.no_grad():  # then the activation scale multiplied output biases, too
+        for group in parent.block_map.groups:
+            today.get_parameter(group.out[1]).mul_(
+                parent.scales(parent.block_map.widths(kept))[group.name]
+            )
+    ids = torch.arange(64).view(2, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ticket(ids).logits, today(ids).logits, rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------- 200 random damages each (those of checkpoints: training/test_checkpoint.py)
+
+
+N = 200
+
+
+@pytest.fixture(scope="module")
+def token_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    (folder / "t.txt").write_text(" ".join(f"w{i % 40}" for i in range(3000)))
+    words = word_level([f"w{i}" for i in range(40)])
+    prepare([str(folder / "t.txt")], folder / "made/t", words, quiet=True)
+    return folder / "made"
+
+
+@pytest.fixture(scope="module")
+def ticket(tmp_path_factory) -> Path:
+    """A ticket of a parent with a tokenizer: all files that a ticket can have."""
+    folder = tmp_path_factory.mktemp("ticket")
+    parent, blueprint = tiny_tickets.open_parent("gpt2", "head", folder / "parent")
+    words = word_level([f"w{i}" for i in range(parent.template.config.vocab_size)])
+    words.save(str(folder / "tokenizer.json"))
+    object.__setattr__(parent, "tokenizer", folder / "tokenizer.json")
+    deploy.save_ticket(parent, blueprint, folder / "ticket", {"note": 1})
+    return folder / "ticket"
+
+
+def missed(whole: Path, copy: Path, use, only: str | None = None) -> list[str]:
+    """Damages after which `use(copy)` neither raises a ValueError nor says a word."""
+    shutil.copytree(whole, copy)
+    use(copy)
+    passed = []
+    for told, file, data in damages(copy, N, only):
+        good = file.read_bytes()
+        file.write_bytes(data)
+        try:
+            heard = use(copy)
+        except ValueError as error:
+            heard = str(error)
+        if str(copy) not in (heard or ""):  # a sentence names the file
+            passed.append(told)
+        file.write_bytes(good)
+    use(copy)
+    return passed
+
+
+@pytest.mark.parametrize("only", [None, "t.json"])
+def test_no_damage_to_a_token_file_is_silent(tmp_path, token_folder, only):
+    def use(folder: Path) -> None:
+        open_tokens(str(folder / "t")).sequences([0], 8)
+
+    assert missed(token_folder, tmp_path / "copy", use, only) == []
+
+
+@pytest.mark.parametrize("only", [None, "ticket.json"])
+def test_no_damage_to_a_ticket_is_silent(tmp_path, capsys, ticket, only):
+    """A card that was changed is said and loads: people edit cards. Everything else is refused."""
+
+    def use(folder: Path) -> str:
+        capsys.readouterr()
+        deploy.verify_ticket(folder)  # what load_ticket asks before it loads
+        return capsys.readouterr().out
+
+    assert missed(ticket, tmp_path / "copy", use, only) == []
+
+
+def test_load_ticket_asks_for_the_hash(tmp_path, ticket):
+    """One bit of one weight: shapes, counts and widths are as they were."""
+    shutil.copytree(ticket, tmp_path / "copy")
+    assert deploy.load_ticket(tmp_path / "copy") is not None
+    path = tmp_path / "copy/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: .*sha256"):
+        deploy.load_ticket(tmp_path / "copy")
+
+
+def test_a_ticket_without_a_manifest_still_loads(tmp_path, ticket):
+    shutil.copytree(ticket, tmp_path / "copy")
+    record = json.loads((ticket / "ticket.json").read_text())
+    old = {k: v for k, v in record.items() if k not in ("files", "sha256")}
+    (tmp_path / "copy/ticket.json").write_text(json.dumps(old, indent=1) + "\n")
+    deploy.load_ticket(tmp_path / "copy")
+    assert "nothing vouches" in verify(str(tmp_path / "copy"))[0]
+
+
+def test_a_large_file_is_hashed_in_the_background(tmp_path, monkeypatch):
+    """A small one is refused when it is opened, a large one as soon as the damage is known."""
+    stem = make_tokens(tmp_path / "large")
+    data = bytearray(Path(f"{stem}.bin").read_bytes())
+    data[700] ^= 1  # a legal id becomes another legal id
+    Path(f"{stem}.bin").write_bytes(data)
+    with pytest.raises(ValueError, match=r"large\.bin is damaged"):
+        open_tokens(stem)
+    monkeypatch.setattr(manifest, "AT_ONCE", 100)
+    file, until = open_tokens(stem), time.monotonic() + 10
+
+    def use_on() -> None:
+        while time.monotonic() < until:
+            file.sequences([0, 1], 16)
+
+    with pytest.raises(ValueError, match=r"large\.bin is damaged"):
+        use_on()
+
+
+@pytest.mark.parametrize("dtype", ["O", "int64", "uint8", "<u2", "V8", 16, None])
+def test_dtypes_come_from_a_short_list(tmp_path, dtype):
+    stem = make_tokens(tmp_path / "t")
+    table = json.loads(Path(f"{stem}.json").read_text()) | {"dtype": dtype}
+    Path(f"{stem}.json").write_text(json.dumps(table))
+    with pytest.raises(ValueError, match="legal are uint16 and uint32"):
+        open_tokens(stem)
+
+
+def test_verify_names_what_is_damaged(tmp_path, monkeypatch, capsys, token_folder, ticket):
+    """The command: whole files of every kind are told, each damage is named, and the code is 2."""
+    run = tmp_path / "run"
+    rounds.train(tiny(make_tokens(tmp_path / "walk"), run, train={"rounds": 1}), quiet=True)
+    shutil.copytree(token_folder, tmp_path / "tokens")
+    shutil.copytree(ticket, tmp_path / "ticket")
+    kinds = [str(tmp_path / "tokens/t"), str(tmp_path / "ticket"), str(run)]
+
+    def call() -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["twistlm", "verify", *kinds])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code or 0, *capsys.readouterr()
+
+    code, out, _ = call()
+    assert code == 0
+    assert [out.count(word) for word in ("token file", "ticket /", "checkpoint /")] == [1, 1, 1]
+    ids = np.fromfile(tmp_path / "tokens/t.bin", "<u2")
+    ids[0] ^= 1
+    ids.tofile(tmp_path / "tokens/t.bin")
+    with (run / "checkpoints/round-000001/model.safetensors").open("ab") as file:
+        file.write(b"x")
+    code, out, err = call()
+    assert code == 2
+    assert "ticket /" in out
+    assert "t.bin is damaged" in err
+    assert "model.safetensors" in err
+    kinds[:] = [str(tmp_path)]
+    assert call()[2].count("nothing to verify") == 1
+
+
+# ---------------------------------------------------------------- what could do harm
+
 
 PACKAGE = Path(twistlm.__file__).parent
 
@@ -41,7 +268,7 @@ PACKAGE = Path(twistlm.__file__).parent
 def home(tmp_path_factory) -> Path:
     """A Hugging Face folder and a ticket of it."""
     folder = tmp_path_factory.mktemp("home")
-    parent, blueprint = open_parent("gpt2", "head", folder / "parent")
+    parent, blueprint = tiny_tickets.open_parent("gpt2", "head", folder / "parent")
     deploy.save_ticket(parent, blueprint, folder / "ticket")
     return folder
 
@@ -238,7 +465,7 @@ def test_a_loss_of_1e308_is_not_believed(tmp_path):
 
 
 def test_extract_leaves_foreign_files_alone(tmp_path, home):
-    parent, blueprint = open_parent("gpt2", "head", tmp_path / "parent")
+    parent, blueprint = tiny_tickets.open_parent("gpt2", "head", tmp_path / "parent")
     target = tmp_path / "ticket"
     deploy.save_ticket(parent, blueprint, target)
     (target / "notes").mkdir()
@@ -294,7 +521,7 @@ def test_what_a_killed_process_leaves_is_cleaned_and_nothing_is_lost(tmp_path, w
 
 def test_a_full_disk_names_the_path(tmp_path, home):
     """File by file: what cannot be written is said with the name that the user gave."""
-    parent, blueprint = open_parent("gpt2", "head", tmp_path / "parent")
+    parent, blueprint = tiny_tickets.open_parent("gpt2", "head", tmp_path / "parent")
     (tmp_path / "t.txt").write_text("a b " * 10_000)
     words = word_level(["a", "b"])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

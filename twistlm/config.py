@@ -68,12 +68,16 @@ class BlocksConfig:
     """C: attention blocks that every worker and every ticket holds."""
     common_ffn: tuple[int, ...] = ()
     """C: FFN blocks that every worker and every ticket holds."""
+    common_by: Literal["index", "rank"] = "index"
+    """C names the same blocks in every layer, or ranks in each layer's own order of importance (mask-Fisher,
+    scored once before the first round): with `rank`, `[0, 1]` are the two blocks that matter most."""
     shared_first: int = 2
     """First layers that are not partitioned."""
     shared_last: int = 2
     """Last layers that are not partitioned."""
-    deal: Literal["random", "balanced"] = "random"
-    """Where workers hold more blocks than there are, the rest are random ones, or those held least so far."""
+    deal: Literal["random", "balanced", "fixed"] = "random"
+    """Where workers hold more blocks than there are, the rest are random ones, or those held least so far
+    (`balanced`). `fixed` is a control: every round repeats the first one's random deal."""
     masks: Literal["round", "step", "sequence"] = "round"
     """A worker trains all blocks that it holds for the whole `round`, or a part of them that is drawn anew
     for every local `step` or for every `sequence`."""

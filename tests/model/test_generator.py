@@ -394,3 +394,11 @@ def test_deployment_draws_differ_and_repeat():
     draws += [generator.for_deployment(block_map, widths, seed=i) for i in (1, 2, 3)]
     assert all(a != b for a, b in combinations(draws, 2))
     assert draws[7] == generator.for_deployment(block_map, widths, seed=0, draw=7)
+
+
+def test_the_fixed_deal_is_the_first_random_one_in_every_round():
+    """A control: static subnets, as if nothing were dealt anew."""
+    first, *others = deals(12, 4, 5, n_rounds=6, deal="fixed")
+    assert all(deal == first for deal in others)
+    assert first == next(iter(deals(12, 4, 5, deal="random")))
+    assert len({str(deal) for deal in deals(12, 4, 5, n_rounds=6, deal="random")}) == 6

@@ -24,7 +24,15 @@ from twistlm.model.blocks import BlockMap
 from twistlm.pruners import sparsegpt
 from twistlm.pruners.methods import METHODS, prune_
 from twistlm.pruners.pattern import Pattern, lowest, n_of_m, sparsity_of
-from twistlm.pruners.scores import input_norms, magnitude, wanda, zpruner
+from twistlm.pruners.scores import (
+    input_norms,
+    magnitude,
+    wanda,
+    z_scores,
+    zpruner,
+    zpruner_repair,
+    zpruner_rows,
+)
 from twistlm.pruners.walk import linears, walk_
 from twistlm.pruners.write import PruneRequest, patterns, write
 from twistlm.tickets import deploy
@@ -32,6 +40,7 @@ from twistlm.tickets.parent import open_parent
 from twistlm.training import rounds
 
 ROWS = ("gpt2", "llama", "llama-gqa")
+BY_ROW = ("wanda", "zpruner-rows")  # methods that compare within an output row
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -226,6 +235,39 @@ def test_zpruner_is_its_loop(with_data):
         assert torch.equal(ours, want), n
 
 
+def test_zpruner_by_rows_drops_the_same_number_in_each():
+    """Its own scores, sorted row by row; where the rows' scales differ, other weights go than by the matrix."""
+    weight, x = draw(15, 20) * torch.arange(1, 16)[:, None], correlated(20, 20)
+    scores = z_scores(weight, input_norms(x))
+    ours = zpruner_rows(weight, input_norms(x), Pattern(Fraction(2, 5)))
+    for row, kept, score in zip(weight, ours, scores, strict=True):
+        gone = sorted(range(20), key=lambda j, score=score: float(score[j]))[:8]
+        want = row.clone()
+        want[gone] = 0
+        assert torch.equal(kept, want)
+    assert not torch.equal(ours, zpruner(weight, input_norms(x), Pattern(Fraction(2, 5))))
+
+
+def test_zpruner_with_repair_keeps_its_mask_and_answers_better():
+    """The zeros are Z-Pruner's own; the rest is what optimal brain surgeon leaves for this mask."""
+    n_out, n_in = 6, 9
+    weight, x = draw(n_out, n_in), correlated(40, n_in)
+    hessian, pattern = sparsegpt.observe(x), Pattern(Fraction(1, 2))
+    plain = zpruner(weight, input_norms(x), pattern)
+    ours = zpruner_repair(weight, hessian, pattern)
+    assert torch.equal(ours == 0, plain == 0)
+    damped = hessian + sparsegpt.DAMP * hessian.diagonal().mean() * torch.eye(n_in).double()
+    want = weight.clone()
+    for j in range(n_in):
+        inverse = torch.linalg.inv(damped[j:, j:])
+        for r in range(n_out):
+            if plain[r, j] == 0:
+                want[r, j:] -= want[r, j] * inverse[0] / inverse[0, 0]
+    torch.testing.assert_close(ours, want, rtol=0, atol=1e-9)
+    error, before = (float(((w - weight) @ x.T).norm()) for w in (ours, plain))
+    assert error < 0.9 * before
+
+
 def test_zpruner_survives_zero_rows_zero_columns_and_equal_weights():
     """A NaN would compare false with the threshold and let everything stay."""
     for zero in ((2, slice(None)), (slice(None), 4)):
@@ -338,7 +380,7 @@ def check_walk(name: str, attn_by: str, method: str, setting: str = "both", firs
         want = METHODS[method].prune(turn(before[param]), mean, Pattern(0.6))
         torch.testing.assert_close(turn(after[param]), want, rtol=1e-8, atol=1e-10)
         n_out, n_in = want.shape
-        n_zeros = n_out * int(n_in * 0.6) if method == "wanda" else int(n_out * n_in * 0.6) + 1
+        n_zeros = n_out * int(n_in * 0.6) if method in BY_ROW else int(n_out * n_in * 0.6) + 1
         assert int((after[param] == 0).sum()) == zeros[param] == n_zeros
 
 
@@ -349,6 +391,8 @@ def test_which_methods_read_data():
         "wanda": input_norms,
         "zpruner": input_norms,
         "zpruner-datafree": None,
+        "zpruner-rows": input_norms,
+        "zpruner-repair": sparsegpt.observe,
         "magnitude": None,
     }
 
@@ -557,7 +601,7 @@ def test_command_writes_a_plain_model(home, monkeypatch, capsys, name, method):
     for param, value in before.items():
         assert torch.equal(value, after[param]) == (param not in cut), param
         if param in cut:
-            n_zeros = value.numel() * 3 // 4 + (method != "wanda")
+            n_zeros = value.numel() * 3 // 4 + (method not in BY_ROW)
             assert int((after[param] == 0).sum()) == record["zeros"][param] == n_zeros
     assert record["versions"]
     assert record["command"].startswith("twistlm prune")

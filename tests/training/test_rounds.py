@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM
 from twistlm.model import central, families, generator, huggingface, masks
 from twistlm.model.layout import holders
 from twistlm.model.subnet import gate_values, scales
+from twistlm.tickets.parent import open_parent
 from twistlm.training import aggregator, dispatcher, rounds, startup
 from twistlm.training.aggregator import Result, Stats
 from twistlm.training.checkpoint import open_, template
 from twistlm.training.dispatcher import cut
+from twistlm.training.engines.dataparallel import ring_bytes
 from twistlm.training.engines.local import Local
 from twistlm.training.progress import beginning
 from twistlm.training.run import Run
@@ -490,3 +492,63 @@ def test_make_tokens_is_learnable(tmp_path):
     pairs = (64 * ids[:-1] + ids[1:]).bincount(minlength=64 * 64).view(64, 64)
     after = [float(entropy(row)) for row in pairs]
     assert after == pytest.approx([math.log(4)] * 64, abs=0.05)
+
+
+def test_common_blocks_by_rank_are_each_layers_own_most_important(tmp_path, tokens):
+    """Mask-Fisher by hand on the start weights; every worker of every round and every ticket holds them."""
+    blocks = {"common_attn": [0], "common_ffn": [0, 1], "common_by": "rank"}
+    cfg = tiny(tokens, tmp_path / "run", blocks=blocks, train={"rounds": 2})
+    seen = []
+    for_training = generator.for_training
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            generator,
+            "for_training",
+            lambda *a, **k: seen.append(for_training(*a, **k)) or seen[-1],
+        )
+        rounds.train(cfg, quiet=True)
+    assert len(seen) >= 2
+    model = huggingface.load(cfg.model, cfg.run.seed)
+    plain = families.partition(model, cfg.blocks)
+    order = open_(tmp_path / "run").manifest["order"]
+    opened = open_parent(tmp_path / "run", "cpu")
+    scored = startup.open_tokens(tokens)
+    n = scored.n_sequences(16)
+    ids = scored.sequences(list(range(0, n, max(1, n // 64)))[:64], 16)
+    for group, ticket in zip(plain.groups, opened.block_map.groups, strict=True):
+        assert group.common == ()
+        squares = torch.zeros(group.n_blocks)
+        size = 16 // group.n_blocks if group.kind == "attn" else 64 // group.n_blocks
+        out = model.get_submodule(group.out[0].removesuffix(".weight"))
+        for row in ids:
+            gate = torch.ones(group.n_blocks, requires_grad=True)
+            factor = gate.repeat_interleave(size)
+            handle = out.register_forward_pre_hook(lambda m, a, f=factor: (a[0] * f,))
+            model(input_ids=row[None], labels=row[None]).loss.backward(inputs=[gate])
+            handle.remove()
+            squares += gate.grad**2
+        best = squares.argsort(descending=True).tolist()
+        n_common = len(cfg.blocks.common(group.kind))
+        assert set(order[group.name][:n_common]) == set(best[:n_common])
+        assert ticket.common == tuple(sorted(best[:n_common]))
+        for hands in seen:
+            assert all(set(ticket.common) <= set(hand[group.name]) for hand in hands)
+    assert len({tuple(order[g.name]) for g in plain.groups}) > 2  # every layer has its own
+    random_ones = generator.draws(opened.block_map, {g.name: 3 for g in plain.groups}, seed=0, n=9)
+    assert all(
+        set(g.common) <= set(b[g.name]) for b in random_ones for g in opened.block_map.groups
+    )
+
+
+@pytest.mark.parametrize("n_workers", [2, 4, 7])
+def test_data_parallel_is_counted_as_the_ring_that_an_all_reduce_is(n_workers):
+    """Every worker passes S - 1 chunks of 1/S on, twice: counted chunk by chunk."""
+    size = 28 * 4
+    sent = 0
+    for _half in ("scatter the sums", "gather them"):
+        for _hop in range(n_workers - 1):
+            sent += n_workers * (size // n_workers)
+    all_links, one_rank = ring_bytes(size, n_workers, n_workers)
+    assert 2 * all_links == sent
+    assert one_rank == 2 * sent // n_workers  # what it sends and what it gets
+    assert ring_bytes(size, n_workers, 1)[1] == 0  # one process: nothing crosses a boundary

@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..config import Kind, Setting
+from ..config import BlocksConfig, Kind, Setting
 
 KINDS: tuple[Kind, ...] = ("attn", "ffn")
 SETTINGS: dict[Setting, tuple[Kind, ...]] = {"attn": ("attn",), "ffn": ("ffn",), "both": KINDS}
@@ -107,6 +107,20 @@ class BlockMap:
         return BlockMap(
             tuple(replace(g, common=tuple(sorted(common.get(g.kind, ())))) for g in self.groups)
         )
+
+    def with_ranks(self, blocks: BlocksConfig, order: Mapping[str, tuple[int, ...]]) -> BlockMap:
+        """The common blocks where `blocks.common_by` is rank: those ranks of each layer's own order.
+
+        A layer that has no place in `order` was never trained with common blocks and has none.
+        """
+        if blocks.common_by == "index":
+            return self
+
+        def ranked(group: BlockGroup) -> BlockGroup:
+            ranks, best = blocks.common(group.kind), order.get(group.name)
+            return replace(group, common=tuple(sorted(best[i] for i in ranks)) if best else ())
+
+        return BlockMap(tuple(ranked(group) for group in self.groups))
 
     def n_blocks(self, kind: Kind) -> int:
         """N of one kind: the same in every layer of a model, 0 where the kind is shared."""

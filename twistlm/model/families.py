@@ -182,7 +182,8 @@ def partition(model: PreTrainedModel, blocks: BlocksConfig) -> BlockMap:
     cut = block_map(model, blocks.setting, blocks.attn_by)
     cut = cut.select(blocks.setting, blocks.shared_first, blocks.shared_last)
     cut = cut.coarsen("ffn", blocks.n_ffn)
-    return cut.with_common({kind: blocks.common(kind) for kind in KINDS})
+    named = cut.with_common({kind: blocks.common(kind) for kind in KINDS})
+    return named if blocks.common_by == "index" else cut  # ranks wait for the order: `with_ranks`
 
 
 def refit_(model: PreTrainedModel, cut: BlockMap) -> None:

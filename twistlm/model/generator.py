@@ -163,14 +163,15 @@ def for_training(
         present = [(place, {}) for place in range(n_workers)]
     blueprints: list[Blueprint] = [{} for _ in present]
     for group in block_map.groups:
-        rng = random.Random(f"deal/{seed}/{round}/{group.name}")
+        dealt = 0 if blocks.deal == "fixed" else round
+        rng = random.Random(f"deal/{seed}/{dealt}/{group.name}")
         usual = widths_in_round(blocks, group.kind, n_workers, round)
         widths = [own.get(group.kind, usual[place]) for place, own in present]
         partial = len(present) < n_workers or any(own for _, own in present)
         so_far = None
         if blocks.deal == "balanced":
             so_far = held[group.name] if held else [0] * group.n_blocks
-        common = blocks.common(group.kind)
+        common = blocks.common(group.kind) if blocks.common_by == "index" else group.common
         hands = deal(rng, group.n_blocks, widths, common, so_far, partial=partial)
         for blueprint, hand in zip(blueprints, hands, strict=True):
             blueprint[group.name] = hand

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ..tickets import IMPORTANCES
 
-SINGLE_WEIGHTS = ("sparsegpt", "wanda", "zpruner", "zpruner-datafree", "magnitude")
+SINGLE_WEIGHTS = (
+    "sparsegpt", "wanda", "zpruner", "zpruner-datafree", "zpruner-rows", "zpruner-repair", "magnitude"
+)  # fmt: skip
 STRUCTURED = "block:"  # before the name of an importance: whole blocks go
 WHOLE_BLOCKS = tuple(STRUCTURED + name for name in IMPORTANCES)
 NAMES = (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)  # of `prune --method`

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..model.blocks import BlockMap
 from . import sparsegpt
 from .pattern import Pattern, check_width
-from .scores import input_norms, magnitude, wanda, zpruner
+from .scores import input_norms, magnitude, wanda, zpruner, zpruner_repair, zpruner_rows
 from .walk import Linear, Observe, Tick, linears, walk_
 
 
@@ -31,6 +31,8 @@ METHODS: dict[str, PruneMethod] = {  # `names.SINGLE_WEIGHTS`
     "wanda": PruneMethod(wanda, input_norms),
     "zpruner": PruneMethod(zpruner, input_norms),
     "zpruner-datafree": PruneMethod(zpruner),
+    "zpruner-rows": PruneMethod(zpruner_rows, input_norms),
+    "zpruner-repair": PruneMethod(zpruner_repair, sparsegpt.observe, sparsegpt.inverse_factor),
     "magnitude": PruneMethod(magnitude),
 }
 

@@ -1,4 +1,4 @@
-"""Pruners that drop the lowest scores of a matrix and update no weight: magnitude, Wanda, Z-Pruner.
+"""Pruners that drop the lowest scores of a matrix: magnitude, Wanda, Z-Pruner.
 
 Each takes `weight` [out, in], the mean over sequences of what was observed, and the pattern of zeros.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from . import sparsegpt
 from .pattern import Pattern, lowest, lowest_of_m, lowest_of_rows
 
 
@@ -31,20 +32,45 @@ def wanda(weight: Tensor, mean: Tensor | None, pattern: Pattern) -> Tensor:
 
 
 def zpruner(weight: Tensor, mean: Tensor | None, pattern: Pattern) -> Tensor:
-    """Z-scores of row- and column-normalised weights, compared over the whole matrix.
+    """The lowest Z-Pruner scores of the whole matrix go; without data (`mean` is None) by weights alone."""
+    return weight.masked_fill(_lowest_z(z_scores(weight, mean), pattern), 0)
+
+
+def zpruner_rows(weight: Tensor, mean: Tensor | None, pattern: Pattern) -> Tensor:
+    """Z-Pruner's scores compared within each output row, an option of its code."""
+    score = z_scores(weight, mean)
+    drop = lowest_of_m(score, pattern) if pattern.m else lowest_of_rows(score, pattern.sparsity)
+    return weight.masked_fill(drop, 0)
+
+
+def zpruner_repair(
+    weight: Tensor, mean: Tensor | None, pattern: Pattern, factor: Tensor | None = None
+) -> Tensor:
+    """Z-Pruner's choice with SparseGPT's update of the weights that stay, an option of its code.
+
+    `mean` is SparseGPT's H = 2 X X^T, whose diagonal holds 2 a_j.
+    """
+    assert mean is not None
+    drop = _lowest_z(z_scores(weight, mean.diagonal() / 2), pattern)
+    return sparsegpt.prune(weight, mean, pattern, factor=factor, drop=drop)
+
+
+def z_scores(weight: Tensor, mean: Tensor | None) -> Tensor:
+    """Z-scores of row- and column-normalised weights [out, in].
 
     R = W/|row|, C = W/|column|, z = (. - mean)/std over the matrix, rho = share of |W| < 0.1 mean|W|,
     alpha = 0.7 (1 - 0.3 rho), S = (alpha |z_R|^3 + (1 - alpha) |z_C|^3) sqrt(a_j)^1.5.
-    The variant without data (`mean` is None) leaves the last factor out.
+    Without data (`mean` is None) the last factor is left out.
     """
     small = (weight.abs() < 0.1 * weight.abs().mean()).to(weight.dtype).mean()
     alpha = 0.7 * (1 - 0.3 * small)
     rows, columns = (_z(_normalised(weight, dim)).abs() ** 3 for dim in (1, 0))
     score = alpha * rows + (1 - alpha) * columns
-    if mean is not None:
-        score = score * mean.sqrt() ** 1.5
-    drop = lowest_of_m(score, pattern) if pattern.m else lowest(score, pattern.sparsity)
-    return weight.masked_fill(drop, 0)
+    return score if mean is None else score * mean.sqrt() ** 1.5
+
+
+def _lowest_z(score: Tensor, pattern: Pattern) -> Tensor:
+    return lowest_of_m(score, pattern) if pattern.m else lowest(score, pattern.sparsity)
 
 
 def _normalised(weight: Tensor, dim: int) -> Tensor:

@@ -27,10 +27,12 @@ def prune(
     columns: int = COLUMNS,
     damp: float = DAMP,
     factor: Tensor | None = None,
+    drop: Tensor | None = None,
 ) -> Tensor:
     """`weight` [out, in] pruned and updated for the inputs that `mean` = H [in, in] tells of.
 
-    `factor` is U where other matrices with the same inputs needed it before.
+    `factor` is U where other matrices with the same inputs needed it before. `drop` [out, in] is True where
+    weights go that another method chose: what is left is the update.
     """
     assert mean is not None
     n_inputs = weight.shape[1]
@@ -45,14 +47,17 @@ def prune(
         end = min(start + columns, n_inputs)
         group, u = turned[start:end], upper[start:end, start:end]
         errors, v = torch.empty_like(group), unit[start:end, start:end]
-        if not pattern.m:
+        if drop is not None:
+            gone = drop[:, start:end].T.to(group.dtype)
+        elif not pattern.m:
             gone = lowest(_cost(group, u), pattern.sparsity).to(group.dtype)
         for i in range(end - start):
-            if pattern.m and i % pattern.m == 0:
+            if drop is None and pattern.m and i % pattern.m == 0:
                 here = slice(i, i + pattern.m)
-                drop = lowest_of_m(_cost(group[here], u[here, here]).T, pattern)
-                gone = drop.T.to(group.dtype)
-            torch.mul(group[i], gone[i % pattern.m if pattern.m else i], out=errors[i])
+                chosen = lowest_of_m(_cost(group[here], u[here, here]).T, pattern)
+                gone = chosen.T.to(group.dtype)
+            at = i % pattern.m if pattern.m and drop is None else i
+            torch.mul(group[i], gone[at], out=errors[i])
             group[i:].addcmul_(v[i, i:, None], errors[i], value=-1)
         turned[end:].addmm_(unit[start:end, end:].T, errors, alpha=-1)
     return turned.T.contiguous()

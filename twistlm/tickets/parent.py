@@ -89,6 +89,7 @@ def recut(parent: Parent, setting: Setting) -> Parent:
     """The same weights cut in another setting; Adam's moments stay behind."""
     cfg = replace(parent.cfg, blocks=replace(parent.cfg.blocks, setting=setting))
     block_map = families.partition(parent.template, cfg.blocks)
+    block_map = block_map.with_ranks(cfg.blocks, parent.progress.order)
     old = parent.central
     central = create(
         old.layout.views(old.weights),
@@ -107,16 +108,17 @@ def _from_checkpoint(path: Path, device: str, overrides: Sequence[str]) -> Paren
     template = checkpoint.template(found)
     block_map = families.partition(template, cfg.blocks)
     central = checkpoint.restore(found, template, block_map, pick_device(device))
+    progress = checkpoint.progress_of(found, block_map)
     tokenizer = found.path / "tokenizer.json"
     return Parent(
         source=str(found.path),
         cfg=cfg,
         template=template,
-        block_map=block_map,
+        block_map=block_map.with_ranks(cfg.blocks, progress.order),
         central=central,
         tokenizer=tokenizer if tokenizer.is_file() else None,
         tokenizer_sha256=found.tokenizer_sha256,
-        progress=checkpoint.progress_of(found, block_map),
+        progress=progress,
     )
 
 

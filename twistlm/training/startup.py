@@ -57,16 +57,20 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     progress = beginning(cut.block_map)
     taught_by = teacher.load(cfg, cut, train)
     if not cluster.is_central:
-        run = Run(cfg, cluster, cut, batches, n_rounds, teacher=taught_by)
-        return run, share(progress, cut.block_map, cluster)
+        progress = share(progress, cut.block_map, cluster)
+        return Run(
+            cfg, cluster, _ranked(cfg, cut, progress), batches, n_rounds, teacher=taught_by
+        ), progress
     if saved is not None:
         central = checkpoint.restore(saved, cut.template, cut.block_map, cluster.device)
         progress = checkpoint.progress_of(saved, cut.block_map)
     else:
         central = _create(cfg, cut)
-        if cfg.blocks.nested > 0 and t.method != "dense":
+        needs_order = cfg.blocks.nested > 0 or cfg.blocks.common_by == "rank"
+        if needs_order and t.method != "dense":
             progress = replace(progress, order=_order(cfg, cut, central, train, quiet))
         _write_config(out, cfg)
+    cut = _ranked(cfg, cut, progress)
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
     evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)
     run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator, taught_by)
@@ -141,6 +145,11 @@ def _create(cfg: Config, cut: CutModel) -> Central:
         outer=cfg.train.method == "twist" and cfg.train.nesterov() is not None,
         device=cut.device,
     )
+
+
+def _ranked(cfg: Config, cut: CutModel, progress: Progress) -> CutModel:
+    """The model with its common blocks, where they are chosen by importance."""
+    return replace(cut, block_map=cut.block_map.with_ranks(cfg.blocks, progress.order))
 
 
 def _order(cfg: Config, cut: CutModel, central: Central, tokens: TokenFile, quiet: bool) -> Order:
