@@ -17,12 +17,14 @@ KEPT_FFN = ((0, 2), (0, 1, 2), (1,))  # by layer
 KEPT_ATTN = ((1, 2), (0,), (0, 2))
 
 
-def open_parent(name: str, attn_by: str, folder: Path, **config: Any) -> tuple[Parent, Blueprint]:
+def open_parent(
+    name: str, attn_by: str, folder: Path, *words: str, **config: Any
+) -> tuple[Parent, Blueprint]:
     """A parent on disk, opened as a user would, and the blueprint of an uneven ticket."""
     row = TABLE[name]
     build(row.type, row.config | config).save_pretrained(folder)
     cut = [f"blocks.attn_by={attn_by}", f"blocks.n_ffn={N_FFN}", "blocks.shared_first=0"]
-    opened = parent.open_parent(folder, "cpu", [*cut, "blocks.shared_last=0"])
+    opened = parent.open_parent(folder, "cpu", [*cut, "blocks.shared_last=0", *words])
     kept = {"attn": KEPT_ATTN, "ffn": KEPT_FFN}
     return opened, {g.name: kept[g.kind][g.layer] for g in opened.block_map.groups}
 

@@ -306,7 +306,7 @@ class Config:
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> Config:
-    """A preset's or TOML file's config with `section.key=value` overrides applied."""
+    """The config of a preset, a TOML file or a run folder, with `section.key=value` overrides applied."""
     return from_dict(overridden(read_table(source), overrides))
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
+import signal
+import sys
 import time
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -15,11 +18,13 @@ import torch
 from tokenizers import Tokenizer
 
 from . import config
+from .compute.perplexity import perplexity
 from .config import Config, Method
 from .data.builtin import build
 from .model import generator
 from .model.blocks import widths_of_ratio
 from .system.provenance import describe_run
+from .system.signals import Ended
 from .system.terminal import console, progress
 from .tickets import deploy
 from .tickets.parent import Parent, open_parent
@@ -31,20 +36,24 @@ PARENTS: dict[str, Method] = {"data parallel": "dense", "TwIST": "twist"}
 TICKET = "6/12"
 PROMPT = "Return the"
 CHOICE_TOKENS = 4096  # that an activation scale is chosen on
+SAVE_EVERY = 25  # rounds: what a stopped demo loses at most
+GRACE = 30  # seconds for a training to end its round
 
 
 def run(out: Path, n: int, overrides: list[str]) -> None:
     """Corpus, two trainings side by side, the table, one ticket, one line of text."""
     began = time.perf_counter()
     cfg = config.load("demo", overrides)
-    _fresh(out)
+    goes_on = _prepare(out, cfg)
     files = build(out / "text")
     configs = {
         name: replace(
             cfg,
             data=replace(cfg.data, train=files["train"].stem, valid=files["valid"].stem),
             train=replace(cfg.train, method=method),
-            run=replace(cfg.run, out=str(out / method), threads=1, eval_every=-1),
+            run=replace(
+                cfg.run, out=str(out / method), threads=1, eval_every=-1, save_every=SAVE_EVERY
+            ),
         )
         for name, method in PARENTS.items()
     }
@@ -55,6 +64,8 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
         f"twice on the same {n_tokens:,} tokens with S = {t.n_workers} workers: data parallel, and TwIST "
         f"with subnets of {cfg.blocks.k_attn[0]} blocks"
     )
+    if goes_on:
+        console.print("an earlier demo was stopped: going on from its checkpoints")
     train_side_by_side(configs)
     request = ScoreRequest(ratios=cfg.run.eval_ratios, n=n, tokens=cfg.run.eval_tokens)
     scores = []
@@ -64,30 +75,60 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     console.print(table(scores))
     console.print(reading(scores))
     (out / "scores.json").write_text(json.dumps([s.to_dict() for s in scores], indent=1) + "\n")
-    write_ticket(parent, out / "ticket")
+    write_ticket(parent, out / "ticket", cfg.run.eval_tokens)
     console.print(f"everything is in {out}/   ({time.perf_counter() - began:.0f} s)")
 
 
-def _fresh(out: Path) -> None:
-    """An empty folder; an earlier demo is replaced, anything else is left alone."""
-    mark = out / "demo.json"
+def _prepare(out: Path, cfg: Config) -> bool:
+    """A folder for the demo; true if it holds an unfinished one of the same config, which is kept.
+
+    A finished demo, or one of another config, is replaced; anything else is left alone.
+    """
+    mark, asked = out / "demo.json", json.loads(json.dumps(config.to_dict(cfg)))
     if out.exists() and any(out.iterdir()):
         if not mark.is_file():
             raise ValueError(
                 f"--out {out} is not empty and was not made by the demo: choose another folder"
             )
+        before = json.loads(mark.read_text()).get("config")
+        if before == asked and not (out / "scores.json").is_file():
+            return any(out.glob("*/checkpoints/round-*"))
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
-    mark.write_text(json.dumps(describe_run(), indent=1) + "\n")
+    mark.write_text(json.dumps({"config": asked, **describe_run()}, indent=1) + "\n")
+    return False
 
 
 def train_side_by_side(configs: dict[str, Config]) -> None:
     """One process and one thread per parent: this model is too small to use two threads."""
     context = multiprocessing.get_context("spawn")
     jobs: dict[str, BaseProcess] = {}
-    for name, cfg in configs.items():
-        jobs[name] = context.Process(target=_train, args=(config.to_dict(cfg),), daemon=True)
-        jobs[name].start()
+    before = signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the processes inherit it: Ctrl-C is ours
+    try:
+        for name, cfg in configs.items():
+            jobs[name] = context.Process(target=_train, args=(config.to_dict(cfg),), daemon=True)
+            jobs[name].start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        _watch(configs, jobs)
+    except KeyboardInterrupt:
+        for job in jobs.values():  # each ends its round and saves
+            if job.is_alive():
+                job.terminate()
+        for job in jobs.values():
+            job.join(GRACE)
+        raise Ended("stopped by Ctrl-C", 130) from None
+    for name, job in jobs.items():
+        job.join()
+        if job.exitcode != 0:
+            raise RuntimeError(f"training {name} failed (exit code {job.exitcode})")
+
+
+def _watch(configs: dict[str, Config], jobs: dict[str, BaseProcess]) -> None:
+    """Bars of trainings in other processes, until all have ended."""
     with progress() as bar:
         tasks = {
             name: bar.add_task(f"train {name}", total=cfg.train.rounds, note="starting")
@@ -97,14 +138,17 @@ def train_side_by_side(configs: dict[str, Config]) -> None:
             time.sleep(0.5)
             for name, cfg in configs.items():
                 _follow(bar, tasks[name], Path(cfg.run.out) / "metrics.jsonl")
-    for name, job in jobs.items():
-        job.join()
-        if job.exitcode != 0:
-            raise RuntimeError(f"training {name} failed (exit code {job.exitcode})")
 
 
 def _train(table: dict) -> None:
-    rounds.train(config.from_dict(table), quiet=True)
+    os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the demo alone, which passes it on once
+    cfg = config.from_dict(table)
+    try:
+        rounds.train(cfg, resume=True, quiet=True)
+    except Ended as end:
+        sys.exit(end.code)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _follow(bar, task, metrics: Path) -> None:
@@ -154,12 +198,16 @@ def treated(parent: Parent, request: ScoreRequest) -> tuple[Parent, str]:
     return tried.parent_with(chosen), str(chosen)
 
 
-def write_ticket(parent: Parent, folder: Path) -> None:
+def write_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:
     """Extract one random ticket, load it back from disk and let it write."""
     seed = parent.cfg.run.seed
     widths = widths_of_ratio(parent.block_map, TICKET)
     blueprint = generator.for_deployment(parent.block_map, widths, seed=seed)
-    deploy.save_ticket(parent, blueprint, folder)
+    text = text_of(parent, None, n_tokens)
+    model = deploy.extract(parent, blueprint)
+    found = perplexity(model, text, parent.cfg.train.precision)
+    notes = {"perplexity": {"ticket": found, "n_tokens": text.n_sequences * text.seq_len}}
+    deploy.save_model(parent, blueprint, model, folder, notes)
     ticket: Any = deploy.load_ticket(folder)
     tok = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = torch.tensor([tok.encode(PROMPT).ids])
@@ -174,6 +222,8 @@ def write_ticket(parent: Parent, folder: Path) -> None:
         pad_token_id=0,
     )
     n_params = sum(p.numel() for p in ticket.parameters())
-    text = tok.decode(written[0].tolist()).replace("\n", " ")
-    console.print(f"a ticket with {TICKET} of the blocks ({n_params:,} parameters, dense) writes:")
-    console.print(text, style="italic", markup=False, highlight=False)
+    said = tok.decode(written[0].tolist()).replace("\n", " ")
+    console.print(
+        f"a ticket with {TICKET} of the blocks ({n_params:,} parameters, dense, perplexity {found:.2f}) writes:"
+    )
+    console.print(said, style="italic", markup=False, highlight=False)

@@ -759,3 +759,26 @@ def test_help_of_the_command_itself(tmp_path):
     assert (code, err) == (0, "")
     assert "--resume" in out
     assert "twistlm train demo" in out
+
+
+def test_a_run_is_known_from_any_folder(here, tmp_path_factory, monkeypatch, capsys):
+    """Its tokens lie beside it, and its own config goes on; a preset's would be another model."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    code, out, err = in_process(
+        monkeypatch, capsys, "eval", str(here / "run"), "--ratio", "2/4", "--n", "1"
+    )
+    assert (code, err) == (0, "")
+    assert "perplexity on" in out
+    shutil.rmtree(here / LAST_RUN)
+    code, out, err = in_process(monkeypatch, capsys, "train", str(here / "run"), "--resume")
+    assert (code, err) == (0, "")
+    assert (here / LAST_RUN).is_dir()
+    code, _, err = in_process(
+        monkeypatch, capsys, "train", "demo", "--resume", f"run.out={here / 'run'}"
+    )
+    assert code == 2
+    assert f"twistlm train {here / 'run'} --resume" in err
+    (here / "tokens.bin").unlink()
+    code, _, err = in_process(monkeypatch, capsys, "eval", str(here / "run"), "--ratio", "2/4")
+    assert code == 2
+    assert "give --data STEM" in err

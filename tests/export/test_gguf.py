@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
 from twistlm.cli.options import app
+from twistlm.export import architectures, llamacpp, verify
 from twistlm.export import gguf as exporter
-from twistlm.export import llamacpp, verify
 from twistlm.tickets import deploy
 
 gguf = pytest.importorskip("gguf")
@@ -41,12 +41,37 @@ LLAMA3_ROPE = {
 }  # fmt: skip
 
 
+SIZES = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+EVEN = [  # a stock ticket's row, how it is cut, changes to its config, llama.cpp's name
+    ("llama", "head", "both", {}, "llama"),
+    ("llama-biases", "head", "both", TIED, "llama"),
+    ("llama-gqa", "group", "both", TIED, "llama"),
+    ("mistral", "query", "both", {"sliding_window": None}, "llama"),
+    ("qwen2", "group", "ffn", TIED, "qwen2"),  # llama.cpp's takes all heads
+    ("qwen3", "group", "both", {}, "qwen3"),
+    ("gemma3_text", "group", "both", {"layer_types": ["sliding_attention"] * 3}, "gemma3"),
+    ("smollm3", "group", "both", {"no_rope_layers": [1, 1, 1]}, "smollm3"),
+    ("gpt2", "head", "ffn", {}, "gpt2"),
+]
+ROUGH = {"gemma3": 5e-3, "gpt2": 5e-3}  # llama.cpp looks GELU up in a table of half precision
+EVEN_NAMES = [f"{name}-{attn_by}" for name, attn_by, *_ in EVEN]
+
+
+def stock_ticket(name: str, attn_by: str, setting: str, folder: Path, **config):
+    """The same two blocks of three in every layer, loaded from its own folder."""
+    words = [f"blocks.setting={setting}"]
+    opened, blueprint = open_parent(name, attn_by, folder, *words, **config)
+    kept = dict.fromkeys(blueprint, (0, 2))
+    deploy.save_ticket(opened, kept, folder / "ticket")
+    return deploy.load_ticket(folder / "ticket")
+
+
 def fields(path: Path) -> dict:
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
 def run_graph(path: Path, ids: list[int]) -> np.ndarray:
-    """What llama.cpp computes for `deci` and `openelm`, in float64: logits [len(ids), vocab]."""
+    """What llama.cpp computes for Llama- and Qwen-like graphs, in float64: logits [len(ids), vocab]."""
     reader, meta = gguf.GGUFReader(path), fields(path)
     w = {
         t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(float) for t in reader.tensors
@@ -63,20 +88,23 @@ def run_graph(path: Path, ids: list[int]) -> np.ndarray:
     def linear(x, name):
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
-    def rope(x):  # deci turns neighbours, openelm the two halves
-        pairs = x[..., ::2] + 1j * x[..., 1::2] if arch == "deci" else None
+    neighbours = arch in ("deci", "llama")
+
+    def rope(x):  # Llama's graphs turn neighbours, the others the two halves
+        pairs = x[..., ::2] + 1j * x[..., 1::2] if neighbours else None
         if pairs is None:
             pairs = x[..., : dh // 2] + 1j * x[..., dh // 2 :]
         pairs = pairs * turn
-        if arch == "deci":
+        if neighbours:
             return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
         return np.concatenate([pairs.real, pairs.imag], -1)
 
     x = w["token_embd.weight"][ids]
     for i in range(meta[f"{arch}.block_count"]):
-        n_head, n_kv = (meta[f"{arch}.attention.{k}"][i] for k in ("head_count", "head_count_kv"))
+        sizes = [meta[f"{arch}.{k}"] for k in SIZES]
+        n_head, n_kv, n_ffn = (n[i] if isinstance(n, list) else n for n in sizes)
         y = rms(x, w[f"blk.{i}.attn_norm.weight"])
-        if arch == "deci":
+        if arch != "openelm":
             q, k, v = (linear(y, f"blk.{i}.attn_{part}") for part in "qkv")
         else:
             q, k, v = np.split(
@@ -85,7 +113,7 @@ def run_graph(path: Path, ids: list[int]) -> np.ndarray:
         q, k, v = (t.reshape(len(ids), -1, dh) for t in (q, k, v))
         assert q.shape[1] == n_head
         assert k.shape[1] == v.shape[1] == n_kv
-        if arch == "openelm":
+        if f"blk.{i}.attn_q_norm.weight" in w:
             q = rms(q, w[f"blk.{i}.attn_q_norm.weight"])
             k = rms(k, w[f"blk.{i}.attn_k_norm.weight"])
         q, k = rope(q), rope(k)
@@ -98,7 +126,7 @@ def run_graph(path: Path, ids: list[int]) -> np.ndarray:
         x = x + linear(mixed, f"blk.{i}.attn_output")
         y = rms(x, w[f"blk.{i}.ffn_norm.weight"])
         gate, up = linear(y, f"blk.{i}.ffn_gate"), linear(y, f"blk.{i}.ffn_up")
-        assert up.shape[1] == meta[f"{arch}.feed_forward_length"][i]
+        assert up.shape[1] == n_ffn
         x = x + linear(gate / (1 + np.exp(-gate)) * up, f"blk.{i}.ffn_down")
     head = w.get("output.weight", w["token_embd.weight"])
     return rms(x, w["output_norm.weight"]) @ head.T
@@ -136,6 +164,24 @@ def test_the_file_holds_the_ticket(name, attn_by, config, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("name", "attn_by", "setting", "config", "arch"), EVEN, ids=EVEN_NAMES)
+def test_a_stock_ticket_has_its_familys_own_architecture(
+    name, attn_by, setting, config, arch, tmp_path
+):
+    """One number for all layers; Llama's and Qwen's graphs are computed here, the others in llama.cpp."""
+    model = stock_ticket(name, attn_by, setting, tmp_path / "parent", **config)
+    path = tmp_path / "ticket.gguf"
+    exporter.export(model, path, "f32")
+    meta, row = fields(path), TABLE[name]
+    assert meta["general.architecture"] == arch
+    heads = row.n_query if setting == "ffn" else 2 * row.n_query // row.n_attn(attn_by)
+    n_kv = 2 if attn_by in ("head", "group") and setting == "both" else row.n_kv
+    assert [meta[f"{arch}.{key}"] for key in SIZES] == [heads, n_kv, 2 * N_NEURONS // N_FFN]
+    assert meta[f"{arch}.attention.key_length"] == row.head_dim
+    if arch in ("llama", "qwen2", "qwen3"):
+        assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4
+
+
 def test_scaled_rope(tmp_path):
     """Llama 3's frequencies travel as factors."""
     model = tiny_ticket("llama", "head", tmp_path / "parent", rope_parameters=LLAMA3_ROPE)
@@ -171,16 +217,35 @@ def refused(name: str, **config) -> str:
     for key, value in config.items():
         setattr(model.config, key, value)
     with pytest.raises(ValueError, match="no GGUF for") as error:
-        exporter._home(model)
+        architectures.home(model)
     return str(error.value)
 
 
 def test_models_without_a_home_are_refused():
-    for name in ("gpt2", "opt", "phi", "gemma3_text", "smollm3"):
+    for name in ("opt", "phi", "gemma3_text", "smollm3"):
         assert "--to onnx" in refused(name)
     assert "sliding_window = 5" in refused("mistral")
-    assert "lm_head" in refused("qwen3")  # openelm has tied embeddings alone
     assert "gelu" in refused("llama", hidden_act="gelu")
+    assert "root of the head" in refused("gpt2", scale_attn_by_inverse_layer_idx=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "what"),
+    [("gpt2", {}, "extract --stock"), ("qwen3", {}, "no place for lm_head")],
+)
+def test_uneven_tickets_without_a_home_are_refused(name, config, what, tmp_path):
+    """GPT-2's graph has one width for all layers, openelm's tied embeddings alone."""
+    model = tiny_ticket(name, TABLE[name].ways[0], tmp_path / "parent", **config)
+    with pytest.raises(ValueError, match=what):
+        architectures.home(model)
+
+
+def test_a_family_that_takes_all_heads(tmp_path):
+    """Fewer of Qwen2's go to `deci`, fewer of GPT-2's nowhere."""
+    even = stock_ticket("qwen2", "group", "both", tmp_path / "a", **TIED)
+    assert architectures.home(even).name == "deci"
+    with pytest.raises(ValueError, match="this ticket lost some"):
+        architectures.home(stock_ticket("gpt2", "head", "attn", tmp_path / "b"))
 
 
 TEXT = "In 1984, the city's 12,345 people weren't\n\n  there:   naïve 東京 days."
@@ -253,7 +318,7 @@ def test_bad_input(tmp_path, monkeypatch):
     for arguments, what in (
         ([str(tmp_path / "ticket"), *target, "--type", "q4_0"], "q8_0"),
         ([str(tmp_path / "ticket"), *target[:3], "tflite"], "gguf or onnx"),
-        ([str(tmp_path / "absent"), *target], "neither a ticket"),
+        ([str(tmp_path / "absent"), *target], "absent"),
     ):
         result = CliRunner().invoke(app, ["export", *arguments])
         assert isinstance(result.exception, ValueError)
@@ -279,6 +344,22 @@ def test_llama_cpp_computes_the_ticket(name, attn_by, config, tmp_path):
     runner.prefill(IDS[:5])
     found = np.array([runner.decode(token) for token in IDS[5:]])
     assert np.abs(found - want[5:]).max() < 1e-4
+    greedy = model.generate(torch.tensor([IDS]), max_new_tokens=16, do_sample=False)[0, 16:]
+    assert verify.greedy(runner, IDS, 16) == greedy.tolist()
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize(("name", "attn_by", "setting", "config", "arch"), EVEN, ids=EVEN_NAMES)
+def test_llama_cpp_computes_the_stock_ticket(name, attn_by, setting, config, arch, tmp_path):
+    pytest.importorskip("llama_cpp")
+    model = stock_ticket(name, attn_by, setting, tmp_path / "parent", **config)
+    exporter.export(model, tmp_path / "t.gguf", "f32")
+    runner = llamacpp.load(tmp_path / "t.gguf", 40, threads=1, all_logits=True, exact=True)
+    want = logits(model)
+    assert np.abs(runner.prefill(IDS, len(IDS)) - want).max() < ROUGH.get(arch, 1e-4)
+    runner.prefill(IDS[:5])
+    found = np.array([runner.decode(token) for token in IDS[5:]])
+    assert np.abs(found - want[5:]).max() < ROUGH.get(arch, 1e-4)
     greedy = model.generate(torch.tensor([IDS]), max_new_tokens=16, do_sample=False)[0, 16:]
     assert verify.greedy(runner, IDS, 16) == greedy.tolist()
 

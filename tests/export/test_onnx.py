@@ -52,19 +52,39 @@ def test_the_graph_computes_the_ticket(name, attn_by, tmp_path):
     prompt = IDS[:1, :10]
     greedy = model.generate(torch.tensor(prompt), max_new_tokens=20, do_sample=False)[0, 10:]
     assert verify.greedy(runner, prompt[0].tolist(), 20) == greedy.tolist()
-    # the bare graph: three sequences at once, in pieces, logits of two positions
+    # the bare graph as others call it: three sequences at once, in pieces
     session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
     names = json.loads((tmp_path / "out" / "export.json").read_text())
     shapes = {entry.name: entry.shape for entry in session.get_inputs()}
     assert list(shapes) == names["inputs"]
-    caches = names["inputs"][2:]
+    assert names["inputs"][:3] == ["input_ids", "attention_mask", "position_ids"]
+    caches = names["inputs"][3:]
+    assert caches[:2] == ["past_key_values.0.key", "past_key_values.0.value"]
     assert len(caches) == 2 * 2
     past = [np.zeros((3, shapes[c][1], 0, shapes[c][3]), np.float32) for c in caches]
     for start, stop in ((0, 7), (7, 12), (12, 24)):
-        feed = {"input_ids": IDS[:, start:stop], "wanted": np.array([0, 4])}
-        out = session.run(names["outputs"], feed | dict(zip(caches, past, strict=True)))
-        assert np.abs(out[0] - want[:, [start, start + 4]]).max() < 1e-4
+        feed = {
+            "input_ids": IDS[:, start:stop],
+            "attention_mask": np.ones((3, stop), np.int64),
+            "position_ids": np.arange(start, stop)[None].repeat(3, 0),
+        } | dict(zip(caches, past, strict=True))
+        out = session.run(names["outputs"], feed)
+        assert np.abs(out[0] - want[:, start:stop]).max() < 1e-4
+        last = session.run(["logits"], feed | {"logits_from": np.array([-2])})[0]
+        assert np.abs(last - want[:, stop - 2 : stop]).max() < 1e-4
         past = out[1:]
+    # a row with padding to its left computes what it computes alone
+    mask = np.ones((3, 24), np.int64)
+    mask[1, :6] = 0
+    feed = {
+        "input_ids": IDS,
+        "attention_mask": mask,
+        "position_ids": np.maximum(mask.cumsum(1) - 1, 0),
+    }
+    empty = [np.zeros((3, shapes[c][1], 0, shapes[c][3]), np.float32) for c in caches]
+    out = session.run(["logits"], feed | dict(zip(caches, empty, strict=True)))[0]
+    assert np.abs(out[0] - want[0]).max() < 1e-4
+    assert np.abs(out[1, 6:] - logits(model, IDS[1:2, 6:])[0]).max() < 1e-4
 
 
 def test_eight_bits_from_the_command_line(tmp_path):

@@ -524,7 +524,7 @@ def test_calibration_takes_windows_of_the_named_text_or_the_training_text(home, 
     # validation tokens are what results are measured on: nothing is fitted to them unasked
     gone = open_(home, "gpt2", f"data.train={tmp_path / 'gone'}", stems[1])
     for take in (calibrate, calibrate_on_tokens):
-        with pytest.raises(ValueError, match="no token file"):
+        with pytest.raises(ValueError, match="the run's own tokens"):
             take(gone, None, 4, 0)
         with pytest.raises(ValueError, match="no tokens to calibrate on: give --data STEM"):
             take(open_(home, "gpt2"), None, 4, 0)
@@ -547,6 +547,9 @@ def test_the_proof_is_true(home, tmp_path, name):
     )
     assert note["perplexity"]["n_tokens"] == 480
     assert note["perplexity"]["data"] == str(home / "text")
+    whole = sum(p.numel() for p in tiny_model(name).parameters()) * 4  # and a header
+    assert whole < note["parent"].pop("bytes") < whole * 1.2
+    assert note["parent"].pop("speed")["decode_ms"] > 0
     assert note["parent"] == {
         "source": str(home / name), "n_params": sum(p.numel() for p in tiny_model(name).parameters())
     }  # fmt: skip
@@ -563,7 +566,7 @@ def test_no_tokens_no_perplexity(home, tmp_path, capsys):
     assert "perplexity" not in note
     assert "no perplexity: " in capsys.readouterr().out
     ask(home, tmp_path / "u", ratio="1/2", overrides=(f"data.valid={tmp_path / 'gone'}",))
-    assert "no token file" in capsys.readouterr().out
+    assert "the run's own tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

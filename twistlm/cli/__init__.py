@@ -9,18 +9,23 @@ from ..system.signals import Ended
 from . import (  # noqa: F401  (they join the app)
     bench,
     compare,
+    doctor,
     experiments,
     export,
     extract,
     node,
+    play,
     prune,
     tickets,
     training,
 )
-from .options import app
+from .options import app, group_
+
+group_(app)
 
 RESUMES = {
     "train": "; resume with --resume",
+    "demo": "; the same command goes on where it stopped",
     "compare": "; the same command goes on where it stopped",
     "experiment": "; the same command goes on where it stopped",
 }
@@ -39,12 +44,18 @@ def main() -> None:
     except FloatingPointError as error:
         _fail(str(error), 1)
     except Ended as end:
-        _fail(str(end), end.code)
+        _fail(str(end) + (_advice() if end.code > 128 else ""), end.code)
     except SystemExit as stop:
         if stop.code != 130:  # typer's word for Ctrl-C
             raise
-        command = sys.argv[1] if len(sys.argv) > 1 else ""
-        _fail("interrupted" + RESUMES.get(command, ""), 130)
+        _fail("interrupted" + _advice(), 130)
+    except KeyboardInterrupt:
+        _fail("interrupted" + _advice(), 130)
+
+
+def _advice() -> str:
+    """How the command that was stopped goes on."""
+    return RESUMES.get(sys.argv[1] if len(sys.argv) > 1 else "", "")
 
 
 def _fail(sentence: str, code: int) -> None:

@@ -1,23 +1,25 @@
-"""export: a ticket for other runtimes."""
+"""export, push: a ticket for other runtimes, and for other people."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..export import FORMATS
-from .options import Tokens, app, words
+from .options import ANY_MODEL, Tokens, app, words
 
 
 @app.command(
     epilog="Examples:\n\n"
     "twistlm export runs/ticket --to gguf -o ticket.gguf --data data/test\n\n"
-    "twistlm export runs/ticket --to onnx -o ticket-onnx --type q8"
+    "twistlm export runs/ticket --to gguf -o ticket.gguf --type q4_k_m\n\n"
+    "twistlm export runs/wiki --to onnx -o whole-onnx --type q8"
 )
 def export(
-    ticket: Annotated[Path, typer.Argument(help="A ticket folder, or any Hugging Face folder.")],
+    source: Annotated[str, typer.Argument(help=ANY_MODEL)],
     to: Annotated[str, typer.Option(help=f"{words(FORMATS)}: for llama.cpp, for onnxruntime.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="GGUF file or ONNX folder to write.")],
     type_: Annotated[
@@ -36,38 +38,87 @@ def export(
         str | None, typer.Option(help="Text that torch and the runtime both continue.")
     ] = None,
 ) -> None:
-    """Write a ticket as GGUF or ONNX, and compare it with torch on the spot."""
+    """Write a ticket, or the whole model of a run, as GGUF or ONNX, and compare it with torch on the spot."""
     if to not in FORMATS:
         raise ValueError(f"--to {to}: a ticket is exported to {words(FORMATS)}")
-    if not (ticket / "config.json").is_file():
-        raise ValueError(f"{ticket} is neither a ticket nor a Hugging Face folder")
     from ..compute.perplexity import Text
     from ..data.token_file import open_tokens
     from ..export import gguf, onnx, verify
-    from ..model.huggingface import from_folder_or_hub, vocab_size
-    from ..system.terminal import console
-    from ..tickets.deploy import load_ticket
+    from ..model.huggingface import vocab_size
+    from ..system.terminal import console, progress
+    from ..tickets.runnable import open_runnable
 
-    is_ticket = (ticket / "ticket.json").is_file()
-    model = load_ticket(ticket) if is_ticket else from_folder_or_hub(str(ticket)).eval()
-    model = model.float()  # a ticket saved in bfloat16 is compared, and written, exactly
-    tokenizer, text = ticket / "tokenizer.json", None
+    opened = open_runnable(source, "cpu")
+    model = opened.model.float()  # a ticket saved in bfloat16 is compared, and written, exactly
+    text = None
     if data is not None:
         most = getattr(model.config, "max_position_embeddings", None) or 1024
         text = Text(open_tokens(data), min(1024, most), tokens, batch=1)
         text.file.check(text.seq_len, vocab_size(model))
     write = {"gguf": gguf.export, "onnx": onnx.export}[to]
-    rows = write(
-        model,
-        out,
-        type_ or FORMATS[to][0],
-        tokenizer if tokenizer.is_file() else None,
-        text,
-        prompt or verify.PROMPT,
-    )
+    with tempfile.TemporaryDirectory() as folder, progress() as bar:
+        bar.add_task(f"write {to} and compare it with torch", total=None, note="")
+        tokenizer = opened.tokenizer_file(Path(folder))
+        rows = write(model, out, type_ or FORMATS[to][0], tokenizer, text, prompt or verify.PROMPT)
     console.print(verify.table(rows))
     if to == "gguf" and len(rows) == 1:
         console.print("not run in llama.cpp, which is not installed: pip install 'twistlm[llama]'")
     if rows[-1].text:
         console.print(rows[-1].text)
     console.print(f"written: {out}")
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm push runs/ticket me/my-ticket --dry-run\n\n"
+    "twistlm push runs/ticket me/my-ticket --public"
+)
+def push(
+    ticket: Annotated[Path, typer.Argument(help="A ticket folder.")],
+    repo: Annotated[
+        str, typer.Argument(metavar="NAME/REPO", help="A model repository of the hub.")
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="A new repository is seen by all.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")
+    ] = False,
+) -> None:
+    """Send a ticket to the Hugging Face hub, with its card; it is loaded once before, as a check."""
+    from huggingface_hub import HfApi, ModelCard
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    from ..system.terminal import console, table
+    from ..tickets.deploy import load_ticket
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(f"{repo!r} names no repository: {error}") from None
+    model = load_ticket(ticket)
+    files = sorted(path for path in ticket.rglob("*") if path.is_file())
+    data = ModelCard.load(ticket / "README.md").data
+    shown = table(f"{ticket} -> {repo} ({'public' if public else 'private'})", "file", "bytes")
+    for path in files:
+        shown.add_row(str(path.relative_to(ticket)), f"{path.stat().st_size:,}")
+    console.print(shown)
+    console.print(
+        f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters; card: licence "
+        f"{data.license or 'not given'}, base model {data.base_model or 'not given'}"
+    )
+    if dry_run:
+        console.print("nothing was sent (--dry-run)")
+        return
+    hub = HfApi()
+    try:
+        hub.create_repo(repo, private=not public, exist_ok=True)
+        sent = hub.upload_folder(
+            repo_id=repo, folder_path=ticket, commit_message="A ticket of twistlm"
+        )
+    except LocalTokenNotFoundError:
+        raise ValueError("the hub knows you not: run `hf auth login` first") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise ValueError(f"the hub refused: {str(error).splitlines()[0]}") from None
+    console.print(f"sent: {sent.commit_url}")

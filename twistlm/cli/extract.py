@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..tickets import DTYPES, IMPORTANCES, SPENDS
-from .options import Data, Device, Overrides, Parent, app, words
+from .options import Data, Device, Overrides, Parent, app, known, words
 
 
 @app.command(
@@ -18,7 +18,8 @@ from .options import Data, Device, Overrides, Parent, app, words
     "twistlm extract runs/wiki -o ticket --size 60MB --dtype bfloat16 --pick importance\n\n"
     "twistlm extract runs/wiki -o ticket --latency 12ms --device cpu\n\n"
     "twistlm extract runs/wiki -o tickets --memory 300MB --memory 200MB --context 1k --dtype float16\n\n"
-    "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.0=1 blocks.setting=both"
+    "twistlm extract runs/smollm2-stock -o ticket --params 100M --stock\n\n"
+    "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.5=1 blocks.setting=both"
 )
 def extract(
     source: Parent,
@@ -32,7 +33,7 @@ def extract(
     ratio: Annotated[
         list[str] | None,
         typer.Option(
-            help="Share of blocks: 6/12, attn=2/3,ffn=6/12 or ffn=6/12,ffn.0=1 (layer 0). Budgets are "
+            help="Share of blocks: 6/12, attn=2/3,ffn=6/12 or ffn=6/12,ffn.5=1 (layer 5, if it is cut). Budgets are "
             "repeatable: a ticket for each."
         ),
     ] = None,
@@ -71,6 +72,14 @@ def extract(
             f"importance:METHOD with METHOD {words(IMPORTANCES)}."
         ),
     ] = "auto",
+    stock: Annotated[
+        bool,
+        typer.Option(
+            "--stock",
+            help="Only the same widths in all layers, so that the ticket is a plain model of its family that "
+            "every runtime loads.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the pick.")] = 0,
     data: Data = None,
     tokens: Annotated[
@@ -81,9 +90,10 @@ def extract(
     device: Device = "auto",
 ) -> None:
     """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
+    changes = known(overrides)
     from ..system.terminal import console
     from ..tickets.budget import parse_budgets
-    from ..tickets.extract import TicketRequest, check_target, table, write
+    from ..tickets.extract import TicketRequest, check_target, kind_of, table, write
     from ..tickets.parent import open_parent
     from ..tickets.pick import parse_pick
 
@@ -100,15 +110,16 @@ def extract(
             tokens=tokens,
             dtype=dtype,
             spend=spend,
+            stock=stock,
         )
         for budget in budgets
     ]
     for folder in folders:
         check_target(folder)
-    parent = open_parent(source, device, overrides or [])
+    parent = open_parent(source, device, changes)
     for folder, request in zip(folders, requests, strict=True):
         ticket = write(parent, folder, request)
         console.print(table(ticket))
         if ticket.proof["whole"]:
             console.print("the budget has room for the whole parent: this ticket is all of it")
-        console.print(f"ticket: {folder}")
+        console.print(f"ticket: {folder}, {kind_of(ticket)}")

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import preset_names
+from .. import __version__
+from ..config import Config, preset_names
+from ..presets import build, overridden
 
 PARENT = "A run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE."
 ANY_MODEL = f"A ticket; {PARENT[0].lower()}{PARENT[1:]}"
@@ -24,7 +26,8 @@ def words(names: Iterable[str]) -> str:
 Preset = Annotated[
     str,
     typer.Argument(
-        metavar="PRESET_OR_TOML", help=f"A TOML file, or a preset: {words(preset_names())}."
+        metavar="PRESET_TOML_OR_RUN",
+        help=f"A preset ({words(preset_names())}), a TOML file, or a run folder for its own config.",
     ),
 ]
 Overrides = Annotated[
@@ -43,6 +46,12 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")]
 
 
+def known(overrides: list[str] | None) -> list[str]:
+    """The changes to a config, once their keys and types are known: told before torch is imported."""
+    build(Config, overridden({}, overrides or []))
+    return overrides or []
+
+
 def write_json(path: Path | None, record: dict[str, Any]) -> None:
     """Write the numbers where `--json` was given."""
     if path is not None:
@@ -55,7 +64,45 @@ app = typer.Typer(
     name="twistlm",
     help="Train a language model once, deploy it at any size (TwIST).",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+GROUPS = {  # what a user wants -> the commands that do it; all others serve many machines
+    "Train": ("demo", "prepare", "train", "plan", "eval"),
+    "Choose": ("extract", "certify", "play", "drop"),
+    "Ship": ("export", "generate", "draft", "push"),
+    "Compare": ("compare", "prune", "experiment", "report", "bench"),
+    "Many machines": (),
+    "This installation": ("doctor",),
+}
+
+
+def group_(made: typer.Typer) -> None:
+    """Sort the commands of `--help` into panels by what a user wants."""
+    order = {name: (panel, i) for panel, names in GROUPS.items() for i, name in enumerate(names)}
+    panels = list(GROUPS)
+
+    def place(entry: Any) -> tuple[int, int]:
+        name = entry.name or getattr(entry.callback, "__name__", "")
+        entry.rich_help_panel, i = order.get(name, ("Many machines", 0))
+        return panels.index(entry.rich_help_panel), i
+
+    made.registered_commands.sort(key=place)
+    made.registered_groups.sort(key=place)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"twistlm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version."),
+    ] = False,
+) -> None:
+    """Train a language model once, deploy it at any size (TwIST)."""

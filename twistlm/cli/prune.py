@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..pruners import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS
-from .options import Device, Overrides, Parent, app, words
+from .options import Device, Overrides, Parent, app, known, words
 
 
 @app.command(
@@ -58,6 +58,7 @@ def prune(
 
     The layers and kinds are those of the config's blocks.*; everything else stays as it is.
     """
+    changes = known(overrides)
     from ..pruners.write import PruneRequest, check_target, write
     from ..system.terminal import console
     from ..tickets.parent import open_parent
@@ -73,7 +74,7 @@ def prune(
         repair=repair,
     )
     check_target(out)
-    made = write(open_parent(source, device, overrides or []), out, request)
+    made = write(open_parent(source, device, changes), out, request)
     if "n_zeros" in made:
         share = made["n_zeros"] / made["n_pruned"]
         what = f"{made['n_zeros']:,} of {made['n_pruned']:,} weights are zero ({share:.2%})"

@@ -18,6 +18,7 @@ from .options import (
     Parent,
     Tokens,
     app,
+    known,
     write_json,
 )
 
@@ -59,6 +60,7 @@ def certify(
 
     The bound assumes nothing about the distribution: it is one of the measured values in order.
     """
+    changes = known(overrides)
     from ..system.terminal import console
     from ..tickets.certify import CertificateRequest, certify_tickets, reading, table
     from ..tickets.parent import open_parent
@@ -72,7 +74,7 @@ def certify(
         coverage=coverage,
         confidence=confidence,
     )
-    made = certify_tickets(open_parent(source, device, overrides or []), request, out)
+    made = certify_tickets(open_parent(source, device, changes), request, out)
     console.print(table(made))
     console.print(reading(made))
 

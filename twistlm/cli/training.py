@@ -17,6 +17,7 @@ from .options import (
     Resume,
     Tokens,
     app,
+    known,
     write_json,
 )
 
@@ -35,6 +36,9 @@ def demo(
 
     Under 4 minutes on two CPU cores, no download.
     """
+    from .. import config
+
+    config.load("demo", overrides or [])  # a mistake there is told before torch is imported
     from ..demo import run
 
     run(out, n, overrides or [])
@@ -76,7 +80,7 @@ def prepare(
     epilog="Examples:\n\n"
     "twistlm train demo\n\n"
     "twistlm train wiki-gpt2 data.train=data/wiki-train data.valid=data/wiki-test train.lr=5e-4\n\n"
-    "twistlm train my.toml --resume\n\n"
+    "twistlm train runs/wiki --resume\n\n"
     "twistlm train my.toml --resume --minutes 9\n\n"
     "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid"
 )
@@ -130,11 +134,11 @@ def eval_(
     json_out: JsonOut = None,
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket."""
+    more = known(overrides)
     from ..system.terminal import console
     from ..tickets.parent import open_parent, what_is
     from ..tickets.score import ScoreRequest, score_parent, score_ticket, table
 
-    more = overrides or []
     if what_is(source) == "ticket":
         if ratio:
             raise ValueError(f"--ratio {ratio[0]}: {source} is a ticket, which is cut already")
@@ -163,12 +167,15 @@ def plan(
     ] = 100.0,
     json_out: JsonOut = None,
 ) -> None:
-    """Parameters, bytes, rounds and the busiest link of a config, before anything is trained."""
+    """Hours and memory here, parameters, bytes, rounds and the busiest link, before anything is trained."""
     from .. import config
 
     cfg = config.load(preset, overrides or [])
+    from ..system.terminal import console
+    from ..training.here import forecast
     from ..training.plan import make, show
 
     made = make(cfg, ratio, gbit, tflops)
+    console.print(str(forecast(cfg, round(made.n_sequences * (cfg.train.epochs or 1)))))
     show(made)
     write_json(json_out, made.to_dict())

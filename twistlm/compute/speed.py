@@ -37,12 +37,17 @@ def measure(model: PreTrainedModel, n_repeats: int = 3) -> Speed:
 
 
 @torch.inference_mode()
-def measure_all(models: Sequence[PreTrainedModel], n_repeats: int = 3) -> list[Speed]:
+def measure_all(
+    models: Sequence[PreTrainedModel],
+    n_repeats: int = 3,
+    n_prompt: int = PROMPT,
+    n_steps: int = STEPS,
+) -> list[Speed]:
     """The same of several models in turn, so that a busy machine slows all of them alike."""
     first = models[0]
-    most = getattr(first.config, "max_position_embeddings", None) or PROMPT + STEPS
-    n_prompt = min(PROMPT, most // 2)
-    n_steps = min(STEPS, most - n_prompt)
+    most = getattr(first.config, "max_position_embeddings", None) or n_prompt + n_steps
+    n_prompt = min(n_prompt, most // 2)
+    n_steps = min(n_steps, most - n_prompt)
     draw = torch.Generator().manual_seed(0)
     prompt = torch.randint(vocab_size(first), (1, n_prompt), generator=draw).to(first.device)
     runs = [[_seconds(m, prompt, n_steps) for m in models] for _ in range(1 + n_repeats)][1:]

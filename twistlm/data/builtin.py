@@ -91,10 +91,14 @@ def build(folder: Path, quiet: bool = False) -> dict[str, TokenFile]:
     return files
 
 
-def resolve(stem: str, split: str) -> str:
-    """A token file's stem; the built-in corpus is made on first use."""
+def resolve(stem: str, split: str, near: Path | None = None) -> str:
+    """A token file's stem; the built-in corpus is made on first use.
+
+    A run names its tokens as they were seen from the folder it was started in. `near` is the run's own
+    folder: what is not found from here is looked for from each folder above the run.
+    """
     if not stem.startswith("builtin:"):
-        return stem
+        return _found_above(stem, near) if near is not None else stem
     if stem != NAME:
         raise ValueError(f"data.{split} = {stem!r}: the only built-in corpus is {NAME}")
     folder = Path("runs") / f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}"
@@ -103,3 +107,8 @@ def resolve(stem: str, split: str) -> str:
     except ValueError:
         build(folder)
     return str(folder / split)
+
+
+def _found_above(stem: str, near: Path) -> str:
+    folders = (Path(), *near.resolve().parents)
+    return next((str(f / stem) for f in folders if (f / f"{stem}.bin").is_file()), stem)

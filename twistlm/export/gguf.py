@@ -1,8 +1,4 @@
-"""GGUF for llama.cpp: its two architectures that take a width of their own in every layer.
-
-`deci` is Llama's graph and `openelm` is Qwen3's with tied embeddings, both with arrays for heads, kv
-heads and FFN. llama.cpp's own `llama`, `qwen2`, `qwen3` and `gpt2` take one width for all layers.
-"""
+"""GGUF for llama.cpp: the file with its tensors, sizes and vocabulary, read back and run where it can be."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +14,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..compute.perplexity import Text
 from ..model import families, huggingface
 from ..system.files import draft_folder
 from . import GGUF_TYPES, llamacpp, verify
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One of llama.cpp's graphs: where it expects which tensor."""
-
-    name: str
-    shared: dict[str, str]  # Hugging Face module -> GGUF tensor, without .weight or .bias
-    layer: dict[str, str]
-    fused: tuple[str, ...] = ()  # these modules' rows in one `attn_qkv`
-    interleaved: bool = False  # RoPE turns neighbouring pairs: rows of q and k are reordered
-
-
-SHARED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-DECI = Architecture(
-    "deci",
-    SHARED | {"lm_head": "output"},
-    LAYER | dict(zip(QKV, ("attn_q", "attn_k", "attn_v"), strict=True)),
-    interleaved=True,
-)
-OPENELM = Architecture(
-    "openelm",
-    SHARED,
-    LAYER | {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"},
-    fused=QKV,
-)
-HOMES = {"llama": DECI, "mistral": DECI, "qwen2": DECI, "qwen3": OPENELM}
+from .architectures import QKV, Architecture, add_rope_, home, widths
 
 
 def export(
@@ -73,23 +34,29 @@ def export(
     """Write a GGUF file and PATH.json, compare it with torch in llama.cpp where that is installed.
 
     Matrices get `type_`; vectors stay float32, and rows that q8_0 cannot hold (no multiple of 32) f16.
+    q4_k_m is llama.cpp's own mixture of types, made by llama.cpp.
     """
     if type_ not in GGUF_TYPES:
         raise ValueError(f"--type {type_}: GGUF is written as {', '.join(GGUF_TYPES)}")
-    gguf, home = _library(), _home(model)
+    gguf, found = _library(), home(model)
+    if type_ in llamacpp.QUANTIZES and not llamacpp.installed():
+        raise ValueError(f"--type {type_} is made by llama.cpp: pip install 'twistlm[llama]'")
     path.parent.mkdir(parents=True, exist_ok=True)
     with draft_folder(path) as folder:
         draft = folder / path.name
-        tensors = dict(_tensors(model, home))
-        _write(gguf, model, home, tensors, draft, type_, tokenizer)
-        worst = _read_back(gguf, draft, tensors, home)
+        tensors = dict(_tensors(model, found))
+        plain = type_ if type_ not in llamacpp.QUANTIZES else "f32"
+        _write(gguf, model, found, tensors, draft, plain, tokenizer)
+        if plain != type_:
+            llamacpp.quantize_(draft, type_)
+        worst = _read_back(gguf, draft, tensors, found)
         goal = verify.reference(model, tokenizer, prompt)
         rows = [verify.torch_row(model, goal, text)]
         if llamacpp.installed():
             n_ctx = max(len(goal.logits), text.seq_len if text else 0)
             runner = llamacpp.load(draft, n_ctx, all_logits=True, exact=type_ == "f32")
-            if goal.tokenizer and (found := runner.tokenize(prompt)) != goal.prompt:
-                raise ValueError(f"llama.cpp splits {prompt!r} into other tokens: {found}")
+            if goal.tokenizer and (ids := runner.tokenize(prompt)) != goal.prompt:
+                raise ValueError(f"llama.cpp splits {prompt!r} into other tokens: {ids}")
             name = f"llama.cpp {type_}"
             rows.append(verify.check(name, runner, goal, text, draft.stat().st_size))
             if type_ == "f32":
@@ -105,35 +72,37 @@ def export(
 def _write(
     gguf: Any,
     model: PreTrainedModel,
-    home: Architecture,
+    found: Architecture,
     tensors: dict[str, Tensor],
     path: Path,
     type_: str,
     tokenizer: Path | None,
 ) -> None:
     config, n_tokens = model.config, huggingface.vocab_size(model)
-    writer = gguf.GGUFWriter(path, home.name)
+    writer = gguf.GGUFWriter(path, found.name)
     writer.add_name(path.stem)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_vocab_size(n_tokens)
-    dh, params = families.head_dim(model.config), huggingface.state(model)
-    n_query, n_key, n_ffn = (
-        [
-            params[f"model.layers.{i}.{name}.weight"].shape[0]
-            for i in range(config.num_hidden_layers)
-        ]
-        for name in (QKV[0], QKV[1], "mlp.up_proj")
-    )
-    writer.add_head_count([n // dh for n in n_query])
-    writer.add_head_count_kv([n // dh for n in n_key])
-    writer.add_feed_forward_length(n_ffn)
+    heads, sizes = families.sublayers(model), widths(model)
+    names = heads["attn"].width, families.kv_name(config, heads["attn"]), heads["ffn"].width
+    for add, name in zip(
+        (writer.add_head_count, writer.add_head_count_kv, writer.add_feed_forward_length),
+        names,
+        strict=True,
+    ):
+        each = [layer[name] for layer in sizes]
+        add(each if found.per_layer else each[0])
+    dh = families.head_dim(config)
     writer.add_key_length(dh)
     writer.add_value_length(dh)
-    writer.add_rope_dimension_count(dh)
-    writer.add_rope_freq_base(_rope_base(model))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if (factors := add_rope_(writer, found, model)) is not None:
+        tensors["rope_freqs.weight"] = factors
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     kinds = gguf.LlamaFileType
     files = {"f32": kinds.ALL_F32, "f16": kinds.MOSTLY_F16, "q8_0": kinds.MOSTLY_Q8_0}
@@ -156,89 +125,34 @@ def _library() -> Any:
     return gguf
 
 
-def _home(model: PreTrainedModel) -> Architecture:
-    """The architecture that computes what this model computes, or the reason why none does."""
-    config = model.config
-    other = "use `--to onnx`, or the ticket folder with transformers or vLLM"
-    if config.model_type not in HOMES:
-        raise ValueError(
-            f"no GGUF for {config.model_type}: llama.cpp takes a width of its own in every layer for "
-            f"{', '.join(HOMES)} models only; {other}"
-        )
-    home = HOMES[config.model_type]
-    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if config.model_type == "mistral" and config.sliding_window is not None:
-        windows = {f"sliding_window = {config.sliding_window}"}
-    if windows:
-        raise ValueError(
-            f"no GGUF for this {config.model_type}: llama.cpp's {home.name} attends to everything, and "
-            f"this model has {', '.join(sorted(windows))}; {other}"
-        )
-    if config.hidden_act != "silu":
-        raise ValueError(
-            f"no GGUF for this model: llama.cpp's {home.name} knows silu alone, not "
-            f"{config.hidden_act}; {other}"
-        )
-    known = {*home.shared, *home.layer, *home.fused}
-    for name in huggingface.state(model):
-        module, _, leaf = name.rpartition(".")
-        inner = module.split(".", 3)[3] if module.startswith("model.layers.") else module
-        if inner not in known or (leaf == "bias" and home.fused):
-            raise ValueError(
-                f"no GGUF for this {config.model_type}: llama.cpp's {home.name} has no place for "
-                f"{name}; {other}"
-            )
-    return home
-
-
-def _tensors(model: PreTrainedModel, home: Architecture) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: PreTrainedModel, found: Architecture) -> Iterator[tuple[str, Tensor]]:
     """GGUF name and value of every tensor; rows of q and k in the order that llama.cpp turns them."""
     state = {name: p.detach().float().cpu() for name, p in huggingface.state(model).items()}
     dh = families.head_dim(model.config)
 
-    def turned(name: str) -> Tensor:
+    def turned(module: str, leaf: str) -> Tensor:
         """(heads, 2 halves, dh/2) -> (heads, dh/2, 2): Hugging Face's halves as neighbours."""
-        rows = state[name]
-        if not home.interleaved or (".q_proj." not in name and ".k_proj." not in name):
+        rows = state[f"{module}.{leaf}"]
+        if leaf == "weight" and isinstance(model.get_submodule(module), Conv1D):
+            rows = rows.T
+        if found.one_plus and rows.ndim == 1:
+            rows = 1 + rows
+        if not found.interleaved or not module.endswith(QKV[:2]):
             return rows.contiguous()
         halves = rows.reshape(-1, 2, dh // 2, *rows.shape[1:])
         return halves.transpose(1, 2).reshape(rows.shape)
 
-    places = [(module, target) for module, target in home.shared.items()]
+    places = [(module, target) for module, target in found.shared.items()]
     for i in range(model.config.num_hidden_layers):
-        places += [(f"model.layers.{i}.{m}", f"blk.{i}.{t}") for m, t in home.layer.items()]
-        if home.fused:
-            parts = [turned(f"model.layers.{i}.{module}.weight") for module in home.fused]
+        layer = f"{found.layers}.{i}"
+        places += [(f"{layer}.{m}", f"blk.{i}.{t}") for m, t in found.layer.items()]
+        if found.fused:
+            parts = [turned(f"{layer}.{module}", "weight") for module in found.fused]
             yield f"blk.{i}.attn_qkv.weight", torch.cat(parts)
     for module, target in places:
         for leaf in ("weight", "bias"):
             if f"{module}.{leaf}" in state:
-                yield f"{target}.{leaf}", turned(f"{module}.{leaf}")
-    factors = _rope_factors(model)
-    if not torch.allclose(factors, torch.ones_like(factors), rtol=1e-6):
-        if home is not DECI:
-            raise ValueError(f"no GGUF for this model: llama.cpp's {home.name} scales no RoPE")
-        yield "rope_freqs.weight", factors
-
-
-def _rope_base(model: PreTrainedModel) -> float:
-    return float(model.config.rope_parameters["rope_theta"])
-
-
-def _rope_factors(model: PreTrainedModel) -> Tensor:
-    """What llama.cpp divides theta^(-2i/dh) by: 1 without RoPE scaling."""
-    rope: Any = model.get_submodule("model.rotary_emb")
-    dh, kind = (
-        families.head_dim(model.config),
-        model.config.rope_parameters.get("rope_type", "default"),
-    )
-    if kind not in ("default", "linear", "llama3") or 2 * len(rope.inv_freq) != dh:
-        raise ValueError(
-            f"no GGUF for this model: rope_type {kind!r} with {2 * len(rope.inv_freq)} of {dh} head "
-            f"dimensions turned is not written; default, linear and llama3 of all dimensions are"
-        )
-    plain = _rope_base(model) ** -(torch.arange(0, dh, 2, dtype=torch.float64) / dh)
-    return (plain / rope.inv_freq.double().cpu()).float()
+                yield f"{target}.{leaf}", turned(module, leaf)
 
 
 def _stored(tensor: Tensor, type_: str) -> str:
@@ -247,12 +161,12 @@ def _stored(tensor: Tensor, type_: str) -> str:
     return "f16" if type_ == "q8_0" and tensor.shape[-1] % 32 else type_
 
 
-def _read_back(gguf: Any, path: Path, tensors: dict[str, Tensor], home: Architecture) -> float:
+def _read_back(gguf: Any, path: Path, tensors: dict[str, Tensor], found: Architecture) -> float:
     """The largest |Δweight| of the file against the tensors it was made of; other contents raise."""
     reader = gguf.GGUFReader(path)
-    if (found := {t.name for t in reader.tensors}) != set(tensors):
-        raise OSError(f"{path}: written tensors differ: {sorted(found ^ set(tensors))[:3]}")
-    assert reader.fields["general.architecture"].contents() == home.name
+    if (names := {t.name for t in reader.tensors}) != set(tensors):
+        raise OSError(f"{path}: written tensors differ: {sorted(names ^ set(tensors))[:3]}")
+    assert reader.fields["general.architecture"].contents() == found.name
     worst = 0.0
     for entry in reader.tensors:
         value = gguf.quants.dequantize(entry.data, entry.tensor_type)
@@ -303,6 +217,9 @@ def add_vocabulary_(
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     writer.add_add_bos_token(tokenizer.encode("a").ids[0] != bare[0])
+    template = path.parent / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text())
     for what in ("bos", "eos", "pad"):
         found = getattr(config, f"{what}_token_id", None)
         found = found[0] if isinstance(found, list) else found

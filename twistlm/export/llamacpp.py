@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+
+QUANTIZES = ("q4_k_m",)  # types that llama.cpp itself makes, out of float32
+
+
+def quantize_(path: Path, type_: str) -> None:
+    """Replace a float32 GGUF file by llama.cpp's quantization of it."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type_.upper()}")
+    target = path.with_suffix(".quantized")
+    with _quiet():
+        failed = llama_cpp.llama_model_quantize(str(path).encode(), str(target).encode(), params)
+    if failed:
+        raise ValueError(f"llama.cpp cannot quantize this model to {type_}")
+    os.replace(target, path)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """llama.cpp tells of every tensor on stderr."""
+    import llama_cpp
+
+    sink = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(sink, ctypes.c_void_p(0))
+    try:
+        yield
+    finally:
+        from llama_cpp._logger import llama_log_callback
+
+        llama_cpp.llama_log_set(llama_log_callback, ctypes.c_void_p(0))
 
 
 def installed() -> bool:

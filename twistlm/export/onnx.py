@@ -1,8 +1,13 @@
 """ONNX for onnxruntime: one graph reads a prompt and writes token by token, with a KV cache.
 
-inputs   input_ids [batch, length], wanted [n] (positions in input_ids whose logits are computed),
-         past.I.key, past.I.value [batch, kv heads of layer I, past, head_dim]
-outputs  logits [batch, n, vocab], present.I.key, present.I.value: the past of the next call
+The signature is the one that optimum and others expect of a decoder:
+
+inputs   input_ids, position_ids [batch, length], attention_mask [batch, past + length],
+         past_key_values.I.key, past_key_values.I.value [batch, kv heads of layer I, past, head_dim]
+outputs  logits [batch, length, vocab], present.I.key, present.I.value: the past of the next call
+
+One more input has a default and may be left out: `logits_from` [1], the first position whose logits are
+computed (0; -1 is the last alone). A prompt's other logits are most of the work of a small model.
 """
 
 from __future__ import annotations
@@ -29,6 +34,9 @@ from ..system import files
 from . import ONNX_TYPES, verify
 
 FILE, RECORD = "model.onnx", "export.json"
+INPUTS = ("input_ids", "attention_mask", "position_ids")  # then the caches
+FROM = "logits_from"
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def export(
@@ -61,9 +69,14 @@ def export(
             with _quiet():
                 _quantize_(draft)
             rows.append(verify.check("onnxruntime q8", OnnxTicket(draft), goal, text, _size(draft)))
+        model.config.save_pretrained(draft)
+        if model.generation_config is not None:
+            model.generation_config.to_json_file(draft / "generation_config.json")
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, draft / "tokenizer.json")
-        names = {"inputs": _names(model, "past"), "outputs": _names(model, "present")}
+            for name in ("tokenizer.json", *BESIDE):
+                if (tokenizer.parent / name).is_file():
+                    shutil.copyfile(tokenizer.parent / name, draft / name)
+        names = {"inputs": _names(model, "past_key_values"), "outputs": _names(model, "present")}
         record = {"format": "onnx", "type": type_, **names, **verify.record(rows)}
         (draft / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return rows
@@ -89,7 +102,7 @@ class OnnxTicket:
         self._session = onnxruntime.InferenceSession(
             folder / FILE, options, providers=["CPUExecutionProvider"]
         )
-        caches = self._session.get_inputs()[2:]
+        caches = self._session.get_inputs()[len(INPUTS) :]
         self._names = [cache.name for cache in caches]
         self._empty = [np.zeros((1, c.shape[1], 0, c.shape[3]), np.float32) for c in caches]
         self._past = self._empty
@@ -104,8 +117,13 @@ class OnnxTicket:
         return self._step([token], 1)[0]
 
     def _step(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
-        wanted = np.arange(len(ids) - n_logits, len(ids))
-        inputs = {"input_ids": np.array([ids], np.int64), "wanted": wanted}
+        n_past = self._past[0].shape[2]
+        inputs = {
+            "input_ids": np.array([ids], np.int64),
+            "attention_mask": np.ones((1, n_past + len(ids)), np.int64),
+            "position_ids": np.arange(n_past, n_past + len(ids))[None],
+            FROM: np.array([-n_logits], np.int64),
+        }
         logits, *self._past = self._session.run(
             None, inputs | dict(zip(self._names, self._past, strict=True))
         )
@@ -126,18 +144,51 @@ class _Times(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class _Late(nn.Module):
+    """The head on the positions from `logits_from` on: a Slice whose start stays an input of the graph."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.head = head
+        self.start = torch.zeros(1, dtype=torch.int64)  # of each call
+
+    def forward(self, states: Tensor) -> Tensor:
+        end, dim = torch.tensor([2**31 - 1]), torch.tensor([1])
+        kept = torch.onnx.ops.symbolic(
+            "Slice",
+            (states, self.start, end, dim),
+            dtype=states.dtype,
+            shape=states.shape,
+        )
+        return self.head(kept)
+
+
 class _Graph(nn.Module):
     """What is traced: a cache of tensors in, logits and the longer cache out."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
+        self.late = _Late(model.get_output_embeddings())
+        model.set_output_embeddings(self.late)
 
-    def forward(self, input_ids: Tensor, wanted: Tensor, past: tuple[Tensor, ...]) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past: tuple[Tensor, ...],
+        logits_from: Tensor,
+    ) -> Any:
+        self.late.start = logits_from
         # without the config, so that a sliding layer keeps all of its past and masks it
         cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
         out: Any = self.model(
-            input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=wanted
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
         )
         return out.logits, *_flat(cache)
 
@@ -147,7 +198,7 @@ def _flat(cache: Any) -> tuple[Tensor, ...]:
 
 
 def _names(model: PreTrainedModel, what: str) -> list[str]:
-    first = ["input_ids", "wanted"] if what == "past" else ["logits"]
+    first = list(INPUTS) if what == "past_key_values" else ["logits"]
     layers = range(model.config.num_hidden_layers)
     return first + [f"{what}.{i}.{part}" for i in layers for part in ("key", "value")]
 
@@ -166,19 +217,45 @@ def _write(model: PreTrainedModel, path: Path, untie: bool) -> None:
     past = _flat(cache)
     program = torch.onnx.export(
         _Graph(plain).eval(),
-        (ids, torch.tensor([3, 4]), past),
+        (
+            ids,
+            torch.ones(2, 8).long(),
+            torch.arange(3, 8).expand(2, -1),
+            past,
+            torch.zeros(1).long(),
+        ),
         dynamo=True,
         verbose=False,
-        input_names=_names(model, "past"),
+        input_names=[*_names(model, "past_key_values"), FROM],
         output_names=_names(model, "present"),
         dynamic_shapes={
             "input_ids": {0: "batch", 1: "length"},
-            "wanted": {0: "n"},
+            "attention_mask": {0: "batch", 1: "total"},
+            "position_ids": {0: "batch", 1: "length"},
             "past": tuple({0: "batch", 2: "past"} for _ in past),
+            "logits_from": None,
         },
     )
     assert program is not None
+    graph = program.model.graph
+    start = graph.inputs[-1]
+    cut = {start}  # and what is as short as the wanted logits
+    for node in graph:
+        node.metadata_props.clear()  # stack traces with the folders of this machine
+        if cut.intersection(node.inputs):
+            for value in node.outputs:
+                cut.add(value)
+                assert value.shape is not None
+                value.shape[1] = "kept"
+    start.const_value = _tensor(np.zeros(1, np.int64))
+    graph.register_initializer(start)  # a default: sessions list it apart from their inputs
     program.save(path, external_data=True)
+
+
+def _tensor(array: np.ndarray) -> Any:
+    import onnx_ir
+
+    return onnx_ir.tensor(array)
 
 
 def _quantize_(folder: Path) -> None:

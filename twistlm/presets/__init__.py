@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import tomllib
 import types
 import typing
@@ -28,14 +29,16 @@ def preset_names() -> list[str]:
 
 
 def read_table(source: str) -> dict[str, Any]:
-    """The table of a preset, or of a TOML file."""
+    """The table of a preset, of a TOML file, or of a run folder: what its newest checkpoint was trained with."""
+    if source not in preset_names() and Path(source).is_dir():
+        return _run_table(Path(source))
     if source in preset_names():
         data = (resources.files(__name__) / f"{source}.toml").read_bytes()
     elif Path(source).is_file():
         data = Path(source).read_bytes()
     else:
         raise ValueError(
-            f"{source!r} is neither a TOML file nor a preset; presets: {', '.join(preset_names())}"
+            f"{source!r} is neither a TOML file nor a preset, nor a run folder; presets: {', '.join(preset_names())}"
         )
     try:
         return _parse(data.decode(), source)
@@ -59,6 +62,18 @@ def _check_numbers(value: Any, what: str) -> None:
         _check_numbers(each, what)
     if isinstance(value, int) and abs(value) >= 1 << 63:
         raise ValueError(f"{what}: a number of {len(str(value))} digits is more than 63 bits hold")
+
+
+def _run_table(folder: Path) -> dict[str, Any]:
+    newest = sorted(folder.glob("checkpoints/round-*/checkpoint.json"), reverse=True)
+    for path in (*newest, folder / "run.json"):
+        try:
+            table = json.loads(path.read_text())["config"]
+            table["run"]["out"] = str(folder)  # as it is seen from here
+            return table
+        except (OSError, ValueError, KeyError, TypeError):  # a damaged one: resuming skips it too
+            continue
+    raise ValueError(f"{folder} is a folder, but holds no run (no run.json of `twistlm train`)")
 
 
 def overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

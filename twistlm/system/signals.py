@@ -36,7 +36,7 @@ class Stop:
 
 def stopped(stop: Stop, round: int) -> Ended:
     name = signal.Signals(stop.wish).name
-    return Ended(f"stopped by {name} after round {round}; resume with --resume", 128 + stop.wish)
+    return Ended(f"stopped by {name} after round {round}", 128 + stop.wish)
 
 
 @contextmanager

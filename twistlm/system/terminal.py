@@ -16,6 +16,7 @@ from rich.progress import (
     Task,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -49,6 +50,10 @@ ROOMY = 120  # characters: a pipe or a log file has no width of its own, and tab
 console = _Console(markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else ROOMY)
 
 
+# bars are for a person who waits: what is printed can be piped without them
+waiting = _Console(stderr=True, markup=False, soft_wrap=True)
+
+
 def table(title: str, *heads: str, words: int = 1) -> Table:
     """An empty table: the first columns are words, the others numbers; narrow, it folds and cuts nothing off."""
     gap = 0 if console.width < ROOMY else 1  # beside the one space between columns
@@ -76,16 +81,18 @@ class _Bar(Progress):
 
 
 def progress(quiet: bool = False, below: RenderableType | None = None) -> Progress:
-    """A bar whose tasks have a free `note` field; silent ranks and tests pass `quiet`."""
+    """A bar whose tasks have a free `note` field, seen on a terminal alone; silent ranks pass `quiet`."""
     bar = _Bar(
         SpinnerColumn(),
         _Words("{task.description}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         _Words("{task.fields[note]}", markup=False),
-        console=console,
-        disable=quiet,
+        console=waiting,
+        redirect_stdout=sys.stdout.isatty(),  # else prints of a pipe would go where the bar is
+        disable=quiet or not waiting.is_terminal,  # a log wants no half-drawn bars
     )
     bar.below = below
     return bar

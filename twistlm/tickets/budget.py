@@ -137,9 +137,8 @@ def ladder(block_map: BlockMap) -> list[Widths]:
     return rungs
 
 
-def climb(block_map: BlockMap, budget: Budget, cost: Cost, unit: str) -> list[Widths]:
+def climb(rungs: list[Widths], budget: Budget, cost: Cost, unit: str) -> list[Widths]:
     """The rungs within the budget, smallest first; the bisection looks at few of them."""
-    rungs = ladder(block_map)
 
     @cache  # a latency is measured
     def at(rung: int) -> float:
@@ -179,6 +178,20 @@ def spend(block_map: BlockMap, widths: Widths, limit: float, cost: Cost) -> Widt
     return widths
 
 
+def most(legal: list[Widths], budget: Budget, costs: Costs) -> Widths:
+    """The largest of the legal widths that fits: the kind that is cut most decides, then all blocks."""
+    n_blocks = costs.block_map.full_widths()
+    cost, unit = costs.of(budget)
+    within = [widths for widths in legal if cost(widths) <= budget.limit]
+    if not within:
+        raise impossible(budget, min(map(cost, legal)), unit)
+
+    def order(widths: Widths) -> tuple[Fraction, int]:
+        return min(Fraction(k, n_blocks[name]) for name, k in widths.items()), sum(widths.values())
+
+    return max(within, key=order)
+
+
 @dataclass(frozen=True)
 class Costs:
     """What subnets of a model cost; `milliseconds` measures one decoded token."""
@@ -213,12 +226,18 @@ class Costs:
         return known[budget.kind]
 
 
-def fit(budget: Budget, costs: Costs) -> list[Widths]:
-    """Even widths that a budget buys; for a latency, which is a measurement, smaller ones follow."""
+def fit(budget: Budget, costs: Costs, legal: list[Widths] | None = None) -> list[Widths]:
+    """Even widths that a budget buys; for a latency, which is a measurement, smaller ones follow.
+
+    `legal` are the only ones to choose from (`--stock`).
+    """
     if budget.kind == "ratio":
         return [widths_of_ratio(costs.block_map, budget.asked)]
+    if legal is not None and budget.kind != "latency":
+        return [most(legal, budget, costs)]
     cost, unit = costs.of(budget)
-    rungs = climb(costs.block_map, budget, cost, unit)
+    steps = [rung for rung in ladder(costs.block_map) if legal is None or rung in legal]
+    rungs = climb(steps, budget, cost, unit)
     if budget.kind == "latency":
         return rungs[::-1]
     return [spend(costs.block_map, rungs[-1], budget.limit, cost)]

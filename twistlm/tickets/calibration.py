@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..data.builtin import resolve
-from ..data.token_file import TokenFile, open_tokens
+from ..data.token_file import TokenFile
 from ..model import huggingface
-from .parent import Parent
+from .parent import Parent, open_text
 
 MOST_SEQUENCES = 128  # unless more are asked for
 
@@ -56,10 +55,9 @@ def calibrate_on_tokens(parent: Parent, data: str | None, tokens: int, seed: int
 
 def _open_text(parent: Parent, data: str | None, option: str) -> TokenFile:
     cfg = parent.cfg.data
-    stem = data or cfg.train
-    if not stem:
+    if not (data or cfg.train):
         raise ValueError(f"{parent.source} has no tokens to calibrate on: give {option} STEM")
-    file = open_tokens(resolve(stem, "train"))
+    file = open_text(parent, data, "train")
     file.check(cfg.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
     positions = getattr(parent.template.config, "max_position_embeddings", None)
     if positions is not None and cfg.seq_len > positions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,19 @@ from ..model.huggingface import gguf_path
 from .parent import Parent
 
 NAME = "README.md"
-SAID = ("parent", "n_params", "bytes")  # notes that other lines of the card tell
-LOADING = """```python
+SAID = ("parent", "n_params", "bytes", "stock")  # notes that other lines of the card tell
+STOCK = """This is a stock FAMILY model: transformers, vLLM, llama.cpp's converter, PEFT and other programs load it as they load
+any FAMILY model, without twistlm and without code of its own.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer  # transformers 5
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+```"""
+LOADING = """The layers have widths of their own, which no stock class of transformers builds. With twistlm:
+
+```python
 import twistlm  # pip install twistlm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,13 +35,13 @@ model = AutoModelForCausalLM.from_pretrained("PATH")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 
-Without twistlm, `modeling_ticket.py` in this folder does the same (torch and transformers ≥ 5.14 are all it needs):
+Without twistlm, `modeling_ticket.py` in this folder does the same (torch and transformers ≥ 5.14 are all it needs).
+Both calls need the flag:
 
 ```python
 model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
-```
-
-vLLM: `vllm serve PATH --model-impl transformers --trust-remote-code` (with twistlm installed, the flag is not needed)."""
+tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
+```"""
 
 
 def save(
@@ -59,6 +71,7 @@ def save(
     name = _name(parent.source)
     start = "random weights" if base == "random" else f"`{_name(base)}`"
     is_run = base != parent.source and os.path.exists(parent.source)
+    is_stock = isinstance(record["stock"], dict)
     origin = f"\nThe parent was trained from {start}." if is_run else ""
     text = f"""---
 {data.to_yaml()}
@@ -75,13 +88,13 @@ were kept, and the activation scale is folded into the weights.{origin}
 
 ## Loading
 
-{LOADING}
-
+{STOCK.replace("FAMILY", config.model_type) if is_stock else LOADING}
+{_curve(parent.source)}
 ## Widths
 
-Kept out of the parent's, layer by layer (`per_layer_config` in config.json; the blocks themselves are in ticket.json).
+Kept out of the parent's (the blocks themselves are in ticket.json).
 
-{_widths(config)}
+{_stock_widths(record["stock"]) if is_stock else _widths(config)}
 """
     ModelCard(text).save(folder / NAME)
 
@@ -92,6 +105,45 @@ def _name(source: str) -> str:
         return source
     parts = [part for part in Path(source).parts if part != "checkpoints"]
     return "/".join(parts[-2:] if parts[-1].startswith("round-") else parts[-1:])
+
+
+def _curve(source: str) -> str:
+    """A section with the perplexities of random tickets by size, as the parent's run last measured them."""
+    metrics = Path(source).parents[1] / "metrics.jsonl" if len(Path(source).parts) > 2 else None
+    rows = last_evaluation(metrics) if metrics is not None and metrics.is_file() else None
+    if rows is None:
+        return ""
+    lines = [("all (no ticket)", f"{rows['full']:.2f}", "")]
+    for size, found in rows.items():
+        if size != "full":
+            lines.append(
+                (size, f"{found['mean']:.2f} ± {found['sd']:.2f}", f"{found['worst']:.2f}")
+            )
+    head = ("blocks that stay", "perplexity of random tickets", "worst")
+    return f"""
+## The parent's other sizes
+
+As the training measured them on its validation text:
+
+{_table(head, lines)}
+"""
+
+
+def last_evaluation(metrics: Path) -> dict[str, Any] | None:
+    """The perplexities in the last line of a run's metrics that has any."""
+    for line in reversed(metrics.read_text().splitlines()):
+        try:
+            row = json.loads(line)
+        except ValueError:  # a line that is being written
+            continue
+        if row.get("eval"):
+            return row["eval"]
+    return None
+
+
+def _stock_widths(widths: dict[str, str]) -> str:
+    rows = ((name, *text.split("/")) for name, text in widths.items())
+    return _table(("in every layer", "ticket", "parent"), rows)
 
 
 def _widths(config: PretrainedConfig) -> str:

@@ -20,7 +20,7 @@ from ..system.provenance import describe_run
 from ..system.terminal import console
 from ..training.checkpoint import MANIFEST
 from ..training.dispatcher import cut
-from . import card, hf_folder
+from . import card, hf_folder, stock
 from .budget import weights_bytes
 from .parent import Parent
 from .register import register
@@ -80,6 +80,7 @@ def save_model(
             "n_params": sum(t.numel() for t in state.values()),
             "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in groups},
             "blueprint": blueprint,
+            "stock": stock.described(parent.template, huggingface.shapes(model)),
             **notes,
             **describe_run(),
         }
@@ -152,16 +153,20 @@ def _check_fits(folder: Path, ticket: dict[str, Any], model: PreTrainedModel) ->
         raise ValueError(
             f"{folder}: ticket.json tells of {ticket['n_params']:,} parameters, the weights have {found:,}"
         )
-    family, full = families.family(model), model.config.to_dict()
+    family, config = families.family(model), model.config
+    fields = config.to_dict()
     for name, text in ticket["widths"].items():
         k, n_blocks = map(int, text.split("/"))
         layer, kind = name.split(".")[-2:]
-        _, width, _ = full["ticket"]["projections"][getattr(family, kind).out]
-        here = getattr(model.config.per_layer_config[int(layer)], width)
-        if here * n_blocks != full[width] * k:
+        width = getattr(family, kind).width
+        if hasattr(config, "ticket"):
+            here, full = getattr(config.per_layer_config[int(layer)], width), fields[width]
+        else:  # a stock ticket: its config knows nothing of the parent
+            here, full = fields[width], int(ticket["stock"][width].split("/")[1])
+        if here * n_blocks != full * k:
             raise ValueError(
                 f"{folder}: ticket.json gives {name} {text} of the blocks, its weights have "
-                f"{here}/{full[width]} of {width}"
+                f"{here}/{full} of {width}"
             )
 
 

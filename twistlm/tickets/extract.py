@@ -15,13 +15,13 @@ from ..compute import speed
 from ..compute.perplexity import Evaluator, perplexity
 from ..compute.speed import Speed
 from ..model import huggingface
-from ..model.blocks import KINDS, Blueprint, Shapes, Widths
+from ..model.blocks import KINDS, Blueprint, Shapes, Widths, widths_of_ratio
 from ..model.families import n_cached
 from ..model.generator import for_deployment
 from ..model.subnet import add_means_, build
 from ..system import terminal
 from ..system.terminal import console, progress
-from . import DTYPES, SPENDS, deploy
+from . import DTYPES, SPENDS, deploy, stock
 from .budget import Budget, Costs, fit, impossible, predicted, weights_bytes
 from .calibration import calibrate_on_tokens
 from .parent import Parent
@@ -45,6 +45,7 @@ class TicketRequest:
     tokens: int = 0  # for each perplexity and for calibration; 0 takes all
     dtype: str = "float32"
     spend: str = "measured"  # one of SPENDS: where a budget's blocks go
+    stock: bool = False  # only widths that make a plain model of the family
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -92,18 +93,21 @@ def choose(parent: Parent, request: TicketRequest, bar: Progress) -> ProvenTicke
         if how.needs_calibration
         else None,
     )
-    costs, even = _fit(parent, budget, request.dtype, bar)
+    costs, even = _fit(parent, request, bar)
     spent = None
-    if budget.kind != "ratio" and request.spend == "measured":
+    if budget.kind != "ratio" and request.spend == "measured" and not request.stock:
         spent = _where_it_hurts_least(parent, replace(request, pick=how), costs, even[0], bar)
     better = [] if spent is None or spent.widths in even else [spent.widths]
+    dtype = getattr(torch, request.dtype)
+    whole = deploy.extract(parent, parent.block_map.full())  # timed beside the ticket
     for widths in better + even:
         blueprint, based_on = pick_blocks(parent, widths, how, basis, bar)
         task = bar.add_task("check and time", total=2, note="")
         model = deploy.extract(parent, blueprint)
         difference = logit_difference(parent, blueprint, model)
         bar.update(task, advance=1, note=f"max |Δlogit| {difference:.1e}")
-        measured = speed.measure(model.to(getattr(torch, request.dtype)))
+        models = [model.to(dtype), whole.to(dtype)]
+        measured, of_parent = speed.measure_all(models)
         bar.update(task, advance=1, note=f"{measured.decode_ms:.2f} ms per token")
         if budget.kind != "latency" or measured.decode_ms <= budget.limit:
             break
@@ -121,8 +125,13 @@ def choose(parent: Parent, request: TicketRequest, bar: Progress) -> ProvenTicke
         "n_params": n_params,
         "bytes": n_bytes,
         "dtype": request.dtype,
+        "stock": stock.described(parent.template, huggingface.shapes(model)),
         "max_logit_difference": difference,
         "speed": asdict(measured),
+    }
+    proof["parent"] |= {
+        "bytes": weights_bytes(huggingface.shapes(parent.template), request.dtype),
+        "speed": asdict(of_parent),
     }
     if ready is not None:
         proof["perplexity"] = _perplexity(model, ready, bar)
@@ -143,8 +152,9 @@ def _spent(
     return asked
 
 
-def _fit(parent: Parent, budget: Budget, dtype: str, bar: Progress) -> tuple[Costs, list[Widths]]:
+def _fit(parent: Parent, request: TicketRequest, bar: Progress) -> tuple[Costs, list[Widths]]:
     """What subnets cost, and even widths that the budget buys; for a latency smaller ones follow."""
+    budget, dtype = request.budget, request.dtype
     most = getattr(parent.template.config, "max_position_embeddings", None)
     if most is not None and budget.context > most:
         raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
@@ -165,8 +175,12 @@ def _fit(parent: Parent, budget: Budget, dtype: str, bar: Progress) -> tuple[Cos
         return n_cached(parent.template, shapes, context)
 
     shapes = parent.central.layout.shapes
+    legal = None
+    if request.stock:
+        asked = widths_of_ratio(parent.block_map, budget.asked) if budget.kind == "ratio" else None
+        legal = stock.demand(parent, asked)
     costs = Costs(parent.block_map, shapes, dtype, milliseconds, cached)
-    found = fit(budget, costs)
+    found = fit(budget, costs, legal)
     if n_measured:
         bar.update(task, total=n_measured)  # the bisection is over: it never knew how many
     return costs, found
@@ -252,6 +266,14 @@ def _perplexity(model: PreTrainedModel, ready: Evaluator, bar: Progress) -> dict
     return {"ticket": ticket, "parent": full, "data": text.file.stem, "n_tokens": n_tokens}
 
 
+def kind_of(ticket: ProvenTicket) -> str:
+    """What can load it, in half a sentence."""
+    found, family = ticket.proof["stock"], ticket.parent.template.config.model_type
+    if isinstance(found, str):
+        return f"loaded with twistlm or trust_remote_code (not a stock {family} model: {found})"
+    return f"a stock {family} model: whatever loads {family} loads it, without twistlm"
+
+
 def table(ticket: ProvenTicket) -> Table:
     """The proof in a few lines."""
     parent, proof = ticket.parent, ticket.proof
@@ -259,12 +281,17 @@ def table(ticket: ProvenTicket) -> Table:
     title = f"--{asked['kind']} {asked['asked']} --pick {proof['pick']['how']}"
     result = terminal.table(title, "", "ticket", "parent")
     result.add_row("parameters", f"{proof['n_params']:,}", f"{proof['parent']['n_params']:,}")
-    result.add_row(f"bytes of weights ({proof['dtype']})", f"{proof['bytes']:,}", "")
+    whole = proof["parent"]
+    sizes = (f"{found['bytes']:,}" for found in (proof, whole))
+    result.add_row(f"bytes of weights ({proof['dtype']})", *sizes)
     if found := proof.get("perplexity"):
         name = f"perplexity on {found['n_tokens']:,} tokens"
         result.add_row(name, f"{found['ticket']:.2f}", f"{found['parent']:.2f}")
-    result.add_row("ms per decoded token", f"{took['decode_ms']:.2f}", "")
-    result.add_row(f"ms for a prompt of {took['n_prompt']} tokens", f"{took['prefill_ms']:.2f}", "")
+    for name, key in (
+        ("ms per decoded token", "decode_ms"),
+        (f"ms for a prompt of {took['n_prompt']} tokens", "prefill_ms"),
+    ):
+        result.add_row(name, f"{took[key]:.2f}", f"{whole['speed'][key]:.2f}")
     result.add_row("max |Δlogit| to the masked parent", f"{proof['max_logit_difference']:.1e}", "")
     for kind in KINDS:
         groups = [group for group in parent.block_map.groups if group.kind == kind]

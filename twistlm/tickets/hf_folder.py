@@ -15,20 +15,27 @@ from transformers import (
 
 from ..model import families, huggingface
 from ..model.blocks import Kind
-from ..model.families import Sublayer
 from ..model.tokenizer import find_eos, load_tokenizer
 from ..system.files import save_tensors
 from . import modeling_ticket
 from .parent import Parent
+from .stock import stock_config
 
 CODE = Path(modeling_ticket.__file__).stem
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> PretrainedConfig:
-    """Write what `from_pretrained` and `AutoTokenizer` read, with and without twistlm."""
+    """Write what `from_pretrained` and `AutoTokenizer` read, with and without twistlm.
+
+    Where the family's own config can say it, the folder is a stock model; elsewhere it holds widths for
+    each layer and the modelling file.
+    """
     kinds = {group.kind for group in parent.block_map.groups}
-    config = ticket_config(parent.template, ticket, kinds)
+    config = stock_config(parent.template, huggingface.shapes(ticket))
+    if isinstance(config, str):
+        config = ticket_config(parent.template, ticket, kinds)
+    config.dtype = ticket.dtype
     generation = ticket.generation_config
     tokenizer = parent_tokenizer(parent)
     if tokenizer is not None:
@@ -53,7 +60,7 @@ def ticket_config(
     projections: dict[str, tuple[str, str, int]] = {}
     attributes: dict[str, tuple[str | int, ...]] = {}
     if "attn" in subs:
-        sub, dh, kv = subs["attn"], families.head_dim(stock), _kv_name(stock, subs["attn"])
+        sub, dh, kv = subs["attn"], families.head_dim(stock), families.kv_name(stock, subs["attn"])
         projections |= dict.fromkeys(sub.ins, ("out", kv, dh))
         projections[sub.ins[0]] = ("out", sub.width, sub.fused * dh)
         projections[sub.out] = ("in", sub.width, dh)
@@ -68,9 +75,10 @@ def ticket_config(
         projections[subs["ffn"].out] = ("in", subs["ffn"].width, 1)
     fields: dict[str, Any] = {
         **stock.to_dict(),
-        **_widths(full, layers, 0, subs),
+        **families.layer_widths(full, huggingface.shapes(full), 0, subs),
         "per_layer_config": {
-            i: _widths(ticket, layers, i, subs) for i in range(stock.num_hidden_layers)
+            i: families.layer_widths(full, huggingface.shapes(ticket), i, subs)
+            for i in range(stock.num_hidden_layers)
         },
         "ticket": {"layers": layers, "projections": projections, "attributes": attributes},
         "architectures": [f"Ticket{type(full).__name__}"],
@@ -85,24 +93,6 @@ def ticket_config(
         "AutoModelForCausalLM": f"{CODE}.Ticket{type(full).__name__}",
     }
     return config_class.from_dict(fields)
-
-
-def _kv_name(config: PretrainedConfig, attn: Sublayer) -> str:
-    """The config's name for the number of kv heads: that of heads where each has its own."""
-    return "num_key_value_heads" if getattr(config, "num_key_value_heads", None) else attn.width
-
-
-def _widths(
-    model: PreTrainedModel, layers: str, i: int, subs: dict[Kind, Sublayer]
-) -> dict[str, int]:
-    """The widths of one layer by their names in the config, as its weights tell them."""
-    layer, widths = model.base_model.get_submodule(f"{layers}.{i}"), {}
-    for kind, sub in subs.items():
-        unit = families.head_dim(model.config) if kind == "attn" else 1
-        if kind == "attn" and (kv := _kv_name(model.config, sub)) != sub.width:
-            widths[kv] = families.n_features(layer, sub.ins[1], "out") // unit
-        widths[sub.width] = families.n_features(layer, sub.out, "in") // unit
-    return widths
 
 
 def parent_tokenizer(parent: Parent) -> PreTrainedTokenizerBase | None:

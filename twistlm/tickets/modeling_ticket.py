@@ -13,8 +13,14 @@ import sys
 
 import torch
 import transformers
-from huggingface_hub.dataclasses import strict
 from torch import nn
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 14):
+    raise ImportError(
+        "this ticket has widths of its own in every layer and needs transformers 5.14 or newer; "
+        f"{transformers.__version__} is installed: pip install -U transformers"
+    )
+from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from .. import config
 from ..config import ActivationScale, Config, DataConfig, ModelConfig, Setting
+from ..data.builtin import resolve
+from ..data.token_file import TokenFile, open_tokens
 from ..model import families, huggingface
 from ..model.blocks import BlockMap, Widths
 from ..model.central import Central, create
@@ -51,6 +53,22 @@ class Parent:
     def scales(self, widths: Widths) -> dict[str, float]:
         """The factor on each group's output in a subnet of these widths."""
         return scales(self.block_map, widths, self.scale, self.progress.rho)
+
+
+def open_text(parent: Parent, data: str | None, split: Literal["train", "valid"]) -> TokenFile:
+    """The token file `data`, or the run's own: found from here, or from a folder above the run."""
+    if data:
+        return open_tokens(resolve(data, split))
+    stem = getattr(parent.cfg.data, split)
+    if not stem:
+        raise ValueError(f"{parent.source} has no tokens of its own: give --data STEM")
+    found = resolve(stem, split, Path(parent.source))
+    if not Path(f"{found}.bin").is_file():
+        raise ValueError(
+            f"the run's own tokens, data.{split} = {stem!r}, are neither here nor in a folder above "
+            f"{parent.source}: give --data STEM"
+        )
+    return open_tokens(found)
 
 
 def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:

@@ -42,6 +42,17 @@ class Runnable:
         except ValueError as error:
             raise ValueError(f"{self.source} can read no text: {error}") from None
 
+    def tokenizer_file(self, folder: Path) -> Path | None:
+        """Its tokenizer.json, or one written into `folder` for a model that keeps its tokens elsewhere."""
+        beside = Path(self.source) / "tokenizer.json"
+        if beside.is_file():
+            return beside
+        try:
+            self.tokenizer().save(str(folder / "tokenizer.json"))
+        except ValueError:  # it has none
+            return None
+        return folder / "tokenizer.json"
+
 
 def open_runnable(source: str | Path, device: str = "auto") -> Runnable:
     """Open a ticket, a run folder or checkpoint, a Hugging Face folder or hub id, or gguf:FILE."""

@@ -25,7 +25,7 @@ from ..system import provenance, terminal
 from ..system.device import pick_device
 from ..system.terminal import progress
 from .deploy import load_ticket
-from .parent import Parent
+from .parent import Parent, open_text
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ def evaluator_on(parent: Parent, text: Text) -> Evaluator:
 def text_of(parent: Parent, data: str | None, tokens: int) -> Text:
     """The first tokens (0: all) of `data`, or of the run's own validation tokens."""
     cfg = parent.cfg
-    if not (data or cfg.data.valid):
-        raise ValueError(f"{parent.source} has no validation tokens of its own: give --data STEM")
-    file = open_tokens(resolve(data or cfg.data.valid, "valid"))
+    file = open_text(parent, data, "valid")
     file.check(cfg.data.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
     return Text(file, cfg.data.seq_len, tokens)
 

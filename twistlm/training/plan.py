@@ -163,6 +163,9 @@ def _half(size: ModelConfig, blocks: BlocksConfig) -> dict[str, float]:
     return {name: gpt2_params(*shape, n_cut=n, share=0.5) / full for name, n in cut_layers.items()}
 
 
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
+
+
 def show(plan: Plan) -> None:
     """Print a plan as tables."""
     console.print(
@@ -174,6 +177,8 @@ def show(plan: Plan) -> None:
         f"{plan.n_sequences:,} sequences ({plan.sequences_from}): {plan.true_rounds:,} rounds of local steps; "
         f"the paper's formula counts {plan.paper_rounds:,}"
     )
+    most = max(row.carried_bytes for row in plan.rows)
+    size, unit = next((n, u) for n, u in UNITS if most >= n / 10 or n == UNITS[-1][0])
     table = terminal.table(
         "one subnet, and bytes both ways over all workers and rounds",
         "setting",
@@ -181,9 +186,9 @@ def show(plan: Plan) -> None:
         "parameters",
         "of full",
         "MB",
-        "paper's formula, TB",
-        "weights, TB",
-        "+ moments, TB",
+        f"paper's formula, {unit}",
+        f"weights, {unit}",
+        f"+ moments, {unit}",
     )
     for row in plan.rows:
         table.add_row(
@@ -192,9 +197,9 @@ def show(plan: Plan) -> None:
             f"{row.n_params:,}",
             f"{row.n_params / plan.n_params:.1%}",
             f"{row.n_params * FLOAT32 / 1e6:,.1f}",
-            f"{row.paper_bytes / 1e12:.2f}",
-            f"{row.true_bytes / 1e12:.2f}",
-            f"{row.carried_bytes / 1e12:.2f}",
+            f"{row.paper_bytes / size:,.2f}",
+            f"{row.true_bytes / size:,.2f}",
+            f"{row.carried_bytes / size:,.2f}",
             end_section=row.ratio in ("12/12", RATIOS[-1]),
         )
     console.print(table)

@@ -41,7 +41,10 @@ def find(folder: Path, cfg: Config, quiet: bool) -> Checkpoint | None:
     for name, (was, now) in changed.items():
         outer_appears = name == "train.outer" and "none" in (was, now)
         if name in REFUSED or name.split(".")[0] in REFUSED or outer_appears:
-            raise ValueError(f"cannot resume {found.path}: {name} was {was!r} and is now {now!r}")
+            raise ValueError(
+                f"cannot resume {found.path}: {name} was {was!r} and is now {now!r}; to go on with the run's "
+                f"own config: twistlm train {cfg.run.out} --resume"
+            )
     if not quiet:
         for name, (was, now) in changed.items():
             console.print(f"{name} was {was!r} and is now {now!r}", style="yellow")

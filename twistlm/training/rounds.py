@@ -145,7 +145,10 @@ class Books:
         note = f"loss {row['loss']:.3f}  {speed:,.0f} tokens/s"
         self.bar.update(self.task, total=run.end(now), completed=now.round, note=note)
         if evaluates:
-            row["eval"], line = evaluate(run, now)
+            n_models = 1 + len(run.cfg.run.eval_ratios) * run.cfg.run.eval_n
+            task = self.bar.add_task("evaluate", total=n_models, note=f"after round {now.round}")
+            row["eval"], line = evaluate(run, now, lambda: self.bar.advance(task))
+            self.bar.remove_task(task)
             if not self.quiet:
                 console.print(f"round {now.round}: loss {row['loss']:.3f}   {line}")
         self.metrics.write(row)
@@ -176,16 +179,19 @@ def _row(run: Run, outcome: Outcome, seconds: float) -> dict[str, Any]:
     }
 
 
-def evaluate(run: Run, progress: Progress) -> tuple[dict[str, Any], str]:
+def evaluate(
+    run: Run, progress: Progress, advance: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Any], str]:
     """Full model and random subnets of the configured ratios, now: for the metrics and for a person."""
     assert run.evaluator is not None
     ready = replace(run.evaluator, rho=progress.rho)
     full = ready.full_perplexity()
+    advance()
     scores: dict[str, Any] = {"full": full}
     line = f"perplexity full {full:.2f}"
     for ratio in run.cfg.run.eval_ratios:
         widths = widths_of_ratio(run.block_map, ratio)
-        spread = ready.random_subnets(ratio, widths, run.cfg.run.eval_n, run.cfg.run.seed)
+        spread = ready.random_subnets(ratio, widths, run.cfg.run.eval_n, run.cfg.run.seed, advance)
         scores[ratio] = spread.summary()
         line += f"   {ratio} {spread}"
         if progress.order:

@@ -102,8 +102,9 @@ def _open_data(cfg: Config, cluster: Cluster) -> tuple[TokenFile, TokenFile]:
     """Training and validation tokens."""
     if not cluster.is_central:
         cluster.barrier()  # the central rank goes first: it makes the built-in corpus once for all
-    train = open_tokens(resolve(cfg.data.train, "train"))
-    valid = open_tokens(resolve(cfg.data.valid, "valid"))
+    near = Path(cfg.run.out)
+    train = open_tokens(resolve(cfg.data.train, "train", near))
+    valid = open_tokens(resolve(cfg.data.valid, "valid", near))
     if cluster.is_central:
         cluster.barrier()
     return train, valid

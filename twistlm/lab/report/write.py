@@ -89,7 +89,8 @@ def chapter(source: Source) -> Chapter:
     title = "; ".join(SCALES[scale].title for scale in scales) or source.name
     if source.comparison and not scales:
         title = f"Comparison of {', '.join(source.comparison['parents'])}"
-    return Chapter(plain, title, _facts(source), tuple(sections), _made_by(source))
+    facts = (*_facts(source), *_explained(sections))
+    return Chapter(plain, title, facts, tuple(sections), _made_by(source))
 
 
 def _facts(source: Source) -> tuple[str, ...]:
@@ -175,8 +176,9 @@ def section(record: dict[str, Any]) -> Section | None:
     for setting in settings:
         head, *rows = table.summary(made, setting)
         tables.append(Table((setting, *head[1:]), tuple(rows)))
-        figure = _figure(setting, [row for row in made if row.setting == setting])
-        figures.insert(0 if setting == first else len(figures), figure)
+        mine = [row for row in made if row.setting == setting]
+        drawn = [_figure(setting, mine), *_costs(setting, mine)]
+        figures = drawn + figures if setting == first else figures + drawn
     what = (
         f"Measured on {record['text']['n_tokens']:,} tokens. Seconds, calibration tokens, MB and decode speed belong to "
         "the smallest size of a line."
@@ -232,3 +234,62 @@ def _figure(setting: str, rows: list[table.ComparisonRow]) -> Figure:
         lambda axes: draw.lines(axes, series, x="share kept", y="perplexity", style=style),
         height=3.2 + 0.11 * len(series),
     )
+
+
+def _costs(setting: str, rows: list[table.ComparisonRow]) -> list[Figure]:
+    """The same perplexities over what a user pays: half of the blocks may still be most of a model."""
+    zeros = [row.name for row in rows if not table.is_smaller(row.method)]
+    figures = []
+    for id_, title, x, cost in (
+        ("parameters", "parameters", "million parameters", lambda row: (row.bytes or 0) / 4e6),
+        ("time", "decoding time", "ms per token, as a share of the whole parent's", _time),
+    ):
+        series: dict[str, dict[float, float]] = {}
+        for row in rows:
+            if (at := cost(row)) and row.perplexity is not None:
+                series.setdefault(row.name, {})[at] = row.perplexity
+        if not series:  # nothing of the kind was measured
+            continue
+        least = min((at, name) for name, values in series.items() for at in values)
+        style = draw.LineStyle(log=True, dashed=zeros)
+        figures.append(
+            Figure(
+                f"compare-{setting}-{id_}",
+                f"Perplexity over {title}, {setting}",
+                f"The smallest here is {least[1]} at {number(least[0])} ({x}).",
+                series,
+                lambda axes, series=series, x=x, style=style: draw.lines(
+                    axes, series, x=x, y="perplexity", style=style
+                ),
+                height=3.2 + 0.11 * len(series),
+            )
+        )
+    return figures
+
+
+def _time(row: table.ComparisonRow) -> float:
+    return 1 / row.speedup if row.speedup else 0.0
+
+
+WORDS = {  # as tables and legends have them -> what they mean
+    "zeros": "“zeros”: single weights are set to 0 and the matrices keep their size, so that neither bytes nor time "
+    "are saved without special kernels.",
+    "start": "“start”: the model as it was when the compared trainings set out from it.",
+    "outer": "“outer”: after each round a second optimizer (Nesterov, `train.outer`) takes the averaged change of the "
+    "workers as its gradient.",
+}
+
+
+def _explained(sections: list[Section]) -> tuple[str, ...]:
+    """The words of our own that these sections use, explained before they first stand."""
+    said = " ".join(
+        str(part)
+        for s in sections
+        for part in (
+            s.what,
+            s.headlines,
+            s.tables,
+            [(f.title, f.reading, list(f.data)) for f in s.figures],
+        )
+    )
+    return tuple(meaning for word, meaning in WORDS.items() if re.search(rf"\b{word}\b", said))

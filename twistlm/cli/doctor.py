@@ -1,0 +1,91 @@
+"""doctor: what is installed here, and what each missing extra would add."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+
+from .options import app
+
+EXTRAS = {  # extra -> what it needs, what it enables
+    "gguf": (("gguf",), "export --to gguf; weights from gguf:FILE"),
+    "llama": (("gguf", "llama_cpp"), "running GGUF files in llama.cpp; --type q4_k_m"),
+    "onnx": (("onnx", "onnxruntime", "onnxscript"), "export --to onnx"),
+    "play": (("gradio",), "twistlm play: a page in the browser"),
+    "plot": (("matplotlib",), "figures of report, compare and certify"),
+    "board": (("tensorboard",), "scalars while training"),
+    "hub": (("datasets",), "prepare hub:NAME"),
+}
+ELSE = {  # programs that tickets run in; twistlm itself needs none of them
+    "vllm": "serving tickets",
+    "lm_eval": "benchmarks of tickets",
+    "peft": "LoRA on tickets",
+    "torchao": "quantized tickets in torch",
+}
+
+
+@app.command(epilog="Example:\n\ntwistlm doctor")
+def doctor() -> None:
+    """Versions, devices and extras of this installation, and what each missing extra would enable."""
+    from ..system.provenance import git_hash
+    from ..system.terminal import console, table
+
+    versions = table("versions", "", "", words=2)
+    versions.add_row("python", f"{platform.python_version()} on {platform.platform()}")
+    versions.add_row("twistlm", f"{version('twistlm')} ({git_hash()})")
+    for name in ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy"):
+        versions.add_row(name, version(name))
+    console.print(versions)
+    console.print(_devices())
+    extras = table("extras", "", "", "enables", words=3)
+    for name, (modules, enables) in EXTRAS.items():
+        missing = [m for m in modules if importlib.util.find_spec(m) is None]
+        extras.add_row(name, "missing" if missing else "here", enables)
+    for name, enables in ELSE.items():
+        here = importlib.util.find_spec(name) is not None
+        extras.add_row(name, "here" if here else "missing", enables)
+    console.print(extras)
+    console.print("install an extra with: pip install 'twistlm[NAME]'")
+
+
+def _devices():
+    from ..system.terminal import table
+
+    found = table("devices", "", "", words=2)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found.add_row("cpu", f"{cores} cores, {platform.machine()}{_memory()}")
+    found.add_row("disk here", f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free")
+    try:
+        import torch
+    except ImportError as error:
+        found.add_row("torch", f"cannot be imported: {error}")
+        return found
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        found.add_row(f"cuda:{i}", f"{about.name}, {about.total_memory / 1e9:,.0f} GB")
+    if not torch.cuda.device_count():
+        found.add_row("cuda", "none that torch can use")
+    return found
+
+
+def _memory() -> str:
+    try:
+        n_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return ""
+    return f", {n_bytes / 1e9:,.0f} GB memory"
+
+
+def version(package: str) -> str:
+    """The installed version; for twistlm itself, of this very code."""
+    if package == "twistlm":
+        from .. import __version__
+
+        return __version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

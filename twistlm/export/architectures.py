@@ -1,0 +1,233 @@
+"""llama.cpp's graphs: which of them computes what a model computes, and where it expects which tensor.
+
+Where all layers have the same widths, that is the family's own. Of the others two take widths of their own
+in every layer: `deci` is Llama's graph and `openelm` is Qwen3's with tied embeddings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..model import families, huggingface
+
+OTHER = "use `--to onnx`, or the folder with transformers"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of llama.cpp's graphs: where it expects which tensor."""
+
+    name: str
+    shared: dict[str, str]  # Hugging Face module -> GGUF tensor, without .weight or .bias
+    layer: dict[str, str]
+    layers: str = "model.layers"
+    activation: str = "silu"
+    fused: tuple[str, ...] = ()  # these modules' rows in one `attn_qkv`
+    interleaved: bool = False  # RoPE turns neighbouring pairs: rows of q and k are reordered
+    per_layer: bool = False  # arrays for heads, kv heads and FFN
+    biases: bool = True
+    scales_rope: bool = False  # it reads `rope_freqs`
+    all_heads: bool = False  # it takes as many heads as fill the embedding
+    one_plus: bool = False  # norms are stored as the factor itself, not as what is added to 1
+
+
+SHARED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+HEAD = {"lm_head": "output"}
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+SEPARATE = dict(zip(QKV, ("attn_q", "attn_k", "attn_v"), strict=True))
+NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+LLAMA = Architecture("llama", SHARED | HEAD, LAYER | SEPARATE, interleaved=True, scales_rope=True)
+QWEN2 = Architecture("qwen2", SHARED | HEAD, LAYER | SEPARATE, all_heads=True)
+QWEN3 = Architecture("qwen3", SHARED | HEAD, LAYER | SEPARATE | NORMS, biases=False)
+SMOLLM3 = replace(LLAMA, name="smollm3", biases=False, scales_rope=False)
+GEMMA3 = Architecture(
+    "gemma3",
+    SHARED | HEAD,
+    LAYER | SEPARATE | NORMS | SANDWICH,
+    activation="gelu_pytorch_tanh",
+    biases=False,
+    one_plus=True,
+)
+GPT2 = Architecture(
+    "gpt2",
+    {
+        "transformer.wte": "token_embd",
+        "transformer.wpe": "position_embd",
+        "transformer.ln_f": "output_norm",
+        **HEAD,
+    },
+    {
+        "ln_1": "attn_norm",
+        "attn.c_attn": "attn_qkv",
+        "attn.c_proj": "attn_output",
+        "ln_2": "ffn_norm",
+        "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+    },
+    layers="transformer.h",
+    activation="gelu_new",
+    all_heads=True,
+)
+OWN = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "smollm3": SMOLLM3,
+    "gemma3_text": GEMMA3,
+    "gpt2": GPT2,
+}
+DECI = replace(LLAMA, name="deci", per_layer=True)
+OPENELM = Architecture("openelm", SHARED, LAYER | NORMS, fused=QKV, per_layer=True, biases=False)
+UNEVEN = {"llama": DECI, "mistral": DECI, "qwen2": DECI, "qwen3": OPENELM}
+
+
+def home(model: PreTrainedModel) -> Architecture:
+    """The architecture that computes what this model computes, or the reason why none does."""
+    config = model.config
+    family = config.model_type
+    if family not in OWN:
+        raise ValueError(
+            f"no GGUF for {family}: twistlm writes it for {', '.join(OWN)} models; {OTHER}"
+        )
+    is_even = all(layer == widths(model)[0] for layer in widths(model))
+    if not is_even and family not in UNEVEN:
+        raise ValueError(
+            f"no GGUF for this {family}: its layers have widths of their own, which llama.cpp takes for "
+            f"{', '.join(UNEVEN)} models only; cut all layers alike (`extract --stock`), or {OTHER}"
+        )
+    found = (OWN if is_even else UNEVEN)[family]
+    heads = widths(model)[0][families.sublayers(model)["attn"].width]
+    if found.all_heads and heads * families.head_dim(config) != config.hidden_size:
+        if family not in UNEVEN:
+            raise ValueError(
+                f"no GGUF for this {family}: llama.cpp takes all of its heads, and this ticket lost some "
+                f"(blocks.setting=ffn leaves them alone); {OTHER}"
+            )
+        found = UNEVEN[family]
+    if (reason := _other_graph(found, model)) is not None:
+        raise ValueError(f"no GGUF for this {family}: llama.cpp's {found.name} {reason}; {OTHER}")
+    _check_places(found, model)
+    return found
+
+
+def widths(model: PreTrainedModel) -> list[dict[str, int]]:
+    """Heads, kv heads and FFN neurons of every layer, by their names in the config."""
+    shapes, subs = huggingface.shapes(model), families.sublayers(model)
+    layers = range(model.config.num_hidden_layers)
+    return [families.layer_widths(model, shapes, i, subs) for i in layers]
+
+
+def _other_graph(found: Architecture, model: PreTrainedModel) -> str | None:
+    """What llama.cpp's graph does otherwise than this model, if anything."""
+    config = model.config
+    names = ("hidden_act", "hidden_activation", "activation_function")
+    used = next(getattr(config, name) for name in names if getattr(config, name, None))
+    if used != found.activation:
+        return f"knows {found.activation} alone, not {used}"
+    if found is GEMMA3:
+        return _other_gemma(config)
+    if found is GPT2:
+        plain = config.scale_attn_weights and not config.scale_attn_by_inverse_layer_idx
+        return None if plain else "divides attention by the root of the head's size in every layer"
+    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        windows = {f"sliding_window = {config.sliding_window}"}
+    if windows:
+        return f"attends to everything, and this model has {', '.join(sorted(windows))}"
+    if found is SMOLLM3:
+        every_fourth = [int((i + 1) % 4 != 0) for i in range(config.num_hidden_layers)]
+        if list(config.no_rope_layers) != every_fourth:
+            return "leaves RoPE out in every fourth layer, and this model in others"
+    return None
+
+
+def _other_gemma(config: PretrainedConfig) -> str | None:
+    expected = [
+        "sliding_attention" if i % 6 < 5 else "full_attention"
+        for i in range(config.num_hidden_layers)
+    ]
+    if list(config.layer_types) != expected:
+        return "has a window in all layers but every sixth, and this model in others"
+    if config.query_pre_attn_scalar != families.head_dim(config) or config.num_hidden_layers == 62:
+        return "divides attention by the root of the head's size, and this model does not"
+    if config.final_logit_softcapping or config.attn_logit_softcapping:
+        return "caps no logits, and this model does"
+    return None
+
+
+def _check_places(found: Architecture, model: PreTrainedModel) -> None:
+    """Every parameter must have its place in the file."""
+    known = {*found.shared, *found.layer, *found.fused}
+    depth = found.layers.count(".") + 2
+    for name in huggingface.state(model):
+        module, _, leaf = name.rpartition(".")
+        inner = module.split(".", depth)[depth] if module.startswith(f"{found.layers}.") else module
+        if inner not in known or (leaf == "bias" and not found.biases):
+            raise ValueError(
+                f"no GGUF for this {model.config.model_type}: llama.cpp's {found.name} has no place for "
+                f"{name}; {OTHER}"
+            )
+
+
+def add_rope_(writer: Any, found: Architecture, model: PreTrainedModel) -> Tensor | None:
+    """Write how positions turn heads; returns `rope_freqs` where the frequencies are scaled."""
+    config = model.config
+    if found is GPT2:  # it adds position embeddings
+        return None
+    writer.add_rope_dimension_count(families.head_dim(config))
+    if found is GEMMA3:
+        rope = config.rope_parameters
+        for kind in ("full_attention", "sliding_attention"):
+            if rope[kind].get("rope_type", "default") != "default":
+                raise ValueError(f"no GGUF for this model: its RoPE is scaled ({rope[kind]})")
+        writer.add_rope_freq_base(float(rope["full_attention"]["rope_theta"]))
+        writer.add_float32(
+            f"{found.name}.rope.freq_base_swa", float(rope["sliding_attention"]["rope_theta"])
+        )
+        writer.add_sliding_window(config.sliding_window)
+        return None
+    writer.add_rope_freq_base(_rope_base(model))
+    factors = _rope_factors(model)
+    if torch.allclose(factors, torch.ones_like(factors), rtol=1e-6):
+        return None
+    if not found.scales_rope:
+        raise ValueError(f"no GGUF for this model: llama.cpp's {found.name} scales no RoPE")
+    return factors
+
+
+def _rope_base(model: PreTrainedModel) -> float:
+    return float(model.config.rope_parameters["rope_theta"])
+
+
+def _rope_factors(model: PreTrainedModel) -> Tensor:
+    """What llama.cpp divides theta^(-2i/dh) by: 1 without RoPE scaling."""
+    rope: Any = model.get_submodule("model.rotary_emb")
+    dh = families.head_dim(model.config)
+    kind = model.config.rope_parameters.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3") or 2 * len(rope.inv_freq) != dh:
+        raise ValueError(
+            f"no GGUF for this model: rope_type {kind!r} with {2 * len(rope.inv_freq)} of {dh} head "
+            f"dimensions turned is not written; default, linear and llama3 of all dimensions are"
+        )
+    plain = _rope_base(model) ** -(torch.arange(0, dh, 2, dtype=torch.float64) / dh)
+    return (plain / rope.inv_freq.double().cpu()).float()

@@ -1,0 +1,5 @@
+"""`twistlm play`: a local page where a parent and its tickets write side by side."""
+
+from __future__ import annotations
+
+PICKS = ("random", "nested", "best of 4")
