@@ -25,18 +25,23 @@ class Here:
     device: str
     gflops: float  # of a float32 matrix product
     hours: float
-    n_bytes: int  # weights, gradients, moments and logits; activations come on top
+    n_bytes: int  # weights, gradients, moments, logits and a teacher; activations come on top
+    teacher_share: float = 0.0  # of the FLOPs
 
     def __str__(self) -> str:
         took = f"{self.hours:,.1f} hours" if self.hours >= 1 else f"{60 * self.hours:,.0f} minutes"
         return (
             f"here ({self.device}, {self.gflops:,.0f} GFLOP/s in a matrix product): about {took}, at least "
             f"{self.n_bytes / 1e6:,.0f} MB of memory"
+            + (f"; {self.teacher_share:.0%} of the time is the teacher's" if self.teacher_share else "")
         )
 
 
 def forecast(cfg: Config, n_sequences: int) -> Here:
-    """6 FLOPs per parameter and token (forward and backward), all workers played by one process."""
+    """6 FLOPs per parameter and token (forward and backward), all workers played by one process.
+
+    A teacher that is no cache is as large as the model and takes 2 more (forward alone).
+    """
     model = huggingface.on_meta(huggingface.planned_config(cfg.model))
     shapes = huggingface.shapes(model)
     block_map = families.partition(model, cfg.blocks)
@@ -50,12 +55,15 @@ def forecast(cfg: Config, n_sequences: int) -> Here:
     speed = _flops(device)
     n_tokens = n_sequences * cfg.data.seq_len
     logits = 2 * cfg.train.batch * cfg.data.seq_len * huggingface.vocab_size(model)
-    held = (1 + n_rows(cfg)) * n_full + 4 * n_subnet + logits
+    n_teacher = 0 if cfg.train.teacher in ("none", "cache") or cfg.train.distil == 0 else n_full
+    held = (1 + n_rows(cfg)) * n_full + 4 * n_subnet + logits + n_teacher
+    flops = 6 * n_subnet + 2 * n_teacher  # per token
     return Here(
         str(device),
         speed / 1e9,
-        6 * n_subnet * n_tokens / (EFFICIENCY * speed) / 3600,
+        flops * n_tokens / (EFFICIENCY * speed) / 3600,
         held * FLOAT32,
+        2 * n_teacher / flops,
     )
 
 
