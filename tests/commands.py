@@ -159,8 +159,9 @@ def check_twistlm(words: list[str]) -> str:
 
 
 def check_preset(name: str) -> None:
-    """A preset that exists, a TOML file, or a place for one: `CONFIG`, `$what`."""
+    """A preset that exists, a TOML file, a run folder, or a place for one: `CONFIG`, `$what`."""
     stands_for_one = name.endswith(".toml") or name.isupper() or "$" in name
+    stands_for_one |= name.startswith("runs/")
     assert stands_for_one or name in config.preset_names(), f"there is no preset {name}"
 
 

@@ -122,7 +122,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
         "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.bench", "cli.prune", "cli.compare",
-        "cli.experiments", "cli.play", "lab.bench.measure", "config", "lab.experiments.scales", "model.count",
+        "cli.experiments", "cli.look", "lab.bench.measure", "config", "lab.experiments.scales", "model.count",
         "model.huggingface", "training.plan", "transport.traffic",
     }  # fmt: skip
     for name, source in SOURCES.items():

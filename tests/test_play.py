@@ -241,7 +241,7 @@ def test_a_person_plays(reader, run, tmp_path):
         one.browser.save_screenshot(str(tmp_path / "sizes-1280.png"))
         one.tab("Training")
         before = one.wait(lambda text: "rounds" in text, "#training")
-        one.wait(lambda text: text != before and "of 2 rounds" in text, "#training")
+        one.wait(lambda text: text != before and "of 400 rounds" in text, "#training")
         one.browser.save_screenshot(str(tmp_path / "training-1280.png"))
     finally:
         training.terminate()

@@ -9,12 +9,11 @@ from ..system.signals import Ended
 from . import (  # noqa: F401  (they join the app)
     bench,
     compare,
-    doctor,
     experiments,
     export,
     extract,
+    look,
     node,
-    play,
     prune,
     tickets,
     training,

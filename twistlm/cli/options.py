@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import __version__
 from ..config import Config, preset_names
 from ..presets import build, overridden
 
@@ -71,7 +70,7 @@ app = typer.Typer(
 GROUPS = {  # what a user wants -> the commands that do it; all others serve many machines
     "Train": ("demo", "prepare", "train", "plan", "eval"),
     "Choose": ("extract", "certify", "play", "drop"),
-    "Ship": ("export", "generate", "draft", "push"),
+    "Ship": ("export", "generate", "draft", "verify", "push"),
     "Compare": ("compare", "prune", "experiment", "report", "bench"),
     "Many machines": (),
     "This installation": ("doctor",),
@@ -94,7 +93,9 @@ def group_(made: typer.Typer) -> None:
 
 def _say_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"twistlm {__version__}")
+        import twistlm
+
+        typer.echo(f"twistlm {twistlm.__version__}")
         raise typer.Exit
 
 

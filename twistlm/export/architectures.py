@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..model import families, huggingface
+from ..model.count import layer_widths, sublayers
 
 OTHER = "use `--to onnx`, or the folder with transformers"
 
@@ -116,7 +117,7 @@ def home(model: PreTrainedModel) -> Architecture:
             f"{', '.join(UNEVEN)} models only; cut all layers alike (`extract --stock`), or {OTHER}"
         )
     found = (OWN if is_even else UNEVEN)[family]
-    heads = widths(model)[0][families.sublayers(model)["attn"].width]
+    heads = widths(model)[0][sublayers(model)["attn"].width]
     if found.all_heads and heads * families.head_dim(config) != config.hidden_size:
         if family not in UNEVEN:
             raise ValueError(
@@ -132,9 +133,9 @@ def home(model: PreTrainedModel) -> Architecture:
 
 def widths(model: PreTrainedModel) -> list[dict[str, int]]:
     """Heads, kv heads and FFN neurons of every layer, by their names in the config."""
-    shapes, subs = huggingface.shapes(model), families.sublayers(model)
+    shapes, subs = huggingface.shapes(model), sublayers(model)
     layers = range(model.config.num_hidden_layers)
-    return [families.layer_widths(model, shapes, i, subs) for i in layers]
+    return [layer_widths(model, shapes, i, subs) for i in layers]
 
 
 def _other_graph(found: Architecture, model: PreTrainedModel) -> str | None:

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..compute.perplexity import Text
 from ..model import families, huggingface
+from ..model.count import kv_name, sublayers
 from ..system.files import draft_folder
 from . import GGUF_TYPES, llamacpp, verify
 from .architectures import QKV, Architecture, add_rope_, home, widths
@@ -85,8 +86,8 @@ def _write(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_vocab_size(n_tokens)
-    heads, sizes = families.sublayers(model), widths(model)
-    names = heads["attn"].width, families.kv_name(config, heads["attn"]), heads["ffn"].width
+    heads, sizes = sublayers(model), widths(model)
+    names = heads["attn"].width, kv_name(config, heads["attn"]), heads["ffn"].width
     for add, name in zip(
         (writer.add_head_count, writer.add_head_count_kv, writer.add_feed_forward_length),
         names,

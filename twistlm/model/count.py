@@ -1,11 +1,15 @@
-"""Parameters, FLOPs and rounds as arithmetic, beside the paper's own formulas."""
+"""Parameters, widths, FLOPs and rounds as arithmetic, beside the paper's own formulas."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-from .blocks import BlockMap, Shapes, Widths
+from transformers import PretrainedConfig, PreTrainedModel
+
+from . import families
+from .blocks import KINDS, BlockMap, Kind, Shapes, Widths
+from .families import Sublayer
 
 FLOAT32 = 4  # bytes
 
@@ -54,3 +58,31 @@ def traffic(n_params: int, n_workers: int, n_rounds: int, rows: int = 1) -> int:
     rows = 1 is weights only (the paper); carried moments make it 3.
     """
     return n_params * FLOAT32 * 2 * n_workers * n_rounds * rows
+
+
+def layer_widths(
+    model: PreTrainedModel, shapes: Shapes, layer: int, subs: dict[Kind, Sublayer]
+) -> dict[str, int]:
+    """The widths of one layer by their names in the config, as the shapes of its weights tell them."""
+    prefix = f"{families.family(model).layers}.{layer}"
+    dh, widths = families.head_dim(model.config), {}
+    for kind, sub in subs.items():
+        unit = dh if kind == "attn" else 1
+        out_dim, in_dim = (1, 0) if sub.transposed else (0, 1)
+        if kind == "attn" and (kv := kv_name(model.config, sub)) != sub.width:
+            widths[kv] = shapes[f"{prefix}.{sub.ins[1]}.weight"][out_dim] // unit
+        widths[sub.width] = shapes[f"{prefix}.{sub.out}.weight"][in_dim] // unit
+    return widths
+
+
+def kv_name(config: PretrainedConfig, attn: Sublayer) -> str:
+    """The config's name for the number of kv heads: that of heads where each has its own."""
+    fields = config.to_dict()  # of a ticket, the attribute itself may differ by layer
+    return "num_key_value_heads" if fields.get("num_key_value_heads") else attn.width
+
+
+def sublayers(model: PreTrainedModel) -> dict[Kind, Sublayer]:
+    """The kinds of layer that the family lets us cut."""
+    described = families.family(model)
+    both = {kind: getattr(described, kind) for kind in KINDS}
+    return {kind: sub for kind, sub in both.items() if isinstance(sub, Sublayer)}

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import BlocksConfig, ModelConfig, Setting
-from .blocks import KINDS, BlockGroup, BlockMap, Kind, Partition, Shapes
+from .blocks import KINDS, BlockGroup, BlockMap, Kind, Partition
 
 ATTN_BY = ("auto", "head", "group", "query")
 
@@ -244,34 +244,6 @@ def n_cached(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], cont
 def head_dim(config: PretrainedConfig) -> int:
     """Features of one head, of which only some families have a name for."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def layer_widths(
-    model: PreTrainedModel, shapes: Shapes, layer: int, subs: dict[Kind, Sublayer]
-) -> dict[str, int]:
-    """The widths of one layer by their names in the config, as the shapes of its weights tell them."""
-    prefix = f"{family(model).layers}.{layer}"
-    dh, widths = head_dim(model.config), {}
-    for kind, sub in subs.items():
-        unit = dh if kind == "attn" else 1
-        out_dim, in_dim = (1, 0) if sub.transposed else (0, 1)
-        if kind == "attn" and (kv := kv_name(model.config, sub)) != sub.width:
-            widths[kv] = shapes[f"{prefix}.{sub.ins[1]}.weight"][out_dim] // unit
-        widths[sub.width] = shapes[f"{prefix}.{sub.out}.weight"][in_dim] // unit
-    return widths
-
-
-def kv_name(config: PretrainedConfig, attn: Sublayer) -> str:
-    """The config's name for the number of kv heads: that of heads where each has its own."""
-    fields = config.to_dict()  # of a ticket, the attribute itself may differ by layer
-    return "num_key_value_heads" if fields.get("num_key_value_heads") else attn.width
-
-
-def sublayers(model: PreTrainedModel) -> dict[Kind, Sublayer]:
-    """The kinds of layer that the family lets us cut."""
-    described = family(model)
-    both = {kind: getattr(described, kind) for kind in KINDS}
-    return {kind: sub for kind, sub in both.items() if isinstance(sub, Sublayer)}
 
 
 def _cuttable(sub: Sublayer | str, kind: Kind) -> Sublayer:

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..compute import speed
 from ..compute.perplexity import Text, perplexity
-from ..model import generator, huggingface
+from ..model import generator, huggingface, masks
 from ..model.blocks import Blueprint, Widths, widths_of_ratio
 from ..model.tokenizer import load_tokenizer
 from ..tickets import deploy, importance, stock
@@ -128,9 +128,14 @@ class Models:
         return self.held[1]
 
     def _blueprint(self, asked: Asked) -> Blueprint:
-        """The same blocks for the same question; nested ones lie inside those of every larger size."""
+        """The same blocks for the same question; nested ones lie inside those of every larger size.
+
+        Their order is the one that the parent was trained with, or else by the magnitude of their weights.
+        """
         block_map, widths = self.parent.block_map, self.sizes[asked.size - 1]
         if asked.pick == PICKS[1]:
+            if self.parent.progress.order:
+                return masks.prefixes(block_map, self.parent.progress.order, widths)
             if self.scores is None:
                 self.scores = importance.score(self.parent, "magnitude", None)
             return importance.keep_best(block_map, self.scores, widths)

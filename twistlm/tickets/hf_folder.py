@@ -15,6 +15,7 @@ from transformers import (
 
 from ..model import families, huggingface
 from ..model.blocks import Kind
+from ..model.count import kv_name, layer_widths
 from ..model.tokenizer import find_eos, load_tokenizer
 from ..system.files import save_tensors
 from . import modeling_ticket
@@ -60,7 +61,7 @@ def ticket_config(
     projections: dict[str, tuple[str, str, int]] = {}
     attributes: dict[str, tuple[str | int, ...]] = {}
     if "attn" in subs:
-        sub, dh, kv = subs["attn"], families.head_dim(stock), families.kv_name(stock, subs["attn"])
+        sub, dh, kv = subs["attn"], families.head_dim(stock), kv_name(stock, subs["attn"])
         projections |= dict.fromkeys(sub.ins, ("out", kv, dh))
         projections[sub.ins[0]] = ("out", sub.width, sub.fused * dh)
         projections[sub.out] = ("in", sub.width, dh)
@@ -75,9 +76,9 @@ def ticket_config(
         projections[subs["ffn"].out] = ("in", subs["ffn"].width, 1)
     fields: dict[str, Any] = {
         **stock.to_dict(),
-        **families.layer_widths(full, huggingface.shapes(full), 0, subs),
+        **layer_widths(full, huggingface.shapes(full), 0, subs),
         "per_layer_config": {
-            i: families.layer_widths(full, huggingface.shapes(ticket), i, subs)
+            i: layer_widths(full, huggingface.shapes(ticket), i, subs)
             for i in range(stock.num_hidden_layers)
         },
         "ticket": {"layers": layers, "projections": projections, "attributes": attributes},

@@ -15,14 +15,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..model import families, huggingface
 from ..model.blocks import KINDS, Kind, Shapes, Widths
+from ..model.count import layer_widths, sublayers
 from .parent import Parent
 
 
 def stock_config(full: PreTrainedModel, shapes: Shapes) -> PretrainedConfig | str:
     """The family's own config of a model with these shapes, or the reason why there is none."""
-    name, subs = full.config.model_type, families.sublayers(full)
+    name, subs = full.config.model_type, sublayers(full)
     layers = range(full.config.num_hidden_layers)
-    widths = [families.layer_widths(full, shapes, i, subs) for i in layers]
+    widths = [layer_widths(full, shapes, i, subs) for i in layers]
     for key in widths[0]:
         if len(found := sorted({layer[key] for layer in widths})) > 1:
             sizes = ", ".join(map(str, found))
@@ -49,10 +50,8 @@ def described(full: PreTrainedModel, shapes: Shapes) -> dict[str, str] | str:
     found = stock_config(full, shapes)
     if isinstance(found, str):
         return found
-    subs = families.sublayers(full)
-    ours, whole = (
-        families.layer_widths(full, s, 0, subs) for s in (shapes, huggingface.shapes(full))
-    )
+    subs = sublayers(full)
+    ours, whole = (layer_widths(full, s, 0, subs) for s in (shapes, huggingface.shapes(full)))
     return {name: f"{ours[name]}/{whole[name]}" for name in ours}
 
 

