@@ -645,10 +645,10 @@ def test_large_logits_round_more(home, tmp_path):
 
 def test_only_tickets_are_replaced(home, tmp_path):
     ask(home, tmp_path / "t", ratio="1/2", seed=1)
-    (tmp_path / "t/stale.bin").write_text("of the old ticket")
+    (tmp_path / "t/notes.txt").write_text("mine")
     _, note = ask(home, tmp_path / "t", ratio="1/2", seed=2)
     assert note["pick"]["seed"] == 2
-    assert not (tmp_path / "t/stale.bin").exists()
+    assert (tmp_path / "t/notes.txt").read_text() == "mine"  # no part of the old ticket
     (tmp_path / "empty").mkdir()
     ask(home, tmp_path / "empty", ratio="1/2")
     (tmp_path / "work").mkdir()

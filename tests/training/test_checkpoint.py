@@ -257,7 +257,7 @@ def test_a_leftover_draft_is_ignored(tmp_path, monkeypatch, cfg, model):
         save_round(folder, cfg, model, 2)
     monkeypatch.undo()
     (leftover,) = set(folder.iterdir()) - {path}
-    assert checkpoint.verify(leftover).round == 2  # whole, but under no name that counts
+    assert checkpoint.verify(leftover / "new").round == 2  # whole, but under no name that counts
     found, broken = checkpoint.newest(folder)
     assert (found.path, broken) == (path, [])
     save_round(folder, cfg, model, 3, keep=2)
