@@ -120,8 +120,7 @@ def _predictions(
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
             log_probs, likeliest = logits.float().log_softmax(-1).topk(meta.top)
             yield lessons.pack(likeliest, log_probs, meta.vocab_size).cpu()
-            left = bar.tasks[task].time_remaining or 0.0
-            bar.update(task, advance=len(rows), note=f"{left:.0f} s left")
+            bar.update(task, advance=len(rows))
 
 
 def _weights_sha256(model: PreTrainedModel) -> str:
