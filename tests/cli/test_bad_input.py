@@ -19,12 +19,14 @@ from conftest import VOCAB, tiny_table, write_words
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from twistlm import cli, config
+from twistlm.data.token_file import open_tokens
 from twistlm.model import families, generator, huggingface
 from twistlm.model.central import create
 from twistlm.tickets import deploy
 from twistlm.tickets import parent as parents
 from twistlm.training import checkpoint, rounds
 from twistlm.training.engines.local import Local
+from twistlm.training.teacher import write_cache
 
 N_ROUNDS = 3
 FIRST, LAST = "checkpoints/round-000001", f"checkpoints/round-{N_ROUNDS:06d}"
@@ -174,6 +176,17 @@ def tokenize(
     return Case(args, parts, write, **kwargs)
 
 
+def teach(*options: str, parts: tuple[str, ...], prepare=write_plain_model) -> Case:
+    """A teacher's cache beside tokens that are there."""
+    args = ("prepare", "-o", "tokens", "--teacher", "plain", "--seq-len", "16", "--device", "cpu")
+    return Case((*args, *options), parts, prepare)
+
+
+def write_plain_cache(here: Path) -> None:
+    write_plain_model(here)
+    write_cache(open_tokens("tokens"), "plain", 4, 8, "cpu", quiet=True)
+
+
 CASES = {
     # the config
     "unknown key": train(
@@ -256,6 +269,33 @@ CASES = {
         parts=("tokens.bin", "1600 bytes", "1600 tokens of 2"),
         prepare=lambda here: truncate(here / "tokens.bin"),
     ),
+    # a teacher's cache
+    "no cache": train(
+        "train.teacher=cache", parts=("tokens.teacher.bin", "twistlm prepare -o tokens --teacher")
+    ),
+    "cache of other windows": train(
+        "train.teacher=cache",
+        parts=("tokens.teacher.json", "sequences of 8 tokens", "data.seq_len is 16"),
+        prepare=write_plain_cache,
+    ),
+    "nothing to prepare": Case(("prepare", "-o", "tokens"), ("nothing to prepare", "--teacher")),
+    "cache of no tokens": Case(
+        ("prepare", "-o", "nowhere", "--teacher", "plain"), ("nowhere.bin", "twistlm prepare")
+    ),
+    "too many likeliest": teach("--top", "65", parts=("--top 65", "1..64")),
+    "no likeliest": teach("--top", "0", parts=("--top 0", "1..64")),
+    "teacher's windows too long": teach("--seq-len", "17", parts=("--seq-len 17", "2..16")),
+    "teacher of another tokenizer": teach(
+        parts=("--teacher plain", "tokenizer.json", "not the tokenizer of tokens"),
+        prepare=lambda here: (
+            write_plain_model(here),
+            (here / "plain/tokenizer.json").write_text("{}"),
+        ),
+    ),
+    "teacher of fewer tokens": teach(
+        "-o", "wide", parts=("wide", "69", "64", "tokenizer does not match")
+    ),
+    "no such teacher": teach("--teacher", "no/such/folder", parts=("no/such/folder",)),
     # the run
     "no rounds": train(
         "train.rounds=0", "train.epochs=0", parts=("train.rounds = 0", "train.epochs = 0", "100")

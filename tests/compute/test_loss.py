@@ -13,6 +13,8 @@ from torch import Tensor
 from twistlm.compute import loss as losses
 from twistlm.compute.attention import causal_
 from twistlm.compute.loss import (
+    Cached,
+    Likeliest,
     Taught,
     Teacher,
     chunked_loss,
@@ -20,6 +22,7 @@ from twistlm.compute.loss import (
     loss_for,
     next_token_loss,
 )
+from twistlm.data.lessons import pack, unpack
 from twistlm.system.device import pick_device
 
 
@@ -69,30 +72,100 @@ def test_a_teacher_and_its_gradients(chunk):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "gemma3_text"])
 def test_a_teacher_for_every_way_to_the_loss(name, monkeypatch):
-    """Few logits, chunks, and logits that are more than the head's: one loss, one gradient."""
+    """Few logits, chunks, and logits that are more than the head's: one loss, one gradient; from a cache, too."""
     model, other = tiny_model(name), tiny_model(name)
     with torch.no_grad():
         for param in other.parameters():
             param.add_(0.1 * torch.randn_like(param))
     ids = torch.randint(1, model.config.vocab_size, (3, 9))
-    teacher = Teacher(other, 0.9)
     params = list(model.requires_grad_().parameters())
-    found = []
-    for loss, small in ((next_token_loss, 0), (chunked_loss, losses.SMALL), (chunked_loss, 0)):
-        monkeypatch.setattr(losses, "SMALL", small)
-        value = loss(model, ids, teacher=teacher)
-        grads = torch.autograd.grad(value, params)
-        found.append((value.detach(), torch.cat([g.flatten() for g in grads])))
-    for value, grad in found[1:]:
-        torch.testing.assert_close(value, found[0][0])
-        torch.testing.assert_close(grad, found[0][1], rtol=1e-4, atol=1e-6)
     with torch.no_grad():
-        told, mine = (
-            m(input_ids=ids).logits[:, :-1].double().log_softmax(-1) for m in (other, model)
-        )
-    kl = (told.exp() * (told - mine)).sum(-1).mean()
-    by_hand = 0.9 * kl - 0.1 * mine.gather(2, ids[:, 1:, None]).mean()
-    assert float(found[0][0]) == pytest.approx(float(by_hand), rel=1e-5)
+        logits = other(input_ids=ids).logits[:, :-1]
+    vocab = logits.shape[-1]
+    log_probs, likeliest = logits.log_softmax(-1).topk(vocab)
+    for teacher, told in (
+        (Teacher(other, 0.9), None),
+        (Cached(vocab, 0.9), pack(likeliest, log_probs, vocab)),
+    ):
+        found = []
+        for loss, small in ((next_token_loss, 0), (chunked_loss, losses.SMALL), (chunked_loss, 0)):
+            monkeypatch.setattr(losses, "SMALL", small)
+            value = loss(model, ids, teacher=teacher, told=told)
+            grads = torch.autograd.grad(value, params)
+            found.append((value.detach(), torch.cat([g.flatten() for g in grads])))
+        for value, grad in found[1:]:
+            torch.testing.assert_close(value, found[0][0])
+            torch.testing.assert_close(grad, found[0][1], rtol=1e-4, atol=1e-6)
+        with torch.no_grad():
+            told, mine = (
+                m(input_ids=ids).logits[:, :-1].double().log_softmax(-1) for m in (other, model)
+            )
+        kl = (told.exp() * (told - mine)).sum(-1).mean()
+        by_hand = 0.9 * kl - 0.1 * mine.gather(2, ids[:, 1:, None]).mean()
+        within = 1e-5 if isinstance(teacher, Teacher) else 1e-3  # float16
+        assert float(found[0][0]) == pytest.approx(float(by_hand), rel=within)
+
+
+def over_k_and_the_rest(logits: Tensor, targets: Tensor, taught: Likeliest) -> Tensor:
+    """(1 - a) cross-entropy + a KL over k + 1 outcomes, as one writes it down."""
+    s = logits.softmax(-1)
+    named, p = s.gather(1, taught.ids), taught.log_probs.exp()
+    kl = (p * (p / named).log()).sum(-1)
+    if taught.ids.shape[1] < logits.shape[1]:
+        p_rest, s_rest = 1 - p.sum(-1), 1 - named.sum(-1)
+        kl = kl + p_rest * (p_rest / s_rest).log()
+    plain = F.cross_entropy(logits, targets, reduction="none")
+    return ((1 - taught.weight) * plain + taught.weight * kl).mean()
+
+
+@pytest.mark.parametrize("k", [1, 10, 100, 101])
+def test_a_teacher_s_likeliest_tokens_and_their_gradients(k):
+    """Against float64 autograd of the formula; with the whole vocabulary it is the teacher itself."""
+    leaves, targets = inputs(torch.float64, bias=True)
+    generator = torch.Generator().manual_seed(1)
+    draw = [torch.randn(n, 8, dtype=torch.float64, generator=generator) for n in (37, 101)]
+    live = Taught(*draw, None, 0.7)
+    log_probs, ids = F.linear(*draw).log_softmax(-1).topk(k)
+    taught = Likeliest(ids, log_probs, 0.7)
+    assert any(t in row for t, row in zip(targets, ids, strict=True)) or k == 1
+    expected = over_k_and_the_rest(F.linear(*leaves), targets, taught)
+    wanted = torch.autograd.grad(0.3 * expected, leaves)
+    for chunk, teacher in [(10, taught), (8192, taught)] + [(10, live)] * (k == 101):
+        loss = linear_cross_entropy(*leaves, targets, chunk, teacher)
+        torch.testing.assert_close(loss, expected)
+        for got, want in zip(torch.autograd.grad(0.3 * loss, leaves), wanted, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("high", [30.0, 300.0])
+def test_a_rest_of_next_to_nothing_teaches_no_nan(high):
+    """The teacher gives everything to its k tokens (float16 rounds it up to more), or the model does."""
+    logits = torch.tensor(
+        [[high, 0, -1, 1], [0, 1, 2, high], [high, high, 0, 0]], requires_grad=True
+    )
+    told = torch.tensor([[0.0, -9.0], [-1e-3, -7.0], [-0.69287, -0.69287]]).half()
+    taught = Likeliest(torch.tensor([[0, 2], [0, 1], [0, 1]]), told, 0.9)
+    lessons = taught.logits(slice(None), logits)
+    loss = losses._mean_loss(logits, torch.tensor([1, 1, 1]), lessons, 0.9)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert torch.isfinite(loss)
+    assert torch.isfinite(grad).all()
+    assert grad.sum(1).abs().max() < 1e-6  # both distributions are whole
+    assert grad[1, 3] > 0.3 - 0.01  # towards the teacher, who leaves almost nothing to this token
+
+
+@pytest.mark.parametrize("vocab", [1 << 16, 1 << 17])
+def test_lessons_survive_their_bytes(vocab):
+    ids = torch.randint(0, vocab, (2, 5, 3), generator=torch.Generator().manual_seed(0))
+    ids[0, 0, 0] = vocab - 1
+    log_probs = torch.tensor([-0.5, -3.0, -torch.inf]).expand(2, 5, 3)
+    told = pack(ids, log_probs, vocab)
+    assert told.shape == (2, 5, 12 if vocab == 1 << 16 else 18)
+    again, kept = unpack(told[:, 1:], vocab)
+    assert torch.equal(again, ids[:, 1:])
+    assert torch.equal(kept[..., :2].float(), log_probs[:, 1:, :2])
+    assert (kept[..., 2] < -1e4).all()
+    assert torch.isfinite(kept).all()
 
 
 def test_gradients_survive_finite_differences():

@@ -5,19 +5,27 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from conftest import make_tokens
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from twistlm.data import prepare as preparing
+from twistlm.data.lessons import open_lessons, unpack, verify_lessons, write_lessons
 from twistlm.data.prepare import documents, prepare
 from twistlm.data.token_file import open_tokens
 from twistlm.model.tokenizer import load_tokenizer
+from twistlm.system import manifest
+from twistlm.training.teacher import write_cache
 
 EOS = "<|endoftext|>"
 PROSE = (
@@ -547,3 +555,94 @@ def test_out_below_a_file_is_an_oserror(tmp_path, tok_json):
     with pytest.raises(OSError, match=r"."):
         prepare([source], tmp_path / "a.txt" / "out", tok_json, quiet=True)
     assert Path(source).read_text() == "x"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    """A random GPT-2 of 64 tokens and 16 positions as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(0)
+    small = {"n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 16, "vocab_size": 64}
+    model = GPT2LMHeadModel(GPT2Config(**small))
+    model.transformer.wte.weight.data *= 20  # opinions of its own
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_lessons_are_what_the_teacher_predicts(tokens, teacher, monkeypatch):
+    """The likeliest tokens of every window and their log-probs, as Hugging Face gives them; some at a time."""
+    monkeypatch.setattr("twistlm.training.teacher.AT_ONCE", 64 * 16 * 7)
+    file = open_tokens(tokens)
+    told = write_cache(file, str(teacher), 5, 16, "cpu", quiet=True)
+    assert told.meta.n_sequences == 375
+    assert Path(f"{tokens}.teacher.bin").stat().st_size == 375 * 15 * 5 * 4
+    rows = [374, 0, 130]
+    ids, log_probs = unpack(told.sequences(rows), 64)
+    model = GPT2LMHeadModel.from_pretrained(teacher).eval()
+    windows = np.stack([file.tokens[row * 16 : row * 16 + 16].astype(np.int64) for row in rows])
+    with torch.no_grad():
+        logits = model(torch.from_numpy(windows)).logits[:, :-1]
+    expected, order = logits.log_softmax(-1).sort(descending=True)
+    assert torch.equal(ids, order[..., :5])
+    torch.testing.assert_close(log_probs.float(), expected[..., :5], rtol=1e-3, atol=1e-6)
+
+
+def test_lessons_appear_whole_or_not_at_all(tokens, teacher, tmp_path):
+    """Stopped half-way, an earlier cache is still there; re-made, it is the new one."""
+    file = open_tokens(tokens)
+    first = write_cache(file, str(teacher), 2, 16, "cpu", quiet=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def stopped():
+        yield torch.zeros(8, 15, 12, dtype=torch.uint8)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_lessons(file, replace(first.meta, top=3), stopped())
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert (
+        verify_lessons(file)
+        == f"teacher's cache {tokens}.teacher.bin: 375 sequences match their sha256"
+    )
+    assert write_cache(file, str(teacher), 3, 16, "cpu", quiet=True).meta.top == 3
+    assert open_lessons(file, 16, 64).meta.top == 3
+
+
+def reseal(about: Path, **changes: object) -> None:
+    record = json.loads(about.read_text()) | changes
+    about.write_text(manifest.written(manifest.sealed(record)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda stem: Path(f"{stem}.teacher.bin").unlink(), r"no teacher's cache .*`twistlm prepare -o"),
+        (lambda stem: Path(f"{stem}.teacher.json").unlink(), r"no teacher's cache .* --seq-len 16"),
+        (lambda stem: Path(f"{stem}.teacher.json").write_text("{"), r"teacher.json is not the description"),
+        (lambda stem: reseal(Path(f"{stem}.teacher.json"), top=0), r"top is 0, legal are 1\.\.1024"),
+        (lambda stem: reseal(Path(f"{stem}.teacher.json"), top=65), r"top is 65, legal are 1\.\.64"),
+        (lambda stem: reseal(Path(f"{stem}.teacher.json"), top=3), r"needs \d+: both are not of one cache"),
+        (lambda stem: os.truncate(f"{stem}.teacher.bin", 999), r"999 bytes instead of 45,000"),
+        (lambda stem: make_tokens(Path(stem), seed=1), r"is for other tokens than those in"),
+        (lambda stem: Path(f"{stem}.teacher.bin").write_bytes(b"\xff" * 45000), r"does not match its sha256"),
+    ],
+)  # fmt: skip
+def test_lessons_of_something_else_are_refused(tokens, teacher, damage, sentence):
+    write_cache(open_tokens(tokens), str(teacher), 2, 16, "cpu", quiet=True)
+    damage(tokens)
+    with pytest.raises(ValueError, match=sentence):
+        open_lessons(open_tokens(tokens), 16, 64)
+
+
+def test_lessons_of_other_windows_or_vocabularies_are_refused(tokens, teacher):
+    file = open_tokens(tokens)
+    told = write_cache(file, str(teacher), 2, 16, "cpu", quiet=True)
+    with pytest.raises(ValueError, match=r"sequences of 16 tokens, data.seq_len is 8"):
+        open_lessons(file, 8, 64)
+    with pytest.raises(ValueError, match=r"knows 64 tokens, the model 72"):
+        open_lessons(file, 16, 72)
+    wild = replace(
+        told, records=np.full_like(told.records, 255)
+    )  # as if a byte changed after opening
+    with pytest.raises(ValueError, match=r"holds token 65535 of a vocabulary of 64"):
+        wild.sequences([0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,12 @@ from conftest import make_tokens, tiny, tiny_table
 
 from twistlm.config import Config, override
 from twistlm.data.stream import Batches
-from twistlm.data.token_file import open_tokens
+from twistlm.data.token_file import open_tokens, write_meta
 from twistlm.model import families, huggingface, masks
 from twistlm.model.blocks import BlockMap, Blueprint
 from twistlm.training import rounds
 from twistlm.training.checkpoint import open_, template
+from twistlm.training.teacher import write_cache
 
 DROPOUT = {"method": "dropout", "precision": "float64", "clip": 0.5, "outer": "none"}
 
@@ -225,6 +227,16 @@ def recipe(tmp_path_factory) -> tuple[Path, dict, str]:
     return rounds.train(tiny(tokens, folder / "run", **config), quiet=True), config, tokens
 
 
+@pytest.fixture(scope="module")
+def cached(recipe) -> tuple[Path, dict, str]:
+    """The same run, whose teacher's 8 likeliest tokens of 64 are stored beside the tokens."""
+    reference, config, tokens = recipe
+    write_cache(open_tokens(tokens), config["model"]["weights"], 8, 16, "cpu", quiet=True)
+    config = config | {"train": config["train"] | {"teacher": "cache"}}
+    cfg = tiny(tokens, reference.parents[2] / "cached", **config)
+    return rounds.train(cfg, quiet=True), config, tokens
+
+
 def test_the_recipe_masked_equals_physical(recipe, tmp_path):
     reference, config, tokens = recipe
     cfg = tiny(tokens, tmp_path / "run", **config, run={"seat": "masked"})
@@ -239,12 +251,12 @@ def test_the_recipe_sharded_equals_local(recipe, tmp_path):
     assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
 
 
-@pytest.mark.parametrize("method", ["twist", "dropout"])
-def test_the_recipe_stopped_and_resumed_is_the_uninterrupted_run(recipe, tmp_path, method):
+@pytest.mark.parametrize(("method", "teacher"), [("twist", "cache"), ("dropout", "start")])
+def test_the_recipe_stopped_and_resumed_is_the_uninterrupted_run(cached, tmp_path, method, teacher):
     """The teacher is loaded again, the order is the checkpoint's: bit for bit."""
-    _, config, tokens = recipe
+    _, config, tokens = cached
     blocks = config["blocks"] | ({"widths": "cycle"} if method == "dropout" else {})
-    train = {"teacher": "start", "method": method}
+    train = {"teacher": teacher, "method": method}
     config = config | {"blocks": blocks, "train": train}
     whole = rounds.train(tiny(tokens, tmp_path / "whole", **config), quiet=True)
     short = config | {"train": train | {"rounds": 2}}
@@ -255,18 +267,48 @@ def test_the_recipe_stopped_and_resumed_is_the_uninterrupted_run(recipe, tmp_pat
     assert open_(whole).manifest["order"] == open_(parts).manifest["order"] != {}
 
 
-def test_workers_that_hold_all_blocks_draw_the_masks_of_their_twin(recipe, tmp_path):
+def test_workers_that_hold_all_blocks_draw_the_masks_of_their_twin(cached, tmp_path):
     """One local step in a round and plain SGD: the mean of workers is the synchronous twin's step."""
-    _, config, tokens = recipe
+    _, config, tokens = cached
     blocks = config["blocks"] | {"widths": "cycle", "k_attn": 4, "k_ffn": 4}
     # Adam's second moment swamped by eps: a step is a multiple of the first moment, which is linear
-    train = FLOAT64_TRAIN | {"teacher": "start", "interval": 1, "outer": "none", "clip": 0.0,
+    train = FLOAT64_TRAIN | {"teacher": "cache", "interval": 1, "outer": "none", "clip": 0.0,
                              "eps": 1e6, "lr": 1e4, "weight_decay": 0.0, "warmup": 0}  # fmt: skip
     made = {}
     for method in ("twist", "dropout"):
         settings = config | {"blocks": blocks, "train": train | {"method": method}}
         made[method] = rounds.train(tiny(tokens, tmp_path / method, **settings), quiet=True)
     assert distance(made["twist"], made["dropout"], FILES[:1]) < 1e-8
+
+
+def test_a_cached_teacher_masked_equals_physical(cached, tmp_path):
+    reference, config, tokens = cached
+    cfg = tiny(tokens, tmp_path / "run", **config, run={"seat": "masked"})
+    assert distance(reference, rounds.train(cfg, quiet=True)) < 1e-10
+    row = json.loads((reference.parents[1] / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["bytes"]["teacher"] == 3 * 3 * 2 * 15 * 8 * 4  # workers, steps, batch, predictions
+
+
+def test_a_cache_of_everything_is_the_live_teacher(recipe, cached, tmp_path):
+    """All 64 tokens of the vocabulary; what is left is float16's rounding."""
+    live, config, tokens = recipe
+    meta = open_tokens(tokens).meta
+    stem = tmp_path / "tokens"
+    Path(f"{stem}.bin").write_bytes(Path(f"{tokens}.bin").read_bytes())
+    write_meta(stem, meta)
+    weights = config["model"]["weights"]
+    write_cache(open_tokens(str(stem)), weights, 64, 16, "cpu", quiet=True)
+    config = config | {"train": config["train"] | {"teacher": "cache"}}
+    made = rounds.train(tiny(str(stem), tmp_path / "run", **config), quiet=True)
+    near, far = (distance(live, other, FILES[:1]) for other in (made, cached[0]))
+    assert near < 0.1 * far
+
+
+def test_a_cached_teacher_sharded_equals_local(cached, tmp_path):
+    reference, config, tokens = cached
+    table = tiny_table(tokens, tmp_path / "run", **config, run={"variant": "sharded"})
+    ranks.finish(ranks.start(3, tmp_path, ranks.train, table), tmp_path)
+    assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from checkpoints import FILES
 from conftest import make_tokens, tiny
 from processes import Scene, same_bits
 
+from twistlm.data.token_file import open_tokens
 from twistlm.system.signals import TOO_FEW, Ended
 from twistlm.training import aggregator, rounds
+from twistlm.training.teacher import write_cache
 
 TRAIN = {"n_workers": 4, "interval": 2, "outer": "nesterov(0.7, 0.6)", "schedule": "cosine"}
 
@@ -64,8 +66,11 @@ def test_ray_is_the_local_run_bit_for_bit(scene, tmp_path):
 
 
 def test_a_driver_that_crashes_finds_its_workers_again(scene, tmp_path, monkeypatch):
-    """An exception, not a signal: the workers stay, and the same processes go on, bit for bit."""
-    here = scene(train=TRAIN | {"rounds": 5})
+    """An exception, not a signal: the workers stay, and the same processes go on, bit for bit, with what a
+    teacher's cache holds for their tokens."""
+    here = scene(train=TRAIN | {"rounds": 5, "teacher": "cache"})
+    taught_by = rounds.train(tiny(here.tokens, tmp_path / "teacher"), quiet=True)
+    write_cache(open_tokens(here.tokens), str(taught_by), 8, 16, "cpu", quiet=True)
     aggregate, calls = aggregator.aggregate_, []
 
     def fails(*args):

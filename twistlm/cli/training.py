@@ -48,14 +48,21 @@ def demo(
     epilog="Examples:\n\n"
     "twistlm prepare wiki/*.parquet -o data/wiki-train --tokenizer gpt2\n\n"
     "twistlm prepare book.txt -o data/book --tokenizer path/to/tokenizer.json\n\n"
-    "twistlm prepare hub:Salesforce/wikitext:wikitext-103-raw-v1:train -o data/wt103 --tokenizer gpt2"
+    "twistlm prepare hub:Salesforce/wikitext:wikitext-103-raw-v1:train -o data/wt103 --tokenizer gpt2\n\n"
+    "twistlm prepare -o data/wiki-train --teacher gpt2-medium --top 64   # then train.teacher=cache"
 )
 def prepare(
-    sources: Annotated[
-        list[str],
-        typer.Argument(help=".txt, .jsonl or .parquet files, or hub:NAME[:CONFIG[:SPLIT]]."),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Stem of the token file to write, or to teach from.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Stem of the token file to write.")],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=".txt, .jsonl or .parquet files, or hub:NAME[:CONFIG[:SPLIT]]; none with --teacher: the "
+            "token file is there.",
+            show_default=False,
+        ),
+    ] = None,
     tokenizer: Annotated[
         str, typer.Option(help="tokenizer.json, a folder with one, a hub id, or gguf:FILE.")
     ] = "gpt2",
@@ -63,17 +70,47 @@ def prepare(
     eos: Annotated[
         str | None, typer.Option(help="Token after each document; default: the tokenizer's own.")
     ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(help="A model with this tokenizer: store what it predicts beside the tokens."),
+    ] = None,
+    top: Annotated[
+        int, typer.Option(help="Likeliest tokens that are stored of each prediction, 4 bytes each.")
+    ] = 64,
+    seq_len: Annotated[
+        int, typer.Option(help="Tokens that the teacher reads at a time: data.seq_len of the run.")
+    ] = 1024,
+    device: Device = "auto",
 ) -> None:
-    """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json)."""
+    """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json).
+
+    With --teacher also STEM.teacher.bin and .json: what train.teacher = "cache" learns from.
+    """
+    if not sources and not teacher:
+        raise ValueError(
+            "nothing to prepare: name files of text, or --teacher for a token file that is there"
+        )
+    from ..data.builtin import resolve
     from ..data.prepare import prepare
+    from ..data.token_file import open_tokens
     from ..system.terminal import console
 
-    file = prepare(sources, out, tokenizer, column=column, eos=eos)
-    meta = file.meta
-    console.print(
-        f"{file.stem}.bin: {meta.n_tokens:,} tokens of {meta.n_documents:,} documents, "
-        f"vocabulary {meta.vocab_size:,}"
-    )
+    if sources:
+        file = prepare(sources, out, tokenizer, column=column, eos=eos)
+        console.print(
+            f"{file.stem}.bin: {file.meta.n_tokens:,} tokens of {file.meta.n_documents:,} documents, "
+            f"vocabulary {file.meta.vocab_size:,}"
+        )
+    else:
+        file = open_tokens(resolve(str(out), "train"))
+    if teacher:
+        from ..training.teacher import write_cache
+
+        told = write_cache(file, teacher, top, seq_len, device).meta
+        console.print(
+            f"{file.stem}.teacher.bin: the {top} likeliest tokens of {teacher} for "
+            f"{told.n_sequences:,} sequences of {seq_len:,} tokens, {told.n_bytes / 1e6:,.1f} MB"
+        )
 
 
 @app.command(

@@ -18,14 +18,18 @@ from transformers import PreTrainedModel
 
 from ..model.blocks import State
 from . import graphs
-from .loss import Into, Loss, Teacher, chunked_loss
+from .loss import AnyTeacher, Into, Loss, chunked_loss
 
-# (ids [batch, seq_len], share) -> loss; the views then hold the gradient of share * loss
-Gradient = Callable[[Tensor, float], Tensor]
+# (ids [batch, seq_len], share, told=None) -> loss; the views then hold the gradient of share * loss
+Gradient = Callable[..., Tensor]
 
 
 def gradient_of(
-    model: PreTrainedModel, loss: Loss, grads: State, compile: bool, teacher: Teacher | None = None
+    model: PreTrainedModel,
+    loss: Loss,
+    grads: State,
+    compile: bool,
+    teacher: AnyTeacher | None = None,
 ) -> Gradient:
     """How this model's loss is differentiated; `grads` has a view for every trainable parameter."""
     if compile and is_direct(model, loss) and graphs.compile_layers_(model):
@@ -44,8 +48,8 @@ def plain(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
     named = dict(model.named_parameters())
     params = [named[name] for name in grads]
 
-    def gradient(ids: Tensor, share: float) -> Tensor:
-        value = loss(model, ids)
+    def gradient(ids: Tensor, share: float, told: Tensor | None = None) -> Tensor:
+        value = loss(model, ids, told=told)
         found = torch.autograd.grad(value * share, params)
         torch._foreach_copy_(list(grads.values()), found)
         return value.detach()
@@ -53,7 +57,7 @@ def plain(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
     return gradient
 
 
-def direct(model: PreTrainedModel, grads: State, teacher: Teacher | None = None) -> Gradient:
+def direct(model: PreTrainedModel, grads: State, teacher: AnyTeacher | None = None) -> Gradient:
     """For the chunked loss; the model's embeddings are changed for good."""
     named = dict(model.named_parameters())
     names = {id(named[name]): name for name in grads}
@@ -64,8 +68,8 @@ def direct(model: PreTrainedModel, grads: State, teacher: Teacher | None = None)
     lookups = intercept_(model)
     inner = [name for name in grads if name not in of_head | {lookup.name for lookup in lookups}]
 
-    def gradient(ids: Tensor, share: float) -> Tensor:
-        value = chunked_loss(model, ids, replace(into, share=share), teacher)
+    def gradient(ids: Tensor, share: float, told: Tensor | None = None) -> Tensor:
+        value = chunked_loss(model, ids, replace(into, share=share), teacher, told)
         cuts = [lookup.out for lookup in lookups]
         found = torch.autograd.grad(value, [*(named[name] for name in inner), *cuts])
         torch._foreach_copy_([grads[name] for name in inner], found[: len(inner)])

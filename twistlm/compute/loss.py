@@ -1,15 +1,16 @@
 """Next-token loss without all the logits: head, softmax and loss in chunks of tokens.
 
 The loss is the cross-entropy of the text, or with a teacher (1 - a) of it plus a KL(teacher || model), both
-at temperature 1 over the whole vocabulary.
+at temperature 1 over the whole vocabulary; of a teacher's cache, over its k likeliest tokens and the rest as one.
 
 The logits of 32 x 1024 tokens of GPT-2 are 6.6 GB in float32. Here one chunk's logits live in the model's
-own precision, the softmax in float32 registers, and both gradients are made on the way forward.
-torch's own chunked `linear_cross_entropy` (2.13) does the same but cannot be compiled.
+own precision, the softmax in float32 registers, and both gradients are made on the way forward. torch's
+own chunked `linear_cross_entropy` (2.13) does the same but cannot be compiled.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..data.lessons import unpack
 from ..model import kernels
 
-Loss = Callable[..., Tensor]  # (model, ids [batch, seq_len], teacher=None) -> mean loss
+# (model, ids [batch, seq_len], teacher=None, told=None) -> mean loss
+Loss = Callable[..., Tensor]
 
 CHUNK = 8192  # tokens; their logits for a vocabulary of 50,304 are 0.8 GB in bf16
 SMALL = 1 << 24  # logits; so few (64 MB in float32) a CPU takes all at once, with torch's own loss
-ALIGN = (
-    64  # rows of the head on a GPU: with GPT-2's 50,257 its products run at a sixth of their speed
-)
+ALIGN = 64  # rows of the head on a GPU: with 50,257 its products run at a sixth of their speed
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Teacher:
     weight: float
 
     @torch.no_grad()
-    def taught(self, ids: Tensor) -> Taught:
+    def taught(self, ids: Tensor, told: Tensor | None = None) -> Taught:
         """Its predictions for ids [batch, seq_len], up to the head."""
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         head: Any = self.model.get_output_embeddings()
@@ -63,12 +64,50 @@ class Taught:
     bias: Tensor | None
     weight: float  # of KL in the loss
 
-    def logits(self, at: slice) -> Tensor:
+    def logits(self, at: slice, mine: Tensor) -> Tensor:
         """[tokens, vocab]; on a GPU with some columns more, which mean nothing."""
         logits = self.hidden[at] @ _aligned(self.head).T
         if self.bias is None:
             return logits
         return logits + F.pad(self.bias, (0, logits.shape[1] - len(self.bias)))
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A teacher that is not here: its predictions come with the tokens (`data/lessons.py`)."""
+
+    vocab_size: int
+    weight: float
+
+    def taught(self, ids: Tensor, told: Tensor | None = None) -> Likeliest:
+        """What came for ids [batch, seq_len] as `told` [batch, seq_len - 1, bytes]."""
+        assert told is not None, "the teacher's cache did not come with the tokens"
+        return Likeliest(*unpack(told.flatten(0, 1), self.vocab_size), self.weight)
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """A teacher's k likeliest tokens and their log-probs, [tokens, k]; of the rest only the sum is known."""
+
+    ids: Tensor
+    log_probs: Tensor
+    weight: float  # of KL in the loss
+
+    def logits(self, at: slice, mine: Tensor) -> Tensor:
+        """log p of the k, and for the others the model's own logits `mine` with what p leaves to them.
+
+        With p_rest = 1 - sum p, KL to this distribution has the value and the gradient of the KL over k + 1
+        outcomes, sum p log(p / s) + p_rest log(p_rest / s_rest): inside the rest both are alike.
+        """
+        mine, ids = _exact(mine.detach()), self.ids[at]
+        log_probs = self.log_probs[at].to(mine.dtype)
+        rest = mine.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
+        # float16 may round the k up to more than 1; softmax then makes them 1
+        left = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=kernels.LEAST)
+        return (mine + (left.log() - rest)).scatter(1, ids, log_probs)
+
+
+AnyTeacher = Teacher | Cached
 
 
 def linear_cross_entropy(
@@ -77,14 +116,18 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     chunk: int = CHUNK,
-    taught: Taught | None = None,
+    taught: Taught | Likeliest | None = None,
 ) -> Tensor:
     """Mean loss of `hidden @ weight.T + bias` [tokens, vocab] against `targets` [tokens] and a teacher."""
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, taught)
 
 
 def chunked_loss(
-    model: PreTrainedModel, ids: Tensor, into: Into | None = None, teacher: Teacher | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    into: Into | None = None,
+    teacher: AnyTeacher | None = None,
+    told: Tensor | None = None,
 ) -> Tensor:
     """`next_token_loss` through the base model and the head, a chunk of tokens at a time.
 
@@ -95,26 +138,33 @@ def chunked_loss(
     head: Any = model.get_output_embeddings()
     bias = getattr(head, "bias", None)
     hidden, targets = hidden.flatten(0, 1), ids[:, 1:].flatten()
-    taught = None if teacher is None else teacher.taught(ids)
+    taught = None if teacher is None else teacher.taught(ids, told)
     if into is None and not hidden.is_cuda and len(targets) * len(head.weight) <= SMALL:
         logits = F.linear(hidden, head.weight, bias)
         if taught is None:
             return F.cross_entropy(_exact(logits), targets)
-        return _mean_loss(logits, targets, taught.logits(slice(None)), taught.weight)
+        return _mean_loss(logits, targets, taught.logits(slice(None), logits), taught.weight)
     if into is None:
         return linear_cross_entropy(hidden, head.weight, bias, targets, CHUNK, taught)
     return _Root.apply(hidden, head.weight.detach(), bias, targets, CHUNK, into, taught)
 
 
 def next_token_loss(
-    model: PreTrainedModel, ids: Tensor, *, teacher: Teacher | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    teacher: AnyTeacher | None = None,
+    told: Tensor | None = None,
 ) -> Tensor:
     """Mean loss of tokens 1.. given those before (HF's own rounds float64 to float32)."""
     logits, targets = _logits(model, ids), ids[:, 1:].flatten()
     if teacher is None:
         return F.cross_entropy(_exact(logits), targets)
     with torch.no_grad():
-        lessons = _logits(teacher.model, ids)
+        if isinstance(teacher, Teacher):
+            lessons = _logits(teacher.model, ids)
+        else:
+            lessons = teacher.taught(ids, told).logits(slice(None), logits)
     return _mean_loss(logits, targets, lessons, teacher.weight)
 
 
@@ -136,11 +186,13 @@ def _exact(logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def loss_for(model: PreTrainedModel) -> Loss:
+def loss_for(model: PreTrainedModel, teacher: AnyTeacher | None = None) -> Loss:
     """The chunked loss where the logits are the head's alone, the plain one where more is done to them.
 
-    (Some families cap or scale their logits.) `model` is tried on a few tokens.
+    (Some families cap or scale their logits.) `model` is tried on a few tokens, and so is a teacher.
     """
+    if isinstance(teacher, Teacher) and loss_for(teacher.model) is next_token_loss:
+        return next_token_loss
     embeddings: Any = model.get_input_embeddings()
     ids = torch.arange(8, device=model.device)[None] % embeddings.weight.shape[0]
     plain, chunked = next_token_loss(model, ids), chunked_loss(model, ids)
@@ -158,7 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         chunk: int,
-        taught: Taught | None,
+        taught: Taught | Likeliest | None,
     ) -> Tensor:
         if not any(ctx.needs_input_grad):
             return _forward(hidden, weight, bias, targets, chunk, None, taught)[0]
@@ -195,7 +247,7 @@ def _forward(
     targets: Tensor,
     chunk: int,
     into: Into | None = None,
-    taught: Taught | None = None,
+    taught: Taught | Likeliest | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mean loss, and with `into` the gradient of its share by `hidden`; those of the head are there."""
     n_tokens, vocab = len(targets), len(weight)
@@ -211,8 +263,8 @@ def _forward(
         if taught is None:
             losses.append(_softmax_(logits, y, vocab, scale, into is not None))
         else:
-            lessons = taught.logits(slice(i * chunk, i * chunk + len(y)))
-            losses.append(_mixed_(logits, lessons, y, vocab, scale, taught.weight))
+            at = slice(i * chunk, i * chunk + len(y))
+            losses.append(_mixed_(logits, taught, at, y, vocab, scale))
         if into is None or d_head is None:
             continue
         # `logits` now holds the gradient of the loss by the logits: 0 in the padding
@@ -249,17 +301,18 @@ def _aligned(weight: Tensor) -> Tensor:
     return F.pad(weight, (0, 0, 0, n_rows - vocab))
 
 
+def _has_kernels(logits: Tensor) -> bool:
+    return kernels.usable(logits) and logits.dtype != torch.float64
+
+
 def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wanted: bool) -> Tensor:
     """Each token's loss; where `wanted`, `logits` become the gradient of the sum over `n_tokens`.
 
     Columns from `vocab` on are padding: they count for nothing and their gradient is 0.
     """
-    if kernels.usable(logits) and logits.dtype != torch.float64:
+    if _has_kernels(logits):
         return kernels.softmax_(logits, targets, vocab, n_tokens, wanted)
-    exact = logits[:, :vocab]
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        exact = exact.float()
-    log_probs = exact.log_softmax(-1)
+    log_probs = _exact(logits[:, :vocab]).log_softmax(-1)
     losses = -log_probs.gather(1, targets[:, None])[:, 0]
     if wanted:
         grad = log_probs.exp_()
@@ -270,10 +323,20 @@ def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, want
 
 
 def _mixed_(
-    logits: Tensor, lessons: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: float
+    logits: Tensor,
+    taught: Taught | Likeliest,
+    at: slice,
+    targets: Tensor,
+    vocab: int,
+    n_tokens: float,
 ) -> Tensor:
-    """The same with a teacher: gradient softmax(s) - (1 - a) onehot - a softmax(t), a = `share`."""
-    if kernels.usable(logits) and logits.dtype != torch.float64:
+    """The same with a teacher's logits t, `at` these tokens: gradient softmax(s) - (1 - a) onehot - a softmax(t)."""
+    share = taught.weight
+    if _has_kernels(logits) and isinstance(taught, Likeliest):
+        named = taught.ids[at], taught.log_probs[at]
+        return kernels.likeliest_(logits, *named, targets, vocab, n_tokens, share)
+    lessons = taught.logits(at, logits[:, :vocab])
+    if _has_kernels(logits):
         return kernels.mixed_(logits, lessons, targets, vocab, n_tokens, share)
     mine, told = (_exact(x[:, :vocab]).log_softmax(-1) for x in (logits, lessons))
     probs = told.exp()

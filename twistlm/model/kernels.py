@@ -17,6 +17,7 @@ except ImportError:  # CPU builds of torch come without it
     triton = None
 
 TILE = 1024  # elements of a program
+LEAST = 1e-30  # of the probability of all tokens that a teacher's cache does not name
 
 
 def usable(tensor: Tensor) -> bool:
@@ -42,6 +43,29 @@ def mixed_(
         logits, lessons, targets, losses, logits.stride(0), lessons.stride(0), vocab,
         logits.shape[1], 1 / n_tokens, share, BLOCK=2048, num_warps=4,
     )  # fmt: skip
+    return losses
+
+
+def likeliest_(
+    logits: Tensor,
+    ids: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    vocab: int,
+    n_tokens: float,
+    share: float,
+) -> Tensor:
+    """The same for a teacher of which k tokens [tokens, k] and the rest as one are known: `loss._mixed_`."""
+    n, top = ids.shape
+    losses = torch.empty(n, dtype=torch.float32, device=logits.device)
+    mine, chosen = logits.gather(1, ids).float(), logits.gather(1, targets[:, None]).float()
+    logits.scatter_(1, ids, -float("inf"))  # what is left of a row is the rest
+    _likeliest[(n,)](
+        logits, ids, log_probs, mine, chosen, targets, losses, logits.stride(0), top, vocab,
+        logits.shape[1], 1 / n_tokens, share, LEAST,
+        TOP=triton.next_power_of_2(top), BLOCK=2048, num_warps=4,
+    )  # fmt: skip
+    logits.scatter_(1, ids, mine.to(logits.dtype))  # by now their gradient
     return losses
 
 
@@ -168,6 +192,59 @@ if triton is not None:
             x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
             t = tl.load(lessons + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
             grad = tl.exp(x - top) * mine - tl.exp(t - told_top) * told
+            grad = tl.where(at == target, grad - scale * (1.0 - share), grad)
+            tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
+
+    @triton.jit
+    def _likeliest(
+        logits, ids, log_probs, mine, chosen, targets, losses, stride, top, vocab, width, scale, share,
+        LEAST, TOP: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        # one program per row: the rest's logits twice, the k tokens' once; s is the model's softmax, p the
+        # teacher's probabilities
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        target = tl.load(targets + row)
+        lanes = tl.arange(0, BLOCK)
+        high = -1e30  # finite: a tile may hold none of the rest
+        total = 0.0
+        for start in range(0, vocab, BLOCK):
+            at = start + lanes
+            x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+            higher = tl.maximum(high, tl.max(x, 0))
+            total = total * tl.exp(high - higher) + tl.sum(tl.exp(x - higher), 0)
+            high = higher
+        spot = tl.arange(0, TOP)
+        real = spot < top
+        here = row * top + spot
+        x = tl.load(mine + here, mask=real, other=-float("inf"))
+        t = tl.load(log_probs + here, mask=real, other=-float("inf")).to(tl.float32)
+        peak = tl.maximum(high, tl.max(x, 0))
+        log_total = peak + tl.log(total * tl.exp(high - peak) + tl.sum(tl.exp(x - peak), 0))
+        p = tl.exp(t)
+        named = tl.sum(p, 0)
+        left = tl.where(top < vocab, tl.maximum(1.0 - named, LEAST), 0.0)
+        norm = named + left
+        p = p / norm
+        left = left / norm
+        kl = tl.sum(tl.where(real, p * (t - tl.log(norm) - x + log_total), 0.0), 0)
+        if top < vocab:
+            kl += left * (tl.log(left) - high - tl.log(total) + log_total)
+        plain = log_total - tl.load(chosen + row)
+        tl.store(losses + row, (1.0 - share) * plain + share * kl)
+        which = tl.load(ids + here, mask=real, other=-1)
+        grad = tl.exp(x - log_total) - share * p
+        grad = tl.where(which == target, grad - (1.0 - share), grad)
+        tl.store(mine + here, grad * scale, mask=real)
+        # for the others s - share p_rest s / s_rest, in units of exp(x - high)
+        factor = tl.exp(high - log_total)
+        if top < vocab:
+            factor -= share * left / total
+        factor *= scale
+        for start in range(0, width, BLOCK):
+            at = start + lanes
+            x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+            grad = tl.exp(x - high) * factor
             grad = tl.where(at == target, grad - scale * (1.0 - share), grad)
             tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
 

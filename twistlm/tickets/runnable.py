@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from ..data.token_file import verify_tokens
+from ..data.lessons import verify_lessons
+from ..data.token_file import open_tokens, verify_tokens
 from ..model import huggingface
 from ..model.tokenizer import load_tokenizer
 from ..system import manifest
@@ -146,7 +147,8 @@ def verify(source: str) -> list[str]:
     """
     folder = Path(source)
     if not folder.is_dir():
-        return [verify_tokens(source)]
+        told = verify_lessons(open_tokens(source))
+        return [verify_tokens(source), *([told] if told else [])]
     if what_is(source) == "ticket":
         ticket = verify_ticket(folder)
         n = len(ticket.get(manifest.FILES, ()))

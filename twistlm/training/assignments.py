@@ -66,6 +66,12 @@ class Assignments:
         slots = stream.of_worker(self.slots, worker, len(self.places))
         return torch.stack([run.batches.slot(slot) for slot in slots])
 
+    def told(self, run: Run, worker: int) -> Tensor | None:
+        """What a teacher's cache holds for them: uint8 [interval, batch, T - 1, bytes]."""
+        slots = stream.of_worker(self.slots, worker, len(self.places))
+        told = run.batches.told(tuple(place for slot in slots for place in slot))
+        return None if told is None else told.unflatten(0, (len(slots), -1))
+
     def factors(self, run: Run, worker: int) -> dict[str, float]:
         """The activation scale of each layer of all that a worker holds."""
         widths = run.block_map.widths(self.deal.blueprints[worker])
@@ -109,6 +115,7 @@ def train_here(run: Run, work: Assignments, worker: int, parcel: Parcel) -> Resu
         work.tokens(run, worker),
         work.deal.round,
         run.total_steps,
+        work.told(run, worker),
     )
 
 
@@ -152,4 +159,7 @@ def traffic(run: Run, dealt: list[Blueprint], back: list[Blueprint], wired: int)
         return sum((part[way] for part in parts), Bytes())
 
     other = other_counts(run.full.n_params, [size(b) for b in dealt], run.cfg.train.interval)
+    if (lessons := run.batches.lessons) is not None:  # on their way to workers, beside the tokens
+        n_sequences = len(dealt) * run.cfg.train.interval * run.batches.batch
+        other["teacher"] = n_sequences * lessons.records[0].nbytes
     return Traffic(cost(dealt, 0), cost(back, 1), wired, other)

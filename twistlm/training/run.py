@@ -7,7 +7,7 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
-from ..compute.loss import Teacher
+from ..compute.loss import AnyTeacher
 from ..compute.perplexity import Evaluator
 from ..config import Config
 from ..data.stream import Batches
@@ -34,7 +34,7 @@ class Run:
     n_rounds: int  # as planned, when nothing is lost: the schedule's length
     central: Central | None = None  # on the central rank
     evaluator: Evaluator | None = None  # likewise
-    teacher: Teacher | None = None
+    teacher: AnyTeacher | None = None
     stop: Stop = field(default_factory=Stop)
 
     @property

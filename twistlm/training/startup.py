@@ -52,7 +52,8 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     train, valid = _open_data(cfg, cluster)
     _check_data(cfg, cut.template, saved, [train, valid])
     t = cfg.train
-    batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed)
+    told = teacher.cache(cfg, cut, train)
+    batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed, told)
     n_rounds = _n_rounds(cfg, batches, saved)
     progress = beginning(cut.block_map)
     taught_by = teacher.load(cfg, cut, train)

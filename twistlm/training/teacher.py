@@ -1,32 +1,41 @@
-"""The frozen teacher of a run: which model it is, and that it speaks of the same tokens."""
+"""The frozen teacher of a run, or the cache of its predictions: which it is, and that it speaks of the same tokens."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..compute import graphs
 from ..compute.attention import causal_
-from ..compute.loss import Teacher
+from ..compute.loss import AnyTeacher, Cached, Teacher
 from ..config import Config
+from ..data import lessons
+from ..data.lessons import Lessons, LessonsMeta
 from ..data.token_file import TokenFile
 from ..model import huggingface
 from ..model.layout import CutModel
-from ..system.device import is_bf16
+from ..system.device import is_bf16, pick_device
 from ..system.files import file_sha256
+from ..system.terminal import progress
+
+AT_ONCE = 1 << 28  # logits that are made at a time for a cache: 1 GB in float32
 
 
-def load(cfg: Config, cut: CutModel, tokens: TokenFile) -> Teacher | None:
-    """The model that `train.teacher` names, ready on the device of the run; None where there is none."""
+def load(cfg: Config, cut: CutModel, tokens: TokenFile) -> AnyTeacher | None:
+    """What `train.teacher` names, ready on the device of the run; None where there is none."""
     t = cfg.train
     if t.teacher == "none" or t.distil == 0:
         return None
+    if t.teacher == "cache":
+        return _cached(cfg, cut)
     is_start = t.teacher == "start"
     model = (
         huggingface.load(cfg.model, cfg.run.seed) if is_start else huggingface.pretrained(t.teacher)
@@ -38,13 +47,89 @@ def load(cfg: Config, cut: CutModel, tokens: TokenFile) -> Teacher | None:
             f"same tokenizer"
         )
     folder = Path(cfg.model.weights if is_start else t.teacher)
+    _check_tokenizer(f"train.teacher = {t.teacher!r}", folder, tokens)
+    return _teacher(model, cfg, cut)
+
+
+def _check_tokenizer(what: str, folder: Path, tokens: TokenFile) -> None:
+    """A teacher's folder with a tokenizer must have that of the tokens."""
     tokenizer, wanted = folder / "tokenizer.json", tokens.meta.tokenizer_sha256
     if tokenizer.is_file() and wanted and file_sha256(tokenizer) != wanted:
         raise ValueError(
-            f"train.teacher = {t.teacher!r}: {tokenizer} is not the tokenizer of {tokens.stem} "
-            f"(data.train): a teacher needs the same one"
+            f"{what}: {tokenizer} is not the tokenizer of {tokens.stem}: a teacher needs the same one"
         )
-    return _teacher(model, cfg, cut)
+
+
+def _cached(cfg: Config, cut: CutModel) -> Cached | None:
+    if cfg.train.teacher != "cache" or cfg.train.distil == 0:
+        return None
+    return Cached(huggingface.vocab_size(cut.template), cfg.train.distil)
+
+
+def cache(cfg: Config, cut: CutModel, tokens: TokenFile) -> Lessons | None:
+    """The predictions beside the tokens, where `train.teacher` asks for them."""
+    if (teacher := _cached(cfg, cut)) is None:
+        return None
+    return lessons.open_lessons(tokens, cfg.data.seq_len, teacher.vocab_size)
+
+
+def write_cache(
+    tokens: TokenFile, name: str, top: int, seq_len: int, device: str = "auto", quiet: bool = False
+) -> Lessons:
+    """Store the `top` likeliest tokens of the model `name`, with their log-probs, beside a token file."""
+    model = huggingface.pretrained(name)
+    vocab = huggingface.vocab_size(model)
+    most = min(vocab, lessons.MOST)
+    if not 1 <= top <= most:
+        raise ValueError(f"--top {top}: must lie in 1..{most}")
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if seq_len < 2 or (positions is not None and seq_len > positions):
+        raise ValueError(
+            f"--seq-len {seq_len}: must lie in 2..{positions or 'any'}, as {name} reads it"
+        )
+    tokens.check(seq_len, vocab)
+    _check_tokenizer(f"--teacher {name}", Path(name), tokens)
+    meta = LessonsMeta(
+        teacher=name,
+        weights_sha256=_weights_sha256(model),
+        top=top,
+        seq_len=seq_len,
+        vocab_size=vocab,
+        n_sequences=tokens.n_sequences(seq_len),
+        tokens_sha256=lessons.tokens_sha256(tokens),
+        tokenizer_sha256=tokens.meta.tokenizer_sha256,
+    )
+    where = pick_device(device)
+    dtype = torch.bfloat16 if is_bf16("auto", where) else torch.float32
+    return lessons.write_lessons(
+        tokens, meta, _predictions(_frozen(model, where, dtype), tokens, meta, quiet)
+    )
+
+
+@torch.no_grad()
+def _predictions(
+    model: PreTrainedModel, tokens: TokenFile, meta: LessonsMeta, quiet: bool
+) -> Iterator[Tensor]:
+    """What the model predicts for all windows, some at a time, packed for the cache."""
+    batch = max(1, AT_ONCE // (meta.vocab_size * meta.seq_len))
+    with progress(quiet) as bar:
+        task = bar.add_task("teacher's cache, sequences", total=meta.n_sequences, note="")
+        for first in range(0, meta.n_sequences, batch):
+            rows = list(range(first, min(first + batch, meta.n_sequences)))
+            ids = tokens.sequences(rows, meta.seq_len).to(model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            log_probs, likeliest = logits.float().log_softmax(-1).topk(meta.top)
+            yield lessons.pack(likeliest, log_probs, meta.vocab_size).cpu()
+            bar.update(task, advance=len(rows))
+
+
+def _weights_sha256(model: PreTrainedModel) -> str:
+    """Over names and bytes of all parameters."""
+    digest = hashlib.sha256()
+    for name, param in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(param.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 Packed = tuple[
@@ -52,18 +137,18 @@ Packed = tuple[
 ]  # a model's Hugging Face config, and its weights as safetensors
 
 
-def pack(teacher: Teacher | None) -> Packed | None:
-    """A teacher on its way to workers in other processes."""
-    if teacher is None:
+def pack(teacher: AnyTeacher | None) -> Packed | None:
+    """A teacher on its way to workers in other processes; what a cache holds goes with the tokens."""
+    if not isinstance(teacher, Teacher):
         return None
     weights = {name: param.detach().cpu() for name, param in teacher.model.named_parameters()}
     return teacher.model.config.to_dict(), save(weights)
 
 
-def unpack(packed: Packed | None, cfg: Config, cut: CutModel) -> Teacher | None:
+def unpack(packed: Packed | None, cfg: Config, cut: CutModel) -> AnyTeacher | None:
     """The teacher that was packed, ready on this process's device."""
     if packed is None:
-        return None
+        return _cached(cfg, cut)
     described, weights = AutoConfig.for_model(**packed[0]), load_tensors(packed[1])
     model = AutoModelForCausalLM.from_config(described, dtype=cut.dtype, trust_remote_code=False)
     for name, param in model.named_parameters():
@@ -72,18 +157,18 @@ def unpack(packed: Packed | None, cfg: Config, cut: CutModel) -> Teacher | None:
 
 
 def _teacher(model: PreTrainedModel, cfg: Config, cut: CutModel) -> Teacher:
-    return Teacher(_ready(model, cfg, cut), cfg.train.distil)
+    """In the precision of the local steps, compiled as they are."""
+    dtype = torch.bfloat16 if is_bf16(cfg.train.precision, cut.device) else cut.dtype
+    _frozen(model, cut.device, dtype)
+    if graphs.is_on(cfg.train.compile, cut.device):
+        graphs.compile_layers_(model)
+    return Teacher(model, cfg.train.distil)
 
 
-def _ready(model: PreTrainedModel, cfg: Config, cut: CutModel) -> PreTrainedModel:
-    """Frozen, in the precision of the local steps, compiled as they are."""
-    device = cut.device
-    dtype = torch.bfloat16 if is_bf16(cfg.train.precision, device) else cut.dtype
+def _frozen(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     model.eval().requires_grad_(False)
     for param in model.parameters():  # buffers such as rotary frequencies stay exact
         param.data = param.data.to(device, dtype)
     nn.Module.to(model, device)
     causal_(model)
-    if graphs.is_on(cfg.train.compile, device):
-        graphs.compile_layers_(model)
     return model

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..compute import graphs
 from ..compute.attention import causal_
 from ..compute.gradient import gradient_of
-from ..compute.loss import Teacher, loss_for, next_token_loss
+from ..compute.loss import AnyTeacher, loss_for
 from ..compute.optimizer import AdamW
 from ..config import Config, TrainConfig
 from ..model.layout import CutModel, Layout, gather_, scatter_
@@ -40,7 +40,7 @@ class Seat:
         kind: SeatKind,
         cfg: TrainConfig,
         central_weights: Tensor | None = None,
-        teacher: Teacher | None = None,
+        teacher: AnyTeacher | None = None,
         *,
         fresh: bool = False,
     ):
@@ -64,13 +64,13 @@ class Seat:
         causal_(self.subnet.model)
         self.subnet.model.requires_grad_()
         views = where.views(self.model_grad)
-        plain = teacher is not None and loss_for(teacher.model) is next_token_loss
-        loss = next_token_loss if plain else loss_for(cut.template)
+        loss = loss_for(cut.template, teacher)
         self.gradient = gradient_of(self.subnet.model, loss, views, self.fast, teacher)
         self.optimizer = AdamW(self.buffer, self.grad, self.work, layout, cfg, self.fast)
         self.losses = torch.zeros((), dtype=torch.float64, device=device)  # sum over steps
         # storages never move, so compiled and recorded graphs outlive every repartition
         self.ids = torch.empty(0, 0, dtype=torch.int64, device=device)
+        self.told: Tensor | None = None  # by a teacher's cache
         self.share, self.n_rows = 1.0, 1
         self._recorded: tuple = ()  # what the graphs below were recorded for
         self._coming: Iterator[tuple[Tensor, ...]] = iter(())
@@ -109,13 +109,13 @@ class Seat:
         if (values := next(self._coming, None)) is not None:
             torch._foreach_copy_(self.subnet.gate_tensors(self.n_rows), values)
 
-    def step(self, ids: Tensor, lr: float) -> None:
-        """One local step; nothing is read back."""
+    def step(self, ids: Tensor, lr: float, told: Tensor | None = None) -> None:
+        """One local step, with what a teacher's cache holds for it; nothing is read back."""
         if self.kind != "physical":
-            self.backward(ids)
+            self.backward(ids, told=told)
             self.apply(lr)
             return
-        self._place(ids, 1.0)
+        self._place(ids, 1.0, told)
         self.optimizer.set_(lr)
         self._both()
 
@@ -123,24 +123,27 @@ class Seat:
         self._differentiate()
         self._optimize()
 
-    def _place(self, ids: Tensor, share: float) -> None:
+    def _place(self, ids: Tensor, share: float, told: Tensor | None) -> None:
         """Put a batch where recorded graphs read it; another shape means other graphs."""
-        shape = (ids.shape, share, self.n_rows)
+        shape = (ids.shape, share, self.n_rows, None if told is None else told.shape)
         if self._recorded != shape:
             self._recorded = shape
             self.ids, self.share = torch.empty_like(ids, device=self.device), share
+            self.told = None if told is None else torch.empty_like(told, device=self.device)
             self._backward = graphs.Replayed(self._differentiate, self.device, self.fast)
             self._both = graphs.Replayed(self._step, self.device, self.fast)
         self._next_gates()
         self.ids.copy_(ids, non_blocking=True)
+        if self.told is not None and told is not None:
+            self.told.copy_(told, non_blocking=True)
 
-    def backward(self, ids: Tensor, share: float = 1.0) -> None:
+    def backward(self, ids: Tensor, share: float = 1.0, told: Tensor | None = None) -> None:
         """Set the gradient to that of `share` times the loss, and add the loss to `losses`."""
-        self._place(ids, share)
+        self._place(ids, share, told)
         self._backward()
 
     def _differentiate(self) -> None:
-        self.losses += self.gradient(self.ids, self.share)
+        self.losses += self.gradient(self.ids, self.share, self.told)
 
     def apply(self, lr: float) -> None:
         """Clip the gradient that lies in the buffer and make one AdamW step."""
@@ -173,7 +176,7 @@ class Seats:
         cut: CutModel,
         cfg: Config,
         central_weights: Tensor | None = None,
-        teacher: Teacher | None = None,
+        teacher: AnyTeacher | None = None,
     ):
         self.cut, self.cfg, self.central_weights = cut, cfg.train, central_weights
         self.teacher, self.fresh = teacher, cfg.blocks.masks != "round"
@@ -192,25 +195,36 @@ class Seats:
         ids: Tensor,
         round: int,
         total_steps: int,
+        told: Tensor | None = None,
     ) -> Result:
         """Load a parcel and train it; the result lies in the seat until its next parcel."""
         key = (kind, tuple(parcel.layout.shapes.values()))
         if key not in self.made:
             self.made[key] = self.new(parcel.layout, kind, fresh=self.fresh)
         self.made[key].load(parcel, gates, step=round * self.cfg.interval)
-        return train(self.made[key], ids, self.cfg, round, total_steps)
+        return train(self.made[key], ids, self.cfg, round, total_steps, told)
 
 
-def train(seat: Seat, ids: Tensor, cfg: TrainConfig, round: int, total_steps: int) -> Result:
+def train(
+    seat: Seat,
+    ids: Tensor,
+    cfg: TrainConfig,
+    round: int,
+    total_steps: int,
+    told: Tensor | None = None,
+) -> Result:
     """`interval` local steps of one worker on ids [interval, batch, T]; all are in what it returns.
 
+    `told` [interval, batch, T - 1, bytes] is what a teacher's cache holds for them.
     Nothing here waits for a GPU: while it works on one worker's steps, the host prepares the next.
     """
     parcel = seat.parcel
     first = round * cfg.interval
     steps = range(first, first + cfg.interval)
-    for batch, step in zip(to_device(ids, seat.device), steps, strict=True):
-        seat.step(batch, learning_rate(cfg, step, total_steps))
+    batches = to_device(ids, seat.device)
+    lessons = [None] * len(ids) if told is None else to_device(told, seat.device)
+    for batch, lesson, step in zip(batches, lessons, steps, strict=True):
+        seat.step(batch, learning_rate(cfg, step, total_steps), lesson)
     stats = Stats(seat.losses.clone(), cfg.interval, ids.numel())
     return Result(parcel.worker, seat.result(), parcel.index, stats)
 

@@ -48,7 +48,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class RoundOrder:
-    """What one worker trains in a round; its weights and tokens come beside it."""
+    """What one worker trains in a round; its weights, tokens and a teacher's predictions come beside it."""
 
     round: int
     worker: int  # among those of the round
@@ -57,6 +57,7 @@ class RoundOrder:
     gates: Any  # [steps, rows, held blocks], a numpy array: masks times activation scales
     weights_checksum: str
     tokens_checksum: str
+    told_checksum: str = ""  # of what a teacher's cache holds for the tokens
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,11 @@ class DataParallel:
         seat.losses.zero_()
         first, mine = round * t.interval, cluster.workers
         for i, step in enumerate(range(first, first + t.interval)):
-            ids = torch.cat([run.batches.slot(slots[i * t.n_workers + worker]) for worker in mine])
-            seat.backward(to_device(ids, seat.device), share=len(mine) / t.n_workers)
+            taken = [slots[i * t.n_workers + worker] for worker in mine]
+            batch = tuple(place for slot in taken for place in slot)
+            ids, told = run.batches.slot(batch), run.batches.told(batch)
+            told = None if told is None else to_device(told, seat.device)
+            seat.backward(to_device(ids, seat.device), len(mine) / t.n_workers, told)
             cluster.sum_(seat.grad)
             seat.apply(learning_rate(t, step, run.total_steps))
         losses = cluster.sum_(seat.losses * len(mine))

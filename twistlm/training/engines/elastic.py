@@ -226,7 +226,7 @@ class Elastic:
         for i, place in enumerate(team):
             cut = dispatcher.cut(run.central, dealt.blueprints[i], buffers=self.buffers).to("cpu")
             shape, payload = (cut.shape[0], cut.shape[1]), wire.down(kind, cut)
-            tokens = work.tokens(run, i).to(torch.int32)
+            tokens, told = work.tokens(run, i).to(torch.int32), work.told(run, i)
             order = RoundOrder(
                 round=dealt.round,
                 worker=i,
@@ -235,12 +235,13 @@ class Elastic:
                 gates=work.gates(run, i).numpy(),
                 weights_checksum=checksum(payload),
                 tokens_checksum=checksum(tokens.view(-1).view(torch.uint8)),
+                told_checksum="" if told is None else checksum(told.view(-1)),
             )
             weights = ray.put(payload.numpy())
             lies = as_tensor(ray.get(weights))
-            place.ask(order, weights, tokens.numpy())
+            place.ask(order, weights, tokens.numpy(), None if told is None else told.numpy())
             posted.append(Sent(place, weights, wire.read_down(kind, lies, shape, cut.dtype)))
-            self.n_bytes += payload.numel() + tokens.nbytes
+            self.n_bytes += payload.numel() + tokens.nbytes + (0 if told is None else told.nbytes)
         return posted
 
     def _collect(self, r: int, sent: list[Sent], began: float) -> None:

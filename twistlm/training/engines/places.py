@@ -44,8 +44,9 @@ class Place:
     def widths(self) -> dict[Kind, int]:
         return self.hello.widths if self.hello else {}
 
-    def ask(self, order: RoundOrder, weights: Any, tokens: Any) -> None:
-        self.since, self.asked = time.monotonic(), self.actor.train.remote(order, weights, tokens)
+    def ask(self, order: RoundOrder, weights: Any, tokens: Any, told: Any) -> None:
+        self.since = time.monotonic()
+        self.asked = self.actor.train.remote(order, weights, tokens, told)
 
 
 @dataclass

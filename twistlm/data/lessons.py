@@ -1,0 +1,191 @@
+"""Lessons: a teacher's k likeliest tokens and their log-probs for every prediction in a token file.
+
+The windows are those of training: without overlap, seq_len tokens, seq_len - 1 predictions in each. In
+`STEM.teacher.bin` a prediction is k token ids (little-endian uint16; uint32 for vocabularies beyond 65,536),
+likeliest first, and k log-probs (float16). `STEM.teacher.json` says whose they are, and for which tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..system import manifest
+from ..system.files import file_sha256, whole_file
+from ..system.manifest import HashCheck, Vouched
+from .token_file import TokenFile
+
+PART = "teacher.bin"  # STEM.PART is vouched for by STEM.teacher.json
+MOST = 1024  # likeliest tokens: beyond it a cache is larger than any teacher is slow
+LEAST_LOG_PROB = -60000.0  # what float16 still holds: a token that the teacher rules out
+
+
+@dataclass(frozen=True)
+class LessonsMeta:
+    """What `STEM.teacher.json` says."""
+
+    teacher: str
+    weights_sha256: str  # of the teacher's parameters
+    top: int  # k
+    seq_len: int
+    vocab_size: int  # of the teacher's embeddings: it must be the model's
+    n_sequences: int
+    tokens_sha256: str  # of STEM.bin
+    tokenizer_sha256: str
+
+    def __post_init__(self) -> None:
+        """Refuse what no cache can say, before memory is spent on it."""
+        for name, least, most in (
+            ("vocab_size", 1, 1 << 31),
+            ("top", 1, MOST),
+            ("seq_len", 2, 1 << 31),
+            ("n_sequences", 1, 1 << 48),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}, legal are {least}..{most}")
+        if self.top > self.vocab_size:
+            raise ValueError(f"top is {self.top}, legal are 1..{self.vocab_size}")
+
+    @property
+    def record(self) -> int:
+        """Bytes of one prediction."""
+        return self.top * (id_bytes(self.vocab_size) + 2)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.n_sequences, self.seq_len - 1, self.record
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """A memory-mapped cache of a teacher's predictions, opened and checked."""
+
+    stem: str
+    meta: LessonsMeta
+    records: np.ndarray  # uint8 [n_sequences, seq_len - 1, bytes of a prediction]
+    hashed: HashCheck
+
+    def sequences(self, rows: np.ndarray | list[int]) -> Tensor:
+        """The predictions for windows by number, as they lie in the file: `unpack` reads them."""
+        self.hashed.raise_damage()
+        told = torch.from_numpy(self.records[np.asarray(rows, dtype=np.int64)])
+        if (largest := int(unpack(told, self.meta.vocab_size)[0].max())) >= self.meta.vocab_size:
+            raise ValueError(
+                f"{self.stem}.teacher.bin is damaged: it holds token {largest} of a vocabulary of "
+                f"{self.meta.vocab_size}"
+            )
+        return told
+
+
+def id_bytes(vocab_size: int) -> int:
+    return 2 if vocab_size <= 1 << 16 else 4
+
+
+def pack(ids: Tensor, log_probs: Tensor, vocab_size: int) -> Tensor:
+    """Token ids and log-probs [..., k] as uint8 [..., bytes]."""
+    words = ids.to(torch.int16 if id_bytes(vocab_size) == 2 else torch.int32)
+    halves = log_probs.clamp(min=LEAST_LOG_PROB).half()
+    return torch.cat([words.view(torch.uint8), halves.view(torch.uint8)], -1)
+
+
+def unpack(told: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """uint8 [..., bytes] as token ids int64 [..., k] and log-probs float16 [..., k]."""
+    width = id_bytes(vocab_size)
+    top = told.shape[-1] // (width + 2)
+    words, halves = (part.contiguous() for part in told.split([top * width, top * 2], -1))
+    ids = words.view(torch.int16).long() & 0xFFFF if width == 2 else words.view(torch.int32).long()
+    return ids, halves.view(torch.float16)
+
+
+def write_lessons(tokens: TokenFile, meta: LessonsMeta, pieces: Iterable[Tensor]) -> Lessons:
+    """Write packed predictions, window after window; they appear whole or not at all."""
+    path, about = _paths(tokens.stem)
+    digest = hashlib.sha256()
+
+    def fill(draft: Path) -> None:
+        with draft.open("wb") as file:
+            for piece in pieces:
+                digest.update(piece.numpy().data)
+                file.write(piece.numpy().data)
+        about.unlink(missing_ok=True)  # of an earlier cache: now it would describe other bytes
+
+    whole_file(path, fill)
+    files = {PART: {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}}
+    record = manifest.sealed({**asdict(meta), manifest.FILES: files})
+    whole_file(about, manifest.written(record))
+    return open_lessons(tokens, meta.seq_len, meta.vocab_size)
+
+
+def open_lessons(tokens: TokenFile, seq_len: int, vocab_size: int) -> Lessons:
+    """The lessons beside a token file, refusing those of other tokens, windows or vocabularies."""
+    path, about = _paths(tokens.stem)
+    again = f"make it with `twistlm prepare -o {tokens.stem} --teacher MODEL --seq-len {seq_len}`"
+    if not path.is_file() or not about.is_file():
+        raise ValueError(f"no teacher's cache {path} + {about}: {again}")
+    meta, file = _read(about)
+    if meta.seq_len != seq_len:
+        raise ValueError(
+            f"{about} is for sequences of {meta.seq_len} tokens, data.seq_len is {seq_len}: {again}"
+        )
+    if meta.vocab_size != vocab_size:
+        raise ValueError(
+            f"{about} is of a teacher that knows {meta.vocab_size} tokens, the model {vocab_size}: a "
+            f"teacher needs the same tokenizer"
+        )
+    manifest.check_size(path, file)
+    if meta.n_bytes != file.n_bytes:
+        raise ValueError(
+            f"{path} has {file.n_bytes} bytes, {about.name} needs {meta.n_bytes}: both are not of one cache"
+        )
+    mine = (tokens.n_sequences(seq_len), tokens.meta.tokenizer_sha256, tokens_sha256(tokens))
+    if (meta.n_sequences, meta.tokenizer_sha256, meta.tokens_sha256) != mine:
+        raise ValueError(f"{about} is for other tokens than those in {tokens.stem}.bin: {again}")
+    records = np.memmap(path, np.uint8, "r", shape=meta.shape)
+    return Lessons(tokens.stem, meta, records, HashCheck(path, file.sha256))
+
+
+def verify_lessons(tokens: TokenFile) -> str | None:
+    """Read every byte of what stands beside a token file; a sentence about what was found right."""
+    path, about = _paths(tokens.stem)
+    if not about.is_file():
+        return None
+    meta, file = _read(about)
+    found = open_lessons(tokens, meta.seq_len, meta.vocab_size)
+    manifest.check_hash(path, file.sha256)
+    return f"teacher's cache {path}: {found.meta.n_sequences:,} sequences match their sha256"
+
+
+def _read(about: Path) -> tuple[LessonsMeta, Vouched]:
+    """The description, and what it vouches for."""
+    try:
+        record = manifest.read_json(about)
+        rest = {k: v for k, v in record.items() if k not in (manifest.OWN, manifest.FILES)}
+        meta, file = LessonsMeta(**rest), manifest.vouched(about, record).get(PART)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{about} is not the description of a teacher's cache: {error}") from None
+    if file is None:
+        raise ValueError(f"{about} is not the description of a teacher's cache: it names no {PART}")
+    return meta, file
+
+
+def tokens_sha256(tokens: TokenFile) -> str:
+    """Of the token file's ids."""
+    if tokens.hashed is not None:
+        return tokens.hashed.sha256
+    return file_sha256(Path(f"{tokens.stem}.bin"))
+
+
+def _paths(stem: str) -> tuple[Path, Path]:
+    return Path(f"{stem}.{PART}"), Path(f"{stem}.teacher.json")
