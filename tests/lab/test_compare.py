@@ -33,6 +33,7 @@ from twistlm.model import generator
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.pruners.write import PruneRequest, write
 from twistlm.tickets import deploy
+from twistlm.tickets.healing import HealRequest, heal
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.tickets.treatment import Treatments, choice_text
 from twistlm.training import rounds
@@ -579,3 +580,44 @@ def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):
     )  # fmt: skip
     assert code == 2
     assert "no room for the 3 common ffn blocks" in err
+
+
+def test_each_size_trained_for_itself(here, monkeypatch, capsys):
+    """Two sizes share the tokens: score, prune, heal by the commands' own functions; and the shape from scratch."""
+    asked = ("--settings", "both", "--methods", "", "--n", "0", "--heal", "1152")
+    run(monkeypatch, capsys, "--parent-dense", "dense", *asked)
+    found = rows()
+    assert sorted(key[3] for key in found if key[1] == "2/4") == [
+        "block:mask-fisher + heal", "from scratch",
+    ]  # fmt: skip
+    healed = found["both", "2/4", "dense", "block:mask-fisher + heal", ""]
+    scratch = found["both", "2/4", "dense", "from scratch", ""]
+    parent = treated(opened("dense", "both"), healed["scale"])
+    request = PruneRequest(method="block:mask-fisher", ratio="2/4", n=6)
+    write(parent, Path("pruned"), request, quiet=True)
+    same = {"tokens": 576, "data": "tokens", "valid": "tokens", "device": "cpu", "like": parent.cfg}
+    record = heal(HealRequest(ticket=Path("pruned"), out=Path("out"), **same), quiet=True)
+    want = perplexity(deploy.load_ticket("out"))
+    assert float(healed["perplexity"]) == pytest.approx(want, rel=1e-4)
+    trained = record["healed"][-1]["n_tokens"]
+    assert trained >= 576
+    assert int(healed["calibration_tokens"]) == trained + 6 * SEQ_LEN  # scores read some, too
+    assert int(scratch["calibration_tokens"]) == trained
+    assert float(scratch["perplexity"]) < 64  # it learned something
+    assert healed["bytes"] == scratch["bytes"]
+    assert int(healed["bytes"]) == Path("out/model.safetensors").stat().st_size
+    assert float(healed["speedup"]) > 0
+    assert not list(Path("table/healing").iterdir())
+    code, _, err = in_process(
+        monkeypatch,
+        capsys,
+        "compare",
+        *SMALL,
+        "--parent-twist",
+        "twist",
+        "--on",
+        "twist",
+        "--heal",
+        "1k",
+    )
+    assert (code, "give --parent-dense" in err) == (2, True)

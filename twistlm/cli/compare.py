@@ -65,6 +65,14 @@ def compare(
             help=f"Add repaired tickets: {', '.join(REPAIRS)}, each on 16 of the calibration sequences."
         ),
     ] = "",
+    heal: Annotated[
+        str,
+        typer.Option(
+            help="Add what users do instead, with so many tokens for all sizes of a setting together (20M: as many "
+            "as one training of the others had): blocks of the dense parent chosen by score and trained "
+            "with it as teacher (twistlm heal), and a model of that shape from random weights."
+        ),
+    ] = "",
     n: Annotated[
         int, typer.Option("--n", min=0, help="Random tickets of each parent and size; 0: none.")
     ] = 20,
@@ -100,6 +108,7 @@ def compare(
         methods=methods,
         on=on,
         repair=repair,
+        heal=heal,
         n=n,
         data=data,
         tokens=tokens,

@@ -95,14 +95,14 @@ def parse_budgets(context: str | None = None, **options: list[str] | None) -> li
     return found
 
 
-def amount(kind: str, text: str) -> float:
+def amount(kind: str, text: str, option: str | None = None) -> float:
     """Parameters of `85M`, bytes of `60MB` (10^6) or `60MiB` (2^20), milliseconds of `12ms`."""
     found = re.fullmatch(r"\s*(\d[\d_,]*(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     units = UNITS[kind]
     if found is None or found[2].lower() not in units:
         legal = ", ".join(unit for unit in units if unit)
         raise ValueError(
-            f"--{kind} {text!r} is no amount such as {EXAMPLES[kind]} (units: {legal})"
+            f"{option or f'--{kind}'} {text!r} is no amount such as {EXAMPLES[kind]} (units: {legal})"
         )
     value = Fraction(re.sub("[_,]", "", found[1])) * units[found[2].lower()]
     return float(value) if kind == "latency" else math.floor(value)

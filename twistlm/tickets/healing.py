@@ -53,6 +53,9 @@ class HealRequest:
     valid_tokens: int = 0  # 0 takes all
     device: str = "auto"
     overrides: Sequence[str] = ()
+    like: Config | None = (
+        None  # a run whose settings are taken; None: the teacher's, where it has one
+    )
 
 
 def heal(request: HealRequest, quiet: bool = False) -> dict[str, Any]:
@@ -97,6 +100,7 @@ def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any
     if teacher != "none" and what_is(teacher) == "checkpoint":
         found = checkpoint.open_(path)
         teacher, known = str(found.path), found.config
+    known = request.like or known
     run = known or Config(train=TrainConfig(batch=2, lr=1e-4))
     data = request.data or (known.data.train if known else "")
     if not data:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -21,9 +21,11 @@ from ...pruners.methods import METHODS
 from ...pruners.write import STRUCTURED
 from ...tickets import importance
 from ..points import Points, name_of
-from .measure import REPAIR_SEQUENCES, Note, Result, Stand
+from .measure import REPAIR_SEQUENCES, Healing, Note, Result, Stand
 from .rivals import Rival
 
+SCORED_BY = "mask-fisher"  # the best score for whole blocks so far
+HEALED, SCRATCH = f"{STRUCTURED}{SCORED_BY} + heal", "from scratch"
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
 COMMON = ("common_attn", "common_ffn")  # named where there are some: older points have none
 
@@ -42,10 +44,12 @@ class Asked:
     text: Text
     choice: Text | None  # what activation scales are chosen on: never `text`
     ids: Tensor | None  # calibration
+    healing: Healing | None = None  # how each size is trained for itself, if at all
 
     @property
     def tickets(self) -> bool:
-        return self.n > 0 or any(method.startswith(STRUCTURED) for method in self.methods)
+        whole = any(method.startswith(STRUCTURED) for method in self.methods)
+        return self.n > 0 or whole or self.healing is not None
 
     @property
     def zeros(self) -> bool:
@@ -118,6 +122,9 @@ class Grid:
                 else:
                     for how in hows:
                         yield self._blocks(rival, setting, ratio, method, how)
+        if rival.method == "dense" and self.asked.healing is not None:
+            for scratch in (False, True):
+                yield self._healed(rival, setting, ratio, self.asked.healing, scratch)
 
     def _whole(self, rival: Rival) -> Cell:
         config = {"what": "whole", "weights": rival.sha256, "text": self.text}
@@ -136,21 +143,40 @@ class Grid:
         name = method.removeprefix(STRUCTURED)
         needs = name in importance.NEEDS_TEXT
         text = self._calibration() if needs else None
-        scores = {
-            "what": f"scores {name}",
-            "weights": rival.sha256,
-            "blocks": self._cut(rival, rival.parent.cfg.blocks.setting),
-            "calibration": text,
-            "device": self.device,
-        }
 
         def measure(note: Note) -> Result:
-            score = partial(self.stand.scores, rival, name, self.asked.seed, note)
-            scored = self.points.measure(scores, score)["result"]
+            scored = self._scores(rival, name, note)
             return self.stand.blocks(rival, setting, ratio, how, scored, needs)
 
         config = self._ticket(method, rival, setting, ratio, how) | {"calibration": text}
         return Cell(rival, method, setting, ratio, how, config, measure)
+
+    def _scores(self, rival: Rival, name: str, note: Note) -> Result:
+        """Scores of all blocks, measured once."""
+        scores = {
+            "what": f"scores {name}",
+            "weights": rival.sha256,
+            "blocks": self._cut(rival, rival.parent.cfg.blocks.setting),
+            "calibration": self._calibration() if name in importance.NEEDS_TEXT else None,
+            "device": self.device,
+        }
+        score = partial(self.stand.scores, rival, name, self.asked.seed, note)
+        return self.points.measure(scores, score)["result"]
+
+    def _healed(
+        self, rival: Rival, setting: Setting, ratio: str, by: Healing, scratch: bool
+    ) -> Cell:
+        what = SCRATCH if scratch else HEALED
+        config = self._ticket(what, rival, setting, ratio, None)
+        config |= {"tokens": by.tokens, "data": by.data, "calibration": self._calibration()}
+        mine = replace(by, work=by.work / name_of(config))
+
+        def measure(note: Note) -> Result:
+            scored = self._scores(rival, SCORED_BY, note)
+            note(f"{by.tokens:,} tokens")
+            return self.stand.healed((rival, setting, ratio), scored, mine, scratch)
+
+        return Cell(rival, what, setting, ratio, None, config, measure)
 
     def _unstructured(self, rival: Rival, setting: Setting, ratio: str, method: str) -> Cell:
         needs = METHODS[method].observe is not None

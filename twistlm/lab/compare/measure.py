@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...compute import speed
 from ...compute.attention import causal_
@@ -24,6 +26,7 @@ from ...pruners import repair, walk
 from ...pruners.methods import METHODS, prune_
 from ...pruners.pattern import Pattern
 from ...tickets import budget, deploy, importance
+from ...tickets.healing import HealRequest, heal
 from ...tickets.importance import BlockScores
 from ...tickets.parent import Parent, recut
 from ...tickets.treatment import N_DRAWS, Treatment, Treatments
@@ -32,6 +35,15 @@ from .rivals import Rival
 REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
 Note = Callable[[str], None]  # says where a long measurement stands
 Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Healing:
+    """How a size is trained for itself."""
+
+    tokens: int
+    data: str  # stem of the training tokens
+    work: Path  # a folder for this size, removed when it is measured
 
 
 @dataclass
@@ -151,6 +163,41 @@ class Stand:
         found = self._result(rival, [value], seconds, n_tokens, cut.narrow(ratio))
         return found | {"treatment": chosen}
 
+    def healed(
+        self, cell: tuple[Rival, Setting, str], scored: Result, by: Healing, scratch: bool
+    ) -> Result:
+        """The ticket of the highest scores, trained for itself; or its shape, trained from random weights."""
+        rival, setting, ratio = cell
+        cut = self._of(rival, setting)
+        block_map = cut.parent.block_map
+        scores = {g: torch.tensor(v, dtype=torch.float64) for g, v in scored["scores"].items()}
+        blueprint = importance.keep_best(block_map, scores, widths_of_ratio(block_map, ratio))
+        treatment, chosen = cut.treatments.best([blueprint])
+        parent, folder = cut.treatments.parent_with(treatment), by.work
+        if not (folder / "ticket" / deploy.TICKET).is_file():  # or one that was stopped goes on
+            deploy.save_ticket(parent, blueprint, folder / "ticket")
+            if scratch:
+                _start_anew_(parent, blueprint, folder / "ticket")
+        request = HealRequest(
+            ticket=folder / "ticket",
+            out=folder / "healed",
+            tokens=by.tokens,
+            teacher="none" if scratch else parent.source,
+            data=by.data,
+            valid=by.data,  # it is measured here, on the table's own text
+            device=str(self.device),
+            like=parent.cfg,
+        )
+        record = heal(request, quiet=True)["healed"][-1]
+        model = deploy.load_ticket(folder / "healed")
+        nn.Module.to(model, self.device)
+        value = perplexity(model, self.text, self.precision, cut.ready.loss)
+        shutil.rmtree(folder)
+        n_tokens = record["n_tokens"] + (0 if scratch else self._n_tokens(needs=True))
+        seconds = record["seconds"] + (0.0 if scratch else scored["seconds"])
+        found = self._result(rival, [value], seconds, n_tokens, cut.narrow(ratio))
+        return found | ({} if scratch else {"treatment": chosen}) | {"healed": record}
+
     def unstructured(
         self, rival: Rival, setting: Setting, ratio: str, method: str, note: Note
     ) -> Result:
@@ -248,6 +295,13 @@ def _counter(note: Note, n_all: int) -> Callable[[], None]:
         note(f"{n}/{n_all}")
 
     return tick
+
+
+def _start_anew_(parent: Parent, blueprint: Blueprint, folder: Path) -> None:
+    """The same ticket with random weights, as its family initialises them."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(deploy.load_ticket(folder).config)
+    deploy.save_model(parent, blueprint, model, folder, {})
 
 
 @torch.no_grad()

@@ -31,11 +31,14 @@ from ...system.files import whole_file
 from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...tickets import importance
+from ...tickets.budget import amount
 from ...tickets.calibration import calibrate
+from ...tickets.parent import Parent
 from ...tickets.treatment import choice_text
 from ..points import Place, Points, place_of
 from . import table
 from .cells import Asked, Cell, Grid
+from .measure import Healing
 from .rivals import LABELS, Rival, open_all
 
 FILES = ("compare.csv", "compare.md", "compare.json")
@@ -174,6 +177,7 @@ class CompareRequest:
     methods: str | None = None  # None: all that are known
     on: str = "dense"  # the kinds of parent that these methods prune
     repair: str = ""
+    heal: str = ""  # tokens to train sizes for themselves, shared by all of a setting
     n: int = 20  # random tickets of each parent and size
     data: str | None = None  # None: the validation tokens of the first parent's run
     tokens: int = 0  # of them; 0: all
@@ -229,6 +233,12 @@ class CompareRequest:
         self.chosen_ratios()
         self.chosen_kinds()
         self.chosen_repairs()
+        if self.heal:
+            amount("tokens", self.heal, "--heal")
+            if "dense" not in dict(self.sources):
+                raise ValueError(
+                    "--heal prunes and trains a data-parallel parent: give --parent-dense"
+                )
 
 
 def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
@@ -237,7 +247,7 @@ def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
     for how in repairs:
         repair.check_repair(first, how)
     ids = None
-    if repairs or any(_needs_text(method) for method in methods):
+    if repairs or request.heal or any(_needs_text(method) for method in methods):
         options = ("--calibration", "--calibration-sequences")
         n, seed = request.n_calibration, request.seed
         ids = calibrate(first, request.calibration, n, seed, options).ids
@@ -252,8 +262,16 @@ def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
         seed=request.seed,
         text=text,
         choice=choice_text(text, first.cfg.data),
+        healing=_healing(request, first) if request.heal else None,
         ids=ids,
     )
+
+
+def _healing(request: CompareRequest, first: Parent) -> Healing:
+    """All sizes of a setting share the tokens, since one training of the others serves them all."""
+    n = int(amount("tokens", request.heal, "--heal")) // len(request.chosen_ratios())
+    data = request.calibration or first.cfg.data.train
+    return Healing(n, data, place_of(request.out).folder / "healing")
 
 
 def names(text: str, option: str, legal: Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ...system import terminal
 from ..points import Points
-from .cells import Cell
+from .cells import SCRATCH, Cell
 
 Lines = list[tuple[str, ...]]  # the header first
 
@@ -51,7 +51,7 @@ class ComparisonRow:
 
 def is_smaller(method: str) -> bool:
     """Whether whole blocks go, and with them bytes and time; else single weights become zeros."""
-    return method == "random" or ":" in method
+    return method == "random" or ":" in method or method.startswith(SCRATCH)
 
 
 def rows(cells: list[Cell], points: Points) -> list[ComparisonRow]:
