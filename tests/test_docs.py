@@ -172,7 +172,7 @@ def test_few_files_are_tracked():
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone")
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert len(done.stdout.splitlines()) <= 260
+    assert len(done.stdout.splitlines()) <= 280
 
 
 def test_the_page_of_departures_agrees_with_the_code():

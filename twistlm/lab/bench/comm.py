@@ -157,7 +157,9 @@ def _run(hosts: list[Host], job: Job) -> dict[str, Any]:
 def _run_ray(hosts: list[Host], job: Job) -> dict[str, Any]:
     """A driver on the first host and a raylet on each of the others; on loopback, Ray as it starts itself."""
     what = asdict(job) | {"address": ""}
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # it would kill where memory is short
+    os.environ.setdefault(
+        "RAY_memory_monitor_refresh_ms", "0"
+    )  # it would kill where memory is short
     if not job.gbit:
         return _said([_start(hosts[0], "peer_ray", what, {})])
     port, nodes = 6379, []
