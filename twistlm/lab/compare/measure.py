@@ -300,7 +300,9 @@ def _counter(note: Note, n_all: int) -> Callable[[], None]:
 def _start_anew_(parent: Parent, blueprint: Blueprint, folder: Path) -> None:
     """The same ticket with random weights, as its family initialises them."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(deploy.load_ticket(folder).config)
+    model = AutoModelForCausalLM.from_config(
+        deploy.load_ticket(folder).config, trust_remote_code=False
+    )
     deploy.save_model(parent, blueprint, model, folder, {})
 
 
