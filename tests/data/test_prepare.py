@@ -25,7 +25,7 @@ from twistlm.data.prepare import documents, prepare
 from twistlm.data.token_file import open_tokens
 from twistlm.model.tokenizer import load_tokenizer
 from twistlm.system import manifest
-from twistlm.training.teacher import write_cache
+from twistlm.training.teacher import AT_ONCE, write_cache
 
 EOS = "<|endoftext|>"
 PROSE = (
@@ -571,7 +571,7 @@ def teacher(tmp_path_factory) -> Path:
 
 def test_lessons_are_what_the_teacher_predicts(tokens, teacher, monkeypatch):
     """The likeliest tokens of every window and their log-probs, as Hugging Face gives them; some at a time."""
-    monkeypatch.setattr("twistlm.training.teacher.AT_ONCE", 64 * 16 * 7)
+    monkeypatch.setitem(AT_ONCE, "cpu", 64 * 16 * 7)
     file = open_tokens(tokens)
     told = write_cache(file, str(teacher), 5, 16, "cpu", quiet=True)
     assert told.meta.n_sequences == 375

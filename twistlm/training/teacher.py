@@ -26,7 +26,10 @@ from ..system.device import is_bf16, pick_device
 from ..system.files import file_sha256
 from ..system.terminal import progress
 
-AT_ONCE = 1 << 28  # logits that are made at a time for a cache: 1 GB in float32
+AT_ONCE = {
+    "cpu": 1 << 24,
+    "cuda": 1 << 28,
+}  # logits made at a time for a cache: 64 MB, 1 GB in float32
 
 
 def load(cfg: Config, cut: CutModel, tokens: TokenFile) -> AnyTeacher | None:
@@ -111,14 +114,15 @@ def _predictions(
     model: PreTrainedModel, tokens: TokenFile, meta: LessonsMeta, quiet: bool
 ) -> Iterator[Tensor]:
     """What the model predicts for all windows, some at a time, packed for the cache."""
-    batch = max(1, AT_ONCE // (meta.vocab_size * meta.seq_len))
+    batch = max(1, AT_ONCE[model.device.type] // (meta.vocab_size * meta.seq_len))
     with progress(quiet) as bar:
         task = bar.add_task("teacher's cache, sequences", total=meta.n_sequences, note="")
         for first in range(0, meta.n_sequences, batch):
             rows = list(range(first, min(first + batch, meta.n_sequences)))
             ids = tokens.sequences(rows, meta.seq_len).to(model.device)
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-            log_probs, likeliest = logits.float().log_softmax(-1).topk(meta.top)
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            highest, likeliest = logits.topk(meta.top)
+            log_probs = highest - logits.logsumexp(-1, keepdim=True)
             yield lessons.pack(likeliest, log_probs, meta.vocab_size).cpu()
             bar.update(task, advance=len(rows))
 
