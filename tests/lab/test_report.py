@@ -98,7 +98,7 @@ def test_table1_marks_the_lowest_and_puts_the_paper_beside():
     ]
     made = table1.section(points)
     (table,) = made.tables
-    assert table.head == ("both", "whole", "4/12", "scale")
+    assert table.head == ("both", "whole", "4/12")  # of earlier points no scale is known
     names = [row[0] for row in table.rows]
     assert names == [
         "SparseGPT",
@@ -280,7 +280,7 @@ def test_a_comparison(tmp_path, tokens):
     )
     out = tmp_path / "page.html"
     report([tmp_path / "table"], out)
-    assert check_page(out) == {"table-compare-both", "table-compare-ffn"}
+    assert {"table-compare-both", "table-compare-ffn"} <= check_page(out)
     rows = json.loads((tmp_path / "table/compare.json").read_text())["rows"]
     shown = f"{next(r['perplexity'] for r in rows if r['method'] == 'magnitude'):.2f}"
     text = out.read_text()

@@ -68,9 +68,10 @@ def compare(
     heal: Annotated[
         str,
         typer.Option(
-            help="Add what users do instead, with so many tokens for all sizes of a setting together (20M: as many "
-            "as one training of the others had): blocks of the dense parent chosen by score and trained "
-            "with it as teacher (twistlm heal), and a model of that shape from random weights."
+            help="Add what users do instead, with so many tokens for all sizes of a setting together: blocks of the "
+            "dense parent chosen by score and trained with it as teacher (twistlm heal), and a model of that "
+            "shape from random weights. Totals are equal if the dense parent is the start of the others, and "
+            "this is what each of them was trained on: 20M."
         ),
     ] = "",
     n: Annotated[

@@ -109,7 +109,15 @@ def summary(made: list[ComparisonRow], setting: str) -> Lines:
         shown = (by_ratio[ratio].shown() if ratio in by_ratio else "" for ratio in ratios)
         chosen = by_size([by_ratio[ratio].scale for ratio in ratios if ratio in by_ratio])
         lines.append((name, "", *shown, chosen, *_costs(by_ratio[least])))
-    return lines
+    return unless_blank(lines, "scale")
+
+
+def unless_blank(lines: Lines, column: str) -> Lines:
+    """Without a column that says nothing: points of earlier versions have no scale."""
+    at = lines[0].index(column)
+    if any(line[at] for line in lines[1:]):
+        return lines
+    return [line[:at] + line[at + 1 :] for line in lines]
 
 
 def by_size(scales: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...tickets import lost_nodes
-from ..compare.table import by_size
+from ..compare.table import by_size, unless_blank
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, lowest, number
 from .lab import Lab, Point
@@ -63,6 +63,7 @@ def section(points: list[dict[str, Any]]) -> Section:
         rows.append((label, number(whole), *cells, by_size(chosen)))
     best = frozenset((i, j + 1) for i, j in lowest(values))
     head = ("parent", "none lost", *(f"{case} lost" for case in cases), "scale")
+    head, *rows = unless_blank([head, *rows], "scale")
     table = Table(
         head, tuple(rows), best, "perplexity after the worst such loss (times the whole model)"
     )

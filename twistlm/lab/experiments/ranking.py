@@ -60,6 +60,8 @@ def rows_of(points: list[dict[str, Any]]) -> tuple[Rows, dict[str, str]]:
                     continue
         theirs[name] = column if alike else ""
         rows.setdefault(name, {})[config["k"]] = point["result"]
+    if set(rows.get(AT_SIZE, ())) <= {*TWIST.widths}:  # nothing that the row of TWIST does not say
+        rows.pop(AT_SIZE, None)
     known = [name for name, _ in NAMES.values()]  # pruners first, in the paper's order
     order = sorted(rows, key=lambda name: known.index(name) if name in known else len(known))
     return {name: rows[name] for name in order}, theirs

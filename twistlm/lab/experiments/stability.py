@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+from ..compare.table import unless_blank
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number, spread
 from .lab import Lab, Point
@@ -44,6 +45,7 @@ def section(points: list[dict[str, Any]]) -> Section:
         claims += _claims(setting, found)
     n = max(p["result"]["n"] for p in points)
     head = ("setting", "parent", *(f"{k}/{N}" for k in _sizes(points)), "scale")
+    head, *rows = unless_blank([head, *rows], "scale")
     table = Table(head, tuple(rows), note="perplexity, mean ± sd over random subnets", names=2)
     what = (
         f"{n} random subnets of every size, all on the same tokens: does it matter which blocks a "

@@ -12,6 +12,7 @@ from ...tickets.treatment import choice_text
 from ..compare.cells import Asked, Cell, Grid
 from ..compare.rivals import Rival, weights_sha256
 from ..compare.run import DEFAULT
+from ..compare.table import unless_blank
 from ..page import draw
 from ..page.section import Figure, Section, Table, lowest, number, spread
 from . import paper, ranking
@@ -174,6 +175,7 @@ def _table(setting: str, rows: Rows, theirs: dict[str, str]) -> Table:
             beside = (number(known[k][column]) if k in known else "" for k in sizes)
             cells.append(("the paper", *beside, ""))
     head = (setting, *("whole" if k == N else f"{k}/{N}" for k in sizes), "scale")
+    head, *cells = unless_blank([head, *cells], "scale")
     return Table(head, tuple(cells), frozenset(marks), small=frozenset(small))
 
 
