@@ -62,12 +62,12 @@ def answers(address: str) -> bool:
     return False
 
 
-def start_head(folder: Path, *prefix: str, host: str = "127.0.0.1", cpus: int = 12):
+def start_head(folder: Path, cpus: int = 12, port: int = 0) -> tuple[subprocess.Popen, str]:
     """`twistlm node --head` as a process of its own, and its address."""
-    port = free_port()
+    host, port = "127.0.0.1", port or free_port()
     more = [f"--temp-dir={tempfile.mkdtemp(prefix='tw')}", f"--num-cpus={cpus}"]
     more += ["--include-dashboard=false", "--object-store-memory=200000000"]
-    command = [*prefix, sys.executable, "-m", "twistlm", "node", "--head", "--port", str(port)]
+    command = [sys.executable, "-m", "twistlm", "node", "--head", "--port", str(port)]
     with (folder / "head.txt").open("a") as log:
         process = subprocess.Popen(
             [*command, "--host", host, "--", *more],

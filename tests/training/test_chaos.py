@@ -16,14 +16,15 @@ from pathlib import Path
 
 import pytest
 from checkpoints import FILES
-from conftest import numbered_tokens
-from processes import Scene, replay, same_bits
+from conftest import make_tokens, numbered_tokens
+from processes import Scene, replay, same_bits, start_head, wait_for_head
 
 from twistlm import config
 from twistlm.data.builtin import build
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens
 from twistlm.model.blocks import widths_of_ratio
+from twistlm.system.signals import TOO_FEW
 from twistlm.training import checkpoint, rounds
 
 RATIO = "6/12"
@@ -76,6 +77,46 @@ def test_workers_without_a_run_end_by_themselves(scene):
     driver.kill()
     pids = [int(row["worker"].rpartition("-")[2]) for row in here.events("joined")]
     here.until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], 40)
+
+
+def kill_session(sid: int) -> None:
+    """SIGKILL for a process and all that it started, as if their machine had lost power."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[3]) == sid:
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+@pytest.mark.chaos
+def test_a_killed_head(tmp_path):
+    """Row 8: the run ends, by a sentence (exit code 4) or, where Ray is faster, by Ray itself (1); with a new
+    head it goes on, bit for bit."""
+    head, address = start_head(tmp_path, cpus=2)
+    wait_for_head(head, address, tmp_path)
+    tokens = make_tokens(tmp_path / "tokens")
+    train = TRAIN | {"n_workers": 2, "rounds": 2000}
+    here = Scene(address, tmp_path, tokens, train=train, blocks={"k_attn": 3})
+    try:
+        driver = here.start()
+        here.until(lambda: len(here.events("round")) > 3)
+        kill_session(head.pid)
+        head.wait()
+        began = time.monotonic()
+        driver.join(90)
+        print(f"exit code {driver.exitcode} after {time.monotonic() - began:.0f} s")
+        assert driver.exitcode in (1, TOO_FEW), here.text
+        if driver.exitcode == TOO_FEW:
+            assert "start its head again, and the run with --resume" in here.text
+        (tmp_path / "head.txt").write_text("")
+        head, _ = start_head(tmp_path, cpus=2, port=int(address.rpartition(":")[2]))
+        wait_for_head(head, address, tmp_path)
+        here.sections["train"]["rounds"] = len(here.events("round")) + 2
+        here.train(resume=True)
+        assert same_bits(here.replay(), here.last())
+    finally:
+        here.close()
+        head.terminate()
+        head.wait()
 
 
 def audit(here: Scene, tokens: str, n_workers: int) -> None:

@@ -43,6 +43,7 @@ from ray import exceptions  # noqa: E402, F401
 NAMESPACE = "twistlm"
 PROBE = 10.0  # seconds for a head to answer
 EVERY = 5.0  # seconds between two looks at a head that a run uses
+USAGE = 2  # the exit code of `ray start` for an option that does not exist
 LEAST_STORE = 80_000_000  # bytes: Ray's own lower limit
 CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 K_LABELS = {"attn": "twistlm-k-attn", "ffn": "twistlm-k-ffn"}  # of a node: K of its workers
@@ -198,8 +199,8 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def keep_node(command: Sequence[str], again: bool) -> int:
-    """Run `ray start --block ...` until a signal comes; with `again`, start it anew whenever it ends.
+def keep_node(command: Sequence[str]) -> int:
+    """Run `ray start --block ...` until a signal comes, and start it anew whenever it ends by itself.
 
     A raylet that was frozen or cut off for longer than a minute ends and does not come back by itself.
     """
@@ -212,9 +213,8 @@ def keep_node(command: Sequence[str], again: bool) -> int:
                 time.sleep(0.1)
             if stop.wished:
                 process.terminate()
-            code = process.wait()
-            if not again:
-                return 128 + stop.wish if stop.wished else code
+            if process.wait() == USAGE:
+                return USAGE
             pause = 1.0 if time.monotonic() - began > 60 else min(30.0, 2 * pause)
             until = time.monotonic() + pause
             while time.monotonic() < until and not stop.wished:
