@@ -6,15 +6,17 @@ import re
 
 import pytest
 import typer
+from tiny_tickets import open_parent
+from typer.testing import CliRunner
 
 from twistlm import cli, config
-from twistlm.cli.options import words
+from twistlm.cli.options import GROUPS, app, words
 from twistlm.export import FORMATS, RUNTIMES
 from twistlm.lab.bench import measure
 from twistlm.lab.experiments import NAMES
 from twistlm.lab.experiments.scales import SCALES
 from twistlm.pruners import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS, methods, repair
-from twistlm.tickets import DTYPES, IMPORTANCES, importance
+from twistlm.tickets import DTYPES, IMPORTANCES, deploy, importance
 
 APP = typer.main.get_command(cli.app)
 
@@ -53,3 +55,33 @@ def test_help_lists_every_word(command, param, expected):
 def test_words():
     assert words(["a"]) == "a"
     assert words(["a", "b", "c"]) == "a, b or c"
+
+
+def test_version_doctor_and_groups():
+    import twistlm
+
+    runner = CliRunner()
+    assert runner.invoke(app, ["--version"]).output.strip() == f"twistlm {twistlm.__version__}"
+    said = runner.invoke(app, ["doctor"]).output
+    for word in ("python", "torch", "transformers", "cores", "extras", "twistlm play"):
+        assert word in said, word
+    shown = runner.invoke(app, ["--help"], env={"COLUMNS": "120"}).output
+    panels = [word for word in ("Train", "Choose", "Ship", "Compare") if f" {word} " in shown]
+    assert panels == ["Train", "Choose", "Ship", "Compare"]
+    assert "--install-completion" in shown
+    in_panels = {name for names in GROUPS.values() for name in names}
+    commands = {entry.name or entry.callback.__name__ for entry in app.registered_commands}
+    assert commands - in_panels == {"node"}  # of many machines
+
+
+def test_push_says_what_would_be_sent(tmp_path):
+    opened, blueprint = open_parent("llama", "head", tmp_path / "parent")
+    deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
+    words = ["push", str(tmp_path / "ticket"), "me/mine", "--dry-run"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert "nothing was sent" in done.output
+    for path in (tmp_path / "ticket").iterdir():
+        assert path.name in done.output
+        assert f"{path.stat().st_size:,}" in done.output
+    done = CliRunner().invoke(app, [*words[:2], "not a repo!", "--dry-run"])
+    assert "names no repository" in str(done.exception)
