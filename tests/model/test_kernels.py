@@ -98,6 +98,33 @@ for name in ("gpt2", "llama-gqa"):
 """
 
 
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from twistlm.model import kernels
+
+types = {"logits": "*bf16", "ids": "*i64", "log_probs": "*fp16", "mine": "*fp32", "chosen": "*fp32",
+         "targets": "*i64", "losses": "*fp32", "scale": "fp32", "share": "fp32", "LEAST": "fp32"}
+signature = {name: types.get(name, "i32") for name in kernels._likeliest.arg_names}
+constants = {"TOP": 64, "BLOCK": 2048}
+source = ASTSource(kernels._likeliest, signature | dict.fromkeys(constants, "constexpr"), constants)
+assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+"""
+
+
+@pytest.mark.runtime
+def test_the_cache_s_kernel_compiles_for_a_gpu():
+    """The interpreter lets pass what the compiler refuses: a variable of two shapes."""
+    pytest.importorskip("triton")
+    here = Path(__file__).parents[2]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
+    }
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.runtime
 def test_kernels_equal_their_twins():
     pytest.importorskip("triton")

@@ -67,6 +67,10 @@ class LessonsMeta:
     def n_bytes(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def sequence_bytes(self) -> int:
+        return math.prod(self.shape[1:])
+
 
 @dataclass(frozen=True)
 class Lessons:
@@ -80,13 +84,14 @@ class Lessons:
     def sequences(self, rows: np.ndarray | list[int]) -> Tensor:
         """The predictions for windows by number, as they lie in the file: `unpack` reads them."""
         self.hashed.raise_damage()
-        told = torch.from_numpy(self.records[np.asarray(rows, dtype=np.int64)])
-        if (largest := int(unpack(told, self.meta.vocab_size)[0].max())) >= self.meta.vocab_size:
+        told, width = self.records[np.asarray(rows, dtype=np.int64)], id_bytes(self.meta.vocab_size)
+        ids = told[..., : self.meta.top * width].view(f"<u{width}")
+        if (largest := int(ids.max(initial=0))) >= self.meta.vocab_size:
             raise ValueError(
-                f"{self.stem}.teacher.bin is damaged: it holds token {largest} of a vocabulary of "
+                f"{self.stem}.{PART} is damaged: it holds token {largest} of a vocabulary of "
                 f"{self.meta.vocab_size}"
             )
-        return told
+        return torch.from_numpy(told)
 
 
 def id_bytes(vocab_size: int) -> int:

@@ -217,25 +217,25 @@ if triton is not None:
         spot = tl.arange(0, TOP)
         real = spot < top
         here = row * top + spot
-        x = tl.load(mine + here, mask=real, other=-float("inf"))
+        own = tl.load(mine + here, mask=real, other=-float("inf"))
         t = tl.load(log_probs + here, mask=real, other=-float("inf")).to(tl.float32)
-        peak = tl.maximum(high, tl.max(x, 0))
-        log_total = peak + tl.log(total * tl.exp(high - peak) + tl.sum(tl.exp(x - peak), 0))
+        peak = tl.maximum(high, tl.max(own, 0))
+        log_total = peak + tl.log(total * tl.exp(high - peak) + tl.sum(tl.exp(own - peak), 0))
         p = tl.exp(t)
         named = tl.sum(p, 0)
         left = tl.where(top < vocab, tl.maximum(1.0 - named, LEAST), 0.0)
         norm = named + left
         p = p / norm
         left = left / norm
-        kl = tl.sum(tl.where(real, p * (t - tl.log(norm) - x + log_total), 0.0), 0)
+        kl = tl.sum(tl.where(real, p * (t - tl.log(norm) - own + log_total), 0.0), 0)
         if top < vocab:
             kl += left * (tl.log(left) - high - tl.log(total) + log_total)
         plain = log_total - tl.load(chosen + row)
         tl.store(losses + row, (1.0 - share) * plain + share * kl)
         which = tl.load(ids + here, mask=real, other=-1)
-        grad = tl.exp(x - log_total) - share * p
-        grad = tl.where(which == target, grad - (1.0 - share), grad)
-        tl.store(mine + here, grad * scale, mask=real)
+        slope = tl.exp(own - log_total) - share * p
+        slope = tl.where(which == target, slope - (1.0 - share), slope)
+        tl.store(mine + here, slope * scale, mask=real)
         # for the others s - share p_rest s / s_rest, in units of exp(x - high)
         factor = tl.exp(high - log_total)
         if top < vocab:

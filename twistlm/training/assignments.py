@@ -146,6 +146,13 @@ def measured_rho(run: Run, progress: Progress) -> Rho:
     return dict(zip(names, values, strict=True))
 
 
+def told_bytes(run: Run, n_workers: int) -> int:
+    """What a teacher's cache sends to so many workers in a round, beside their tokens."""
+    lessons, t = run.batches.lessons, run.cfg.train
+    n_sequences = n_workers * t.interval * t.batch
+    return 0 if lessons is None else n_sequences * lessons.meta.sequence_bytes
+
+
 def traffic(run: Run, dealt: list[Blueprint], back: list[Blueprint], wired: int) -> Traffic:
     """What a round's subnets cost both ways; without a wire they are counted as they lie in memory."""
     kind = run.cfg.run.wire if wired else "fp32"
@@ -159,7 +166,6 @@ def traffic(run: Run, dealt: list[Blueprint], back: list[Blueprint], wired: int)
         return sum((part[way] for part in parts), Bytes())
 
     other = other_counts(run.full.n_params, [size(b) for b in dealt], run.cfg.train.interval)
-    if (lessons := run.batches.lessons) is not None:  # on their way to workers, beside the tokens
-        n_sequences = len(dealt) * run.cfg.train.interval * run.batches.batch
-        other["teacher"] = n_sequences * lessons.records[0].nbytes
+    if told := told_bytes(run, len(dealt)):
+        other["teacher"] = told
     return Traffic(cost(dealt, 0), cost(back, 1), wired, other)

@@ -29,7 +29,7 @@ from ...transport.protocol import RoundOrder, RoundResult, RunDescription, check
 from ...transport.ray_cluster import exceptions, ray
 from .. import aggregator, dispatcher
 from ..aggregator import Result, Stats
-from ..assignments import Assignments, assign, committed, deal, measured_rho, traffic
+from ..assignments import Assignments, assign, committed, deal, measured_rho, told_bytes, traffic
 from ..progress import Progress
 from ..run import Run
 from ..teacher import pack
@@ -93,7 +93,7 @@ class Elastic:
         self.events.write("started", round=self.start, address=there["address"], **more)
 
     def _store_bytes(self) -> int:
-        """What a round puts in this machine's object store: every subnet down and up."""
+        """What a round puts in this machine's object store: subnets down and up, a teacher's predictions."""
         run = self.run
         full, blocks, s = run.full, run.cfg.blocks, run.cfg.train.n_workers
         blueprints = generator.for_training(run.block_map, s, blocks, seed=0, round=0)
@@ -103,7 +103,8 @@ class Elastic:
         ]
         kind, dtype = run.cfg.run.wire, run.cut.dtype
         ways = (wire.down_bytes, wire.up_bytes)
-        return sum(way(kind, shape, dtype) for shape in shapes for way in ways)
+        subnets = sum(way(kind, shape, dtype) for shape in shapes for way in ways)
+        return subnets + told_bytes(run, s)
 
     def round(self, progress: Progress) -> Outcome:
         """One round with those who are in, unless Ray itself is gone."""
