@@ -102,6 +102,7 @@ def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path, monkeypatch, cap
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
 
 
+@pytest.mark.chaos  # a demo and a half: minutes
 def test_ctrl_c_is_quiet_and_the_same_command_goes_on(tmp_path):
     """One sentence, no traceback of any process; the second run takes up the first one's rounds."""
     out = tmp_path / "demo"

@@ -86,8 +86,8 @@ def build(host: Host, run: Path | None) -> Any:
                 seed = gr.Number(0, label="Seed of the draw", precision=0, elem_id="seed")
             problem = gr.HTML(elem_id="problem", elem_classes="twist")
             with gr.Row():
-                left = gr.HTML(elem_id="whole-numbers", elem_classes="twist")
-                right = gr.HTML(elem_id="ticket-numbers", elem_classes="twist")
+                left = gr.HTML(elem_id="whole-numbers", elem_classes="twist", min_width=320)
+                right = gr.HTML(elem_id="ticket-numbers", elem_classes="twist", min_width=320)
             prompt = gr.Textbox(
                 "The city lies on both banks of the river and",
                 label="Prompt",
