@@ -57,12 +57,12 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
         )
         for name, method in PARENTS.items()
     }
-    t = cfg.train
+    t, sizes = cfg.train, cfg.blocks.mask_ffn or cfg.blocks.k_ffn
     n_tokens = t.rounds * t.interval * t.n_workers * t.batch * cfg.data.seq_len
     console.print(
         f"a {cfg.model.config['n_layer']}-layer GPT-2 with 12 heads and 12 FFN blocks in every layer, trained "
         f"twice on the same {n_tokens:,} tokens with S = {t.n_workers} workers: data parallel, and TwIST "
-        f"with subnets of {cfg.blocks.k_attn[0]} blocks"
+        f"with subnets of {', '.join(map(str, sorted(set(sizes), reverse=True)))} blocks"
     )
     if goes_on:
         console.print("an earlier demo was stopped: going on from its checkpoints")
