@@ -212,7 +212,7 @@ def test_the_page_of_departures_agrees_with_the_code():
     assert f"{MOST_SEQUENCES} sequences" in page
     both = paper.TABLE1["both"][6]
     assert f"({both['sparsegpt']} against {both['twist']})" in page
-    assert (demo.blocks.deal, demo.train.weight_decay, demo.train.clip) == ("balanced", 0.1, 1.0)
+    assert (demo.blocks.masks, demo.train.weight_decay, demo.train.clip) == ("sequence", 0.1, 1.0)
     assert (demo.train.schedule, demo.train.interval) == ("cosine", 10)
     assert demo.blocks.shared_first == demo.blocks.shared_last == 0
     methods = set(re.findall(r"`(zpruner[\w-]*)`", page))

@@ -1,4 +1,4 @@
-"""`twistlm demo`: one model trained twice, and what is left of it when blocks go missing."""
+"""`twistlm demo`: one start trained on in two ways, and what is left of each when blocks go missing."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ from .tickets import deploy
 from .tickets.parent import Parent, open_parent
 from .tickets.score import ScoreRequest, Scores, score_parent, table, text_of
 from .tickets.treatment import N_DRAWS, Treatments, choice_text
-from .training import rounds
+from .training import checkpoint, rounds
 
-PARENTS: dict[str, Method] = {"data parallel": "dense", "TwIST": "twist"}
+# name -> method, and its share of the start's rate: data parallel likes half, fresh masks all of it
+PARENTS: dict[str, tuple[Method, float]] = {
+    "data parallel": ("dense", 0.5),
+    "TwIST": ("twist", 1.0),
+}
 TICKET = "6/12"
 PROMPT = "Return the"
 CHOICE_TOKENS = 4096  # that an activation scale is chosen on
@@ -41,31 +45,42 @@ GRACE = 30  # seconds for a training to end its round
 
 
 def run(out: Path, n: int, overrides: list[str]) -> None:
-    """Corpus, two trainings side by side, the table, one ticket, one line of text."""
+    """Corpus, a start, two trainings from it side by side, the table, one ticket, one line of text."""
     began = time.perf_counter()
     cfg = config.load("demo", overrides)
     goes_on = _prepare(out, cfg)
     files = build(out / "text")
+    start = replace(
+        cfg,
+        data=replace(cfg.data, train=files["train"].stem, valid=files["valid"].stem),
+        train=replace(cfg.train, method="dense"),
+        run=replace(
+            cfg.run, out=str(out / "start"), threads=1, eval_every=-1, save_every=SAVE_EVERY
+        ),
+    )
+    t, sizes = cfg.train, cfg.blocks.mask_ffn or cfg.blocks.k_ffn
+    trained = out / "start/checkpoints" / checkpoint.folder_name(t.rounds)
     configs = {
         name: replace(
-            cfg,
-            data=replace(cfg.data, train=files["train"].stem, valid=files["valid"].stem),
-            train=replace(cfg.train, method=method),
-            run=replace(
-                cfg.run, out=str(out / method), threads=1, eval_every=-1, save_every=SAVE_EVERY
+            start,
+            model=replace(cfg.model, weights=str(trained)),
+            train=replace(
+                t, method=method, teacher="start" if method == "twist" else "none", lr=t.lr * factor
             ),
+            run=replace(start.run, out=str(out / method), seed=cfg.run.seed + 1),  # other batches
         )
-        for name, method in PARENTS.items()
+        for name, (method, factor) in PARENTS.items()
     }
-    t, sizes = cfg.train, cfg.blocks.mask_ffn or cfg.blocks.k_ffn
     n_tokens = t.rounds * t.interval * t.n_workers * t.batch * cfg.data.seq_len
     console.print(
-        f"a {cfg.model.config['n_layer']}-layer GPT-2 with 12 heads and 12 FFN blocks in every layer, trained "
-        f"twice on the same {n_tokens:,} tokens with S = {t.n_workers} workers: data parallel, and TwIST "
-        f"with subnets of {', '.join(map(str, sorted(set(sizes), reverse=True)))} blocks"
+        f"a {cfg.model.config['n_layer']}-layer GPT-2 with 12 heads and 12 FFN blocks in every layer: {n_tokens:,} "
+        f"tokens of data parallel, then as many again in two ways, with S = {t.n_workers} workers: data parallel, and "
+        f"TwIST with subnets of {', '.join(map(str, sorted(set(sizes), reverse=True)))} blocks and the start as "
+        f"teacher"
     )
     if goes_on:
         console.print("an earlier demo was stopped: going on from its checkpoints")
+    train_side_by_side({"start": start})
     train_side_by_side(configs)
     request = ScoreRequest(ratios=cfg.run.eval_ratios, n=n, tokens=cfg.run.eval_tokens)
     scores = []
@@ -167,11 +182,11 @@ def reading(scores: list[Scores]) -> str:
     small = -1
     d, t = dense.subnets[small], twist.subnets[small]
     wins = [b.ratio for a, b in zip(dense.subnets, twist.subnets, strict=True) if b.mean < a.mean]
+    nested = f", {twist.nested[small]:.1f} for the nested one" if twist.nested else ""
     return (
-        f"With {d.ratio} of the blocks the data-parallel parent is {d.mean / dense.full:.1f}x worse than whole, "
-        f"the TwIST parent {t.mean / twist.full:.1f}x. TwIST's random tickets win at "
-        f"{', '.join(wins) or 'no size'}; the full data-parallel model is "
-        f"{'better' if dense.full < twist.full else 'worse'} than the full TwIST model."
+        f"With {d.ratio} of the blocks the data-parallel parent has {d.mean:.1f} where it had {dense.full:.1f}, the TwIST "
+        f"parent {t.mean:.1f}{nested}, where it had {twist.full:.1f}. TwIST's random tickets win at "
+        f"{', '.join(wins) or 'no size'}; the whole TwIST model is {twist.full / dense.full:.2f} times data parallel's."
     )
 
 

@@ -162,7 +162,7 @@ def test_parents_start_from_the_same_weights_and_see_the_same_tokens(shared):
     assert {r["tokens"] for r in results.values()} == {
         2 * 2 * 4 * 64
     }  # rounds, steps, workers, tokens
-    assert json.loads((out / "run.json").read_text())["config"]["blocks"]["k_ffn"] == [6, 12]
+    assert json.loads((out / "run.json").read_text())["config"]["blocks"]["k_ffn"] == [12]
     kept = {training.name: training for training in kept_trainings(lab.place.trainings)}
     assert set(kept) == {lab.out(recipe).name for recipe in (None, *PARENTS)}
     rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]

@@ -200,7 +200,7 @@ def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):
         assert rank.exitcode == 128 + signal.SIGTERM
     (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
     assert saved.name == f"round-{len(lines(tmp_path / 'run')):06d}"
-    assert "--resume" in ranks.said(tmp_path, 0)
+    assert "stopped by SIGTERM after round" in ranks.said(tmp_path, 0)
 
 
 def test_tiles_cover_every_run_once_and_every_rank_owns_as_much(tokens, tmp_path, monkeypatch):

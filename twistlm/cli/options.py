@@ -69,7 +69,7 @@ app = typer.Typer(
 
 GROUPS = {  # what a user wants -> the commands that do it; all others serve many machines
     "Train": ("demo", "prepare", "train", "plan", "eval"),
-    "Choose": ("extract", "certify", "play", "drop"),
+    "Choose": ("extract", "certify", "heal", "play", "drop"),
     "Ship": ("export", "generate", "draft", "verify", "push"),
     "Compare": ("compare", "prune", "experiment", "report", "bench"),
     "Many machines": (),

@@ -90,7 +90,7 @@ def _now(device: torch.device) -> float:
 # what a training takes on this machine
 
 SIDE = 1024  # of the matrices whose product is timed
-EFFICIENCY = 0.4  # of a training step against that product, as trainings here have shown
+EFFICIENCY = 0.4  # of a training step against that product: a guess, not measured
 FLOAT32 = 4
 
 

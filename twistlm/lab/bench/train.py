@@ -157,7 +157,9 @@ def measure_worker(
     generator.check(block_map, cfg.blocks, cfg.train.n_workers)
     where = run.full.narrowed(block_map, widths)
     moved: list[int] = []
-    engine, progress = Local(run), beginning(block_map)
+    # any order will do for a time: a run would score its blocks first
+    order = {group.name: tuple(range(group.n_blocks)) for group in block_map.groups}
+    engine, progress = Local(run), replace(beginning(block_map), order=order)
 
     def one_round(i: int) -> None:
         nonlocal progress
