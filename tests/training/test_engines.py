@@ -184,6 +184,22 @@ def test_ranks_equal_local(local, tmp_path, variant, n_ranks):
     assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("variant", "n_ranks", "seat"), [("masked", 3, "masked"), ("true", 4, "physical")]
+)
+def test_ranks_are_the_local_run_of_their_seat_bit_for_bit(local, tmp_path, variant, n_ranks, seat):
+    """In float32 with Nesterov; `hybrid` mixes both kinds of seat, which no local run does."""
+    _, tokens = local
+    train = FLOAT64_TRAIN | {"precision": "float32"}
+    cfg = tiny(tokens, tmp_path / "local", train=train, run={"seat": seat})
+    reference = rounds.train(cfg, quiet=True)
+    table = tiny_table(tokens, tmp_path / "run", train=train, run={"variant": variant})
+    ranks.finish(ranks.start(n_ranks, tmp_path, ranks.train, table), tmp_path)
+    for name in FILES:
+        made = tmp_path / "run/checkpoints/round-000004" / name
+        assert made.read_bytes() == (reference / name).read_bytes(), name
+
+
 def test_the_command_under_torchrun_equals_local(local, tmp_path):
     """The one test that starts torchrun itself: its store and its environment, with the command's own imports."""
     reference, tokens = local
