@@ -167,7 +167,7 @@ def test_parents_start_from_the_same_weights_and_see_the_same_tokens(shared):
     assert set(kept) == {lab.out(recipe).name for recipe in (None, *PARENTS)}
     rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
     assert kept[out.name].rows == rows
-    assert kept[out.name].config["blocks"]["k_ffn"] == [6, 12]
+    assert kept[out.name].config["blocks"]["k_ffn"] == [12]
 
 
 def test_a_point_is_what_a_plain_evaluation_gives(shared):
