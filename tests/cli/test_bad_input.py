@@ -397,7 +397,7 @@ CASES = {
     "eval on an unknown device": evaluate(
         "--device", "tpu", parts=("device", "'tpu'", "auto, cpu, cuda")
     ),
-    "json below a file": evaluate("--json", "c.toml/scores.json", parts=("c.toml",)),
+    "json below a file": evaluate("--json", "c.toml/scores.json", parts=("c.toml/scores.json",)),
     "no ratio for a ticket": Case(
         ("eval", "ticket", "--ratio", "2/4"), ("ticket", "cut already"), make_ticket
     ),
@@ -564,7 +564,9 @@ CASES = {
     "plan without tokens": Case(("plan", "wiki-gpt2"), ("data/wiki/train.bin", "twistlm prepare")),
     "plan of an unknown type": Case(("plan", "demo", "model.type=gpt7"), ("model.type", "'gpt7'")),
     "plan without heads": Case(("plan", "demo", "model.config.n_head=0"), ("model.config",)),
-    "plan below a file": Case(("plan", "demo", "--json", "c.toml/plan.json"), ("c.toml",)),
+    "plan below a file": Case(
+        ("plan", "demo", "--json", "c.toml/plan.json"), ("c.toml/plan.json",)
+    ),
 }
 
 

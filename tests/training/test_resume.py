@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -56,6 +57,22 @@ def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
     assert saved.leases == Leases(2 * 3 * 3 * 2 + 3 * 4 * 1)
     rounds.train(cfg, resume=True)  # nothing left to do, nothing to tell
     assert len((tmp_path / "run/resumes.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_stopped_command_says_how_it_goes_on(tmp_path: Path):
+    tokens = make_tokens(tmp_path / "tokens")
+    table = tiny_table(tokens, tmp_path / "run", train={"rounds": 2000})
+    command = ranks.twistlm(tmp_path / "said.txt", "train", toml(tmp_path / "run.toml", table))
+    for _ in range(600):
+        if (tmp_path / "run/metrics.jsonl").is_file():
+            break
+        time.sleep(0.1)
+    command.terminate()
+    command.join(60)
+    assert command.exitcode == 128 + signal.SIGTERM
+    last = (tmp_path / "said.txt").read_text().splitlines()[-1]
+    n_done = checkpoint.open_(tmp_path / "run").round
+    assert last == f"error: stopped by SIGTERM after round {n_done}; resume with --resume"
 
 
 def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):

@@ -56,7 +56,10 @@ def write_json(path: Path | None, record: dict[str, Any]) -> None:
     if path is not None:
         from ..system.files import whole_file
 
-        whole_file(path, json.dumps(record, indent=1) + "\n")
+        try:
+            whole_file(path, json.dumps(record, indent=1) + "\n")
+        except (FileExistsError, NotADirectoryError):  # they name the file that is no folder
+            raise ValueError(f"--json {path}: {path.parent} is no folder") from None
 
 
 app = typer.Typer(

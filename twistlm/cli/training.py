@@ -208,8 +208,8 @@ def plan(
     from .. import config
 
     cfg = config.load(preset, overrides or [])
-    from ..compute.speed import forecast
     from ..system.terminal import console
+    from ..training.here import forecast
     from ..training.plan import make, show
 
     made = make(cfg, ratio, gbit, tflops)

@@ -120,5 +120,5 @@ def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
 
 
 def _random(name: str) -> np.random.RandomState:
-    """A stream of numbers by name; torch and numpy promise that this generator's never change."""
+    """A stream of numbers by name; numpy promises that those of this generator never change."""
     return np.random.RandomState(list(hashlib.sha256(name.encode()).digest()))

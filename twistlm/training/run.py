@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -36,6 +37,7 @@ class Run:
     evaluator: Evaluator | None = None  # likewise
     teacher: AnyTeacher | None = None
     stop: Stop = field(default_factory=Stop)
+    make_seats: Callable[..., Seats] = Seats  # experiments keep theirs for the next run
 
     @property
     def template(self) -> PreTrainedModel:
@@ -57,7 +59,7 @@ class Run:
     def seats(self) -> Seats:
         """Where this process trains the workers that it plays."""
         weights = self.central.weights if self.central else None
-        return Seats(self.cut, self.cfg, weights, self.teacher)
+        return self.make_seats(self.cut, self.cfg, weights, self.teacher)
 
     @property
     def rows(self) -> int:

@@ -51,6 +51,7 @@ class Way:
     rates: tuple[float, ...]
     changes: tuple[str, ...] = ()
     share: float = 1.0  # of the usual interval
+    widths: tuple[int, ...] = ()  # of masks, where they are not the recipe's
 
 
 WAYS: dict[str, Way] = {
@@ -59,7 +60,7 @@ WAYS: dict[str, Way] = {
     "TwIST K=6, the paper's masks": Way(TWIST, (1, 2)),
     OURS: Way(TWIST_FRESH, (3, 4), share=1 / 3),
     TWIN_NAME: Way(TWIN, (2, 3)),
-    "TwIST, whole first": Way(TWIST_FRESH, (1, 2), ("blocks.nested=0.5", "WHOLE")),
+    "TwIST, whole first": Way(TWIST_FRESH, (1, 2), ("blocks.nested=0.5",), widths=WHOLE_FIRST),
     "… interval as before": Way(TWIST_FRESH, (2, 3)),
     "… no teacher": Way(TWIST_FRESH, (3,), ("train.teacher=none",), 1 / 3),
     "… no order": Way(TWIST_FRESH, (3,), ("blocks.nested=0.0",), 1 / 3),
@@ -94,19 +95,18 @@ def changes(lab: Lab, way: Way, rate: float) -> list[str]:
     interval = max(1, round(t.interval * way.share))
     some = [*lab.scale.changes_of(way.recipe), f"train.lr={rate * t.lr:g}"]
     some += [f"train.interval={interval}", f"train.rounds={t.rounds * t.interval // interval}"]
-    for change in way.changes:
-        if change == "WHOLE":
-            attn = [lab.scale.k_attn(k) for k in WHOLE_FIRST]
-            some += [f"blocks.mask_attn={attn}", f"blocks.mask_ffn={list(WHOLE_FIRST)}"]
-        else:
-            some.append(change)
-    return some
+    if way.widths:
+        attn = [lab.scale.k_attn(k) for k in way.widths]
+        some += [f"blocks.mask_attn={attn}", f"blocks.mask_ffn={list(way.widths)}"]
+    return [*some, *way.changes]
 
 
 class KeptSeats(Seats):
     """Seats that outlive a training: compiled layers and recorded graphs serve the next one of their shape."""
 
-    kept: dict[tuple, Seat]  # of the experiment
+    def __init__(self, kept: dict[tuple, Seat], *args: Any):
+        super().__init__(*args)
+        self.kept = kept
 
     def new(self, where: Layout, kind: SeatKind, *, fresh: bool) -> Seat:
         t = self.cfg
@@ -126,10 +126,7 @@ def measure(lab: Lab, about: Mapping[str, Any]) -> dict[str, Any]:
         cfg = config.override(lab.base, [*own, f"run.out={folder}/run"])
         with closing(engines.join(cfg)) as cluster:
             run, progress = set_up(cfg, cluster, False, True)
-            assert run.central is not None
-            seats = KeptSeats(run.cut, cfg, run.central.weights, run.teacher)
-            seats.kept = lab.kept
-            run.__dict__["seats"] = seats  # in place of its own, which would be compiled anew
+            run = replace(run, make_seats=partial(KeptSeats, lab.kept))
             began = time.perf_counter()
             n_bytes, losses = 0, []
             for outcome in _rounds(lab, run, progress):
