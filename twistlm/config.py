@@ -180,8 +180,8 @@ class RunConfig:
     (rank 0 masks the central model), `true` smaller ones with a rank more that only hosts the central model;
     in `sharded` each rank owns an equal part of it."""
     wire: Wire = "fp32"
-    """What results and moments travel as between processes; weights go to workers in float32. `local` sends
-    nothing."""
+    """What weights and moments travel as between processes: `fp32` is exact; `bf16`; with `int8` weights go to
+    workers in bf16, and changes and moments travel in 8 bits. `local` sends nothing and rounds alike."""
     seat: Literal["physical", "masked"] = "physical"
     """What `local` workers train: a smaller dense model, or the full one with masks."""
     device: str = "auto"

@@ -129,9 +129,11 @@ def test_the_list_and_bad_names():
         module_of("tabel1")
     with pytest.raises(ValueError, match="--scale 'huge'"):
         run(["memory"], "huge", Path("unused"))
-    with pytest.raises(ValueError, match=r"--settings 'ffm'"):
-        run(["memory"], "smoke", Path("unused"), settings=["ffm"])
-    with pytest.raises(ValueError, match="pretrained"):
+    with pytest.raises(
+        ValueError, match=r"--only 'ffm': scale smoke has both, attn, ffn, or .*TwIST"
+    ):
+        run(["memory"], "smoke", Path("unused"), only=["ffm"])
+    with pytest.raises(ValueError, match="starts from the weights that are given"):
         run(["memory"], "paper", Path("unused"), ["start.train.rounds=3"])
 
 
@@ -312,6 +314,19 @@ def test_names_follow_from_what_matters(tmp_path, lab):
     assert (
         len({lab.hash_of(recipe) for recipe in every}) == len({r.slug for r in every}) == len(every)
     )
+
+
+def test_a_start_that_is_given_is_named_by_its_weights(tmp_path):
+    """The same weights elsewhere are the same start, and none is trained."""
+    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    a, b, c = (
+        Lab(tmp_path / "lab", "smoke", TINY, [f"model.weights={tmp_path / name}"]) for name in "abc"
+    )
+    for recipe in (None, DENSE):
+        assert a.hash_of(recipe) == b.hash_of(recipe) != c.hash_of(recipe)
+    assert a.trained(None) == str(tmp_path / "a")
 
 
 @pytest.mark.parametrize("name", list(SCALES))

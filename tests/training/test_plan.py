@@ -176,8 +176,8 @@ def test_carried_moments_triple_the_bytes_and_a_narrow_wire_takes_them_back(size
     plain = sharded("train.moments=reset")
     assert sharded() == pytest.approx(3 * plain)
     # down 4 + 2 + 2, up 2 + 2 + 2 bytes of 8; down 4 + 1 + 2, up 1 + 1 + 2, and scales
-    assert sharded("run.wire=bf16") == pytest.approx(14 / 8 * plain)
-    assert sharded("run.wire=int8") == pytest.approx((11 + 3 * 4 / 256) / 8 * plain, rel=1e-6)
+    assert sharded("run.wire=bf16") == pytest.approx(12 / 8 * plain)
+    assert sharded("run.wire=int8") == pytest.approx((7 + 5 * 4 / 256) / 8 * plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("ratio", ["0", "5/4", "x", "1/0"])
@@ -190,8 +190,8 @@ def test_subnet_bytes_by_kind():
     down, up = traffic.subnet_bytes(100, 1000, 3, "fp32")
     assert down == up == traffic.Bytes(400, 3600, 8000)
     down, up = traffic.subnet_bytes(512, 1024, 3, "int8")
-    assert down == traffic.Bytes(2048, 2048, 1024 + 16 + 2048)
-    assert up == traffic.Bytes(520, 520, 1024 + 16 + 2048)
+    assert down == traffic.Bytes(1024, 1024, 2 * (1024 + 16))
+    assert up == traffic.Bytes(520, 520, 2 * (1024 + 16))
 
 
 def test_other_counts_by_hand():

@@ -130,16 +130,23 @@ def test_a_sharded_run_resumes_as_local_and_the_other_way_round(runs, tmp_path):
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_a_narrow_wire_changes_little(runs, tmp_path, wire):
+def test_a_narrow_wire_changes_little_and_local_rounds_alike(runs, tmp_path, wire):
+    """Bit for bit with bf16; groups of 8-bit values end with a tile, so these differ a little."""
     folder, tokens = runs
     table = sharded_table(tokens, tmp_path / "run", run=RUN | {"variant": "sharded", "wire": wire})
-    ranks.finish(ranks.start(3, tmp_path, train, table), tmp_path)
+    started = ranks.start(3, tmp_path, train, table)
+    alike = tiny(tokens, tmp_path / "local", train=TRAIN, blocks=BLOCKS, run=RUN | {"wire": wire})
+    rounds.train(alike, quiet=True)
+    ranks.finish(started, tmp_path)
     ours, exact = lines(tmp_path / "run"), lines(folder / "local")
-    assert ours[0]["loss"] == exact[0]["loss"]  # weights go down as they are
     assert ours[-1]["loss"] != exact[-1]["loss"]
+    if wire == "bf16":
+        same(*(tmp_path / name / "checkpoints/round-000004" for name in ("run", "local")))
+    for mine, other in zip(ours, lines(tmp_path / "local"), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=0.003)
     for mine, reference in zip(ours, exact, strict=True):
         assert mine["loss"] == pytest.approx(reference["loss"], rel=0.01)
-        assert mine["bytes_up"] < {"bf16": 0.51, "int8": 0.35}[wire] * reference["bytes_up"]
+        assert mine["bytes_up"] < {"bf16": 0.51, "int8": 0.27}[wire] * reference["bytes_up"]
     by_formula(ours)
 
 

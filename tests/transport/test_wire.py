@@ -9,6 +9,7 @@ import torch
 from twistlm.transport import wire
 
 KINDS = ("fp32", "bf16", "int8")
+CODES = (*KINDS, "log8")
 SIZES = (0, 1, 7, 255, 256, 257, 1000)
 
 
@@ -28,6 +29,12 @@ def reference(kind: str, x: np.ndarray) -> np.ndarray:
     out = np.zeros_like(x)
     for first in range(0, len(x), 256):
         group = x[first : first + 256]
+        if kind == "log8":  # 254 steps in 24 octaves below the largest, and 0
+            top, y = float(np.abs(group).max()), np.maximum(group, 0).astype(np.float64)
+            with np.errstate(divide="ignore"):
+                steps = np.clip(np.rint((np.log2(y / top) + 24) * 254 / 24), 0, 254)
+            out[first : first + 256] = np.where(y > 0, top * 2 ** (steps * 24 / 254 - 24), 0)
+            continue
         scale = np.float32(np.abs(group).max() / np.float32(127))
         out[first : first + 256] = np.rint(group / scale) * scale if scale else 0
     return out
@@ -46,18 +53,30 @@ def test_a_round_trip_is_the_reference_bit_for_bit(kind, n):
     assert torch.equal(payload, wire.encode(kind, x))
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_a_logarithm_in_8_bits_keeps_what_is_small(n):
+    """Against float64, for values of either sign: what is not positive is 0, the rest within 3.4%."""
+    x = values(n)
+    back = wire.decode("log8", wire.encode("log8", x), (n,)).numpy()
+    np.testing.assert_allclose(back, reference("log8", x.numpy()), rtol=1e-5, atol=0)
+    near = x.numpy() > 2.0**-24 * np.abs(x.numpy()).max(initial=0)
+    np.testing.assert_allclose(back[near], x.numpy()[near], rtol=0.034)
+
+
 def test_bytes_by_hand():
     assert [wire.n_bytes(kind, 1000) for kind in KINDS] == [4000, 2000, 1016]  # 4 scales
     assert [wire.n_bytes(kind, 3) for kind in KINDS] == [16, 8, 8]  # whole multiples of 8
     assert wire.n_bytes("fp32", 10, torch.float64) == 80
-    assert wire.down_bytes("int8", (3, 1000)) == 4000 + 1016 + 2000
-    assert wire.up_bytes("int8", (3, 1000)) == 1016 + 1016 + 2000
+    assert wire.down_bytes("int8", (3, 1000)) == 2000 + 1016 + 1016
+    assert wire.up_bytes("int8", (3, 1000)) == 1016 + 1016 + 1016
+    assert wire.up_bytes("bf16", (3, 1000)) == wire.down_bytes("bf16", (3, 1000)) == 6000
     assert wire.up_bytes("fp32", (3, 1000)) == wire.down_bytes("fp32", (3, 1000)) == 12000
 
 
 def test_zeros_stay_zero_and_what_is_not_finite_stays_seen():
-    assert not wire.decode("int8", wire.encode("int8", torch.zeros(300)), (300,)).any()
-    for kind in KINDS:
+    for kind in CODES:
+        assert not wire.decode(kind, wire.encode(kind, torch.zeros(300)), (300,)).any()
+    for kind in CODES:
         for bad in (float("nan"), float("inf"), -float("inf")):
             x = values(600)
             x[300] = bad
@@ -78,7 +97,7 @@ def test_another_size_is_refused(kind):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_buffer_goes_down_and_comes_back(kind, rows):
-    """Weights go down untouched; their change comes up; moments are rounded both ways."""
+    """Weights go down in bf16, their change comes up and is added to the centre's own; moments are rounded."""
     sent = torch.stack([values(999, seed) for seed in range(rows)])
     if rows == 3:
         sent[2] = sent[2].square()
@@ -86,20 +105,24 @@ def test_a_buffer_goes_down_and_comes_back(kind, rows):
     payload = wire.down(kind, sent)
     assert payload.numel() == wire.down_bytes(kind, shape)
     got = wire.read_down(kind, payload, shape)
-    assert torch.equal(got[0], sent[0])
+    rounded = reference("fp32" if kind == "fp32" else "bf16", sent[0].numpy())
+    assert np.array_equal(got[0].numpy(), rounded)
     trained = got * 1.01 + 1e-3
     payload = wire.up(kind, trained, got[0])
     assert payload.numel() == wire.up_bytes(kind, shape)
     back = wire.read_up(kind, payload, shape, sent[0])
-    kinds = (kind, kind, "fp32" if kind == "fp32" else "bf16")
+    kinds = (kind, kind, "log8" if kind == "int8" else kind)
     if kind == "fp32":
         assert torch.equal(back, trained)
         return
     change = reference(kind, (trained[0] - got[0]).numpy())
     assert np.array_equal(back[0].numpy(), sent[0].numpy() + change)
     for row in range(1, rows):
-        assert np.array_equal(got[row].numpy(), reference(kinds[row], sent[row].numpy()))
-        assert np.array_equal(back[row].numpy(), reference(kinds[row], trained[row].numpy()))
+        close = 1e-5 if kinds[row] == "log8" else 0
+        for mine, of in ((got, sent), (back, trained)):
+            np.testing.assert_allclose(
+                mine[row], reference(kinds[row], of[row].numpy()), rtol=close
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,8 +133,12 @@ def test_adams_step_keeps_its_size(kind):
     buffer = torch.stack([torch.zeros(1024), m, v])
     got = wire.read_down(kind, wire.down(kind, buffer), (3, 1024))
     assert (got[2] > 0).all()
-    torch.testing.assert_close(got[2], v, rtol=2**-8, atol=0)
-    assert ((got[1].abs() / got[2].sqrt()) <= 2.01 * m.abs() / v.sqrt()).all()
+    told = (
+        v > 1e6 * 2.0**-24 if kind == "int8" else v > 0
+    )  # smaller ones are raised: a shorter step
+    rtol = 0.034 if kind == "int8" else 2**-8
+    torch.testing.assert_close(got[2][told], v[told], rtol=rtol, atol=0)
+    assert ((got[1].abs() / got[2].sqrt()) <= 2.04 * m.abs() / v.sqrt()).all()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -122,8 +149,6 @@ def test_what_needs_no_decoding_is_not_copied(rows):
     assert payload.data_ptr() == x.data_ptr()
     assert wire.read_down("fp32", payload, (rows, 100)).data_ptr() == x.data_ptr()
     assert wire.read_up("fp32", payload, (rows, 100), x[0]).data_ptr() == x.data_ptr()
-    weights = wire.down("bf16", x[:1])  # they go down whole in every kind
-    assert wire.read_down("bf16", weights, (1, 100)).data_ptr() == weights.data_ptr()
 
 
 def test_float64_runs_travel_whole():

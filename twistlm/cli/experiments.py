@@ -19,7 +19,8 @@ UNFINISHED = 3  # exit code: the time was up, the same command goes on
     "twistlm experiment --list\n\n"
     "twistlm experiment stability --scale smoke\n\n"
     "twistlm experiment all --scale gpu data.train=data/wiki/train data.valid=data/wiki/test --minutes 9\n\n"
-    "twistlm experiment shift --scale gpu start.train.rounds=100 train.rounds=40"
+    "twistlm experiment shift --scale gpu start.train.rounds=100 train.rounds=40\n\n"
+    "twistlm experiment recipe --scale gpu --only TwIST --only 'dropout K=6' model.weights=runs/my-start"
 )
 def experiment(
     names: Annotated[
@@ -27,7 +28,7 @@ def experiment(
         typer.Argument(
             metavar="NAME... [SECTION.KEY=VALUE...]",
             help=f"{words(NAMES)}, several, or all; changes to every training config "
-            "(start.SECTION.KEY=VALUE: to the dense start alone).",
+            "(start.SECTION.KEY=VALUE: to the dense start alone; model.weights=FOLDER instead of one).",
             show_default=False,
         ),
     ] = None,
@@ -46,8 +47,13 @@ def experiment(
             help="Folder of parents and points, or a .jsonl file of points; default: runs/lab-SCALE.",
         ),
     ] = None,
-    settings: Annotated[
-        str | None, typer.Option(help="Only these of the scale's settings: both,attn,ffn.")
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            "--settings",
+            help="Only these settings (both,attn,ffn) or this way of the recipe; may be given again.",
+        ),
     ] = None,
     minutes: Annotated[
         float,
@@ -67,8 +73,7 @@ def experiment(
     overrides = [word for word in given if "=" in word]
     folder = out or Path("runs") / f"lab-{scale}"
     chosen = [word for word in given if "=" not in word]
-    only = settings.split(",") if settings else []
-    if not run(chosen, scale, folder, overrides, minutes=minutes, settings=only):
+    if not run(chosen, scale, folder, overrides, minutes=minutes, only=only or []):
         raise typer.Exit(UNFINISHED)
 
 

@@ -154,8 +154,8 @@ def told_bytes(run: Run, n_workers: int) -> int:
 
 
 def traffic(run: Run, dealt: list[Blueprint], back: list[Blueprint], wired: int) -> Traffic:
-    """What a round's subnets cost both ways; without a wire they are counted as they lie in memory."""
-    kind = run.cfg.run.wire if wired else "fp32"
+    """What a round's subnets cost both ways, and what of it went over a network."""
+    kind = run.cfg.run.wire
 
     def size(blueprint: Blueprint) -> int:
         return run.full.narrowed(run.block_map, run.block_map.widths(blueprint)).n_params

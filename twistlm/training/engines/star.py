@@ -24,7 +24,7 @@ class Star:
     def __init__(self, run: Run):
         self.run, self.stops = run, False
         self.kind, self.dtype = run.cfg.run.wire, run.cut.dtype
-        self._sent: dict[int, Tensor] = {}  # worker -> what it started from, on the central rank
+        self._sent: dict[int, Tensor] = {}  # worker -> the centre's copy of what it trains
 
     def round(self, progress: Progress) -> Outcome:
         """The paper's round: all subnets have left before rank 0 trains its own, if it has one."""
@@ -70,7 +70,7 @@ class Star:
             if rank != 0:
                 cut = dispatcher.cut(run.central, dealt.blueprints[worker])
                 down[rank] = wire.down(self.kind, cut)
-                self._sent[worker] = wire.read_down(self.kind, down[rank], *self._is(cut))
+                self._sent[worker] = cut
         cluster.exchange(down, sizes)()
         return run.central.buffer
 
