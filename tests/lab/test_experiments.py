@@ -130,7 +130,7 @@ def test_the_list_and_bad_names():
     with pytest.raises(ValueError, match="--scale 'huge'"):
         run(["memory"], "huge", Path("unused"))
     with pytest.raises(
-        ValueError, match=r"--only 'ffm': scale smoke has both, attn, ffn, or .*TwIST"
+        ValueError, match=r"--only 'ffm': scale smoke has both, attn, ffn, seed 1, or .*TwIST"
     ):
         run(["memory"], "smoke", Path("unused"), only=["ffm"])
     with pytest.raises(ValueError, match="starts from the weights that are given"):

@@ -17,7 +17,14 @@ from .lab import Lab, Point, TimeIsUp
 from .recipe import WAYS
 from .scales import SCALES, Scale
 
-HIDDEN = {"experiment", "scale", "slug", "parent_hash", "seed"}  # in the line of a point
+HIDDEN = {
+    "experiment",
+    "scale",
+    "slug",
+    "parent_hash",
+    "changes",
+    "start",
+}  # in the line of a point
 
 
 def module_of(name: str) -> ModuleType:
@@ -65,18 +72,25 @@ def _by_parent(todo: list[Point]) -> list[Point]:
 
 
 def _scale(name: str, only: Sequence[str]) -> Scale:
-    """The scale of this name, with those of its settings and ways that are wished for."""
+    """The scale of this name, with those of its settings, ways and seeds that are wished for."""
     if name not in SCALES:
         raise ValueError(f"--scale {name!r}: use {', '.join(SCALES)}")
     scale = SCALES[name]
-    ways = scale.ways or tuple(WAYS)
+    ways, seeds = scale.ways or tuple(WAYS), {f"seed {seed}": seed for seed in scale.seeds}
     only = [w for wish in only for w in ([wish] if wish in ways else wish.split(","))]
     for wish in only:
-        if wish not in (*scale.settings, *ways):
-            legal = f"{', '.join(scale.settings)}, or ways of the recipe: {', '.join(ways)}"
+        if wish not in (*scale.settings, *seeds, *ways):
+            legal = (
+                f"{', '.join((*scale.settings, *seeds))}, or ways of the recipe: {', '.join(ways)}"
+            )
             raise ValueError(f"--only {wish!r}: scale {name} has {legal}")
     settings = tuple(s for s in scale.settings if s in only) or scale.settings
-    return replace(scale, settings=settings, ways=tuple(w for w in ways if w in only) or ways)
+    return replace(
+        scale,
+        settings=settings,
+        ways=tuple(w for w in ways if w in only) or ways,
+        seeds=tuple(seed for name, seed in seeds.items() if name in only) or scale.seeds,
+    )
 
 
 def line(made: dict[str, Any]) -> str:
