@@ -66,7 +66,7 @@ WAYS: dict[str, Way] = {
     DROPOUT_NAME: Way(DROPOUT, (1, 2)),
     "TwIST K=6, the paper's masks": Way(TWIST, (1, 2)),
     OURS: Way(TWIST_FRESH, (4, 3), BYTES, SHARE),
-    TWIN_NAME: Way(TWIN, (2, 3)),
+    TWIN_NAME: Way(TWIN, (3, 2)),
     "TwIST, whole first": Way(
         TWIST_FRESH, (1, 2), (*BYTES, "blocks.nested=0.5"), SHARE, WHOLE_FIRST
     ),
