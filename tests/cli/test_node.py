@@ -1,13 +1,15 @@
-"""Ray that is missing, unreachable, open, of another version or too small: one sentence each, in time."""
+"""Ray that is missing, unreachable, open, of another version, too small or gone: one sentence each, in time."""
 
 from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -127,3 +129,56 @@ def test_a_wrong_call_of_node(monkeypatch, capsys):
         port = str(taken.getsockname()[1])
         args = ("--head", "--host", "127.0.0.1", "--port", port)
         check_refusal(*call(*args), (f"cannot listen on 127.0.0.1:{port}", "in use"))
+
+
+ENDS = """
+import os, signal, sys, time
+from twistlm import cli
+from twistlm.system.signals import Ended, apart
+
+def command():
+    with apart("Ray is gone"):
+        print("begun", os.getpid(), flush=True)
+        {does}
+
+cli.app = command
+cli.main()
+"""
+
+
+def ends(does: str) -> subprocess.Popen:
+    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", ENDS.format(does=does)], **pipes)
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("raise ValueError('a mistake')", 2, "error: a mistake"),
+        ("raise Ended('too few', 4)", 4, "error: too few"),
+        ("os._exit(1)", TOO_FEW, "error: Ray is gone"),  # what Ray does
+        ("os.abort()", TOO_FEW, "error: Ray is gone"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: the run was ended by SIGKILL"),
+    ],
+)
+def test_a_process_that_ray_ends(does, code, said):
+    """It has a parent that says why; whatever ends in order speaks for itself."""
+    process = ends(does)
+    assert process.communicate(timeout=60)[1].strip() == said
+    assert process.returncode == code
+
+
+def test_signals_reach_the_child_and_its_parent_takes_it_along():
+    with ends("signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); time.sleep(60)") as process:
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait(30) in (9, 143)  # 143: before it had its handler
+    with ends("time.sleep(60)") as process:
+        pid = int(process.stdout.readline().split()[1])
+        process.kill()
+    until = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)

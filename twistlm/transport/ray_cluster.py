@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import logging
 import os
@@ -14,13 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config import Config
-from ..system.signals import Stop, on_signals
+from ..system.signals import Stop, end_with_parent, on_signals
 
 
 def token() -> str:
@@ -33,6 +31,14 @@ def token() -> str:
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_enable_infeasible_task_early_exit", "0")  # workers wait for a machine
+# A node that is silent for 5 x (2 + 3) s is dead, Ray's own 5 x (3 + 10) keep its places for a minute; one that
+# was taken for dead asks every 10 s, not 60, whether it is, and ends
+for name, value in {
+    "health_check_period_ms": 2000,
+    "health_check_timeout_ms": 3000,
+    "raylet_liveness_self_check_interval_ms": 10000,
+}.items():
+    os.environ.setdefault(f"RAY_{name}", str(value))
 if token():  # Ray reads this once, when it is imported: others import it from here
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -42,7 +48,9 @@ from ray import exceptions  # noqa: E402, F401
 
 NAMESPACE = "twistlm"
 PROBE = 10.0  # seconds for a head to answer
-EVERY = 5.0  # seconds between two looks at a head that a run uses
+EVERY = 2.0  # seconds between two looks at a head
+CUT = 10.0  # seconds without a head after which a machine begins anew
+GONE = 15.0  # seconds without a head after which a run ends
 USAGE = 2  # the exit code of `ray start` for an option that does not exist
 LEAST_STORE = 80_000_000  # bytes: Ray's own lower limit
 CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -107,7 +115,8 @@ def check(address: str, is_open: bool) -> None:
 def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCode | None, Any]:
     """(None, the head's answer), or gRPC's code and words."""
     metadata = [("authorization", f"Bearer {mine}")] if mine else []
-    with grpc.insecure_channel(address) as channel:
+    fresh = [("grpc.use_local_subchannel_pool", 1)]  # no earlier failure delays this question
+    with grpc.insecure_channel(address, fresh) as channel:
         try:
             return None, channel.unary_unary(CALL)(b"", timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
@@ -117,21 +126,22 @@ def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCo
 
 @dataclass
 class Head:
-    """Whether the head still answers: without it Ray ends this process after a minute, with no word to us."""
+    """Whether a head still answers: without it Ray ends this process after a minute, with no word to us."""
 
     address: str
     asked: float = 0.0
-    unanswered: int = 0
+    since: float = 0.0  # the first question that it did not answer; 0: it does
 
     @property
-    def is_gone(self) -> bool:
-        """Asks every few seconds; a head that is silent three times in a row is gone."""
-        if time.monotonic() - self.asked > EVERY:
+    def silent(self) -> float:
+        """Seconds for which it has not answered; it is asked every few seconds."""
+        if time.monotonic() - self.asked > EVERY and os.environ.get("RAY_USE_TLS") != "1":
+            asked = time.monotonic()
             code, _ = _ask(self.address, token(), seconds=2.0)
-            silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-            self.unanswered = self.unanswered + 1 if silent else 0
+            lost = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            self.since = (self.since or asked) if lost else 0.0
             self.asked = time.monotonic()
-        return self.unanswered >= 3
+        return time.monotonic() - self.since if self.since else 0.0
 
 
 def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:
@@ -193,29 +203,30 @@ def room() -> str:
     return f"{len(nodes)} machines with {n_cpus} cores and {n_gpus} GPUs"
 
 
-def _end_with_parent() -> None:
-    """Where Linux runs, SIGTERM for this process when its parent is gone, however that ended."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def keep_node(command: Sequence[str]) -> int:
+def keep_node(command: Sequence[str], head: str = "") -> int:
     """Run `ray start --block ...` until a signal comes, and start it anew whenever it ends by itself.
 
-    A raylet that was frozen or cut off for longer than a minute ends and does not come back by itself.
+    A node that does not hear `head` for some seconds is ended, and begun anew as soon as it does: Ray's own
+    connections need a minute or more to find out that they are broken, and may never come back.
     """
     stop, pause = Stop(), 1.0
     with on_signals(stop, quiet=True):
         while not stop.wished:
-            began = time.monotonic()
-            process = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)
-            while process.poll() is None and not stop.wished:
+            began, watched = time.monotonic(), Head(head) if head else None
+            process = subprocess.Popen(
+                command, process_group=0, preexec_fn=lambda: end_with_parent(signal.SIGTERM)
+            )
+            cut = False
+            while process.poll() is None and not stop.wished and not cut:
                 time.sleep(0.1)
-            if stop.wished:
+                cut = watched is not None and watched.silent > CUT
+            if process.poll() is None:
                 process.terminate()
             if process.wait() == USAGE:
                 return USAGE
-            pause = 1.0 if time.monotonic() - began > 60 else min(30.0, 2 * pause)
+            while watched is not None and watched.silent and not stop.wished:
+                time.sleep(0.1)
+            pause = 1.0 if cut or time.monotonic() - began > 60 else min(30.0, 2 * pause)
             until = time.monotonic() + pause
             while time.monotonic() < until and not stop.wished:
                 time.sleep(0.1)
