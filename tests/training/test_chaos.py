@@ -19,7 +19,7 @@ import ranks
 from checkpoints import FILES
 from commands import toml
 from conftest import make_tokens, numbered_tokens
-from processes import Scene, replay, same_bits, start_head, wait_for_head
+from processes import HALVES, Scene, replay, same_bits, start_head, wait_for_head
 
 from twistlm import config
 from twistlm.data.builtin import build
@@ -273,7 +273,8 @@ def losses_under_loss(
     it is back in the next round. Its data goes out again.
     """
     plan = plan_of_deaths(p, seed, 4, n_rounds, more)
-    cfg = config.load("demo", [f"train.rounds={len(plan)}", "run.threads=1", "run.device=cpu"])
+    more = [f"train.rounds={len(plan)}", "run.threads=1", "run.device=cpu"]
+    cfg = config.load("demo", [*HALVES, *more])
     data = replace(cfg.data, train=str(text / "train"), valid=str(text / "valid"))
     cfg = replace(cfg, data=data, run=replace(cfg.run, out=str(out)))
     run, _ = replay(cfg, plan, [])

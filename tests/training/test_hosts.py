@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from commands import toml
 from conftest import make_tokens, tiny_table
-from processes import environment, replay, same_bits
+from processes import HALVES, environment, replay, same_bits
 
 from twistlm import config
 from twistlm.data.builtin import build
@@ -192,6 +192,7 @@ def test_a_run_among_failing_hosts_ends_by_itself(hosts, tmp_path):
     build(tmp_path / "text", quiet=True)
     out = tmp_path / "run"
     more = [
+        *HALVES,
         "train.epochs=0.35",
         "train.rounds=0",
         "run.threads=1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import platform
 import re
 import shutil
 import signal
@@ -52,7 +53,8 @@ CUT = 10.0  # seconds without a head after which a machine begins anew
 GONE = 15.0  # seconds without a head after which a run ends
 USAGE = 2  # the exit code of `ray start` for an option that does not exist
 LEAST_STORE = 80_000_000  # bytes: Ray's own lower limit
-CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+CALL = "/ray.rpc.InternalKVGcsService/InternalKVGet"  # the head's record of its versions, as JSON
+ASKED = b"\x0a\x10CLUSTER_METADATA\x12\x07cluster"  # key and namespace, as protobuf writes them
 K_LABELS = {"attn": "twistlm-k-attn", "ffn": "twistlm-k-ffn"}  # of a node: K of its workers
 
 
@@ -80,7 +82,7 @@ def is_near(address: str) -> bool:
 
 
 def check(address: str, is_open: bool) -> None:
-    """Refuse a head that does not answer, another version of Ray, a wrong token, or an open door."""
+    """Refuse a head that does not answer, another version of Ray or Python, a wrong token, or an open door."""
     if address in ("", "auto") or os.environ.get("RAY_USE_TLS") == "1":
         return
     near, mine = is_near(address), token()
@@ -103,12 +105,16 @@ def check(address: str, is_open: bool) -> None:
         )
     if code is not None:
         raise ValueError(f"no Ray head answers at {address} within {PROBE:g} s: {said}")
-    theirs = re.search(rb"\d+\.\d+\.\d+", said)
-    if theirs and theirs[0].decode() != ray.__version__:
-        raise ValueError(
-            f"the Ray cluster at {address} has version {theirs[0].decode()}, this process {ray.__version__}: "
-            f"install the same on all machines"
-        )
+    theirs = dict(re.findall(r'"(\w+)_version": "([^"]+)"', said.decode(errors="replace")))
+    mine_are = {"ray": ray.__version__, "python": platform.python_version()}
+    if os.environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL") == "minor":
+        del mine_are["python"]  # Ray looks itself
+    for name, version in mine_are.items():
+        if theirs.get(name, version) != version:
+            raise ValueError(
+                f"the Ray cluster at {address} has version {theirs[name]} of {name.capitalize()}, this process "
+                f"{version}: install the same on all machines"
+            )
 
 
 def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCode | None, Any]:
@@ -117,7 +123,7 @@ def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCo
     fresh = [("grpc.use_local_subchannel_pool", 1)]  # no earlier failure delays this question
     with grpc.insecure_channel(address, fresh) as channel:
         try:
-            return None, channel.unary_unary(CALL)(b"", timeout=seconds, metadata=metadata)
+            return None, channel.unary_unary(CALL)(ASKED, timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
             words = str(error.details()).rpartition("Failed to connect to remote host: ")[2]
             return error.code(), words
@@ -165,8 +171,8 @@ def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:
     try:
         said = ray.init(address or "local", **settings).address_info
     except (RuntimeError, ConnectionError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"Ray at {address or 'this machine'}: {first}") from None
+        words = " ".join(str(error).split())[:300]
+        raise ValueError(f"Ray at {address or 'this machine'}: {words}") from None
     if address:
         here = [node for node in ray.nodes() if node["NodeID"] == said["node_id"]]
         room = int(here[0]["Resources"].get("object_store_memory", 0)) if here else sys.maxsize
