@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -18,14 +20,24 @@ import pytest
 import ranks
 from checkpoints import FILES
 from commands import toml
-from conftest import make_tokens, numbered_tokens
-from processes import HALVES, Scene, replay, same_bits, start_head, wait_for_head
+from conftest import make_tokens, numbered_tokens, tiny_table
+from processes import (
+    HALVES,
+    Scene,
+    environment,
+    replay,
+    same_bits,
+    start_head,
+    start_node,
+    wait_for_head,
+)
 
 from twistlm import config
 from twistlm.data.builtin import build
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens
 from twistlm.model.blocks import widths_of_ratio
+from twistlm.system import signals
 from twistlm.system.signals import TOO_FEW
 from twistlm.training import checkpoint, rounds
 
@@ -81,12 +93,22 @@ def test_workers_without_a_run_end_by_themselves(scene):
     here.until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], 40)
 
 
-def kill_session(sid: int) -> None:
-    """SIGKILL for a process and all that it started, as if their machine had lost power."""
+def of_session(sid: int) -> list[int]:
+    """A process and all that it started."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[3]) == sid:
-                os.kill(int(path.parent.name), signal.SIGKILL)
+            words = path.read_text().rpartition(")")[2].split()
+            if int(words[3]) == sid and words[0] != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def kill_session(sid: int) -> None:
+    """SIGKILL for all of them, as if their machine had lost power."""
+    for pid in of_session(sid):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.chaos
@@ -125,6 +147,128 @@ def test_a_killed_head(tmp_path):
         here.close()
         head.terminate()
         head.wait()
+
+
+STRANGER = """
+import sys, time, numpy, ray
+ray.init(sys.argv[1], log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+def work(array):
+    return array.sum()
+
+for i in range(20):  # stores, tasks, and a look at what is there
+    assert ray.get(work.remote(ray.put(numpy.ones(100_000)))) == 100_000
+print(len(ray.util.list_named_actors(all_namespaces=True)), flush=True)
+"""
+
+
+@pytest.mark.chaos
+def test_a_machine_with_its_own_k_joins_and_strangers_do_no_harm(tmp_path):
+    """Rows 4 and 12: a second raylet with a label; another program with the token, and one without it."""
+    head, address = start_head(tmp_path, cpus=1)
+    wait_for_head(head, address, tmp_path)
+    here = Scene(
+        address,
+        tmp_path,
+        make_tokens(tmp_path / "tokens"),
+        train=TRAIN | {"n_workers": 2, "rounds": 100000},
+        blocks={"k_attn": 4, "k_ffn": 4},
+        ray={"wait": 2.0},
+    )
+    started, env = [head], os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+    try:
+        driver = here.start(keep=False)
+        here.until(lambda: here.events("round"))
+        assert here.events("round")[0]["places"] in ([0], [1])
+        role = ["--join", address, "--k-attn", "1", "--k-ffn", "2"]
+        started.append(start_node(tmp_path / "second.txt", role, 1))
+        here.until(lambda: len(here.events("joined")) == 2)
+        n = len(here.events("round"))
+        assert here.events("joined")[1].items() >= {"attn": 1, "ffn": 2}.items()
+        here.until(lambda: len(here.events("round")) >= n + 3)
+        assert here.events("round")[n + 1]["places"] == [0, 1]  # in within two rounds
+        for token, code in ((os.environ["RAY_AUTH_TOKEN"], 0), ("f" * 64, 1)):
+            done = subprocess.run(
+                [sys.executable, "-c", STRANGER, address],
+                env=env | {"RAY_AUTH_TOKEN": token},
+                capture_output=True,
+                text=True,
+            )
+            assert (done.returncode != 0) == bool(code), done.stderr[-2000:]
+        assert "token" in done.stderr.lower()
+        n = len(here.events("round"))
+        here.until(lambda: len(here.events("round")) > n + 20)
+        os.kill(driver.pid, signal.SIGTERM)
+        driver.join(60)
+        assert driver.exitcode == 128 + signal.SIGTERM, here.text
+        assert not here.events("lost") + here.events("late") + here.events("refused")
+        pids = [int(row["worker"].rpartition("-")[2]) for row in here.events("joined")]
+        here.until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()])
+        assert same_bits(here.replay(), here.last())
+    finally:
+        here.close()
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            process.wait()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("who", ["command", "child"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_local_ray(tmp_path, number, who):
+    """Rows 7 and 13: with the driver go its workers, raylet, head and ports."""
+    tokens, said = make_tokens(tmp_path / "tokens"), tmp_path / "said.txt"
+    table = tiny_table(
+        tokens, tmp_path / "run", run={"variant": "ray"}, ray={"patience": 20.0, "floor": 20.0},
+        train=TRAIN | {"n_workers": 1, "rounds": 100000}, blocks={"k_attn": 4, "k_ffn": 4},
+    )  # fmt: skip
+    path = toml(tmp_path / "run.toml", table)
+
+    with said.open("w") as log:
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "twistlm", "train", path],
+            env=environment(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        until = time.monotonic() + 120
+        while not list((tmp_path / "run/checkpoints").glob("round-*")):
+            assert driver.poll() is None, said.read_text()
+            assert time.monotonic() < until, said.read_text()
+            time.sleep(0.05)
+        everyone = of_session(driver.pid)
+        assert len(everyone) > 4  # gcs, raylet, worker, and the command twice
+        opened = listening() & sockets_of(everyone)
+        assert opened
+        os.kill(driver.pid if who == "command" else signals.children(driver.pid)[0], number)
+        assert driver.wait(60) in (128 + number, -number)
+        began = time.monotonic()
+        while left := [pid for pid in everyone if pid in of_session(driver.pid)]:
+            assert time.monotonic() < began + 30, left
+            time.sleep(0.1)
+        assert not listening() & opened
+    finally:
+        kill_session(driver.pid)
+        driver.wait()
+
+
+def listening() -> set[str]:
+    """Inodes of the TCP sockets on which somebody listens."""
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return {row[9] for row in rows if row[3] == "0A"}
+
+
+def sockets_of(pids: list[int]) -> set[str]:
+    found = set()
+    for link in (link for pid in pids for link in Path(f"/proc/{pid}/fd").glob("*")):
+        with suppress(OSError):
+            found.add(os.readlink(link).removeprefix("socket:[").rstrip("]"))
+    return found
 
 
 def audit(here: Scene, tokens: str, n_workers: int) -> None:

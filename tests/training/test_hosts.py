@@ -21,7 +21,7 @@ from processes import HALVES, environment, replay, same_bits
 from twistlm import config
 from twistlm.data.builtin import build
 from twistlm.lab.bench import comm
-from twistlm.system.signals import TOO_FEW
+from twistlm.system.signals import TOO_FEW, children
 from twistlm.training import rounds
 
 PORT = 6379
@@ -59,11 +59,9 @@ class Hosts:
         """To every process of a host, as if the machine itself was meant; not to `spare` and its child."""
         name = self.hosts[i].prefix[-1]
         done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+        spared = {spare, *children(spare)} if spare else set()
         for pid in map(int, done.stdout.split()):
-            with suppress(OSError):
-                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-                if spare in (pid, parent):
-                    continue
+            if pid not in spared:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 

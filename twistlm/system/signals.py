@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .terminal import console
@@ -76,12 +77,36 @@ def end_with_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
+def _adopt() -> None:
+    """Where Linux runs, become the parent of all that one's children leave behind."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def children(parent: int) -> list[int]:
+    """Where Linux runs, the processes that a process has started or adopted."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(path.parent.name))
+    return found
+
+
+def _end_children() -> None:
+    """Kill what is left; with each of them its own children become ours."""
+    while left := children(os.getpid()):
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 @contextmanager
 def apart(sentence: str) -> Iterator[None]:
     """Go on in a child process, for libraries that end their process without a word (`_exit(1)`, `abort`).
 
-    The parent passes signals on and ends as the child does; where the child was ended by such a library, it
-    ends with `sentence` and TOO_FEW.
+    The parent passes signals on, ends as the child does, and leaves nothing behind that the child has started;
+    where the child was ended by such a library, it ends with `sentence` and TOO_FEW.
     """
     if not hasattr(os, "fork"):
         yield
@@ -89,10 +114,11 @@ def apart(sentence: str) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     ends, parent = os.pipe(), os.getpid()
+    _adopt()
     if child := os.fork():
         os.close(ends[1])
         raise _stand_by(child, ends[0], sentence)
-    end_with_parent(signal.SIGKILL)
+    end_with_parent(signal.SIGTERM)  # in good order, with a checkpoint
     if os.getppid() != parent:  # it was gone before that
         os._exit(1)
     try:
@@ -111,6 +137,7 @@ def _stand_by(child: int, end: int, sentence: str) -> BaseException:
     for number in SIGNALS:
         signal.signal(number, pass_on)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _end_children()
     if os.read(end, 1) or code == 0:
         return SystemExit(code if code >= 0 else 128 - code)
     if code in (1, -signal.SIGABRT):

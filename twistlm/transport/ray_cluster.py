@@ -36,6 +36,7 @@ for name, value in {
     "health_check_period_ms": 1000,  # silent for 5 x (1 + 3) s is dead; Ray's own: 5 x (3 + 10)
     "health_check_timeout_ms": 3000,
     "raylet_liveness_self_check_interval_ms": 10000,  # a node that was taken for dead ends; own: 60 s
+    "gcs_rpc_server_reconnect_timeout_s": 20,  # processes that lost their head end; own: 60
     "GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": 0,  # SIGTERM ends a node at once; own: 30 s of waiting for its workers
 }.items():
     os.environ.setdefault(f"RAY_{name}", str(value))
@@ -131,7 +132,7 @@ def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCo
 
 @dataclass
 class Head:
-    """Whether a head still answers: without it Ray ends this process after a minute, with no word to us."""
+    """Whether a head still answers: without it Ray ends this process after some seconds, with no word to us."""
 
     address: str
     asked: float = 0.0
