@@ -9,12 +9,14 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 
 import typer
 
 from twistlm import cli, config
+from twistlm.system import signals
 
 
 def toml(path: Path, table: dict) -> str:
@@ -50,6 +52,7 @@ def torchrun(n_ranks: int, *args: str) -> None:
 def in_process(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
     """The real entry point with this process's imports."""
     monkeypatch.setattr(sys, "argv", ["twistlm", *args])
+    monkeypatch.setattr(signals, "apart", lambda sentence: nullcontext())  # not in a child
     capsys.readouterr()
     try:
         cli.main()

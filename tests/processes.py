@@ -37,6 +37,9 @@ from twistlm.transport.ranks import Cluster
 
 SLOW = 120.0  # seconds: a bound that only a hang reaches, however busy the machine is
 TESTS = Path(__file__).parent
+# the demo with subnets of half the blocks, which `replay` knows: no masks within a worker
+HALVES = ["blocks.k_attn=6", "blocks.k_ffn=6", "blocks.masks=round", "blocks.nested=0"]
+HALVES += ["blocks.mask_attn=[]", "blocks.mask_ffn=[]"]
 
 
 def free_port() -> int:
@@ -64,19 +67,24 @@ def answers(address: str) -> bool:
 
 def start_head(folder: Path, cpus: int = 12, port: int = 0) -> tuple[subprocess.Popen, str]:
     """`twistlm node --head` as a process of its own, and its address."""
-    host, port = "127.0.0.1", port or free_port()
-    more = [f"--temp-dir={tempfile.mkdtemp(prefix='tw')}", f"--num-cpus={cpus}"]
-    more += ["--include-dashboard=false", "--object-store-memory=200000000"]
-    command = [sys.executable, "-m", "twistlm", "node", "--head", "--port", str(port)]
-    with (folder / "head.txt").open("a") as log:
-        process = subprocess.Popen(
-            [*command, "--host", host, "--", *more],
+    port = port or free_port()
+    role = ["--head", "--port", str(port)]
+    process = start_node(folder / "head.txt", role, cpus, "--include-dashboard=false")
+    return process, f"127.0.0.1:{port}"
+
+
+def start_node(log: Path, role: list[str], cpus: int, *more: str) -> subprocess.Popen:
+    """`twistlm node`, as a head or as one of several raylets of this machine."""
+    more = (f"--temp-dir={tempfile.mkdtemp(prefix='tw')}", f"--num-cpus={cpus}", *more)
+    command = [sys.executable, "-m", "twistlm", "node", *role, "--host", "127.0.0.1", "--", *more]
+    with log.open("a") as file:
+        return subprocess.Popen(
+            [*command, "--object-store-memory=200000000"],
             env=environment(),
-            stdout=log,
-            stderr=log,
+            stdout=file,
+            stderr=file,
             start_new_session=True,
         )
-    return process, f"{host}:{port}"
 
 
 def wait_for_head(process: subprocess.Popen, address: str, folder: Path) -> None:

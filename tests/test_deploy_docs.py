@@ -6,10 +6,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
-from commands import ROOT, check_twistlm, code_blocks, is_twistlm, shell_commands
+from commands import ROOT, check_twistlm, code_blocks, is_twistlm, shell_commands, toml
+from conftest import make_tokens, tiny_table
+from processes import environment, free_port
 
 FOLDER = ROOT / "docs/deploy"
 
@@ -118,6 +122,43 @@ def test_the_script_runs(tmp_path, args, ran):
         [bash, FOLDER / "slurm.sh", "tochrun", "my.toml"], env=env, capture_output=True
     )
     assert wrong.returncode == 2
+
+
+@pytest.mark.chaos
+def test_the_script_trains(tmp_path):
+    """Its part for Ray on a job of one node, as SLURM would run it; in a process namespace, because
+    `ray symmetric-run` refuses a machine on which it sees another Ray."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("namespaces need root")
+    path = toml(
+        tmp_path / "my.toml", tiny_table(make_tokens(tmp_path / "tokens"), tmp_path / "run")
+    )
+    for name, body in {"srun": 'exec "$@"', "scontrol": "echo 127.0.0.1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    script = (FOLDER / "slurm.sh").read_text().replace("gpus=8 ", "gpus=2 ")
+    (tmp_path / "slurm.sh").write_text(script.replace(":6379", f":{free_port()}"))
+    env = environment(
+        PATH=f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        HOME=str(tmp_path),
+        SLURM_JOB_ID="7",
+        SLURM_JOB_NUM_NODES="1",
+        SLURM_JOB_NODELIST="node0",
+    )
+    env.pop("RAY_AUTH_TOKEN")
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "bash", tmp_path / "slurm.sh", "ray", path],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    joined = [
+        row for row in (tmp_path / "run/events.jsonl").read_text().splitlines() if "joined" in row
+    ]
+    assert len(joined) == 2
+    assert (tmp_path / "run/checkpoints/round-000004").is_dir()
 
 
 def test_the_manifests_belong_together():

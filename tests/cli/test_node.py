@@ -1,13 +1,16 @@
-"""Ray that is missing, unreachable, open, of another version or too small: one sentence each, in time."""
+"""Ray that is missing, unreachable, open, of another version, too small or gone: one sentence each, in time."""
 
 from __future__ import annotations
 
 import json
+import platform
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -32,19 +35,22 @@ def refused(tmp_path, monkeypatch, capsys):
 
 
 @contextmanager
-def head(host: str, version: str = "", wanted: str = ""):
-    """What a run asks a head first, answered as a Ray of some version and token would."""
+def head(host: str, wanted: str = "", **versions: str):
+    """What a run asks a head first, answered as a Ray of some versions and token would."""
     import ray
+
+    own = {"ray_version": ray.__version__, "python_version": platform.python_version()}
 
     def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
         given = dict(context.invocation_metadata()).get("authorization", "")
         if wanted and given != f"Bearer {wanted}":
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
-        return b"\x12\x06" + (version or ray.__version__).encode()
+        said = json.dumps(own | versions).encode()
+        return b"\x0a\x00\x12" + bytes([len(said)]) + said
 
     handler = grpc.unary_unary_rpc_method_handler(answer)
     service = grpc.method_handlers_generic_handler(
-        "ray.rpc.NodeInfoGcsService", {"CheckAlive": handler}
+        "ray.rpc.InternalKVGcsService", {"InternalKVGet": handler}
     )
     server = grpc.server(ThreadPoolExecutor(2))
     server.add_generic_rpc_handlers((service,))
@@ -81,8 +87,10 @@ def test_heads_that_cannot_be_used(refused):
     refused("ray.address=127.0.0.1:1", parts=("no Ray head answers at 127.0.0.1:1",))
     with head("127.0.0.1", wanted="another") as address:
         refused(f"ray.address={address}", parts=(address, "does not accept this token"))
-    with head("127.0.0.1", version="2.9.3") as address:
-        refused(f"ray.address={address}", parts=(address, "has version 2.9.3, this process"))
+    with head("127.0.0.1", ray_version="2.9.3") as address:
+        refused(f"ray.address={address}", parts=(address, "has version 2.9.3 of Ray, this process"))
+    with head("127.0.0.1", python_version="3.99.1") as address:
+        refused(f"ray.address={address}", parts=("has version 3.99.1 of Python, this process",))
     with head(own_address()) as address:
         refused(f"ray.address={address}", parts=(address, "asks for no token", "ray.open=true"))
 
@@ -123,7 +131,62 @@ def test_a_wrong_call_of_node(monkeypatch, capsys):
     for args in ((), ("--head", "--join", "10.0.0.1:6379")):
         check_refusal(*call(*args), ("either --head or --join HOST:PORT",))
     check_refusal(*call("--join", "127.0.0.1:1"), ("no Ray head answers at 127.0.0.1:1",))
+    with head("127.0.0.1", python_version="3.99.1") as address:  # Ray would say so in a traceback
+        check_refusal(*call("--join", address), ("has version 3.99.1 of Python",))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         args = ("--head", "--host", "127.0.0.1", "--port", port)
         check_refusal(*call(*args), (f"cannot listen on 127.0.0.1:{port}", "in use"))
+
+
+ENDS = """
+import os, signal, sys, time
+from twistlm import cli
+from twistlm.system.signals import Ended, apart
+
+def command():
+    with apart("Ray is gone"):
+        print("begun", os.getpid(), flush=True)
+        {does}
+
+cli.app = command
+cli.main()
+"""
+
+
+def ends(does: str) -> subprocess.Popen:
+    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", ENDS.format(does=does)], **pipes)
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("raise ValueError('a mistake')", 2, "error: a mistake"),
+        ("raise Ended('too few', 4)", 4, "error: too few"),
+        ("os._exit(1)", TOO_FEW, "error: Ray is gone"),  # what Ray does
+        ("os.abort()", TOO_FEW, "error: Ray is gone"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: the run was ended by SIGKILL"),
+    ],
+)
+def test_a_process_that_ray_ends(does, code, said):
+    """It has a parent that says why; whatever ends in order speaks for itself."""
+    process = ends(does)
+    assert process.communicate(timeout=60)[1].strip() == said
+    assert process.returncode == code
+
+
+def test_signals_reach_the_child_and_its_parent_takes_it_along():
+    with ends("signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); time.sleep(60)") as process:
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait(30) in (9, 143)  # 143: before it had its handler
+    with ends("time.sleep(60)") as process:
+        pid = int(process.stdout.readline().split()[1])
+        process.kill()
+    until = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)

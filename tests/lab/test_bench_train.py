@@ -207,6 +207,7 @@ def test_all_engines_exchange(tmp_path):
         assert min(said["link"][engine]) >= 2 * 3 * n_values * said["n_subnet"]
 
 
+@pytest.mark.chaos  # three processes import torch
 def test_ray_exchanges(ray_address, capfd):
     from twistlm.lab.bench import peer_ray
 

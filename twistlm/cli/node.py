@@ -73,4 +73,4 @@ def node(
     else:
         ray_cluster.check(join, is_open=os.environ.get("RAY_AUTH_MODE") == "disabled")
         command.append(f"--address={join}")
-    raise typer.Exit(ray_cluster.keep_node([*command, *(more or [])]))
+    raise typer.Exit(ray_cluster.keep_node([*command, *(more or [])], join))

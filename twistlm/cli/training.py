@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,11 @@ from .options import (
     app,
     known,
     write_json,
+)
+
+NO_RAY = (  # it ends a process whose node or head is lost, without a word
+    "Ray is gone: its head, or its process on this machine, died; start them again, and the run with --resume; "
+    "the last checkpoint is unharmed"
 )
 
 
@@ -135,15 +141,18 @@ def train(
     from .. import config
 
     cfg = config.load(preset, overrides or [])  # a mistake there is told before torch is imported
-    from ..system.terminal import console
-    from ..training import rounds
-    from ..transport.ranks import on_central_rank
+    from ..system import signals
 
-    deadline = time.monotonic() + 60 * minutes
-    is_late = (lambda: time.monotonic() >= deadline) if minutes else None
-    last = rounds.train(cfg, resume=resume, is_late=is_late)
-    if on_central_rank():
-        console.print(f"checkpoint: {last}")
+    with signals.apart(NO_RAY) if cfg.run.variant == "ray" else nullcontext():
+        from ..system.terminal import console
+        from ..training import rounds
+        from ..transport.ranks import on_central_rank
+
+        deadline = time.monotonic() + 60 * minutes
+        is_late = (lambda: time.monotonic() >= deadline) if minutes else None
+        last = rounds.train(cfg, resume=resume, is_late=is_late)
+        if on_central_rank():
+            console.print(f"checkpoint: {last}")
 
 
 @app.command(

@@ -1,18 +1,24 @@
-"""SIGINT and SIGTERM as a wish that a loop reads; a second signal stops at once."""
+"""SIGINT and SIGTERM as a wish that a loop reads, and a parent that speaks for a process that was ended."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .terminal import console
 
-TOO_FEW = 4  # the exit code of a run that waited too long for workers
+TOO_FEW = 4  # the exit code of a run that waited too long for workers, or whose Ray is gone
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME = 1.0  # seconds: schedulers send one signal to a process and to its parent, which passes it on
 
 
 class Ended(Exception):
@@ -28,6 +34,7 @@ class Stop:
     """Which signal has come, 0 for none."""
 
     wish: int = 0
+    since: float = 0.0
 
     @property
     def wished(self) -> bool:
@@ -45,8 +52,10 @@ def on_signals(stop: Stop, quiet: bool = False) -> Iterator[Stop]:
 
     def note(number: int, frame: Any) -> None:
         if stop.wish:
-            raise KeyboardInterrupt
-        stop.wish = number
+            if time.monotonic() - stop.since > SAME:
+                raise KeyboardInterrupt
+            return
+        stop.wish, stop.since = number, time.monotonic()
         if not quiet:
             name = signal.Signals(number).name
             console.print(f"{name}: ending in good order; once more stops at once")
@@ -60,3 +69,78 @@ def on_signals(stop: Stop, quiet: bool = False) -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_with_parent(number: int) -> None:
+    """Where Linux runs, a signal for this process when its parent is gone, however that ended."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+def _adopt() -> None:
+    """Where Linux runs, become the parent of all that one's children leave behind."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def children(parent: int) -> list[int]:
+    """Where Linux runs, the processes that a process has started or adopted."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(path.parent.name))
+    return found
+
+
+def _end_children() -> None:
+    """Kill what is left; with each of them its own children become ours."""
+    while left := children(os.getpid()):
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@contextmanager
+def apart(sentence: str) -> Iterator[None]:
+    """Go on in a child process, for libraries that end their process without a word (`_exit(1)`, `abort`).
+
+    The parent passes signals on, ends as the child does, and leaves nothing behind that the child has started;
+    where the child was ended by such a library, it ends with `sentence` and TOO_FEW.
+    """
+    if not hasattr(os, "fork"):
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ends, parent = os.pipe(), os.getpid()
+    _adopt()
+    if child := os.fork():
+        os.close(ends[1])
+        raise _stand_by(child, ends[0], sentence)
+    end_with_parent(signal.SIGTERM)  # in good order, with a checkpoint
+    if os.getppid() != parent:  # it was gone before that
+        os._exit(1)
+    try:
+        yield
+    finally:
+        os.write(ends[1], b".")  # what follows is Python's own end
+
+
+def _stand_by(child: int, end: int, sentence: str) -> BaseException:
+    """Wait for a child; how this process is to end."""
+
+    def pass_on(number: int, frame: Any) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in SIGNALS:
+        signal.signal(number, pass_on)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _end_children()
+    if os.read(end, 1) or code == 0:
+        return SystemExit(code if code >= 0 else 128 - code)
+    if code in (1, -signal.SIGABRT):
+        return Ended(sentence, TOO_FEW)
+    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return Ended(f"the run was ended by {name}", 128 - code if code < 0 else code)

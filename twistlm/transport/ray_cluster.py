@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import logging
 import os
+import platform
 import re
 import shutil
 import signal
@@ -14,13 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config import Config
-from ..system.signals import Stop, on_signals
+from ..system.signals import Stop, end_with_parent, on_signals
 
 
 def token() -> str:
@@ -33,6 +32,14 @@ def token() -> str:
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_enable_infeasible_task_early_exit", "0")  # workers wait for a machine
+for name, value in {
+    "health_check_period_ms": 1000,  # silent for 5 x (1 + 3) s is dead; Ray's own: 5 x (3 + 10)
+    "health_check_timeout_ms": 3000,
+    "raylet_liveness_self_check_interval_ms": 10000,  # a node that was taken for dead ends; own: 60 s
+    "gcs_rpc_server_reconnect_timeout_s": 20,  # processes that lost their head end; own: 60
+    "GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": 0,  # SIGTERM ends a node at once; own: 30 s of waiting for its workers
+}.items():
+    os.environ.setdefault(f"RAY_{name}", str(value))
 if token():  # Ray reads this once, when it is imported: others import it from here
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -42,10 +49,13 @@ from ray import exceptions  # noqa: E402, F401
 
 NAMESPACE = "twistlm"
 PROBE = 10.0  # seconds for a head to answer
-EVERY = 5.0  # seconds between two looks at a head that a run uses
+EVERY = 1.0  # seconds between two looks at a head
+CUT = 10.0  # seconds without a head after which a machine begins anew
+GONE = 15.0  # seconds without a head after which a run ends
 USAGE = 2  # the exit code of `ray start` for an option that does not exist
 LEAST_STORE = 80_000_000  # bytes: Ray's own lower limit
-CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+CALL = "/ray.rpc.InternalKVGcsService/InternalKVGet"  # the head's record of its versions, as JSON
+ASKED = b"\x0a\x10CLUSTER_METADATA\x12\x07cluster"  # key and namespace, as protobuf writes them
 K_LABELS = {"attn": "twistlm-k-attn", "ffn": "twistlm-k-ffn"}  # of a node: K of its workers
 
 
@@ -73,7 +83,7 @@ def is_near(address: str) -> bool:
 
 
 def check(address: str, is_open: bool) -> None:
-    """Refuse a head that does not answer, another version of Ray, a wrong token, or an open door."""
+    """Refuse a head that does not answer, another version of Ray or Python, a wrong token, or an open door."""
     if address in ("", "auto") or os.environ.get("RAY_USE_TLS") == "1":
         return
     near, mine = is_near(address), token()
@@ -96,20 +106,25 @@ def check(address: str, is_open: bool) -> None:
         )
     if code is not None:
         raise ValueError(f"no Ray head answers at {address} within {PROBE:g} s: {said}")
-    theirs = re.search(rb"\d+\.\d+\.\d+", said)
-    if theirs and theirs[0].decode() != ray.__version__:
-        raise ValueError(
-            f"the Ray cluster at {address} has version {theirs[0].decode()}, this process {ray.__version__}: "
-            f"install the same on all machines"
-        )
+    theirs = dict(re.findall(r'"(\w+)_version": "([^"]+)"', said.decode(errors="replace")))
+    mine_are = {"ray": ray.__version__, "python": platform.python_version()}
+    if os.environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL") == "minor":
+        del mine_are["python"]  # Ray looks itself
+    for name, version in mine_are.items():
+        if theirs.get(name, version) != version:
+            raise ValueError(
+                f"the Ray cluster at {address} has version {theirs[name]} of {name.capitalize()}, this process "
+                f"{version}: install the same on all machines"
+            )
 
 
 def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCode | None, Any]:
     """(None, the head's answer), or gRPC's code and words."""
     metadata = [("authorization", f"Bearer {mine}")] if mine else []
-    with grpc.insecure_channel(address) as channel:
+    fresh = [("grpc.use_local_subchannel_pool", 1)]  # no earlier failure delays this question
+    with grpc.insecure_channel(address, fresh) as channel:
         try:
-            return None, channel.unary_unary(CALL)(b"", timeout=seconds, metadata=metadata)
+            return None, channel.unary_unary(CALL)(ASKED, timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
             words = str(error.details()).rpartition("Failed to connect to remote host: ")[2]
             return error.code(), words
@@ -117,21 +132,22 @@ def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCo
 
 @dataclass
 class Head:
-    """Whether the head still answers: without it Ray ends this process after a minute, with no word to us."""
+    """Whether a head still answers: without it Ray ends this process after some seconds, with no word to us."""
 
     address: str
     asked: float = 0.0
-    unanswered: int = 0
+    since: float = 0.0  # the first question that it did not answer; 0: it does
 
     @property
-    def is_gone(self) -> bool:
-        """Asks every few seconds; a head that is silent three times in a row is gone."""
-        if time.monotonic() - self.asked > EVERY:
+    def silent(self) -> float:
+        """Seconds for which it has not answered; it is asked every few seconds."""
+        if time.monotonic() - self.asked > EVERY and os.environ.get("RAY_USE_TLS") != "1":
+            asked = time.monotonic()
             code, _ = _ask(self.address, token(), seconds=2.0)
-            silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-            self.unanswered = self.unanswered + 1 if silent else 0
+            lost = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            self.since = (self.since or asked) if lost else 0.0
             self.asked = time.monotonic()
-        return self.unanswered >= 3
+        return time.monotonic() - self.since if self.since else 0.0
 
 
 def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:
@@ -151,11 +167,13 @@ def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:
         if settings["object_store_memory"] > free:
             raise ValueError(_too_small(cfg, n_bytes, "/dev/shm of this machine", free))
     logging.getLogger("ray").setLevel(logging.ERROR)  # it says at length that it asks for a token
+    # a thread that prints a lost node's last log lines and stack; `events.jsonl` has what it costs
+    ray._private.worker.listen_error_messages = lambda *_: None
     try:
         said = ray.init(address or "local", **settings).address_info
     except (RuntimeError, ConnectionError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"Ray at {address or 'this machine'}: {first}") from None
+        words = " ".join(str(error).split())[:300]
+        raise ValueError(f"Ray at {address or 'this machine'}: {words}") from None
     if address:
         here = [node for node in ray.nodes() if node["NodeID"] == said["node_id"]]
         room = int(here[0]["Resources"].get("object_store_memory", 0)) if here else sys.maxsize
@@ -193,29 +211,36 @@ def room() -> str:
     return f"{len(nodes)} machines with {n_cpus} cores and {n_gpus} GPUs"
 
 
-def _end_with_parent() -> None:
-    """Where Linux runs, SIGTERM for this process when its parent is gone, however that ended."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def keep_node(command: Sequence[str]) -> int:
+def keep_node(command: Sequence[str], head: str = "") -> int:
     """Run `ray start --block ...` until a signal comes, and start it anew whenever it ends by itself.
 
-    A raylet that was frozen or cut off for longer than a minute ends and does not come back by itself.
+    A node that does not hear `head` for some seconds is ended, and begun anew as soon as it does: Ray's own
+    connections need a minute or more to find out that they are broken, and may never come back.
     """
     stop, pause = Stop(), 1.0
     with on_signals(stop, quiet=True):
         while not stop.wished:
-            began = time.monotonic()
-            process = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)
-            while process.poll() is None and not stop.wished:
+            began, watched = time.monotonic(), Head(head) if head else None
+            process = subprocess.Popen(
+                command, process_group=0, preexec_fn=lambda: end_with_parent(signal.SIGTERM)
+            )
+            cut = False
+            while process.poll() is None and not stop.wished and not cut:
                 time.sleep(0.1)
-            if stop.wished:
+                cut = watched is not None and watched.silent > CUT
+            if process.poll() is None:
                 process.terminate()
             if process.wait() == USAGE:
                 return USAGE
-            pause = 1.0 if time.monotonic() - began > 60 else min(30.0, 2 * pause)
+            while watched is not None and watched.silent and not stop.wished:
+                time.sleep(0.1)
+            pause = (
+                0.0
+                if cut
+                else 1.0
+                if time.monotonic() - began > 60
+                else min(30.0, 2 * pause or 1.0)
+            )
             until = time.monotonic() + pause
             while time.monotonic() < until and not stop.wished:
                 time.sleep(0.1)

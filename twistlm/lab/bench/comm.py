@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -206,12 +207,11 @@ def _run_ray(hosts: list[Host], job: Job) -> dict[str, Any]:
 def wait_for(host: Host, port: int) -> None:
     """Until something listens there."""
     knock = f"import socket; socket.create_connection(('{host.address}', {port}), 1)"
-    for _ in range(60):
-        if not subprocess.run(
-            [*host.prefix, sys.executable, "-c", knock], capture_output=True
-        ).returncode:
-            return
-    raise OSError(f"no Ray head at {host.address}:{port}")
+    command, until = [*host.prefix, sys.executable, "-c", knock], time.monotonic() + 60
+    while subprocess.run(command, capture_output=True).returncode:
+        if time.monotonic() > until:
+            raise OSError(f"no Ray head at {host.address}:{port}")
+        time.sleep(0.2)
 
 
 def _start(host: Host, module: str, job: dict[str, Any], env: dict[str, str]) -> subprocess.Popen:

@@ -195,7 +195,7 @@ class Elastic:
         cfg, stop = self.run.cfg, self.run.stop
         reported, delay = 0.0, 1.0
         while True:
-            if self.head.is_gone:
+            if self.head.silent > ray_cluster.GONE:
                 raise self._headless("its head does not answer")
             team = self.places.admit(r, 2 * self.deadline(), FIRST * cfg.ray.floor)
             waited = time.monotonic() - since
