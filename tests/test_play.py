@@ -13,11 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import VOCAB, tiny_table, write_words
 
 from twistlm import config
+from twistlm.model import huggingface
 from twistlm.play import PICKS
 from twistlm.play.host import Host, ModelEnded
+from twistlm.play.models import Asked, Models
+from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.training import rounds
 
@@ -71,6 +75,24 @@ def test_tickets_are_cut_in_memory(host, run):
     rows = list(host.ask("curve", pick=PICKS[1], seed=0))
     assert [row["size"] for row in rows] == [1, 2, 3, 4]
     assert sorted(path for path in run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_what_is_cut_in_memory_is_the_ticket_that_extract_writes(run, pick, tmp_path):
+    """Every weight, bit for bit, of a folder that is loaded again."""
+    models = Models(str(run), "cpu", [], None)
+    for asked in (
+        Asked(3, pick),
+        Asked(1, pick),
+        Asked(2, pick),
+    ):  # the last one's memory is let go
+        deploy.save_ticket(models.parent, models.blueprint(asked), tmp_path / str(asked.size))
+        want = huggingface.state(deploy.load_ticket(tmp_path / str(asked.size)))
+        found = huggingface.state(models.ticket(asked))
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], want[name]) for name in want)
+        parts = list(models.cut(asked))
+        assert set(parts[0]["ticket"]) < set(parts[1]["ticket"]) < set(parts[2]["ticket"])
 
 
 def test_a_question_that_is_left_and_a_process_that_is_killed(host):

@@ -33,6 +33,7 @@ def build(host: Host, run: Path | None) -> Any:
     """The page over a model's process; `run` is a run folder whose training the last tab follows."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    host.start()  # it loads while gradio is imported
     import gradio as gr
 
     about = next(host.ask("describe"))
@@ -148,7 +149,7 @@ def numbers(name: str, found: dict[str, Any], about: dict[str, Any], size: int |
     rows = [
         ("parameters", f"{found['parameters']:,}"),
         ("weights", f"{found['bytes'] / 1e6:,.{1 if found['bytes'] > 1e6 else 3}f} MB"),
-        ("decoding", f"{found['ms']:.1f} ms per token"),
+        ("decoding", f"{found['ms']:.1f} ms per token" if "ms" in found else "…"),
     ]
     if "perplexity" in found:
         rows.append(("perplexity", f"{found['perplexity']:.2f}"))
