@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from ..system.compat import check_transformers
 from .options import Data, Device, Overrides, Parent, app, known
 
 EXTRAS = {  # extra -> what it needs, what it enables
@@ -87,6 +88,10 @@ def doctor() -> None:
     for name in ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy"):
         versions.add_row(name, version(name))
     console.print(versions)
+    try:
+        check_transformers()
+    except ValueError as error:
+        console.print(str(error), style="red")
     console.print(_devices())
     extras = table("extras", "", "", "enables", words=3)
     for name, (modules, enables) in EXTRAS.items():
