@@ -20,7 +20,7 @@ from ..compute.perplexity import Text
 from ..model import families, huggingface
 from ..model.count import kv_name, sublayers
 from ..system.files import draft_folder
-from . import GGUF_TYPES, llamacpp, verify
+from . import GGUF_TYPES, llamacpp, ollama, verify
 from .architectures import QKV, Architecture, add_rope_, home, widths
 
 
@@ -32,7 +32,7 @@ def export(
     text: Text | None = None,
     prompt: str = verify.PROMPT,
 ) -> list[verify.Verified]:
-    """Write a GGUF file and PATH.json, compare it with torch in llama.cpp where that is installed.
+    """Write a GGUF file, PATH.json and PATH.Modelfile for Ollama, compare it with torch in llama.cpp where that is installed.
 
     Matrices get `type_`; vectors stay float32, and rows that q8_0 cannot hold (no multiple of 32) f16.
     q4_k_m is llama.cpp's own mixture of types, made by llama.cpp.
@@ -65,7 +65,8 @@ def export(
         record = {"format": "gguf", "type": type_, "max_weight_delta": worst}
         record |= verify.record(rows)
         Path(f"{draft}.json").write_text(json.dumps(record, indent=1) + "\n")
-        for suffix in (".json", ""):
+        Path(f"{draft}.Modelfile").write_text(ollama.modelfile(path.name, tokenizer))
+        for suffix in (".json", ".Modelfile", ""):
             os.replace(f"{draft}{suffix}", f"{path}{suffix}")
     return rows
 
