@@ -57,7 +57,7 @@ def play(
     changes = known(overrides)
     from ..play import page
     from ..play.host import Host
-    from ..system.terminal import console
+    from ..system.terminal import console, progress
 
     if not page.installed():
         raise ValueError("the page needs gradio: pip install 'twistlm[play]'")
@@ -66,7 +66,9 @@ def play(
     )
     models = Host(source, device, changes, data)
     try:
-        address = page.launch(page.build(models, run), host, port or None)
+        with progress() as bar:
+            bar.add_task(f"open {source}", total=None, note="")
+            address = page.launch(page.build(models, run), host, port or None)
         console.print(f"{address}   (Ctrl-C ends it)")
         while True:
             time.sleep(3600)

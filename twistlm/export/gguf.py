@@ -31,6 +31,7 @@ def export(
     tokenizer: Path | None = None,
     text: Text | None = None,
     prompt: str = verify.PROMPT,
+    tell: verify.Tell = verify.SILENT,
 ) -> list[verify.Verified]:
     """Write a GGUF file, PATH.json and PATH.Modelfile for Ollama, compare it with torch in llama.cpp where that is installed.
 
@@ -45,14 +46,18 @@ def export(
     path.parent.mkdir(parents=True, exist_ok=True)
     with draft_folder(path) as folder:
         draft = folder / path.name
+        tell("write the file")
         tensors = dict(_tensors(model, found))
         plain = type_ if type_ not in llamacpp.QUANTIZES else "f32"
         _write(gguf, model, found, tensors, draft, plain, tokenizer)
         if plain != type_:
             llamacpp.quantize_(draft, type_)
+        tell("read it back")
         worst = _read_back(gguf, draft, tensors, found)
+        tell("run torch")
         goal = verify.reference(model, tokenizer, prompt)
         rows = [verify.torch_row(model, goal, text)]
+        tell("run llama.cpp")
         if llamacpp.installed():
             n_ctx = max(len(goal.logits), text.seq_len if text else 0)
             runner = llamacpp.load(draft, n_ctx, all_logits=True, exact=type_ == "f32")
