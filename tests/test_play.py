@@ -10,14 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import VOCAB, tiny_table, write_words
 
 from twistlm import config
+from twistlm.model import huggingface
 from twistlm.play import PICKS
 from twistlm.play.host import Host, ModelEnded
+from twistlm.play.models import Asked, Models
+from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.training import rounds
 
@@ -73,6 +78,24 @@ def test_tickets_are_cut_in_memory(host, run):
     assert sorted(path for path in run.rglob("*")) == before
 
 
+@pytest.mark.parametrize("pick", PICKS)
+def test_what_is_cut_in_memory_is_the_ticket_that_extract_writes(run, pick, tmp_path):
+    """Every weight, bit for bit, of a folder that is loaded again."""
+    models = Models(str(run), "cpu", [], None)
+    for asked in (
+        Asked(3, pick),
+        Asked(1, pick),
+        Asked(2, pick),
+    ):  # the last one's memory is let go
+        deploy.save_ticket(models.parent, models.blueprint(asked), tmp_path / str(asked.size))
+        want = huggingface.state(deploy.load_ticket(tmp_path / str(asked.size)))
+        found = huggingface.state(models.ticket(asked))
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], want[name]) for name in want)
+        parts = list(models.cut(asked))
+        assert set(parts[0]["ticket"]) < set(parts[1]["ticket"]) < set(parts[2]["ticket"])
+
+
 def test_a_question_that_is_left_and_a_process_that_is_killed(host):
     asked = {"size": 2, "pick": PICKS[0], "seed": 0}
     words = {"prompt": "w1 w2", "n_new": 8, "temperature": 0.0}
@@ -124,6 +147,20 @@ def served(run) -> Iterator[tuple[str, int]]:
     process.stdout.close()
 
 
+@dataclass(frozen=True)
+class Child:
+    """A process and what it was started with."""
+
+    pid: int
+    cmdline: bytes
+
+
+def children(pid: int) -> list[Child]:
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(word) for path in found for word in path.read_text().split()]
+    return [Child(each, Path(f"/proc/{each}/cmdline").read_bytes()) for each in pids]
+
+
 class Reader:
     """A person at a browser that can reach this machine and nothing else."""
 
@@ -153,6 +190,11 @@ class Reader:
     def text(self, css: str) -> str:
         element = self.find(css)
         return element.get_attribute("value") or element.text
+
+    def texts(self, css: str) -> list[str]:
+        from selenium.webdriver.common.by import By
+
+        return [each.text for each in self.browser.find_elements(By.CSS_SELECTOR, css)]
 
     def wait(self, what, css: str) -> str:
         """The text of an element once `what` holds for it."""
@@ -215,19 +257,20 @@ def reader(served):
 def test_a_person_plays(reader, run, tmp_path):
     """Slider, prompt, both texts, numbers and tabs, while a training goes on in the same folder."""
     one = reader()
-    table = "#ticket-numbers table"
-    first = one.wait(lambda text: "perplexity" in text and "…" not in text, table)
-    assert "ffn 2/4" in one.text("#ticket-numbers")
+    first = one.wait(lambda text: "perplexity" in text and "…" not in text, "#numbers")
+    assert "ffn 2/4" in first
     command = [sys.executable, "-m", "twistlm", "train", "run", "--resume", "train.rounds=400"]
     training = subprocess.Popen(command, cwd=run.parent, stdout=subprocess.DEVNULL)
     try:
         one.move("\ue014")  # right
-        one.wait(lambda text: "ffn 3/4" in text, "#ticket-numbers")
-        second = one.wait(lambda text: "…" not in text and text != first, table)
+        second = one.wait(lambda text: "ffn 3/4" in text and "…" not in text, "#numbers")
         assert "random tickets" in second
-        whole = one.wait(lambda text: "perplexity" in text, "#whole-numbers table")
-        assert "MB" in whole
-        assert "ms per token" in whole
+        tiles = [tile.split("\n") for tile in one.texts("#numbers .tile")]
+        names = ["parameters", "weights", "a decoded token", "perplexity"]
+        assert [tile[0] for tile in tiles] == names
+        assert tiles[0][1:] == ["9,568", "whole model 11,152"]
+        assert all(" MB" in text for text in tiles[1][1:])
+        assert all(text.endswith(" ms") for text in tiles[2][1:])
         one.type("w1 w2 w3")
         one.find("#write").click()
         for box in ("#whole-text textarea", "#ticket-text textarea"):
@@ -255,9 +298,9 @@ def test_a_person_plays(reader, run, tmp_path):
 def test_two_people_a_huge_prompt_and_a_killed_model(reader, served, tmp_path):
     one, two = reader(), reader(390)
     for each in (one, two):
-        each.wait(lambda text: "ffn 2/4" in text, "#ticket-numbers")
+        each.wait(lambda text: "ffn 2/4" in text, "#numbers")
     two.move("\ue012")  # left
-    two.wait(lambda text: "ffn 1/4" in text, "#ticket-numbers")
+    two.wait(lambda text: "ffn 1/4" in text, "#numbers")
     one.type("w5 " * 50_000)
     two.type("w6 w7")
     for each in (one, two):
@@ -265,14 +308,13 @@ def test_two_people_a_huge_prompt_and_a_killed_model(reader, served, tmp_path):
     for each in (one, two):
         assert each.wait(lambda text: text.count("w") >= 3, "#ticket-text textarea")
     assert "tokens were read" in one.wait(lambda text: "were read" in text, "#note")
-    assert "ffn 2/4" in one.text("#ticket-numbers")  # what others do is not mine
+    assert "ffn 2/4" in one.text("#numbers")  # what others do is not mine
     wide = two.browser.execute_script("return document.documentElement.scrollWidth")
     assert wide <= 390
     two.browser.save_screenshot(str(tmp_path / "play-390.png"))
-    children = Path(f"/proc/{served[1]}/task/{served[1]}/children").read_text().split()
-    for child in children:
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-            os.kill(int(child), signal.SIGKILL)
+    (server,) = (child for child in children(served[1]) if b"forkserver" in child.cmdline)
+    (model,) = children(server.pid)
+    os.kill(model.pid, signal.SIGKILL)
     one.type("w8 w9")  # the next question finds a new process
     one.find("#write").click()
     one.wait(lambda text: "ms per token" in text and "were read" not in text, "#note")

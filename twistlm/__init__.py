@@ -57,6 +57,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    from .system.compat import check_transformers
+
+    check_transformers()
     found = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     return found
 

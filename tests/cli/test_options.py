@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import typer
@@ -18,6 +23,7 @@ from twistlm.lab.experiments.scales import SCALES
 from twistlm.pruners import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS, methods, repair
 from twistlm.tickets import DTYPES, IMPORTANCES, deploy, importance
 
+REPO = Path(__file__).parents[2]
 APP = typer.main.get_command(cli.app)
 
 
@@ -72,6 +78,30 @@ def test_version_doctor_and_groups():
     in_panels = {name for names in GROUPS.values() for name in names}
     commands = {entry.name or entry.callback.__name__ for entry in app.registered_commands}
     assert commands - in_panels == {"node"}  # of many machines
+
+
+def test_another_transformers_is_one_sentence(tmp_path):
+    """The version that is installed is read, not imported; help, version and doctor still work."""
+    about = tmp_path / "transformers-4.57.6.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.6\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, *words]
+        env = os.environ | {"PYTHONPATH": path}
+        return subprocess.run(command, capture_output=True, text=True, env=env)
+
+    wanted = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
+    (wanted,) = (line for line in wanted if line.startswith("transformers"))
+    said = f"twistlm needs {wanted}, and transformers 4.57.6 is installed"
+    done = run("-m", "twistlm", "train", "demo")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {said}")
+    assert "Traceback" not in done.stderr
+    done = run("-c", "import twistlm; twistlm.register()")
+    assert done.stderr.strip().splitlines()[-1].startswith(f"ValueError: {said}")
+    assert run("-m", "twistlm", "train", "--help").returncode == 0
 
 
 def test_push_says_what_would_be_sent(tmp_path):

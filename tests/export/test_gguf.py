@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 import torch
 from families_table import N_NEURONS, TABLE, VOCAB, tiny_model
 from tiny_tickets import KEPT_ATTN, KEPT_FFN, N_FFN, open_parent, tiny_ticket
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from twistlm.cli.options import app
-from twistlm.export import architectures, llamacpp, verify
+from twistlm.export import architectures, llamacpp, ollama, verify
 from twistlm.export import gguf as exporter
 from twistlm.tickets import deploy
 
@@ -160,6 +162,7 @@ def test_the_file_holds_the_ticket(name, attn_by, config, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "parent",
         "ticket.gguf",
+        "ticket.gguf.Modelfile",
         "ticket.gguf.json",
     ]
 
@@ -300,6 +303,79 @@ def test_tokenizer(name, tmp_path):
     assert meta["tokenizer.ggml.add_bos_token"] is False
     merges = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
     assert [m.split(" ") for m in meta["tokenizer.ggml.merges"]] == merges
+
+
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ZEPHYR = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GEMMA = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}<s>{{ m.role }}\n"
+    "{{ m.content | trim }}</s>{% endfor %}"
+)
+
+
+def as_ollama(text: str, system: str, turns: list[tuple[str, str]]) -> str:
+    """What Ollama sends for a talk: the template once per turn, the last one without an answer."""
+    (template,) = re.findall(r'TEMPLATE """(.*?)"""', text, re.DOTALL)
+    system = system or (re.findall(r'SYSTEM """(.*?)"""', text, re.DOTALL) or [""])[0]
+    made = ""
+    for i, (prompt, answer) in enumerate(turns):
+        turn = {"System": system if i == 0 else "", "Prompt": prompt}
+        filled = re.sub(
+            r"{{ if \.(\w+) }}(.*?){{ end }}",
+            lambda m, turn=turn: m[2].replace(f"{{{{ .{m[1]} }}}}", turn[m[1]]) * bool(turn[m[1]]),
+            template,
+            flags=re.DOTALL,
+        )
+        head, tail = filled.split("{{ .Response }}")
+        made += head + (answer + tail if answer else "")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "stop"), [(CHATML, "", "<|im_end|>"), (ZEPHYR, "<eos>", "<eos>")]
+)
+def test_ollama_says_what_the_chat_template_says(template, bos, stop, tmp_path):
+    """Two turns, with and without a system's words, against Hugging Face's own rendering."""
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer(tmp_path / "t.json", SPLITS["gpt-2"]),
+        bos_token="<eos>",
+        eos_token="<eos>",
+    )
+    if bos:  # it is added to every text: a runtime does that by itself
+        made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<eos> $A", special_tokens=[("<eos>", 0)]
+        )
+    made.chat_template = template
+    made.save_pretrained(tmp_path / "t")
+    text = ollama.modelfile("t.gguf", tmp_path / "t/tokenizer.json")
+    assert text.startswith("FROM ./t.gguf\n")
+    assert f'PARAMETER stop "{stop}"' in text
+    for system in ("", "Speak plainly"):
+        talk = [{"role": "system", "content": system}] * bool(system) + [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "two"},
+            {"role": "user", "content": "three"},
+        ]
+        want = made.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        found = as_ollama(text, system, [("one", "two"), ("three", "")])
+        assert bos + found == want
+
+
+def test_ollama_gets_no_chat_format_that_it_cannot_say(tmp_path):
+    make_tokenizer(tmp_path / "tokenizer.json", SPLITS["gpt-2"])
+    assert ollama.modelfile("t.gguf", None) == "FROM ./t.gguf\n"
+    assert ollama.modelfile("t.gguf", tmp_path / "tokenizer.json") == "FROM ./t.gguf\n"
+    (tmp_path / "chat_template.jinja").write_text(GEMMA)
+    text = ollama.modelfile("t.gguf", tmp_path / "tokenizer.json")
+    assert 'TEMPLATE "' not in text
+    assert "own list" in text
 
 
 def test_a_tokenizer_that_llama_cpp_would_misread_is_refused(tmp_path):

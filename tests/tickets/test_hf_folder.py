@@ -378,8 +378,8 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(hf_folde
     n_full = sum(param.numel() for param in full.template.parameters())
     for text in (
         "# A ticket of tiny-llama",
-        "| perplexity | 12.35 |",
-        "| proof.logit | 1.5e-06 |",
+        "| perplexity | 12.35 |  |",
+        "| proof.logit | 1.5e-06 |  |",
         f"{record['n_params']:,} of {n_full:,}",
         "trust_remote_code=True",
         "| layer | intermediate_size | num_attention_heads | num_key_value_heads |",

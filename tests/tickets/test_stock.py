@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import word_level
 from families_table import N_FFN, N_LAYERS, TABLE, build, by_hand, far, logits, sentence, tokens
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from twistlm.cli.options import app
+from twistlm.export import onnx
 from twistlm.model.blocks import Blueprint, widths_of_ratio
 from twistlm.system.terminal import progress
 from twistlm.tickets import deploy, stock
@@ -194,3 +198,147 @@ def test_the_command_says_what_kind_of_ticket_it_wrote(tmp_path):
     assert "not a stock llama model: its layers differ" in done.output.replace("\n", " ")
     done = CliRunner().invoke(app, [*common, "--params", "1", "--stock", "blocks.shared_first=0"])
     assert "is impossible: the smallest" in str(done.exception)
+
+
+# other programs, in processes that know nothing of twistlm
+
+
+def elsewhere(module: str, code: str, *args: Path | str) -> Any:
+    """What a program prints as JSON; TWISTLM_PYTHON_<MODULE> names a Python that has it, if not this one."""
+    python = os.environ.get(f"TWISTLM_PYTHON_{module.upper()}")
+    if python is None:
+        pytest.importorskip(module)
+    done = subprocess.run(
+        [python or sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=args[0],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+VLLM = """
+import json, sys, vllm
+if __name__ == "__main__":
+    ids = json.loads(sys.argv[2])
+    engine = vllm.LLM(sys.argv[1], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=40)
+    settings = vllm.SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+    made = engine.generate([{"prompt_token_ids": row} for row in ids], settings)
+    print()
+    print(json.dumps([list(out.outputs[0].token_ids) for out in made]))
+"""
+LORA = """
+import json, sys, torch, peft
+from transformers import AutoModelForCausalLM
+torch.manual_seed(0)
+ids = torch.tensor(json.loads(sys.argv[2]))
+model = peft.get_peft_model(
+    AutoModelForCausalLM.from_pretrained(sys.argv[1]),
+    peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+)
+start = model(input_ids=ids).logits.tolist()
+adam, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), []
+for _ in range(30):
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    adam.step()
+    adam.zero_grad()
+    losses.append(float(loss))
+merged = model.merge_and_unload()
+merged.save_pretrained(sys.argv[3])
+again = AutoModelForCausalLM.from_pretrained(sys.argv[3])
+far = float((again(input_ids=ids).logits - merged(input_ids=ids).logits).abs().max())
+print(json.dumps({"start": start, "losses": losses, "far": far}))
+"""
+INT8 = """
+import json, sys, torch
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+quantize_(model, Int8WeightOnlyConfig())
+with torch.no_grad():
+    print(json.dumps(model(input_ids=torch.tensor(json.loads(sys.argv[2]))).logits.tolist()))
+"""
+LM_EVAL = """
+import json, sys, lm_eval
+task = {
+    "task": "words", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": sys.argv[2]}},
+    "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{text}}",
+    "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
+done = lm_eval.simple_evaluate(
+    model="hf", model_args=f"pretrained={sys.argv[1]}", tasks=[task], device="cpu", batch_size=4
+)
+print(json.dumps([[found[0] for found in row["filtered_resps"]] for row in done["samples"]["words"]]))
+"""
+OPTIMUM = """
+import json, sys, torch
+from optimum.onnxruntime import ORTModelForCausalLM
+model, ids = ORTModelForCausalLM.from_pretrained(sys.argv[1]), torch.tensor(json.loads(sys.argv[2]))
+text = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+print(json.dumps(text.tolist()))
+"""
+OTHERS = [STOCK[0], STOCK[1]]
+AS_WORDS = json.dumps(IDS.tolist())
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("key", OTHERS, ids="/".join)
+def test_vllm_writes_the_same_text_without_the_plugin(key, tmp_path):
+    """With heads of 32, the smallest that its attention on CPUs knows."""
+    build(TABLE[key[0]].type, TABLE[key[0]].config | {"head_dim": 32}).save_pretrained(
+        tmp_path / "p"
+    )
+    parent = parent_of(tmp_path / "p", key)
+    deploy.save_ticket(parent, uniform(parent), tmp_path / "ticket")
+    found = elsewhere("vllm", VLLM, tmp_path / "ticket", AS_WORDS)
+    ticket: Any = deploy.load_ticket(tmp_path / "ticket")
+    want = ticket.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert found == want[:, IDS.shape[1] :].tolist()
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("key", OTHERS, ids="/".join)
+def test_peft_trains_merges_and_saves(key, root, tmp_path):
+    found = elsewhere("peft", LORA, root / "-".join(key), AS_WORDS, tmp_path / "merged")
+    assert far(torch.tensor(found["start"]), logits(reference(key), IDS)) < 1e-5
+    assert found["losses"][-1] < 0.8 * found["losses"][0]
+    assert found["far"] < 1e-5
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("key", OTHERS, ids="/".join)
+def test_torchao_stores_eight_bits(key, root):
+    found = torch.tensor(elsewhere("torchao", INT8, root / "-".join(key), AS_WORDS))
+    want = logits(reference(key), IDS)
+    assert 0 < far(found, want) < 0.02 * float(want.abs().max())
+
+
+@pytest.mark.runtime
+def test_lm_eval_scores_words(root, tmp_path):
+    """A task of local data; its log-likelihoods are the masked parent's."""
+    key, folder = STOCK[0], tmp_path / "ticket"
+    shutil.copytree(root / "-".join(key), folder)
+    words = PreTrainedTokenizerFast(tokenizer_object=word_level([f"w{i}" for i in range(64)]))
+    words.save_pretrained(folder)
+    rows = [{"text": f"w{i} w{i + 1}", "choices": ["w5", "w9"], "answer": 0} for i in range(10, 18)]
+    (tmp_path / "words.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    found = elsewhere("lm_eval", LM_EVAL, folder, tmp_path / "words.jsonl")
+    for i, pair in zip(range(10, 18), found, strict=True):
+        want = logits(reference(key), torch.tensor([[i, i + 1]]))[0, -1].log_softmax(-1)[[5, 9]]
+        assert far(torch.tensor(pair), want) < 1e-4
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("key", [("llama", "head", "ffn"), ("gpt2", "head", "ffn")], ids="/".join)
+def test_optimum_runs_the_onnx_folder_of_a_ticket_with_all_heads(key, tmp_path):
+    pytest.importorskip("onnxscript")
+    parent = parent_of(tmp_path / "parent", key)
+    deploy.save_ticket(parent, uniform(parent), tmp_path / "ticket")
+    onnx.export(deploy.load_ticket(tmp_path / "ticket"), tmp_path / "onnx")
+    found = elsewhere("optimum", OPTIMUM, tmp_path / "onnx", AS_WORDS)
+    text = reference(key).generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert found == text.tolist()

@@ -11,6 +11,8 @@ import typer
 from ..export import FORMATS
 from .options import ANY_MODEL, Tokens, app, words
 
+STEPS = {("gguf", ""): 4, ("onnx", ""): 3, ("onnx", "q8"): 4}  # that an export tells of
+
 
 @app.command(
     epilog="Examples:\n\n"
@@ -57,9 +59,17 @@ def export(
         text.file.check(text.seq_len, vocab_size(model))
     write = {"gguf": gguf.export, "onnx": onnx.export}[to]
     with tempfile.TemporaryDirectory() as folder, progress() as bar:
-        bar.add_task(f"write {to} and compare it with torch", total=None, note="")
+        type_ = type_ or FORMATS[to][0]
+        total = STEPS.get((to, type_), STEPS[to, ""])
+        task = bar.add_task(f"export to {to}", total=total, note="")
+        done = iter(range(total))
+
+        def tell(step: str) -> None:
+            bar.update(task, completed=next(done), note=step)
+
         tokenizer = opened.tokenizer_file(Path(folder))
-        rows = write(model, out, type_ or FORMATS[to][0], tokenizer, text, prompt or verify.PROMPT)
+        rows = write(model, out, type_, tokenizer, text, prompt or verify.PROMPT, tell)
+        bar.update(task, completed=total)
     console.print(verify.table(rows))
     if to == "gguf" and len(rows) == 1:
         console.print("not run in llama.cpp, which is not installed: pip install 'twistlm[llama]'")

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from ..system.compat import check_transformers
 from .options import Data, Device, Overrides, Parent, app, known
 
 EXTRAS = {  # extra -> what it needs, what it enables
@@ -56,7 +57,7 @@ def play(
     changes = known(overrides)
     from ..play import page
     from ..play.host import Host
-    from ..system.terminal import console
+    from ..system.terminal import console, progress
 
     if not page.installed():
         raise ValueError("the page needs gradio: pip install 'twistlm[play]'")
@@ -65,7 +66,9 @@ def play(
     )
     models = Host(source, device, changes, data)
     try:
-        address = page.launch(page.build(models, run), host, port or None)
+        with progress() as bar:
+            bar.add_task(f"open {source}", total=None, note="")
+            address = page.launch(page.build(models, run), host, port or None)
         console.print(f"{address}   (Ctrl-C ends it)")
         while True:
             time.sleep(3600)
@@ -87,6 +90,10 @@ def doctor() -> None:
     for name in ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy"):
         versions.add_row(name, version(name))
     console.print(versions)
+    try:
+        check_transformers()
+    except ValueError as error:
+        console.print(str(error), style="red")
     console.print(_devices())
     extras = table("extras", "", "", "enables", words=3)
     for name, (modules, enables) in EXTRAS.items():

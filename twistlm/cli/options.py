@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ import typer
 
 from ..config import Config, preset_names
 from ..presets import build, overridden
+from ..system.compat import check_transformers
 
 PARENT = "A run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE."
 ANY_MODEL = f"A ticket; {PARENT[0].lower()}{PARENT[1:]}"
@@ -104,9 +106,12 @@ def _say_version(asked: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version."),
     ] = False,
 ) -> None:
     """Train a language model once, deploy it at any size (TwIST)."""
+    if context.invoked_subcommand != "doctor" and "--help" not in sys.argv:
+        check_transformers()

@@ -146,7 +146,8 @@ def prepare(
         max_id = -1
         with Path(f"{draft}.bin").open("wb") as file, progress(quiet) as bar:
             for source in sources:
-                task = bar.add_task(f"tokenize {Path(source).name}", total=None, note="")
+                by_bytes, total = _amount(source)
+                task = bar.add_task(f"tokenize {Path(source).name}", total=total, note="")
                 for pieces, ends in _batches(documents(source, column), source):
                     for ids, end in zip(_encode(tok, pieces), ends, strict=True):
                         array = np.array(
@@ -156,7 +157,9 @@ def prepare(
                         n_tokens += array.size
                         n_documents += end
                         max_id = max(max_id, int(array.max())) if array.size else max_id
-                    bar.update(task, advance=sum(ends), note=f"{n_tokens:,} tokens")
+                    done = sum(len(p.encode()) for p in pieces) if by_bytes else sum(ends)
+                    bar.update(task, advance=done, note=f"{n_tokens:,} tokens")
+                bar.update(task, total=bar.tasks[task].completed)  # empty ones were not counted
         if n_tokens == 0:
             raise ValueError(f"{', '.join(sources)}: no text in there")
         tok.save(f"{draft}.tokenizer.json")
@@ -173,6 +176,25 @@ def prepare(
         ):  # the description last: it says "complete"
             os.replace(f"{draft}{suffix}", f"{stem}{suffix}")
     return open_tokens(str(stem))
+
+
+def _amount(source: str) -> tuple[bool, int | None]:
+    """What a bar counts of a source, for its time left: bytes of a text, else documents; None is unknown."""
+    path = Path(source)
+    if path.suffix in (".txt", ".raw"):
+        return True, path.stat().st_size if path.is_file() else None
+    if path.suffix == ".parquet" and path.is_file():
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return False, pq.read_metadata(path).num_rows
+        except (pa.ArrowException, OSError):  # reading says it better
+            return False, None
+    if path.suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as file:
+            return False, sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    return False, None
 
 
 def _batches(texts: Iterable[str], source: str) -> Iterator[tuple[list[str], list[bool]]]:

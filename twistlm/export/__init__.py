@@ -5,4 +5,6 @@ from __future__ import annotations
 GGUF_TYPES = ("q8_0", "f32", "f16", "q4_k_m")
 ONNX_TYPES = ("f32", "q8")
 FORMATS = {"gguf": GGUF_TYPES, "onnx": ONNX_TYPES}  # of `export --to`
-RUNTIMES = ("torch", "onnx", "onnx-q8", "llama.cpp-q8_0")  # of `bench deploy --runtime`
+RUNTIMES = (  # of `bench deploy --runtime`
+    "torch", "onnx", "onnx-q8", "llama.cpp-f16", "llama.cpp-q8_0", "llama.cpp-q4_k_m",
+)  # fmt: skip

@@ -20,7 +20,7 @@ from ..compute.perplexity import Text
 from ..model import families, huggingface
 from ..model.count import kv_name, sublayers
 from ..system.files import draft_folder
-from . import GGUF_TYPES, llamacpp, verify
+from . import GGUF_TYPES, llamacpp, ollama, verify
 from .architectures import QKV, Architecture, add_rope_, home, widths
 
 
@@ -31,8 +31,9 @@ def export(
     tokenizer: Path | None = None,
     text: Text | None = None,
     prompt: str = verify.PROMPT,
+    tell: verify.Tell = verify.SILENT,
 ) -> list[verify.Verified]:
-    """Write a GGUF file and PATH.json, compare it with torch in llama.cpp where that is installed.
+    """Write a GGUF file, PATH.json and PATH.Modelfile for Ollama, compare it with torch in llama.cpp where that is installed.
 
     Matrices get `type_`; vectors stay float32, and rows that q8_0 cannot hold (no multiple of 32) f16.
     q4_k_m is llama.cpp's own mixture of types, made by llama.cpp.
@@ -45,14 +46,18 @@ def export(
     path.parent.mkdir(parents=True, exist_ok=True)
     with draft_folder(path) as folder:
         draft = folder / path.name
+        tell("write the file")
         tensors = dict(_tensors(model, found))
         plain = type_ if type_ not in llamacpp.QUANTIZES else "f32"
         _write(gguf, model, found, tensors, draft, plain, tokenizer)
         if plain != type_:
             llamacpp.quantize_(draft, type_)
+        tell("read it back")
         worst = _read_back(gguf, draft, tensors, found)
+        tell("run torch")
         goal = verify.reference(model, tokenizer, prompt)
         rows = [verify.torch_row(model, goal, text)]
+        tell("run llama.cpp")
         if llamacpp.installed():
             n_ctx = max(len(goal.logits), text.seq_len if text else 0)
             runner = llamacpp.load(draft, n_ctx, all_logits=True, exact=type_ == "f32")
@@ -65,7 +70,8 @@ def export(
         record = {"format": "gguf", "type": type_, "max_weight_delta": worst}
         record |= verify.record(rows)
         Path(f"{draft}.json").write_text(json.dumps(record, indent=1) + "\n")
-        for suffix in (".json", ""):
+        Path(f"{draft}.Modelfile").write_text(ollama.modelfile(path.name, tokenizer))
+        for suffix in (".json", ".Modelfile", ""):
             os.replace(f"{draft}{suffix}", f"{path}{suffix}")
     return rows
 

@@ -46,6 +46,7 @@ def export(
     tokenizer: Path | None = None,
     text: Text | None = None,
     prompt: str = verify.PROMPT,
+    tell: verify.Tell = verify.SILENT,
 ) -> list[verify.Verified]:
     """Write an ONNX folder, compare it with torch on the spot, and return the comparison's rows.
 
@@ -57,15 +58,19 @@ def export(
     is_ours = (folder / RECORD).is_file() or (folder.is_dir() and not any(folder.iterdir()))
     if folder.exists() and not is_ours:
         raise ValueError(f"--out {folder} exists and is no ONNX export: choose another folder")
+    tell("run torch")
     goal = verify.reference(model, tokenizer, prompt)
     rows = [verify.torch_row(model, goal, text)]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with files.whole_folder(folder) as draft:
+        tell("trace the graph")
         with _quiet():
             _write(model, draft / FILE, untie=type_ == "q8")
+        tell("run onnxruntime")
         rows.append(verify.check("onnxruntime f32", OnnxTicket(draft), goal, text, _size(draft)))
         verify.demand_equal(rows[-1], goal)
         if type_ == "q8":
+            tell("store eight bits and run them")
             with _quiet():
                 _quantize_(draft)
             rows.append(verify.check("onnxruntime q8", OnnxTicket(draft), goal, text, _size(draft)))

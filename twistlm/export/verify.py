@@ -25,6 +25,14 @@ N_NEW = 24
 EXACT = 1e-3  # largest |Δlogit| of a float32 export, as a share of the largest |logit|
 
 
+def _silent(step: str) -> None:
+    """Nobody waits."""
+
+
+Tell = Callable[[str], None]  # what an export does next, for a bar
+SILENT: Tell = _silent
+
+
 class Runner(Protocol):
     """A model in some runtime, with the cache of one sequence."""
 

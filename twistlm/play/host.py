@@ -50,7 +50,7 @@ class Host:
                         ) from None
 
     def _answer(self, name: str, arguments: dict[str, Any]) -> Iterator[Any]:
-        self._start()
+        self.start()
         self._stop.clear()
         ended = False
         try:
@@ -84,11 +84,13 @@ class Host:
             self._pipe.close()
             self._process = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """The model's process, if there is none: forked off one that has torch already and nothing else."""
         if self._process is not None and self._process.is_alive():
             return
         self.close()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["twistlm.play.models"])
         self._pipe, theirs = context.Pipe()
         self._stop = context.Event()
         arguments = (theirs, self._stop, *self._arguments)

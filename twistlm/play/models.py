@@ -70,15 +70,14 @@ class Models:
         }
 
     def cut(self, asked: Asked) -> Iterator[dict[str, Any]]:
-        """The numbers of the whole model and of a ticket: at once what is quick, then the perplexities."""
+        """What the whole model and a ticket cost, how fast they are, how good: each as soon as it is known."""
         asked = self._legal(asked)
-        model = self._ticket(asked)
-        found = {"whole": self._quick(None, self.whole), "ticket": self._quick(asked, model)}
-        yield found
-        if self.text is not None:
-            for name, key, each in (("whole", None, self.whole), ("ticket", asked, model)):
-                found[name] = found[name] | {"perplexity": self._perplexity(key, each)}
-                yield found
+        models = {"whole": (None, self.whole), "ticket": (asked, self.ticket(asked))}
+        steps = [self._sizes, self._ms] + [self._perplexity] * (self.text is not None)
+        for step in steps:
+            for key, model in models.values():
+                step(self.measured.setdefault(key, {}), model)
+            yield {name: dict(self.measured[key]) for name, (key, _) in models.items()}
 
     def curve(self, pick: str, seed: int) -> Iterator[dict[str, Any]]:
         """Parameters, milliseconds and perplexity of every size, smallest first, as they come."""
@@ -101,7 +100,7 @@ class Models:
         note = f"the last {len(kept):,} of {len(ids):,} tokens were read" * (len(kept) < len(ids))
         writers = {
             "whole": _Writer(self.whole, self.tokenizer, kept, temperature, asked.seed),
-            "ticket": _Writer(self._ticket(asked), self.tokenizer, kept, temperature, asked.seed),
+            "ticket": _Writer(self.ticket(asked), self.tokenizer, kept, temperature, asked.seed),
         }
         for _ in range(n_new):
             for writer in writers.values():
@@ -121,13 +120,14 @@ class Models:
             )
         return asked if asked.pick == PICKS[0] else Asked(asked.size, asked.pick)
 
-    def _ticket(self, asked: Asked) -> PreTrainedModel:
+    def ticket(self, asked: Asked) -> PreTrainedModel:
+        """The ticket that was asked for, cut if it is not the last one."""
         if self.held is None or self.held[0] != asked:
             self.held = None  # room for the new one
-            self.held = asked, deploy.extract(self.parent, self._blueprint(asked))
+            self.held = asked, deploy.extract(self.parent, self.blueprint(asked))
         return self.held[1]
 
-    def _blueprint(self, asked: Asked) -> Blueprint:
+    def blueprint(self, asked: Asked) -> Blueprint:
         """The same blocks for the same question; nested ones lie inside those of every larger size.
 
         Their order is the one that the parent was trained with, or else by the magnitude of their weights.
@@ -147,24 +147,20 @@ class Models:
         found = [self._measure(deploy.extract(self.parent, each)) for each in drawn]
         return drawn[found.index(min(found))]
 
-    def _quick(self, key: Asked | None, model: PreTrainedModel) -> dict[str, Any]:
-        if key not in self.measured:
-            took = speed.measure_all([model], n_repeats=1, n_prompt=8, n_steps=4)[0]
-            self.measured[key] = {
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "bytes": weights_bytes(huggingface.shapes(model)),
-                "ms": took.decode_ms,
-                "stock": not isinstance(
-                    stock.stock_config(self.parent.template, huggingface.shapes(model)), str
-                ),
-            }
-        return self.measured[key]
+    def _sizes(self, found: dict[str, Any], model: PreTrainedModel) -> None:
+        if "parameters" not in found:
+            shapes = huggingface.shapes(model)
+            found["parameters"] = sum(p.numel() for p in model.parameters())
+            found["bytes"] = weights_bytes(shapes)
+            found["stock"] = not isinstance(stock.stock_config(self.parent.template, shapes), str)
 
-    def _perplexity(self, key: Asked | None, model: PreTrainedModel) -> float:
-        found = self._quick(key, model)
+    def _ms(self, found: dict[str, Any], model: PreTrainedModel) -> None:
+        if "ms" not in found:
+            found["ms"] = speed.glance(model)
+
+    def _perplexity(self, found: dict[str, Any], model: PreTrainedModel) -> None:
         if "perplexity" not in found:
             found["perplexity"] = self._measure(model)
-        return found["perplexity"]
 
     def _measure(self, model: PreTrainedModel) -> float:
         assert self.text is not None

@@ -5,13 +5,31 @@ Nothing happens at import, and neither library is imported before a function her
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+TRANSFORMERS = ((5, 14), (6,))  # from, below: as pyproject.toml has it
+
 # (config class that transformers chose, contents of config.json) -> the class to use
 ChooseClass = Callable[[type, dict[str, Any]], type]
+
+
+def check_transformers() -> None:
+    """A version of transformers that twistlm cannot work with is one sentence, before anything is imported."""
+    least, below = TRANSFORMERS
+    try:
+        found = importlib.metadata.version("transformers")
+        number = tuple(int(part) for part in found.split(".")[:2])
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # a build without a plain number
+        return
+    if not least <= number < below:
+        wanted = f"transformers>={'.'.join(map(str, least))},<{below[0]}"
+        raise ValueError(
+            f"twistlm needs {wanted}, and transformers {found} is installed: pip install '{wanted}'"
+        )
 
 
 def choose_config_class(choose: ChooseClass) -> None:

@@ -14,7 +14,9 @@ from ..model.huggingface import gguf_path
 from .parent import Parent
 
 NAME = "README.md"
-SAID = ("parent", "n_params", "bytes", "stock")  # notes that other lines of the card tell
+SAID = (  # notes that lines of the card tell in words, or that its loading section does
+    "parent", "n_params", "bytes", "stock", "speed", "budget", "pick", "spend", "whole", "dtype", "max_logit_difference",
+)  # fmt: skip
 STOCK = """This is a stock FAMILY model: transformers, vLLM, llama.cpp's converter, PEFT and other programs load it as they load
 any FAMILY model, without twistlm and without code of its own.
 
@@ -55,12 +57,12 @@ def save(
     base = parent.cfg.model.weights
     n_full = parent.central.layout.n_params
     bytes_ = (folder / "model.safetensors").stat().st_size
-    numbers = {
-        "parameters": f"{record['n_params']:,} of {n_full:,} ({record['n_params'] / n_full:.1%})",
-        "weights on disk": f"{bytes_ / 1e6:,.1f} MB",
-        **_flat({key: notes[key] for key in notes if key not in SAID}),
-        "made by": f"`{record['command']}`, twistlm {record['git']}, {record['device']}",
-    }
+    numbers = [
+        ("parameters", f"{record['n_params']:,} of {n_full:,} ({record['n_params'] / n_full:.1%})", f"{n_full:,}"),
+        ("weights on disk", f"{bytes_ / 1e6:,.1f} MB", ""),
+        *_measured(notes),
+    ]  # fmt: skip
+    made = f"`{record['command']}`, twistlm {record['git']}, {record['device']}"
     data = ModelCardData(
         license=_license(base),
         base_model=base if _is_hub_id(base) else None,
@@ -84,7 +86,9 @@ were kept, and the activation scale is folded into the weights.{origin}
 
 ## Numbers
 
-{_table(("", ""), numbers.items())}
+{_table(("", "ticket", "parent"), numbers)}
+
+{_chosen(notes)}Made by {made}.
 
 ## Loading
 
@@ -97,6 +101,39 @@ Kept out of the parent's (the blocks themselves are in ticket.json).
 {_stock_widths(record["stock"]) if is_stock else _widths(config)}
 """
     ModelCard(text).save(folder / NAME)
+
+
+def _measured(notes: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows of the card's table out of what was measured, the parent's beside the ticket's."""
+    whole, rows = notes.get("parent", {}), []
+    if isinstance(found := notes.get("perplexity"), dict) and "n_tokens" in found:
+        name = f"perplexity on {found['n_tokens']:,} tokens"
+        name += f" of {os.path.basename(found['data'])}" if "data" in found else ""
+        both = (f"{found[who]:.2f}" if who in found else "" for who in ("ticket", "parent"))
+        rows.append((name, *both))
+    elif found is not None:
+        rows += [(name, text, "") for name, text in _flat({"perplexity": found}).items()]
+    if took := notes.get("speed"):
+        where = f"{took['device']}, {took['n_threads']} threads"
+        for name, key in (
+            (f"ms per decoded token ({where})", "decode_ms"),
+            (f"ms for a prompt of {took['n_prompt']} tokens", "prefill_ms"),
+        ):
+            full = whole.get("speed", {}).get(key)
+            rows.append((name, f"{took[key]:.1f}", f"{full:.1f}" if full else ""))
+    if (far := notes.get("max_logit_difference")) is not None:
+        rows.append(("max_logit_difference to the masked parent", f"{far:.1e}", ""))
+    rest = {key: notes[key] for key in notes if key not in (*SAID, "perplexity")}
+    return rows + [(name, text, "") for name, text in _flat(rest).items()]
+
+
+def _chosen(notes: dict[str, Any]) -> str:
+    """How its blocks were chosen, in a sentence."""
+    if "budget" not in notes or "pick" not in notes:
+        return ""
+    asked, pick = notes["budget"], notes["pick"]
+    how = pick["how"] + (f", seed {pick['seed']}" if pick["how"] == "random" else "")
+    return f"Asked for: {asked['kind']} {asked['asked']}; blocks chosen by: {how}. "
 
 
 def _name(source: str) -> str:

@@ -145,12 +145,17 @@ def _load_onnx(path: Path, threads: int, n_context: int) -> Runner:
     return onnx.load(path.parent, threads)
 
 
-def _as_gguf(ticket: Path, folder: Path) -> tuple[Path, ...]:
-    if not llamacpp.installed():
-        raise ValueError("llama.cpp is not installed: pip install 'twistlm[llama]' (it compiles)")
-    path = folder / "ticket.gguf"
-    gguf.export(deploy.load_ticket(ticket), path, "q8_0")
-    return (path,)
+def _as_gguf(type_: str) -> Callable[[Path, Path], tuple[Path, ...]]:
+    def write(ticket: Path, folder: Path) -> tuple[Path, ...]:
+        if not llamacpp.installed():
+            raise ValueError(
+                "llama.cpp is not installed: pip install 'twistlm[llama]' (it compiles)"
+            )
+        path = folder / "ticket.gguf"
+        gguf.export(deploy.load_ticket(ticket), path, type_)
+        return (path,)
+
+    return write
 
 
 def _load_gguf(path: Path, threads: int, n_context: int) -> Runner:
@@ -163,6 +168,6 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime("torch", _ticket_itself, _load_ticket),
         Runtime("onnx", _as_onnx("f32"), _load_onnx),
         Runtime("onnx-q8", _as_onnx("q8"), _load_onnx),
-        Runtime("llama.cpp-q8_0", _as_gguf, _load_gguf),
+        *(Runtime(f"llama.cpp-{t}", _as_gguf(t), _load_gguf) for t in ("f16", "q8_0", "q4_k_m")),
     )
 }

@@ -1,0 +1,97 @@
+"""Ollama's Modelfile beside a GGUF file: its name, the chat format, where an answer ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+ROLES = ("system", "user", "assistant")
+ELSEWHERE = "# the tokenizer's chat template says more than a TEMPLATE can: Ollama looks for it in its own list"
+
+
+def modelfile(gguf: str, tokenizer: Path | None) -> str:
+    """The Modelfile of a GGUF file; a chat format stands in it only if it says what the tokenizer's own says."""
+    lines = [f"FROM ./{gguf}"]
+    template = tokenizer.parent / "chat_template.jinja" if tokenizer else None
+    if template is not None and template.is_file():
+        special, words = _special(template.parent), Tokenizer.from_file(str(tokenizer))
+        bare = words.encode("a", add_special_tokens=False).ids
+        adds = words.encode("a").ids[0] != bare[0]  # then the runtime does, too
+        added = special.get("bos_token", "") if adds else ""
+        lines += _chat(template.read_text(), special, added)
+    return "\n".join(lines) + "\n"
+
+
+def _chat(template: str, special: dict[str, str], added: str) -> list[str]:
+    """TEMPLATE, SYSTEM and the stop word, found by rendering a talk whose words are known.
+
+    Ollama writes a turn as system, prompt and answer, each between two strings. They are read off the
+    rendered talk; a template that does more than that is left to Ollama's own list. `added` is what the
+    runtime puts before a text by itself.
+    """
+
+    def render(*talk: tuple[str, str], ask: bool = False) -> str:
+        messages = [{"role": role, "content": words} for role, words in talk]
+        (made,), _ = render_jinja_template(
+            conversations=[messages],
+            chat_template=template,
+            add_generation_prompt=ask,
+            **special,
+        )
+        return made.removeprefix(added)
+
+    talk = [("system", "@S@"), ("user", "@U@"), ("assistant", "@A@"), ("user", "@V@")]
+    try:
+        pieces = _split(render(*talk), [words for _, words in talk])
+        first, alone = render(*talk[:2], ask=True), render(talk[1], ask=True)
+    except (TemplateError, ValueError, TypeError):
+        return [ELSEWHERE]
+    before = {role: pieces[0].replace("system", role) for role in ROLES}
+    after = {role: pieces[i + 1] for i, role in enumerate(ROLES)}
+    for role, following in zip(ROLES, ("user", "assistant", "user"), strict=True):
+        after[role] = after[role].removesuffix(before[following])
+    made = "".join(before[role] + words + after[role] for role, words in talk)
+    head = before["system"] + "@S@" + after["system"]
+    turn = before["user"] + "@U@" + after["user"] + before["assistant"]
+    default = alone.removesuffix(turn).removeprefix(before["system"]).removesuffix(after["system"])
+    whole = before["system"] + default + after["system"] if default else ""
+    if (made, first, alone) != (render(*talk), head + turn, whole + turn) or '"""' in made:
+        return [ELSEWHERE]
+    lines = [
+        f'TEMPLATE """{{{{ if .System }}}}{before["system"]}{{{{ .System }}}}{after["system"]}{{{{ end }}}}'
+        f"{{{{ if .Prompt }}}}{before['user']}{{{{ .Prompt }}}}{after['user']}{{{{ end }}}}"
+        f'{before["assistant"]}{{{{ .Response }}}}{after["assistant"]}"""'
+    ]
+    if default:
+        lines.append(f'SYSTEM """{default}"""')
+    if stop := after["assistant"].strip():
+        lines.append(f"PARAMETER stop {json.dumps(stop)}")
+    return lines
+
+
+def _split(text: str, words: list[str]) -> list[str]:
+    """The strings around known words, in order."""
+    pieces = []
+    for word in words:
+        before, found, text = text.partition(word)
+        if not found:
+            raise ValueError(f"{word} is not written as it is")
+        pieces.append(before)
+    return [*pieces, text]
+
+
+def _special(folder: Path) -> dict[str, Any]:
+    """bos and eos as text, which templates may name."""
+    path = folder / "tokenizer_config.json"
+    plain = json.loads(path.read_text()) if path.is_file() else {}
+    found = {name: plain.get(name) for name in ("bos_token", "eos_token")}
+    return {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in found.items()
+        if token
+    }
