@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -22,7 +23,7 @@ def describe_run() -> dict[str, Any]:
     program = "twistlm" if program == "__main__" else program  # python -m twistlm
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": " ".join([program, *sys.argv[1:]]),
+        "command": shlex.join([program, *sys.argv[1:]]),
         "git": git_hash(),
         "versions": versions,
         "device": gpu or f"{platform.machine()} cpu, {torch.get_num_threads()} threads",

@@ -127,7 +127,11 @@ class Lab:
             mine = [*self.scale.changes_of(recipe), f"run.seed={self.base.run.seed + 1}"]
             if self.scale.start is not None:
                 mine.append(f"model.weights={self.out(None)}")
-        return config.override(self.base, mine)
+        cfg, usual = config.override(self.base, mine), self.base.train
+        if recipe is None or cfg.train.interval == usual.interval:
+            return cfg
+        n_rounds = usual.rounds * usual.interval // cfg.train.interval  # as many tokens
+        return config.override(cfg, [f"train.rounds={n_rounds}"])
 
     def hash_of(self, recipe: Recipe | None) -> str:
         """Names all that a parent follows from: its config and, by hash, its start."""

@@ -197,7 +197,7 @@ SCALES: dict[str, Scale] = {
             "train.warmup=300",
             *FROM_SCRATCH,
         ),
-        fresh=("train.lr=1e-3",),
+        fresh=("train.lr=2e-3", "train.interval=6"),
         **_LARGE,
     ),
     "gpu-smollm2": Scale(  # pretrained SmolLM2-135M out of a GGUF file, 10M tokens each way

@@ -170,6 +170,34 @@ def lines(
     legend(axes)
 
 
+def ladder(axes: Any, series: Mapping[str, Mapping[int, float]], *, ours: str, x: str) -> None:
+    """Perplexity from the whole model (left) to the smallest (right); every line ends in its name and value.
+
+    Series whose name starts with `ours` are in colour, nested ones thicker; the rest is grey.
+    """
+    sizes = sorted({k for values in series.values() for k in values}, reverse=True)
+    ends: list[tuple[float, str, str, str]] = []  # value, text, colour, weight of the name
+    for label, values in series.items():
+        mine, nested = label.startswith(ours), "nested" in label
+        shade, width = SERIES[5 if mine else 0], 2.4 if nested else 1.5
+        ys = [values[k] for k in sizes]
+        dashes = "--" if mine and not nested else "-"
+        axes.plot(ys, dashes, color=shade, linewidth=width, marker="o", markersize=3.5)
+        ends.append((ys[-1], f"{label} {ys[-1]:.1f}", shade, "bold" if nested else "normal"))
+    _log(axes)
+    low, high = map(math.log, axes.get_ylim())
+    at, gap = -math.inf, (high - low) / 17  # a line of text
+    for value, text, shade, weight in sorted(ends):
+        at = max(at + gap, math.log(value))
+        where = (len(sizes) - 0.9, math.exp(at))
+        axes.text(*where, text, color=shade, weight=weight, va="center", fontsize=9)
+    axes.set_xlim(-0.15, len(sizes) + 1.5)  # room for the names
+    axes.set_xticks(range(len(sizes)), ["whole", *(f"{k}/{sizes[0]}" for k in sizes[1:])])
+    axes.set(ylabel="perplexity")
+    axes.set_xlabel(x, loc="left")
+    axes.grid(axis="y", linewidth=0.6)
+
+
 def _log(axes: Any) -> None:
     """A logarithmic y axis that is labelled in plain numbers, over less than a decade and over many."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
