@@ -35,13 +35,8 @@ from .lab import Lab, Point, TimeIsUp
 from .scales import DENSE, DROPOUT, TWIN, TWIST, TWIST_FRESH, N, Recipe
 
 WHOLE_FIRST = (12, 12, 12, 12, 12, 8, 6, 3)  # widths of masks, most of them whole
-OURS, WHOLE_NAME, TWIN_NAME, DENSE_NAME, DROPOUT_NAME = (
-    "TwIST",
-    "TwIST, whole first",
-    "synchronous twin",
-    "data parallel",
-    "dropout K=6",
-)
+OURS, WHOLE_NAME, TWIN_NAME = "TwIST", "TwIST, whole first", "synchronous twin"
+DENSE_NAME, DROPOUT_NAME = "data parallel", "dropout K=6"
 
 
 @dataclass(frozen=True)
