@@ -11,6 +11,7 @@ With `fp32` everything travels as it is, so one process and many give the same b
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -20,10 +21,9 @@ from ..config import Wire
 
 Code = Literal[Wire, "log8"]
 GROUP = 256  # values of 8 bits that share a float32 scale
-OCTAVES = (
-    24  # below a group's largest value that log8 can tell; a smaller one is raised to the last
-)
-STEPS = 254  # of log8 in these octaves: an error of at most 3.4%
+# below a group's largest value that log8 can tell; what is smaller, or 0, is raised to the last
+OCTAVES = 24
+STEPS = 255  # of log8 in these octaves: an error of at most 3.4%
 ALIGN = 8  # bytes: so that payloads laid end to end can be read in place
 FLOAT32 = torch.float32
 
@@ -47,19 +47,7 @@ def encode(kind: Code, tensor: Tensor) -> Tensor:
     elif kind == "bf16":
         parts = [_bytes(flat.to(torch.bfloat16))]
     else:
-        n_groups = _n_groups(flat.numel())
-        rest = n_groups * GROUP - flat.numel()
-        groups = torch.nn.functional.pad(flat.float(), (0, rest)).view(n_groups, GROUP)
-        # a NaN or Inf makes its scale NaN or Inf, and so the whole group when it is read: it stays seen
-        largest = groups.abs().amax(1, keepdim=True)
-        if kind == "int8":
-            scales = largest / 127
-            steps = torch.where(scales > 0, groups / scales, 0).round().to(torch.int8)
-        else:  # 0 is 0; 1..255 are the last of the octaves to the largest value
-            scales = largest
-            height = (torch.log2(groups / largest) + OCTAVES) * (STEPS / OCTAVES)
-            level = 1 + height.round().clamp(0, STEPS).nan_to_num(0)
-            steps = torch.where(groups > 0, level, 0).to(torch.uint8)
+        scales, steps = _eight_bits(kind, _groups(flat))
         parts = [_bytes(scales), _bytes(steps)[: flat.numel()]]
     gap = n_bytes(kind, flat.numel(), tensor.dtype) - sum(part.numel() for part in parts)
     if gap:
@@ -88,8 +76,8 @@ def decode(
     steps = payload[4 * n_groups : 4 * n_groups + n]
     if kind == "int8":
         return (steps.view(torch.int8) * scales).to(dtype).view(shape)
-    shares = torch.exp2((steps.float() - 1) * (OCTAVES / STEPS) - OCTAVES).where(steps > 0, 0.0)
-    return (shares * scales).to(dtype).view(shape)
+    octaves = steps.to(FLOAT32).mul_(OCTAVES / STEPS).sub_(OCTAVES)
+    return octaves.exp2_().mul_(scales).to(dtype).view(shape)
 
 
 def down(kind: Wire, buffer: Tensor) -> Tensor:
@@ -162,6 +150,30 @@ def _read(
         return decode(kinds[0], payload, shape, dtype)
     parts = zip(kinds, payload.split(sizes), strict=False)
     return torch.stack([decode(kind, part, shape[1:], dtype) for kind, part in parts])
+
+
+def _groups(flat: Tensor) -> Tensor:
+    """float32 [n_groups, GROUP], the last one filled up with zeros; not copied if it is full."""
+    n_groups = _n_groups(flat.numel())
+    rest = n_groups * GROUP - flat.numel()
+    whole = torch.nn.functional.pad(flat.float(), (0, rest)) if rest else flat.float()
+    return whole.view(n_groups, GROUP)
+
+
+def _eight_bits(kind: Code, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 scale per group, and a byte per value; written for few passes over memory.
+
+    A NaN or Inf makes its scale NaN or Inf, and so the whole group when it is read: it stays seen.
+    """
+    largest = torch.linalg.vector_norm(groups, math.inf, dim=1, keepdim=True)
+    if kind == "int8":
+        scales = largest / 127
+        steps = groups / scales.clamp_min(torch.finfo(FLOAT32).tiny)
+        return scales, steps.round_().to(torch.int8)
+    # 0..255 are the last of the octaves to the largest value, and half a step more rounds
+    highest = (OCTAVES - largest.log2()) * (STEPS / OCTAVES) + 0.5
+    steps = groups.log2().mul_(STEPS / OCTAVES).add_(highest)
+    return largest, steps.clamp_(0, STEPS).to(torch.uint8)
 
 
 def _n_groups(n: int) -> int:
