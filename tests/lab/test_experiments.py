@@ -48,7 +48,16 @@ TINY = replace(
 )
 # every experiment of `smoke` and two of its three settings, with fewer subnets
 FEW = replace(
-    TINY, settings=("both", "attn"), n_stability=3, stability_tokens=128, n_subnets=2, n_shift=2
+    TINY,
+    settings=("both", "attn"),
+    n_stability=3,
+    stability_tokens=128,
+    stability=(4,),
+    n_subnets=2,
+    n_shift=2,
+    nodes=((4, 1),),
+    trained_on=(3, 12),
+    evaluated_on=(3, 12),
 )
 
 

@@ -335,7 +335,7 @@ def test_a_cached_teacher_sharded_equals_local(cached, tmp_path):
         ("blocks", "masks", "round", r"blocks.mask_attn = .* needs blocks.masks = 'step' or 'sequence'"),
         ("blocks", "nested", 1.5, r"blocks.nested = 1.5: must lie in 0..1"),
         ("train", "distil", -0.1, r"train.distil = -0.1: must lie in 0..1"),
-        ("train", "teacher", "no/such-folder", r"no/such-folder"),
+        ("train", "teacher", "no/such-folder", r"train.teacher = 'no/such-folder' could not be"),
         ("model", "weights", "random", r"train.teacher = 'start' with model.weights = 'random'"),
     ],
 )  # fmt: skip
@@ -345,6 +345,29 @@ def test_what_the_recipe_cannot_do_is_refused(recipe, tmp_path, section, key, va
     with pytest.raises(ValueError, match=sentence):
         rounds.train(tiny(tokens, tmp_path / "run", **wrong), quiet=True)
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "cache"])
+def test_a_run_goes_on_with_the_teacher_it_began_with(recipe, tmp_path, kind):
+    """Another teacher of the same name would change what is learned half-way, and nobody would see it."""
+    _, config, _ = recipe
+    tokens, folder = make_tokens(tmp_path / "tokens"), tmp_path / "teacher"
+    teacher = "cache" if kind == "cache" else str(folder)
+    train = config["train"] | {"teacher": teacher, "rounds": 1}
+
+    def write(seed: int) -> None:
+        huggingface.load(tiny(tokens, tmp_path / "other").model, seed).save_pretrained(folder)
+        if kind == "cache":
+            write_cache(open_tokens(tokens), str(folder), 8, 16, "cpu", quiet=True)
+
+    write(0)
+    rounds.train(tiny(tokens, tmp_path / "run", **config | {"train": train}), quiet=True)
+    longer = tiny(tokens, tmp_path / "run", **config | {"train": train | {"rounds": 2}})
+    write(1)
+    with pytest.raises(ValueError, match=r"cannot resume .* its teacher has other weights"):
+        rounds.train(longer, resume=True, quiet=True)
+    write(0)
+    assert rounds.train(longer, resume=True, quiet=True).name == "round-000002"
 
 
 def test_a_teacher_of_other_tokens_is_refused(recipe, tmp_path):

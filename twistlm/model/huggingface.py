@@ -64,11 +64,11 @@ def on_meta(config: PretrainedConfig) -> PreTrainedModel:
         raise ValueError(f"{what}: {one_line(error)}") from None
 
 
-def pretrained(weights: str) -> PreTrainedModel:
-    """A model by the name of its weights: `gguf:FILE`, a folder or a hub id."""
+def pretrained(weights: str, key: str = "model.weights") -> PreTrainedModel:
+    """A model by the name of its weights (`gguf:FILE`, a folder or a hub id), which `key` of a config gives."""
     if weights.startswith("gguf:"):
         return from_gguf(gguf_path(weights))
-    return from_folder_or_hub(weights)
+    return from_folder_or_hub(weights, key)
 
 
 def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
@@ -103,12 +103,12 @@ def _check_memory(config: PretrainedConfig) -> None:
         )
 
 
-def from_folder_or_hub(source: str) -> PreTrainedModel:
+def from_folder_or_hub(source: str, key: str = "model.weights") -> PreTrainedModel:
     path = Path(source).expanduser()
     # a hub id is NAME or OWNER/NAME; do not ask the network for a mistyped folder
     is_path = path.is_absolute() or source.startswith(".") or len(path.parts) > 2
     if not path.exists() and (is_path or (len(path.parts) == 2 and path.parent.is_dir())):
-        raise ValueError(f"model.weights = {source!r} could not be loaded: there is no such folder")
+        raise ValueError(f"{key} = {source!r} could not be loaded: there is no such folder")
     try:
         if path.is_dir():
             _check_folder(path)
@@ -119,7 +119,7 @@ def from_folder_or_hub(source: str) -> PreTrainedModel:
         reason = "its JSON is nested too deeply"
     except (OSError, ValueError) as error:
         reason = _reason(error)
-    raise ValueError(f"model.weights = {source!r} could not be loaded: {reason}") from None
+    raise ValueError(f"{key} = {source!r} could not be loaded: {reason}") from None
 
 
 def _reason(error: Exception) -> str:

@@ -108,6 +108,7 @@ def save(
             "held": {name: list(counts) for name, counts in progress.held.items()},
             "rho": dict(progress.rho),
             "order": {name: list(blocks) for name, blocks in progress.order.items()},
+            "teacher": progress.teacher,
             **describe_run(),
             "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
         }
@@ -235,7 +236,8 @@ def progress_of(checkpoint: Checkpoint, block_map: BlockMap) -> Progress:
     order = {n: tuple(blocks) for n, blocks in checkpoint.manifest.get("order", {}).items()}
     if any(sorted(order.get(g.name, ())) != list(range(g.n_blocks)) for g in block_map.groups):
         order = {}  # none, or one of blocks that are cut otherwise now
-    return Progress(checkpoint.round, checkpoint.leases, held, rho, order)
+    taught_by = str(checkpoint.manifest.get("teacher", ""))
+    return Progress(checkpoint.round, checkpoint.leases, held, rho, order, taught_by)
 
 
 def _load(checkpoint: Checkpoint, name: str) -> State:

@@ -24,6 +24,7 @@ class Progress:
     held: Held = field(default_factory=dict)  # how often each block was dealt
     rho: Rho = field(default_factory=dict)  # per layer, where `train.scale` is measured
     order: Order = field(default_factory=dict)  # of each layer's blocks, where masks are nested
+    teacher: str = ""  # a name of its weights, where there is one
 
 
 def beginning(block_map: BlockMap) -> Progress:
@@ -46,7 +47,8 @@ def share(progress: Progress, block_map: BlockMap, cluster: Cluster) -> Progress
         for group in block_map.groups
     }
     ledger = replace(leases, next=next_, returned=tuple(int(place) for place in returned))
-    return Progress(done, ledger, held, progress.rho, _share_order(progress, block_map, cluster))
+    order = _share_order(progress, block_map, cluster)
+    return replace(progress, round=done, leases=ledger, held=held, order=order)
 
 
 def _share_order(progress: Progress, block_map: BlockMap, cluster: Cluster) -> Order:

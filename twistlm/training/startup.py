@@ -56,7 +56,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed, told)
     n_rounds = _n_rounds(cfg, batches, saved)
     progress = beginning(cut.block_map)
-    taught_by = teacher.load(cfg, cut, train)
+    taught_by, named = teacher.load(cfg, cut, train, told)
     if not cluster.is_central:
         progress = share(progress, cut.block_map, cluster)
         return Run(
@@ -65,12 +65,14 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     if saved is not None:
         central = checkpoint.restore(saved, cut.template, cut.block_map, cluster.device)
         progress = checkpoint.progress_of(saved, cut.block_map)
+        teacher.check_same(progress.teacher, named, cfg)
     else:
         central = _create(cfg, cut)
         needs_order = cfg.blocks.nested > 0 or cfg.blocks.common_by == "rank"
         if needs_order and t.method != "dense":
             progress = replace(progress, order=_order(cfg, cut, central, train, quiet))
         _write_config(out, cfg)
+    progress = replace(progress, teacher=named)
     cut = _ranked(cfg, cut, progress)
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
     evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)

@@ -32,17 +32,20 @@ AT_ONCE = {
 }  # logits made at a time for a cache: 64 MB, 1 GB in float32
 
 
-def load(cfg: Config, cut: CutModel, tokens: TokenFile) -> AnyTeacher | None:
-    """What `train.teacher` names, ready on the device of the run; None where there is none."""
+def load(
+    cfg: Config, cut: CutModel, tokens: TokenFile, told: Lessons | None
+) -> tuple[AnyTeacher | None, str]:
+    """What `train.teacher` names, ready on the device of the run, and a name of its weights; None without one."""
     t = cfg.train
     if t.teacher == "none" or t.distil == 0:
-        return None
-    if t.teacher == "cache":
-        return _cached(cfg, cut)
+        return None, ""
+    if told is not None:
+        return _cached(cfg, cut), f"{told.meta.weights_sha256} top {told.meta.top}"
     is_start = t.teacher == "start"
-    model = (
-        huggingface.load(cfg.model, cfg.run.seed) if is_start else huggingface.pretrained(t.teacher)
-    )
+    if is_start:
+        model = huggingface.load(cfg.model, cfg.run.seed)
+    else:
+        model = huggingface.pretrained(t.teacher, "train.teacher")
     mine, its = (huggingface.vocab_size(m) for m in (cut.template, model))
     if mine != its:
         raise ValueError(
@@ -51,7 +54,18 @@ def load(cfg: Config, cut: CutModel, tokens: TokenFile) -> AnyTeacher | None:
         )
     folder = Path(cfg.model.weights if is_start else t.teacher)
     _check_tokenizer(f"train.teacher = {t.teacher!r}", folder, tokens)
-    return _teacher(model, cfg, cut)
+    return _teacher(model, cfg, cut), _weights_sha256(model)
+
+
+def check_same(was: str, now: str, cfg: Config) -> None:
+    """A run goes on with the teacher that it began with; checkpoints of older versions do not name theirs."""
+    if was and was != now:
+        what = "model.weights" if cfg.train.teacher == "start" else "train.teacher"
+        what = "the cache beside data.train" if cfg.train.teacher == "cache" else what
+        raise ValueError(
+            f"cannot resume {cfg.run.out}: its teacher has other weights than when the run began (train.teacher "
+            f"= {cfg.train.teacher!r}); bring back what {what} was, or begin a new run with this one"
+        )
 
 
 def _check_tokenizer(what: str, folder: Path, tokens: TokenFile) -> None:

@@ -336,8 +336,8 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
             )
             holds = max(gaps.values()) <= 0.01 and sent <= 0.45
             claims.append(Claim(says, holds, because, "ours"))
-    if DENSE_NAME in ways and (ours := [name for name in ways if name.startswith("TwIST")]):
-        ratios = {n: _mean(ways[n], "whole") / _mean(ways[DENSE_NAME], "whole") for n in ours}
+    if DENSE_NAME in ways and (names := [name for name in ways if name.startswith("TwIST")]):
+        ratios = {n: _mean(ways[n], "whole") / _mean(ways[DENSE_NAME], "whole") for n in names}
         best = min(ratios, key=ratios.__getitem__)
         says = "a TwIST parent's whole model is within 5% of data parallel's"
         claims.append(
