@@ -1,4 +1,4 @@
-"""Parameters, bytes and rounds: what a plan costs, beside the paper's own formula."""
+"""What a run tells about its rounds: a line of JSON for each, and TensorBoard where it is installed."""
 
 from __future__ import annotations
 

@@ -175,6 +175,7 @@ def _row(run: Run, outcome: Outcome, seconds: float) -> dict[str, Any]:
         "n_steps": stats.n_steps,
         "n_tokens": stats.n_tokens,
         "seconds": seconds,
+        **_peak(run.cluster.device),
         **outcome.traffic.to_dict(),
     }
 
@@ -199,3 +200,8 @@ def evaluate(
             scores[ratio] |= {"nested": ready.subnet_perplexity(kept)}
             line += f" nested {scores[ratio]['nested']:.2f}"
     return scores, line
+
+
+def _peak(device: torch.device) -> dict[str, int]:
+    """The most bytes that tensors took on a GPU since the process began, evaluation included."""
+    return {"peak_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
