@@ -116,7 +116,8 @@ def _prepare(out: Path, cfg: Config) -> bool:
 
 def train_side_by_side(configs: dict[str, Config]) -> None:
     """One process and one thread per parent: this model is too small to use two threads."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["twistlm.training.rounds"])  # torch is imported once for all
     jobs: dict[str, BaseProcess] = {}
     before = signal.signal(
         signal.SIGINT, signal.SIG_IGN

@@ -23,7 +23,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-TWO_LAYERS = {"num_hidden_layers": 2}  # tracing takes seconds for every layer
+ONE_LAYER, TWO_LAYERS = ({"num_hidden_layers": n} for n in (1, 2))  # tracing takes seconds for each
 IDS = np.random.default_rng(1).integers(VOCAB, size=(3, 24))
 
 
@@ -37,11 +37,17 @@ def nodes(folder) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "attn_by"), [("gpt2", "head"), ("llama-gqa", "query"), ("qwen3", "group")]
+    ("name", "attn_by", "layers"),
+    [
+        ("gpt2", "head", TWO_LAYERS),
+        ("llama-gqa", "query", ONE_LAYER),
+        ("qwen3", "group", ONE_LAYER),
+    ],
+    ids=["gpt2", "llama-gqa", "qwen3"],
 )
-def test_the_graph_computes_the_ticket(name, attn_by, tmp_path):
+def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
     """Another width in every layer; any batch, any length, any split between prompt and cache."""
-    model = tiny_ticket(name, attn_by, tmp_path / "parent", **TWO_LAYERS)
+    model = tiny_ticket(name, attn_by, tmp_path / "parent", **layers)
     exporter.export(model, tmp_path / "out")
     want, runner = logits(model, IDS), exporter.load(tmp_path / "out", threads=1)
     for row, n in ((0, 1), (1, 9), (2, 23)):  # a new prompt forgets the one before
@@ -60,7 +66,7 @@ def test_the_graph_computes_the_ticket(name, attn_by, tmp_path):
     assert names["inputs"][:3] == ["input_ids", "attention_mask", "position_ids"]
     caches = names["inputs"][3:]
     assert caches[:2] == ["past_key_values.0.key", "past_key_values.0.value"]
-    assert len(caches) == 2 * 2
+    assert len(caches) == 2 * layers["num_hidden_layers"]
     past = [np.zeros((3, shapes[c][1], 0, shapes[c][3]), np.float32) for c in caches]
     for start, stop in ((0, 7), (7, 12), (12, 24)):
         feed = {
@@ -87,9 +93,28 @@ def test_the_graph_computes_the_ticket(name, attn_by, tmp_path):
     assert np.abs(out[1, 6:] - logits(model, IDS[1:2, 6:])[0]).max() < 1e-4
 
 
+@pytest.mark.runtime
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_the_graph_of_a_stock_ticket_writes_the_same_text(name, tmp_path):
+    """Windows of attention and norms around every projection: two layers alike, a longer text than a window."""
+    config = {**TWO_LAYERS, "sliding_window": 5}
+    if name == "gemma3_text":
+        config["layer_types"] = ["sliding_attention", "full_attention"]
+    opened, blueprint = open_parent(name, "group", tmp_path / "parent", **config)
+    deploy.save_ticket(opened, dict.fromkeys(blueprint, (0, 2)), tmp_path / "ticket")
+    assert not (tmp_path / "ticket/modeling_ticket.py").exists()  # stock
+    model = deploy.load_ticket(tmp_path / "ticket")
+    exporter.export(model, tmp_path / "out")
+    runner, prompt = exporter.load(tmp_path / "out", threads=1), IDS[:1, :10]
+    found = runner.prefill(IDS[0].tolist(), 24)
+    assert np.abs(found - logits(model, IDS[:1])[0]).max() < 1e-4
+    greedy = model.generate(torch.tensor(prompt), max_new_tokens=20, do_sample=False)[0, 10:]
+    assert verify.greedy(runner, prompt[0].tolist(), 20) == greedy.tolist()
+
+
 def test_eight_bits_from_the_command_line(tmp_path):
     """Every matrix becomes a MatMulNBits; perplexities are measured on the same windows as ours."""
-    opened, blueprint = open_parent("gpt2", "head", tmp_path / "parent", **TWO_LAYERS)
+    opened, blueprint = open_parent("gpt2", "head", tmp_path / "parent", **ONE_LAYER)
     deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
     data = make_tokens(tmp_path / "tokens", 400)
     arguments = ["export", str(tmp_path / "ticket"), "--to", "onnx", "-o", str(tmp_path / "out")]
@@ -97,7 +122,7 @@ def test_eight_bits_from_the_command_line(tmp_path):
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert "onnxruntime q8" in result.output
     found = nodes(tmp_path / "out")
-    assert found.count("MatMulNBits") == 4 * 2 + 1  # qkv, out, two of the FFN; the head
+    assert found.count("MatMulNBits") == 4 + 1  # qkv, out, two of the FFN; the head
     record = json.loads((tmp_path / "out" / "export.json").read_text())
     torch_, f32, q8 = record["verified"]
     model = deploy.load_ticket(tmp_path / "ticket")
