@@ -216,7 +216,8 @@ def elsewhere(module: str, code: str, *args: Path | str) -> Any:
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    said = [line for line in done.stdout.splitlines() if line.startswith(("[", "{"))]
+    return json.loads(said[-1])  # some log to stdout, too
 
 
 VLLM = """
@@ -285,6 +286,16 @@ OTHERS = [STOCK[0], STOCK[1]]
 AS_WORDS = json.dumps(IDS.tolist())
 
 
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> Path:
+    """Two Llama tickets, for programs that run nothing else here."""
+    folder = tmp_path_factory.mktemp("others")
+    for key in OTHERS:
+        parent = parent_of(folder / "parents" / "-".join(key), key)
+        deploy.save_ticket(parent, uniform(parent), folder / "-".join(key))
+    return folder
+
+
 @pytest.mark.runtime
 @pytest.mark.parametrize("key", OTHERS, ids="/".join)
 def test_vllm_writes_the_same_text_without_the_plugin(key, tmp_path):
@@ -302,8 +313,8 @@ def test_vllm_writes_the_same_text_without_the_plugin(key, tmp_path):
 
 @pytest.mark.runtime
 @pytest.mark.parametrize("key", OTHERS, ids="/".join)
-def test_peft_trains_merges_and_saves(key, root, tmp_path):
-    found = elsewhere("peft", LORA, root / "-".join(key), AS_WORDS, tmp_path / "merged")
+def test_peft_trains_merges_and_saves(key, others, tmp_path):
+    found = elsewhere("peft", LORA, others / "-".join(key), AS_WORDS, tmp_path / "merged")
     assert far(torch.tensor(found["start"]), logits(reference(key), IDS)) < 1e-5
     assert found["losses"][-1] < 0.8 * found["losses"][0]
     assert found["far"] < 1e-5
@@ -311,18 +322,28 @@ def test_peft_trains_merges_and_saves(key, root, tmp_path):
 
 @pytest.mark.runtime
 @pytest.mark.parametrize("key", OTHERS, ids="/".join)
-def test_torchao_stores_eight_bits(key, root):
-    found = torch.tensor(elsewhere("torchao", INT8, root / "-".join(key), AS_WORDS))
-    want = logits(reference(key), IDS)
-    assert 0 < far(found, want) < 0.02 * float(want.abs().max())
+def test_torchao_stores_eight_bits(key, others):
+    """As far from the exact logits as rows rounded by hand to 255 steps, within a factor of two."""
+    found = torch.tensor(elsewhere("torchao", INT8, others / "-".join(key), AS_WORDS))
+    want, rounded = logits(reference(key), IDS), deploy.load_ticket(others / "-".join(key))
+    for module in rounded.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = module.weight.detach()
+            step = weight.abs().amax(1, keepdim=True) / 127
+            module.weight = torch.nn.Parameter((weight / step).round() * step)
+    allowed = far(logits(rounded, IDS), want)
+    assert 0 < far(found, want) < 2 * allowed < float(want.abs().max())
 
 
 @pytest.mark.runtime
-def test_lm_eval_scores_words(root, tmp_path):
+def test_lm_eval_scores_words(others, tmp_path):
     """A task of local data; its log-likelihoods are the masked parent's."""
     key, folder = STOCK[0], tmp_path / "ticket"
-    shutil.copytree(root / "-".join(key), folder)
-    words = PreTrainedTokenizerFast(tokenizer_object=word_level([f"w{i}" for i in range(64)]))
+    shutil.copytree(others / "-".join(key), folder)
+    names = [f"w{i}" for i in range(64)]
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=word_level(names), eos_token="w62", pad_token="w63"
+    )
     words.save_pretrained(folder)
     rows = [{"text": f"w{i} w{i + 1}", "choices": ["w5", "w9"], "answer": 0} for i in range(10, 18)]
     (tmp_path / "words.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
