@@ -37,7 +37,8 @@ def _chat(template: str, special: dict[str, str], added: str) -> list[str]:
 
     def render(*talk: tuple[str, str], ask: bool = False) -> str:
         messages = [{"role": role, "content": words} for role, words in talk]
-        (made,), _ = render_jinja_template(
+        render_talks: Any = render_jinja_template  # its types know of no words for the template
+        (made,), _ = render_talks(
             conversations=[messages],
             chat_template=template,
             add_generation_prompt=ask,

@@ -103,9 +103,9 @@ Kept out of the parent's (the blocks themselves are in ticket.json).
     ModelCard(text).save(folder / NAME)
 
 
-def _measured(notes: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _measured(notes: dict[str, Any]) -> list[tuple[str, ...]]:
     """Rows of the card's table out of what was measured, the parent's beside the ticket's."""
-    whole, rows = notes.get("parent", {}), []
+    whole, rows = notes.get("parent", {}), list[tuple[str, ...]]()
     if isinstance(found := notes.get("perplexity"), dict) and "n_tokens" in found:
         name = f"perplexity on {found['n_tokens']:,} tokens"
         name += f" of {os.path.basename(found['data'])}" if "data" in found else ""
