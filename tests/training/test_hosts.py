@@ -47,6 +47,8 @@ class Hosts:
         more += ["--include-dashboard=false"] if i == 0 else []
         command = [*host.prefix, sys.executable, "-m", "twistlm", "node", *role]
         n_started = self.n_started()
+        if i in self.nodes:
+            self.nodes[i].wait()
         self.nodes[i] = subprocess.Popen(
             [*command, "--host", host.address, *more],
             env=environment(),
