@@ -43,6 +43,7 @@ from twistlm.training import checkpoint, rounds
 
 RATIO = "6/12"
 TRAIN = {"n_workers": 3, "interval": 2, "outer": "nesterov(0.7, 0.6)"}
+CALM: list[float] = []  # losses of the soak's fault-free run in one process
 
 
 @pytest.mark.chaos
@@ -386,12 +387,14 @@ def test_soak(scene, tmp_path, p):
 
     middle = [statistics.median(s[1] for s in part) for part in (samples[:tenth], samples[-tenth:])]
     losses = [json.loads(x)["loss"] for x in (here.out / "metrics.jsonl").read_text().splitlines()]
-    cfg = here.config(tmp_path / "local", run={"variant": "local"})
-    rounds.train(cfg, quiet=True)
-    calm = [
-        json.loads(x)["loss"] for x in (tmp_path / "local/metrics.jsonl").read_text().splitlines()
-    ]
-    tail = [statistics.fmean(row[-200:]) for row in (losses, calm)]
+    if not CALM:  # the same for both
+        rounds.train(here.config(tmp_path / "local", run={"variant": "local"}), quiet=True)
+        lines = (tmp_path / "local/metrics.jsonl").read_text().splitlines()
+        CALM.extend(json.loads(line)["loss"] for line in lines)
+    # places wait for their next worker while rounds go on: compared where as much data is trained
+    n_results = [len(row["places"]) - len(row["lost"]) for row in here.events("round")]
+    first, last = sum(n_results[:-200]) // 3, sum(n_results) // 3
+    tail = [statistics.fmean(row) for row in (losses[-200:], CALM[first:last])]
     long = {pid: growth(values) for pid, values in workers.items() if len(values) > 60}
     grown = growth([s[0] for s in samples])
     print(
@@ -400,7 +403,7 @@ def test_soak(scene, tmp_path, p):
     assert grown < 0.02
     assert all(each < 0.02 for each in long.values())
     assert abs(middle[1] - middle[0]) <= 12
-    assert tail[0] == pytest.approx(tail[1], rel=0.01)
+    assert tail[0] < 1.01 * tail[1]
 
 
 # ---------------------------------------------------------------- quality under loss

@@ -115,6 +115,7 @@ def apart(sentence: str) -> Iterator[None]:
     sys.stderr.flush()
     ends, parent = os.pipe(), os.getpid()
     _adopt()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it cannot wait for a child
     if child := os.fork():
         os.close(ends[1])
         raise _stand_by(child, ends[0], sentence)

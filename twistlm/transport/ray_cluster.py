@@ -234,13 +234,8 @@ def keep_node(command: Sequence[str], head: str = "") -> int:
                 return USAGE
             while watched is not None and watched.silent and not stop.wished:
                 time.sleep(0.1)
-            pause = (
-                0.0
-                if cut
-                else 1.0
-                if time.monotonic() - began > 60
-                else min(30.0, 2 * pause or 1.0)
-            )
+            lasted = time.monotonic() - began
+            pause = 1.0 if cut or lasted > 60 else min(30.0, 2 * pause)
             until = time.monotonic() + pause
             while time.monotonic() < until and not stop.wished:
                 time.sleep(0.1)
