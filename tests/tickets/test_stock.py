@@ -48,7 +48,7 @@ sys.modules["twistlm"] = None
 from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 torch.set_num_threads(1)
 root = Path(sys.argv[1])
 ids = load_file(root / "ids.safetensors")["ids"]
@@ -57,8 +57,22 @@ for folder in sorted(path for path in root.iterdir() if (path / "ticket.json").i
     with torch.no_grad():
         found = {"logits": model(input_ids=ids).logits}
     found["text"] = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    if folder.name in sys.argv[2:]:  # a classification head on the ticket learns to tell two texts apart
+        torch.manual_seed(0)
+        two = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, pad_token_id=1)
+        with torch.no_grad():
+            found["hidden"] = two.base_model(input_ids=ids).last_hidden_state
+        optimizer, losses = torch.optim.AdamW(two.parameters(), 3e-3), []
+        for _ in range(30):
+            loss = two(input_ids=ids, labels=torch.arange(len(ids)) % 2).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        found["losses"] = torch.stack(losses)
     save_file(found, root / f"{folder.name}.safetensors")
 """
+CLASSIFIED = [("llama-gqa", "group", "both"), ("gpt2", "head", "ffn")]
 
 
 def parent_of(folder: Path, key: tuple[str, str, str], *more: str) -> Parent:
@@ -90,7 +104,7 @@ def root(tmp_path_factory) -> Path:
         parent = parent_of(folder / "parents" / "-".join(key), key)
         deploy.save_ticket(parent, uniform(parent), folder / "-".join(key))
     done = subprocess.run(
-        [sys.executable, "-c", CLEAN, str(folder)],
+        [sys.executable, "-c", CLEAN, str(folder), *map("-".join, CLASSIFIED)],
         capture_output=True,
         text=True,
         cwd="/",
@@ -107,6 +121,16 @@ def test_stock_transformers_computes_the_masked_parent(key, root):
     text = want.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert torch.equal(found["text"], text)
     assert far(logits(deploy.load_ticket(root / "-".join(key)), IDS), logits(want, IDS)) < 1e-5
+
+
+@pytest.mark.parametrize("key", CLASSIFIED, ids="/".join)
+def test_a_stock_ticket_takes_a_classification_head(key, root):
+    """Stock transformers puts the head on the masked parent's last hidden states, and both are trained."""
+    found = load_file(root / f"{'-'.join(key)}.safetensors")
+    with torch.no_grad():
+        hidden = reference(key).base_model(input_ids=IDS).last_hidden_state
+    assert far(found["hidden"], hidden) < 1e-5
+    assert found["losses"][-1] < 0.05 < 0.3 < found["losses"][0]
 
 
 @pytest.mark.parametrize("key", STOCK, ids="/".join)
