@@ -185,15 +185,25 @@ def test_ranks_equal_local(local, tmp_path, variant, n_ranks):
 
 
 @pytest.mark.parametrize(
-    ("variant", "n_ranks", "seat"), [("masked", 3, "masked"), ("true", 4, "physical")]
+    ("variant", "n_ranks", "seat", "wire"),
+    [
+        ("masked", 3, "masked", "fp32"),
+        ("true", 4, "physical", "fp32"),
+        ("true", 4, "physical", "int8"),
+    ],
 )
-def test_ranks_are_the_local_run_of_their_seat_bit_for_bit(local, tmp_path, variant, n_ranks, seat):
-    """In float32 with Nesterov; `hybrid` mixes both kinds of seat, which no local run does."""
+def test_ranks_are_the_local_run_of_their_seat_bit_for_bit(
+    local, tmp_path, variant, n_ranks, seat, wire
+):
+    """In float32 with Nesterov, and rounded by a narrow wire, too (the centre adds changes to its own weights);
+    `hybrid` mixes both kinds of seat, which no local run does."""
     _, tokens = local
     train = FLOAT64_TRAIN | {"precision": "float32"}
-    cfg = tiny(tokens, tmp_path / "local", train=train, run={"seat": seat})
+    cfg = tiny(tokens, tmp_path / "local", train=train, run={"seat": seat, "wire": wire})
     reference = rounds.train(cfg, quiet=True)
-    table = tiny_table(tokens, tmp_path / "run", train=train, run={"variant": variant})
+    table = tiny_table(
+        tokens, tmp_path / "run", train=train, run={"variant": variant, "wire": wire}
+    )
     ranks.finish(ranks.start(n_ranks, tmp_path, ranks.train, table), tmp_path)
     for name in FILES:
         made = tmp_path / "run/checkpoints/round-000004" / name

@@ -68,8 +68,8 @@ def test_ray_is_the_local_run_bit_for_bit(scene, tmp_path):
 
 def test_a_driver_that_crashes_finds_its_workers_again(scene, tmp_path, monkeypatch):
     """An exception, not a signal: the workers stay, and the same processes go on, bit for bit, with what a
-    teacher's cache holds for their tokens."""
-    here = scene(train=TRAIN | {"rounds": 5, "teacher": "cache"})
+    teacher's cache holds for their tokens, over a narrow wire by which `local` rounds, too."""
+    here = scene(train=TRAIN | {"rounds": 5, "teacher": "cache"}, run={"wire": "int8"})
     taught_by = rounds.train(tiny(here.tokens, tmp_path / "teacher"), quiet=True)
     write_cache(open_tokens(here.tokens), str(taught_by), 8, 16, "cpu", quiet=True)
     aggregate, calls = aggregator.aggregate_, []

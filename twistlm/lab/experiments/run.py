@@ -89,7 +89,7 @@ def _scale(name: str, only: Sequence[str]) -> Scale:
         scale,
         settings=settings,
         ways=tuple(w for w in ways if w in only) or ways,
-        seeds=tuple(seed for name, seed in seeds.items() if name in only) or scale.seeds,
+        seeds=tuple(seed for word, seed in seeds.items() if word in only) or scale.seeds,
     )
 
 
