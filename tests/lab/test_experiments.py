@@ -29,7 +29,7 @@ from twistlm.lab.experiments.lab import Lab, TimeIsUp
 from twistlm.lab.experiments.parents import parent_point
 from twistlm.lab.experiments.ranking import Sample, subnets
 from twistlm.lab.experiments.run import _by_parent, module_of, run
-from twistlm.lab.experiments.scales import DENSE, PARENTS, SCALES, TWIST, TWIST_MIXED, Recipe
+from twistlm.lab.experiments.scales import DENSE, PARENTS, SCALES, TWIST, TWIST_FRESH, Recipe
 from twistlm.lab.points import Points, kept_trainings, place_of
 from twistlm.lab.report.write import report
 from twistlm.model import families
@@ -123,7 +123,7 @@ def test_every_experiment_end_to_end_and_its_page(shared, tmp_path, monkeypatch)
         "Table 2",
         "Which claims hold here",
         "SparseGPT",
-        "TwIST mixed + outer",
+        "TwIST, fresh masks and teacher",
     ):
         assert name in text
 
@@ -316,7 +316,7 @@ def test_names_follow_from_what_matters(tmp_path, lab):
     hotter = Lab(lab.folder, "smoke", TINY, [*lab.overrides, "train.lr=1e-2"])
     longer = Lab(lab.folder, "smoke", TINY, [*lab.overrides, "start.train.rounds=4"])
     saved = Lab(lab.folder, "smoke", TINY, [*lab.overrides, "run.save_every=1"])
-    for recipe in (None, DENSE, TWIST_MIXED):
+    for recipe in (None, DENSE, TWIST_FRESH):
         assert lab.hash_of(recipe) == elsewhere.hash_of(recipe) == saved.hash_of(recipe)
         assert len({x.hash_of(recipe) for x in (lab, hotter, longer)}) == 3
     every = [*PARENTS, *(Recipe("twist", (k,)) for k in (3, 12)), Recipe("twist", setting="attn")]
@@ -345,7 +345,7 @@ def test_every_scale_makes_legal_configs(name, tmp_path):
         cfg = lab.config(recipe)
         assert len(cfg.blocks.k_attn) == len(cfg.blocks.k_ffn) == len(recipe.widths)
         assert all(1 <= k <= SCALES[name].n_attn for k in cfg.blocks.k_attn)
-        assert (cfg.train.nesterov() is not None) == recipe.outer
+        assert cfg.train.nesterov() is None
     fewer = SCALES[name].n_attn == 3  # as in the preset's own ratios
     assert SCALES[name].ratio(4) == ("attn=1/3,ffn=4/12" if fewer else "4/12")
     if SCALES[name].start is not None:

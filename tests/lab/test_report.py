@@ -170,7 +170,7 @@ def test_parents_trained_at_the_size_have_a_row_and_the_papers_column(setting):
 
 def heat(values: dict[int, dict[int, float]]) -> list[dict]:
     return [
-        subnet(f"TwIST K={x}", f"twist-{x}", y, v, experiment="robustness", widths=[x], outer=False)
+        subnet(f"TwIST K={x}", f"twist-{x}", y, v, experiment="robustness", widths=[x], tokens=64)
         for x, row in values.items()
         for y, v in row.items()
     ]

@@ -10,32 +10,27 @@ from ..page.section import Claim, Figure, Section, number
 from . import paper
 from .lab import Lab, Point
 from .ranking import Sample, subnets
-from .scales import MIXED, TWIST_MIXED, TWIST_OUTER, TWIST_WHOLE, N, trained_at
+from .scales import N, trained_at
 
 KEEPS = 1.05  # a ratio of perplexities up to which a size "keeps" another's
 SHARP = 1.5  # and from which it degrades sharply
 
 
 def points(lab: Lab) -> list[Point]:
-    """A heat-map per setting with the paper's mean; for `both`, three more rows with the outer optimizer."""
+    """A heat-map per setting: every width in training, at every width."""
     scale = lab.scale
-    found = []
-    for setting in scale.settings:
-        rows = [trained_at(x, setting) for x in scale.trained_on]
-        more = (TWIST_OUTER, TWIST_MIXED, TWIST_WHOLE) if setting == "both" else ()
-        found += [
-            subnets(
-                lab,
-                "robustness",
-                recipe,
-                Sample(setting, y, scale.n_subnets, scale.tokens),
-                widths=list(recipe.widths),
-                outer=recipe.outer,
-            )
-            for recipe in (*rows, *more)
-            for y in scale.evaluated_on
-        ]
-    return found
+    return [
+        subnets(
+            lab,
+            "robustness",
+            trained_at(x, setting),
+            Sample(setting, y, scale.n_subnets, scale.stability_tokens),
+            widths=[x],
+        )
+        for setting in scale.settings
+        for x in scale.trained_on
+        for y in scale.evaluated_on
+    ]
 
 
 def section(points: list[dict[str, Any]]) -> Section:
@@ -43,16 +38,12 @@ def section(points: list[dict[str, Any]]) -> Section:
     figures, claims = [], []
     for setting in dict.fromkeys(p["config"]["setting"] for p in points):
         mine = [p for p in points if p["config"]["setting"] == setting]
-        mine.sort(
-            key=lambda p: (p["config"]["outer"], len(p["config"]["widths"]), p["config"]["widths"])
-        )
-        shown: dict[str, dict[int, float]] = {}  # trained on -> evaluated on -> perplexity
-        for point in mine:
-            shown.setdefault(_name(point["config"]), {})[point["config"]["k"]] = point["result"][
-                "mean"
-            ]
+        shown: dict[int, dict[int, float]] = {}  # trained on -> evaluated on -> perplexity
+        for point in sorted(mine, key=lambda p: p["config"]["widths"]):
+            (x,) = point["config"]["widths"]
+            shown.setdefault(x, {})[point["config"]["k"]] = point["result"]["mean"]
         figures.append(_figure(setting, shown))
-        claims += _claims(setting, {int(x): row for x, row in shown.items() if x.isdigit()})
+        claims += _claims(setting, shown)
     theirs = [
         f"{setting}, trained on 10: {known[10, 10]} at 10 and {known[10, 4]} at 4; trained on 4: "
         + " to ".join(map(str, paper.ROBUSTNESS_ON_4[setting]))
@@ -61,7 +52,7 @@ def section(points: list[dict[str, Any]]) -> Section:
     what = (
         "Every parent is trained from the same start with subnets of X blocks; random subnets of Y blocks "
         f"are then evaluated (12: the whole model), each cell with the activation scale that suits it best on other "
-        f"text ({_scales(points)}). The paper on its own text: {'; '.join(theirs)}; of attn "
+        f"text ({_scales(points)}); {points[0]['config']['tokens']:,} tokens behind a perplexity. The paper on its own text: {'; '.join(theirs)}; of attn "
         "it prints no number."
     )
     return Section("robustness", "Robustness to the size", what, (), tuple(figures), tuple(claims))
@@ -74,12 +65,7 @@ def _scales(points: list[dict[str, Any]]) -> str:
     return ", ".join(f"{scale}: {n}" for scale, n in counts.most_common())
 
 
-def _name(config: dict[str, Any]) -> str:
-    width = "mixed" if config["widths"] == list(MIXED) else ", ".join(map(str, config["widths"]))
-    return f"{width} + outer" if config["outer"] else width
-
-
-def _figure(setting: str, shown: dict[str, dict[int, float]]) -> Figure:
+def _figure(setting: str, shown: dict[int, dict[int, float]]) -> Figure:
     columns = sorted({k for row in shown.values() for k in row})
     values = [[row.get(k) for k in columns] for row in shown.values()]
     whole = {x: max(row.values()) for x, row in shown.items() if len(row) == len(columns)}
@@ -88,7 +74,7 @@ def _figure(setting: str, shown: dict[str, dict[int, float]]) -> Figure:
         best = min(whole, key=whole.__getitem__)
         reading = (
             f"Trained on {best}, the worst size costs {number(whole[best])}: the lowest worst case of "
-            f"{len(whole)} ways to train."
+            f"{len(whole)} widths in training."
         )
     return Figure(
         f"robustness-{setting}",
@@ -97,7 +83,7 @@ def _figure(setting: str, shown: dict[str, dict[int, float]]) -> Figure:
         shown,
         lambda axes: draw.heatmap(
             axes,
-            list(shown),
+            [str(x) for x in shown],
             [str(k) for k in columns],
             values,
             x="blocks in the evaluated subnet",

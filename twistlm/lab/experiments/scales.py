@@ -8,8 +8,6 @@ from typing import Any
 from ...config import Method, Setting
 
 N = 12  # blocks in a layer: widths are given in twelfths, whatever a family's attention has
-MIXED = (3, 8, 4, 6)  # K cycled over rounds
-OUTER = "nesterov(0.7, 0.6)"
 FRESH = (12, 12, 8, 6, 6, 4, 3, 3)  # widths of masks that sequences take in turn
 NESTED = 0.25  # share of these masks that follow the order of blocks
 
@@ -20,20 +18,17 @@ class Recipe:
 
     method: Method
     widths: tuple[int, ...] = (6,)
-    outer: bool = False
     setting: Setting = "both"
     fresh: bool = False  # masks for every sequence, an order of blocks and the start as teacher
 
     @property
     def slug(self) -> str:
-        """A name for folders: `twist-6-outer`, `twist-6-attn`."""
+        """A name for folders: `twist-6`, `twist-6-attn`."""
         if self.method == "dense":
             return "dense"
-        width = "mixed" if self.widths == MIXED else "-".join(map(str, self.widths))
-        width = "fresh" if self.fresh else width
-        parts = [self.method, width, "outer" * self.outer]
-        parts.append("" if self.setting == "both" else self.setting)
-        return "-".join(part for part in parts if part)
+        width = "fresh" if self.fresh else "-".join(map(str, self.widths))
+        kind = "" if self.setting == "both" else f"-{self.setting}"
+        return f"{self.method}-{width}{kind}"
 
     @property
     def label(self) -> str:
@@ -43,22 +38,18 @@ class Recipe:
         name = "TwIST" if self.method == "twist" else "structured dropout"
         if self.fresh:
             return f"{name}, fresh masks and teacher"
-        width = "mixed" if self.widths == MIXED else f"K={', '.join(map(str, self.widths))}"
-        return f"{name} {width}{' + outer' if self.outer else ''}"
+        return f"{name} K={', '.join(map(str, self.widths))}"
 
 
 DENSE = Recipe("dense")
 DROPOUT = Recipe("dropout")
 TWIST = Recipe("twist")
-TWIST_OUTER = Recipe("twist", outer=True)
-TWIST_MIXED = Recipe("twist", MIXED, outer=True)
-TWIST_WHOLE = Recipe("twist", (6, N), outer=True)  # the whole model every other round (docs/log.md)
 TWIST_FRESH = Recipe("twist", (N,), fresh=True)  # the presets' recipe
 TWIN = Recipe(
     "dropout", (N,), fresh=True
 )  # the same with a gradient that all workers share in every step
 # for the setting `both`
-PARENTS = (DENSE, DROPOUT, TWIST, TWIST_OUTER, TWIST_MIXED, TWIST_WHOLE, TWIST_FRESH)
+PARENTS = (DENSE, DROPOUT, TWIST, TWIST_FRESH)
 
 
 def only(setting: Setting) -> tuple[Recipe, ...]:
@@ -82,7 +73,7 @@ class Scale:
     settings: tuple[Setting, ...]  # of stability and Table 1
     tokens: int  # behind a perplexity; 0: the whole file
     n_stability: int  # random subnets of a distribution
-    stability_tokens: int  # behind each of them: all subnets see the same ones
+    stability_tokens: int  # behind each of them, and behind a cell of the heat-maps
     n_subnets: int  # random subnets behind a mean
     trained_on: tuple[int, ...]  # X of the heat-map
     evaluated_on: tuple[int, ...]  # Y
@@ -115,7 +106,6 @@ class Scale:
         """The recipe as `section.key=value`."""
         return [
             f"train.method={recipe.method}",
-            f"train.outer={OUTER if recipe.outer else 'none'}",
             f"blocks.setting={recipe.setting}",
             f"blocks.k_attn={[self.k_attn(k) for k in recipe.widths]}",
             f"blocks.k_ffn={list(recipe.widths)}",
