@@ -146,7 +146,7 @@ def _weights_sha256(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, param in sorted(model.named_parameters()):
         digest.update(name.encode())
-        digest.update(param.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
