@@ -12,8 +12,8 @@ import pytest
 from commands import check_page
 from conftest import tiny
 
-from twistlm.lab.compare.run import CompareRequest, compare
-from twistlm.lab.experiments import nodeloss, robustness, stability, table1, table2
+from twistlm.lab.compare.run import DEFAULT, CompareRequest, compare
+from twistlm.lab.experiments import nodeloss, ranking, robustness, stability, table1, table2
 from twistlm.lab.page import draw
 from twistlm.lab.page.html import page
 from twistlm.lab.page.markdown import BEGIN, END, replace_part
@@ -21,6 +21,7 @@ from twistlm.lab.page.section import count, lowest, number
 from twistlm.lab.points import Points, keep_training, place_of, read_training
 from twistlm.lab.report import load, training, write
 from twistlm.lab.report.write import chapter, report
+from twistlm.pruners.methods import METHODS
 from twistlm.training import rounds
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
@@ -87,6 +88,12 @@ def test_claims_of_table1_follow_from_the_numbers():
     assert (found[cross], found[at_size]) == (True, False)
     steep = verdicts(table1.section(grid(twist | {3: 2580}, dense | {3: 2587, 8: 2000}, gpt)))
     assert steep[flat] is False
+
+
+def test_table1_knows_every_pruner():
+    """Zeros must not pass for models that are really smaller."""
+    assert set(DEFAULT) == set(ranking.NAMES)
+    assert {name for name in DEFAULT if ranking.is_zeros(ranking.NAMES[name][0])} == set(METHODS)
 
 
 def test_table1_marks_the_lowest_and_puts_the_paper_beside():
@@ -185,6 +192,8 @@ def test_claims_of_robustness():
     assert [claim.holds for claim in robustness.section(heat(edge)).claims] == [False, False, True]
     edge = good | {3: {3: 22, 6: 22, 10: 22}}
     assert [claim.holds for claim in robustness.section(heat(edge)).claims] == [True, True, False]
+    half = {8 if x == 10 else x: row for x, row in good.items()}  # an unfinished map has no middle
+    assert not any("sweet spot" in c.says for c in robustness.section(heat(half)).claims)
 
 
 @pytest.mark.parametrize(

@@ -203,5 +203,9 @@ def evaluate(
 
 
 def _peak(device: torch.device) -> dict[str, int]:
-    """The most bytes that tensors took on a GPU since the process began, evaluation included."""
-    return {"peak_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+    """The most bytes that tensors took on a GPU since the last call: in a round, with what follows it."""
+    if device.type != "cuda":
+        return {}
+    most = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"peak_bytes": most}

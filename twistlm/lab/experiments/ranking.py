@@ -22,6 +22,8 @@ NAMES = {
     "wanda": ("Wanda", "wanda"),
     "zpruner": ("Z-Pruner", "zpruner"),
     "zpruner-datafree": ("Z-Pruner, no data", ""),
+    "zpruner-rows": ("Z-Pruner, by rows", ""),
+    "zpruner-repair": ("Z-Pruner, repaired", ""),
     "magnitude": ("magnitude", ""),
     "block:fisher": ("blocks by Fisher", "block"),
     "block:mask-fisher": ("blocks by mask Fisher", ""),

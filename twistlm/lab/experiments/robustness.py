@@ -14,6 +14,7 @@ from .scales import N, trained_at
 
 KEEPS = 1.05  # a ratio of perplexities up to which a size "keeps" another's
 SHARP = 1.5  # and from which it degrades sharply
+ENDS = (3, 10)  # a width lies in the middle where there are such lean and such wide ones
 
 
 def points(lab: Lab) -> list[Point]:
@@ -127,7 +128,7 @@ def _claims(setting: str, plain: dict[int, dict[int, float]]) -> list[Claim]:
             )
         )
     full = [x for x in plain if len(plain[x]) == max(len(r) for r in plain.values())]
-    if len(full) > 2:
+    if len(full) > 2 and min(full) <= ENDS[0] and max(full) >= ENDS[1]:
         worst = {x: max(plain[x].values()) for x in full}
         best = min(worst, key=worst.__getitem__)
         claims.append(
