@@ -199,11 +199,13 @@ SCALES: dict[str, Scale] = {
             "train.batch=8",
             "train.interval=15",
             "train.rounds=20",
+            "train.lr=2e-4",
             "train.warmup=45",
         ),
         start=None,
         n_attn=3,
         nodes=((3, 1),),
+        fresh=("train.lr=1e-3", "train.interval=10", "blocks.nested=0.5"),
         **(_LARGE | {"settings": ("both",)}),
     ),
     "paper": Scale(
