@@ -66,8 +66,6 @@ def here(home, tmp_path, monkeypatch) -> Path:
 
 PARENTS = tuple(arg for kind in KINDS for arg in (f"--parent-{kind}", kind))
 SMALL = (
-    "--ratios",
-    "3/4,2/4",
     "--n",
     "3",
     "--tokens",
@@ -81,8 +79,14 @@ SMALL = (
 )
 
 
+def small(args: Iterable[str]) -> tuple[str, ...]:
+    """A command of few numbers, at two sizes unless it names its own."""
+    args = tuple(args)
+    return (*SMALL, *(() if "--ratios" in args else ("--ratios", "3/4,2/4")), *args)
+
+
 def run(monkeypatch, capsys, *args: str) -> str:
-    code, out, err = in_process(monkeypatch, capsys, "compare", *SMALL, *args)
+    code, out, err = in_process(monkeypatch, capsys, "compare", *small(args))
     assert code == 0, err
     return out
 
@@ -274,7 +278,7 @@ def command(*args: str) -> None:
 
 def test_an_interrupted_comparison_goes_on(here, monkeypatch, capsys):
     args = (*PARENTS, "--settings", "ffn", "--methods", "magnitude", "--n", "9")
-    process = multiprocessing.get_context("fork").Process(target=command, args=(*SMALL, *args))
+    process = multiprocessing.get_context("fork").Process(target=command, args=small(args))
     process.start()
     while not POINTS.is_file() or POINTS.read_text().count("\n") < 3:
         assert process.is_alive(), Path("stderr").read_text()
@@ -520,7 +524,7 @@ def test_bad_input_is_one_sentence(here, monkeypatch, capsys, case):
     if prepare is not None:
         prepare(here)
     before = sorted(here.rglob("*"))
-    code, out, err = in_process(monkeypatch, capsys, "compare", *SMALL, *args)
+    code, out, err = in_process(monkeypatch, capsys, "compare", *small(args))
     check_refusal(code, out, err, parts)
     if case != "nan":  # refused before anything is written
         assert sorted(here.rglob("*")) == before
@@ -540,7 +544,7 @@ def test_a_folder_of_an_earlier_version_goes_on(here, monkeypatch, capsys):
     assert rows() == table
     path = next(Path("table/points").iterdir())
     path.write_bytes(path.read_bytes()[:100])
-    code, out, err = in_process(monkeypatch, capsys, "compare", *SMALL, *args)
+    code, out, err = in_process(monkeypatch, capsys, "compare", *small(args))
     check_refusal(code, out, err, (str(path), "is not a finished point: delete it"))
 
 
@@ -575,7 +579,7 @@ def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):
     record = json.loads(Path("table/compare.json").read_text())
     assert record["parents"]["TwIST"]["common_attn"] == [3]
     code, _, err = in_process(
-        monkeypatch, capsys, "compare", *SMALL, "--parent-twist", "c", "--methods", "",
+        monkeypatch, capsys, "compare", *small(("--parent-twist", "c", "--methods", "")),
         "--settings", "both", "blocks.common_ffn=[0,1,2]",
     )  # fmt: skip
     assert code == 2
@@ -612,7 +616,7 @@ def test_each_size_trained_for_itself(here, monkeypatch, capsys):
         monkeypatch,
         capsys,
         "compare",
-        *SMALL,
+        *small(()),
         "--parent-twist",
         "twist",
         "--on",

@@ -278,7 +278,7 @@ def test_a_comparison(tmp_path, tokens):
         CompareRequest(
             sources=[("dense", str(tmp_path / "dense"))],
             out=tmp_path / "table",
-            ratios="2/4,1/4",
+            ratios=["2/4,1/4"],
             settings="ffn,both",
             methods="magnitude",
             n=2,
