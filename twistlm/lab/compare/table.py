@@ -113,8 +113,8 @@ def summary(made: list[ComparisonRow], setting: str) -> Lines:
 
 
 def size_name(ratio: str) -> str:
-    """How tables call a size: with a space where a narrow column may break it."""
-    return ratio.replace(",", ", ")
+    """How tables call a size: `attn=2/3 ffn=6/12`, where a narrow column may break between the kinds."""
+    return ratio.replace(",", " ")
 
 
 def unless_blank(lines: Lines, column: str) -> Lines:
