@@ -33,7 +33,7 @@ COMMON = ("common_attn", "common_ffn")  # named where there are some: older poin
 HEALS = ("lr", "betas", "eps", "weight_decay", "clip", "moments", "distil")
 
 
-def parts(ratio: str) -> dict[str, str]:
+def named_shares(ratio: str) -> dict[str, str]:
     """What stays of each kind of layer or single layer that a ratio names; nothing for a plain fraction."""
     pairs = (pair.split("=", 1) for pair in ratio.split(",")) if "=" in ratio else ()
     return dict(pairs)
@@ -42,7 +42,9 @@ def parts(ratio: str) -> dict[str, str]:
 def in_setting(ratio: str, setting: Setting) -> str:
     """What a ratio says of the kinds that a setting cuts: of `attn=2/3,ffn=6/12` in ffn, `6/12`."""
     kinds = SETTINGS[setting]
-    mine = {key: text for key, text in parts(ratio).items() if key.partition(".")[0] in kinds}
+    mine = {
+        key: text for key, text in named_shares(ratio).items() if key.partition(".")[0] in kinds
+    }
     if not mine:
         return ratio
     alone = len(kinds) == 1 and set(mine) == set(kinds)
@@ -51,7 +53,7 @@ def in_setting(ratio: str, setting: Setting) -> str:
 
 def exact(ratio: str) -> str:
     """The same for all ways to write a ratio: `1/2` for 6/12 and for attn=2/4,ffn=0.5."""
-    shares = {key: Fraction(text) for key, text in parts(ratio).items()}
+    shares = {key: Fraction(text) for key, text in named_shares(ratio).items()}
     if len(set(shares.values())) < 2:
         return str(next(iter(shares.values()), None) or Fraction(ratio))
     own = {
@@ -64,7 +66,7 @@ def exact(ratio: str) -> str:
 
 def mean_share(ratio: str) -> Fraction:
     """How large a ratio is, among others: its share, or the mean of those of its kinds of layer."""
-    found = [Fraction(text) for key, text in parts(ratio).items() if key in KINDS]
+    found = [Fraction(text) for key, text in named_shares(ratio).items() if key in KINDS]
     return sum(found, Fraction(0)) / len(found) if found else Fraction(ratio)
 
 

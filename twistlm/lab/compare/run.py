@@ -37,7 +37,7 @@ from ...tickets.parent import Parent
 from ...tickets.treatment import choice_text
 from ..points import Place, Points, place_of
 from . import table
-from .cells import Asked, Cell, Grid, exact, mean_share, parts
+from .cells import Asked, Cell, Grid, exact, mean_share, named_shares
 from .measure import Healing
 from .rivals import LABELS, Rival, open_all
 
@@ -91,7 +91,7 @@ def _check_ratios(rival: Rival, asked: Asked) -> None:
                 (widths_of_ratio if asked.tickets else shares_of_ratio)(block_map, ratio)
             except ValueError as error:
                 n_blocks = {block_map.n_blocks(kind) for kind in SETTINGS[setting]}
-                uneven = len(n_blocks) > 1 and not parts(ratio)
+                uneven = len(n_blocks) > 1 and not named_shares(ratio)
                 advice = "; each kind can have its own, as in --ratios attn=1/3,ffn=4/12"
                 raise ValueError(f"--ratios {ratio}: {error}{advice if uneven else ''}") from None
 
@@ -126,10 +126,11 @@ def _write(
 ) -> None:
     everything = table.everything(made)
     n_calibration = [] if asked.ids is None else list(asked.ids.shape)
-    choice, chosen_on = asked.choice, None
+    choice, chosen_on, said = asked.choice, None, "that of training"
     if choice is not None:
         n_choice = choice.n_sequences * choice.seq_len
         chosen_on = {"data": choice.file.stem, "first": choice.first, "n_tokens": n_choice}
+        said = f"the best of some on {n_choice:,} tokens of {choice.file.stem}, from sequence {choice.first} on"
     run = describe_run()
     record = {
         "rows": table.to_dict(made),
@@ -150,8 +151,7 @@ def _write(
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     parts += [
         "Scale: the activation scale of tickets, with `+ mean` where biases make up for absent blocks: "
-        + ("that of training. " if chosen_on is None else f"the best of some on {chosen_on}. ")
-        + "Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
+        f"{said}. Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
         "float32. Decode: measured speed on the CPU against the whole parent, of tickets by their shapes, of "
         "single zeros once, where there are most.",
         "",
@@ -206,7 +206,7 @@ class CompareRequest:
         for typed in self.ratios:
             pieces = [piece.strip() for piece in typed.split(",") if piece.strip()]
             for ratio in [self._by_kind(typed, pieces)] if "=" in typed else pieces:
-                for text in parts(ratio).values() or [ratio]:
+                for text in named_shares(ratio).values() or [ratio]:
                     _check_share(text)
                 found.setdefault(exact(ratio), ratio)
         if not found:
