@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from twistlm import cli
 from twistlm.compute.perplexity import Text
 from twistlm.data import token_file
-from twistlm.lab.compare import table
+from twistlm.lab.compare import cells, table
 from twistlm.lab.points import name_of
 from twistlm.model import generator
 from twistlm.model.blocks import widths_of_ratio
@@ -66,8 +66,6 @@ def here(home, tmp_path, monkeypatch) -> Path:
 
 PARENTS = tuple(arg for kind in KINDS for arg in (f"--parent-{kind}", kind))
 SMALL = (
-    "--ratios",
-    "3/4,2/4",
     "--n",
     "3",
     "--tokens",
@@ -81,8 +79,14 @@ SMALL = (
 )
 
 
+def small(args: Iterable[str]) -> tuple[str, ...]:
+    """A command of few numbers, at two sizes unless it names its own."""
+    args = tuple(args)
+    return (*SMALL, *(() if "--ratios" in args else ("--ratios", "3/4,2/4")), *args)
+
+
 def run(monkeypatch, capsys, *args: str) -> str:
-    code, out, err = in_process(monkeypatch, capsys, "compare", *SMALL, *args)
+    code, out, err = in_process(monkeypatch, capsys, "compare", *small(args))
     assert code == 0, err
     return out
 
@@ -96,8 +100,17 @@ def rows(folder: str = "table") -> dict[tuple[str, ...], dict[str, str]]:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_no_number_loses_a_digit_in_a_narrow_terminal(width):
+@pytest.mark.parametrize("by_kind", [False, True])
+def test_no_number_loses_a_digit_in_a_narrow_terminal(width, by_kind):
     head = ("", "whole", "8/12", "6/12", "4/12", "3/12", "seconds", "tokens", "MB", "decode")
+    if by_kind:  # a head breaks between the kinds, and nowhere else
+        uneven = (
+            "attn=2/3,ffn=8/12",
+            "attn=2/3,ffn=6/12",
+            "attn=1/3,ffn=4/12",
+            "attn=1/3,ffn=3/12",
+        )
+        head = (*head[:2], *map(table.size_name, uneven), *head[6:])
     spreads = ("48.52 ± 2.41", "80.47 ± 12.22", "140.22 ± 20.40", "183.40 ± 25.33")
     random = ("structured dropout", "38.51", *spreads, "0.00234", "131,072", "497.8", "1.61x")
     console = Console(width=width, file=io.StringIO())
@@ -274,7 +287,7 @@ def command(*args: str) -> None:
 
 def test_an_interrupted_comparison_goes_on(here, monkeypatch, capsys):
     args = (*PARENTS, "--settings", "ffn", "--methods", "magnitude", "--n", "9")
-    process = multiprocessing.get_context("fork").Process(target=command, args=(*SMALL, *args))
+    process = multiprocessing.get_context("fork").Process(target=command, args=small(args))
     process.start()
     while not POINTS.is_file() or POINTS.read_text().count("\n") < 3:
         assert process.is_alive(), Path("stderr").read_text()
@@ -361,6 +374,126 @@ def test_single_weights_need_no_whole_blocks(here, monkeypatch, capsys):
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     row = rows()["both", "1/3", "dense", "magnitude", ""]
     assert float(row["perplexity"]) == pytest.approx(math.exp(float(nll)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "setting", "wanted"),
+    [
+        ("6/12", "both", ("6/12", "1/2", 1 / 2)),
+        ("attn=2/3,ffn=6/12", "both", ("attn=2/3,ffn=6/12", "attn=2/3,ffn=1/2", 7 / 12)),
+        ("ffn=6/12,attn=2/3", "both", ("ffn=6/12,attn=2/3", "attn=2/3,ffn=1/2", 7 / 12)),
+        ("attn=1/3,ffn=4/12", "both", ("attn=1/3,ffn=4/12", "1/3", 1 / 3)),
+        ("attn=2/3,ffn=6/12", "ffn", ("6/12", "1/2", 1 / 2)),
+        ("attn=1,ffn=6/12,ffn.2=1", "ffn", ("ffn=6/12,ffn.2=1", "ffn=1/2,ffn.2=1", 1 / 2)),
+        ("attn=1,ffn=6/12,ffn.2=1", "attn", ("1", "1", 1)),
+        ("ffn=6/12,ffn.2=0.5", "ffn", ("ffn=6/12,ffn.2=0.5", "1/2", 1 / 2)),
+    ],
+)
+def test_a_ratio_in_a_setting(ratio, setting, wanted):
+    """What it says there, its one name among all ways to write it, and how large it is."""
+    mine = cells.in_setting(ratio, setting)
+    assert (mine, cells.exact(mine), float(cells.mean_share(mine))) == pytest.approx(wanted)
+
+
+UNEVEN = ("data.seq_len=16", "data.train=tokens", "data.valid=tokens", "blocks.n_ffn=12",
+          "blocks.shared_first=1", "blocks.shared_last=0")  # fmt: skip
+HALF, QUARTER = "attn=2/3,ffn=6/12", "attn=1/3,ffn=3/12"
+
+
+def grouped() -> None:
+    """3 groups of heads, 12 chunks of neurons; no run behind it: text and blocks are told to the command."""
+    tiny_model("llama-gqa").save_pretrained("llama")
+
+
+def test_ratios_by_kind_are_those_of_the_other_commands(here, monkeypatch, capsys):
+    grouped()
+    asked = ("--parent-dense", "llama", *UNEVEN, "--ratios", HALF, "--ratios", QUARTER)
+    asked += ("--methods", "sparsegpt,block:magnitude")
+    out = run(monkeypatch, capsys, *asked, "--settings", "both")
+    found = rows()
+    assert {key[1] for key in found} == {"", HALF, QUARTER}
+    assert "| attn=1/3 ffn=3/12 |" in Path("table/compare.md").read_text()
+    assert "at attn=1/3 ffn=3/12" in out.replace("\n", " ")  # the smaller one
+    for ratio in (HALF, QUARTER):
+        row = found["both", ratio, "dense", "random", ""]
+        scale = {"no scale": "none", "sqrt(N/K)": "sqrt", "N/K": "linear"}[row["scale"]]
+        shown = in_process(
+            monkeypatch, capsys, "eval", "llama", *UNEVEN, f"train.scale={scale}", "--ratio", ratio,
+            "--n", "3", "--tokens", str(N_TOKENS), "--device", "cpu", "--json", "eval.json",
+        )  # fmt: skip
+        assert shown[0] == 0, shown[2]
+        (told,) = json.loads(Path("eval.json").read_text())["subnets"]
+        assert float(row["perplexity"]) == pytest.approx(told["mean"], rel=1e-6)
+        assert float(row["sd"]) == pytest.approx(told["sd"], rel=1e-3)
+        for method in ("sparsegpt", "block:magnitude"):
+            row = found["both", ratio, "dense", method, ""]
+            parent = open_parent("llama", "cpu", UNEVEN)
+            if ":" in method:
+                parent = treated(parent, row["scale"])
+            request = PruneRequest(method=method, ratio=ratio, n=6)
+            made = write(parent, Path("out"), request, quiet=True)
+            load = deploy.load_ticket if ":" in method else AutoModelForCausalLM.from_pretrained
+            want = perplexity(load(Path("out")))
+            assert float(row["perplexity"]) == pytest.approx(want, rel=1e-5), (ratio, method)
+            if method == "sparsegpt":  # each kind has its own sparsity
+                k, n = (2, 6) if ratio == HALF else (1, 3)
+                assert set(made["sparsity"].values()) == {(3 - k) / 3, (12 - n) / 12}
+            shutil.rmtree("out")
+    # a setting sees its own kind: two sizes of `both` may be one there, and have its plain name
+    before = state()
+    same = ("--ratios", "attn=2/3,ffn=3/12", "--n", "0", "--methods", "magnitude")
+    run(monkeypatch, capsys, *asked, *same, "--settings", "attn")
+    assert {key[1] for key in rows()} == {"", "2/3", "1/3"}
+    alone = rows()["attn", "1/3", "dense", "magnitude", ""]
+    known = state()
+    assert before.items() < known.items()
+    run(monkeypatch, capsys, *asked[:-6], *same[2:], "--settings", "attn", "--ratios", "4/12,0.5")
+    assert rows()["attn", "4/12", "dense", "magnitude", ""] == alone | {"ratio": "4/12"}
+    added = {name: line for name, line in state().items() if name not in known}
+    assert [json.loads(line)["config"]["ratio"] for line in added.values()] == ["1/2"]
+
+
+def test_a_stopped_healing_goes_on_to_the_same_numbers(here, monkeypatch, capsys):
+    """A model that no run of ours has trained teaches; two ratios are one size of attention, with all tokens."""
+    grouped()
+    asked = ("--parent-dense", "llama", *UNEVEN, "--ratios", HALF, "--ratios", "attn=2/3,ffn=3/12",
+             "--methods", "", "--n", "0", "--heal", "600", "train.batch=1", "train.n_workers=1",
+             "--settings", "attn")  # fmt: skip
+    run(monkeypatch, capsys, *asked)
+    want = rows()
+    made = [json.loads(line) for line in state().values()]
+    healed = {p["config"]["what"]: p for p in made if "tokens" in p["config"]}
+    assert set(healed) == {"block:mask-fisher + heal", "from scratch"}
+    for what, point in healed.items():
+        told, config = point["result"]["healed"], point["config"]
+        assert (config["ratio"], config["tokens"], config["train"]["batch"]) == ("2/3", 600, 1)
+        assert told["n_tokens"] == 640  # whole rounds of 10 sequences of 16 tokens
+        assert told["teacher"] == ("none" if what == "from scratch" else "llama")
+    shutil.rmtree("table")
+    process = multiprocessing.get_context("fork").Process(target=command, args=small(asked))
+    process.start()
+    while not any(path.read_text() for path in _metrics()):  # a round of four
+        assert process.is_alive(), Path("stderr").read_text()
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    err = Path("stderr").read_text()
+    assert process.exitcode == 130, err
+    assert "stopped by SIGINT after round" in err
+    (path,) = _metrics()
+    lines = path.read_text()
+    assert 1 <= lines.count("\n") < 4
+    path.write_text(lines.replace('"n_tokens": 160', '"n_tokens": 161', 1))  # a mark of this round
+    run(monkeypatch, capsys, *asked)
+    made = [json.loads(line)["result"].get("healed") for line in state().values()]
+    assert [told["n_tokens"] for told in made if told] == [641, 640]  # it was not trained anew
+    for key, row in rows().items():
+        assert row["perplexity"] == want[key]["perplexity"], key
+
+
+def _metrics() -> list[Path]:
+    """Of trainings that are not finished."""
+    return list(Path("table/healing").glob("*/*/metrics.jsonl"))
 
 
 def other_parent(here: Path, name: str, **sections: dict) -> None:
@@ -452,6 +585,60 @@ BAD = {
     "no ratio": (None, (*ONE, "--ratios", "half"), ("--ratios 'half' is not a fraction",)),
     "large ratio": (None, (*ONE, "--ratios", "5/4"), ("--ratios '5/4': it must lie in (0, 1]",)),
     "ratios": (None, (*ONE, "--ratios", ","), ("--ratios names no ratio",)),
+    "kinds and a list": (
+        None,
+        (*ONE, "--ratios", "2/4,attn=2/4,ffn=1/4"),
+        ("--ratios '2/4,attn=2/4,ffn=1/4': '2/4' is out of place", "a --ratios of their own"),
+    ),
+    "no kind": (None, (*ONE, "--ratios", "attn=1/4,mlp=1/4"), ("'mlp=1/4' is out of place",)),
+    "no layer": (None, (*ONE, "--ratios", "attn=1/4,ffn=1/4,ffn.x=1"), ("'ffn.x=1' is out of",)),
+    "kind twice": (None, (*ONE, "--ratios", "attn=1/4,ffn=1/4,attn=2/4"), ("'attn=2/4' is out",)),
+    "one kind": (
+        None,
+        (*ONE, "--ratios", "attn=1/4"),
+        ("--ratios 'attn=1/4' says nothing about ffn, which --settings ffn cuts",),
+    ),
+    "no share": (
+        None,
+        (*ONE, "--ratios", "attn=1/4,ffn=half"),
+        ("--ratios 'half' is not a fraction",),
+    ),
+    "large share": (None, (*ONE, "--ratios", "attn=2,ffn=1"), ("--ratios '2': it must lie in",)),
+    "ratio of a kind": (
+        None,
+        (*ONE, "--ratios", "attn=1/4,ffn=1/3", "--settings", "both"),
+        ("--ratios attn=1/4,ffn=1/3: ratio '1/3' is no whole number of ffn blocks", "1/4, 2/4"),
+    ),
+    "layer that is not cut": (
+        None,
+        (
+            *ONE,
+            "--ratios",
+            "ffn=1/3,ffn.0=1",
+            "--settings",
+            "ffn",
+            "--methods",
+            "wanda",
+            "--n",
+            "0",
+        ),
+        ("--ratios ffn=1/3,ffn.0=1: ratio", "'ffn.0' names nothing", "added as ffn.1=1"),
+    ),
+    "uneven": (
+        lambda here: tiny_model("llama-gqa").save_pretrained("odd"),
+        (
+            "--parent-dense",
+            "odd",
+            *CUT,
+            "--data",
+            "tokens",
+            "--calibration",
+            "tokens",
+            "--settings",
+            "both",
+        ),
+        ("no whole number of attn blocks; legal: 1/3, 2/3, 3/3", "each kind can have its own"),
+    ),
     "setting": (
         None,
         (*ONE, "--settings", "mlp"),
@@ -520,7 +707,7 @@ def test_bad_input_is_one_sentence(here, monkeypatch, capsys, case):
     if prepare is not None:
         prepare(here)
     before = sorted(here.rglob("*"))
-    code, out, err = in_process(monkeypatch, capsys, "compare", *SMALL, *args)
+    code, out, err = in_process(monkeypatch, capsys, "compare", *small(args))
     check_refusal(code, out, err, parts)
     if case != "nan":  # refused before anything is written
         assert sorted(here.rglob("*")) == before
@@ -540,7 +727,7 @@ def test_a_folder_of_an_earlier_version_goes_on(here, monkeypatch, capsys):
     assert rows() == table
     path = next(Path("table/points").iterdir())
     path.write_bytes(path.read_bytes()[:100])
-    code, out, err = in_process(monkeypatch, capsys, "compare", *SMALL, *args)
+    code, out, err = in_process(monkeypatch, capsys, "compare", *small(args))
     check_refusal(code, out, err, (str(path), "is not a finished point: delete it"))
 
 
@@ -575,7 +762,7 @@ def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):
     record = json.loads(Path("table/compare.json").read_text())
     assert record["parents"]["TwIST"]["common_attn"] == [3]
     code, _, err = in_process(
-        monkeypatch, capsys, "compare", *SMALL, "--parent-twist", "c", "--methods", "",
+        monkeypatch, capsys, "compare", *small(("--parent-twist", "c", "--methods", "")),
         "--settings", "both", "blocks.common_ffn=[0,1,2]",
     )  # fmt: skip
     assert code == 2
@@ -612,7 +799,7 @@ def test_each_size_trained_for_itself(here, monkeypatch, capsys):
         monkeypatch,
         capsys,
         "compare",
-        *SMALL,
+        *small(()),
         "--parent-twist",
         "twist",
         "--on",

@@ -247,7 +247,7 @@ def test_table1_is_made_of_the_cells_of_compare(shared):
         CompareRequest(
             sources=[("dense", str(lab.out(DENSE))), ("twist", str(lab.out(TWIST)))],
             out=lab.folder,
-            ratios="6/12",
+            ratios=["6/12"],
             settings="both",
             methods="magnitude",
             n=lab.scale.n_subnets,

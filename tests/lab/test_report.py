@@ -278,7 +278,7 @@ def test_a_comparison(tmp_path, tokens):
         CompareRequest(
             sources=[("dense", str(tmp_path / "dense"))],
             out=tmp_path / "table",
-            ratios="2/4,1/4",
+            ratios=["2/4,1/4", "attn=2/4,ffn=1/4"],
             settings="ffn,both",
             methods="magnitude",
             n=2,
@@ -300,6 +300,8 @@ def test_a_comparison(tmp_path, tokens):
         f"both, 1/4 of the blocks: dense, random {random['perplexity']:.2f} ± {random['sd']:.2f}; "
         f"zeros, no smaller and no faster: magnitude {zeros:.2f}." in text
     )
+    assert "both, attn=2/4 ffn=1/4 of the blocks: dense, random" in text
+    assert "ffn, attn" not in text  # of a kind alone it is 1/4 once more
     # magnitude only puts zeros: the reading names a model that is really smaller
     assert "At the smallest size dense, random is lowest" in text
     assert "dashed: zeros" in text

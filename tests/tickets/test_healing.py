@@ -96,7 +96,9 @@ def test_healing_is_distillation_by_hand(home, tmp_path, distil):
 
 
 def test_a_healed_ticket_is_a_ticket_with_its_history(home, tmp_path):
-    record = healing.heal(ask(home, tmp_path / "out"), quiet=True)
+    said: list[str] = []
+    record = healing.heal(ask(home, tmp_path / "out"), quiet=True, note=said.append)
+    assert said == ["round 1/3", "round 2/3", "round 3/3"]
     model = deploy.load_ticket(tmp_path / "out")  # seal, files and widths are checked
     assert not manifest.check_folder(tmp_path / "out", "ticket.json")
     old = deploy.load_ticket(home / "ticket")

@@ -27,6 +27,7 @@ RESUMES = {
     "demo": "; the same command goes on where it stopped",
     "compare": "; the same command goes on where it stopped",
     "experiment": "; the same command goes on where it stopped",
+    "heal": "; the same command goes on where it stopped",
 }
 
 

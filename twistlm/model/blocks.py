@@ -216,8 +216,8 @@ def parse_ratio(text: str, n_blocks: int, kind: Kind, n_common: int = 0) -> int:
     return int(k)
 
 
-def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
-    """Widths for `6/12` (everywhere), `attn=2/3,ffn=6/12` (each kind) or `..., ffn.0=1` (one layer)."""
+def shares_of_ratio(block_map: BlockMap, ratio: str) -> dict[str, str]:
+    """What `6/12` (everywhere), `attn=2/3,ffn=6/12` (each kind) or `..., ffn.0=1` (one layer) says of each group."""
     pairs = [pair.partition("=") for pair in ratio.split(",")] if "=" in ratio else []
     shares = {key.strip(): text for key, _, text in pairs}
     layers = {f"{group.kind}.{group.layer}" for group in block_map.groups}
@@ -227,15 +227,24 @@ def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
                 f"ratio {ratio!r}: {key!r} names nothing; the kinds are attn and ffn, as in "
                 f"attn=2/3,ffn=6/12, and a layer that is cut is added as ffn.{block_map.groups[0].layer}=1"
             )
-    widths = {}
+    said = {}
     for group in block_map.groups:
         text = shares.get(f"{group.kind}.{group.layer}", shares.get(group.kind)) if pairs else ratio
         if text is None:
             raise ValueError(
                 f"ratio {ratio!r} says nothing about {group.kind} of layer {group.layer}"
             )
-        widths[group.name] = parse_ratio(text, group.n_blocks, group.kind, len(group.common))
-    return widths
+        said[group.name] = text
+    return said
+
+
+def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
+    """Widths for a ratio as in `shares_of_ratio`: whole numbers of blocks that hold the common ones."""
+    said = shares_of_ratio(block_map, ratio)
+    return {
+        group.name: parse_ratio(said[group.name], group.n_blocks, group.kind, len(group.common))
+        for group in block_map.groups
+    }
 
 
 def _divisors(n: int) -> list[int]:

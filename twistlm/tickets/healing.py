@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,13 @@ class HealRequest:
     )
 
 
-def heal(request: HealRequest, quiet: bool = False) -> dict[str, Any]:
-    """Train the ticket and write it anew; returns its record with what healing did."""
+def heal(
+    request: HealRequest, quiet: bool = False, note: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Train the ticket and write it anew; returns its record with what healing did.
+
+    `note` is told after every round where the training is, for a caller with a bar of its own.
+    """
     check_target(request.out)
     if request.out.resolve() == request.ticket.resolve():
         raise ValueError(f"--out {request.out} is the ticket to heal: choose another folder")
@@ -68,7 +73,7 @@ def heal(request: HealRequest, quiet: bool = False) -> dict[str, Any]:
     text = _valid(cfg, request)
     work = Path(cfg.run.out)
     before = None if text is None else _measure(model, text, request.device)
-    last = rounds.train(cfg, resume=_goes_on(work, cfg), quiet=quiet)
+    last = rounds.train(cfg, resume=_goes_on(work, cfg), quiet=quiet, note=note)
     if checkpoint.open_(last).round < cfg.train.rounds:  # a signal: the same command goes on
         raise ValueError(f"stopped after round {checkpoint.open_(last).round}: call it again")
     _load_(model, last)

@@ -35,8 +35,12 @@ def train(
     resume: bool = False,
     quiet: bool = False,
     is_late: Callable[[], bool] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Path:
-    """Run all rounds of a config, or as many as end before it is late; returns the last checkpoint."""
+    """Run all rounds of a config, or as many as end before it is late; returns the last checkpoint.
+
+    `note` is told after every round where the run is, for a caller with a bar of its own.
+    """
     if cfg.run.threads:
         torch.set_num_threads(cfg.run.threads)
     with closing(engines.join(cfg)) as cluster, ExitStack() as open_:
@@ -48,7 +52,7 @@ def train(
         engine = engines.start(run, progress, quiet)
         open_.push(lambda kind, *_: engine.close(crashed=kind is not None and not _is_end(kind)))
         open_.enter_context(on_signals(run.stop, quiet))
-        return _loop(run, engine, progress, quiet or not cluster.is_central, is_late)
+        return _loop(run, engine, progress, quiet or not cluster.is_central, is_late, note)
 
 
 def _is_end(kind: type[BaseException]) -> bool:
@@ -60,7 +64,12 @@ def _folder(run: Run, progress: Progress) -> Path:
 
 
 def _loop(
-    run: Run, engine: Engine, progress: Progress, quiet: bool, is_late: Callable[[], bool] | None
+    run: Run,
+    engine: Engine,
+    progress: Progress,
+    quiet: bool,
+    is_late: Callable[[], bool] | None,
+    note: Callable[[str], None] | None,
 ) -> Path:
     """Rounds until the end, a signal or a late hour; every rank runs it, the central one keeps the books."""
     with ExitStack() as open_:
@@ -81,6 +90,8 @@ def _loop(
             if evaluates or saves:
                 engine.collect_()
             books.note(outcome, time.perf_counter() - began, evaluates, saves)
+            if note is not None:
+                note(f"round {progress.round}/{run.end(progress)}")
             if engine.stops and not final:
                 raise stopped(run.stop, progress.round)
             if late:

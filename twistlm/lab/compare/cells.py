@@ -17,6 +17,7 @@ from torch import Tensor
 from ...compute.perplexity import Text
 from ...config import Setting
 from ...model import huggingface
+from ...model.blocks import KINDS, SETTINGS
 from ...pruners.methods import METHODS
 from ...pruners.write import STRUCTURED
 from ...tickets import importance
@@ -28,6 +29,45 @@ SCORED_BY = "mask-fisher"  # the best score for whole blocks so far
 HEALED, SCRATCH = f"{STRUCTURED}{SCORED_BY} + heal", "from scratch"
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
 COMMON = ("common_attn", "common_ffn")  # named where there are some: older points have none
+# of the parent's training: what healing takes from there
+HEALS = ("lr", "betas", "eps", "weight_decay", "clip", "moments", "distil")
+
+
+def named_shares(ratio: str) -> dict[str, str]:
+    """What stays of each kind of layer or single layer that a ratio names; nothing for a plain fraction."""
+    pairs = (pair.split("=", 1) for pair in ratio.split(",")) if "=" in ratio else ()
+    return dict(pairs)
+
+
+def in_setting(ratio: str, setting: Setting) -> str:
+    """What a ratio says of the kinds that a setting cuts: of `attn=2/3,ffn=6/12` in ffn, `6/12`."""
+    kinds = SETTINGS[setting]
+    mine = {
+        key: text for key, text in named_shares(ratio).items() if key.partition(".")[0] in kinds
+    }
+    if not mine:
+        return ratio
+    alone = len(kinds) == 1 and set(mine) == set(kinds)
+    return mine[kinds[0]] if alone else ",".join(f"{key}={text}" for key, text in mine.items())
+
+
+def exact(ratio: str) -> str:
+    """The same for all ways to write a ratio: `1/2` for 6/12 and for attn=2/4,ffn=0.5."""
+    shares = {key: Fraction(text) for key, text in named_shares(ratio).items()}
+    if len(set(shares.values())) < 2:
+        return str(next(iter(shares.values()), None) or Fraction(ratio))
+    own = {
+        key: v
+        for key, v in shares.items()
+        if v != shares.get(key.partition(".")[0]) or key in KINDS
+    }
+    return ",".join(f"{key}={own[key]}" for key in sorted(own))
+
+
+def mean_share(ratio: str) -> Fraction:
+    """How large a ratio is, among others: its share, or the mean of those of its kinds of layer."""
+    found = [Fraction(text) for key, text in named_shares(ratio).items() if key in KINDS]
+    return sum(found, Fraction(0)) / len(found) if found else Fraction(ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +85,13 @@ class Asked:
     choice: Text | None  # what activation scales are chosen on: never `text`
     ids: Tensor | None  # calibration
     healing: Healing | None = None  # how each size is trained for itself, if at all
+
+    def ratios_in(self, setting: Setting) -> tuple[str, ...]:
+        """Sizes in one setting, each once: two ratios may differ in a kind that it does not cut."""
+        found: dict[str, str] = {}
+        for ratio in (in_setting(ratio, setting) for ratio in self.ratios):
+            found.setdefault(exact(ratio), ratio)
+        return tuple(found.values())
 
     @property
     def tickets(self) -> bool:
@@ -106,7 +153,7 @@ class Grid:
         for rival in self.rivals:
             found.append(self._whole(rival))
             for setting in self.asked.settings:
-                for ratio in self.asked.ratios:
+                for ratio in self.asked.ratios_in(setting):
                     found += self._of(rival, setting, ratio)
         return found + list(self._decodes())
 
@@ -167,14 +214,18 @@ class Grid:
         self, rival: Rival, setting: Setting, ratio: str, by: Healing, scratch: bool
     ) -> Cell:
         what = SCRATCH if scratch else HEALED
+        n_tokens = by.tokens // len(self.asked.ratios_in(setting))
         config = self._ticket(what, rival, setting, ratio, None)
-        config |= {"tokens": by.tokens, "data": by.data, "calibration": self._calibration()}
-        mine = replace(by, work=by.work / name_of(config))
+        config |= {"tokens": n_tokens, "data": by.data, "calibration": self._calibration()}
+        train = rival.parent.cfg.train
+        config["train"] = {key: getattr(train, key) for key in HEALS}
+        config["train"]["batch"] = train.batch * train.n_workers
+        mine = replace(by, tokens=n_tokens, work=by.work / name_of(config))
 
         def measure(note: Note) -> Result:
             scored = self._scores(rival, SCORED_BY, note)
-            note(f"{by.tokens:,} tokens")
-            return self.stand.healed((rival, setting, ratio), scored, mine, scratch)
+            note(f"{n_tokens:,} tokens")
+            return self.stand.healed((rival, setting, ratio), scored, mine, scratch, note)
 
         return Cell(rival, what, setting, ratio, None, config, measure)
 
@@ -189,10 +240,11 @@ class Grid:
         """A ticket's speed depends on its shapes alone; zeros are tried once, where there are most."""
         asked = self.asked
         for setting in asked.settings if asked.tickets else ():
-            for ratio in asked.ratios:
+            for ratio in asked.ratios_in(setting):
                 yield self._decode("decode", setting, ratio)
         if asked.zeros:
-            yield self._decode("zeros", asked.settings[-1], min(asked.ratios, key=Fraction))
+            last = asked.settings[-1]
+            yield self._decode("zeros", last, min(asked.ratios_in(last), key=mean_share))
 
     def _decode(self, what: str, setting: Setting, ratio: str) -> Cell:
         rival = self.rivals[0]
@@ -203,7 +255,7 @@ class Grid:
             "what": what,
             "model": name_of({"type": rival.parent.template.config.model_type, "shapes": shapes}),
             "blocks": self._cut(rival, setting),
-            "ratio": str(Fraction(ratio)),
+            "ratio": exact(ratio),
             "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads",
         }
 
@@ -218,7 +270,7 @@ class Grid:
             "what": what,
             "weights": rival.sha256,
             "blocks": self._cut(rival, setting),
-            "ratio": str(Fraction(ratio)),
+            "ratio": exact(ratio),
             "text": self.text,
         }
 

@@ -19,7 +19,7 @@ from ...compute import speed
 from ...compute.attention import causal_
 from ...compute.perplexity import Evaluator, Spread, Text, perplexity
 from ...config import Setting
-from ...model.blocks import Blueprint, Shapes, widths_of_ratio
+from ...model.blocks import BlockMap, Blueprint, Shapes, shares_of_ratio, widths_of_ratio
 from ...model.generator import draws, for_deployment
 from ...model.subnet import build
 from ...pruners import repair, walk
@@ -41,9 +41,9 @@ Result = dict[str, Any]
 class Healing:
     """How a size is trained for itself."""
 
-    tokens: int
+    tokens: int  # of all sizes of a setting; in a cell, of its size
     data: str  # stem of the training tokens
-    work: Path  # a folder for this size, removed when it is measured
+    work: Path  # a folder for all sizes; in a cell, its own, removed when it is measured
 
 
 @dataclass
@@ -164,7 +164,12 @@ class Stand:
         return found | {"treatment": chosen}
 
     def healed(
-        self, cell: tuple[Rival, Setting, str], scored: Result, by: Healing, scratch: bool
+        self,
+        cell: tuple[Rival, Setting, str],
+        scored: Result,
+        by: Healing,
+        scratch: bool,
+        note: Note,
     ) -> Result:
         """The ticket of the highest scores, trained for itself; or its shape, trained from random weights."""
         rival, setting, ratio = cell
@@ -175,9 +180,10 @@ class Stand:
         treatment, chosen = cut.treatments.best([blueprint])
         parent, folder = cut.treatments.parent_with(treatment), by.work
         if not (folder / "ticket" / deploy.TICKET).is_file():  # or one that was stopped goes on
-            deploy.save_ticket(parent, blueprint, folder / "ticket")
+            pruned = folder / ("shape" if scratch else "ticket")
+            deploy.save_ticket(parent, blueprint, pruned)
             if scratch:
-                _start_anew_(parent, blueprint, folder / "ticket")
+                _start_anew(parent, blueprint, pruned, folder / "ticket")
         request = HealRequest(
             ticket=folder / "ticket",
             out=folder / "healed",
@@ -188,7 +194,9 @@ class Stand:
             device=str(self.device),
             like=parent.cfg,
         )
-        record = heal(request, quiet=True)["healed"][-1]
+        if not (request.out / deploy.TICKET).is_file():  # or it was stopped while it was measured
+            heal(request, quiet=True, note=note)
+        record = deploy.read_ticket(request.out)["healed"][-1]
         model = deploy.load_ticket(folder / "healed")
         nn.Module.to(model, self.device)
         value = perplexity(model, self.text, self.precision, cut.ready.loss)
@@ -201,11 +209,11 @@ class Stand:
     def unstructured(
         self, rival: Rival, setting: Setting, ratio: str, method: str, note: Note
     ) -> Result:
-        """Single weights pruned to a sparsity of 1 - ratio; no byte is saved by that."""
+        """Single weights pruned to a sparsity of 1 - ratio in each layer; no byte is saved by that."""
         cut = self._of(rival, setting)
         model, block_map = cut.fresh(), cut.parent.block_map
         ids = self.ids if METHODS[method].observe else None
-        wanted = {group.name: Pattern(1 - Fraction(ratio)) for group in block_map.groups}
+        wanted = {name: Pattern(share) for name, share in _sparsities(block_map, ratio).items()}
         n_all = 0 if ids is None else len(ids) * len({g.layer for g in block_map.groups})
         began = time.perf_counter()
         prune_(model, block_map, METHODS[method], wanted, ids, _counter(note, n_all))
@@ -225,7 +233,7 @@ class Stand:
         for model in (full, other):
             nn.Module.to(model, "cpu")
         if zeros:
-            _drop_(other, cut, 1 - Fraction(ratio))
+            _drop_(other, cut, ratio)
         slow, fast = speed.measure_all([full, other])
         return {
             "speedup": slow.decode_ms / fast.decode_ms,
@@ -297,19 +305,26 @@ def _counter(note: Note, n_all: int) -> Callable[[], None]:
     return tick
 
 
-def _start_anew_(parent: Parent, blueprint: Blueprint, folder: Path) -> None:
-    """The same ticket with random weights, as its family initialises them."""
+def _start_anew(parent: Parent, blueprint: Blueprint, ticket: Path, out: Path) -> None:
+    """A ticket of the same shape with random weights, as its family initialises them."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        deploy.load_ticket(folder).config, trust_remote_code=False
+        deploy.load_ticket(ticket).config, trust_remote_code=False
     )
-    deploy.save_model(parent, blueprint, model, folder, {})
+    deploy.save_model(parent, blueprint, model, out, {})
+
+
+def _sparsities(block_map: BlockMap, ratio: str) -> dict[str, Fraction]:
+    """1 - ratio for each group, exactly: single weights need no whole number of blocks."""
+    said = shares_of_ratio(block_map, ratio)
+    return {name: 1 - Fraction(text) for name, text in said.items()}
 
 
 @torch.no_grad()
-def _drop_(model: PreTrainedModel, parent: Parent, share: Fraction) -> None:
+def _drop_(model: PreTrainedModel, parent: Parent, ratio: str) -> None:
     """Zeros in random places: how many there are could matter to speed, not where."""
-    draw = torch.Generator().manual_seed(0)
+    draw, shares = torch.Generator().manual_seed(0), _sparsities(parent.block_map, ratio)
     for linear in walk.linears(model, parent.block_map):
         weight = linear.weight(model)
-        weight.masked_fill_(torch.rand(weight.shape, generator=draw) < float(share), 0)
+        share = float(shares[linear.group])
+        weight.masked_fill_(torch.rand(weight.shape, generator=draw) < share, 0)

@@ -23,7 +23,7 @@ from ...config import Method, Setting
 from ...data.builtin import resolve
 from ...data.token_file import open_tokens
 from ...model import families, huggingface
-from ...model.blocks import SETTINGS, widths_of_ratio
+from ...model.blocks import KINDS, SETTINGS, shares_of_ratio, widths_of_ratio
 from ...pruners import repair
 from ...pruners.methods import METHODS
 from ...pruners.write import NAMES, STRUCTURED
@@ -37,7 +37,7 @@ from ...tickets.parent import Parent
 from ...tickets.treatment import choice_text
 from ..points import Place, Points, place_of
 from . import table
-from .cells import Asked, Cell, Grid
+from .cells import Asked, Cell, Grid, exact, mean_share, named_shares
 from .measure import Healing
 from .rivals import LABELS, Rival, open_all
 
@@ -52,9 +52,8 @@ def compare(request: CompareRequest) -> list[Table]:
     settings = request.chosen_settings()
     rivals = open_all(request.sources, settings, request.device, request.overrides)
     asked = read(request, rivals)
-    if asked.tickets:
-        for rival in rivals:
-            _check_whole_blocks(rival, asked)
+    for rival in rivals:
+        _check_ratios(rival, asked)
     points = Points(place)
     cells = Grid(rivals, asked, points).cells()
     cut = tuple(s for s in settings if any(cell.is_pruned and cell.setting == s for cell in cells))
@@ -81,13 +80,20 @@ def _check_place(place: Place) -> None:
         raise ValueError(f"--out {folder} exists and is no comparison: choose another folder")
 
 
-def _check_whole_blocks(rival: Rival, asked: Asked) -> None:
-    """Refuse a ratio that is no whole number of blocks in a layer that is cut, or has no room for C."""
+def _check_ratios(rival: Rival, asked: Asked) -> None:
+    """Refuse a ratio of layers that are not cut and, for tickets, one that is no whole number of blocks
+    in a layer or has no room for C."""
     parent = rival.parent
     for setting in asked.settings:
-        blocks = replace(parent.cfg.blocks, setting=setting)
-        for ratio in asked.ratios:
-            widths_of_ratio(families.partition(parent.template, blocks), ratio)
+        block_map = families.partition(parent.template, replace(parent.cfg.blocks, setting=setting))
+        for ratio in asked.ratios_in(setting):
+            try:
+                (widths_of_ratio if asked.tickets else shares_of_ratio)(block_map, ratio)
+            except ValueError as error:
+                n_blocks = {block_map.n_blocks(kind) for kind in SETTINGS[setting]}
+                uneven = len(n_blocks) > 1 and not named_shares(ratio)
+                advice = "; each kind can have its own, as in --ratios attn=1/3,ffn=4/12"
+                raise ValueError(f"--ratios {ratio}: {error}{advice if uneven else ''}") from None
 
 
 def _fill(cells: list[Cell], points: Points, quiet: bool) -> None:
@@ -102,11 +108,11 @@ def _fill(cells: list[Cell], points: Points, quiet: bool) -> None:
             bar.advance(task)
 
 
-def title(asked: Asked, setting: str) -> str:
+def title(asked: Asked, setting: Setting) -> str:
     """What stands above the table of one setting."""
     n_tokens = asked.text.n_sequences * asked.text.seq_len
     spread = f" (random: mean ± sd of {asked.n})" if asked.n > 1 else ""
-    least = min(asked.ratios, key=Fraction)
+    least = table.size_name(min(asked.ratios_in(setting), key=mean_share))
     costs = "seconds after training, calibration tokens, MB on disk and decoding speed on a CPU"
     return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; {costs} at {least}"
 
@@ -114,16 +120,17 @@ def title(asked: Asked, setting: str) -> str:
 def _write(
     folder: Path,
     made: list[table.ComparisonRow],
-    settings: Sequence[str],  # those with rows
+    settings: Sequence[Setting],  # those with rows
     asked: Asked,
     rivals: list[Rival],
 ) -> None:
     everything = table.everything(made)
     n_calibration = [] if asked.ids is None else list(asked.ids.shape)
-    choice, chosen_on = asked.choice, None
+    choice, chosen_on, said = asked.choice, None, "that of training"
     if choice is not None:
         n_choice = choice.n_sequences * choice.seq_len
         chosen_on = {"data": choice.file.stem, "first": choice.first, "n_tokens": n_choice}
+        said = f"the best of some on {n_choice:,} tokens of {choice.file.stem}, from sequence {choice.first} on"
     run = describe_run()
     record = {
         "rows": table.to_dict(made),
@@ -144,8 +151,7 @@ def _write(
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     parts += [
         "Scale: the activation scale of tickets, with `+ mean` where biases make up for absent blocks: "
-        + ("that of training. " if chosen_on is None else f"the best of some on {chosen_on}. ")
-        + "Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
+        f"{said}. Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
         "float32. Decode: measured speed on the CPU against the whole parent, of tickets by their shapes, of "
         "single zeros once, where there are most.",
         "",
@@ -172,7 +178,7 @@ class CompareRequest:
 
     sources: Sequence[tuple[Method, str]]  # how each parent was trained, and where it lies
     out: Path  # a folder, or a file of points
-    ratios: str
+    ratios: Sequence[str]  # each a list of fractions, or one ratio by kinds: `attn=2/3,ffn=6/12`
     settings: str
     methods: str | None = None  # None: all that are known
     on: str = "dense"  # the kinds of parent that these methods prune
@@ -195,21 +201,35 @@ class CompareRequest:
         return cast(tuple[Setting, ...], chosen)
 
     def chosen_ratios(self) -> tuple[str, ...]:
-        """Each share once, as it was typed first."""
-        found: dict[Fraction, str] = {}
-        for part in (part.strip() for part in self.ratios.split(",") if part.strip()):
-            try:
-                share = Fraction(part)
-            except (ValueError, ZeroDivisionError):
-                raise ValueError(
-                    f"--ratios {part!r} is not a fraction such as 6/12 or 0.5"
-                ) from None
-            if not 0 < share <= 1:
-                raise ValueError(f"--ratios {part!r}: it must lie in (0, 1]")
-            found.setdefault(share, part)
+        """Each size once, as it was typed first."""
+        found: dict[str, str] = {}
+        for typed in self.ratios:
+            pieces = [piece.strip() for piece in typed.split(",") if piece.strip()]
+            for ratio in [self._by_kind(typed, pieces)] if "=" in typed else pieces:
+                for text in named_shares(ratio).values() or [ratio]:
+                    _check_share(text)
+                found.setdefault(exact(ratio), ratio)
         if not found:
             raise ValueError("--ratios names no ratio: give some as 8/12,6/12")
         return tuple(found.values())
+
+    def _by_kind(self, typed: str, pieces: list[str]) -> str:
+        """`attn=2/3,ffn=6/12` without spaces; it must speak of every kind that is cut, and once of each."""
+        legal = "one ratio by kinds of layer is attn=2/3,ffn=6/12, others follow in a --ratios of their own"
+        found: dict[str, str] = {}
+        for piece in pieces:
+            key, equals, text = (part.strip() for part in piece.partition("="))
+            kind, dot, layer = key.partition(".")
+            if not equals or kind not in KINDS or (dot and not layer.isdecimal()) or key in found:
+                raise ValueError(f"--ratios {typed!r}: {piece!r} is out of place; {legal}")
+            found[key] = text
+        for setting in self.chosen_settings():
+            for kind in SETTINGS[setting]:
+                if kind not in found:
+                    raise ValueError(
+                        f"--ratios {typed!r} says nothing about {kind}, which --settings {setting} cuts; {legal}"
+                    )
+        return ",".join(f"{key}={text}" for key, text in found.items())
 
     def chosen_methods(self) -> tuple[str, ...]:
         return DEFAULT if self.methods is None else names(self.methods, "--methods", DEFAULT)
@@ -269,9 +289,18 @@ def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
 
 def _healing(request: CompareRequest, first: Parent) -> Healing:
     """All sizes of a setting share the tokens, since one training of the others serves them all."""
-    n = int(amount("tokens", request.heal, "--heal")) // len(request.chosen_ratios())
+    n_tokens = int(amount("tokens", request.heal, "--heal"))
     data = request.calibration or first.cfg.data.train
-    return Healing(n, data, place_of(request.out).folder / "healing")
+    return Healing(n_tokens, data, place_of(request.out).folder / "healing")
+
+
+def _check_share(text: str) -> None:
+    try:
+        share = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"--ratios {text!r} is not a fraction such as 6/12 or 0.5") from None
+    if not 0 < share <= 1:
+        raise ValueError(f"--ratios {text!r}: it must lie in (0, 1]")
 
 
 def names(text: str, option: str, legal: Sequence[str]) -> tuple[str, ...]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import asdict, dataclass, fields
-from fractions import Fraction
 from typing import Any
 
 from rich.table import Table
 
 from ...system import terminal
 from ..points import Points
-from .cells import SCRATCH, Cell
+from .cells import SCRATCH, Cell, mean_share
 
 Lines = list[tuple[str, ...]]  # the header first
 
@@ -99,8 +98,9 @@ def summary(made: list[ComparisonRow], setting: str) -> Lines:
     """One setting: a line per rival, perplexity at every ratio, and costs at the smallest one."""
     mine = [row for row in made if row.setting == setting]
     ratios = list(dict.fromkeys(row.ratio for row in mine))
-    least = min(ratios, key=Fraction)
-    lines: Lines = [("", "whole", *ratios, "scale", "seconds", "tokens", "MB", "decode")]
+    least = min(ratios, key=mean_share)
+    heads = (size_name(ratio) for ratio in ratios)
+    lines: Lines = [("", "whole", *heads, "scale", "seconds", "tokens", "MB", "decode")]
     for row in (row for row in made if row.method == "whole"):
         blank = ("",) * len(ratios)
         lines.append((row.parent, row.shown(), *blank, "", *_costs(row)))
@@ -110,6 +110,11 @@ def summary(made: list[ComparisonRow], setting: str) -> Lines:
         chosen = by_size([by_ratio[ratio].scale for ratio in ratios if ratio in by_ratio])
         lines.append((name, "", *shown, chosen, *_costs(by_ratio[least])))
     return unless_blank(lines, "scale")
+
+
+def size_name(ratio: str) -> str:
+    """How tables call a size: `attn=2/3 ffn=6/12`, where a narrow column may break between the kinds."""
+    return ratio.replace(",", " ")
 
 
 def unless_blank(lines: Lines, column: str) -> Lines:

@@ -6,13 +6,13 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...system.files import whole_file
 from ..compare import table
+from ..compare.cells import mean_share
 from ..experiments import NAMES
 from ..experiments.run import module_of
 from ..experiments.scales import SCALES
@@ -207,7 +207,7 @@ def _headlines(rows: list[table.ComparisonRow], setting: str) -> tuple[str, ...]
         zeros = [f"{r.name} {r.shown()}" for r in mine if not table.is_smaller(r.method)][:1]
         line = [", then ".join(small)] if small else []
         line += [f"zeros, no smaller and no faster: {zeros[0]}"] if zeros else []
-        said.append(f"{setting}, {ratio} of the blocks: {'; '.join(line)}.")
+        said.append(f"{setting}, {table.size_name(ratio)} of the blocks: {'; '.join(line)}.")
     return tuple(said)
 
 
@@ -215,7 +215,7 @@ def _figure(setting: str, rows: list[table.ComparisonRow]) -> Figure:
     series: dict[str, dict[float, float]] = {}
     for row in rows:
         assert row.perplexity is not None
-        series.setdefault(row.name, {})[float(Fraction(row.ratio))] = row.perplexity
+        series.setdefault(row.name, {})[float(mean_share(row.ratio))] = row.perplexity
     zeros = [row.name for row in rows if not table.is_smaller(row.method)]
     least = min(share for values in series.values() for share in values)
     there = {name: values[least] for name, values in series.items() if least in values}
