@@ -808,3 +808,21 @@ def test_each_size_trained_for_itself(here, monkeypatch, capsys):
         "1k",
     )
     assert (code, "give --parent-dense" in err) == (2, True)
+
+
+def test_a_parent_with_an_order_shows_its_nested_tickets(here, monkeypatch, capsys):
+    """The row is the ticket that the order in the checkpoint names, cut by hand; others have no such row."""
+    blocks = {"masks": "sequence", "mask_attn": [4, 2], "mask_ffn": [4, 2], "nested": 0.5}
+    blocks |= {"k_attn": 4, "k_ffn": 4}
+    rounds.train(tiny("tokens", Path("o"), train={"rounds": 1}, blocks=blocks), quiet=True)
+    parents = ("--parent-dense", "dense", "--parent-twist", "o")
+    out = run(monkeypatch, capsys, *parents, "--settings", "both", "--methods", "")
+    assert "TwIST, nested" in out
+    found = {key[1:4]: row for key, row in rows().items() if key[3] == "nested"}
+    assert set(found) == {("3/4", "TwIST", "nested"), ("2/4", "TwIST", "nested")}
+    order = json.loads(next(Path("o/checkpoints").glob("*/checkpoint.json")).read_text())["order"]
+    for (ratio, *_), row in found.items():
+        parent = treated(opened("o", "both"), row["scale"])
+        kept = {name: tuple(sorted(ranked[: int(ratio[0])])) for name, ranked in order.items()}
+        want = perplexity(deploy.extract(parent, kept))
+        assert float(row["perplexity"]) == pytest.approx(want, rel=1e-5)

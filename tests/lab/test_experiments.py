@@ -123,7 +123,8 @@ def test_every_experiment_end_to_end_and_its_page(shared, tmp_path, monkeypatch)
         "Table 2",
         "Which claims hold here",
         "SparseGPT",
-        "TwIST, fresh masks and teacher",
+        "random blocks of TwIST, fresh masks and teacher",
+        "nested blocks of TwIST, fresh masks and teacher",
     ):
         assert name in text
 

@@ -25,6 +25,7 @@ from ..points import Points, name_of
 from .measure import REPAIR_SEQUENCES, Healing, Note, Result, Stand
 from .rivals import Rival
 
+NESTED = "nested"  # the first blocks of a parent's own order
 SCORED_BY = "mask-fisher"  # the best score for whole blocks so far
 HEALED, SCRATCH = f"{STRUCTURED}{SCORED_BY} + heal", "from scratch"
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
@@ -108,7 +109,7 @@ class Cell:
     """One number and its place in the table."""
 
     rival: Rival
-    what: str  # "whole", "random", a method; "decode" and "zeros" are speeds
+    what: str  # "whole", "random", "nested", a method; "decode" and "zeros" are speeds
     setting: Setting | None
     ratio: str | None
     repair: str | None
@@ -162,6 +163,8 @@ class Grid:
         if self.asked.n and setting in rival.settings:
             for how in hows:
                 yield self._random(rival, setting, ratio, how)
+                if rival.parent.progress.order:
+                    yield self._nested(rival, setting, ratio, how)
         if rival.method in self.asked.on:
             for method in self.asked.methods:
                 if not method.startswith(STRUCTURED):
@@ -182,6 +185,12 @@ class Grid:
         config = self._ticket("random", rival, setting, ratio, how) | {"n": n, "seed": seed}
         measure = partial(self.stand.random, rival, setting, ratio, how, n, seed)
         return Cell(rival, "random", setting, ratio, how, config, measure)
+
+    def _nested(self, rival: Rival, setting: Setting, ratio: str, how: str | None) -> Cell:
+        order = {group: list(blocks) for group, blocks in rival.parent.progress.order.items()}
+        config = self._ticket(NESTED, rival, setting, ratio, how) | {"order": name_of(order)}
+        measure = partial(self.stand.nested, rival, setting, ratio, how)
+        return Cell(rival, NESTED, setting, ratio, how, config, measure)
 
     def _blocks(
         self, rival: Rival, setting: Setting, ratio: str, method: str, how: str | None

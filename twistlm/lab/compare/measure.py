@@ -21,6 +21,7 @@ from ...compute.perplexity import Evaluator, Spread, Text, perplexity
 from ...config import Setting
 from ...model.blocks import BlockMap, Blueprint, Shapes, shares_of_ratio, widths_of_ratio
 from ...model.generator import draws, for_deployment
+from ...model.masks import prefixes
 from ...model.subnet import build
 from ...pruners import repair, walk
 from ...pruners.methods import METHODS, prune_
@@ -124,6 +125,20 @@ class Stand:
             seconds += took / n
             began = time.perf_counter()
         found = self._result(rival, values, seconds, self._n_tokens(how=how), cut.narrow(ratio))
+        return found | {"treatment": chosen}
+
+    def nested(
+        self, rival: Rival, setting: Setting, ratio: str, how: str | None, note: Note
+    ) -> Result:
+        """The ticket of the first blocks of the parent's own order; its scale is chosen on other text."""
+        cut = self._of(rival, setting)
+        block_map, began = cut.parent.block_map, time.perf_counter()
+        widths = widths_of_ratio(block_map, ratio)
+        blueprint = prefixes(block_map, rival.parent.progress.order, widths)
+        picked = self._now() - began
+        treatment, chosen = cut.treatments.best([blueprint])
+        value, took = self._ticket(cut, blueprint, treatment, how, self._now() - picked)
+        found = self._result(rival, [value], took, self._n_tokens(how=how), cut.narrow(ratio))
         return found | {"treatment": chosen}
 
     def scores(self, rival: Rival, name: str, seed: int, note: Note) -> Result:

@@ -11,9 +11,10 @@ from rich.table import Table
 
 from ...system import terminal
 from ..points import Points
-from .cells import SCRATCH, Cell, mean_share
+from .cells import NESTED, SCRATCH, Cell, mean_share
 
 Lines = list[tuple[str, ...]]  # the header first
+OWN = ("random", NESTED)  # tickets as a parent gives them: rows go by its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class ComparisonRow:
     @property
     def name(self) -> str:
         """How tables call it: a ticket by its parent, a pruned model by its method."""
-        what = f"{self.parent}, random" if self.method == "random" else self.method
+        what = f"{self.parent}, {self.method}" if self.method in OWN else self.method
         return what + (f" + {self.repair}" if self.repair else "")
 
     def shown(self) -> str:
@@ -50,7 +51,7 @@ class ComparisonRow:
 
 def is_smaller(method: str) -> bool:
     """Whether whole blocks go, and with them bytes and time; else single weights become zeros."""
-    return method == "random" or ":" in method or method.startswith(SCRATCH)
+    return method in OWN or ":" in method or method.startswith(SCRATCH)
 
 
 def rows(cells: list[Cell], points: Points) -> list[ComparisonRow]:
@@ -59,7 +60,7 @@ def rows(cells: list[Cell], points: Points) -> list[ComparisonRow]:
     decode = {
         (c.setting, c.ratio): _found(c, points).get("speedup") for c in cells if c.what == "decode"
     }
-    several = len({c.rival.label for c in cells if c.is_pruned and c.what != "random"})
+    several = len({c.rival.label for c in cells if c.is_pruned and c.what not in OWN})
     made = []
     for cell in cells:
         if cell.what in ("decode", "zeros"):
@@ -67,7 +68,7 @@ def rows(cells: list[Cell], points: Points) -> list[ComparisonRow]:
         found = _found(cell, points)
         speedup = decode.get((cell.setting, cell.ratio)) if is_smaller(cell.what) else zeros
         method = cell.what
-        if several > 1 and cell.is_pruned and cell.what != "random":
+        if several > 1 and cell.is_pruned and cell.what not in OWN:
             method += f" ({cell.rival.label})"
         made.append(
             ComparisonRow(

@@ -9,6 +9,7 @@ from typing import Any
 from ...config import Setting
 from ...model.blocks import widths_of_ratio
 from ...model.generator import draws
+from ...model.masks import prefixes
 from ...pruners.write import STRUCTURED
 from ...tickets.treatment import N_DRAWS
 from ..compare.table import by_size
@@ -32,6 +33,7 @@ NAMES = {
 }
 TRIED = "best of some on other text"  # how the activation scale of a ticket comes about
 EXTRACTED = "random blocks of "  # before a parent's name
+NESTED = "nested blocks of "  # the first ones of a parent's own order
 AT_SIZE = f"{EXTRACTED}TwIST trained at that size"  # one parent for each size, the paper's SE
 Rows = dict[str, dict[int, dict[str, Any]]]  # name of a row -> K -> result
 ZEROS = {name for method, (name, _) in NAMES.items() if not method.startswith(STRUCTURED)}
@@ -40,6 +42,11 @@ ZEROS = {name for method, (name, _) in NAMES.items() if not method.startswith(ST
 def is_zeros(name: str) -> bool:
     """Whether a row has single weights removed: zeros, where others have a smaller model."""
     return name in ZEROS
+
+
+def is_chosen(name: str) -> bool:
+    """Whether a row has whole blocks that a score chose after training."""
+    return not name.startswith((EXTRACTED, NESTED)) and not is_zeros(name)
 
 
 def rows_of(points: list[dict[str, Any]]) -> tuple[Rows, dict[str, str]]:
@@ -51,6 +58,8 @@ def rows_of(points: list[dict[str, Any]]) -> tuple[Rows, dict[str, str]]:
         config = point["config"]
         if "method" in config:
             name, column = NAMES.get(config["method"], (config["method"], ""))
+        elif config.get("pick") == "nested":
+            name, column = f"{NESTED}{config['parent']}", ""
         else:
             name, column = f"{EXTRACTED}{config['parent']}", ""
             plain = config["slug"].removesuffix(f"-{config['setting']}")
@@ -96,7 +105,7 @@ def headlines(rows: Rows) -> list[str]:
 
 
 def _short(name: str) -> str:
-    return name.removeprefix(EXTRACTED)
+    return name.removeprefix(EXTRACTED).replace(NESTED, "nested, ")
 
 
 def claims(setting: str, rows: Rows) -> list[Claim]:
@@ -157,7 +166,7 @@ def _flat(setting: str, dense: dict, twist: dict, sizes: list[int]) -> Claim:
 def _ours(setting: str, rows: Rows, dense: dict, twist: dict, sizes: list[int]) -> list[Claim]:
     """What the paper does not ask: the whole model, chosen blocks, and the control with TwIST's idea."""
     claims = []
-    chosen = [r for n, r in rows.items() if not n.startswith(EXTRACTED) and not is_zeros(n)]
+    chosen = [r for n, r in rows.items() if is_chosen(n)]
     if shared := [k for k in sizes if any(k in r for r in chosen)]:
         best_of = {k: min(r[k]["mean"] for r in chosen if k in r) for k in shared}
         claims.append(
@@ -254,6 +263,32 @@ def subnets(lab: Lab, experiment: str, recipe: Recipe | None, sample: Sample, **
             "n_params": spread.n_params,
             "treatment": chosen,
         }
+
+    return Point(about, measure)
+
+
+def nested(lab: Lab, recipe: Recipe, sample: Sample) -> Point:
+    """The point with the perplexity of the ticket that a parent's own order gives."""
+    scale, k = lab.scale, sample.k
+    about = lab.about(
+        "table1",
+        recipe,
+        setting=sample.setting,
+        k=k,
+        ratio=scale.ratio(k),
+        pick="nested",
+        tokens=sample.tokens,
+        treatment=TRIED,
+    )
+
+    def measure() -> dict[str, Any]:
+        parent, _ = lab.open(recipe, sample.setting, sample.tokens)
+        widths = widths_of_ratio(parent.block_map, scale.ratio(k))
+        ticket = prefixes(parent.block_map, parent.progress.order, widths)
+        treatments = lab.treatments(recipe, sample.setting, sample.tokens)
+        treatment, chosen = treatments.best([ticket])
+        value = treatments.evaluator(treatment).subnet_perplexity(ticket)
+        return {"mean": value, "sd": None, "values": [value], "n": 1, "treatment": chosen}
 
     return Point(about, measure)
 

@@ -17,7 +17,17 @@ from ..page import draw
 from ..page.section import Figure, Section, Table, lowest, number, spread
 from . import paper, ranking
 from .lab import Lab, Point
-from .ranking import EXTRACTED, TRIED, Rows, Sample, is_zeros, scales_of, subnets
+from .ranking import (
+    EXTRACTED,
+    NESTED,
+    TRIED,
+    Rows,
+    Sample,
+    is_chosen,
+    is_zeros,
+    scales_of,
+    subnets,
+)
 from .scales import DENSE, N, Recipe, only, trained_at
 
 BEST_ZEROS, BEST_BLOCKS = "best zeros", "best chosen blocks"  # of the pruners, in a figure
@@ -40,6 +50,13 @@ def points(lab: Lab) -> list[Point]:
         for setting in scale.settings
         for k in scale.table1
         if trained_at(k, setting) not in only(setting)
+    ]
+    extracted += [
+        ranking.nested(lab, recipe, Sample(setting, k, 1, scale.tokens))
+        for setting in scale.settings
+        for recipe in only(setting)
+        for k in scale.table1
+        if recipe.fresh  # others have no order of their own
     ]
     pruned = [
         _pruned(lab, method, setting, k)
@@ -134,7 +151,8 @@ def section(points: list[dict[str, Any]]) -> Section:
         if setting == "both":
             headlines += ranking.headlines(rows)
     what = (
-        "Random blocks: the mean of random subnets, taken as they are. The other rows prune the "
+        "Random blocks: the mean of random subnets, taken as they are; nested blocks: the one ticket of a parent's "
+        "own order. The other rows prune the "
         "data-parallel parent after training: single weights (zeros, which save neither bytes nor time without "
         "sparse kernels) or whole blocks. Scale: what a ticket's layers are multiplied by, with `+ mean` where biases "
         "make up for absent blocks: the best of some for each parent and size, chosen on other text. Bold: the lowest of the zeros, and the lowest of all that is really smaller."
@@ -182,16 +200,13 @@ def _table(setting: str, rows: Rows, theirs: dict[str, str]) -> Table:
 def _figure(setting: str, rows: Rows) -> Figure:
     """Random extraction from every parent over the size, with the best pruners at each size."""
     curves = {n.removeprefix(EXTRACTED): r for n, r in rows.items() if n.startswith(EXTRACTED)}
+    curves |= {n.removeprefix(NESTED) + ", nested": r for n, r in rows.items() if NESTED in n}
     means = {label: {k: r["mean"] for k, r in results.items()} for label, results in curves.items()}
     sds = {
         label: {k: r["sd"] or 0.0 for k, r in results.items()} for label, results in curves.items()
     }
     for label, kind in ((BEST_BLOCKS, False), (BEST_ZEROS, True)):
-        pruners = [
-            r
-            for name, r in rows.items()
-            if not name.startswith(EXTRACTED) and is_zeros(name) == kind
-        ]
+        pruners = [r for name, r in rows.items() if (is_zeros if kind else is_chosen)(name)]
         if sizes := {k for results in pruners for k in results}:
             means[label] = {k: min(r[k]["mean"] for r in pruners if k in r) for k in sizes}
     smallest = min(k for values in means.values() for k in values)
