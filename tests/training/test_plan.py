@@ -8,14 +8,18 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 from conftest import tiny
 from rich.console import Console
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from twistlm import cli, config
+from twistlm.compute.attention import causal_
+from twistlm.config import BlocksConfig
 from twistlm.model import count, families, huggingface
+from twistlm.model.subnet import Gate
 from twistlm.system import terminal
-from twistlm.training import plan, rounds
+from twistlm.training import memory, plan, rounds
 from twistlm.transport import traffic
 
 TABLE_2 = {  # TB, 4 workers, 3 epochs
@@ -226,3 +230,84 @@ def test_the_table_is_whole_in_80_characters(monkeypatch):
         line = {f"{v:,.2f}" if v < 100 else f"{v:,.0f}" for v in numbers}
         line |= {str(row.n_workers), row.take}
         assert any(line <= set(text.split()) for text in shown.splitlines()), row
+
+
+SHAPES = {
+    "small": (),
+    "medium": ("n_layer=24", "n_embd=1024", "n_head=16"),
+    "large": ("n_layer=36", "n_embd=1280", "n_head=20"),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "n_ffn", "measured"),
+    [
+        ("small", 2, 12, 3_091e6),
+        ("small", 32, 12, 13_756e6),
+        ("medium", 8, 16, 13_364e6),
+        ("large", 8, 20, 25_886e6),
+    ],
+)
+def test_memory_of_a_worker_beside_an_h200(shape, batch, n_ffn, measured):
+    """`peak MB` of whole models in the tables of docs/results.md, by `twistlm bench train paper`."""
+    own = [f"model.config.{key}" for key in SHAPES[shape]] + [f"blocks.n_ffn={n_ffn}"]
+    whole = [f"blocks.k_attn={n_ffn}", f"blocks.k_ffn={n_ffn}", f"train.batch={batch}"]
+    cfg = config.load("paper", ["model.weights=random", *own, *whole])
+    assert memory.gpu_bytes(cfg).worker == pytest.approx(measured, rel=0.05)
+
+
+def test_memory_of_the_recipe_beside_an_h200():
+    """`peak_bytes` of SmolLM2's 250 rounds with masks for every sequence and a teacher (docs/results.md)."""
+    found = memory.gpu_bytes(config.load("smollm2"))
+    assert found.process == pytest.approx(11_926_939_136, rel=0.05)
+    alone = memory.gpu_bytes(config.load("smollm2", ["train.teacher=none"]))
+    n_logits, n_params = 8 * 1023 * 49_152, 134_515_008
+    assert found.process - alone.process == 2 * (n_logits + n_params)  # its weights, its logits
+    assert found.process - found.worker == 2 * 3 * 4 * n_params
+
+
+LAYERS = {
+    "gpt2": {"n_layer": 2, "n_embd": 192, "n_head": 6},
+    "llama": {"num_hidden_layers": 2, "hidden_size": 192, "intermediate_size": 512}
+    | {"num_attention_heads": 6, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer itself
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_what_compiled_layers_keep_is_counted(name, gated):
+    """Against the tensors that torch itself saves for the backward pass of layers that it has compiled."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, vocab_size=64, **LAYERS[name])
+    )
+    model.bfloat16().eval().requires_grad_()
+    causal_(model)
+    blocks = BlocksConfig(n_ffn=4, shared_first=0, shared_last=0)
+    every = families.partition(
+        model, replace(blocks, attn_by="group" if name == "llama" else "head")
+    )
+    batch, length = 2, 64
+    for group in every.groups if gated else ():
+        projection = model.get_submodule(group.out[0].rpartition(".")[0])
+        Gate(projection, group.out_part, torch.ones(batch, 1, group.n_blocks))
+    torch._dynamo.reset()
+    for layer in model.modules():
+        if type(layer).__name__ in model._no_split_modules:
+            layer.compile(dynamic=False, backend="aot_eager_decomp_partition")
+    ids = torch.zeros(batch, length, dtype=torch.int64)
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}  # by storage: views count once
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (at := tensor.untyped_storage().data_ptr()) not in known:
+            saved[at] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(input_ids=ids, use_cache=False)
+    n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    names = {group.name for group in every.groups} if gated else set()
+    kept = memory.values_per_token(every, huggingface.shapes(model), every.full_widths(), names)
+    # left out: numbers per token and head or norm, cosines and sines, one float32 state at the end
+    assert 2 * kept * ids.numel() == pytest.approx(n_bytes, rel=0.05)

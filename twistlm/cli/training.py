@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -219,9 +220,12 @@ def plan(
     cfg = config.load(preset, overrides or [])
     from ..system.terminal import console
     from ..training.here import forecast
+    from ..training.memory import gpu_bytes
     from ..training.plan import make, show
 
     made = make(cfg, ratio, gbit, tflops)
     console.print(str(forecast(cfg, round(made.n_sequences * (cfg.train.epochs or 1)))))
+    memory = gpu_bytes(cfg)
+    console.print(str(memory))
     show(made)
-    write_json(json_out, made.to_dict())
+    write_json(json_out, made.to_dict() | {"gpu_bytes": asdict(memory)})

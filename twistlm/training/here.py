@@ -25,15 +25,20 @@ class Here:
     device: str
     gflops: float  # of a float32 matrix product
     hours: float
-    n_bytes: int  # weights, gradients, moments, logits and a teacher; activations come on top
+    n_bytes: (
+        int  # in float32: weights, gradients, moments, logits, teacher; activations come on top
+    )
     teacher_share: float = 0.0  # of the FLOPs
 
     def __str__(self) -> str:
         took = f"{self.hours:,.1f} hours" if self.hours >= 1 else f"{60 * self.hours:,.0f} minutes"
         teacher = f"; {self.teacher_share:.0%} of the time is the teacher's"
+        memory = (
+            f", at least {self.n_bytes / 1e6:,.0f} MB of memory" if self.device == "cpu" else ""
+        )
         return (
-            f"here ({self.device}, {self.gflops:,.0f} GFLOP/s in a matrix product): about {took}, at least "
-            f"{self.n_bytes / 1e6:,.0f} MB of memory{teacher if self.teacher_share else ''}"
+            f"here ({self.device}, {self.gflops:,.0f} GFLOP/s in a matrix product): about {took}{memory}"
+            f"{teacher if self.teacher_share else ''}"
         )
 
 
