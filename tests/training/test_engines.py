@@ -380,6 +380,19 @@ def test_a_run_goes_on_with_the_teacher_it_began_with(recipe, tmp_path, kind):
     assert rounds.train(longer, resume=True, quiet=True).name == "round-000002"
 
 
+def test_a_teacher_has_one_name_in_every_precision(recipe, tmp_path):
+    """On a GPU it is rounded to bf16: a run that moves between devices has the same teacher all the while."""
+    _, config, tokens = recipe
+    names = set()
+    for precision in ("float32", "bf16"):
+        train = config["train"] | {"rounds": 1, "precision": precision}
+        cfg = tiny(tokens, tmp_path / precision, **config | {"train": train})
+        made = json.loads((rounds.train(cfg, quiet=True) / "checkpoint.json").read_text())
+        names.add(made["teacher"])
+    assert len(names) == 1
+    assert all(names)
+
+
 def test_a_teacher_of_other_tokens_is_refused(recipe, tmp_path):
     _, config, tokens = recipe
     other = tiny(tokens, tmp_path / "other").model

@@ -54,7 +54,8 @@ def load(
         )
     folder = Path(cfg.model.weights if is_start else t.teacher)
     _check_tokenizer(f"train.teacher = {t.teacher!r}", folder, tokens)
-    return _teacher(model, cfg, cut), _weights_sha256(model)
+    named = _weights_sha256(model)  # before it is rounded for this device: a run may move
+    return _teacher(model, cfg, cut), named
 
 
 def check_same(was: str, now: str, cfg: Config) -> None:
