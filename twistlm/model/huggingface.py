@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.util
 import os
 from pathlib import Path
@@ -223,6 +224,15 @@ def gguf_tokenizer(weights: str):
 def state(model: nn.Module) -> State:
     """Trainable parameters by name; a tied one appears once."""
     return dict(model.named_parameters())
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Of all parameters by name: the same for a checkpoint and a Hugging Face folder of it."""
+    digest = hashlib.sha256()
+    for name, param in sorted(state(model).items()):
+        digest.update(name.encode())
+        digest.update(param.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,8 @@ def load(
         )
     folder = Path(cfg.model.weights if is_start else t.teacher)
     _check_tokenizer(f"train.teacher = {t.teacher!r}", folder, tokens)
-    named = _weights_sha256(model)  # before it is rounded for this device: a run may move
+    # before it is rounded for this device: a run may move to another
+    named = huggingface.weights_sha256(model)
     return _teacher(model, cfg, cut), named
 
 
@@ -109,7 +109,7 @@ def write_cache(
     _check_tokenizer(f"--teacher {name}", Path(name), tokens)
     meta = LessonsMeta(
         teacher=name,
-        weights_sha256=_weights_sha256(model),
+        weights_sha256=huggingface.weights_sha256(model),
         top=top,
         seq_len=seq_len,
         vocab_size=vocab,
@@ -140,15 +140,6 @@ def _predictions(
             log_probs = highest - logits.logsumexp(-1, keepdim=True)
             yield lessons.pack(likeliest, log_probs, meta.vocab_size).cpu()
             bar.update(task, advance=len(rows))
-
-
-def _weights_sha256(model: PreTrainedModel) -> str:
-    """Over names and bytes of all parameters."""
-    digest = hashlib.sha256()
-    for name, param in sorted(model.named_parameters()):
-        digest.update(name.encode())
-        digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 Packed = tuple[

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ...config import Method, Setting
 from ...model import huggingface
@@ -70,7 +67,9 @@ def open_all(
         label = LABELS[method] if alone else f"{LABELS[method]} {_name(source)}"
         if label in (rival.label for rival in found):
             label += f" #{1 + sum(rival.method == method for rival in found)}"
-        rival = Rival(label, method, recut(opened, widest), weights_sha256(opened), shown)
+        rival = Rival(
+            label, method, recut(opened, widest), huggingface.weights_sha256(opened.template), shown
+        )
         if found:
             _check_alike(found[0].parent, rival.parent, source)
         found.append(rival)
@@ -81,15 +80,6 @@ def _widest(settings: Sequence[Setting]) -> Setting:
     """The setting that cuts all kinds of layer that are asked for."""
     kinds = {kind for setting in settings for kind in SETTINGS[setting]}
     return next(name for name, cut in SETTINGS.items() if set(cut) == kinds)
-
-
-def weights_sha256(parent: Parent) -> str:
-    """Of all parameters by name: the same for a checkpoint and a Hugging Face folder of it."""
-    digest = hashlib.sha256()
-    for name, param in sorted(huggingface.state(parent.template).items()):
-        digest.update(name.encode())
-        digest.update(param.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _check_alike(one: Parent, other: Parent, source: str) -> None:

@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any
 
 from ...config import Setting
+from ...model import huggingface
 from ...pruners.write import STRUCTURED
 from ...tickets.calibration import calibrate
 from ...tickets.treatment import choice_text
 from ..compare.cells import Asked, Cell, Grid
-from ..compare.rivals import Rival, weights_sha256
+from ..compare.rivals import Rival
 from ..compare.run import DEFAULT
 from ..compare.table import unless_blank
 from ..page import draw
@@ -135,7 +136,13 @@ def _cells(lab: Lab, recipe: Recipe | None) -> dict[tuple[str, str | None, str |
         ids=ids,
     )
     method = recipe.method if recipe else "dense"
-    rival = Rival(lab.out(recipe).name, method, parent, weights_sha256(parent), scale.settings)
+    rival = Rival(
+        lab.out(recipe).name,
+        method,
+        parent,
+        huggingface.weights_sha256(parent.template),
+        scale.settings,
+    )
     cells = Grid([rival], asked, lab.points).cells()
     return {(cell.what, cell.setting, cell.ratio): cell for cell in cells}
 
