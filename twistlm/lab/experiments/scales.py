@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...config import Method, Setting
@@ -216,3 +216,12 @@ SCALES: dict[str, Scale] = {
         **(_LARGE | {"tokens": 0, "stability_tokens": 0}),
     ),
 }
+SCALES["gpu-60m"] = (
+    replace(  # the recipe's main ways three times as long, at the rates that `gpu` chose
+        SCALES["gpu"],
+        title="GPT-2 124M, from scratch, 60M tokens",
+        changes=(*SCALES["gpu"].changes, "train.rounds=123"),
+        n_rates=1,
+        ways=("data parallel", "dropout K=6", "TwIST", "TwIST, whole first"),
+    )
+)
