@@ -339,6 +339,23 @@ def test_a_start_that_is_given_is_named_by_its_weights(tmp_path):
     assert a.trained(None) == str(tmp_path / "a")
 
 
+def test_what_was_measured_is_found_again(tmp_path):
+    """Points of the recipe in docs/labs answer to today's ways: nobody measures them twice."""
+    lab = Lab(tmp_path, "gpu", SCALES["gpu"], ["model.weights=runs/start"])
+    told = Path(__file__, "../../../docs/labs/gpu-recipe.jsonl").resolve().read_text().splitlines()
+    known = [json.loads(line)["config"] for line in told]
+    asked = [point.config for point in module_of("recipe").points(lab)]
+
+    def place(about: dict) -> tuple:
+        return about["way"], about["rate"], about["seed"]
+
+    ours = {place(about): about | {"start": ""} for about in asked}
+    found = [about for about in known if place(about) in ours]
+    assert len(found) >= 17
+    for about in found:
+        assert about | {"start": ""} == ours[place(about)]
+
+
 @pytest.mark.parametrize("name", list(SCALES))
 def test_every_scale_makes_legal_configs(name, tmp_path):
     lab = Lab(tmp_path, name, SCALES[name])

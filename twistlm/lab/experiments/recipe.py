@@ -96,7 +96,7 @@ def points(lab: Lab) -> list[Point]:
 
 
 def changes(lab: Lab, way: Way, rate: float) -> list[str]:
-    """A way as `section.key=value` on the lab's config: as many tokens whatever the interval."""
+    """A way as `section.key=value` on the lab's config, each key once: as many tokens whatever the interval."""
     t = lab.base.train
     interval = max(1, round(t.interval * way.share))
     some = [*lab.scale.changes_of(way.recipe), f"train.lr={rate * t.lr:g}"]
@@ -104,7 +104,8 @@ def changes(lab: Lab, way: Way, rate: float) -> list[str]:
     if way.widths:
         attn = [lab.scale.k_attn(k) for k in way.widths]
         some += [f"blocks.mask_attn={attn}", f"blocks.mask_ffn={list(way.widths)}"]
-    return [*some, *way.changes]
+    last = {change.partition("=")[0]: change for change in [*some, *way.changes]}
+    return sorted(last.values())
 
 
 class KeptSeats(Seats):
