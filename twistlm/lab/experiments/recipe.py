@@ -252,10 +252,8 @@ def _chosen(points: list[dict[str, Any]]) -> Found:
             v if isinstance(v, float) else v["mean"] for v in tried.values()
         )
 
-    return {
-        name: by_rate[min(by_rate, key=lambda r: height(by_rate[r]))]
-        for name, by_rate in ways.items()
-    }
+    ranked = sorted(ways, key=lambda name: [*WAYS, name].index(name))
+    return {n: ways[n][min(ways[n], key=lambda r: height(ways[n][r]))] for n in ranked}
 
 
 def _paired(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> tuple[list[dict], list[dict]]:
