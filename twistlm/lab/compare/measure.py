@@ -135,9 +135,7 @@ class Stand:
         block_map, began = cut.parent.block_map, time.perf_counter()
         widths = widths_of_ratio(block_map, ratio)
         blueprint = prefixes(block_map, rival.parent.progress.order, widths)
-        picked = self._now() - began
-        treatment, chosen = cut.treatments.best([blueprint])
-        value, took = self._ticket(cut, blueprint, treatment, how, self._now() - picked)
+        value, took, chosen = self._scaled(cut, blueprint, how, self._now() - began)
         found = self._result(rival, [value], took, self._n_tokens(how=how), cut.narrow(ratio))
         return found | {"treatment": chosen}
 
@@ -170,9 +168,7 @@ class Stand:
             for group, values in scored["scores"].items()
         }
         blueprint = importance.keep_best(block_map, scores, widths_of_ratio(block_map, ratio))
-        picked = self._now() - began
-        treatment, chosen = cut.treatments.best([blueprint])
-        value, took = self._ticket(cut, blueprint, treatment, how, self._now() - picked)
+        value, took, chosen = self._scaled(cut, blueprint, how, self._now() - began)
         n_tokens = self._n_tokens(needs, how)
         seconds = scored["seconds"] + took
         found = self._result(rival, [value], seconds, n_tokens, cut.narrow(ratio))
@@ -264,6 +260,13 @@ class Stand:
             cut = recut(rival.parent, setting)
             self._cut = key, CutParent(cut, Treatments(cut, self.text, self.choice, self.precision))
         return self._cut[1]
+
+    def _scaled(
+        self, cut: CutParent, blueprint: Blueprint, how: str | None, picked: float
+    ) -> tuple[float, float, dict[str, Any]]:
+        """A ticket that took `picked` seconds to choose, at its best scale: perplexity, seconds, what was tried."""
+        treatment, chosen = cut.treatments.best([blueprint])
+        return *self._ticket(cut, blueprint, treatment, how, self._now() - picked), chosen
 
     def _ticket(
         self,

@@ -9,7 +9,7 @@ from ...config import Method, Setting
 
 N = 12  # blocks in a layer: widths are given in twelfths, whatever a family's attention has
 FRESH = (12, 12, 8, 6, 6, 4, 3, 3)  # widths of masks that sequences take in turn
-NESTED = 0.25  # share of these masks that follow the order of blocks
+NESTED_SHARE = 0.25  # share of these masks that follow the order of blocks
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Scale:
             f"blocks.masks={'sequence' if recipe.fresh else 'round'}",
             f"blocks.mask_attn={[self.k_attn(k) for k in FRESH] if recipe.fresh else []}",
             f"blocks.mask_ffn={list(FRESH) if recipe.fresh else []}",
-            f"blocks.nested={NESTED if recipe.fresh else 0.0}",
+            f"blocks.nested={NESTED_SHARE if recipe.fresh else 0.0}",
             f"train.teacher={'start' if recipe.fresh else 'none'}",
             *(self.fresh if recipe.fresh else ()),
         ]
