@@ -4,9 +4,10 @@ With `fp32` everything travels as it is, so one process and many give the same b
 
     weights   down  in bf16; the centre keeps its own and adds changes to them, so nothing is lost there
               up    the change since they came down, in the kind
-    m         both  values in the kind; rounding to the nearest at most doubles one, or makes it 0
     v         both  values in bf16, or in 8 bits of its logarithm: the error is relative, so a small v neither
-                    vanishes nor turns negative, and m / sqrt(v) keeps its size
+                    vanishes nor turns negative
+    m         both  values in bf16, or 8 bits of m / sqrt(v), which is what Adam multiplies its rate with: neurons with
+                    gradients of very different sizes lie side by side, and those shares are all alike
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..config import Wire
 
-Code = Literal[Wire, "log8"]
+Code = Literal[Wire, "share8", "log8"]  # share8 is the int8 of m / sqrt(v)
 GROUP = 256  # values of 8 bits that share a float32 scale
 # below a group's largest value that log8 can tell; what is smaller, or 0, is raised to the last
 OCTAVES = 24
@@ -74,7 +75,7 @@ def decode(
     n_groups = _n_groups(n)
     scales = payload[: 4 * n_groups].view(FLOAT32).repeat_interleave(GROUP)[:n]
     steps = payload[4 * n_groups : 4 * n_groups + n]
-    if kind == "int8":
+    if kind != "log8":
         return (steps.view(torch.int8) * scales).to(dtype).view(shape)
     octaves = steps.to(FLOAT32).mul_(OCTAVES / STEPS).sub_(OCTAVES)
     return octaves.exp2_().mul_(scales).to(dtype).view(shape)
@@ -84,7 +85,7 @@ def down(kind: Wire, buffer: Tensor) -> Tensor:
     """A subnet's buffer [rows, n] on its way to a worker; with `fp32` it is not copied."""
     if kind == "fp32":
         return encode(kind, buffer)
-    return torch.cat([encode(k, row) for k, row in zip(_down(kind), buffer, strict=False)])
+    return _write(_down(kind), [*buffer])
 
 
 def read_down(
@@ -98,8 +99,7 @@ def up(kind: Wire, result: Tensor, sent: Tensor) -> Tensor:
     """A trained buffer [rows, n] on its way back; `sent` [n] are the weights that came down (unread in fp32)."""
     if kind == "fp32":
         return encode(kind, result)
-    rows = [result[0] - sent, *result[1:]]
-    return torch.cat([encode(k, row) for k, row in zip(_up(kind), rows, strict=False)])
+    return _write(_up(kind), [result[0] - sent, *result[1:]])
 
 
 def read_up(kind: Wire, payload: Tensor, shape: tuple[int, int], sent: Tensor) -> Tensor:
@@ -122,12 +122,12 @@ def up_bytes(kind: Wire, shape: tuple[int, int], dtype: torch.dtype = FLOAT32) -
 
 def _down(kind: Wire) -> tuple[Code, Code, Code]:
     """The codes of weights, m and v to a worker."""
-    return "fp32" if kind == "fp32" else "bf16", kind, _up(kind)[2]
+    return "fp32" if kind == "fp32" else "bf16", *_up(kind)[1:]
 
 
 def _up(kind: Wire) -> tuple[Code, Code, Code]:
     """The codes of weights, m and v from a worker."""
-    return kind, kind, "log8" if kind == "int8" else kind
+    return (kind, "share8", "log8") if kind == "int8" else (kind, kind, kind)
 
 
 def _sizes(kinds: tuple[Code, ...], shape: tuple[int, int], dtype: torch.dtype) -> list[int]:
@@ -136,6 +136,20 @@ def _sizes(kinds: tuple[Code, ...], shape: tuple[int, int], dtype: torch.dtype) 
     if set(kinds) == {"fp32"}:
         return [n_bytes("fp32", rows * n, dtype)]
     return [n_bytes(kind, n, dtype) for kind in kinds[:rows]]
+
+
+def _write(kinds: tuple[Code, ...], rows: list[Tensor]) -> Tensor:
+    """Rows end to end; m is divided by the root of v as the other side will read it."""
+    parts = [encode(kind, row) for kind, row in zip(kinds, rows, strict=False) if kind != "share8"]
+    if "share8" in kinds and len(rows) > 1:
+        v = decode(kinds[2], parts[-1], tuple(rows[2].shape), rows[2].dtype)
+        parts.insert(1, encode("share8", rows[1] / _root(v)))
+    return torch.cat(parts)
+
+
+def _root(v: Tensor) -> Tensor:
+    """What m is a share of; positive, so that an m without a v is read back."""
+    return v.sqrt().clamp_min(torch.finfo(FLOAT32).tiny)
 
 
 def _read(
@@ -149,7 +163,10 @@ def _read(
     if len(sizes) == 1:  # in place: a copy into fresh memory costs more than the transfer
         return decode(kinds[0], payload, shape, dtype)
     parts = zip(kinds, payload.split(sizes), strict=False)
-    return torch.stack([decode(kind, part, shape[1:], dtype) for kind, part in parts])
+    rows = [decode(kind, part, shape[1:], dtype) for kind, part in parts]
+    if "share8" in kinds and len(rows) > 1:
+        rows[1] *= _root(rows[2])
+    return torch.stack(rows)
 
 
 def _groups(flat: Tensor) -> Tensor:
@@ -166,7 +183,7 @@ def _eight_bits(kind: Code, groups: Tensor) -> tuple[Tensor, Tensor]:
     A NaN or Inf makes its scale NaN or Inf, and so the whole group when it is read: it stays seen.
     """
     largest = torch.linalg.vector_norm(groups, math.inf, dim=1, keepdim=True)
-    if kind == "int8":
+    if kind != "log8":
         scales = largest / 127
         steps = groups / scales.clamp_min(torch.finfo(FLOAT32).tiny)
         return scales, steps.round_().to(torch.int8)
