@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family: the table that the family tests run over.
+"""Tiny random models of every supported family, the table that the family tests run over, and uneven tickets of them.
 
 Names and head counts are written down here by hand and never read from `twistlm.model.families`: a
 reference that asks the code under test proves nothing.
@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +24,15 @@ from twistlm import config
 from twistlm.model import central, families, huggingface, layout, subnet
 from twistlm.model.blocks import BlockMap, Blueprint
 from twistlm.tickets import deploy, parent
+from twistlm.tickets.parent import Parent
 from twistlm.training import dispatcher
 
 VOCAB = 64
 N_LAYERS = 3
 N_NEURONS = 48
+CUT_FFN = 3  # blocks of 16 neurons in the parent of a ticket
+KEPT_FFN = ((0, 2), (0, 1, 2), (1,))  # that a ticket keeps, by layer
+KEPT_ATTN = ((1, 2), (0,), (0, 2))
 
 
 @dataclass(frozen=True)
@@ -341,3 +346,21 @@ def sentence(call, *args, **kwargs) -> str:
     with pytest.raises(ValueError, match=r"\w+ \w+ \w+") as caught:
         call(*args, **kwargs)
     return str(caught.value)
+
+
+def open_parent(
+    name: str, attn_by: str, folder: Path, *words: str, **config: Any
+) -> tuple[Parent, Blueprint]:
+    """A parent on disk, opened as a user would, and the blueprint of an uneven ticket."""
+    row = TABLE[name]
+    build(row.type, row.config | config).save_pretrained(folder)
+    cut = [f"blocks.attn_by={attn_by}", f"blocks.n_ffn={CUT_FFN}", "blocks.shared_first=0"]
+    opened = parent.open_parent(folder, "cpu", [*cut, "blocks.shared_last=0", *words])
+    kept = {"attn": KEPT_ATTN, "ffn": KEPT_FFN}
+    return opened, {g.name: kept[g.kind][g.layer] for g in opened.block_map.groups}
+
+
+def tiny_ticket(name: str, attn_by: str, folder: Path, **config: Any) -> PreTrainedModel:
+    """The ticket as it is loaded from its own folder in `folder`; `config` changes the row's."""
+    deploy.save_ticket(*open_parent(name, attn_by, folder, **config), folder / "ticket")
+    return deploy.load_ticket(folder / "ticket")

@@ -16,10 +16,10 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import families_table
 import gguf
 import numpy as np
 import pytest
-import tiny_tickets
 import torch
 from checkpoints import damages, random_central, random_progress
 from conftest import make_tokens, tiny, word_level
@@ -131,7 +131,7 @@ def token_folder(tmp_path_factory) -> Path:
 def ticket(tmp_path_factory) -> Path:
     """A ticket of a parent with a tokenizer: all files that a ticket can have."""
     folder = tmp_path_factory.mktemp("ticket")
-    parent, blueprint = tiny_tickets.open_parent("gpt2", "head", folder / "parent")
+    parent, blueprint = families_table.open_parent("gpt2", "head", folder / "parent")
     words = word_level([f"w{i}" for i in range(parent.template.config.vocab_size)])
     words.save(str(folder / "tokenizer.json"))
     object.__setattr__(parent, "tokenizer", folder / "tokenizer.json")
@@ -268,7 +268,7 @@ PACKAGE = Path(twistlm.__file__).parent
 def home(tmp_path_factory) -> Path:
     """A Hugging Face folder and a ticket of it."""
     folder = tmp_path_factory.mktemp("home")
-    parent, blueprint = tiny_tickets.open_parent("gpt2", "head", folder / "parent")
+    parent, blueprint = families_table.open_parent("gpt2", "head", folder / "parent")
     deploy.save_ticket(parent, blueprint, folder / "ticket")
     return folder
 
@@ -465,7 +465,7 @@ def test_a_loss_of_1e308_is_not_believed(tmp_path):
 
 
 def test_extract_leaves_foreign_files_alone(tmp_path, home):
-    parent, blueprint = tiny_tickets.open_parent("gpt2", "head", tmp_path / "parent")
+    parent, blueprint = families_table.open_parent("gpt2", "head", tmp_path / "parent")
     target = tmp_path / "ticket"
     deploy.save_ticket(parent, blueprint, target)
     (target / "notes").mkdir()
@@ -524,7 +524,7 @@ def test_what_a_killed_process_leaves_is_cleaned_and_nothing_is_lost(tmp_path, w
 
 def test_a_full_disk_names_the_path(tmp_path, home):
     """File by file: what cannot be written is said with the name that the user gave."""
-    parent, blueprint = tiny_tickets.open_parent("gpt2", "head", tmp_path / "parent")
+    parent, blueprint = families_table.open_parent("gpt2", "head", tmp_path / "parent")
     (tmp_path / "t.txt").write_text("a b " * 10_000)
     words = word_level(["a", "b"])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

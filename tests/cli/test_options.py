@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from tiny_tickets import open_parent
+from families_table import open_parent
 from typer.testing import CliRunner
 
 from twistlm import cli, config

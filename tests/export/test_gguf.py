@@ -9,8 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families_table import N_NEURONS, TABLE, VOCAB, tiny_model
-from tiny_tickets import KEPT_ATTN, KEPT_FFN, N_FFN, open_parent, tiny_ticket
+from families_table import (
+    CUT_FFN,
+    KEPT_ATTN,
+    KEPT_FFN,
+    N_NEURONS,
+    TABLE,
+    VOCAB,
+    open_parent,
+    tiny_model,
+    tiny_ticket,
+)
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -154,7 +163,7 @@ def test_the_file_holds_the_ticket(name, attn_by, config, tmp_path):
     assert meta[f"{arch}.attention.head_count"] == query
     n_kv = [row.n_kv] * 3 if attn_by == "query" else kept
     assert meta[f"{arch}.attention.head_count_kv"] == n_kv
-    ffn = [len(blocks) * N_NEURONS // N_FFN for blocks in KEPT_FFN]
+    ffn = [len(blocks) * N_NEURONS // CUT_FFN for blocks in KEPT_FFN]
     assert meta[f"{arch}.feed_forward_length"] == ffn
     assert meta[f"{arch}.rope.dimension_count"] == row.head_dim
     assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4
@@ -179,7 +188,7 @@ def test_a_stock_ticket_has_its_familys_own_architecture(
     assert meta["general.architecture"] == arch
     heads = row.n_query if setting == "ffn" else 2 * row.n_query // row.n_attn(attn_by)
     n_kv = 2 if attn_by in ("head", "group") and setting == "both" else row.n_kv
-    assert [meta[f"{arch}.{key}"] for key in SIZES] == [heads, n_kv, 2 * N_NEURONS // N_FFN]
+    assert [meta[f"{arch}.{key}"] for key in SIZES] == [heads, n_kv, 2 * N_NEURONS // CUT_FFN]
     assert meta[f"{arch}.attention.key_length"] == row.head_dim
     if arch in ("llama", "qwen2", "qwen3"):
         assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4

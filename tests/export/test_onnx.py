@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tokens
-from families_table import VOCAB
-from tiny_tickets import open_parent, tiny_ticket
+from families_table import VOCAB, open_parent, tiny_ticket
 from typer.testing import CliRunner
 
 from twistlm.cli.options import app

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..page import draw
-from ..page.section import Claim, Figure, Section
+from ..page.section import Claim, Figure, Section, Table
 from . import paper
 from .lab import Lab, Point
 
@@ -32,6 +32,8 @@ def section(points: list[dict[str, Any]]) -> Section:
     falls = all(a > b for shares in by_way.values() for a, b in pairwise(shares))
     last = list(half)[-1]
     reading = f"{last} keeps " + ", ".join(f"{v:.1%} ({w})" for w, v in half[last].items()) + "."
+    rows = ((name, *(f"{shares[way]:.1%}" for way in by_way)) for name, shares in half.items())
+    table = Table(("model", *by_way), tuple(rows))
     figure = Figure(
         "memory",
         "Share of the parameters in a subnet with half the blocks",
@@ -46,4 +48,4 @@ def section(points: list[dict[str, Any]]) -> Section:
         "; ".join(f"{way}: " + ", ".join(f"{s:.1%}" for s in v) for way, v in by_way.items()),
     )
     what = "Counted from shapes: embeddings and norms are shared, and their share falls as models grow."
-    return Section("memory", "Asymptotic memory", what, (), (figure,), (claim,))
+    return Section("memory", "Asymptotic memory", what, (table,), (figure,), (claim,))

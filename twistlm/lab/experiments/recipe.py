@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,46 +32,8 @@ from ...transport.ranks import SeatKind
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number
 from .lab import Lab, Point, TimeIsUp
-from .scales import DENSE, DROPOUT, TWIN, TWIST, TWIST_FRESH, N, Recipe
-
-WHOLE_FIRST = (12, 12, 12, 12, 12, 8, 6, 3)  # widths of masks, most of them whole
-OURS, WHOLE_NAME, TWIN_NAME = "TwIST", "TwIST, whole first", "synchronous twin"
-DENSE_NAME, DROPOUT_NAME = "data parallel", "dropout K=6"
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to train: a recipe, what differs from it, and its rates, times the scale's own.
-
-    The first rate is for every seed, others are tried with the first seed alone.
-    """
-
-    recipe: Recipe
-    rates: tuple[float, ...]
-    changes: tuple[str, ...] = ()
-    share: float = 1.0  # of the usual interval
-    widths: tuple[int, ...] = ()  # of masks, where they are not the recipe's
-
-
-BYTES = ("run.wire=int8",)  # what independent workers send; a ring sends gradients in bf16
-SHARE = 0.4  # of the usual interval: six steps
-FIRST = 1  # the seed that rates are chosen with
-
-WAYS: dict[str, Way] = {
-    DENSE_NAME: Way(DENSE, (1, 2)),
-    DROPOUT_NAME: Way(DROPOUT, (1, 2)),
-    "TwIST K=6, the paper's masks": Way(TWIST, (1, 2)),
-    OURS: Way(TWIST_FRESH, (4, 3), BYTES, SHARE),
-    TWIN_NAME: Way(TWIN, (2, 3)),
-    WHOLE_NAME: Way(TWIST_FRESH, (1, 2), (*BYTES, "blocks.nested=0.5"), SHARE, WHOLE_FIRST),
-    "… half the decay": Way(TWIST_FRESH, (4, 6), (*BYTES, "train.weight_decay=0.05"), SHARE),
-    "… fp32": Way(TWIST_FRESH, (4,), ("run.wire=fp32",), SHARE),
-    "… bf16, interval 10": Way(TWIST_FRESH, (4,), ("run.wire=bf16",), 2 / 3),
-    "… no teacher": Way(TWIST_FRESH, (4,), (*BYTES, "train.teacher=none"), SHARE),
-    "… no order": Way(TWIST_FRESH, (4,), (*BYTES, "blocks.nested=0.0"), SHARE),
-    "… a mask per step": Way(TWIST_FRESH, (4,), (*BYTES, "blocks.masks=step"), SHARE),
-    "… a mask per round, teacher": Way(TWIST, (2,), (*BYTES, "train.teacher=start"), SHARE),
-}
+from .scales import N
+from .ways import DENSE_NAME, DROPOUT_NAME, FIRST, OURS, TWIN_NAME, WAYS, WHOLE_NAME, changes
 
 
 def points(lab: Lab) -> list[Point]:
@@ -86,26 +48,13 @@ def points(lab: Lab) -> list[Point]:
                     "scale": lab.name,
                     "way": name,
                     "rate": rate * lab.base.train.lr,
-                    "changes": changes(lab, way, rate),
+                    "changes": changes(scale, lab.base.train, way, rate),
                     "start": lab.hash_of(None),
                     "seed": seed,
                     "tokens": scale.tokens,
                 }
                 found.append(Point(about, partial(measure, lab, about)))
     return found
-
-
-def changes(lab: Lab, way: Way, rate: float) -> list[str]:
-    """A way as `section.key=value` on the lab's config, each key once: as many tokens whatever the interval."""
-    t = lab.base.train
-    interval = max(1, round(t.interval * way.share))
-    some = [*lab.scale.changes_of(way.recipe), f"train.lr={rate * t.lr:g}"]
-    some += [f"train.interval={interval}", f"train.rounds={t.rounds * t.interval // interval}"]
-    if way.widths:
-        attn = [lab.scale.k_attn(k) for k in way.widths]
-        some += [f"blocks.mask_attn={attn}", f"blocks.mask_ffn={list(way.widths)}"]
-    last = {change.partition("=")[0]: change for change in [*some, *way.changes]}
-    return sorted(last.values())
 
 
 class KeptSeats(Seats):
@@ -209,12 +158,13 @@ def _order(cfg: Config, run: Run) -> Order:
 def section(points: list[dict[str, Any]]) -> Section:
     """One row per way at its better rate, mean ± sd over seeds; the curve of sizes of the main ways."""
     ways = _chosen(points)
+    main = {name: some for name, some in ways.items() if not name.startswith("…")}
     sizes = [k for k in next(iter(ways.values()))[0]["result"]["test"] if k != "whole"]
-    rows = [_row(name, some, sizes) for name, some in ways.items()]
+    rows = [_row(name, some, sizes) for name, some in main.items()]
     head = ("way", "rate", "seeds", "whole", *(f"{k}/{N}" for k in sizes))
-    head += (*(f"nested {k}/{N}" for k in sizes), "GB sent", "tokens/s")
+    head += (*(f"nested {k}/{N}" for k in sizes), "GB sent")
     note = "perplexity, mean ± sd over seeds of the mean over random subnets; rates chosen on other text"
-    series = _series(ways, sizes)
+    series = _series(main, sizes)
     figure = Figure(
         "recipe",
         "Perplexity from the whole model down to a quarter of its blocks",
@@ -229,10 +179,9 @@ def section(points: list[dict[str, Any]]) -> Section:
         "All ways from one start on the same tokens, each at the better of its rates by text that is not "
         "reported. Nested tickets keep the first blocks of the start's mask-Fisher order."
     )
-    table = Table(head, tuple(rows), note=note)
-    return Section(
-        "recipe", "The recipe", what, (table,), (figure,), tuple(_claims(ways, sizes)), lead=True
-    )
+    tables = (Table(head, tuple(rows), note=note), *_changed(ways, sizes))
+    claims = tuple(_claims(ways, sizes))
+    return Section("recipe", "The recipe", what, tables, (figure,), claims, lead=True)
 
 
 Found = dict[str, list[dict[str, Any]]]  # way -> its points at the chosen rate, one per seed
@@ -282,7 +231,6 @@ def _row(name: str, some: list[dict[str, Any]], sizes: list[str]) -> tuple[str, 
         sd = f" ± {number(statistics.stdev(values))}" if len(values) > 1 else ""
         return number(statistics.fmean(values)) + sd
 
-    result = some[0]["result"]
     return (
         name,
         f"{some[0]['config']['rate']:g}",
@@ -290,15 +238,31 @@ def _row(name: str, some: list[dict[str, Any]], sizes: list[str]) -> tuple[str, 
         cell("whole"),
         *(cell(k) for k in sizes),
         *(cell(k, "nested") for k in sizes),
-        f"{result['bytes'] / 1e9:,.1f}",
-        f"{result['tokens'] / result['seconds']:,.0f}",
+        f"{some[0]['result']['bytes'] / 1e9:,.1f}",
     )
+
+
+def _changed(ways: Found, sizes: list[str]) -> list[Table]:
+    """What each ingredient of our way is worth: ways with one of them changed, in percent against ours."""
+    rows = []
+    for name in ways if OURS in ways else ():
+        if not name.startswith("…"):
+            continue
+        other, ours = _paired(ways[name], ways[OURS])
+        cells = [("whole", "mean"), *((k, which) for which in ("mean", "nested") for k in sizes)]
+        shares = (_mean(other, *cell) / _mean(ours, *cell) - 1 for cell in cells)
+        gb = f"{other[0]['result']['bytes'] / 1e9:,.1f}"
+        rate = f"{other[0]['config']['rate']:g}"
+        rows.append((name, rate, str(len(other)), *(f"{100 * s:+.1f}%" for s in shares), gb))
+    head = (f"{OURS} with", "rate", "seeds", "whole", *(f"{k}/{N}" for k in sizes))
+    head += (*(f"nested {k}/{N}" for k in sizes), "GB sent")
+    note = f"perplexity against {OURS}'s with the same seeds; above 0 is worse"
+    return [Table(head, tuple(rows), note=note)] if rows else []
 
 
 def _series(ways: Found, sizes: list[str]) -> dict[str, dict[int, float]]:
     """The curves of the main ways; of a recipe that spares the whole model, its nested tickets."""
-    main = [name for name in ways if not name.startswith("…") and name != WHOLE_NAME]
-    series = {name: _curve(ways[name], sizes, "mean") for name in main}
+    series = {n: _curve(some, sizes, "mean") for n, some in ways.items() if n != WHOLE_NAME}
     nested = {
         name: _curve(ways[name], sizes, "nested") for name in (OURS, WHOLE_NAME) if name in ways
     }

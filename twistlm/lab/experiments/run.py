@@ -14,8 +14,8 @@ from ...system.terminal import console
 from ..points import name_of
 from . import NAMES
 from .lab import Lab, Point, TimeIsUp
-from .recipe import WAYS
 from .scales import SCALES, Scale
+from .ways import WAYS
 
 HIDDEN = {
     "experiment",

@@ -1,19 +1,32 @@
-"""The compiled optimizer's formula against torch's AdamW."""
+"""What is compiled equals what is not: the optimizer's formula against torch's AdamW, and layers with gates."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from conftest import tiny
 
 from twistlm.compute import optimizer
 from twistlm.compute.optimizer import AdamW, Now, Slice, adamw_
 from twistlm.config import TrainConfig
 from twistlm.model.layout import Layout
+from twistlm.training import rounds
 
 CFG = TrainConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 # torch's compiler uses parts of torch that are deprecated
 COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+WAYS = {
+    "dropout": {"method": "dropout"},
+    "measured": {"scale": "measured"},  # another scale in every layer and round
+    "sequences": {},  # a mask for every sequence
+}
+BLOCKS = {"sequences": {"masks": "sequence", "mask_attn": [1, 2], "mask_ffn": [2, 1]}}
+# which graph a layer takes is decided before code is made for it, and that takes a minute in C++
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.chaos)]
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -67,3 +80,26 @@ def test_both_kinds_of_step_agree_and_round_the_copy(clip, backend, monkeypatch)
         assert float(adam.count) == 3
         results.append(buffer.clone())
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+@COMPILES
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_layers_have_their_gates(way, backend, tokens, tmp_path, monkeypatch):
+    """A shared layer and a masked one have the same shapes, and must not share a graph."""
+    losses, n_compiled, compile_ = {}, 0, torch.nn.Module.compile
+
+    def counted(self, **options):
+        nonlocal n_compiled
+        n_compiled += 1
+        compile_(self, **(options if backend == "inductor" else {"backend": backend}))
+
+    monkeypatch.setattr(torch.nn.Module, "compile", counted)
+    for compile in ("false", "true"):
+        out = tmp_path / compile
+        train = {"rounds": 3, "interval": 2, "compile": compile, **WAYS[way]}
+        rounds.train(tiny(tokens, out, train=train, blocks=BLOCKS.get(way, {})), quiet=True)
+        rows = (out / "metrics.jsonl").read_text().splitlines()
+        losses[compile] = [json.loads(row)["loss"] for row in rows]
+    assert n_compiled >= 3  # each layer, in every seat
+    assert losses["true"] == pytest.approx(losses["false"], rel=1e-6)
