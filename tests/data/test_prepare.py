@@ -7,6 +7,9 @@ import importlib.util
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from conftest import make_tokens
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from twistlm.data import lessons
 from twistlm.data import prepare as preparing
 from twistlm.data.lessons import open_lessons, unpack, verify_lessons, write_lessons
 from twistlm.data.prepare import documents, prepare
@@ -593,19 +597,95 @@ def test_lessons_appear_whole_or_not_at_all(tokens, teacher, tmp_path):
     first = write_cache(file, str(teacher), 2, 16, "cpu", quiet=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def stopped():
+    def stopped(n_done):
+        assert n_done == 0
         yield torch.zeros(8, 15, 12, dtype=torch.uint8)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_lessons(file, replace(first.meta, top=3), stopped())
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        write_lessons(file, replace(first.meta, top=3), stopped)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {name: after.pop(name) for name in before} == before
+    assert sorted(after) == ["tokens.teacher.part", "tokens.teacher.part.json"]
     assert (
         verify_lessons(file)
         == f"teacher's cache {tokens}.teacher.bin: 375 sequences match their sha256"
     )
-    assert write_cache(file, str(teacher), 3, 16, "cpu", quiet=True).meta.top == 3
-    assert open_lessons(file, 16, 64).meta.top == 3
+    # the zeros are not this teacher's: they are kept for the one that wrote them, and for nobody else
+    other = GPT2LMHeadModel.from_pretrained(teacher)
+    other.lm_head.weight.data += 1
+    other.save_pretrained(tmp_path / "other")
+    assert write_cache(file, str(tmp_path / "other"), 3, 16, "cpu", quiet=True).meta.top == 3
+    told = open_lessons(file, 16, 64)
+    assert told.meta.top == 3
+    assert told.sequences(range(8)).any()
+    assert not list(tmp_path.glob("*.part*"))
+
+
+KILLED = """
+import os, signal, sys
+from twistlm.data import lessons
+from twistlm.data.token_file import open_tokens
+from twistlm.training import teacher
+lessons.SAVE = 1  # byte
+teacher.AT_ONCE["cpu"] = 64 * 16 * 100
+real, n = lessons.pack, 0
+def pack(*args):
+    global n
+    n += 1
+    if n == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args)
+lessons.pack = pack
+teacher.write_cache(open_tokens(sys.argv[1]), sys.argv[2], 5, 16, "cpu", quiet=True)
+"""
+
+
+def test_a_killed_cache_is_gone_on_with(tokens, teacher, tmp_path, monkeypatch):
+    """By SIGKILL after 200 of 375 windows: the next process makes 175, and all bytes are those of one go."""
+    done = subprocess.run([sys.executable, "-c", KILLED, tokens, str(teacher)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    part, made = Path(f"{tokens}.teacher.part"), Path(f"{tokens}.teacher.bin")
+    left, told = part.read_bytes(), Path(f"{part}.json").read_bytes()
+    assert len(left) == 200 * 15 * 20
+    monkeypatch.setitem(AT_ONCE, "cpu", 64 * 16 * 100)
+    seen, real = [], lessons.pack
+
+    def counted(ids, *args):
+        seen.append(len(ids))
+        return real(ids, *args)
+
+    monkeypatch.setattr(lessons, "pack", counted)
+    anew, found = [100, 100, 100, 75], set()
+    for bytes_, record, wanted in (
+        (left, told, [100, 75]),
+        (left + b"half a window", told, [100, 75]),  # written, but not yet said to be safe
+        (b"?" + left[1:], told, anew),
+        (left[:-1], told, anew),
+        (left, b"{", anew),
+        (left, told.replace(b'"n_done": 200', b'"n_done": 400'), anew),
+    ):
+        part.write_bytes(bytes_)
+        Path(f"{part}.json").write_bytes(record)
+        write_cache(open_tokens(tokens), str(teacher), 5, 16, "cpu", quiet=True)
+        assert seen == wanted
+        seen.clear()
+        found.add(made.read_bytes())
+        assert not list(tmp_path.glob("*.part*"))
+    assert len(found) == 1
+
+
+def test_two_processes_do_not_make_one_cache(tokens, teacher):
+    told = write_cache(open_tokens(tokens), str(teacher), 2, 16, "cpu", quiet=True)
+    path = f"{tokens}.teacher.part"
+    code = f"import fcntl; file = open({path!r}, 'a+b'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
+        assert other.stdout.readline() == b"\n"
+        with pytest.raises(ValueError, match=r"teacher.bin: another process makes this cache"):
+            write_lessons(open_tokens(tokens), told.meta, lambda _: ())
+        other.communicate(b"\n")
+    assert verify_lessons(open_tokens(tokens))
 
 
 def reseal(about: Path, **changes: object) -> None:

@@ -91,7 +91,8 @@ def prepare(
 ) -> None:
     """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json).
 
-    With --teacher also STEM.teacher.bin and .json: what train.teacher = "cache" learns from.
+    With --teacher also STEM.teacher.bin and .json: what train.teacher = "cache" learns from. Stopped while it
+    makes them, the same command with -o and --teacher alone goes on.
     """
     if not sources and not teacher:
         raise ValueError(

@@ -7,23 +7,30 @@ likeliest first, and k log-probs (float16). `STEM.teacher.json` says whose they 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from io import BufferedRandom
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..system import manifest
-from ..system.files import file_sha256, whole_file
+from ..system.files import file_sha256, naming, whole_file
 from ..system.manifest import HashCheck, Vouched
 from .token_file import TokenFile
 
 PART = "teacher.bin"  # STEM.PART is vouched for by STEM.teacher.json
 MOST = 1024  # likeliest tokens: beyond it a cache is larger than any teacher is slow
+SAVE = 64 << 20  # bytes after which a cache in the making is made safe
 LEAST_LOG_PROB = -60000.0  # what float16 still holds: a token that the teacher rules out
 
 
@@ -114,23 +121,86 @@ def unpack(told: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return ids, halves.view(torch.float16)
 
 
-def write_lessons(tokens: TokenFile, meta: LessonsMeta, pieces: Iterable[Tensor]) -> Lessons:
-    """Write packed predictions, window after window; they appear whole or not at all."""
+def write_lessons(
+    tokens: TokenFile, meta: LessonsMeta, pieces: Callable[[int], Iterable[Tensor]]
+) -> Lessons:
+    """Write packed predictions, window after window; `pieces(first)` makes those from window `first` on.
+
+    The cache appears whole or not at all. What a stopped process had written stays in `STEM.teacher.part`, and
+    the next one for the same tokens, teacher and k goes on with it.
+    """
     path, about = _paths(tokens.stem)
-    digest = hashlib.sha256()
-
-    def fill(draft: Path) -> None:
-        with draft.open("wb") as file:
-            for piece in pieces:
-                digest.update(piece.numpy().data)
-                file.write(piece.numpy().data)
+    with _growing(path, meta) as part:
+        for piece in pieces(part.n_done):
+            part.add(piece)
         about.unlink(missing_ok=True)  # of an earlier cache: now it would describe other bytes
-
-    whole_file(path, fill)
-    files = {PART: {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}}
+    files = {PART: {"bytes": path.stat().st_size, "sha256": part.digest.hexdigest()}}
     record = manifest.sealed({**asdict(meta), manifest.FILES: files})
     whole_file(about, manifest.written(record))
     return open_lessons(tokens, meta.seq_len, meta.vocab_size)
+
+
+class _Part:
+    """A cache in the making: a file that grows, and beside it how far it is safe on the disk."""
+
+    def __init__(self, file: BufferedRandom, about: Path, meta: LessonsMeta):
+        self.file, self.about, self.meta = file, about, meta
+        self.n_done, self.digest = self._kept()  # windows; their sha256
+        file.truncate(self.n_done * meta.sequence_bytes)
+        self.n_saved = self.n_done
+
+    def _kept(self) -> tuple[int, Any]:
+        """What an earlier process left for this cache, if every byte of it is as it was."""
+        try:
+            told = manifest.read_json(self.about)
+            n_done = int(told["n_done"])
+            if told["meta"] == asdict(self.meta) and 0 < n_done <= self.meta.n_sequences:
+                self.file.truncate(n_done * self.meta.sequence_bytes)
+                self.file.seek(0)
+                digest = hashlib.file_digest(self.file, "sha256")
+                if digest.hexdigest() == told["sha256"]:
+                    return n_done, digest
+        except (OSError, ValueError, TypeError, KeyError):  # nothing, or nothing that can be read
+            pass
+        return 0, hashlib.sha256()
+
+    def add(self, piece: Tensor) -> None:
+        """Packed predictions [windows, seq_len - 1, bytes] of the next windows."""
+        self.digest.update(piece.numpy().data)
+        self.file.write(piece.numpy().data)
+        self.n_done += len(piece)
+        if (self.n_done - self.n_saved) * self.meta.sequence_bytes >= SAVE:
+            self.save()
+
+    def save(self) -> None:
+        """From here on a later process goes on."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        told = {"meta": asdict(self.meta), "n_done": self.n_done}
+        whole_file(self.about, manifest.written({**told, "sha256": self.digest.hexdigest()}))
+        self.n_saved = self.n_done
+
+
+@contextmanager
+def _growing(path: Path, meta: LessonsMeta) -> Iterator[_Part]:
+    """The part that becomes `path` at the end; what is written when an error comes stays for the next process."""
+    growing, about = path.with_suffix(".part"), path.with_suffix(".part.json")
+    with naming(path), growing.open("a+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ValueError(f"{path}: another process makes this cache; wait for it") from None
+        part = _Part(file, about, meta)
+        try:
+            yield part
+        finally:
+            if part.n_done > part.n_saved:
+                part.save()
+            elif not part.n_done:
+                growing.unlink()
+        growing.replace(path)
+    about.unlink(missing_ok=True)
 
 
 def open_lessons(tokens: TokenFile, seq_len: int, vocab_size: int) -> Lessons:

@@ -87,14 +87,22 @@ def draft_folder(target: Path) -> Iterator[Path]:
     name = f"{DRAFT}{socket.gethostname()}-{os.getpid()}-"
     draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=name))
     try:
-        yield draft
+        with naming(target):
+            yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextmanager
+def naming(target: Path) -> Iterator[None]:
+    """Let an error of the disk name what was being written."""
+    try:
+        yield
     except OSError as error:
         why = error.strerror or str(error)
         raise OSError(
             error.errno or errno.EIO, f"could not be written: {why}", str(target)
         ) from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def remove_dead_drafts(folder: Path) -> None:

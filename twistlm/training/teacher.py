@@ -119,21 +119,23 @@ def write_cache(
     )
     where = pick_device(device)
     dtype = torch.bfloat16 if is_bf16("auto", where) else torch.float32
+    frozen = _frozen(model, where, dtype)
     return lessons.write_lessons(
-        tokens, meta, _predictions(_frozen(model, where, dtype), tokens, meta, quiet)
+        tokens, meta, lambda first: _predictions(frozen, tokens, meta, first, quiet)
     )
 
 
 @torch.no_grad()
 def _predictions(
-    model: PreTrainedModel, tokens: TokenFile, meta: LessonsMeta, quiet: bool
+    model: PreTrainedModel, tokens: TokenFile, meta: LessonsMeta, first: int, quiet: bool
 ) -> Iterator[Tensor]:
-    """What the model predicts for all windows, some at a time, packed for the cache."""
+    """What the model predicts for all windows from `first` on, some at a time, packed for the cache."""
     batch = max(1, AT_ONCE[model.device.type] // (meta.vocab_size * meta.seq_len))
     with progress(quiet) as bar:
         task = bar.add_task("teacher's cache, sequences", total=meta.n_sequences, note="")
-        for first in range(0, meta.n_sequences, batch):
-            rows = list(range(first, min(first + batch, meta.n_sequences)))
+        bar.update(task, completed=first)
+        for start in range(first, meta.n_sequences, batch):
+            rows = list(range(start, min(start + batch, meta.n_sequences)))
             ids = tokens.sequences(rows, meta.seq_len).to(model.device)
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             highest, likeliest = logits.topk(meta.top)
