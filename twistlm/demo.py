@@ -37,6 +37,7 @@ PARENTS: dict[str, tuple[Method, float]] = {
     "data parallel": ("dense", 0.5),
     "TwIST": ("twist", 1.0),
 }
+START = 2  # times as long as each way: nobody cuts a model that has hardly learnt, and it is the teacher
 TICKET = "6/12"
 PROMPT = "Return the"
 CHOICE_TOKENS = 4096  # that an activation scale is chosen on
@@ -53,13 +54,13 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     start = replace(
         cfg,
         data=replace(cfg.data, train=files["train"].stem, valid=files["valid"].stem),
-        train=replace(cfg.train, method="dense"),
+        train=replace(cfg.train, method="dense", rounds=START * cfg.train.rounds),
         run=replace(
             cfg.run, out=str(out / "start"), threads=1, eval_every=-1, save_every=SAVE_EVERY
         ),
     )
     t, sizes = cfg.train, cfg.blocks.mask_ffn or cfg.blocks.k_ffn
-    trained = out / "start/checkpoints" / checkpoint.folder_name(t.rounds)
+    trained = out / "start/checkpoints" / checkpoint.folder_name(START * t.rounds)
     configs = {
         name: replace(
             start,
@@ -73,8 +74,9 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     }
     n_tokens = t.rounds * t.interval * t.n_workers * t.batch * cfg.data.seq_len
     console.print(
-        f"a {cfg.model.config['n_layer']}-layer GPT-2 with 12 heads and 12 FFN blocks in every layer: {n_tokens:,} "
-        f"tokens of data parallel, then as many again in two ways, with S = {t.n_workers} workers: data parallel, and "
+        f"a {cfg.model.config['n_layer']}-layer GPT-2 with 12 heads and 12 FFN blocks in every layer: "
+        f"{START * n_tokens:,} tokens of data parallel, then {n_tokens:,} in two ways, with S = {t.n_workers} workers: "
+        f"data parallel, and "
         f"TwIST with subnets of {', '.join(map(str, sorted(set(sizes), reverse=True)))} blocks and the start as "
         f"teacher"
     )
