@@ -33,6 +33,15 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 VOCAB = 64
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A test that leaves another number of threads fails, not the one that is compared bit for bit after it."""
+    yield
+    left = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert left == 1, f"{left} threads are left"
+
+
 def make_tokens(stem: Path, n_tokens: int = 6000, seed: int = 0, vocab: int = VOCAB) -> str:
     """A token file of a noisy walk: learnable, with no tokenizer behind it."""
     rng = np.random.default_rng(seed)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,22 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         if (device.index or 0) >= n_gpus:
             raise ValueError(f"run.device = {name!r}: this machine has {n_gpus} CUDA devices")
     return device
+
+
+@contextmanager
+def cpu_threads(n: int) -> Iterator[None]:
+    """torch computes with n CPU threads inside, and with as many as before afterwards; 0 changes nothing.
+
+    Another number adds up in another order, so whoever computes next must not inherit it.
+    """
+    before = torch.get_num_threads()
+    if n:
+        torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        if n:
+            torch.set_num_threads(before)
 
 
 def is_bf16(precision: str, device: torch.device) -> bool:

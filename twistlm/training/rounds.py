@@ -16,6 +16,7 @@ from ..config import Config
 from ..model.blocks import widths_of_ratio
 from ..model.masks import prefixes
 from ..system import terminal
+from ..system.device import cpu_threads
 from ..system.files import alone
 from ..system.signals import Ended, on_signals, stopped
 from ..system.terminal import console
@@ -41,9 +42,9 @@ def train(
 
     `note` is told after every round where the run is, for a caller with a bar of its own.
     """
-    if cfg.run.threads:
-        torch.set_num_threads(cfg.run.threads)
-    with closing(engines.join(cfg)) as cluster, ExitStack() as open_:
+    with ExitStack() as open_:
+        open_.enter_context(cpu_threads(cfg.run.threads))
+        cluster = open_.enter_context(closing(engines.join(cfg)))
         if cluster.is_central:
             open_.enter_context(alone(Path(cfg.run.out)))
         run, progress = set_up(cfg, cluster, resume, quiet)
