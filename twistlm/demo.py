@@ -37,7 +37,7 @@ PARENTS: dict[str, tuple[Method, float]] = {
     "data parallel": ("dense", 0.5),
     "TwIST": ("twist", 1.0),
 }
-START = 2  # times as long as each way: nobody cuts a model that has hardly learnt, and it is the teacher
+START = 3  # times as long as each way: nobody cuts a model that has hardly learnt, and it is the teacher
 TICKET = "6/12"
 PROMPT = "Return the"
 CHOICE_TOKENS = 4096  # that an activation scale is chosen on
