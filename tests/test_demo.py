@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from twistlm import cli
+from twistlm import cli, config
 from twistlm.data import builtin
-from twistlm.demo import treated
+from twistlm.demo import train_side_by_side, treated
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.score import ScoreRequest, evaluator, score_parent
+from twistlm.training import checkpoint
 
 SMALL = ["train.rounds=3", "train.interval=2", "model.config.n_layer=2", "run.eval_tokens=640"]
 ASKED = ScoreRequest(ratios=("9/12", "6/12", "4/12", "3/12"), n=3, tokens=640)
@@ -51,6 +52,21 @@ def test_it_says_what_it_does(demo):
         "a ticket with 6/12 of the blocks",
     ):
         assert words in printed, words
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        ("run.eval_ratios=5/7", ValueError, "'5/7'"),
+        ("train.lr=1e30", FloatingPointError, "train.lr = 1e\\+30"),
+    ],
+)
+def test_a_mistake_is_told_by_the_training_that_found_it(demo, tmp_path, change, kind, said):
+    out, _ = demo
+    cfg = checkpoint.open_(out / "dense").config
+    cfg = config.override(cfg, [change, "train.clip=0", f"run.out={tmp_path}/run"])
+    with pytest.raises(kind, match=said):
+        train_side_by_side({"data parallel": cfg})
 
 
 def test_both_parents_saw_the_same_tokens(demo):

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ TICKET = "6/12"
 PROMPT = "Return the"
 CHOICE_TOKENS = 4096  # that an activation scale is chosen on
 SAVE_EVERY = 25  # rounds: what a stopped demo loses at most
+FAILURES = {2: ValueError, 3: OSError, 4: FloatingPointError}  # by exit code of a training
 GRACE = 30  # seconds for a training to end its round
 
 
@@ -49,6 +51,11 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     """Corpus, a start, two trainings from it side by side, the table, one ticket, one line of text."""
     began = time.perf_counter()
     cfg = config.load("demo", overrides)
+    if cfg.train.rounds < 1 or not cfg.run.eval_ratios:
+        raise ValueError(
+            f"train.rounds = {cfg.train.rounds}, run.eval_ratios = {list(cfg.run.eval_ratios)}: the demo needs at "
+            f"least one round and one ratio"
+        )
     goes_on = _prepare(out, cfg)
     files = build(out / "text")
     start = replace(
@@ -74,10 +81,10 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     }
     n_tokens = t.rounds * t.interval * t.n_workers * t.batch * cfg.data.seq_len
     console.print(
-        f"a {cfg.model.config['n_layer']}-layer GPT-2 with 12 heads and 12 FFN blocks in every layer: "
-        f"{START * n_tokens:,} tokens of data parallel, then {n_tokens:,} in two ways, with S = {t.n_workers} workers: "
-        f"data parallel, and "
-        f"TwIST with subnets of {', '.join(map(str, sorted(set(sizes), reverse=True)))} blocks and the start as "
+        f"a {cfg.model.config['n_layer']}-layer GPT-2 with {cfg.model.config['n_head']} heads and {cfg.blocks.n_ffn} "
+        f"FFN blocks in every layer: {START * n_tokens:,} tokens of data parallel, then {n_tokens:,} in two ways, with "
+        f"S = {t.n_workers} workers: data parallel, and TwIST with subnets of "
+        f"{', '.join(map(str, sorted(set(sizes), reverse=True)))} blocks and the start as "
         f"teacher"
     )
     if goes_on:
@@ -121,13 +128,17 @@ def train_side_by_side(configs: dict[str, Config]) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["twistlm.training.rounds"])  # torch is imported once for all
     jobs: dict[str, BaseProcess] = {}
+    sentences: dict[str, Connection] = {}  # what a training that failed has to say
     before = signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # the processes inherit it: Ctrl-C is ours
     try:
         for name, cfg in configs.items():
-            jobs[name] = context.Process(target=_train, args=(config.to_dict(cfg),), daemon=True)
+            sentences[name], told = context.Pipe(duplex=False)
+            args = (config.to_dict(cfg), told)
+            jobs[name] = context.Process(target=_train, args=args, daemon=True)
             jobs[name].start()
+            told.close()
     finally:
         signal.signal(signal.SIGINT, before)
     try:
@@ -141,8 +152,10 @@ def train_side_by_side(configs: dict[str, Config]) -> None:
         raise Ended("stopped by Ctrl-C", 130) from None
     for name, job in jobs.items():
         job.join()
+        if job.exitcode in FAILURES:
+            raise FAILURES[job.exitcode](sentences[name].recv_bytes().decode())
         if job.exitcode != 0:
-            raise RuntimeError(f"training {name} failed (exit code {job.exitcode})")
+            raise Ended(f"training {name} failed (exit code {job.exitcode})", 1)
 
 
 def _watch(configs: dict[str, Config], jobs: dict[str, BaseProcess]) -> None:
@@ -158,7 +171,7 @@ def _watch(configs: dict[str, Config], jobs: dict[str, BaseProcess]) -> None:
                 _follow(bar, tasks[name], Path(cfg.run.out) / "metrics.jsonl")
 
 
-def _train(table: dict) -> None:
+def _train(table: dict, told: Connection) -> None:
     os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the demo alone, which passes it on once
     cfg = config.from_dict(table)
     try:
@@ -167,6 +180,9 @@ def _train(table: dict) -> None:
         sys.exit(end.code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except tuple(FAILURES.values()) as error:
+        told.send_bytes(str(error).encode())
+        sys.exit(next(code for code, kind in FAILURES.items() if isinstance(error, kind)))
 
 
 def _follow(bar, task, metrics: Path) -> None:

@@ -187,6 +187,11 @@ def write_plain_cache(here: Path) -> None:
     write_cache(open_tokens("tokens"), "plain", 4, 8, "cpu", quiet=True)
 
 
+def heal(tokens: str, *more: str, parts: tuple[str, ...]) -> Case:
+    return Case(("heal", "ticket", "-o", "made/t", "--tokens", tokens, *more), parts, make_ticket)
+
+
+TOO_LONG = ("data.seq_len = 17", "16 positions")
 CASES = {
     # the config
     "unknown key": train(
@@ -242,6 +247,9 @@ CASES = {
     "unknown activation": train(
         "model.config.activation_function=swosh", parts=("model.config", "swosh")
     ),
+    "weights of a ticket": train(
+        "model.weights=ticket", parts=("'ticket'", "twistlm heal"), prepare=make_ticket
+    ),
     "no such weights": train(
         "model.weights=nobody/nothing", parts=("model.weights", "'nobody/nothing'")
     ),
@@ -295,7 +303,7 @@ CASES = {
     "teacher of fewer tokens": teach(
         "-o", "wide", parts=("wide", "69", "64", "tokenizer does not match")
     ),
-    "no such teacher": teach("--teacher", "no/such/folder", parts=("no/such/folder",)),
+    "no such teacher": teach("--teacher", "no/such/folder", parts=("--teacher 'no/such/folder'",)),
     # the run
     "no rounds": train(
         "train.rounds=0", "train.epochs=0", parts=("train.rounds = 0", "train.epochs = 0", "100")
@@ -341,6 +349,11 @@ CASES = {
     "resume another seed": resume("run.seed=5", parts=("cannot resume", "run.seed was 0", "5")),
     "resume, all damaged": resume(
         parts=("run/checkpoints", "round-000003", "checkpoint.json"), prepare=damage_all
+    ),
+    "start from a run that is all damaged": train(
+        "model.weights=run",
+        parts=("run holds no valid checkpoint", "round-000003"),
+        prepare=damage_all,
     ),
     "resume below a file": resume("run.out=c.toml/run", parts=("c.toml",)),
     # evaluating
@@ -407,6 +420,22 @@ CASES = {
     ),
     "a ticket and ids beyond its vocabulary": Case(
         ("eval", "ticket", "--data", "wide"), ("wide", "69", "64"), make_ticket
+    ),
+    "eval beyond the model's positions": evaluate("data.seq_len=17", parts=TOO_LONG),
+    "certify beyond the model's positions": Case(("certify", "run", "data.seq_len=17"), TOO_LONG),
+    "drop beyond the model's positions": Case(("drop", "run", "data.seq_len=17"), TOO_LONG),
+    "compare beyond the model's positions": Case(
+        ("compare", "--parent-twist", "run", "-o", "made", "--methods", "", "data.seq_len=17"),
+        TOO_LONG,
+    ),
+    "eval a ticket beyond its positions": Case(
+        ("eval", "ticket", "--data", "tokens", "data.seq_len=17"), TOO_LONG, make_ticket
+    ),
+    # healing
+    "heal beyond the ticket's positions": heal("1k", "data.seq_len=17", parts=TOO_LONG),
+    "heal on no tokens": heal("0", parts=("--tokens 0", "at least one")),
+    "heal with an unknown teacher": heal(
+        "1k", "--teacher", "nowhere", parts=("nowhere", "is no run", "--data STEM")
     ),
     # extracting
     "extract from nowhere": extract(
@@ -546,6 +575,16 @@ CASES = {
     "bench into a folder that exists": Case(
         ("bench", "deploy", "run", "--ratio", "2/4", "-o", "run"), ("--out run", "exists")
     ),
+    "bench of a size that is none": Case(
+        ("bench", "train", "c.toml", "--sizes", "5/12"), ("'5/12'", "1/4, 2/4, 3/4, 4/4")
+    ),
+    "bench saving nowhere": Case(("bench", "save", "c.toml", "--out", "gone"), ("--out gone",)),
+    # reporting
+    "report of a JSON that is no comparison": Case(
+        ("report", "tokens.json"), ("tokens.json", "twistlm compare")
+    ),
+    # many machines
+    "join half an address": Case(("node", "--join", "here"), ("--join 'here'", "host:port")),
     # preparing
     "empty text": tokenize("a.txt", b"", ("a.txt", "empty"), process=True),
     "binary text": tokenize("a.txt", bytes(range(256)) * 9, ("a.txt", "UTF-8"), process=True),
@@ -639,6 +678,23 @@ def test_resume_falls_back_and_says_so(here):
     assert (here / LAST_RUN / "model.safetensors").read_bytes() == good
     lines = (here / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2, 3]
+
+
+def test_a_run_folder_is_a_start_and_a_teacher(here, monkeypatch, capsys):
+    """It stands for its newest checkpoint that verifies: the same bits as that checkpoint's own path."""
+    flip_bit(here / LAST_RUN / "model.safetensors")
+    made = []
+    for i, start in enumerate(("run", "run/checkpoints/round-000002")):
+        words = (f"model.weights={start}", f"train.teacher={start}", f"run.out=fresh{i}")
+        args = ("train", "c.toml", *words, "train.rounds=1")
+        code, _, err = in_process(monkeypatch, capsys, *args)
+        assert (code, err) == (0, "")
+        made.append((here / f"fresh{i}" / FIRST / "model.safetensors").read_bytes())
+        assert checkpoint.open_(here / f"fresh{i}").config.model.weights.endswith("round-000002")
+    assert made[0] == made[1]
+    args = ("train", "c.toml", *words[:1], "run.out=plain", "train.rounds=1")
+    assert in_process(monkeypatch, capsys, *args)[0] == 0  # the teacher was heard
+    assert (here / "plain" / FIRST / "model.safetensors").read_bytes() != made[0]
 
 
 def test_resume_with_other_blocks(here, monkeypatch, capsys):

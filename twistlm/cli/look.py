@@ -20,6 +20,7 @@ EXTRAS = {  # extra -> what it needs, what it enables
     "gguf": (("gguf",), "export --to gguf; weights from gguf:FILE"),
     "llama": (("gguf", "llama_cpp"), "running GGUF files in llama.cpp; --type q4_k_m"),
     "onnx": (("onnx", "onnxruntime", "onnxscript"), "export --to onnx"),
+    "ray": (("ray",), "run.variant=ray, twistlm node: workers that come and go"),
     "play": (("gradio",), "twistlm play: a page in the browser"),
     "plot": (("matplotlib",), "figures of report, compare and certify"),
     "board": (("tensorboard",), "scalars while training"),

@@ -71,6 +71,7 @@ def node(
         console.print(f"on other machines: twistlm node --join {where}:{port}", soft_wrap=True)
         command += ["--head", f"--port={port}"]
     else:
+        ray_cluster.host_and_port(join, "--join ")
         ray_cluster.check(join, is_open=os.environ.get("RAY_AUTH_MODE") == "disabled")
         command.append(f"--address={join}")
     raise typer.Exit(ray_cluster.keep_node([*command, *(more or [])], join))

@@ -187,7 +187,7 @@ def generate(
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Draw among this many likeliest tokens.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the draw.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""

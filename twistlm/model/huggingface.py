@@ -65,8 +65,8 @@ def on_meta(config: PretrainedConfig) -> PreTrainedModel:
         raise ValueError(f"{what}: {one_line(error)}") from None
 
 
-def pretrained(weights: str, key: str = "model.weights") -> PreTrainedModel:
-    """A model by the name of its weights (`gguf:FILE`, a folder or a hub id), which `key` of a config gives."""
+def pretrained(weights: str, key: str = "") -> PreTrainedModel:
+    """A model by the name of its weights (`gguf:FILE`, a folder or a hub id), which a `key` or option gave."""
     if weights.startswith("gguf:"):
         return from_gguf(gguf_path(weights))
     return from_folder_or_hub(weights, key)
@@ -86,7 +86,7 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
             what = f"model.config does not make a {cfg.type}"
             raise ValueError(f"{what}: {one_line(error)}") from None
     else:
-        model = pretrained(cfg.weights)
+        model = pretrained(cfg.weights, "model.weights")
     if model.config.model_type != cfg.type:
         raise ValueError(
             f"model.weights = {cfg.weights!r} is a {model.config.model_type}, but model.type = {cfg.type!r}"
@@ -104,12 +104,13 @@ def _check_memory(config: PretrainedConfig) -> None:
         )
 
 
-def from_folder_or_hub(source: str, key: str = "model.weights") -> PreTrainedModel:
-    path = Path(source).expanduser()
+def from_folder_or_hub(source: str, key: str = "") -> PreTrainedModel:
+    equals = " " if key.startswith("--") else " = "
+    path, named = Path(source).expanduser(), f"{key}{equals}{source!r}" if key else source
     # a hub id is NAME or OWNER/NAME; do not ask the network for a mistyped folder
     is_path = path.is_absolute() or source.startswith(".") or len(path.parts) > 2
     if not path.exists() and (is_path or (len(path.parts) == 2 and path.parent.is_dir())):
-        raise ValueError(f"{key} = {source!r} could not be loaded: there is no such folder")
+        raise ValueError(f"{named} could not be loaded: there is no such folder")
     try:
         if path.is_dir():
             _check_folder(path)
@@ -120,13 +121,15 @@ def from_folder_or_hub(source: str, key: str = "model.weights") -> PreTrainedMod
         reason = "its JSON is nested too deeply"
     except (OSError, ValueError) as error:
         reason = _reason(error)
-    raise ValueError(f"{key} = {source!r} could not be loaded: {reason}") from None
+    raise ValueError(f"{named} could not be loaded: {reason}") from None
 
 
 def _reason(error: Exception) -> str:
     """The first line of a library's error; a wish to run code from the folder is refused plainly."""
     if "trust_remote_code" in str(error):
         return "it needs code of its own, and twistlm runs no code from a model's folder"
+    if "per_layer_config" in str(error):
+        return "it is a ticket whose layers differ in width; `twistlm heal` trains tickets"
     return str(error).splitlines()[0]
 
 
@@ -242,6 +245,13 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def vocab_size(model: PreTrainedModel) -> int:
     embeddings: Any = model.get_input_embeddings()
     return embeddings.weight.shape[0]
+
+
+def check_positions(model: PreTrainedModel, seq_len: int) -> None:
+    """Refuse sequences that are longer than the model can number."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and seq_len > positions:
+        raise ValueError(f"data.seq_len = {seq_len}: the model has {positions} positions")
 
 
 def clone_structure(model: PreTrainedModel) -> PreTrainedModel:

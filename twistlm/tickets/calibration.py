@@ -59,9 +59,7 @@ def _open_text(parent: Parent, data: str | None, option: str) -> TokenFile:
         raise ValueError(f"{parent.source} has no tokens to calibrate on: give {option} STEM")
     file = open_text(parent, data, "train")
     file.check(cfg.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
-    positions = getattr(parent.template.config, "max_position_embeddings", None)
-    if positions is not None and cfg.seq_len > positions:
-        raise ValueError(f"data.seq_len = {cfg.seq_len}: the model has {positions} positions")
+    huggingface.check_positions(parent.template, cfg.seq_len)
     return file
 
 

@@ -66,6 +66,8 @@ def heal(
     `note` is told after every round where the training is, for a caller with a bar of its own.
     """
     check_target(request.out)
+    if request.tokens < 1:
+        raise ValueError(f"--tokens {request.tokens}: healing needs at least one, as in 20M")
     if request.out.resolve() == request.ticket.resolve():
         raise ValueError(f"--out {request.out} is the ticket to heal: choose another folder")
     model = load_ticket(request.ticket)
@@ -109,7 +111,9 @@ def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any
     run = known or Config(train=TrainConfig(batch=2, lr=1e-4))
     data = request.data or (known.data.train if known else "")
     if not data:
-        raise ValueError(f"nothing is known to train {request.ticket} on: give --data STEM")
+        raise ValueError(
+            f"nothing is known to train {request.ticket} on, since its teacher ({teacher}) is no run: give --data STEM"
+        )
     most = getattr(model.config, "max_position_embeddings", None) or 1024
     cfg = Config(
         model=ModelConfig(weights=str(request.ticket), type=model.config.model_type),
@@ -140,6 +144,7 @@ def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any
         ),
     )
     cfg = config.override(cfg, request.overrides)
+    huggingface.check_positions(model, cfg.data.seq_len)
     per_round = cfg.train.batch * cfg.data.seq_len * cfg.train.interval
     n_rounds = max(1, math.ceil(request.tokens / per_round))
     warmup = int(WARMUP * n_rounds * cfg.train.interval)

@@ -73,6 +73,7 @@ def evaluator_on(parent: Parent, text: Text) -> Evaluator:
 def text_of(parent: Parent, data: str | None, tokens: int) -> Text:
     """The first tokens (0: all) of `data`, or of the run's own validation tokens."""
     cfg = parent.cfg
+    huggingface.check_positions(parent.template, cfg.data.seq_len)
     file = open_text(parent, data, "valid")
     file.check(cfg.data.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
     return Text(file, cfg.data.seq_len, tokens)
@@ -141,6 +142,7 @@ def score_ticket(
     most = getattr(model.config, "max_position_embeddings", None) or 1024
     default = Config(data=DataConfig(seq_len=min(1024, most)))
     cfg = config.override(default, overrides)
+    huggingface.check_positions(model, cfg.data.seq_len)
     file = open_tokens(resolve(data, "valid"))
     file.check(cfg.data.seq_len, huggingface.vocab_size(model))
     check_same_tokenizer(file, folder / "tokenizer.json")

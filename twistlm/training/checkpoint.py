@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,20 @@ def open_(path: str | Path) -> Checkpoint:
     for sentence in broken:
         console.print(f"skipped: {sentence}", style="yellow", markup=False, soft_wrap=True)
     return found
+
+
+def weights_of(name: str) -> str:
+    """A name of weights; a run folder stands for its newest valid checkpoint, which is a Hugging Face folder."""
+    return str(open_(name).path) if (Path(name) / "checkpoints").is_dir() else name
+
+
+def resolved(cfg: Config) -> Config:
+    """The config with checkpoints where it starts from, or is taught by, a run folder."""
+    return replace(
+        cfg,
+        model=replace(cfg.model, weights=weights_of(cfg.model.weights)),
+        train=replace(cfg.train, teacher=weights_of(cfg.train.teacher)),
+    )
 
 
 def verify(path: Path) -> Checkpoint:

@@ -11,6 +11,7 @@ rest          library workspaces and what a backward pass holds for a moment
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ..compute.loss import ALIGN, CHUNK
@@ -72,7 +73,10 @@ def _widths(cfg: Config, block_map: BlockMap) -> list[Widths]:
     """Of every subnet that comes up; a seat is kept for each."""
     if cfg.train.method != "twist":
         return [block_map.full_widths()]
-    pairs = {*zip(cfg.blocks.k_attn, cfg.blocks.k_ffn, strict=True)}
+    attn, ffn = (cfg.blocks.k(kind) or (0,) for kind in ("attn", "ffn"))  # none: it is not cut
+    by_worker = cfg.blocks.widths == "worker"
+    n = cfg.train.n_workers if by_worker else math.lcm(len(attn), len(ffn))
+    pairs = {(attn[i % len(attn)], ffn[i % len(ffn)]) for i in range(n)}
     return [
         {g.name: min(g.n_blocks, k_attn if g.kind == "attn" else k_ffn) for g in block_map.groups}
         for k_attn, k_ffn in sorted(pairs)

@@ -41,6 +41,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
             f"train.method = {cfg.train.method!r} trains one model on every rank: use run.variant local, "
             f"masked or hybrid"
         )
+    cfg = checkpoint.resolved(cfg)
     out = Path(cfg.run.out)
     folder = out / "checkpoints"
     if not resumes and any(folder.glob("round-*")):
@@ -117,9 +118,7 @@ def _check_data(
     cfg: Config, template: PreTrainedModel, saved: Checkpoint | None, files: list[TokenFile]
 ) -> None:
     tokenizer = saved.tokenizer_sha256 if saved else files[0].meta.tokenizer_sha256
-    positions = getattr(template.config, "max_position_embeddings", None)
-    if positions is not None and cfg.data.seq_len > positions:
-        raise ValueError(f"data.seq_len = {cfg.data.seq_len}: the model has {positions} positions")
+    huggingface.check_positions(template, cfg.data.seq_len)
     for file in files:
         file.check(cfg.data.seq_len, huggingface.vocab_size(template), tokenizer)
 

@@ -24,6 +24,7 @@ from ..model.layout import CutModel
 from ..system.device import is_bf16, pick_device
 from ..system.files import file_sha256
 from ..system.terminal import progress
+from . import checkpoint
 
 AT_ONCE = {
     "cpu": 1 << 24,
@@ -95,7 +96,8 @@ def write_cache(
     tokens: TokenFile, name: str, top: int, seq_len: int, device: str = "auto", quiet: bool = False
 ) -> Lessons:
     """Store the `top` likeliest tokens of the model `name`, with their log-probs, beside a token file."""
-    model = huggingface.pretrained(name)
+    name = checkpoint.weights_of(name)
+    model = huggingface.pretrained(name, "--teacher")
     vocab = huggingface.vocab_size(model)
     most = min(vocab, lessons.MOST)
     if not 1 <= top <= most:

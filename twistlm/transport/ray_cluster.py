@@ -62,12 +62,15 @@ K_LABELS = {"attn": "twistlm-k-attn", "ffn": "twistlm-k-ffn"}  # of a node: K of
 def address_of(cfg: Config) -> str:
     """host:port of the cluster to use; empty for a Ray of this machine alone."""
     found = cfg.ray.address or os.environ.get("RAY_ADDRESS", "")
-    if not found or found == "auto":
-        return found
-    host, _, port = found.rpartition(":")
-    if "/" in found or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"ray.address = {found!r}: use host:port of the head, as in 10.0.0.1:6379")
-    return found
+    return found if found in ("", "auto") else host_and_port(found, "ray.address = ")
+
+
+def host_and_port(address: str, key: str) -> str:
+    """The address of a head as it was given; `key` is what the sentence that refuses it begins with."""
+    host, _, port = address.rpartition(":")
+    if "/" in address or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{key}{address!r}: use host:port of the head, as in 10.0.0.1:6379")
+    return address
 
 
 def is_near(address: str) -> bool:
@@ -77,7 +80,7 @@ def is_near(address: str) -> bool:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except socket.gaierror as error:
         raise ValueError(
-            f"ray.address = {address!r}: {host} has no address: {error.strerror}"
+            f"the head's address {address!r}: {host} is unknown: {error.strerror}"
         ) from None
     return all(ipaddress.ip_address(str(text).partition("%")[0]).is_loopback for text in found)
 

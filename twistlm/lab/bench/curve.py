@@ -23,6 +23,7 @@ from ...model.layout import cut_model
 from ...system.device import pick_device
 from ...system.provenance import describe_run
 from ...system.terminal import progress
+from ...training import checkpoint
 from ...training.worker import Seat, learning_rate
 
 SMOOTH = 20  # steps
@@ -44,7 +45,7 @@ class Curve:
 def curve(cfg: Config, n_steps: int, quiet: bool = False) -> Curve:
     """Train the full model of a config for `n_steps`, twice."""
     device = pick_device(cfg.run.device)
-    template = huggingface.load(cfg.model, cfg.run.seed)
+    template = huggingface.load(checkpoint.resolved(cfg).model, cfg.run.seed)
     file = open_tokens(resolve(cfg.data.train, "train"))
     file.check(cfg.data.seq_len, huggingface.vocab_size(template))
     batches = Batches(file, cfg.data.seq_len, 1, cfg.train.batch, cfg.run.seed)

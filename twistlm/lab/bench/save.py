@@ -14,6 +14,7 @@ from ...model.central import create
 from ...system.device import pick_device
 from ...system.provenance import describe_run
 from ...system.terminal import progress
+from ...training import checkpoint
 from ...training.progress import Progress
 from ...training.writer import Writer
 
@@ -36,8 +37,10 @@ class Saving:
 
 def bench(cfg: Config, parent: Path, n: int, quiet: bool = False) -> Saving:
     """Save the untrained central model of a config n times into a folder that is removed again."""
+    if not parent.is_dir():
+        raise ValueError(f"--out {parent} is no folder: give one on the disk to measure")
     device = pick_device(cfg.run.device)
-    template = huggingface.load(cfg.model, cfg.run.seed)
+    template = huggingface.load(checkpoint.resolved(cfg).model, cfg.run.seed)
     central = create(
         huggingface.state(template),
         huggingface.shapes(template),

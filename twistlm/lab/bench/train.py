@@ -112,6 +112,9 @@ def bench(
     device = cluster.device
     template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
     points = [(s, r) for s in settings for r in sizes if r != FULL or s == settings[0]]
+    for setting, ratio in points:  # a mistake is told before minutes are spent
+        blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
+        widths_of_ratio(families.partition(template, blocks), ratio)
     names = ("Hugging Face, float32, eager", "Hugging Face, compiled") if references else ()
     t = cfg.train
     made = TrainBench(

@@ -327,6 +327,7 @@ def _text(rivals: list[Rival], data: str | None, tokens: int) -> Text:
     file, seq_len = open_tokens(resolve(stem, "valid")), first.cfg.data.seq_len
     for rival in rivals:
         parent = rival.parent
+        huggingface.check_positions(parent.template, seq_len)
         file.check(seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
     gpu = first.central.weights.device.type == "cuda"
     return Text(file, seq_len, tokens, max(1, TOKENS // seq_len) if gpu else 16)

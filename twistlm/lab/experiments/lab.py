@@ -32,8 +32,7 @@ from ...system.terminal import console
 from ...tickets import parent, score
 from ...tickets.parent import Parent
 from ...tickets.treatment import Treatments, choice_text
-from ...training import rounds
-from ...training.checkpoint import MANIFEST
+from ...training import checkpoint, rounds
 from ..points import Points, keep_training, name_of, place_of, read_training
 from .scales import Recipe, Scale
 
@@ -107,7 +106,8 @@ class Lab:
         self._hashes: dict[Recipe | None, str] = {}
         self.kept: dict[tuple, Any] = {}  # seats of trainings that leave no checkpoint
         self._order: Order | None = None
-        self.base = config.load(scale.preset, [*scale.changes, *self.overrides])
+        base = config.load(scale.preset, [*scale.changes, *self.overrides])
+        self.base = base if scale.start is not None else checkpoint.resolved(base)
 
     def order(self, build: Callable[[], Order]) -> Order:
         """The order of the start's blocks, scored once."""
@@ -163,7 +163,7 @@ class Lab:
         cfg, out = self.config(recipe), self.out(recipe)
         last = out / "checkpoints" / f"round-{self.n_rounds(cfg):06d}"
         waits = False
-        while not (last / MANIFEST).is_file():
+        while not (last / checkpoint.MANIFEST).is_file():
             if recipe is not None and self.scale.start is not None:
                 start = self.trained(None)
                 cfg = config.override(cfg, [f"model.weights={start}"])

@@ -33,7 +33,9 @@ def load(paths: Sequence[Path]) -> list[Source]:
         ):  # belongs to the points beside it: docs/labs/*.jsonl names both
             continue
         if path.suffix == ".json" and path.is_file():
-            labs.append(Source(path.stem, comparison=read_json(path)))
+            if not isinstance(record := read_json(path), dict) or "rows" not in record:
+                raise ValueError(f"{path} is no table of `twistlm compare` (compare.json)")
+            labs.append(Source(path.stem, comparison=record))
         elif found := [*_lab(path), *_comparison(path)]:
             labs += found
         elif (path / "run.json").is_file() or (path / "metrics.jsonl").is_file():
