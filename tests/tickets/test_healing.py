@@ -171,3 +171,17 @@ def test_bad_requests_are_one_sentence(home, tmp_path, monkeypatch, capsys):
         code, _, err = in_process(monkeypatch, capsys, "heal", *args, *out, "--device", "cpu")
         assert (code, words in " ".join(err.split())) == (2, True), (words, err)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_extract_writes_heals_with_its_parent(home, tmp_path, monkeypatch, capsys):
+    """Both commands, one after the other: the ticket's own record names the teacher."""
+    words = ("-o", str(tmp_path / "t"), "--ratio", "2/4", "--device", "cpu", "--tokens", "64")
+    code, _, err = in_process(monkeypatch, capsys, "extract", str(home / "run"), *words)
+    assert (code, err) == (0, "")
+    words = ("-o", str(tmp_path / "h"), "--tokens", "96", "--device", "cpu", *STEPS)
+    code, said, err = in_process(monkeypatch, capsys, "heal", str(tmp_path / "t"), *words)
+    assert (code, err) == (0, "")
+    told = json.loads((tmp_path / "h/ticket.json").read_text())
+    assert told["healed"][0]["teacher"] == told["parent"]["source"]
+    assert told["parent"]["source"].startswith(str(home / "run"))
+    assert "taught by" in said

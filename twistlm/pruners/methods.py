@@ -26,7 +26,7 @@ class PruneMethod:
     factor: Callable[[Tensor], Tensor] | None = None
 
 
-METHODS: dict[str, PruneMethod] = {  # `names.SINGLE_WEIGHTS`
+METHODS: dict[str, PruneMethod] = {  # `pruners.SINGLE_WEIGHTS`
     "sparsegpt": PruneMethod(sparsegpt.prune, sparsegpt.observe, sparsegpt.inverse_factor),
     "wanda": PruneMethod(wanda, input_norms),
     "zpruner": PruneMethod(zpruner, input_norms),

@@ -70,7 +70,7 @@ def lstsq(fit: Fit) -> Tensor:
     return torch.linalg.solve(normal, (goal + damp * fit.start).T).T
 
 
-METHODS: dict[str, Callable[[Fit], Tensor]] = {  # `names.REPAIRS`
+METHODS: dict[str, Callable[[Fit], Tensor]] = {  # `pruners.REPAIRS`
     "bias": same,
     "rescale": rescale,
     "lstsq": lstsq,

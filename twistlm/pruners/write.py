@@ -37,14 +37,14 @@ RECORD = "prune.json"
 class PruneRequest:
     """How a parent is pruned: the method, how much goes, and the text that it goes by."""
 
-    method: str  # one of `names.NAMES`
+    method: str  # one of `pruners.NAMES`
     sparsity: str | None = None  # one of these three says how much
     ratio: str | None = None
     nm: str | None = None
     data: str | None = None  # calibration text; None: the training tokens of the parent's run
     n: int = MOST_SEQUENCES  # calibration sequences
     seed: int = 0
-    repair: str | None = None  # of whole blocks: one of `names.REPAIRS`
+    repair: str | None = None  # of whole blocks: one of `pruners.REPAIRS`
 
     def __post_init__(self) -> None:
         if self.method not in NAMES:

@@ -92,7 +92,9 @@ def heal(
 
 def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any]) -> Config:
     """The run that heals a ticket: what its teacher's run had, one worker, cosine, a short warm-up."""
-    teacher = ticket["parent"] if request.teacher is None else request.teacher
+    cut_from = ticket["parent"]  # of a ticket with a proof, with what was measured of it
+    cut_from = cut_from["source"] if isinstance(cut_from, dict) else cut_from
+    teacher = cut_from if request.teacher is None else request.teacher
     known = None
     path = Path(teacher)
     if (

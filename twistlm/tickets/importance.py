@@ -77,7 +77,7 @@ def uniform(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> BlockS
     }
 
 
-METHODS: dict[str, Callable[..., BlockScores]] = {  # `names.IMPORTANCES`
+METHODS: dict[str, Callable[..., BlockScores]] = {  # `tickets.IMPORTANCES`
     "fisher": fisher,
     "mask-fisher": mask_fisher,
     "taylor": taylor,
