@@ -230,6 +230,9 @@ def test_logits_that_are_more_than_the_head_s_take_the_plain_loss():
     model = copy.deepcopy(tiny_model("gemma3_text"))
     model.config.final_logit_softcapping = 0.05
     assert loss_for(model) is next_token_loss
+    plain = tiny_model("gemma3_text")
+    assert loss_for(plain, Teacher(plain, 0.5)) is chunked_loss
+    assert loss_for(plain, Teacher(model, 0.5)) is next_token_loss  # of a teacher neither
 
 
 def test_a_sliding_window_keeps_its_mask():

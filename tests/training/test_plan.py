@@ -266,6 +266,54 @@ def test_memory_of_the_recipe_beside_an_h200():
     assert found.process - found.worker == 2 * 3 * 4 * n_params
 
 
+HAND = [
+    "masks=round",
+    "mask_attn=[]",
+    "mask_ffn=[]",
+    "nested=0.0",
+    "shared_first=1",
+    "shared_last=1",
+]
+
+
+def hand_memory(*changes: str) -> memory.Memory:
+    """Of the demo's GPT-2 (4 layers of d = 48, 12 heads, FFN 192), whose inner two layers are cut."""
+    own = [f"blocks.{change}" for change in HAND]
+    return memory.gpu_bytes(config.load("demo", [*own, "train.batch=2", *changes]))
+
+
+def test_memory_by_hand():
+    """Every term of a worker's and of a process's bytes, counted by hand."""
+    n_full, n_tokens = 140_832, 2 * 64
+    # a head is 48 x 12 + 12 numbers in and 4 x 48 out; 16 neurons are 48 x 16 + 16 in and 16 x 48 out
+    subnet = {
+        (a, f): n_full - 2 * (12 - a) * 780 - 2 * (12 - f) * 1552 for a in (3, 6) for f in (4, 6)
+    }
+    layer = (
+        3 * 48 + (3 + 2) * 48 + 2 * 192
+    )  # norms and residual; q, k, v and 2 outputs; FFN in, out
+    whole = hand_memory()
+    n_logits = 2 * 63 * 512
+    kept = 2 * ((4 * layer + 2 * 48) * n_tokens + n_logits)
+    assert whole.worker == 16 * n_full + memory.REST + kept
+    assert whole.process - whole.worker == 2 * 3 * 4 * n_full  # the central buffer and its sums
+    half = hand_memory("blocks.k_attn=6", "blocks.k_ffn=6")  # gated: a third output of attention
+    less = 2 * 2 * n_tokens * (5 * 48 - (3 + 3) * 24 + 192)
+    assert whole.worker - half.worker == 16 * (n_full - subnet[6, 6]) + less
+    # a seat for every width that comes up, activations of the largest alone
+    both = hand_memory("blocks.k_attn=[6, 3]", "blocks.k_ffn=6")
+    assert both.worker - half.worker == 16 * subnet[3, 6]
+    four = hand_memory("blocks.k_attn=[6, 3]", "blocks.k_ffn=[6, 4, 4]")  # 6 rounds, 4 pairs
+    assert four.worker - half.worker == 16 * (subnet[3, 6] + subnet[6, 4] + subnet[3, 4])
+    own = ("blocks.widths=worker", "blocks.k_attn=[6, 6, 3, 3]", "blocks.k_ffn=[6, 6, 4, 4]")
+    assert hand_memory(*own).worker - half.worker == 16 * subnet[3, 4]  # 2 pairs
+    assert hand_memory("train.teacher=cache") == whole  # its predictions come with the tokens
+    outer = hand_memory("train.outer=nesterov(0.7, 0.6)")
+    assert (outer.worker, outer.process) == (whole.worker, whole.process + 4 * n_full)
+    dense = hand_memory("train.method=dense")
+    assert dense.process - dense.worker == 3 * 4 * n_full  # nothing is added up
+
+
 LAYERS = {
     "gpt2": {"n_layer": 2, "n_embd": 192, "n_head": 6},
     "llama": {"num_hidden_layers": 2, "hidden_size": 192, "intermediate_size": 512}
