@@ -26,8 +26,8 @@ class ModelConfig:
     """Which model is trained."""
 
     weights: str = "random"
-    """`random`, a Hugging Face hub id, a local folder, `gguf:FILE`, or `gguf:PACKAGE/FILE` for a file that
-    an installed Python package ships."""
+    """`random`, a run folder (its newest checkpoint), a Hugging Face folder or hub id, `gguf:FILE`, or
+    `gguf:PACKAGE/FILE` for a file that an installed Python package ships."""
     type: str = "gpt2"
     """Hugging Face model_type; with `random` weights it is built, otherwise it is checked."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class TrainConfig:
     """What a subnet's layer output is multiplied by: sqrt(N/K), 1, N/K, or the measured ratio."""
     teacher: str = "none"
     """`none`, or a frozen model whose predictions are learned beside the text: `start` (the weights that
-    training starts from), a folder or a hub id, with the same tokenizer; `cache` reads what
+    training starts from), a run folder, a Hugging Face folder or hub id, with the same tokenizer; `cache` reads what
     `twistlm prepare --teacher` has stored beside the tokens."""
     distil: float = 0.9
     """With a teacher: the weight of KL(teacher || subnet); the text's own cross-entropy gets the rest."""

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from twistlm import cli
-from twistlm.compute.perplexity import perplexity
+from twistlm.compute.perplexity import Text, perplexity
 from twistlm.data.token_file import open_tokens
 from twistlm.model import generator
 from twistlm.tickets import deploy, score
@@ -69,6 +69,19 @@ def test_a_ticket(home):
     record, _ = evaluate(home, "ticket", "--tokens", "64", "data.seq_len=16")
     assert record["full"] == pytest.approx(hf_perplexity(ticket, home, 16, 64), rel=1e-5)
     assert record["n_tokens"] == 64
+
+
+def test_windows_of_a_text(home):
+    """Whole windows within so many tokens, at least one, and none beyond the file."""
+    file = open_tokens(str(home / "tokens"))  # 200 tokens: 12 windows of 16
+    asked = {(0, 0): 12, (100, 0): 6, (5, 0): 1, (0, 9): 3, (160, 9): 3, (32, 9): 2}
+    for (n_tokens, first), n in asked.items():
+        assert Text(file, 16, n_tokens, first=first).n_sequences == n, (n_tokens, first)
+    ids = torch.from_numpy(file.tokens[9 * 16 : 12 * 16].astype(np.int64)).view(3, 16)
+    model = tiny_model("gpt2")
+    with torch.no_grad():
+        want = math.exp(model(input_ids=ids, labels=ids).loss)
+    assert perplexity(model, Text(file, 16, batch=2, first=9)) == pytest.approx(want, rel=1e-5)
 
 
 def test_a_ticket_and_the_tokenizer_of_its_parent(home, tmp_path):

@@ -101,8 +101,8 @@ def drop(
     """Spread a parent's blocks over nodes, lose some of them in every possible way.
 
     Each node holds a contiguous run of each layer's blocks, as in tensor-parallel serving (the first
-    nodes one block more where they do not divide evenly), and all that is not cut. The rest is
-    rescaled.
+    nodes one block more where they do not divide evenly), and all that is not cut; blocks of a parent
+    with an order are striped over nodes. What is left is rescaled.
     """
     from ..system.terminal import console
     from ..tickets import lost_nodes

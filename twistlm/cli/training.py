@@ -30,7 +30,7 @@ NO_RAY = (  # it ends a process whose node or head is lost, without a word
 
 
 @app.command(
-    epilog="Examples:\n\ntwistlm demo\n\ntwistlm demo --out runs/tiny train.rounds=20 model.config.n_layer=4"
+    epilog="Examples:\n\ntwistlm demo\n\ntwistlm demo --out runs/tiny train.rounds=20 model.config.n_layer=2"
 )
 def demo(
     overrides: Overrides = None,
@@ -41,7 +41,7 @@ def demo(
 ) -> None:
     """Train a small GPT-2 twice on text that ships with Python, and compare random subnets.
 
-    Under 4 minutes on two CPU cores, no download.
+    About 4 minutes on two CPU cores, no download.
     """
     from .. import config
 
@@ -125,7 +125,7 @@ def prepare(
     epilog="Examples:\n\n"
     "twistlm train demo\n\n"
     "twistlm train wiki-gpt2 data.train=data/wiki-train data.valid=data/wiki-test train.lr=5e-4\n\n"
-    "twistlm train runs/wiki --resume\n\n"
+    "twistlm train runs/wiki-gpt2 --resume\n\n"
     "twistlm train my.toml --resume --minutes 9\n\n"
     "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid"
 )
@@ -137,7 +137,7 @@ def train(
         float, typer.Option(min=0, help="Save and stop after this time; 0: never.")
     ] = 0,
 ) -> None:
-    """Train a parent in TwIST rounds (or the data-parallel control)."""
+    """Train a parent in TwIST rounds (or a control: data parallel, structured dropout)."""
     import time
 
     from .. import config

@@ -96,7 +96,8 @@ class OpenedParent:
         ("60MB" of weights), `latency` ("12ms" per decoded token, measured here), or `memory` with `context`
         ("2GB" of weights and of what "8k" tokens leave in the cache). `pick` says which blocks stay:
         "nested" (the first of the parent's order, and what "auto" takes where it has one), "random",
-        "best-of:N" by perplexity, or "importance" (also "importance:taylor" and others); `spend` whether a budget goes where it hurts least ("measured") or is shared out evenly ("even").
+        "best-of:N" by perplexity, or "importance" (also "importance:taylor" and others); `spend` whether a
+        budget goes where it hurts least ("measured") or is shared out evenly ("even").
         """
         request = TicketRequest(
             budget=parse_budget(**budget),
