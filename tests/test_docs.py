@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import (
+    APP,
     ROOT,
     check_override,
     check_preset,
@@ -77,6 +78,18 @@ def test_commands_parse(name):
         for words in shell_commands(block):
             if is_twistlm(words):
                 check_twistlm(words)
+
+
+def test_examples_of_help_parse():
+    """What `--help` shows under every command is held to the same as the pages."""
+    commands, seen = [APP], 0
+    for command in commands:  # grows by the commands of groups
+        commands += getattr(command, "commands", {}).values()
+        for words in shell_commands(command.epilog or ""):
+            if is_twistlm(words):
+                check_twistlm(words)
+                seen += 1
+    assert seen > 60
 
 
 def test_the_pages_have_commands():
