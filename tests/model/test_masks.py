@@ -35,7 +35,7 @@ def draw(turn: Turn, blocks: BlocksConfig = BLOCKS, held=HELD) -> dict[str, Tens
 
 def test_widths_are_taken_in_turn_and_a_factor_goes_with_each():
     """Sequence j of a worker's stream takes pair j of the lists; who holds fewer blocks uses all."""
-    for turn in (Turn(1, 0, 0, 5, 2), Turn(1, 3, 2, 5, 2)):
+    for turn in (Turn(1, 0, 0, 5, 2), Turn(1, 2, 1, 5, 2)):  # 20 sequences are no multiple of 3
         found = draw(turn)
         for group in MAP.groups:
             sizes = (1, 2, 3) if group.kind == "attn" else (3, 1, 2)  # 4 of 3 held is 3

@@ -12,7 +12,7 @@ from families_table import CPU, N_FFN, TABLE, as_parent, case, cut_by_hand, tiny
 from torch import Tensor
 
 from twistlm.compute.loss import next_token_loss
-from twistlm.compute.slopes import mask_slopes
+from twistlm.compute.slopes import mask_slopes, order_of
 from twistlm.model import central, families, huggingface
 from twistlm.model.subnet import build
 from twistlm.tickets import importance
@@ -258,6 +258,9 @@ def test_keep_best_sorts_and_breaks_ties_by_order():
     scores = {g.name: torch.tensor([1.0, 3.0, 2.0, 3.0]).double() for g in block_map.groups}
     kept = {k: importance.keep_best(block_map, scores, dict.fromkeys(scores, k)) for k in (1, 2, 3)}
     assert [set(kept[k].values()) for k in (1, 2, 3)] == [{(1,)}, {(1, 3)}, {(1, 2, 3)}]
+    assert set(order_of(scores).values()) == {(1, 3, 2, 0)}
+    tied = {"many": torch.arange(100).remainder(2).double()}  # an unstable sort would mix these
+    assert order_of(tied) == {"many": (*range(1, 100, 2), *range(0, 100, 2))}
 
 
 def test_refusals():
