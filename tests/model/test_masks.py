@@ -78,6 +78,9 @@ def test_common_blocks_are_always_kept():
     two = {group.name: 2 for group in common.groups}
     for name, kept in masks.prefixes(common, ORDER, two).items():
         assert kept == ((2, 3) if common[name].kind == "ffn" else (1, 3))
+    first = MAP.with_common({"ffn": (3,)})  # also the first of the order: it counts once
+    three = {group.name: 3 for group in first.groups}
+    assert set(masks.prefixes(first, ORDER, three).values()) == {(0, 1, 3)}
 
 
 def test_masks_hang_on_seed_round_and_place_alone():
