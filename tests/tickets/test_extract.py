@@ -230,6 +230,39 @@ def test_shares_stay_together_where_kinds_have_other_counts():
         assert max(shares) - min(shares) <= 1 / 3 + 1e-9
 
 
+def test_the_largest_of_legal_widths_is_the_least_cut():
+    """Of (attn, FFN) of 3 and 12 blocks with 20 and 5 parameters each: the kind cut most decides, then all blocks."""
+    block_map, shapes = a_map(1, 3, 12, attn=20, ffn=5)
+    legal = [{"0.attn": a, "0.ffn": f} for a in (3, 2, 1) for f in (12, 8, 4, 2)]
+    costs = Costs(block_map, shapes, "float32", never)
+    best = {130: (3, 12), 129: (2, 12), 109: (2, 8), 89: (1, 8), 69: (1, 4), 49: (1, 2)}
+    for limit, (attn, ffn) in best.items():
+        (found,) = budget.fit(parse_budget(params=str(limit)), costs, legal)
+        assert found == {"0.attn": attn, "0.ffn": ffn}, limit
+    with pytest.raises(ValueError, match="takes 40 parameters"):
+        budget.fit(parse_budget(params="39"), costs, legal)
+
+
+def test_milliseconds_between_measured_widths_lie_on_a_line():
+    """2 ms, 0.5 for an attention block and 0.25 for an FFN block: seen from 3 blocks in every layer."""
+    block_map, shapes = a_map(2, 4, 6, attn=1, ffn=1)
+
+    def clock(widths) -> float:
+        return 2 + sum(
+            (0.5 if g.kind == "attn" else 0.25) * widths[g.name] for g in block_map.groups
+        )
+
+    even = {group.name: 3 for group in block_map.groups}
+    line = budget.predicted(Costs(block_map, shapes, "float32", clock), even)
+    for widths in (
+        even,
+        even | {"0.attn": 1},
+        even | {"0.attn": 4, "1.ffn": 6},
+        block_map.full_widths(),
+    ):
+        assert line(widths) == pytest.approx(clock(widths))
+
+
 def test_the_ladder_climbs_from_one_block_to_all():
     block_map, _ = a_map(2, 3, 12, attn=1, ffn=1)
     rungs = budget.ladder(block_map)
