@@ -926,6 +926,27 @@ def test_the_budget_goes_where_it_hurts_least():
     assert ours < 0.25 * evens
 
 
+@pytest.mark.parametrize(
+    ("k", "below", "above", "want"),
+    [
+        (6, 2.0, 0.5, (range(3, 10), 2.0, 0.5)),
+        (6, 0.5, 2.0, (range(3, 10), 1.25, 1.25)),  # noise: one price for all
+        (2, 2.0, 0.5, (range(1, 6), 2.0, 0.5)),  # one block below, three above
+        (12, 2.0, 0.5, (range(9, 13), 2.0, 0.0)),
+    ],
+)
+def test_what_a_block_of_a_layer_is_worth(k, below, above, want):
+    """A loss that falls by `below` for each block up to k and by `above` for each beyond it."""
+    block_map, _ = a_map(1, 4, 12, attn=1, ffn=1)
+
+    def loss(widths) -> float:
+        n = widths["0.ffn"]
+        return 9 - below * min(n - k, 0) - above * max(n - k, 0)
+
+    found = sensitivity._slopes(block_map["0.ffn"], {"0.attn": 4, "0.ffn": k}, 9.0, 4, loss)
+    assert found == want
+
+
 def test_a_text_that_says_nothing_leaves_even_widths():
     """Noise alone may move blocks; the measured loss decides, and even widths win ties."""
     block_map, shapes = a_map(3, 12, 12, attn=7, ffn=3)
