@@ -248,7 +248,10 @@ CASES = {
         "model.config.activation_function=swosh", parts=("model.config", "swosh")
     ),
     "weights of a ticket": train(
-        "model.weights=ticket", parts=("'ticket'", "twistlm heal"), prepare=make_ticket
+        "model.weights=ticket",
+        parts=("'ticket'", "twistlm heal"),
+        prepare=make_ticket,
+        process=True,
     ),
     "no such weights": train(
         "model.weights=nobody/nothing", parts=("model.weights", "'nobody/nothing'")

@@ -868,6 +868,9 @@ def test_a_parent_with_an_order_gives_nested_tickets(tmp_path):
     scores = importance.score(start, "mask-fisher", ids)
     for name, values in scores.items():
         assert order[name] == tuple(sorted(range(4), key=lambda b, v=values: -float(v[b])))
+    (ranks,) = sensitivity.scores_for(opened, parse_pick("nested"), ids, 0)
+    best = importance.keep_best(opened.block_map, ranks, dict.fromkeys(order, 2))
+    assert {n: set(kept) for n, kept in best.items()} == {n: set(o[:2]) for n, o in order.items()}
     # half of every layer, without --pick
     request = TicketRequest(budget=parse_budget(ratio="2/4"), tokens=160)
     ticket = extract.write(opened, tmp_path / "ticket", request, quiet=True)
@@ -945,6 +948,16 @@ def test_what_a_block_of_a_layer_is_worth(k, below, above, want):
 
     found = sensitivity._slopes(block_map["0.ffn"], {"0.attn": 4, "0.ffn": k}, 9.0, 4, loss)
     assert found == want
+
+
+def test_blocks_are_bought_by_loss_per_cost():
+    """An attention block saves twice as much loss as an FFN block and costs ten times as much."""
+    block_map, shapes = a_map(1, 4, 4, attn=10, ffn=1)
+    costs = Costs(block_map, shapes, "float32", never)
+    prices = {"0.attn": (range(1, 4), 2.0, 2.0), "0.ffn": (range(1, 4), 1.0, 1.0)}
+    centre = {"0.attn": 2, "0.ffn": 2}
+    found = sensitivity._greedy(block_map, centre, prices, 32, costs.parameters)
+    assert found == {"0.attn": 1, "0.ffn": 4}  # 10 + 10 + 4; with 2 and 2 it would be 32
 
 
 def test_a_text_that_says_nothing_leaves_even_widths():
