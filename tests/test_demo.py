@@ -105,6 +105,9 @@ def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
     with torch.no_grad():
         difference = (ticket(input_ids=ids).logits - subnet.model(input_ids=ids).logits).abs().max()
     assert difference < 1e-5
+    saved = json.loads((out / "scores.json").read_text())[1]
+    nested = saved["nested"][1]  # of 6/12: the default pick where a parent has an order
+    assert ready.subnet_perplexity(blueprint) == pytest.approx(nested, rel=1e-6)
     assert sum(p.numel() for p in ticket.parameters()) < loaded.central.layout.n_params
 
 

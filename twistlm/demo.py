@@ -24,6 +24,7 @@ from .config import Config, Method
 from .data.builtin import build
 from .model import generator
 from .model.blocks import widths_of_ratio
+from .model.masks import prefixes
 from .system.provenance import describe_run
 from .system.signals import Ended
 from .system.terminal import console, progress
@@ -233,10 +234,15 @@ def treated(parent: Parent, request: ScoreRequest) -> tuple[Parent, str]:
 
 
 def write_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:
-    """Extract one random ticket, load it back from disk and let it write."""
+    """Extract the ticket that `extract` would take, load it back from disk and let it write."""
     seed = parent.cfg.run.seed
     widths = widths_of_ratio(parent.block_map, TICKET)
-    blueprint = generator.for_deployment(parent.block_map, widths, seed=seed)
+    order = parent.progress.order
+    blueprint = (
+        prefixes(parent.block_map, order, widths)
+        if order
+        else generator.for_deployment(parent.block_map, widths, seed=seed)
+    )
     text = text_of(parent, None, n_tokens)
     model = deploy.extract(parent, blueprint)
     found = perplexity(model, text, parent.cfg.train.precision)
