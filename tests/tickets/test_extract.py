@@ -1056,6 +1056,8 @@ def test_memory_is_weights_and_cache(home, tmp_path, dtype):
     for wrong in ({"memory": "1MB"}, {"params": "1M", "context": "32"}):
         with pytest.raises(ValueError, match="--memory and --context go together"):
             parse_budget(**wrong)
+    with pytest.raises(ValueError, match="--context 0: must be 1 token at least"):
+        parse_budget(memory="2GB", context="0")
     assert parse_budget(memory="2GB", context="8k") == Budget("memory", "2GB", 2e9, 8192)
 
 

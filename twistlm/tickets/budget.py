@@ -83,13 +83,15 @@ def parse_budgets(context: str | None = None, **options: list[str] | None) -> li
             "--memory and --context go together, as in --memory 2GB --context 8k: the weights and the "
             "cached keys and values of so many tokens"
         )
+    n_tokens = 0 if context is None else int(amount("context", context))
+    if context is not None and not n_tokens:
+        raise ValueError(f"--context {context}: must be 1 token at least")
     found = []
     for kind, text in given:
         if kind not in get_args(BudgetKind):
             raise ValueError(f"{kind} is no budget: use ratio, params, size, latency or memory")
         limit = math.inf if kind == "ratio" else amount(kind, text)
-        n_tokens = int(amount("context", context)) if kind == "memory" and context else 0
-        found.append(Budget(kind, text, limit, n_tokens))  # type: ignore[arg-type]
+        found.append(Budget(kind, text, limit, n_tokens if kind == "memory" else 0))  # type: ignore[arg-type]
     if twice := [b.slug for b in found if [o.slug for o in found].count(b.slug) > 1]:
         raise ValueError(f"{twice[0]} is asked for twice")
     return found
