@@ -24,12 +24,12 @@ from .config import Config, Method
 from .data.builtin import build
 from .model import generator
 from .model.blocks import widths_of_ratio
-from .model.masks import prefixes
 from .system.provenance import describe_run
 from .system.signals import Ended
 from .system.terminal import console, progress
 from .tickets import deploy
 from .tickets.parent import Parent, open_parent
+from .tickets.pick import AUTO, Basis, pick_blocks, pick_for
 from .tickets.score import ScoreRequest, Scores, score_parent, table, text_of
 from .tickets.treatment import N_DRAWS, Treatments, choice_text
 from .training import checkpoint, rounds
@@ -237,12 +237,9 @@ def write_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:
     """Extract the ticket that `extract` would take, load it back from disk and let it write."""
     seed = parent.cfg.run.seed
     widths = widths_of_ratio(parent.block_map, TICKET)
-    order = parent.progress.order
-    blueprint = (
-        prefixes(parent.block_map, order, widths)
-        if order
-        else generator.for_deployment(parent.block_map, widths, seed=seed)
-    )
+    with progress(True) as bar:
+        how, basis = pick_for(parent, AUTO), Basis(seed=seed)
+        blueprint, _ = pick_blocks(parent, widths, how, basis, bar)
     text = text_of(parent, None, n_tokens)
     model = deploy.extract(parent, blueprint)
     found = perplexity(model, text, parent.cfg.train.precision)

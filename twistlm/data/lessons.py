@@ -7,8 +7,6 @@ likeliest first, and k log-probs (float16). `STEM.teacher.json` says whose they 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import math
 import os
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..system import manifest
-from ..system.files import file_sha256, naming, whole_file
+from ..system.files import file_sha256, is_locked, naming, whole_file
 from ..system.manifest import HashCheck, Vouched
 from .token_file import TokenFile
 
@@ -186,11 +184,9 @@ def _growing(path: Path, meta: LessonsMeta) -> Iterator[_Part]:
     """The part that becomes `path` at the end; what is written when an error comes stays for the next process."""
     growing, about = path.with_suffix(".part"), path.with_suffix(".part.json")
     with naming(path), growing.open("a+b") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise ValueError(f"{path}: another process makes this cache; wait for it") from None
+        opened = os.fstat(file.fileno())  # renamed since, it is another process's finished cache
+        if not (is_locked(file) and growing.exists() and os.path.samestat(opened, growing.stat())):
+            raise ValueError(f"{path}: another process makes this cache; wait for it")
         part = _Part(file, about, meta)
         try:
             yield part

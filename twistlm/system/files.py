@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -146,19 +146,26 @@ class InUse(ValueError):
     """Another process trains there; its lock goes with it, however it ends."""
 
 
+def is_locked(file: IO[Any]) -> bool:
+    """Take the lock of an open file, which goes with the process; False if another one holds it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
+        return False
+    except OSError:  # a file system without locks: go on without one
+        pass
+    return True
+
+
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, or raise `InUse`. A record lock: forked children do not inherit it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
+        if not is_locked(file):
             raise InUse(
                 f"run.out = {str(folder)!r}: another process trains there; wait for it, or choose another folder"
-            ) from None
-        except OSError:  # a file system without locks: go on without one
-            pass
+            )
         try:
             yield
         finally:
