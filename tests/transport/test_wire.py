@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import pytest
 import torch
@@ -172,3 +174,29 @@ def test_float64_runs_travel_whole():
     assert torch.equal(
         wire.read_up("fp32", wire.up("fp32", x, x[0]), (3, 101), torch.zeros_like(x[0])), x
     )
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.chaos)]
+)
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("n", [1024, 1_000_003])
+def test_fused_kernels_write_the_same_bytes(backend, n, monkeypatch):
+    """A GPU's path, compiled for the CPU; whole groups, and a last one that is not full."""
+    m, v = values(n, 1), values(n, 2).square()
+    sent = torch.stack([values(n), m, v])
+    trained = sent + 1e-3 * sent.roll(1, dims=1).abs()
+
+    def both_ways():
+        down, up = wire.down("int8", sent), wire.up("int8", trained, sent[0])
+        shape = (3, n)
+        back = wire.read_down("int8", down, shape), wire.read_up("int8", up, shape, sent[0])
+        return down, up, *back
+
+    plain = both_ways()
+    compiled = []
+    monkeypatch.setattr(wire, "_fused", lambda f, near: compiled.append(f) or fast(f))
+    fast = lru_cache(lambda f: torch.compile(f, backend=backend))
+    for mine, its in zip(plain, both_ways(), strict=True):
+        assert torch.equal(mine, its)
+    assert len(set(compiled)) == 4

@@ -13,6 +13,9 @@ With `fp32` everything travels as it is, so one process and many give the same b
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -48,7 +51,7 @@ def encode(kind: Code, tensor: Tensor) -> Tensor:
     elif kind == "bf16":
         parts = [_bytes(flat.to(torch.bfloat16))]
     else:
-        scales, steps = _eight_bits(kind, _groups(flat))
+        scales, steps = _fused(_eight_bits, flat)(kind, _groups(flat.float()))
         parts = [_bytes(scales), _bytes(steps)[: flat.numel()]]
     gap = n_bytes(kind, flat.numel(), tensor.dtype) - sum(part.numel() for part in parts)
     if gap:
@@ -72,13 +75,10 @@ def decode(
         return payload[: n * dtype.itemsize].view(dtype).view(shape)
     if kind == "bf16":
         return payload[: 2 * n].view(torch.bfloat16).to(dtype).view(shape)
-    n_groups = _n_groups(n)
-    scales = payload[: 4 * n_groups].view(FLOAT32).repeat_interleave(GROUP)[:n]
-    steps = payload[4 * n_groups : 4 * n_groups + n]
-    if kind != "log8":
-        return (steps.view(torch.int8) * scales).to(dtype).view(shape)
-    octaves = steps.to(FLOAT32).mul_(OCTAVES / STEPS).sub_(OCTAVES)
-    return octaves.exp2_().mul_(scales).to(dtype).view(shape)
+    first = 4 * _n_groups(n)
+    scales, steps = payload[:first].view(FLOAT32), _groups(payload[first:][:n])
+    values = _fused(_values, payload)(kind, scales[:, None], steps)
+    return values.view(-1)[:n].to(dtype).view(shape)
 
 
 def down(kind: Wire, buffer: Tensor) -> Tensor:
@@ -143,8 +143,16 @@ def _write(kinds: tuple[Code, ...], rows: list[Tensor]) -> Tensor:
     parts = [encode(kind, row) for kind, row in zip(kinds, rows, strict=False) if kind != "share8"]
     if "share8" in kinds and len(rows) > 1:
         v = decode(kinds[2], parts[-1], tuple(rows[2].shape), rows[2].dtype)
-        parts.insert(1, encode("share8", rows[1] / _root(v)))
+        parts.insert(1, encode("share8", _fused(_shares, v)(rows[1], v)))
     return torch.cat(parts)
+
+
+def _shares(m: Tensor, v: Tensor) -> Tensor:
+    return m / _root(v)
+
+
+def _undo_shares(shares: Tensor, v: Tensor) -> Tensor:
+    return shares * _root(v)
 
 
 def _root(v: Tensor) -> Tensor:
@@ -165,16 +173,14 @@ def _read(
     parts = zip(kinds, payload.split(sizes), strict=False)
     rows = [decode(kind, part, shape[1:], dtype) for kind, part in parts]
     if "share8" in kinds and len(rows) > 1:
-        rows[1] *= _root(rows[2])
+        rows[1] = _fused(_undo_shares, payload)(rows[1], rows[2])
     return torch.stack(rows)
 
 
 def _groups(flat: Tensor) -> Tensor:
-    """float32 [n_groups, GROUP], the last one filled up with zeros; not copied if it is full."""
-    n_groups = _n_groups(flat.numel())
-    rest = n_groups * GROUP - flat.numel()
-    whole = torch.nn.functional.pad(flat.float(), (0, rest)) if rest else flat.float()
-    return whole.view(n_groups, GROUP)
+    """[n_groups, GROUP], the last one filled up with zeros; not copied if it is full."""
+    rest = _n_groups(flat.numel()) * GROUP - flat.numel()
+    return (torch.nn.functional.pad(flat, (0, rest)) if rest else flat).view(-1, GROUP)
 
 
 def _eight_bits(kind: Code, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,6 +197,23 @@ def _eight_bits(kind: Code, groups: Tensor) -> tuple[Tensor, Tensor]:
     highest = (OCTAVES - largest.log2()) * (STEPS / OCTAVES) + 0.5
     steps = groups.log2().mul_(STEPS / OCTAVES).add_(highest)
     return largest, steps.clamp_(0, STEPS).to(torch.uint8)
+
+
+def _values(kind: Code, scales: Tensor, steps: Tensor) -> Tensor:
+    """float32 [n_groups, GROUP] of as many bytes and the scales [n_groups, 1]."""
+    if kind != "log8":
+        return steps.view(torch.int8) * scales
+    return steps.to(FLOAT32).mul_(OCTAVES / STEPS).sub_(OCTAVES).exp2_().mul_(scales)
+
+
+def _fused(function: Callable, near: Tensor) -> Callable:
+    """On a GPU one kernel instead of one per operation: these are bound by memory, each pass over it counts."""
+    return _compiled(function) if near.is_cuda and find_spec("triton") else function
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function)
 
 
 def _n_groups(n: int) -> int:

@@ -37,7 +37,7 @@ WAYS: dict[str, Way] = {
     OURS: Way(TWIST_FRESH, (4, 3), BYTES, SHARE),
     TWIN_NAME: Way(TWIN, (2, 3)),
     WHOLE_NAME: Way(TWIST_FRESH, (1, 2), (*BYTES, "blocks.nested=0.5"), SHARE, WHOLE_FIRST),
-    "… half the decay": Way(TWIST_FRESH, (4, 6), (*BYTES, "train.weight_decay=0.05"), SHARE),
+    "… half the decay": Way(TWIST_FRESH, (4,), (*BYTES, "train.weight_decay=0.05"), SHARE),
     "… fp32": Way(TWIST_FRESH, (4,), ("run.wire=fp32",), SHARE),
     "… bf16, interval 10": Way(TWIST_FRESH, (4,), ("run.wire=bf16",), 2 / 3),
     "… no teacher": Way(TWIST_FRESH, (4,), (*BYTES, "train.teacher=none"), SHARE),
