@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +24,15 @@ from safetensors.torch import load_file
 from twistlm import config
 from twistlm.compute.perplexity import Evaluator, Text
 from twistlm.config import BlocksConfig
+from twistlm.data.stream import Leases
 from twistlm.lab.compare.run import CompareRequest, compare
-from twistlm.lab.experiments import NAMES, shift, table1
+from twistlm.lab.experiments import NAMES, shift, table1, ways
 from twistlm.lab.experiments.lab import Lab, TimeIsUp
 from twistlm.lab.experiments.parents import parent_point
 from twistlm.lab.experiments.ranking import Sample, subnets
 from twistlm.lab.experiments.run import _by_parent, module_of, run
 from twistlm.lab.experiments.scales import DENSE, PARENTS, SCALES, TWIST, TWIST_FRESH, Recipe
+from twistlm.lab.experiments.ways import WAYS, changes, dense_changes
 from twistlm.lab.points import Points, kept_trainings, place_of
 from twistlm.lab.report.write import report
 from twistlm.model import families
@@ -37,7 +40,7 @@ from twistlm.model.blocks import widths_of_ratio
 from twistlm.model.subnet import build, measure_means
 from twistlm.system.files import InUse
 from twistlm.tickets.parent import open_parent
-from twistlm.training import rounds
+from twistlm.training import engines, rounds
 
 SHORT = ("train.rounds=2", "train.interval=2", "model.config.n_layer=2")
 TINY = replace(
@@ -357,6 +360,35 @@ def test_what_was_measured_is_found_again(scale, file, least, tmp_path):
     assert len(found) >= least
     for about in found:
         assert about | {"start": ""} == ours[place(about)]
+
+
+def test_a_way_that_trains_the_whole_model_first(lab):
+    """By hand: 41 rounds of 15 steps and 205 of 6 are 123 of 15; and on a tiny model the teacher is the model after
+    the dense part, the rest goes on with the sequences behind it, and bytes are those of both parts."""
+    way, scale = WAYS["TwIST, dense first"], SCALES["gpu-60m"]
+    t = Lab(lab.folder, "gpu-60m", scale, ["model.weights=x"]).base.train
+    assert {"train.rounds=41", "train.method=dense"} < set(dense_changes(scale, t, way))
+    assert {"train.rounds=205", "train.interval=6"} < set(changes(scale, t, way, 4))
+    assert not dense_changes(scale, t, WAYS["TwIST"])
+
+    scale = replace(TINY, ways=("data parallel", "TwIST, dense first"), table1=(6,))
+    small = Lab(lab.folder, "smoke", scale, lab.overrides, quiet=True)
+    dense, both = (point.measure() for point in module_of("recipe").points(small))
+    assert both["tokens"] == dense["tokens"] == 2 * 2 * 4 * 64  # rounds x steps x workers x batch 1
+    taught_by = {key[2] for key in small.kept}
+    first = [f"model.weights={small.trained(None)}", "run.seed=1", f"run.out={lab.folder}/alone"]
+    cfg = config.override(small.base, [*dense_changes(scale, small.base.train, way), *first])
+    after = rounds.train(cfg, resume=False, quiet=True)
+    cfg = config.override(small.base, [f"model.weights={after}", f"run.out={lab.folder}/rest"])
+    cfg = config.override(cfg, [*changes(scale, small.base.train, way, 4), "run.seed=1"])
+    with closing(engines.join(cfg)) as cluster:
+        _, progress, spent = ways.train(small, cfg, cluster, Leases(8), ways.Spent(tokens=100))
+    assert taught_by == {"", progress.teacher}  # the dense part has none
+    assert progress.leases.next == 8 + 2 * 4
+    assert spent.tokens == 100 + 2 * 4 * 64
+    assert spent.links == spent.bytes * 3 / 4  # of four ranks, each has a quarter of it
+    assert both["bytes"] == spent.bytes + dense["bytes"] / 2
+    assert both["loss"] == spent.loss  # the same sequences after the same start
 
 
 def test_an_ablation_is_held_against_the_same_seeds():

@@ -1,7 +1,6 @@
 """The recipe: random and nested tickets of every way to train, over seeds, each at the better of its rates.
 
-Dozens of trainings that leave no checkpoint: a way is trained, measured and forgotten, and the compiled
-seats of one are taken over by the next.
+Dozens of trainings that leave no checkpoint: a way is trained, measured and forgotten.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -19,21 +18,32 @@ from ... import config
 from ...compute.perplexity import Evaluator
 from ...compute.slopes import mask_fisher, mask_slopes, order_of
 from ...config import Config
+from ...data.stream import Leases
 from ...model.blocks import widths_of_ratio
-from ...model.layout import Layout
 from ...model.masks import Order, prefixes
 from ...tickets.treatment import choice_text
 from ...training import engines
 from ...training.progress import Progress
 from ...training.run import Run
-from ...training.startup import scored_sequences, set_up
-from ...training.worker import Seat, Seats
-from ...transport.ranks import SeatKind
+from ...training.startup import scored_sequences
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number
-from .lab import Lab, Point, TimeIsUp
+from .lab import Lab, Point
 from .scales import N
-from .ways import DENSE_NAME, DROPOUT_NAME, FIRST, OURS, TWIN_NAME, WAYS, WHOLE_NAME, changes
+from .ways import (
+    DENSE_NAME,
+    DROPOUT_NAME,
+    FIRST,
+    OFTEN_NAME,
+    OURS,
+    TWIN_NAME,
+    WAYS,
+    Spent,
+    changes,
+    dense_changes,
+    saved,
+    train,
+)
 
 
 def points(lab: Lab) -> list[Point]:
@@ -53,65 +63,34 @@ def points(lab: Lab) -> list[Point]:
                     "seed": seed,
                     "tokens": scale.tokens,
                 }
+                if before := dense_changes(scale, lab.base.train, way):
+                    about["before"] = before
                 found.append(Point(about, partial(measure, lab, about)))
     return found
-
-
-class KeptSeats(Seats):
-    """Seats that outlive a training: compiled layers and recorded graphs serve the next one of their shape."""
-
-    def __init__(self, kept: dict[tuple, Seat], *args: Any):
-        super().__init__(*args)
-        self.kept = kept
-
-    def new(self, where: Layout, kind: SeatKind, *, fresh: bool) -> Seat:
-        t = self.cfg
-        of_config = (t.betas, t.eps, t.weight_decay, t.clip, t.precision, t.compile, t.distil)
-        key = (kind, fresh, self.teacher is None, tuple(where.shapes.values()), of_config)
-        if key not in self.kept:
-            self.kept[key] = super().new(where, kind, fresh=fresh)
-        return self.kept[key]
 
 
 def measure(lab: Lab, about: Mapping[str, Any]) -> dict[str, Any]:
     """Train a way from the lab's start and measure it on the reported text and on other text."""
     start = lab.trained(None)
     lab.close()
-    own = [*about["changes"], f"model.weights={start}", f"run.seed={about['seed']}"]
+    began, spent, leases = time.perf_counter(), Spent(), Leases()
     with tempfile.TemporaryDirectory(prefix="twistlm-") as folder:
-        cfg = config.override(lab.base, [*own, f"run.out={folder}/run"])
+        if before := about.get("before", []):
+            cfg = _config(lab, about, before, start, f"{folder}/before")
+            with closing(engines.join(cfg)) as cluster:
+                run, progress, spent = train(lab, cfg, cluster, leases, spent)
+                start, leases = saved(run, progress), progress.leases
+        cfg = _config(lab, about, about["changes"], start, f"{folder}/run")
         with closing(engines.join(cfg)) as cluster:
-            run, progress = set_up(cfg, cluster, False, True)
-            run = replace(run, make_seats=partial(KeptSeats, lab.kept))
-            began = time.perf_counter()
-            n_bytes, losses = 0, []
-            for outcome in _rounds(lab, run, progress):
-                progress, down, up = outcome.progress, outcome.traffic.down, outcome.traffic.up
-                n_bytes += down.total + up.total
-                losses.append(float(outcome.stats.loss_sum) / outcome.stats.n_steps)
+            run, progress, spent = train(lab, cfg, cluster, leases, spent)
             seconds = time.perf_counter() - began
             found = _perplexities(lab, cfg, run, progress)
-    n_tokens = len(losses) * cfg.train.interval * cfg.train.n_workers * run.batches.batch
-    return {
-        **found,
-        "tokens": n_tokens * cfg.data.seq_len,
-        "seconds": seconds,
-        "bytes": n_bytes,
-        "loss": losses[-1],
-    }
+    return {**found, **asdict(spent), "seconds": seconds}
 
 
-def _rounds(lab: Lab, run: Run, progress: Progress) -> Iterator[Any]:
-    engine = engines.start(run, progress, True)
-    try:
-        while progress.round < run.end(progress):
-            if lab.is_late():
-                raise TimeIsUp
-            outcome = engine.round(progress)
-            progress = outcome.progress
-            yield outcome
-    finally:
-        engine.close(crashed=False)
+def _config(lab: Lab, about: Mapping[str, Any], some: list[str], weights: str, out: str) -> Config:
+    own = [f"model.weights={weights}", f"run.seed={about['seed']}", f"run.out={out}"]
+    return config.override(lab.base, [*some, *own])
 
 
 def _perplexities(lab: Lab, cfg: Config, run: Run, progress: Progress) -> dict[str, Any]:
@@ -268,12 +247,11 @@ def _changed(ways: Found, sizes: list[str]) -> list[Table]:
 
 
 def _series(ways: Found, sizes: list[str]) -> dict[str, dict[int, float]]:
-    """The curves of the main ways; of a recipe that spares the whole model, its nested tickets."""
-    series = {n: _curve(some, sizes, "mean") for n, some in ways.items() if n != WHOLE_NAME}
-    nested = {
-        name: _curve(ways[name], sizes, "nested") for name in (OURS, WHOLE_NAME) if name in ways
-    }
-    return series | {f"{name}, nested": curve for name, curve in nested.items()}
+    """The curves of the main ways; of ours its nested tickets, too, and of its variants these alone."""
+    variants = [n for n in ways if n.startswith(f"{OURS}, ")]
+    series = {n: _curve(some, sizes, "mean") for n, some in ways.items() if n not in variants}
+    with_order = [n for n in (OURS, *variants) if n in ways and n != OFTEN_NAME]
+    return series | {f"{n}, nested": _curve(ways[n], sizes, "nested") for n in with_order}
 
 
 def _reading(ways: Found, sizes: list[str]) -> str:
@@ -294,19 +272,9 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
         because = ", ".join(f"{100 * share:.1f}% at {k}/{N}" for k, share in below.items())
         says = "random tickets of TwIST are better than those of structured dropout at every size"
         claims.append(Claim(says, min(below.values()) > 0, because, "ours"))
-    if OURS in ways and TWIN_NAME in ways:
-        ours, twin = _paired(ways[OURS], ways[TWIN_NAME])
-        sent = ours[0]["result"]["bytes"] / twin[0]["result"]["bytes"]
-        for which, tickets in (("mean", "random"), ("nested", "nested")):
-            gaps = {k: _mean(ours, k, which) / _mean(twin, k, which) - 1 for k in ("whole", *sizes)}
-            because = ", ".join(f"{100 * gap:+.1f}% at {k}" for k, gap in gaps.items())
-            because += f"; {sent:.2f} of the bytes; {len(ours)} seed{'s' * (len(ours) > 1)}"
-            says = (
-                f"{tickets} tickets of independent workers are within 1% of their synchronous twin's "
-                f"at every size, at 0.45 of its bytes"
-            )
-            holds = max(gaps.values()) <= 0.01 and sent <= 0.45
-            claims.append(Claim(says, holds, because, "ours"))
+    for name in (OURS, OFTEN_NAME) if TWIN_NAME in ways else ():
+        if name in ways:
+            claims += _independence(name, *_paired(ways[name], ways[TWIN_NAME]), sizes)
     if DENSE_NAME in ways and (names := [name for name in ways if name.startswith("TwIST")]):
         ratios = {n: _mean(ways[n], "whole") / _mean(ways[DENSE_NAME], "whole") for n in names}
         best = min(ratios, key=ratios.__getitem__)
@@ -315,3 +283,20 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
             Claim(says, ratios[best] <= 1.05, f"{best}: {ratios[best]:.3f} times", "ours")
         )
     return claims
+
+
+def _independence(
+    name: str, ours: list[dict[str, Any]], twin: list[dict[str, Any]], sizes: list[str]
+) -> Iterator[Claim]:
+    """Whether workers that train by themselves are as good as the same gradients shared in every step."""
+    result = ours[0]["result"]
+    sent = result.get("links", result["bytes"]) / twin[0]["result"]["bytes"]
+    for which, tickets in (("mean", "random"), ("nested", "nested")):
+        gaps = {k: _mean(ours, k, which) / _mean(twin, k, which) - 1 for k in ("whole", *sizes)}
+        because = ", ".join(f"{100 * gap:+.1f}% at {k}" for k, gap in gaps.items())
+        because += f"; {sent:.2f} of the bytes; {len(ours)} seed{'s' * (len(ours) > 1)}"
+        says = (
+            f"{name}: {tickets} tickets of independent workers are within 1% of their synchronous "
+            f"twin's at every size, at 0.45 of its bytes"
+        )
+        yield Claim(says, max(gaps.values()) <= 0.01 and sent <= 0.45, because, "ours")

@@ -222,6 +222,13 @@ SCALES["gpu-60m"] = (
         title="GPT-2 124M, from scratch, 60M tokens",
         changes=(*SCALES["gpu"].changes, "train.rounds=123"),
         n_rates=1,
-        ways=("data parallel", "dropout K=6", "TwIST", "TwIST, whole first"),
+        ways=(
+            "data parallel",
+            "dropout K=6",
+            "TwIST",
+            "TwIST, whole first",
+            "TwIST, dense first",
+            "TwIST, whole first after dense",
+        ),
     )
 )

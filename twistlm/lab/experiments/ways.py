@@ -1,15 +1,29 @@
-"""Ways to train that the recipe is held against: each a recipe, what differs from it, and its rates."""
+"""Ways to train that the recipe is held against: each a recipe, what differs from it, its rates, and its rounds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from ...config import TrainConfig
+from ...config import Config, TrainConfig
+from ...data.stream import Leases
+from ...model.layout import Layout
+from ...training import checkpoint, engines
+from ...training.progress import Progress
+from ...training.run import Run
+from ...training.startup import set_up
+from ...training.worker import Seat, Seats
+from ...transport.ranks import Cluster, SeatKind
+from .lab import Lab, TimeIsUp
 from .scales import DENSE, DROPOUT, TWIN, TWIST, TWIST_FRESH, Recipe, Scale
 
 WHOLE_FIRST = (12, 12, 12, 12, 12, 8, 6, 3)  # widths of masks, most of them whole
 OURS, WHOLE_NAME, TWIN_NAME = "TwIST", "TwIST, whole first", "synchronous twin"
 DENSE_NAME, DROPOUT_NAME = "data parallel", "dropout K=6"
+OFTEN_NAME = "TwIST, interval 4"  # as near to its twin as 0.45 of the bytes allow
 
 
 @dataclass(frozen=True)
@@ -24,9 +38,11 @@ class Way:
     changes: tuple[str, ...] = ()
     share: float = 1.0  # of the usual interval
     widths: tuple[int, ...] = ()  # of masks, where they are not the recipe's
+    dense: float = 0.0  # share of the tokens that train the whole model first: the start and teacher of the rest
 
 
 BYTES = ("run.wire=int8",)  # what independent workers send; a ring sends gradients in bf16
+WHOLE = (*BYTES, "blocks.nested=0.5")
 SHARE = 0.4  # of the usual interval: six steps
 FIRST = 1  # the seed that rates are chosen with
 
@@ -35,8 +51,11 @@ WAYS: dict[str, Way] = {
     DROPOUT_NAME: Way(DROPOUT, (1, 2)),
     "TwIST K=6, the paper's masks": Way(TWIST, (1, 2)),
     OURS: Way(TWIST_FRESH, (4, 3), BYTES, SHARE),
+    OFTEN_NAME: Way(TWIST_FRESH, (4, 3), BYTES, 4 / 15),
     TWIN_NAME: Way(TWIN, (2, 3)),
-    WHOLE_NAME: Way(TWIST_FRESH, (1, 2), (*BYTES, "blocks.nested=0.5"), SHARE, WHOLE_FIRST),
+    WHOLE_NAME: Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST),
+    f"{OURS}, dense first": Way(TWIST_FRESH, (4, 3), BYTES, SHARE, dense=1 / 3),
+    f"{WHOLE_NAME} after dense": Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST, dense=1 / 2),
     "… half the decay": Way(TWIST_FRESH, (4,), (*BYTES, "train.weight_decay=0.05"), SHARE),
     "… fp32": Way(TWIST_FRESH, (4,), ("run.wire=fp32",), SHARE),
     "… bf16, interval 10": Way(TWIST_FRESH, (4,), ("run.wire=bf16",), 2 / 3),
@@ -50,10 +69,95 @@ WAYS: dict[str, Way] = {
 def changes(scale: Scale, t: TrainConfig, way: Way, rate: float) -> list[str]:
     """A way as `section.key=value` on a scale's own training, each key once: as many tokens whatever the interval."""
     interval = max(1, round(t.interval * way.share))
+    n_rounds = (t.rounds - _n_dense(t, way)) * t.interval // interval
     some = [*scale.changes_of(way.recipe), f"train.lr={rate * t.lr:g}"]
-    some += [f"train.interval={interval}", f"train.rounds={t.rounds * t.interval // interval}"]
+    some += [f"train.interval={interval}", f"train.rounds={n_rounds}"]
     if way.widths:
         attn = [scale.k_attn(k) for k in way.widths]
         some += [f"blocks.mask_attn={attn}", f"blocks.mask_ffn={list(way.widths)}"]
     last = {change.partition("=")[0]: change for change in [*some, *way.changes]}
     return sorted(last.values())
+
+
+def dense_changes(scale: Scale, t: TrainConfig, way: Way) -> list[str]:
+    """What comes before them where a way trains the whole model first, at data parallel's rate."""
+    if not (n_rounds := _n_dense(t, way)):
+        return []
+    lr = WAYS[DENSE_NAME].rates[0] * t.lr
+    return sorted([*scale.changes_of(DENSE), f"train.lr={lr:g}", f"train.rounds={n_rounds}"])
+
+
+def _n_dense(t: TrainConfig, way: Way) -> int:
+    return round(t.rounds * way.dense)
+
+
+class KeptSeats(Seats):
+    """Seats that outlive a training: compiled layers and recorded graphs serve the next one of their shape."""
+
+    def __init__(self, kept: dict[tuple, Seat], taught_by: str, *args: Any):
+        super().__init__(*args)
+        self.kept, self.taught_by = kept, taught_by
+
+    def new(self, where: Layout, kind: SeatKind, *, fresh: bool) -> Seat:
+        t = self.cfg
+        of_config = (t.betas, t.eps, t.weight_decay, t.clip, t.precision, t.compile, t.distil)
+        key = (kind, fresh, self.taught_by, tuple(where.shapes.values()), of_config)
+        if key not in self.kept:
+            self.kept[key] = super().new(where, kind, fresh=fresh)
+        return self.kept[key]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a training took."""
+
+    tokens: int = 0
+    bytes: int = 0
+    links: float = (
+        0.0  # of these, what leaves a rank that keeps 1/S of the central model, as in `sharded`
+    )
+    loss: float = 0.0  # of the last round
+
+
+def train(
+    lab: Lab, cfg: Config, cluster: Cluster, leases: Leases, before: Spent
+) -> tuple[Run, Progress, Spent]:
+    """All rounds, on the sequences that follow those in `leases`."""
+    run, progress = set_up(cfg, cluster, False, True)
+    run = replace(run, make_seats=partial(KeptSeats, lab.kept, progress.teacher))
+    spent, progress, t = before, replace(progress, leases=leases), cfg.train
+    share = (
+        1 - 1 / t.n_workers if t.method == "twist" else 1.0
+    )  # a ring's bytes are all between ranks
+    for outcome in _rounds(lab, run, progress):
+        progress, sent, stats = outcome.progress, outcome.traffic, outcome.stats
+        n_bytes, loss = sent.down.total + sent.up.total, float(stats.loss_sum) / stats.n_steps
+        spent = Spent(
+            spent.tokens + stats.n_tokens,
+            spent.bytes + n_bytes,
+            spent.links + n_bytes * share,
+            loss,
+        )
+    return run, progress, spent
+
+
+def _rounds(lab: Lab, run: Run, progress: Progress) -> Iterator[Any]:
+    engine = engines.start(run, progress, True)
+    try:
+        while progress.round < run.end(progress):
+            if lab.is_late():
+                raise TimeIsUp
+            outcome = engine.round(progress)
+            progress = outcome.progress
+            yield outcome
+    finally:
+        engine.close(crashed=False)
+
+
+def saved(run: Run, progress: Progress) -> str:
+    """Where the trained model lies as a start of another training."""
+    assert run.central is not None
+    folder = Path(run.cfg.run.out) / "checkpoints"
+    tokenizer = run.batches.file.tokenizer_path
+    found = tokenizer if tokenizer.is_file() else None
+    return str(checkpoint.save(folder, run.central, progress, run.cfg, run.template, found, 1))
