@@ -30,6 +30,7 @@ def describe_run() -> dict[str, Any]:
     }
 
 
+@cache  # of the code that runs: a clone may change while a long process has its modules in memory
 def git_hash() -> str:
     """Commit of the twistlm source, with `-dirty` when it was changed; `unknown` outside a clone."""
     here = Path(__file__).parent
