@@ -33,6 +33,7 @@ from twistlm.lab.experiments.ranking import Sample, subnets
 from twistlm.lab.experiments.run import _by_parent, module_of, run
 from twistlm.lab.experiments.scales import DENSE, PARENTS, SCALES, TWIST, TWIST_FRESH, Recipe
 from twistlm.lab.experiments.ways import WAYS, changes, dense_changes
+from twistlm.lab.page.section import Section
 from twistlm.lab.points import Points, kept_trainings, place_of
 from twistlm.lab.report.write import report
 from twistlm.model import families
@@ -355,6 +356,11 @@ def test_what_was_measured_is_found_again(scale, file, least, tmp_path):
     def place(about: dict) -> tuple:
         return about["way"], about["rate"], about["seed"]
 
+    for name, way in WAYS.items():  # later seeds have the first rate alone
+        mine = [place(about)[1:] for about in asked if about["way"] == name]
+        rates = [rate * lab.base.train.lr for rate in way.rates]
+        assert {rate for rate, seed in mine if seed > 1} <= {rates[0]}
+        assert [rate for rate, seed in mine if seed == 1] in ([], rates[: lab.scale.n_rates])
     ours = {place(about): about | {"start": ""} for about in asked}
     found = [about for about in known if place(about) in ours]
     assert len(found) >= least
@@ -391,23 +397,66 @@ def test_a_way_that_trains_the_whole_model_first(lab):
     assert both["loss"] == spent.loss  # the same sequences after the same start
 
 
+def way_point(way: str, seed: int, sizes: list[float], nested: list[float], **more) -> dict:
+    """A point of the recipe: whole, 6/12 and 3/12 of the blocks at random, then nested."""
+    whole, *means = sizes
+    some = zip(("6", "3"), means, nested, strict=True)
+    found = {"whole": whole} | {k: {"mean": mean, "nested": own} for k, mean, own in some}
+    about = {"way": way, "rate": more.pop("rate", 0.002), "seed": seed}
+    return {"config": about, "result": {"test": found, "bytes": 3e9, **more}}
+
+
 def test_an_ablation_is_held_against_the_same_seeds():
     """By hand: 44 against 40 and 22 against 20 of seed 1 are 10%, whatever the other seed has."""
-
-    def point(way: str, seed: int, whole: float, small: float) -> dict:
-        size = {"mean": small, "nested": small / 2}
-        about = {"way": way, "rate": 0.002, "seed": seed}
-        return {
-            "config": about,
-            "result": {"test": {"whole": whole, "3": size}, "bytes": 3e9},
-        }
-
-    some = [point("TwIST", 1, 40.0, 20.0), point("TwIST", 2, 99.0, 99.0)]
-    shown = module_of("recipe").section([*some, point("… fp32", 1, 44.0, 22.0)])
+    ours = way_point("TwIST", 1, [40.0, 20.0, 30.0], [10.0, 50.0])
+    more = way_point("TwIST", 2, [99.0, 99.0, 99.0], [99.0, 99.0])
+    other = way_point("… fp32", 1, [44.0, 22.0, 33.0], [11.0, 55.0])
+    shown = module_of("recipe").section([ours, more, other])
     ways, changed = shown.tables
     assert [row[0] for row in ways.rows] == ["TwIST"]
-    assert changed.rows == (("… fp32", "0.002", "1", "+10.0%", "+10.0%", "+10.0%", "3.0"),)
+    assert changed.rows == (("… fp32", "0.002", "1", *["+10.0%"] * 5, "3.0"),)
     assert list(shown.figures[0].data) == ["TwIST", "TwIST, nested"]
+
+
+def test_the_recipe_by_hand():
+    """Rates by text that is not reported and the first seed; claims by the worst size, with the seeds of both."""
+
+    def made(*dropout: float) -> Section:
+        at, twin = {"rate": 0.004, "bytes": 6e9, "links": 4.5e9}, {"bytes": 10e9}
+        bad, better, worse = (
+            {"choice": {"whole": v, "6": {"mean": v}}} for v in (99.0, 50.0, 60.0)
+        )
+        return module_of("recipe").section(
+            [
+                way_point("synchronous twin", 1, [40.0, 49.6, 99.5], [45.0, 79.0], **twin),
+                way_point("TwIST", 2, [44.0, 54.0, 104.0], [45.0, 80.0], **at, **bad),
+                way_point("TwIST", 1, [40.0, 50.0, 100.0], [45.0, 80.0], **at, **better),
+                way_point("TwIST", 1, [30.0, 30.0, 30.0], [30.0, 30.0], rate=0.003, **worse),
+                way_point("TwIST, dense first", 1, [41.0, 51.0, 101.0], [46.0, 82.0]),
+                way_point("TwIST, interval 4", 1, [40.0, 49.6, 99.5], [45.0, 79.0], links=4.6e9),
+                way_point("data parallel", 1, [39.0, 90.0, 900.0], [80.0, 800.0]),
+                way_point("dropout K=6", 1, [39.0, *dropout], [50.0, 100.0]),
+            ]
+        )
+
+    shown = made(53.0, 103.0)
+    rows = {row[0]: row[1:] for row in shown.tables[0].rows}
+    assert rows["TwIST"][:4] == ("0.004", "2", "42.00 ± 2.83", "52.00 ± 2.83")
+    assert rows["TwIST"][5:] == ("45.00 ± 0.00", "80.00 ± 0.00", "6.0")
+    curves = shown.figures[0].data
+    assert curves["TwIST"] == {12: 42.0, 6: 52.0, 3: 102.0}
+    assert curves["TwIST, dense first, nested"] == {12: 41.0, 6: 46.0, 3: 82.0}
+    main = ["data parallel", "dropout K=6", "TwIST", "synchronous twin"]
+    assert list(curves) == [*main, "TwIST, nested", "TwIST, dense first, nested"]
+    # of TwIST nested tickets are 80/79 above the twin's; those of interval 4 are equal, for 0.46 of the bytes
+    assert [claim.holds for claim in shown.claims] == [True, True, False, False, False, True]
+    assert [claim.because for claim in shown.claims][::5] == [
+        "1.9% at 6/12, 1.0% at 3/12",
+        "TwIST, interval 4: 1.026 times",
+    ]
+    gaps = "+0.0% at whole, +0.8% at 6, +0.5% at 3; 0.45 of the bytes; 1 seed"
+    assert shown.claims[1].because == gaps
+    assert not made(53.0, 101.0).claims[0].holds  # better at one size alone
 
 
 @pytest.mark.parametrize("name", list(SCALES))
