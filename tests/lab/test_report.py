@@ -18,7 +18,7 @@ from twistlm.lab.page import draw
 from twistlm.lab.page.html import page
 from twistlm.lab.page.markdown import BEGIN, END, replace_part
 from twistlm.lab.page.section import count, lowest, number
-from twistlm.lab.points import Points, keep_training, place_of, read_training
+from twistlm.lab.points import Points, Training, keep_training, place_of, read_training
 from twistlm.lab.report import load, training, write
 from twistlm.lab.report.write import chapter, report
 from twistlm.pruners.methods import METHODS
@@ -269,6 +269,36 @@ def test_a_running_folder_and_plain_runs(tmp_path, tokens):
         report([folder], out)
 
 
+def test_training_by_hand():
+    """300 rounds are drawn as 150 points; bytes are those of the round in the middle."""
+
+    def rounds_of(n: int, loss: float) -> list[dict]:
+        found = {"n_tokens": 100, "seconds": 2.0, "bytes_down": 1e6, "bytes_up": 3e6}
+        made = [{"round": i + 1, "loss": loss + i % 2, **found} for i in range(n)]
+        made[0] |= {"bytes_up": 1e9, "eval": {"full": 20.0, "2/4": {"mean": 30.0}}}
+        return made
+
+    some = [
+        Training("long", {"train": {"rounds": 300}}, {}, rounds_of(300, 3.0)),
+        Training("short", {"train": {"rounds": 4}}, {}, rounds_of(3, 3.2)),
+    ]
+    made = training.section(some)
+    (table,) = made.tables
+    assert table.rows == (
+        ("long", "300 of 300", "30,000", "600.0", "50", "4.000"),
+        ("short", "3 of 4", "300", "6.0", "50", "3.200"),
+    )
+    assert table.note == "not finished: short"
+    loss, scores, moved = made.figures
+    assert loss.data["long"] == {i / 5000: 3.5 for i in range(1, 151)}
+    assert loss.data["short"] == {0.0001: 3.2, 0.0002: 4.2, 0.0003: 3.2}
+    assert loss.reading == "Lowest at its end: short with 3.200."
+    assert scores.data["short full"] == {1: 20.0}
+    assert scores.data["short 2/4"] == {1: 30.0}
+    assert scores.reading == "Lowest at the last evaluation: long full with 20.00."
+    assert moved.data["long"] == moved.data["short"] == {"down": 1.0, "up": 3.0}
+
+
 def test_a_comparison(tmp_path, tokens):
     """A folder of `twistlm compare`, as it is."""
     cut = {"k_attn": 2, "k_ffn": 2, "n_ffn": 4, "shared_first": 0}
@@ -310,7 +340,7 @@ def test_a_comparison(tmp_path, tokens):
 def test_a_comparison_says_what_won():
     """The lowest two that are really smaller, then the lowest zeros; rivals in any order."""
     costs = {"setting": "both", "ratio": "6/12", "repair": "", "n": 1, "seconds": 1.0, "values": []}
-    costs |= {"sd": None, "calibration_tokens": 0, "bytes": 8, "speedup": 1.0}
+    costs |= {"sd": None, "calibration_tokens": 0, "bytes": 8_000_000, "speedup": 1.25}
     found = {
         ("dense", "block:fisher"): 70.0,
         ("dense", "sparsegpt"): 38.0,
@@ -320,12 +350,25 @@ def test_a_comparison_says_what_won():
         ("dense", "block:taylor"): 60.0,
     }
     rows = [{"parent": p, "method": m, "perplexity": v, **costs} for (p, m), v in found.items()]
+    costs |= {"ratio": "3/12", "seconds": 0.5, "bytes": 4_200_000, "speedup": 2.0}
+    for (parent, method), value in {("TwIST", "random"): 90.0, ("dense", "wanda"): 85.0}.items():
+        rows.append({"parent": parent, "method": method, "perplexity": value, **costs})
     record = {"rows": rows, "text": {"n_tokens": 64}, "parents": {"dense": {}, "TwIST": {}}}
     made = write.section(record)
     assert made.headlines == (
         "both, 6/12 of the blocks: TwIST, random 50.00, then block:taylor 60.00; "
         "zeros, no smaller and no faster: wanda 37.00.",
+        "both, 3/12 of the blocks: TwIST, random 90.00; zeros, no smaller and no faster: wanda 85.00.",
     )
+    # costs belong to a line's smallest size, and some are not measured at the smallest of all yet
+    lines = {row[0]: row[1:] for row in made.tables[0].rows}
+    assert lines["TwIST, random"] == ("", "50.00", "90.00", "0.5", "0", "4.2", "2.00x")
+    assert lines["sparsegpt"] == ("", "38.00", "", "1", "0", "8.0", "1.25x")
+    shares, parameters, times = made.figures
+    assert shares.data["TwIST, random"] == {0.5: 50.0, 0.25: 90.0}
+    assert shares.reading.startswith("At the smallest size TwIST, random is lowest with 90.00 of")
+    assert parameters.data["TwIST, random"] == {2.0: 50.0, 1.05: 90.0}  # four bytes each
+    assert times.data["TwIST, random"] == {0.8: 50.0, 0.5: 90.0}
     whole = record | {"command": "", "git": "", "versions": {}, "device": "cpu"}
     assert chapter(load.Source("table", comparison=whole)).title == "Comparison of dense, TwIST"
 

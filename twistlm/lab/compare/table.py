@@ -96,10 +96,9 @@ def _found(cell: Cell, points: Points) -> dict[str, Any]:
 
 
 def summary(made: list[ComparisonRow], setting: str) -> Lines:
-    """One setting: a line per rival, perplexity at every ratio, and costs at the smallest one."""
+    """One setting: a line per rival, perplexity at every ratio, and costs at its smallest one."""
     mine = [row for row in made if row.setting == setting]
     ratios = list(dict.fromkeys(row.ratio for row in mine))
-    least = min(ratios, key=mean_share)
     heads = (size_name(ratio) for ratio in ratios)
     lines: Lines = [("", "whole", *heads, "scale", "seconds", "tokens", "MB", "decode")]
     for row in (row for row in made if row.method == "whole"):
@@ -109,6 +108,7 @@ def summary(made: list[ComparisonRow], setting: str) -> Lines:
         by_ratio = {row.ratio: row for row in mine if row.name == name}
         shown = (by_ratio[ratio].shown() if ratio in by_ratio else "" for ratio in ratios)
         chosen = by_size([by_ratio[ratio].scale for ratio in ratios if ratio in by_ratio])
+        least = min(by_ratio, key=mean_share)  # of a stopped comparison not the smallest of all
         lines.append((name, "", *shown, chosen, *_costs(by_ratio[least])))
     return unless_blank(lines, "scale")
 
