@@ -82,65 +82,83 @@ def fields(path: Path) -> dict:
 
 
 def run_graph(path: Path, ids: list[int]) -> np.ndarray:
-    """What llama.cpp computes for Llama- and Qwen-like graphs, in float64: logits [len(ids), vocab]."""
+    """What llama.cpp computes, in float64: logits [len(ids), vocab]."""
     reader, meta = gguf.GGUFReader(path), fields(path)
     w = {
         t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(float) for t in reader.tensors
     }
     arch = meta["general.architecture"]
-    eps, dh = (meta[f"{arch}.attention.{k}"] for k in ("layer_norm_rms_epsilon", "key_length"))
-    frequency = meta[f"{arch}.rope.freq_base"] ** -(np.arange(0, dh, 2) / dh)
-    frequency = frequency / w.get("rope_freqs.weight", 1.0)
-    turn = np.exp(1j * np.arange(len(ids))[:, None, None] * frequency)  # [T, 1, dh/2]
+    rms = "" if arch == "gpt2" else "rms_"
+    eps, dh = (meta[f"{arch}.attention.{k}"] for k in (f"layer_norm_{rms}epsilon", "key_length"))
+    apart = np.arange(len(ids))[:, None] - np.arange(len(ids))
+    base, unseen = meta.get(f"{arch}.rope.freq_base"), apart < 0
+    if arch == "gemma3":  # the first five layers of six have a window and a base of their own
+        assert meta["gemma3.block_count"] < 6
+        base = meta["gemma3.rope.freq_base_swa"]
+        unseen = unseen | (apart >= meta["gemma3.attention.sliding_window"])
 
-    def rms(x, weight):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+    def norm(x, name):
+        x = x if rms else x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+        return x * w[f"{name}.weight"] + w.get(f"{name}.bias", 0.0)
 
     def linear(x, name):
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
-    neighbours = arch in ("deci", "llama")
+    def activated(x):
+        if arch in ("gemma3", "gpt2"):
+            return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return x / (1 + np.exp(-x))
+
+    neighbours = arch in ("deci", "llama", "smollm3")
 
     def rope(x):  # Llama's graphs turn neighbours, the others the two halves
-        pairs = x[..., ::2] + 1j * x[..., 1::2] if neighbours else None
-        if pairs is None:
-            pairs = x[..., : dh // 2] + 1j * x[..., dh // 2 :]
-        pairs = pairs * turn
+        frequency = base ** -(np.arange(0, dh, 2) / dh) / w.get("rope_freqs.weight", 1.0)
+        turn = np.exp(1j * np.arange(len(ids))[:, None, None] * frequency)  # [T, 1, dh/2]
         if neighbours:
+            pairs = (x[..., ::2] + 1j * x[..., 1::2]) * turn
             return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
+        pairs = (x[..., : dh // 2] + 1j * x[..., dh // 2 :]) * turn
         return np.concatenate([pairs.real, pairs.imag], -1)
 
     x = w["token_embd.weight"][ids]
+    if arch == "gemma3":
+        x = x * np.sqrt(x.shape[1])
+    if arch == "gpt2":
+        x = x + w["position_embd.weight"][: len(ids)]
     for i in range(meta[f"{arch}.block_count"]):
+        at = f"blk.{i}"
         sizes = [meta[f"{arch}.{k}"] for k in SIZES]
         n_head, n_kv, n_ffn = (n[i] if isinstance(n, list) else n for n in sizes)
-        y = rms(x, w[f"blk.{i}.attn_norm.weight"])
-        if arch != "openelm":
-            q, k, v = (linear(y, f"blk.{i}.attn_{part}") for part in "qkv")
+        y = norm(x, f"{at}.attn_norm")
+        if arch not in ("openelm", "gpt2"):
+            q, k, v = (linear(y, f"{at}.attn_{part}") for part in "qkv")
         else:
             q, k, v = np.split(
-                linear(y, f"blk.{i}.attn_qkv"), [n_head * dh, (n_head + n_kv) * dh], axis=1
+                linear(y, f"{at}.attn_qkv"), [n_head * dh, (n_head + n_kv) * dh], axis=1
             )
         q, k, v = (t.reshape(len(ids), -1, dh) for t in (q, k, v))
         assert q.shape[1] == n_head
         assert k.shape[1] == v.shape[1] == n_kv
-        if f"blk.{i}.attn_q_norm.weight" in w:
-            q = rms(q, w[f"blk.{i}.attn_q_norm.weight"])
-            k = rms(k, w[f"blk.{i}.attn_k_norm.weight"])
-        q, k = rope(q), rope(k)
+        if f"{at}.attn_q_norm.weight" in w:
+            q, k = norm(q, f"{at}.attn_q_norm"), norm(k, f"{at}.attn_k_norm")
+        if base is not None:
+            q, k = rope(q), rope(k)
         k, v = (np.repeat(t, n_head // n_kv, axis=1) for t in (k, v))
         score = np.einsum("thd,shd->hts", q, k) / np.sqrt(dh)
-        score[:, np.triu(np.ones((len(ids), len(ids)), bool), 1)] = -np.inf
+        score[:, unseen] = -np.inf
         share = np.exp(score - score.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)
-        mixed = np.einsum("hts,shd->thd", share, v).reshape(len(ids), -1)
-        x = x + linear(mixed, f"blk.{i}.attn_output")
-        y = rms(x, w[f"blk.{i}.ffn_norm.weight"])
-        gate, up = linear(y, f"blk.{i}.ffn_gate"), linear(y, f"blk.{i}.ffn_up")
+        y = linear(np.einsum("hts,shd->thd", share, v).reshape(len(ids), -1), f"{at}.attn_output")
+        x = x + (norm(y, f"{at}.post_attention_norm") if arch == "gemma3" else y)
+        y = norm(x, f"{at}.ffn_norm")
+        up = linear(y, f"{at}.ffn_up")
         assert up.shape[1] == n_ffn
-        x = x + linear(gate / (1 + np.exp(-gate)) * up, f"blk.{i}.ffn_down")
+        y = activated(up) if arch == "gpt2" else activated(linear(y, f"{at}.ffn_gate")) * up
+        y = linear(y, f"{at}.ffn_down")
+        x = x + (norm(y, f"{at}.post_ffw_norm") if arch == "gemma3" else y)
     head = w.get("output.weight", w["token_embd.weight"])
-    return rms(x, w["output_norm.weight"]) @ head.T
+    return norm(x, "output_norm") @ head.T
 
 
 @torch.no_grad()
@@ -166,6 +184,7 @@ def test_the_file_holds_the_ticket(name, attn_by, config, tmp_path):
     ffn = [len(blocks) * N_NEURONS // CUT_FFN for blocks in KEPT_FFN]
     assert meta[f"{arch}.feed_forward_length"] == ffn
     assert meta[f"{arch}.rope.dimension_count"] == row.head_dim
+    assert meta[f"{arch}.context_length"] == model.config.max_position_embeddings
     assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4
     assert json.loads(Path(f"{path}.json").read_text())["max_weight_delta"] == 0.0
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -180,7 +199,7 @@ def test_the_file_holds_the_ticket(name, attn_by, config, tmp_path):
 def test_a_stock_ticket_has_its_familys_own_architecture(
     name, attn_by, setting, config, arch, tmp_path
 ):
-    """One number for all layers; Llama's and Qwen's graphs are computed here, the others in llama.cpp."""
+    """One number for all layers, and logits of the graph = torch's."""
     model = stock_ticket(name, attn_by, setting, tmp_path / "parent", **config)
     path = tmp_path / "ticket.gguf"
     exporter.export(model, path, "f32")
@@ -190,8 +209,7 @@ def test_a_stock_ticket_has_its_familys_own_architecture(
     n_kv = 2 if attn_by in ("head", "group") and setting == "both" else row.n_kv
     assert [meta[f"{arch}.{key}"] for key in SIZES] == [heads, n_kv, 2 * N_NEURONS // CUT_FFN]
     assert meta[f"{arch}.attention.key_length"] == row.head_dim
-    if arch in ("llama", "qwen2", "qwen3"):
-        assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4
+    assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4
 
 
 def test_scaled_rope(tmp_path):
@@ -216,6 +234,8 @@ def test_types(tmp_path):
             found = gguf.quants.dequantize(entry.data, entry.tensor_type)
             assert np.abs(found - want).max() > 0
             assert (np.abs(found - want) <= 0.51 * step + 1e-3 * np.abs(want)).all()
+            record = json.loads((tmp_path / "t.gguf.json").read_text())
+            assert np.abs(found - want).max() <= record["max_weight_delta"] < 0.01
     assert seen["token_embd.weight"] == seen["blk.0.ffn_down.weight"] == "Q8_0"
     assert seen["blk.1.ffn_down.weight"] == seen["blk.1.attn_output.weight"] == "F16"  # 48, 8
     assert seen["blk.0.attn_norm.weight"] == "F32"
@@ -301,6 +321,8 @@ def word_ticket(tmp_path: Path, vocab_size: int = 330):
 @pytest.mark.parametrize("name", SPLITS)
 def test_tokenizer(name, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer.json", SPLITS[name])
+    tokenizer.add_tokens(["<mark>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     exporter.export(word_ticket(tmp_path), tmp_path / "t.gguf", "f16", tmp_path / "tokenizer.json")
     meta = fields(tmp_path / "t.gguf")
     assert meta["tokenizer.ggml.pre"] == name
@@ -308,6 +330,7 @@ def test_tokenizer(name, tmp_path):
     assert meta["tokenizer.ggml.tokens"][:n] == [tokenizer.id_to_token(i) for i in range(n)]
     assert len(meta["tokenizer.ggml.tokens"]) == len(meta["tokenizer.ggml.token_type"]) == 330
     assert meta["tokenizer.ggml.token_type"][:2] == [3, 1]  # control, normal
+    assert meta["tokenizer.ggml.token_type"][n - 1 : n + 1] == [4, 5]  # user defined, unused
     assert meta["tokenizer.ggml.eos_token_id"] == 0
     assert meta["tokenizer.ggml.add_bos_token"] is False
     merges = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
@@ -454,6 +477,8 @@ def test_llama_cpp_computes_the_stock_ticket(name, attn_by, setting, config, arc
 def test_llama_cpp_tokenizes_as_we_do(name, tmp_path):
     pytest.importorskip("llama_cpp")
     tokenizer = make_tokenizer(tmp_path / "tokenizer.json", SPLITS[name])
+    tokenizer.add_tokens(["<mark>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     exporter.export(word_ticket(tmp_path), tmp_path / "t.gguf", "f16", tmp_path / "tokenizer.json")
     runner = llamacpp.load(tmp_path / "t.gguf", 40, threads=1)
     assert runner.tokenize(TEXT) == tokenizer.encode(TEXT).ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from twistlm import cli
 from twistlm.compute.perplexity import Text
 from twistlm.data import token_file
-from twistlm.lab.compare import cells, table
+from twistlm.lab.compare import cells, measure, table
 from twistlm.lab.points import name_of
 from twistlm.model import generator
 from twistlm.model.blocks import widths_of_ratio
@@ -35,7 +37,7 @@ from twistlm.pruners.write import PruneRequest, write
 from twistlm.tickets import deploy
 from twistlm.tickets.healing import HealRequest, heal
 from twistlm.tickets.parent import Parent, open_parent
-from twistlm.tickets.treatment import Treatments, choice_text
+from twistlm.tickets.treatment import N_DRAWS, Treatments, choice_text
 from twistlm.training import rounds
 
 SEQ_LEN, N_TOKENS = 16, 96
@@ -131,17 +133,25 @@ def opened(name: str, setting: str) -> Parent:
     return open_parent(name, "cpu", [f"blocks.setting={setting}"])
 
 
-def treated(parent: Parent, scale: str) -> Parent:
-    """The parent with the scale that the table names, measured on the text behind the reported one."""
+def treatments(parent: Parent) -> Treatments:
+    """Ways to scale tickets, compared on the text behind the reported one."""
     text = Text(token_file.open_tokens("tokens"), SEQ_LEN, N_TOKENS)
     tried = Treatments(parent, text, choice_text(text, parent.cfg.data))
     assert tried.choice.first == text.n_sequences
+    return tried
+
+
+def treated(parent: Parent, scale: str) -> Parent:
+    """The parent with the scale that the table names."""
+    tried = treatments(parent)
     return tried.parent_with(next(t for t in tried.candidates() if str(t) == scale))
 
 
 def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
     """Tickets and pruned models through their folders, and Hugging Face's own forward pass."""
     methods = "sparsegpt,magnitude,block:fisher"
+    clock = SimpleNamespace(perf_counter=itertools.count(1.0).__next__)  # a second at every look
+    monkeypatch.setattr(measure, "time", clock)
     out = run(
         monkeypatch,
         capsys,
@@ -178,6 +188,7 @@ def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
         assert float(row["sd"]) == pytest.approx(statistics.stdev(values), rel=1e-2)
         assert int(row["bytes"]) == Path("ticket/model.safetensors").stat().st_size
         assert (row["n"], row["calibration_tokens"]) == ("3", "0")
+        assert float(row["seconds"]) == pytest.approx(1)  # of one ticket
     for setting in ("attn", "both"):
         for method in methods.split(","):
             for repair in ("", "lstsq") if ":" in method else ("",):
@@ -195,7 +206,8 @@ def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
                 assert int(row["bytes"]) == Path("out/model.safetensors").stat().st_size
                 read = repair or method != "magnitude"
                 assert int(row["calibration_tokens"]) == (6 * SEQ_LEN if read else 0)
-                assert float(row["seconds"]) > 0
+                # whole blocks: to score them, to choose them and to build the ticket
+                assert float(row["seconds"]) == (3 if ":" in method else 1)
                 assert row["sd"] == ""
                 shutil.rmtree("out")
     # a ticket's speed depends on its shapes alone; zeros are measured once
@@ -207,6 +219,23 @@ def test_every_cell_is_what_the_commands_write(here, monkeypatch, capsys):
             speeds.setdefault(key[:2] if is_ticket else (), set()).add(row["speedup"])
     assert {len(values) for values in speeds.values()} == {1}
     assert len(set.union(*speeds.values())) == 2 + 1
+    made = [json.loads(line) for line in POINTS.read_text().splitlines()]
+    for told in (p["result"] for p in made if p["config"]["what"] in ("decode", "zeros")):
+        assert told["speedup"] == told["parent"]["decode_ms"] / told["pruned"]["decode_ms"]
+    # the scale of random tickets is chosen on others, which are drawn after them
+    tried = treatments(parent := opened("twist", "attn"))
+    widths = widths_of_ratio(parent.block_map, "2/4")
+    others = [
+        generator.for_deployment(parent.block_map, widths, seed=0, draw=3 + i)
+        for i in range(N_DRAWS)
+    ]
+    (told,) = (
+        p["result"]["treatment"]
+        for p in made
+        if p["result"].get("mean")
+        == float(found["attn", "2/4", "TwIST", "random", ""]["perplexity"])
+    )
+    assert tried.best(others)[1]["tried"] == pytest.approx(told["tried"], rel=1e-5)
     record = json.loads(Path("table/compare.json").read_text())
     assert len(record["rows"]) == len(found)
     assert set(record["parents"]) == {"dense", "dropout", "TwIST"}

@@ -15,9 +15,9 @@ from conftest import tiny
 from twistlm.lab.compare.run import DEFAULT, CompareRequest, compare
 from twistlm.lab.experiments import nodeloss, ranking, robustness, stability, table1, table2
 from twistlm.lab.page import draw
-from twistlm.lab.page.html import page
-from twistlm.lab.page.markdown import BEGIN, END, replace_part
-from twistlm.lab.page.section import count, lowest, number
+from twistlm.lab.page.html import Chapter, page
+from twistlm.lab.page.markdown import BEGIN, END, markdown, replace_part
+from twistlm.lab.page.section import Claim, Section, Table, count, lowest, number
 from twistlm.lab.points import Points, Training, keep_training, place_of, read_training
 from twistlm.lab.report import load, training, write
 from twistlm.lab.report.write import chapter, report
@@ -416,6 +416,23 @@ def test_a_logarithmic_axis_can_be_read(high):
     assert band.get_paths()[0].vertices[:, 1].min() > 0
 
 
+def test_what_is_drawn_is_where_it_belongs():
+    """The whole model on the left, the median across a violin, the lowest perplexity brightest."""
+    from matplotlib.figure import Figure as Canvas
+
+    one, two, three = Canvas().subplots(3)
+    draw.ladder(one, {"TwIST": {3: 90.0, 12: 40.0, 6: 50.0}}, ours="TwIST", x="")
+    assert list(one.lines[0].get_ydata()) == [40.0, 50.0, 90.0]
+    assert [tick.get_text() for tick in one.get_xticklabels()] == ["whole", "6/12", "3/12"]
+    assert [text.get_text() for text in one.texts] == ["TwIST 90.0"]
+    draw.violins(two, {"6/12": {"TwIST": [5.0, 9.0, 4.0, 6.0, 7.0]}}, y="perplexity")
+    assert list(two.lines[0].get_ydata()) == [6.0, 6.0]
+    draw.heatmap(three, ["a"], ["x", "y"], [[20.0, 60.0]], x="", y="")
+    light = [sum(patch.get_facecolor()[:3]) for patch in three.patches]
+    assert light[0] > light[1]
+    assert [text.get_text() for text in three.texts] == ["20.0", "60.0"]
+
+
 def test_lines_of_many_rivals_look_different():
     from matplotlib.figure import Figure as Canvas
 
@@ -458,6 +475,7 @@ def test_two_parents_of_one_name_are_told_apart(tmp_path):
     (source,) = load.load([tmp_path])
     names = {p["config"]["parent_hash"]: p["config"]["parent"] for p in source.points}
     assert names == {"aaaa1": "TwIST K=6 [aaaa]", "bbbb2": "TwIST K=6"}
+    assert source.points[0]["config"]["k"] == 6  # large sizes first
 
 
 def test_a_lab_is_a_folder_or_two_files(tmp_path, tokens):
@@ -496,6 +514,29 @@ def test_numbers_are_readable():
     assert [count(x) for x in (23040, 30e6, 1.24e9)] == ["23,040", "30.0M", "1.2B"]
     assert lowest([[3.0, None], [2.0, 1.0]]) == {(1, 0)}
     assert "<script" not in page([], {})
+
+
+def test_claims_stand_as_the_numbers_decided_them():
+    claims = [
+        Claim("a", True, "1 < 2"),
+        Claim("b", False, "2 > 1"),
+        Claim("c", True, "3 | 3", "ours"),
+        Claim("d", None, "nothing"),
+    ]
+    best = Table(("", "x"), (("one", "3"), ("two", "2")), best=frozenset({(1, 1)}))
+    some = Chapter("lab", "Lab", (), (Section("s", "S", "", (best,), claims=tuple(claims)),), ())
+    text = page([some], {})
+    assert "1 of 2 statements of the paper hold here." in text
+    for mark, says in (("✓ holds", "a"), ("✗ no", "b"), ("✓ holds", "c")):
+        assert f'<span class="mark">{mark}</span>{says}<' in text
+    assert '<tr><td class="word">two</td><td class="best">2</td></tr>' in text
+    lines = markdown([some]).splitlines()
+    assert [line for line in lines if line.startswith(("| a ", "| b ", "| c ", "| d "))] == [
+        "| a | paper | yes | 1 &lt; 2 |",
+        "| b | paper | **no** | 2 &gt; 1 |",
+        "| c | ours | yes | 3 \\| 3 |",
+    ]
+    assert "| two | **2** |" in lines
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
