@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_tokens
 from families_table import VOCAB, open_parent, tiny_ticket
+from rich.console import Console
 from typer.testing import CliRunner
 
 from twistlm.cli.options import app
@@ -38,7 +43,7 @@ def nodes(folder) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "attn_by", "layers"),
     [
-        ("gpt2", "head", TWO_LAYERS),
+        ("gpt2", "head", {**TWO_LAYERS, "vocab_size": 1024}),  # a smaller head is folded
         ("llama-gqa", "query", ONE_LAYER),
         ("qwen3", "group", ONE_LAYER),
     ],
@@ -48,6 +53,9 @@ def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
     """Another width in every layer; any batch, any length, any split between prompt and cache."""
     model = tiny_ticket(name, attn_by, tmp_path / "parent", **layers)
     exporter.export(model, tmp_path / "out")
+    if model.config.tie_word_embeddings:  # one matrix in the file, too
+        stored = onnx.load(tmp_path / "out/model.onnx").graph.initializer
+        assert sum(model.config.vocab_size in tensor.dims for tensor in stored) == 1
     want, runner = logits(model, IDS), exporter.load(tmp_path / "out", threads=1)
     for row, n in ((0, 1), (1, 9), (2, 23)):  # a new prompt forgets the one before
         ids = IDS[row].tolist()
@@ -156,9 +164,36 @@ def test_a_wrong_graph_gets_no_name(tmp_path):
     runner = verify.TorchTicket(tiny_ticket("gpt2", "head", tmp_path / "other", n_embd=64))
     row = verify.check("another model", runner, goal, None, 0)
     assert row.n_equal < row.n_tokens
-    with pytest.raises(ValueError, match="nothing was written"):
-        verify.demand_equal(row, goal)
+    for less in ({}, {"prefill_delta": 0.0}, {"decode_delta": 0.0}):
+        with pytest.raises(ValueError, match="nothing was written"):
+            verify.demand_equal(replace(row, **less), goal)
     verify.demand_equal(verify.torch_row(model, goal, None), goal)
+
+
+def test_the_rows_of_a_check(tmp_path, monkeypatch):
+    """A clock that is a second later at every look: speeds are tokens per second, sizes are millions of bytes."""
+    model = tiny_ticket("gpt2", "head", tmp_path / "parent")
+    text = Text(open_tokens(make_tokens(tmp_path / "tokens", 400)), 16, first=3)
+    goal = verify.reference(model, None)
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr(verify, "time", clock)
+    ours = verify.torch_row(model, goal, text)
+    row = verify.check("again", verify.TorchTicket(model), goal, text, 5_242_880)
+    assert row.decode_speed == len(goal.tokens)
+    assert row.prefill_speed == ours.prefill_speed == text.n_sequences * 16
+    assert row.perplexity == pytest.approx(ours.perplexity, rel=1e-6)
+    console = Console(width=150, file=io.StringIO())
+    console.print(verify.table([ours, row]))
+    assert " 5.2 " in console.file.getvalue()
+
+    class Forgetful(verify.TorchTicket):
+        """Right about the prompt, and every token after it is its first."""
+
+        def decode(self, token: int) -> np.ndarray:
+            return self.prefill([token])[0]
+
+    row = verify.check("forgetful", Forgetful(model), goal, None, 0)
+    assert row.prefill_delta < 1e-5 < 0.01 < row.decode_delta
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):

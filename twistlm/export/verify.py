@@ -203,10 +203,10 @@ def _timed(measure: Callable[[], float], text: Text) -> tuple[float, float]:
 
 
 def _perplexity(runner: Runner, text: Text) -> float:
-    """exp of the mean next-token loss over the same windows as `evaluate.perplexity`."""
+    """exp of the mean next-token loss over the same windows as `compute.perplexity`."""
     total = 0.0
     for row in range(text.n_sequences):
-        ids = text.file.sequences([row], text.seq_len)[0].numpy()
+        ids = text.file.sequences([text.first + row], text.seq_len)[0].numpy()
         logits = runner.prefill(ids.tolist(), len(ids))[:-1].astype(np.float64)
         top = logits.max(axis=1)
         norm = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
