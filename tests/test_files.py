@@ -578,6 +578,11 @@ def test_names_are_text_on_the_page_in_markdown_and_on_a_terminal(tmp_path, monk
     assert isinstance(console, Console)
     assert not {"\x1b", "\x9b"} & set(console.file.getvalue())  # ESC [ is also one character
     assert "alert(1)" in console.file.getvalue()
+    bar, seen = terminal.progress(True), Console(file=io.StringIO(), width=300)
+    bar.add_task(NAME, total=1, note=NAME)
+    seen.print(bar.get_renderable())
+    assert not {"\x1b", "\x9b"} & set(seen.file.getvalue())
+    assert seen.file.getvalue().count("alert(1)") == 2
     monkeypatch.setattr(sys, "argv", ["twistlm", "eval", f"./{NAME}x/y"])
     with pytest.raises(SystemExit):
         main()
