@@ -531,6 +531,21 @@ def test_what_a_killed_process_leaves_is_cleaned_and_nothing_is_lost(tmp_path, w
     assert (target / "old").read_text() == "old"
 
 
+def test_what_is_replaced_is_replaced_at_once_and_never_a_file_of_the_user(tmp_path):
+    for name in ("t/mine", "page"):
+        files.whole_file(tmp_path / name, "old")
+    with (tmp_path / "page").open() as reader:
+        files.whole_file(tmp_path / "page", "new")
+        assert (reader.read(), (tmp_path / "page").read_text()) == ("old", "new")
+    with (
+        pytest.raises(ValueError, match=r"t/mine is not ours and would be replaced"),
+        files.whole_folder(tmp_path / "t", keep=[Path("mine")]) as draft,
+    ):
+        (draft / "mine").write_text("new")
+    assert (tmp_path / "t/mine").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page", "t"]
+
+
 def test_a_full_disk_names_the_path(tmp_path, home):
     """File by file: what cannot be written is said with the name that the user gave."""
     parent, blueprint = families_table.open_parent("gpt2", "head", tmp_path / "parent")

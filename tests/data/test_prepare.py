@@ -176,7 +176,10 @@ def test_empty_documents_are_skipped(tmp_path, tok, tok_json, suffix):
 def test_a_bar_counts_bytes_of_text_and_documents_of_the_rest(tmp_path):
     assert preparing._amount(write(tmp_path / "a.txt", ["déjà vu"])) == (True, 9)
     for suffix in (".jsonl", ".parquet"):
-        assert preparing._amount(write(tmp_path / f"a{suffix}", ["one", "two", "three"])) == (False, 3)
+        assert preparing._amount(write(tmp_path / f"a{suffix}", ["one", "two", "three"])) == (
+            False,
+            3,
+        )
     assert preparing._amount("hub:some/text") == (False, None)
 
 
