@@ -223,6 +223,13 @@ def test_a_large_file_is_hashed_in_the_background(tmp_path, monkeypatch):
     data[700] ^= 1
     Path(f"{stem}.bin").write_bytes(data)
     assert "1 files match" in verify_tokens(stem)  # the file is read anew
+    monkeypatch.setattr(manifest, "AT_ONCE", -1)
+    unread = manifest.HashCheck(tmp_path, "0" * 64)  # a folder cannot be read
+    while unread._damage is None:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be read: Is a directory"):
+        unread.raise_damage()
 
 
 @pytest.mark.parametrize("dtype", ["O", "int64", "uint8", "<u2", "V8", 16, None])
@@ -444,6 +451,14 @@ def test_absurd_text_and_configs(tmp_path):
     for source, override in ((str(tmp_path / "c.toml"), []), ("demo", [f"train.lr={NESTED}"])):
         with pytest.raises(ValueError, match="nested too deeply"):
             config.load(source, override)
+    for name in ("../secret", "a/../../secret", "/etc/passwd"):
+        record = manifest.sealed({"files": {name: {"bytes": 1, "sha256": "0"}}})
+        (tmp_path / "record.json").write_text(manifest.written(record))
+        with pytest.raises(ValueError, match="is no file of its folder"):
+            manifest.vouched(tmp_path / "record.json", record)
+    assert manifest.parse_json("[9223372036854775807]", "x") == [2**63 - 1]
+    with pytest.raises(ValueError, match=r"x is no JSON of ours: 9223372036854775808"):
+        manifest.parse_json("[9223372036854775808]", "x")
     with pytest.raises(ValueError, match="400 digits"):
         config.load("demo", [f"run.seed={'9' * 400}"])
     shutil.rmtree(tmp_path / "folder", ignore_errors=True)
