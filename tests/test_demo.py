@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
+import random
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from twistlm import cli, config
 from twistlm.data import builtin
+from twistlm.data.token_file import open_tokens
 from twistlm.demo import train_side_by_side, treated
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
@@ -67,6 +72,41 @@ def test_a_mistake_is_told_by_the_training_that_found_it(demo, tmp_path, change,
     cfg = config.override(cfg, [change, "train.clip=0", f"run.out={tmp_path}/run"])
     with pytest.raises(kind, match=said):
         train_side_by_side({"data parallel": cfg})
+
+
+def test_no_document_is_in_both_of_its_texts(demo):
+    """One in twenty of the shuffled documents is kept for validation, and the others are trained on."""
+    out, _ = demo
+    texts = sorted(builtin.topics.topics.values())
+    random.Random(0).shuffle(texts)
+    n_valid = len(texts) // 20
+    for split, wanted in (("valid", texts[:n_valid]), ("train", texts[n_valid:])):
+        file = open_tokens(str(out / "text" / split))
+        tokenizer = Tokenizer.from_file(str(file.tokenizer_path))
+        whole = tokenizer.decode(file.tokens.tolist(), skip_special_tokens=False)
+        assert whole.split(builtin.EOS) == [*wanted, ""]
+
+
+def test_each_docstring_is_one_document(tmp_path, monkeypatch):
+    """A text that two modules share would be trained on and validated with."""
+    long = "A docstring of more than forty characters, twice."
+    for name in ("a.py", "b.py", "test/c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"def f():\n    {long + name[:4] * (len(name) > 4)!r}\n")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert builtin.documents() == sorted({*builtin.topics.topics.values(), long})
+
+
+def test_tokens_are_looked_for_here_and_then_above_the_run(tmp_path, monkeypatch):
+    for folder in ("here", "there/run"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    find = functools.partial(builtin.resolve, "t", "train", tmp_path / "there/run")
+    assert find() == "t"
+    (tmp_path / "there/t.bin").touch()
+    assert find() == str(tmp_path / "there/t")
+    (tmp_path / "here/t.bin").touch()
+    assert find() == "t"
 
 
 def test_both_parents_saw_the_same_tokens(demo):

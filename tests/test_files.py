@@ -6,9 +6,11 @@ import ast
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +31,7 @@ import twistlm
 from twistlm import config
 from twistlm.cli import main
 from twistlm.data.prepare import prepare
-from twistlm.data.token_file import open_tokens
+from twistlm.data.token_file import open_tokens, verify_tokens
 from twistlm.lab.points import read_training
 from twistlm.lab.report.write import report
 from twistlm.model import huggingface
@@ -216,6 +218,18 @@ def test_a_large_file_is_hashed_in_the_background(tmp_path, monkeypatch):
 
     with pytest.raises(ValueError, match=r"large\.bin is damaged"):
         use_on()
+    with pytest.raises(ValueError, match=r"large\.bin is damaged: it does not match"):
+        verify_tokens(stem)  # waits for the hash
+    data[700] ^= 1
+    Path(f"{stem}.bin").write_bytes(data)
+    assert "1 files match" in verify_tokens(stem)  # the file is read anew
+    monkeypatch.setattr(manifest, "AT_ONCE", -1)
+    unread = manifest.HashCheck(tmp_path, "0" * 64)  # a folder cannot be read
+    while unread._damage is None:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be read: Is a directory"):
+        unread.raise_damage()
 
 
 @pytest.mark.parametrize("dtype", ["O", "int64", "uint8", "<u2", "V8", 16, None])
@@ -437,6 +451,14 @@ def test_absurd_text_and_configs(tmp_path):
     for source, override in ((str(tmp_path / "c.toml"), []), ("demo", [f"train.lr={NESTED}"])):
         with pytest.raises(ValueError, match="nested too deeply"):
             config.load(source, override)
+    for name in ("../secret", "a/../../secret", "/etc/passwd"):
+        record = manifest.sealed({"files": {name: {"bytes": 1, "sha256": "0"}}})
+        (tmp_path / "record.json").write_text(manifest.written(record))
+        with pytest.raises(ValueError, match="is no file of its folder"):
+            manifest.vouched(tmp_path / "record.json", record)
+    assert manifest.parse_json("[9223372036854775807]", "x") == [2**63 - 1]
+    with pytest.raises(ValueError, match=r"x is no JSON of ours: 9223372036854775808"):
+        manifest.parse_json("[9223372036854775808]", "x")
     with pytest.raises(ValueError, match="400 digits"):
         config.load("demo", [f"run.seed={'9' * 400}"])
     shutil.rmtree(tmp_path / "folder", ignore_errors=True)
@@ -514,12 +536,29 @@ def test_what_a_killed_process_leaves_is_cleaned_and_nothing_is_lost(tmp_path, w
     done = subprocess.run([sys.executable, "-c", KILLED, str(target), when], timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert len(list(tmp_path.glob(".draft-*"))) == 1
-    (tmp_path / f".draft-elsewhere-{os.getpid()}-x").mkdir()  # another machine's: not ours to judge
+    gone = re.search(r"-(\d+)-", next(tmp_path.glob(".draft-*")).name)[1]
+    # another machine's is not ours to judge, and process 1 lives, whoever's it is
+    kept = {f".draft-elsewhere-{gone}-x", f".draft-{socket.gethostname()}-1-x"}
+    for name in kept:
+        (tmp_path / name).mkdir()
     files.whole_file(tmp_path / "next.json", "{}")
-    assert [path.name for path in tmp_path.glob(".draft-*")] == [
-        f".draft-elsewhere-{os.getpid()}-x"
-    ]
+    assert {path.name for path in tmp_path.glob(".draft-*")} == kept
     assert (target / "old").read_text() == "old"
+
+
+def test_what_is_replaced_is_replaced_at_once_and_never_a_file_of_the_user(tmp_path):
+    for name in ("t/mine", "page"):
+        files.whole_file(tmp_path / name, "old")
+    with (tmp_path / "page").open() as reader:
+        files.whole_file(tmp_path / "page", "new")
+        assert (reader.read(), (tmp_path / "page").read_text()) == ("old", "new")
+    with (
+        pytest.raises(ValueError, match=r"t/mine is not ours and would be replaced"),
+        files.whole_folder(tmp_path / "t", keep=[Path("mine")]) as draft,
+    ):
+        (draft / "mine").write_text("new")
+    assert (tmp_path / "t/mine").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page", "t"]
 
 
 def test_a_full_disk_names_the_path(tmp_path, home):
@@ -546,7 +585,7 @@ def test_a_full_disk_names_the_path(tmp_path, home):
 
 # ---------------------------------------------------------------- names and texts
 
-NAME = "a$\\frac$ <script>alert(1)</script> \x1b]0;title\x07\x1b[2J"
+NAME = "a$\\frac$ <script>alert(1)</script> \x1b]0;title\x07\x1b[2J\x9b2J"
 
 
 def test_names_are_text_on_the_page_in_markdown_and_on_a_terminal(tmp_path, monkeypatch, capsys):
@@ -567,9 +606,14 @@ def test_names_are_text_on_the_page_in_markdown_and_on_a_terminal(tmp_path, monk
     table.add_row(NAME)
     console.print(NAME, table)
     assert isinstance(console, Console)
-    assert "\x1b" not in console.file.getvalue()
+    assert not {"\x1b", "\x9b"} & set(console.file.getvalue())  # ESC [ is also one character
     assert "alert(1)" in console.file.getvalue()
+    bar, seen = terminal.progress(True), Console(file=io.StringIO(), width=300)
+    bar.add_task(NAME, total=1, note=NAME)
+    seen.print(bar.get_renderable())
+    assert not {"\x1b", "\x9b"} & set(seen.file.getvalue())
+    assert seen.file.getvalue().count("alert(1)") == 2
     monkeypatch.setattr(sys, "argv", ["twistlm", "eval", f"./{NAME}x/y"])
     with pytest.raises(SystemExit):
         main()
-    assert "\x1b" not in capsys.readouterr().err
+    assert not {"\x1b", "\x9b"} & set(capsys.readouterr().err)

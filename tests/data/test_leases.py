@@ -16,7 +16,7 @@ from conftest import make_tokens, tiny
 
 from twistlm.data import stream
 from twistlm.data.stream import Batches, Leases
-from twistlm.data.token_file import open_tokens
+from twistlm.data.token_file import open_tokens, verify_tokens
 from twistlm.training import checkpoint, rounds, startup
 from twistlm.training.progress import Progress
 from twistlm.training.run import Run
@@ -142,9 +142,9 @@ def test_a_checkpoint_without_leases_counts_its_rounds(tmp_path, tokens):
 
 
 def spoil(stem: str, rows: list[int]) -> None:
-    """Give these sequences an illegal id, in a file of before manifests: nothing else tells."""
+    """Give these sequences the first illegal id, in a file of before manifests: nothing else tells."""
     tokens = np.fromfile(f"{stem}.bin", "<u2")
-    tokens[np.array(rows) * 16 + 5] = 60000
+    tokens[np.array(rows) * 16 + 5] = 64
     tokens.tofile(f"{stem}.bin")
     table = json.loads(Path(f"{stem}.json").read_text())
     Path(f"{stem}.json").write_text(
@@ -174,17 +174,22 @@ def test_a_sequence_with_an_illegal_id_never_goes_out(tmp_path, monkeypatch, cap
     assert set(aside) == set(batches.rows_at(range(saved.leases.next)).tolist()) & {7, 90}
     assert saved.leases.next == 6 * 18 + len(aside)
     told = capsys.readouterr().out
-    assert sorted(
-        re.findall(r"set aside: .*tokens\.bin: sequence (\d+) .* id 60000", told)
-    ) == sorted(map(str, aside))
+    assert sorted(re.findall(r"set aside: .*tokens\.bin: sequence (\d+) .* id 64", told)) == sorted(
+        map(str, aside)
+    )
     assert aside
 
 
 def test_a_file_without_a_legal_sequence_is_refused(tmp_path):
     tokens = make_tokens(tmp_path / "tokens", 20 * 16)
     spoil(tokens, list(range(20)))
-    with pytest.raises(ValueError, match=r"no sequence is legal: .*tokens\.bin: sequence \d+"):
+    with pytest.raises(ValueError, match="no sequence is legal") as caught:
         stream.take_legal(Batches(open_tokens(tokens), 16, 2, 3, 0), Leases(), 4)
+    told = r"tokens\.bin: sequence (\d+) \(tokens (\d+)\.\.(\d+)\) holds id 64, the largest legal one is 63"
+    row, first, last = map(int, re.search(told, str(caught.value)).groups())
+    assert (first, last) == (row * 16, row * 16 + 15)
+    with pytest.raises(ValueError, match=r"tokens\.bin is damaged: it holds id 64, .* is 63"):
+        verify_tokens(tokens)
 
 
 def test_what_fails_with_two_workers_is_set_aside_and_what_is_only_lost_is_not():

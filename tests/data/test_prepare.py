@@ -173,6 +173,16 @@ def test_empty_documents_are_skipped(tmp_path, tok, tok_json, suffix):
     assert file.meta.n_documents == 2
 
 
+def test_a_bar_counts_bytes_of_text_and_documents_of_the_rest(tmp_path):
+    assert preparing._amount(write(tmp_path / "a.txt", ["déjà vu"])) == (True, 9)
+    for suffix in (".jsonl", ".parquet"):
+        assert preparing._amount(write(tmp_path / f"a{suffix}", ["one", "two", "three"])) == (
+            False,
+            3,
+        )
+    assert preparing._amount("hub:some/text") == (False, None)
+
+
 def test_blank_lines_and_unicode_in_jsonl(tmp_path, tok, tok_json):
     path = tmp_path / "d.jsonl"
     lines = [json.dumps({"text": doc}, ensure_ascii=False) for doc in (PROSE, "z\u2028y\x85x")]
@@ -597,6 +607,10 @@ def test_lessons_appear_whole_or_not_at_all(tokens, teacher, tmp_path):
     first = write_cache(file, str(teacher), 2, 16, "cpu", quiet=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
+    with pytest.raises(ZeroDivisionError):  # before the first window: nothing is left
+        write_lessons(file, replace(first.meta, top=3), lambda n_done: [1 / n_done])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
     def stopped(n_done):
         assert n_done == 0
         yield torch.zeros(8, 15, 12, dtype=torch.uint8)
@@ -714,15 +728,18 @@ def test_lessons_of_something_else_are_refused(tokens, teacher, damage, sentence
         open_lessons(open_tokens(tokens), 16, 64)
 
 
-def test_lessons_of_other_windows_or_vocabularies_are_refused(tokens, teacher):
+def test_lessons_of_other_windows_or_vocabularies_are_refused(tokens, teacher, monkeypatch):
     file = open_tokens(tokens)
     told = write_cache(file, str(teacher), 2, 16, "cpu", quiet=True)
     with pytest.raises(ValueError, match=r"sequences of 16 tokens, data.seq_len is 8"):
         open_lessons(file, 8, 64)
     with pytest.raises(ValueError, match=r"knows 64 tokens, the model 72"):
         open_lessons(file, 16, 72)
-    wild = replace(
-        told, records=np.full_like(told.records, 255)
-    )  # as if a byte changed after opening
-    with pytest.raises(ValueError, match=r"holds token 65535 of a vocabulary of 64"):
-        wild.sequences([0])
+    records = np.array(told.records)
+    records[0, 3, :2] = 64, 0  # as if a byte changed after opening
+    with pytest.raises(ValueError, match=r"holds token 64 of a vocabulary of 64"):
+        replace(told, records=records).sequences([0])
+    monkeypatch.setattr(manifest, "AT_ONCE", 100)  # a large one is opened before it is hashed
+    Path(f"{tokens}.teacher.bin").write_bytes(records.tobytes())
+    with pytest.raises(ValueError, match=r"teacher.bin is damaged: it does not match its sha256"):
+        verify_lessons(file)

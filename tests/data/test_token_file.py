@@ -120,6 +120,8 @@ def test_batch_holds_the_tokens_of_its_rows(tmp_path):
     assert ids.dtype == torch.int64
     starts = [row * SEQ_LEN for row in batches.rows(1, 4).tolist()]
     assert ids.tolist() == [list(range(start, start + SEQ_LEN)) for start in starts]
+    first = batches.rows(1, 4).tolist()[0]  # the 4 * 2 + 1 batches of 3 before it fill 27 places
+    assert batches.name(27) == f"{batches.file.stem}.bin, sequence {first}"
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from twistlm.lab.points import (
     parse_line,
     place_of,
 )
+from twistlm.system.provenance import describe_run, git_hash
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -50,6 +53,20 @@ def test_a_finished_point_is_read_and_not_measured_again(tmp_path: Path) -> None
         [1, 2], key=lambda a: name_of({"a": a, "b": [2, 3]})
     )
     assert [path.name for path in tmp_path.iterdir()] == ["points.jsonl"]
+
+
+def test_a_number_names_its_command_and_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/twistlm/__main__.py", "train", "run.out=a b"])
+    assert describe_run()["command"] == "twistlm train 'run.out=a b'"
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", *args], cwd=DOCS.parent, capture_output=True, text=True
+        ).stdout.strip()
+
+    if head := git("rev-parse", "HEAD"):  # else this is no clone
+        changed = bool(git("status", "--porcelain", "--untracked-files=no"))
+        assert git_hash.__wrapped__() == head[:12] + "-dirty" * changed
 
 
 def test_a_failed_point_leaves_nothing(tmp_path: Path) -> None:

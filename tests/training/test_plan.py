@@ -196,12 +196,15 @@ def test_subnet_bytes_by_kind():
     down, up = traffic.subnet_bytes(512, 1024, 3, "int8")
     assert down == traffic.Bytes(1024, 1024, 2 * (1024 + 16))
     assert up == traffic.Bytes(520, 520, 2 * (1024 + 16))
+    down, up = traffic.subnet_bytes(100, 1000, 1, "fp32", torch.float64)
+    assert down == up == traffic.Bytes(800, 7200, 0)
 
 
 def test_other_counts_by_hand():
     assert traffic.other_counts(100, [60, 70], interval=3) == {
         "paper": 8 * 130, "ddp": 8 * 300, "least": 8 * 30,
     }  # fmt: skip
+    assert traffic.other_counts(100, [60, 30], interval=3)["least"] == 0  # nobody holds some blocks
 
 
 def test_a_round_writes_its_bytes(tokens, tmp_path):

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import ranks
 import torch
 from checkpoints import FILES
@@ -15,6 +16,7 @@ from commands import toml
 from conftest import make_tokens, tiny, tiny_table
 
 from twistlm.data.stream import Leases
+from twistlm.system.signals import SIGNALS, Stop, on_signals
 from twistlm.training import checkpoint, rounds
 
 TRAIN = {
@@ -117,3 +119,20 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):
     assert not list((tmp_path / "killed/checkpoints").glob(".draft-*")), (
         "a dead draft was not cleaned up"
     )
+
+
+def test_one_signal_is_a_wish_and_a_later_one_stops_at_once():
+    """Schedulers send the same one twice within a second; afterwards the handlers are as they were."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with on_signals(Stop(), quiet=True) as stop:
+        assert not stop.wished
+        signal.raise_signal(signal.SIGTERM)
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:  # it would end all tests
+            pytest.fail("the same signal, passed on by a parent, stopped at once")
+        assert stop.wish == signal.SIGTERM
+        stop.since -= 1.1  # seconds
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import tiny
 
-from twistlm.transport.checks import Unbelievable, believed
+from twistlm.transport.checks import Unbelievable, believed, suspicion
 from twistlm.transport.protocol import RoundResult, checksum
 
 SENT = torch.ones(3, 5000)
@@ -29,17 +29,19 @@ def test_a_sound_result_is_read_where_it_lies():
     assert found.data_ptr() == result.data_ptr()
 
 
-NAN, NEGATIVE = SENT.clone(), SENT.clone()
-NAN[0, 7], NEGATIVE[2, 9] = math.nan, -1e-9
+NAN, MOMENT, NEGATIVE = SENT.clone(), SENT.clone(), SENT.clone()
+NAN[0, 7], MOMENT[1, 8], NEGATIVE[2, 9] = math.nan, math.inf, -1e-9
 
 
 @pytest.mark.parametrize(
     ("word", "result", "more"),
     [
         ("NaN or Inf", NAN, {}),
+        ("NaN or Inf", MOMENT, {}),
         ("AdamW", SENT * 1e6, {}),
         ("negative second moment", NEGATIVE, {}),
         ("its loss is nan", SENT + 1e-4, {"loss_sum": math.nan}),
+        ("its loss is 3000001", SENT + 1e-4, {"loss_sum": 3e6 + 1}),  # 1e6 nats in each of 3 steps
         ("a wrong checksum", SENT + 1e-4, {"announced": SENT + 2e-4}),
         ("59992 bytes instead of 60000", (SENT + 1e-4).view(-1)[:-2], {}),
     ],
@@ -47,6 +49,14 @@ NAN[0, 7], NEGATIVE[2, 9] = math.nan, -1e-9
 def test_what_is_found_wrong(word, result, more):
     with pytest.raises(Unbelievable, match=word):
         read(result, **more)
+
+
+def test_as_far_as_adamw_can_move_and_no_farther():
+    """By hand: 3 steps of 0.01, each 2 sqrt(0.1 / 0.05) and twice the decay of 0.1 on weights that are all 1."""
+    sent = torch.ones(1, 300_000)  # in two pieces
+    farthest = 3 * 0.01 * (2 * math.sqrt(2) + 2 * 0.1)
+    assert suspicion(CFG.train, sent + 0.999 * farthest, sent, 2.0) is None
+    assert "49.8 is the most" in suspicion(CFG.train, sent + 1.001 * farthest, sent, 2.0)
 
 
 def test_a_checksum_changes_with_every_bit():

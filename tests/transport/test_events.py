@@ -59,6 +59,31 @@ def test_the_table_stands_below_the_bar(tmp_path):
     assert text.index("twist rounds") < text.index("somebody")
 
 
+def test_what_goes_wrong_is_printed_and_over_when_the_worker_is_back(tmp_path, capsys):
+    events = Events(tmp_path)
+    wrong = ("late", "refused", "quarantined", "lost")
+    for event in wrong:
+        events.write(event, "w1", seconds=61.26, why="a reason")
+    events.write("joined", "w1", place=0)
+    events.write("waiting", workers=2)
+    said = [f"{event}: w1 seconds 61.3, why a reason" for event in wrong]
+    assert capsys.readouterr().out.splitlines() == [*said, "waiting: workers 2"]
+    assert (events.standings["w1"].state, events.standings["w1"].why) == ("in", "")
+
+
+def test_of_many_workers_the_table_has_those_that_are_in(tmp_path):
+    events = Events(tmp_path, quiet=True)
+    for place in range(90):
+        events.write("joined", f"w{place}", place=place)
+    for place in range(60):
+        events.write("lost", f"w{place}", why="gone")
+    console = Console(width=120, record=True)
+    console.print(events)
+    rows = [line.split()[:2] for line in console.export_text().splitlines()[1:]]
+    assert len(rows) == 40
+    assert rows[:30] == [[f"w{place}", "in"] for place in range(60, 90)]
+
+
 def test_a_full_disk_stops_no_run(tmp_path):
     events = Events(tmp_path / "gone", quiet=True)
     events.write("joined", "a", place=0)

@@ -79,6 +79,11 @@ def test_bytes_by_hand():
 def test_zeros_stay_zero_and_what_is_not_finite_stays_seen():
     for kind in CODES:
         assert not wire.decode(kind, wire.encode(kind, torch.zeros(300)), (300,)).any()
+    for kind in KINDS:  # Adam's moments before the first step, and an m that has lost its v
+        for m in (0.0, 0.5):
+            buffer = torch.tensor([[0.0], [m], [0.0]]).repeat(1, 300)
+            got = wire.read_down(kind, wire.down(kind, buffer), (3, 300))
+            torch.testing.assert_close(got, buffer)
     for kind in CODES:
         for bad in (float("nan"), float("inf"), -float("inf")):
             x = values(600)
