@@ -147,6 +147,9 @@ def test_the_list_and_bad_names():
         ValueError, match=r"--only 'ffm': scale smoke has both, attn, ffn, seed 1, or .*TwIST"
     ):
         run(["memory"], "smoke", Path("unused"), only=["ffm"])
+    way = "TwIST, whole first"  # one name, whatever the scale has
+    with pytest.raises(ValueError, match=f"--only '{way}': scale smoke has .*; TwIST; "):
+        run(["recipe"], "smoke", Path("unused"), only=[way])
     with pytest.raises(ValueError, match="starts from the weights that are given"):
         run(["memory"], "paper", Path("unused"), ["start.train.rounds=3"])
 

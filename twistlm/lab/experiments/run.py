@@ -18,6 +18,7 @@ from .scales import SCALES, Scale
 from .ways import WAYS
 
 HIDDEN = {
+    "before",
     "experiment",
     "scale",
     "slug",
@@ -77,11 +78,11 @@ def _scale(name: str, only: Sequence[str]) -> Scale:
         raise ValueError(f"--scale {name!r}: use {', '.join(SCALES)}")
     scale = SCALES[name]
     ways, seeds = scale.ways or tuple(WAYS), {f"seed {seed}": seed for seed in scale.seeds}
-    only = [w for wish in only for w in ([wish] if wish in ways else wish.split(","))]
+    only = [w for wish in only for w in ([wish] if wish in WAYS else wish.split(","))]
     for wish in only:
         if wish not in (*scale.settings, *seeds, *ways):
             legal = (
-                f"{', '.join((*scale.settings, *seeds))}, or ways of the recipe: {', '.join(ways)}"
+                f"{', '.join((*scale.settings, *seeds))}, or ways of the recipe: {'; '.join(ways)}"
             )
             raise ValueError(f"--only {wish!r}: scale {name} has {legal}")
     settings = tuple(s for s in scale.settings if s in only) or scale.settings
