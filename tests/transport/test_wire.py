@@ -198,6 +198,7 @@ def test_fused_kernels_write_the_same_bytes(backend, n, monkeypatch):
         back = wire.read_down("int8", down, shape), wire.read_up("int8", up, shape, sent[0])
         return down, up, *back
 
+    torch._dynamo.reset()  # each size is compiled for itself, not for any size after the first
     plain = both_ways()
     compiled = []
     monkeypatch.setattr(wire, "_fused", lambda f, near: compiled.append(f) or fast(f))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -73,7 +72,7 @@ def measure(lab: Lab, about: Mapping[str, Any]) -> dict[str, Any]:
     """Train a way from the lab's start and measure it on the reported text and on other text."""
     start = lab.trained(None)
     lab.close()
-    began, spent, leases = time.perf_counter(), Spent(), Leases()
+    spent, leases = Spent(), Leases()
     with tempfile.TemporaryDirectory(prefix="twistlm-") as folder:
         if before := about.get("before", []):
             cfg = _config(lab, about, before, start, f"{folder}/before")
@@ -83,9 +82,8 @@ def measure(lab: Lab, about: Mapping[str, Any]) -> dict[str, Any]:
         cfg = _config(lab, about, about["changes"], start, f"{folder}/run")
         with closing(engines.join(cfg)) as cluster:
             run, progress, spent = train(lab, cfg, cluster, leases, spent)
-            seconds = time.perf_counter() - began
             found = _perplexities(lab, cfg, run, progress)
-    return {**found, **asdict(spent), "seconds": seconds}
+    return {**found, **asdict(spent)}
 
 
 def _config(lab: Lab, about: Mapping[str, Any], some: list[str], weights: str, out: str) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,13 +110,12 @@ class KeptSeats(Seats):
 
 @dataclass(frozen=True)
 class Spent:
-    """What a training took."""
+    """What the rounds of a training took."""
 
     tokens: int = 0
-    bytes: int = 0
-    links: float = (
-        0.0  # of these, what leaves a rank that keeps 1/S of the central model, as in `sharded`
-    )
+    bytes: int = 0  # down from the central model and up to it, or around a ring
+    links: float = 0.0  # of these between ranks that keep 1/S of the central model each (`sharded`)
+    seconds: float = 0.0
     loss: float = 0.0  # of the last round
 
 
@@ -126,19 +126,19 @@ def train(
     run, progress = set_up(cfg, cluster, False, True)
     run = replace(run, make_seats=partial(KeptSeats, lab.kept, progress.teacher))
     spent, progress, t = before, replace(progress, leases=leases), cfg.train
-    share = (
-        1 - 1 / t.n_workers if t.method == "twist" else 1.0
-    )  # a ring's bytes are all between ranks
+    # a ring's bytes are all between ranks
+    share = 1 - 1 / t.n_workers if t.method == "twist" else 1.0
+    began = time.perf_counter()
     for outcome in _rounds(lab, run, progress):
         progress, sent, stats = outcome.progress, outcome.traffic, outcome.stats
-        n_bytes, loss = sent.down.total + sent.up.total, float(stats.loss_sum) / stats.n_steps
+        n_bytes = sent.down.total + sent.up.total
         spent = Spent(
-            spent.tokens + stats.n_tokens,
-            spent.bytes + n_bytes,
-            spent.links + n_bytes * share,
-            loss,
+            tokens=spent.tokens + stats.n_tokens,
+            bytes=spent.bytes + n_bytes,
+            links=spent.links + n_bytes * share,
+            loss=float(stats.loss_sum) / stats.n_steps,
         )
-    return run, progress, spent
+    return run, progress, replace(spent, seconds=before.seconds + time.perf_counter() - began)
 
 
 def _rounds(lab: Lab, run: Run, progress: Progress) -> Iterator[Any]:
