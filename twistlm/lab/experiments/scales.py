@@ -229,6 +229,7 @@ SCALES["gpu-60m"] = (
             "TwIST, whole first",
             "TwIST, dense first",
             "TwIST, whole first after dense",
+            "TwIST, whole first after 2/3 dense",
         ),
     )
 )

@@ -57,6 +57,9 @@ WAYS: dict[str, Way] = {
     WHOLE_NAME: Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST),
     f"{OURS}, dense first": Way(TWIST_FRESH, (4, 3), BYTES, SHARE, dense=1 / 3),
     f"{WHOLE_NAME} after dense": Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST, dense=1 / 2),
+    f"{WHOLE_NAME} after 2/3 dense": Way(
+        TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST, dense=2 / 3
+    ),
     "… half the decay": Way(TWIST_FRESH, (4,), (*BYTES, "train.weight_decay=0.05"), SHARE),
     "… fp32": Way(TWIST_FRESH, (4,), ("run.wire=fp32",), SHARE),
     "… bf16, interval 10": Way(TWIST_FRESH, (4,), ("run.wire=bf16",), 2 / 3),
