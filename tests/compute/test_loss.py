@@ -23,7 +23,7 @@ from twistlm.compute.loss import (
     next_token_loss,
 )
 from twistlm.data.lessons import pack, unpack
-from twistlm.system.device import pick_device
+from twistlm.system.device import autocast, pick_device
 
 
 def inputs(dtype: torch.dtype, bias: bool) -> tuple[list[Tensor], Tensor]:
@@ -189,6 +189,26 @@ def test_bf16_logits_lose_little():
     assert abs(float(loss.detach()) / float(expected.detach()) - 1) < 1e-2
     for got, want in zip(torch.autograd.grad(loss, low), wanted, strict=True):
         assert (got.double() - want).norm() / want.norm() < 2e-2
+
+
+def test_a_model_that_could_be_trained_is_scored_without_gradients(monkeypatch):
+    """As a GPU scores a ticket that was loaded to be healed: autocast over float32 parameters."""
+    device = pick_device("cpu")  # without oneDNN on ARM: it warns about bf16
+    monkeypatch.setattr(losses, "SMALL", 0)  # in chunks, as on a GPU
+    model = copy.deepcopy(tiny_model("gpt2")).requires_grad_()
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad(), autocast("bf16", device):
+        found = chunked_loss(model, ids)
+    assert abs(float(found) / float(next_token_loss(model, ids).detach()) - 1) < 1e-2
+
+    def refuse(*_: Tensor, out: Tensor) -> None:
+        raise AssertionError("the head's gradient")
+
+    monkeypatch.setattr(torch, "mm", refuse)
+    with torch.no_grad():
+        chunked_loss(model, ids)
+    with pytest.raises(AssertionError, match="the head's gradient"):
+        chunked_loss(model, ids)
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -119,6 +119,10 @@ def linear_cross_entropy(
     taught: Taught | Likeliest | None = None,
 ) -> Tensor:
     """Mean loss of `hidden @ weight.T + bias` [tokens, vocab] against `targets` [tokens] and a teacher."""
+    leaves = (hidden, weight) if bias is None else (hidden, weight, bias)
+    # not by a Function's `needs_input_grad`, which is true of parameters under no_grad, too
+    if not (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)):
+        return _forward(hidden, weight, bias, targets, chunk, None, taught)[0]
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, taught)
 
 
@@ -212,8 +216,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         taught: Taught | Likeliest | None,
     ) -> Tensor:
-        if not any(ctx.needs_input_grad):
-            return _forward(hidden, weight, bias, targets, chunk, None, taught)[0]
         rows = weight.new_empty(_aligned_rows(weight), weight.shape[1])
         into = Into(rows[: len(weight)], None if bias is None else torch.empty_like(bias))
         loss, d_hidden = _forward(hidden, weight, bias, targets, chunk, into, taught)
