@@ -3,9 +3,8 @@
 The loss is the cross-entropy of the text, or with a teacher (1 - a) of it plus a KL(teacher || model), both
 at temperature 1 over the whole vocabulary; of a teacher's cache, over its k likeliest tokens and the rest as one.
 
-The logits of 32 x 1024 tokens of GPT-2 are 6.6 GB in float32. Here one chunk's logits live in the model's
-own precision, the softmax in float32 registers, and both gradients are made on the way forward. torch's
-own chunked `linear_cross_entropy` (2.13) does the same but cannot be compiled.
+The logits of 32 x 1024 tokens of GPT-2 are 6.6 GB in float32. Here one chunk's live in the model's precision, and
+both gradients are made on the way forward; torch's own chunked loss (2.13) does the same but cannot be compiled.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Mean loss of `hidden @ weight.T + bias` [tokens, vocab] against `targets` [tokens] and a teacher."""
     leaves = (hidden, weight) if bias is None else (hidden, weight, bias)
-    # not by a Function's `needs_input_grad`, which is true of parameters under no_grad, too
+    # a Function's `needs_input_grad` is true of parameters under no_grad, too
     if not (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)):
         return _forward(hidden, weight, bias, targets, chunk, None, taught)[0]
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, taught)
