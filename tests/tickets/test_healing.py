@@ -163,7 +163,7 @@ def test_bad_requests_are_one_sentence(home, tmp_path, monkeypatch, capsys):
             str(home / "ticket"),
         ),
         "give --teacher MODEL": (str(ticket), "--tokens", "1k"),
-        "give --data STEM": (str(home / "ticket"), "--tokens", "1k", "--teacher", "none"),
+        "give --data STEM": (str(ticket), "--tokens", "1k", "--teacher", "none"),
         "is no ticket": (str(home / "run"), "--tokens", "1k"),
     }
     for words, args in cases.items():
@@ -185,3 +185,9 @@ def test_what_extract_writes_heals_with_its_parent(home, tmp_path, monkeypatch, 
     assert told["healed"][0]["teacher"] == told["parent"]["source"]
     assert told["parent"]["source"].startswith(str(home / "run"))
     assert "taught by" in said
+    words = ("-o", str(tmp_path / "n"), "--tokens", "96", "--device", "cpu", "--teacher", "none")
+    code, said, err = in_process(monkeypatch, capsys, "heal", str(tmp_path / "t"), *words, *STEPS)
+    assert (code, err) == (0, "")
+    alone = json.loads((tmp_path / "n/ticket.json").read_text())["healed"][0]
+    assert alone["data"] == told["healed"][0]["data"]  # the text of its parent's run
+    assert (alone["teacher"], alone["distil"]) == ("none", 0.0)

@@ -137,11 +137,12 @@ def heal(
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Token file to train on; default: the teacher's data.train.")
+        str | None,
+        typer.Option(help="Token file to train on; default: data.train of the teacher or parent."),
     ] = None,
     valid: Annotated[
         str | None,
-        typer.Option(help="Token file to measure on; default: the teacher's data.valid."),
+        typer.Option(help="Token file to measure on; default: data.valid of the same run."),
     ] = None,
     valid_tokens: Annotated[
         int, typer.Option(min=0, help="Use this many tokens of it; 0 takes all.")
@@ -151,7 +152,7 @@ def heal(
     """Train a ticket for itself, with its parent as a frozen teacher, and write it anew.
 
     A stopped one goes on where it was when the same command is called again. Learning rate, batch and all
-    else are keys of the training config; those of the teacher's run are taken where it has one.
+    else are keys of the training config; those of the teacher's run, or of the parent's, are taken where there is one.
     """
     from ..system.terminal import console
     from ..tickets import healing

@@ -48,13 +48,13 @@ class HealRequest:
     out: Path
     tokens: int
     teacher: str | None = None  # None: the ticket's parent; "none": the text alone
-    data: str | None = None  # None: the training tokens of the teacher's run
-    valid: str | None = None  # None: the validation tokens of the teacher's run
+    data: str | None = None  # None: the training tokens of the teacher's run, or of the parent's
+    valid: str | None = None  # None: the validation tokens of that run
     valid_tokens: int = 0  # 0 takes all
     device: str = "auto"
     overrides: Sequence[str] = ()
     like: Config | None = (
-        None  # a run whose settings are taken; None: the teacher's, where it has one
+        None  # a run whose settings are taken; None: the teacher's or the parent's, where they have one
     )
 
 
@@ -109,12 +109,15 @@ def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any
     if teacher != "none" and what_is(teacher) == "checkpoint":
         found = checkpoint.open_(path)
         teacher, known = str(found.path), found.config
+    elif Path(cut_from).exists() and what_is(cut_from) == "checkpoint":
+        known = checkpoint.open_(Path(cut_from)).config
     known = request.like or known
     run = known or Config(train=TrainConfig(batch=2, lr=1e-4))
     data = request.data or (known.data.train if known else "")
     if not data:
         raise ValueError(
-            f"nothing is known to train {request.ticket} on, since its teacher ({teacher}) is no run: give --data STEM"
+            f"nothing is known to train {request.ticket} on, since neither its teacher ({teacher}) nor its parent "
+            f"({cut_from}) is a run that is here: give --data STEM"
         )
     most = getattr(model.config, "max_position_embeddings", None) or 1024
     cfg = Config(
