@@ -283,7 +283,8 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
         says = f"nested tickets of TwIST are 10% better than random ones at {small}/{N}"
         claims.append(Claim(says, less >= 0.1, f"{100 * less:.1f}%", "ours"))
     if OURS in ways and DROPOUT_NAME in ways:
-        below = {k: 1 - _mean(ways[OURS], k) / _mean(ways[DROPOUT_NAME], k) for k in sizes}
+        ours, other = _paired(ways[OURS], ways[DROPOUT_NAME])
+        below = {k: 1 - _mean(ours, k) / _mean(other, k) for k in sizes}
         because = ", ".join(f"{100 * share:.1f}% at {k}/{N}" for k, share in below.items())
         says = "random tickets of TwIST are better than those of structured dropout at every size"
         claims.append(Claim(says, min(below.values()) > 0, because, "ours"))
@@ -291,7 +292,8 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
         if name in ways:
             claims += _independence(name, *_paired(ways[name], ways[TWIN_NAME]), sizes)
     if DENSE_NAME in ways and (names := [name for name in ways if name.startswith("TwIST")]):
-        ratios = {n: _mean(ways[n], "whole") / _mean(ways[DENSE_NAME], "whole") for n in names}
+        pairs = {n: _paired(ways[n], ways[DENSE_NAME]) for n in names}
+        ratios = {n: _mean(a, "whole") / _mean(b, "whole") for n, (a, b) in pairs.items()}
         best = min(ratios, key=ratios.__getitem__)
         says = "a TwIST parent's whole model is within 5% of data parallel's"
         claims.append(
