@@ -438,7 +438,7 @@ CASES = {
     "heal beyond the ticket's positions": heal("1k", "data.seq_len=17", parts=TOO_LONG),
     "heal on no tokens": heal("0", parts=("--tokens 0", "at least one")),
     "heal with an unknown teacher": heal(
-        "1k", "--teacher", "nowhere", parts=("nowhere", "is no run", "--data STEM")
+        "1k", "--teacher", "nowhere", parts=("train.teacher = 'nowhere'", "could not be loaded")
     ),
     # extracting
     "extract from nowhere": extract(
