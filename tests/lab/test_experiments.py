@@ -419,6 +419,9 @@ def test_an_ablation_is_held_against_the_same_seeds():
     assert [row[0] for row in ways.rows] == ["TwIST"]
     assert changed.rows == (("… fp32", "0.002", "1", *["+10.0%"] * 5, "3.0"),)
     assert list(shown.figures[0].data) == ["TwIST", "TwIST, nested"]
+    assert [(claim.holds, claim.because) for claim in shown.claims] == [
+        (False, "-15.5%")
+    ]  # 74.5, 64.5
 
 
 def test_the_recipe_by_hand():
