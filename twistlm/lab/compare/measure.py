@@ -247,7 +247,7 @@ class Stand:
             _drop_(other, cut, ratio)
         slow, fast = speed.measure_all([full, other])
         return {
-            "speedup": slow.decode_ms / fast.decode_ms,
+            "speedup": slow.fastest_decode_ms / fast.fastest_decode_ms,
             "parent": asdict(slow),
             "pruned": asdict(fast),
         }

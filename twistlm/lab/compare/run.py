@@ -152,8 +152,8 @@ def _write(
     parts += [
         "Scale: the activation scale of tickets, with `+ mean` where biases make up for absent blocks: "
         f"{said}. Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
-        "float32. Decode: measured speed on the CPU against the whole parent, of tickets by their shapes, of "
-        "single zeros once, where there are most.",
+        "float32. Decode: measured speed on the CPU (the fastest token) against the whole parent, of tickets by their "
+        "shapes, of single zeros once, where there are most.",
         "",
         "## All rows",
         "",
