@@ -188,6 +188,9 @@ def test_claims_of_robustness():
     found = robustness.section(heat(good))
     assert [claim.holds for claim in found.claims] == [True, True, True]
     assert "X=3: 25.00, X=6: 24.00, X=10: 60.00; lowest at X=6" in found.claims[2].because
+    (table,) = found.tables
+    assert table.rows[1] == ("both", "6/12", "24.00", "21.00", "20.00")
+    assert table.best == {(1, 2), (1, 3), (2, 4)}
     edge = good | {3: {3: 22, 6: 22, 10: 30}, 10: {3: 26, 6: 20, 10: 18}}
     assert [claim.holds for claim in robustness.section(heat(edge)).claims] == [False, False, True]
     edge = good | {3: {3: 22, 6: 22, 10: 22}}

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ..page import draw
-from ..page.section import Claim, Figure, Section, number
+from ..page.section import Claim, Figure, Section, Table, lowest, number
 from . import paper
 from .lab import Lab, Point
 from .ranking import Sample, subnets
@@ -35,7 +35,8 @@ def points(lab: Lab) -> list[Point]:
 
 
 def section(points: list[dict[str, Any]]) -> Section:
-    """The heat-maps, and what they say about the paper's three claims."""
+    """The heat-maps, their numbers, and what they say about the paper's three claims."""
+    maps: dict[str, dict[int, dict[int, float]]] = {}  # setting -> trained on -> evaluated on
     figures, claims = [], []
     for setting in dict.fromkeys(p["config"]["setting"] for p in points):
         mine = [p for p in points if p["config"]["setting"] == setting]
@@ -43,6 +44,7 @@ def section(points: list[dict[str, Any]]) -> Section:
         for point in sorted(mine, key=lambda p: p["config"]["widths"]):
             (x,) = point["config"]["widths"]
             shown.setdefault(x, {})[point["config"]["k"]] = point["result"]["mean"]
+        maps[setting] = shown
         figures.append(_figure(setting, shown))
         claims += _claims(setting, shown)
     theirs = [
@@ -56,7 +58,14 @@ def section(points: list[dict[str, Any]]) -> Section:
         f"text ({_scales(points)}); {points[0]['config']['tokens']:,} tokens behind a perplexity. The paper on its own text: {'; '.join(theirs)}; of attn "
         "it prints no number."
     )
-    return Section("robustness", "Robustness to the size", what, (), tuple(figures), tuple(claims))
+    return Section(
+        "robustness",
+        "Robustness to the size",
+        what,
+        (_table(maps),),
+        tuple(figures),
+        tuple(claims),
+    )
 
 
 def _scales(points: list[dict[str, Any]]) -> str:
@@ -64,6 +73,21 @@ def _scales(points: list[dict[str, Any]]) -> str:
     found = [p["result"].get("treatment", {}).get("chosen") for p in points if p["config"]["k"] < N]
     counts = Counter(scale or "as trained" for scale in found)
     return ", ".join(f"{scale}: {n}" for scale, n in counts.most_common())
+
+
+def _table(maps: dict[str, dict[int, dict[int, float]]]) -> Table:
+    """Every cell of every map; in each setting the lowest perplexity of a size is marked."""
+    columns = sorted({k for shown in maps.values() for row in shown.values() for k in row})
+    rows: list[tuple[str, ...]] = []
+    best: set[tuple[int, int]] = set()
+    for setting, shown in maps.items():
+        values = [[row.get(k) for k in columns] for row in shown.values()]
+        best |= {(len(rows) + i, j + 2) for i, j in lowest(values)}
+        rows += [
+            (setting, f"{x}/{N}", *map(number, mine)) for x, mine in zip(shown, values, strict=True)
+        ]
+    head = ("setting", "trained on", *(f"{k}/{N}" for k in columns))
+    return Table(head, tuple(rows), frozenset(best), "perplexity", names=2)
 
 
 def _figure(setting: str, shown: dict[int, dict[int, float]]) -> Figure:
