@@ -13,12 +13,16 @@ import torch
 from checkpoints import FILES, FLOAT64_TRAIN, distance
 from commands import toml, torchrun
 from conftest import make_tokens, tiny, tiny_table
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 
 from twistlm.config import Config, override
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens, write_meta
 from twistlm.model import families, huggingface, masks
 from twistlm.model.blocks import BlockMap, Blueprint
+from twistlm.model.tokenizer import tokenizer_of
 from twistlm.training import rounds
 from twistlm.training.checkpoint import open_, template
 from twistlm.training.teacher import write_cache
@@ -402,9 +406,43 @@ def test_a_teacher_of_other_tokens_is_refused(recipe, tmp_path):
     wrong = config | {"train": config["train"] | {"teacher": str(folder)}}
     with pytest.raises(ValueError, match=r"knows \d+ tokens, the model \d+"):
         rounds.train(tiny(tokens, tmp_path / "run", **wrong), quiet=True)
-    same = tmp_path / "same"
-    huggingface.load(other, 0).save_pretrained(same)
-    (same / "tokenizer.json").write_text("{}")
-    wrong = config | {"train": config["train"] | {"teacher": str(same)}}
-    with pytest.raises(ValueError, match="is not the tokenizer of"):
+    short = tmp_path / "short"
+    fewer = {**other.config, "n_positions": 8}
+    huggingface.load(replace(other, config=fewer), 0).save_pretrained(short)
+    wrong = config | {"train": config["train"] | {"teacher": str(short)}}
+    with pytest.raises(
+        ValueError, match=r"data\.seq_len = 16: train\.teacher = .* has 8 positions"
+    ):
         rounds.train(tiny(tokens, tmp_path / "run", **wrong), quiet=True)
+
+
+def test_a_teacher_has_the_tokenizer_of_the_tokens(recipe, tmp_path, monkeypatch):
+    """Files of one tokenizer differ in spacing, truncation and templates: what counts is that ids mean the same."""
+    _, config, _ = recipe
+    tokens, folder = make_tokens(tmp_path / "tokens"), tmp_path / "teacher"
+    words = {f"w{i}": i for i in range(64)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(f"{tokens}.tokenizer.json")
+    huggingface.load(tiny(tokens, tmp_path).model, 0).save_pretrained(folder)
+    same = Tokenizer(WordLevel(words, unk_token="w0"))
+    same.enable_truncation(8)
+    same.post_processor = TemplateProcessing(single="$A w1", special_tokens=[("w1", 1)])
+    same.save(str(folder / "tokenizer.json"), pretty=False)
+    taught = config | {"train": config["train"] | {"teacher": str(folder), "rounds": 1}}
+    rounds.train(tiny(tokens, tmp_path / "run", **taught), quiet=True)
+    Tokenizer(WordLevel(words | {"w5": 6, "w6": 5}, unk_token="w0")).save(
+        str(folder / "tokenizer.json")
+    )
+    with pytest.raises(ValueError, match="its tokenizer is not that of"):
+        rounds.train(tiny(tokens, tmp_path / "other", **taught), quiet=True)
+    # of a hub id, from the hub's cache
+    snapshot = tmp_path / "hub/models--me--teacher/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (folder / "tokenizer.json").rename(snapshot / "tokenizer.json")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    of_hub = tokenizer_of("me/teacher")
+    assert of_hub is not None
+    assert of_hub.token_to_id("w5") == 6
+    assert tokenizer_of("me/other") is tokenizer_of(str(folder)) is None

@@ -247,11 +247,11 @@ def vocab_size(model: PreTrainedModel) -> int:
     return embeddings.weight.shape[0]
 
 
-def check_positions(model: PreTrainedModel, seq_len: int) -> None:
+def check_positions(model: PreTrainedModel, seq_len: int, who: str = "the model") -> None:
     """Refuse sequences that are longer than the model can number."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
-        raise ValueError(f"data.seq_len = {seq_len}: the model has {positions} positions")
+        raise ValueError(f"data.seq_len = {seq_len}: {who} has {positions} positions")
 
 
 def clone_structure(model: PreTrainedModel) -> PreTrainedModel:

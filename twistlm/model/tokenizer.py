@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
@@ -41,6 +42,23 @@ def _load(source: str) -> Tokenizer:
         raise ValueError(
             f"tokenizer {source!r} is no local file and the hub gave none: {error}"
         ) from None
+
+
+def tokenizer_of(model: str) -> Tokenizer | None:
+    """The tokenizer that a model's folder or hub id brings along; None if it brings none."""
+    path = Path(model)
+    if path.exists() or model.startswith("gguf:"):
+        return load_tokenizer(model) if (path / "tokenizer.json").is_file() else None
+    try:
+        return load_tokenizer(hf_hub_download(model, "tokenizer.json"))
+    except OSError:  # the hub has no such file, or cannot be reached
+        return None
+
+
+def covers(tok: Tokenizer, other: Tokenizer) -> bool:
+    """Whether every token of `other` has the same id in `tok`; files of one tokenizer may differ in their bytes."""
+    ids = tok.get_vocab()
+    return all(ids.get(token) == i for token, i in other.get_vocab().items())
 
 
 def find_eos(tok: Tokenizer, eos: str | None = None) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from ..data.lessons import Lessons, LessonsMeta
 from ..data.token_file import TokenFile
 from ..model import huggingface
 from ..model.layout import CutModel
+from ..model.tokenizer import covers, load_tokenizer, tokenizer_of
 from ..system.device import is_bf16, pick_device
-from ..system.files import file_sha256
 from ..system.terminal import progress
 from . import checkpoint
 
@@ -52,8 +51,9 @@ def load(
             f"train.teacher = {t.teacher!r} knows {its} tokens, the model {mine}: a teacher needs the "
             f"same tokenizer"
         )
-    folder = Path(cfg.model.weights if is_start else t.teacher)
-    _check_tokenizer(f"train.teacher = {t.teacher!r}", folder, tokens)
+    huggingface.check_positions(model, cfg.data.seq_len, f"train.teacher = {t.teacher!r}")
+    source = cfg.model.weights if is_start else t.teacher
+    _check_tokenizer(f"train.teacher = {t.teacher!r}", source, tokens)
     # before it is rounded for this device: a run may move to another
     named = huggingface.weights_sha256(model)
     return _teacher(model, cfg, cut), named
@@ -70,12 +70,12 @@ def check_same(was: str, now: str, cfg: Config) -> None:
         )
 
 
-def _check_tokenizer(what: str, folder: Path, tokens: TokenFile) -> None:
-    """A teacher's folder with a tokenizer must have that of the tokens."""
-    tokenizer, wanted = folder / "tokenizer.json", tokens.meta.tokenizer_sha256
-    if tokenizer.is_file() and wanted and file_sha256(tokenizer) != wanted:
+def _check_tokenizer(what: str, source: str, tokens: TokenFile) -> None:
+    """A teacher that brings a tokenizer must give the ids of the tokens the same meaning."""
+    its, wanted = tokenizer_of(source), tokens.tokenizer_path
+    if its and wanted.is_file() and not covers(its, load_tokenizer(str(wanted))):
         raise ValueError(
-            f"{what}: {tokenizer} is not the tokenizer of {tokens.stem}: a teacher needs the same one"
+            f"{what}: its tokenizer is not that of {tokens.stem}, and a teacher needs the same one"
         )
 
 
@@ -108,7 +108,7 @@ def write_cache(
             f"--seq-len {seq_len}: must lie in 2..{positions or 'any'}, as {name} reads it"
         )
     tokens.check(seq_len, vocab)
-    _check_tokenizer(f"--teacher {name}", Path(name), tokens)
+    _check_tokenizer(f"--teacher {name}", name, tokens)
     meta = LessonsMeta(
         teacher=name,
         weights_sha256=huggingface.weights_sha256(model),
