@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
-from conftest import tiny
+from commands import toml
+from conftest import tiny, tiny_table
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from twistlm import cli, config
 from twistlm.compute.attention import causal_
 from twistlm.config import BlocksConfig
+from twistlm.data.token_file import open_tokens
 from twistlm.model import count, families, huggingface
 from twistlm.model.subnet import Gate
 from twistlm.system import terminal
 from twistlm.training import memory, plan, rounds
+from twistlm.training.here import forecast
+from twistlm.training.teacher import write_cache
 from twistlm.transport import traffic
 
 TABLE_2 = {  # TB, 4 workers, 3 epochs
@@ -110,6 +115,73 @@ def test_the_command_prints_and_writes_it(tmp_path, monkeypatch, capsys):
     for word in ("124,439,808", "11,427", "2,856", "45.50", "GPT-2 XL"):
         assert word in printed
     assert json.loads(target.read_text())["n_params"] == 124_439_808
+
+
+def plan_of(tmp_path, capsys, *args: str) -> tuple[dict, str]:
+    """What `twistlm plan` writes and prints."""
+    target = tmp_path / "plan.json"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.argv", ["twistlm", "plan", *args, "--json", str(target)])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+    assert done.value.code == 0
+    return json.loads(target.read_text()), " ".join(capsys.readouterr().out.split())
+
+
+def test_a_teacher_s_parameters_bytes_and_share_of_the_time(tokens, tmp_path, capsys):
+    """A teacher with twice the layers is counted as it is; of a cache, what goes to workers in a round."""
+    start = tiny(tokens, tmp_path / "run").model
+    deep = replace(start, config=start.config | {"n_layer": 6})
+    model = huggingface.load(deep, 0)
+    model.save_pretrained(tmp_path / "teacher")
+    n_params = sum(p.numel() for p in model.parameters())
+    small = sum(p.numel() for p in huggingface.load(start, 0).parameters())
+    table = tiny_table(tokens, tmp_path / "run", train={"moments": "reset"})
+    made = toml(tmp_path / "tiny.toml", table)
+    alone, printed = plan_of(tmp_path, capsys, made)
+    assert alone["teacher"] is None
+    assert "teacher" not in printed
+    taught, printed = plan_of(tmp_path, capsys, made, f"train.teacher={tmp_path / 'teacher'}")
+    assert taught["teacher"] == {"n_params": n_params, "round_bytes": 0}
+    assert f"{n_params:,} parameters beside every worker" in printed
+    cfg = config.load(str(made))
+    n_logits = cfg.train.batch * 15 * 64
+    added = taught["gpu_bytes"]["worker"] - alone["gpu_bytes"]["worker"]
+    assert added == 2 * (n_params + n_logits)
+    here = forecast(config.override(cfg, [f"train.teacher={tmp_path / 'teacher'}"]), 10)
+    assert here.teacher_share / (1 - here.teacher_share) > 2 * n_params / (6 * small)
+    t = cfg.train
+    n_told = t.n_workers * t.interval * t.batch * 15  # predictions
+    cached, _ = plan_of(tmp_path, capsys, made, "train.teacher=cache")
+    assert cached["teacher"] == {"n_params": 0, "round_bytes": n_told * 64 * 4}
+    write_cache(open_tokens(tokens), str(tmp_path / "teacher"), 5, 16, "cpu", quiet=True)
+    cached, printed = plan_of(tmp_path, capsys, made, "train.teacher=cache")
+    assert cached["teacher"] == {"n_params": 0, "round_bytes": n_told * 5 * 4}
+    assert "the teacher's cache: " in printed
+
+
+def test_links_carry_what_workers_hold(tmp_path, capsys):
+    """The recipe's workers hold all blocks; the paper's half of them, or what is asked for."""
+    links = {}
+    for ratio in ((), ("--ratio", "12/12"), ("--ratio", "4/12")):
+        made, _ = plan_of(tmp_path, capsys, "demo", *ratio)
+        links[ratio] = [link["n_bytes"]["sharded"] for link in made["links"]]
+    assert links[()] == links["--ratio", "12/12"] > links["--ratio", "4/12"]
+    held = plan.make(config.load("paper"))
+    assert held.links == plan.make(config.load("paper"), "1/2").links
+    assert "50% of the blocks" in held.links_say
+
+
+def test_hours_are_those_of_the_rounds_where_epochs_do_not_count(tmp_path, capsys):
+    made, printed = plan_of(tmp_path, capsys, "paper", "train.rounds=1000")  # of 3 epochs
+    found = re.search(r"([\d,]+) GFLOP/s .*? about ([\d,.]+) hours", printed)
+    assert found
+    gflops, hours = (float(number.replace(",", "")) for number in found.groups())
+    n_subnet = next(
+        r["n_params"] for r in made["rows"] if (r["setting"], r["ratio"]) == ("both", "6/12")
+    )
+    flops = 6 * n_subnet * 1000 * 15 * 2 * 4 * 1024
+    assert hours == pytest.approx(flops / (0.4 * gflops * 1e9) / 3600, rel=0.05)
 
 
 def test_a_plan_for_any_family_and_config():

@@ -208,7 +208,12 @@ def eval_(
 def plan(
     preset: Preset,
     overrides: Overrides = None,
-    ratio: Annotated[str, typer.Option(help="Share of blocks behind the forecasts.")] = "4/12",
+    ratio: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of blocks behind the forecasts of links, as 4/12; default: blocks.k_...."
+        ),
+    ] = None,
     gbit: Annotated[float, typer.Option(help="Speed of every worker's link, Gbit/s.")] = 1.0,
     tflops: Annotated[
         float, typer.Option(help="Speed of a worker, TFLOP/s (`twistlm bench train`).")
@@ -221,12 +226,16 @@ def plan(
     cfg = config.load(preset, overrides or [])
     from ..system.terminal import console
     from ..training.here import forecast
-    from ..training.memory import gpu_bytes
+    from ..training.memory import gpu_bytes, teacher_cost
     from ..training.plan import make, show
 
     made = make(cfg, ratio, gbit, tflops)
-    console.print(str(forecast(cfg, round(made.n_sequences * (cfg.train.epochs or 1)))))
-    memory = gpu_bytes(cfg)
+    passes = 1 if cfg.train.rounds else cfg.train.epochs
+    console.print(str(forecast(cfg, round(made.n_sequences * passes))))
+    memory, teacher = gpu_bytes(cfg), teacher_cost(cfg)
     console.print(str(memory))
+    if teacher:
+        console.print(str(teacher))
     show(made)
-    write_json(json_out, made.to_dict() | {"gpu_bytes": asdict(memory)})
+    costs = {"gpu_bytes": asdict(memory), "teacher": asdict(teacher) if teacher else None}
+    write_json(json_out, made.to_dict() | costs)

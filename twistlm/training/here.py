@@ -11,6 +11,7 @@ from ..config import Config
 from ..model import families, huggingface
 from ..model.count import count
 from ..system.device import pick_device
+from .memory import teacher_cost
 from .run import n_rows
 
 SIDE = 1024  # of the matrices whose product is timed
@@ -45,7 +46,7 @@ class Here:
 def forecast(cfg: Config, n_sequences: int) -> Here:
     """6 FLOPs per parameter and token (forward and backward), all workers played by one process.
 
-    A teacher that is no cache is as large as the model and takes 2 more (forward alone).
+    A teacher that is no cache takes 2 for each of its own (forward alone).
     """
     model = huggingface.on_meta(huggingface.planned_config(cfg.model))
     shapes = huggingface.shapes(model)
@@ -60,7 +61,8 @@ def forecast(cfg: Config, n_sequences: int) -> Here:
     speed = _flops(device)
     n_tokens = n_sequences * cfg.data.seq_len
     logits = 2 * cfg.train.batch * cfg.data.seq_len * huggingface.vocab_size(model)
-    n_teacher = 0 if cfg.train.teacher in ("none", "cache") or cfg.train.distil == 0 else n_full
+    taught = teacher_cost(cfg)
+    n_teacher = taught.n_params if taught else 0
     held = (1 + n_rows(cfg)) * n_full + 4 * n_subnet
     held += logits + n_teacher
     flops = 6 * n_subnet + 2 * n_teacher  # per token

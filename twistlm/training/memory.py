@@ -13,18 +13,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
 
 from ..compute.loss import ALIGN, CHUNK
 from ..config import Config
+from ..data.lessons import id_bytes, open_lessons
+from ..data.token_file import open_tokens
 from ..model import families, huggingface
 from ..model.blocks import BlockMap, Shapes, Widths
 from ..model.count import count
+from . import checkpoint
 from .run import n_rows
 
 # bytes beyond the count, in the middle of twelve steps of GPT-2 small to large on an H200 (docs/results.md)
 REST = 320_000_000
 HALF, FULL = 2, 4  # bytes of a number
 SEAT = 3 * FULL + 2 * HALF
+TOP = 64  # likeliest tokens in a cache that is not made yet: the default of `twistlm prepare`
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,44 @@ class Memory:
         )
 
 
+@dataclass(frozen=True)
+class TeacherCost:
+    """What a frozen teacher, or the cache of its predictions, adds to a run."""
+
+    n_params: int  # of the model beside every worker; 0 with a cache
+    round_bytes: int  # to all workers in a round, beside their tokens; 0 without a cache
+
+    def __str__(self) -> str:
+        if self.round_bytes:
+            return (
+                f"the teacher's cache: {self.round_bytes / 1e6:,.1f} MB to all workers in a round"
+            )
+        return (
+            f"the teacher: {self.n_params:,} parameters beside every worker; run.variant = ray sends them once to "
+            f"each, {FULL * self.n_params / 1e6:,.1f} MB in float32"
+        )
+
+
+def teacher_cost(cfg: Config) -> TeacherCost | None:
+    """None without a teacher. One that is not on this disk counts as large as the model."""
+    t = cfg.train
+    if t.teacher == "none" or t.distil == 0:
+        return None
+    model = huggingface.on_meta(huggingface.planned_config(cfg.model))
+    if t.teacher == "cache":
+        vocab = huggingface.vocab_size(model)
+        try:
+            told = open_lessons(open_tokens(cfg.data.train), cfg.data.seq_len, vocab)
+            record = told.meta.record
+        except ValueError:  # not made yet
+            record = TOP * (id_bytes(vocab) + HALF)
+        n = t.n_workers * t.interval * t.batch * (cfg.data.seq_len - 1)
+        return TeacherCost(0, n * record)
+    files = Path(checkpoint.weights_of(t.teacher)).glob("model*.safetensors")
+    stored = sum(math.prod(shape) for file in files for shape in huggingface.header(file).values())
+    return TeacherCost(stored or sum(param.numel() for param in model.parameters()), 0)
+
+
 def gpu_bytes(cfg: Config) -> Memory:
     """The peak of a round without evaluation; activations are those of the largest subnet."""
     model = huggingface.on_meta(huggingface.planned_config(cfg.model))
@@ -49,17 +93,17 @@ def gpu_bytes(cfg: Config) -> Memory:
         model, replace(cfg.blocks, setting="both", shared_first=0, shared_last=0)
     )
     n_full = count(block_map, shapes, block_map.full_widths())
-    seats = [count(block_map, shapes, widths) for widths in _widths(cfg, block_map)]
-    largest = max(_widths(cfg, block_map), key=lambda w: count(block_map, shapes, w))
+    seats = [count(block_map, shapes, widths) for widths in subnet_widths(cfg, block_map)]
+    largest = max(subnet_widths(cfg, block_map), key=lambda w: count(block_map, shapes, w))
     fresh = cfg.blocks.masks != "round" and cfg.train.method != "dense"
     gated = {g.name for g in block_map.groups if fresh or largest[g.name] < g.n_blocks}
     kept = values_per_token(every, shapes, largest, gated)
     n_tokens = cfg.train.batch * (cfg.data.seq_len - 1)
-    taught = cfg.train.teacher != "none" and cfg.train.distil > 0
-    has_model = taught and cfg.train.teacher != "cache"
-    n_logits = min(n_tokens, CHUNK) * (1 + (n_tokens > CHUNK) + has_model)
+    taught = teacher_cost(cfg)
+    n_teacher = taught.n_params if taught else 0
+    n_logits = min(n_tokens, CHUNK) * (1 + (n_tokens > CHUNK) + (n_teacher > 0))
     vocab = huggingface.vocab_size(model)
-    worker = SEAT * sum(seats) + HALF * n_full * has_model + REST
+    worker = SEAT * sum(seats) + HALF * n_teacher + REST
     worker += HALF * (
         kept * cfg.train.batch * cfg.data.seq_len + n_logits * (vocab + -vocab % ALIGN)
     )
@@ -69,7 +113,7 @@ def gpu_bytes(cfg: Config) -> Memory:
     return Memory(worker, worker + central)
 
 
-def _widths(cfg: Config, block_map: BlockMap) -> list[Widths]:
+def subnet_widths(cfg: Config, block_map: BlockMap) -> list[Widths]:
     """Of every subnet that comes up; a seat is kept for each."""
     if cfg.train.method != "twist":
         return [block_map.full_widths()]
@@ -81,6 +125,14 @@ def _widths(cfg: Config, block_map: BlockMap) -> list[Widths]:
         {g.name: min(g.n_blocks, k_attn if g.kind == "attn" else k_ffn) for g in block_map.groups}
         for k_attn, k_ffn in sorted(pairs)
     ]
+
+
+def held_share(cfg: Config, block_map: BlockMap, shapes: Shapes) -> Fraction:
+    """The share of all parameters in blocks that a worker holds, over the widths that come up."""
+    n_shared = count(block_map, shapes, dict.fromkeys(block_map.full_widths(), 0))
+    n_blocks = count(block_map, shapes, block_map.full_widths()) - n_shared
+    held = [count(block_map, shapes, w) - n_shared for w in subnet_widths(cfg, block_map)]
+    return Fraction(sum(held), n_blocks * len(held))
 
 
 def values_per_token(every: BlockMap, shapes: Shapes, widths: Widths, gated: set[str]) -> int:

@@ -17,6 +17,7 @@ from ..model.count import FLOAT32, count, gpt2_params, paper_rounds, traffic, tr
 from ..system import terminal
 from ..system.terminal import console
 from ..transport.traffic import subnet_bytes
+from .memory import held_share
 
 RATIOS = ("10/12", "8/12", "6/12", "4/12", "3/12")
 
@@ -54,11 +55,11 @@ class Plan:
         return asdict(self)
 
 
-def make(cfg: Config, ratio: str = "4/12", gbit: float = 1.0, tflops: float = 100.0) -> Plan:
+def make(cfg: Config, ratio: str | None = None, gbit: float = 1.0, tflops: float = 100.0) -> Plan:
     """Count parameters on the meta device and multiply; nothing is downloaded or allocated.
 
     `ratio` is the share of blocks behind the forecasts for links of `gbit` Gbit/s and workers of
-    `tflops` TFLOP/s.
+    `tflops` TFLOP/s; None: what the config's workers hold.
     """
     if not gbit > 0 or not tflops > 0:
         raise ValueError(f"--gbit {gbit:g} and --tflops {tflops:g}: both must be greater than 0")
@@ -67,7 +68,7 @@ def make(cfg: Config, ratio: str = "4/12", gbit: float = 1.0, tflops: float = 10
     block_map = families.partition(model, cfg.blocks)
     t = cfg.train
     generator.check(block_map, cfg.blocks, t.n_workers)
-    kappa = parse_share(ratio)
+    kappa = held_share(cfg, block_map, shapes) if ratio is None else parse_share(ratio)
     n_sequences, source, epochs = _sequences(cfg)
     in_paper = paper_rounds(n_sequences, epochs, t.batch, t.interval)
     in_truth = true_rounds(n_sequences, epochs, t.batch, t.interval, t.n_workers)
@@ -107,7 +108,7 @@ def make(cfg: Config, ratio: str = "4/12", gbit: float = 1.0, tflops: float = 10
         tuple(rows),
         half,
         tuple(forecasts(cfg, kappa, gbit, tflops)),
-        f"{ratio} of the blocks, {'weights and moments' if t.moments == 'carry' else 'weights'}, run.wire = "
+        f"{ratio or f'{float(kappa):.0%}'} of the blocks, {'weights and moments' if t.moments == 'carry' else 'weights'}, run.wire = "
         f"{cfg.run.wire}, {gbit:g} Gbit/s, {t.interval} steps of {t.batch} x {cfg.data.seq_len} tokens at "
         f"{tflops:g} TFLOP/s",
     )
