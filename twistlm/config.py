@@ -287,6 +287,12 @@ class Config:
         }.items():
             if not 0 <= share <= 1:
                 raise ValueError(f"{name} = {share}: must lie in 0..1")
+        for name, model, other in (
+            ("model.weights", self.model.weights, "random"),
+            ("train.teacher", self.train.teacher, "none"),
+        ):
+            if not model.strip():
+                raise ValueError(f"{name} = {model!r}: name a folder, a hub id or {other!r}")
         if self.train.teacher == "start" and self.model.weights == "random":
             raise ValueError(
                 "train.teacher = 'start' with model.weights = 'random': untrained weights teach nothing; "

@@ -297,7 +297,14 @@ CASES = {
     "no likeliest": teach("--top", "0", parts=("--top 0", "1..64")),
     "teacher's windows too long": teach("--seq-len", "17", parts=("--seq-len 17", "2..16")),
     "teacher of another tokenizer": teach(
-        parts=("--teacher plain", "tokenizer.json", "not the tokenizer of tokens"),
+        parts=("--teacher plain", "its tokenizer is not that of tokens"),
+        prepare=lambda here: (
+            write_plain_model(here),
+            shutil.copy(here / "other.tokenizer.json", here / "plain/tokenizer.json"),
+        ),
+    ),
+    "teacher whose tokenizer is none": teach(
+        parts=("--teacher plain", "plain/tokenizer.json is not a tokenizer.json"),
         prepare=lambda here: (
             write_plain_model(here),
             (here / "plain/tokenizer.json").write_text("{}"),
@@ -322,7 +329,11 @@ CASES = {
     ),
     "unknown device": train("run.device=tpu", parts=("run.device = 'tpu'", "auto, cpu, cuda")),
     "absent device": train("run.device=cuda:99", parts=("run.device = 'cuda:99'", "CUDA devices")),
-    "bad eval ratio": train("run.eval_ratios=5/12", parts=("'5/12'", "1/4, 2/4, 3/4, 4/4")),
+    "bad eval ratio": train(
+        "run.eval_ratios=5/12", parts=("run.eval_ratios: ", "'5/12'", "1/4, 2/4, 3/4, 4/4")
+    ),
+    "no teacher's name": train("train.teacher=", parts=("train.teacher = ''", "'none'")),
+    "no weights' name": train("model.weights=", parts=("model.weights = ''", "'random'")),
     "out below a file": train("run.out=c.toml/run", parts=("c.toml",)),
     "out holds a run": Case(
         ("train", "c.toml"), ("run.out = 'run'", "--resume", "another folder"), process=True

@@ -98,7 +98,10 @@ def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutMode
         generator.check_dropout(cut.block_map, cfg.blocks)
     masks.check(cut.block_map, cfg.blocks, cfg.train.method)
     for ratio in cfg.run.eval_ratios:
-        widths_of_ratio(cut.block_map, ratio)
+        try:
+            widths_of_ratio(cut.block_map, ratio)
+        except ValueError as error:
+            raise ValueError(f"run.eval_ratios: {error}") from None
     return cut
 
 

@@ -72,7 +72,10 @@ def check_same(was: str, now: str, cfg: Config) -> None:
 
 def _check_tokenizer(what: str, source: str, tokens: TokenFile) -> None:
     """A teacher that brings a tokenizer must give the ids of the tokens the same meaning."""
-    its, wanted = tokenizer_of(source), tokens.tokenizer_path
+    try:
+        its, wanted = tokenizer_of(source), tokens.tokenizer_path
+    except ValueError as error:  # a file that is no tokenizer
+        raise ValueError(f"{what}: {error}") from None
     if its and wanted.is_file() and not covers(its, load_tokenizer(str(wanted))):
         raise ValueError(
             f"{what}: its tokenizer is not that of {tokens.stem}, and a teacher needs the same one"
