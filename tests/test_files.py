@@ -26,6 +26,7 @@ import torch
 from checkpoints import damages, random_central, random_progress
 from conftest import make_tokens, tiny, word_level
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 import twistlm
 from twistlm import config
@@ -190,6 +191,53 @@ def test_load_ticket_asks_for_the_hash(tmp_path, ticket):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged: .*sha256"):
         deploy.load_ticket(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "ticket"])
+def test_no_damage_to_what_a_run_starts_from_is_silent(tmp_path, kind):
+    """model.weights and train.teacher: a checkpoint or stock ticket is a Hugging Face folder, and verified as one."""
+    if kind == "ticket":
+        parent, _ = families_table.open_parent("llama", "head", tmp_path / "parent")
+        deploy.save_ticket(parent, parent.block_map.full(), tmp_path / "whole")
+        type_ = "llama"
+    else:
+        cfg = tiny(make_tokens(tmp_path / "tokens"), tmp_path / "run")
+        model, type_ = huggingface.load(cfg.model, 0), "gpt2"
+        central, progress = random_central(model, cfg), random_progress(model, cfg)
+        saved = checkpoint.save(tmp_path / "c", central, progress, cfg, model, None, keep=1)
+        shutil.copytree(saved, tmp_path / "whole")
+
+    def use(folder: Path) -> None:
+        cfg = config.from_dict({"model": {"type": type_, "weights": str(folder)}})
+        huggingface.load(checkpoint.resolved(cfg).model, 0)
+
+    (tmp_path / "whole/README.md").unlink(missing_ok=True)  # a card may be edited, or go
+    assert missed(tmp_path / "whole", tmp_path / "copy", use) == []
+    record = tmp_path / "copy" / f"{kind}.json"
+    record.write_bytes((tmp_path / "copy/config.json").read_bytes())
+    with pytest.raises(ValueError, match=rf"{kind}\.json is damaged: it vouches for no files"):
+        use(tmp_path / "copy")
+    if kind == "checkpoint":  # gone, its folder's name still says what it was
+        (saved / "checkpoint.json").unlink()
+        for read in (use, open_parent):
+            with pytest.raises(ValueError, match=r"no valid checkpoint.*no checkpoint\.json"):
+                read(saved)
+
+
+def test_weights_that_a_folder_lacks_are_not_made_up(tmp_path, home):
+    """transformers would fill them with random numbers, and say so where nobody reads it."""
+    shutil.copytree(home / "parent", tmp_path / "folder")
+    path = tmp_path / "folder/model.safetensors"
+    whole = load_file(path)
+    name = next(name for name in whole if "mlp" in name)
+    for broken, what in (
+        ({n: t for n, t in whole.items() if n != name}, f"no weights for {name}"),
+        (whole | {name: torch.zeros(3)}, f"no weights for {name}"),
+        (None, "header"),
+    ):
+        save_file(broken, path, {"format": "pt"}) if broken else path.write_bytes(b"\xff" * 99_999)
+        with pytest.raises(ValueError, match=f"folder could not be loaded: .*{what}"):
+            huggingface.from_folder_or_hub(str(tmp_path / "folder"))
 
 
 def test_a_ticket_without_a_manifest_still_loads(tmp_path, ticket):

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from ..config import ModelConfig
+from ..system import manifest
 from .blocks import State
 
 MOST_LAYERS = 10_000
@@ -114,12 +115,21 @@ def from_folder_or_hub(source: str, key: str = "") -> PreTrainedModel:
     try:
         if path.is_dir():
             _check_folder(path)
-        return AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, trust_remote_code=False
+        load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
+        model, info = load(
+            source,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
         )
+        # Hugging Face fills what is missing or misshapen with random numbers
+        if bad := sorted({*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}):
+            raise ValueError(f"it holds no weights for {bad[0]} that fit ({len(bad)} in all)")
+        return model
     except RecursionError:
         reason = "its JSON is nested too deeply"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = _reason(error)
     raise ValueError(f"{named} could not be loaded: {reason}") from None
 
@@ -134,7 +144,8 @@ def _reason(error: Exception) -> str:
 
 
 def _check_folder(folder: Path) -> None:
-    """A config that promises far more than the weights hold would be filled with random numbers."""
+    """What vouches for the folder must hold; a config must not promise far more than the weights hold."""
+    manifest.check_model_folder(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     n_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS)
     # even one bit per parameter, and a name and shape of some bytes per layer, take room in a file
