@@ -791,6 +791,10 @@ def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):
     assert float(with_c["perplexity"]) == pytest.approx(sum(values) / 2, rel=1e-5)
     record = json.loads(Path("table/compare.json").read_text())
     assert record["parents"]["TwIST"]["common_attn"] == [3]
+    # by rank the same numbers name other blocks, of this parent none: nothing is taken from the cells above
+    ranked = ("--parent-dense", "dense", "--parent-twist", "c", *asked, "blocks.common_by=rank")
+    run(monkeypatch, capsys, *ranked)
+    assert rows()["both", "2/4", "TwIST", "random", ""]["perplexity"] != with_c["perplexity"]
     code, _, err = in_process(
         monkeypatch, capsys, "compare", *small(("--parent-twist", "c", "--methods", "")),
         "--settings", "both", "blocks.common_ffn=[0,1,2]",

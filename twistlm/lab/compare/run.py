@@ -24,9 +24,8 @@ from ...data.builtin import resolve
 from ...data.token_file import open_tokens
 from ...model import families, huggingface
 from ...model.blocks import KINDS, SETTINGS, shares_of_ratio, widths_of_ratio
-from ...pruners import repair
+from ...pruners import COMPARED, STRUCTURED, repair
 from ...pruners.methods import METHODS
-from ...pruners.write import NAMES, STRUCTURED
 from ...system.files import whole_file
 from ...system.provenance import describe_run
 from ...system.terminal import progress
@@ -167,8 +166,6 @@ def _write(
         whole_file(folder / name, content)
 
 
-RANDOM = f"{STRUCTURED}random"  # every parent's random tickets are in the table anyway
-DEFAULT = tuple(name for name in NAMES if name != RANDOM)
 TOKENS = 32768  # evaluated at once on a GPU
 
 
@@ -232,7 +229,7 @@ class CompareRequest:
         return ",".join(f"{key}={text}" for key, text in found.items())
 
     def chosen_methods(self) -> tuple[str, ...]:
-        return DEFAULT if self.methods is None else names(self.methods, "--methods", DEFAULT)
+        return COMPARED if self.methods is None else names(self.methods, "--methods", COMPARED)
 
     def chosen_kinds(self) -> tuple[str, ...]:
         """The kinds of parent that are pruned; each of them must be among the sources."""
