@@ -713,7 +713,7 @@ BAD = {
     "no text": (
         llama,
         ("--parent-dense", "odd", *CUT, "--calibration", "tokens"),
-        ("odd has no validation tokens of its own: give --data STEM",),
+        ("odd has no tokens of its own: give --data STEM",),
     ),
     "short": (
         None,
@@ -771,6 +771,24 @@ def test_a_file_of_points_goes_on(here, monkeypatch, capsys):
     assert Path("kept.jsonl").read_bytes() == before
     assert rows("kept") == rows()
     assert "kept/compare.csv" in out
+
+
+def test_a_run_is_compared_from_any_folder(here, monkeypatch, capsys):
+    """Its tokens, of validation and, for the choice of a scale, of training, are found above the run."""
+    (here / "elsewhere").mkdir()
+    asked = ("--parent-twist", "../twist", "--settings", "both", "--ratios", "2/4")
+    many = ("--methods", "", "--n", "2", "--tokens", "0")  # none are left behind the reported ones
+    said = []
+    for folder in ("elsewhere", "twist"):
+        monkeypatch.chdir(here / folder)
+        run(monkeypatch, capsys, *asked, *many)
+        said.append(rows()["both", "2/4", "TwIST", "random", ""]["perplexity"])
+        code, out, err = in_process(
+            monkeypatch, capsys, "drop", "../twist", "--nodes", "2", "--device", "cpu"
+        )
+        assert code == 0, err
+        assert "scale" in out
+    assert said[0] == said[1]
 
 
 def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):

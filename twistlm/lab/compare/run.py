@@ -20,8 +20,6 @@ from rich.table import Table
 
 from ...compute.perplexity import Text
 from ...config import Method, Setting
-from ...data.builtin import resolve
-from ...data.token_file import open_tokens
 from ...model import families, huggingface
 from ...model.blocks import KINDS, SETTINGS, shares_of_ratio, widths_of_ratio
 from ...pruners import COMPARED, STRUCTURED, repair
@@ -32,7 +30,7 @@ from ...system.terminal import progress
 from ...tickets import importance
 from ...tickets.budget import amount
 from ...tickets.calibration import calibrate
-from ...tickets.parent import Parent
+from ...tickets.parent import Parent, open_text
 from ...tickets.treatment import choice_text
 from ..points import Place, Points, place_of
 from . import table
@@ -278,7 +276,7 @@ def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
         n=request.n,
         seed=request.seed,
         text=text,
-        choice=choice_text(text, first.cfg.data),
+        choice=choice_text(text, first.cfg.data, Path(first.source)),
         healing=_healing(request, first) if request.heal else None,
         ids=ids,
     )
@@ -318,10 +316,7 @@ def _needs_text(method: str) -> bool:
 def _text(rivals: list[Rival], data: str | None, tokens: int) -> Text:
     """The text of the first parent, checked against all of them."""
     first = rivals[0].parent
-    stem = data or first.cfg.data.valid
-    if not stem:
-        raise ValueError(f"{first.source} has no validation tokens of its own: give --data STEM")
-    file, seq_len = open_tokens(resolve(stem, "valid")), first.cfg.data.seq_len
+    file, seq_len = open_text(first, data, "valid"), first.cfg.data.seq_len
     for rival in rivals:
         parent = rival.parent
         huggingface.check_positions(parent.template, seq_len)
