@@ -491,7 +491,7 @@ def test_absurd_json_is_one_sentence(tmp_path, home, what):
             read()
 
 
-def test_absurd_text_and_configs(tmp_path):
+def test_absurd_text_and_configs(tmp_path, home):
     (tmp_path / "t.jsonl").write_text(NESTED + "\n")
     with pytest.raises(ValueError, match=r"t\.jsonl, line 1"):
         prepare([str(tmp_path / "t.jsonl")], tmp_path / "t", word_level(["a"]), quiet=True)
@@ -514,6 +514,11 @@ def test_absurd_text_and_configs(tmp_path):
     (tmp_path / "folder/config.json").write_text(NESTED)
     with pytest.raises(ValueError, match="could not be loaded"):
         huggingface.from_folder_or_hub(str(tmp_path / "folder"))
+    for key, value in (("n_layer", "x"), ("n_layer", -1), ("dtype", "float1"), ("n_head", [])):
+        shutil.copytree(home / "parent", tmp_path / "folder", dirs_exist_ok=True)
+        change(tmp_path / "folder/config.json", **{key: value})
+        with pytest.raises(ValueError, match="folder could not be loaded: "):
+            huggingface.from_folder_or_hub(str(tmp_path / "folder"))
 
 
 def test_a_loss_of_1e308_is_not_believed(tmp_path):
@@ -528,6 +533,9 @@ def test_a_loss_of_1e308_is_not_believed(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text('{"round": 1, "loss": 1e308}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, round 1: a loss of 1e\+308"):
+        read_training(tmp_path / "run")
+    (tmp_path / "run/metrics.jsonl").write_text('[1]\n{"round": 2, "loss": "low"}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, round 2: a loss of 'low'"):
         read_training(tmp_path / "run")
 
 

@@ -129,7 +129,7 @@ def from_folder_or_hub(source: str, key: str = "") -> PreTrainedModel:
         return model
     except RecursionError:
         reason = "its JSON is nested too deeply"
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a damaged config or weights fail in many ways
         reason = _reason(error)
     raise ValueError(f"{named} could not be loaded: {reason}") from None
 
@@ -140,7 +140,7 @@ def _reason(error: Exception) -> str:
         return "it needs code of its own, and twistlm runs no code from a model's folder"
     if "per_layer_config" in str(error):
         return "it is a ticket whose layers differ in width; `twistlm heal` trains tickets"
-    return str(error).splitlines()[0]
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _check_folder(folder: Path) -> None:
@@ -158,7 +158,7 @@ def check_size(config: PretrainedConfig, most: int, most_layers: int, what: str)
     `what` is the beginning of the sentence that refuses it.
     """
     n_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if not isinstance(n_layers, int) or n_layers > most_layers:
+    if not isinstance(n_layers, int) or not 0 <= n_layers <= most_layers:
         raise ValueError(f"{what}, and its config promises {n_layers} layers")
     model = on_meta(config)
     n_params = sum(param.numel() for param in model.parameters())
