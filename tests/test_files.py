@@ -549,11 +549,16 @@ def test_extract_leaves_foreign_files_alone(tmp_path, home):
     (target / "notes").mkdir()
     (target / "notes/mine.txt").write_text("keep me")
     (target / "eval.json").write_text("{}")
-    (target / "ticket.json").write_text((target / "ticket.json").read_text())
+    (target / "empty").mkdir()
+    links = {"to a folder": home, "to nothing": Path("nowhere")}
+    for name, leads in links.items():
+        (target / name).symlink_to(leads)
     full = parent.block_map.full()
     deploy.save_ticket(parent, full, target)
     assert (target / "notes/mine.txt").read_text() == "keep me"
     assert (target / "eval.json").exists()
+    assert (target / "empty").is_dir()
+    assert {name: (target / name).readlink() for name in links} == links
     assert deploy.load_ticket(target).num_parameters() == parent.central.layout.n_params
     record = deploy.read_ticket(target)
     old = {key: value for key, value in record.items() if key not in ("files", "sha256")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -160,6 +160,16 @@ class HashCheck:
 def folder_files(folder: Path) -> dict[str, Path]:
     """All files of a folder by their path in it."""
     return {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+
+
+def foreign_files(folder: Path, ours: Collection[str]) -> list[Path]:
+    """What else lies in a folder, as paths in it: files, links wherever they lead, and empty folders."""
+    found = (
+        path.relative_to(folder)
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+    )
+    return [path for path in found if path.as_posix() not in ours]
 
 
 def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> list[str]:

@@ -90,7 +90,7 @@ def save_model(
 
 
 def foreign_files(folder: Path, record: str) -> list[Path]:
-    """Files in an earlier model's folder that were not written with it, as paths in it."""
+    """What in an earlier model's folder was not written with it, as paths in it."""
     if not (folder / record).is_file():
         return []
     try:
@@ -98,7 +98,7 @@ def foreign_files(folder: Path, record: str) -> list[Path]:
     except ValueError:  # damaged: what is ours shows by its name
         ours = set()
     ours |= {record} | (set() if ours else OURS)
-    return [Path(name) for name in manifest.folder_files(folder) if name not in ours]
+    return manifest.foreign_files(folder, ours)
 
 
 def _check_size(file: Path, model: PreTrainedModel) -> None:

@@ -238,7 +238,11 @@ def _write(request: HealRequest, model: PreTrainedModel, notes: dict[str, Any]) 
     record = {**kept, "healed": [*old.get("healed", []), healed]}
     request.out.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(request.out, foreign_files(request.out, TICKET)) as draft:
-        shutil.copytree(request.ticket, draft, dirs_exist_ok=True)
+        foreign = foreign_files(request.ticket, TICKET)
+        for name, path in manifest.folder_files(request.ticket).items():
+            if Path(name) not in foreign:
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, draft / name)
         dtype = load_ticket(request.ticket).dtype
         state = {n: p.detach().to(dtype) for n, p in huggingface.state(model).items()}
         save_tensors(state, draft / "model.safetensors")
