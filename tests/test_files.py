@@ -33,6 +33,7 @@ from twistlm import config
 from twistlm.cli import main
 from twistlm.data.prepare import prepare
 from twistlm.data.token_file import open_tokens, verify_tokens
+from twistlm.lab.compare.table import to_markdown
 from twistlm.lab.points import read_training
 from twistlm.lab.report.write import report
 from twistlm.model import huggingface
@@ -678,3 +679,21 @@ def test_names_are_text_on_the_page_in_markdown_and_on_a_terminal(tmp_path, monk
     with pytest.raises(SystemExit):
         main()
     assert not {"\x1b", "\x9b"} & set(capsys.readouterr().err)
+
+
+def test_names_are_text_on_a_card_and_in_a_comparison(tmp_path, monkeypatch):
+    """A name in code may hold backticks, one in a table a bar."""
+    name = "a`<i>`|" + NAME.replace("</script>", "")
+    monkeypatch.setattr(sys, "argv", ["twistlm", "extract", name])
+    parent, blueprint = families_table.open_parent("gpt2", "head", tmp_path / name)
+    deploy.save_ticket(parent, blueprint, tmp_path / "ticket", {"note": name})
+    card = (tmp_path / "ticket/README.md").read_text()
+    table = to_markdown([("parent", "perplexity"), (name, "3.0")])
+    for text in (card, table):
+        assert not {"\x1b", "\x9b"} & set(text)
+        outside = re.sub(r"(`+) .*? \1", "", text)  # code spans
+        assert "<script>" not in outside
+        assert "<i>" not in outside
+    assert "`` twistlm extract 'a`<i>`|" in card  # the command as it was
+    row = next(line for line in card.splitlines() if line.startswith("| note"))
+    assert len(re.findall(r"(?<!\\)\|", row)) == 4

@@ -29,6 +29,7 @@ from ..system import manifest
 from ..system.device import pick_device
 from ..system.files import save_tensors, whole_folder
 from ..system.provenance import describe_run
+from ..system.terminal import markdown_code
 from ..training import checkpoint, rounds
 from .deploy import TICKET, foreign_files, load_ticket, read_ticket
 from .extract import check_target
@@ -264,11 +265,11 @@ def _card(text: str, healed: dict[str, Any]) -> str:
     said = [
         "## Healing",
         "",
-        f"Trained after the cut on {healed['n_tokens']:,} tokens of `{Path(healed['data']).name}` "
+        f"Trained after the cut on {healed['n_tokens']:,} tokens of {markdown_code(Path(healed['data']).name)} "
         + (
             "(cross-entropy with the text)."
             if healed["teacher"] == "none"
-            else f"with `{Path(healed['teacher']).name}` as a frozen teacher (KL weight {healed['distil']:g})."
+            else f"with {markdown_code(Path(healed['teacher']).name)} as a frozen teacher (KL weight {healed['distil']:g})."
         ),
     ]
     if found := healed.get("perplexity"):

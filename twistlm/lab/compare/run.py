@@ -26,7 +26,7 @@ from ...pruners import COMPARED, STRUCTURED, repair
 from ...pruners.methods import METHODS
 from ...system.files import whole_file
 from ...system.provenance import describe_run
-from ...system.terminal import progress
+from ...system.terminal import markdown_code, markdown_text, progress
 from ...tickets import importance
 from ...tickets.budget import amount
 from ...tickets.calibration import calibrate
@@ -148,7 +148,7 @@ def _write(
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     parts += [
         "Scale: the activation scale of tickets, with `+ mean` where biases make up for absent blocks: "
-        f"{said}. Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
+        f"{markdown_text(said)}. Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
         "float32. Decode: measured speed on the CPU (the fastest token) against the whole parent, of tickets by their "
         "shapes, of single zeros once, where there are most.",
         "",
@@ -156,7 +156,7 @@ def _write(
         "",
         table.to_markdown(everything),
         "",
-        f"`{run['command']}`, twistlm {run['git']}, {run['device']}, {versions}",
+        f"{markdown_code(run['command'])}, twistlm {run['git']}, {run['device']}, {versions}",
         "",
     ]
     texts = (table.to_csv(everything), "\n".join(parts), json.dumps(record, indent=1) + "\n")
