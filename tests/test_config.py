@@ -298,6 +298,16 @@ def test_must_be_positive(field, value):
     assert "greater than 0" in message
 
 
+@pytest.mark.parametrize("field", ["train.n_workers", "train.interval", "train.batch"])
+def test_a_round_has_a_size(field):
+    """Its sequences are dealt out as a list: a thousand million took 8 GB and ended in a traceback."""
+    assert "sequences in a round: legal are at most 16,777,216" in refusal(
+        "demo", f"{field}=10_000_000_000"
+    )
+    assert refusal("demo", "train.lr=1e308") == "train.lr = 1e+308: must be at most 1e+30"
+    assert refusal("demo", "train.lr=inf") == "train.lr = inf: must be finite"
+
+
 @pytest.mark.parametrize("value", [1, 0, -3])
 def test_one_checkpoint_is_not_enough(value):
     """The newest may turn out damaged; then there must be another."""

@@ -26,12 +26,14 @@ import torch
 from checkpoints import damages, random_central, random_progress
 from conftest import make_tokens, tiny, word_level
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 import twistlm
 from twistlm import config
 from twistlm.cli import main
 from twistlm.data.prepare import prepare
 from twistlm.data.token_file import open_tokens, verify_tokens
+from twistlm.lab.compare.table import to_markdown
 from twistlm.lab.points import read_training
 from twistlm.lab.report.write import report
 from twistlm.model import huggingface
@@ -190,6 +192,53 @@ def test_load_ticket_asks_for_the_hash(tmp_path, ticket):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged: .*sha256"):
         deploy.load_ticket(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "ticket"])
+def test_no_damage_to_what_a_run_starts_from_is_silent(tmp_path, kind):
+    """model.weights and train.teacher: a checkpoint or stock ticket is a Hugging Face folder, and verified as one."""
+    if kind == "ticket":
+        parent, _ = families_table.open_parent("llama", "head", tmp_path / "parent")
+        deploy.save_ticket(parent, parent.block_map.full(), tmp_path / "whole")
+        type_ = "llama"
+    else:
+        cfg = tiny(make_tokens(tmp_path / "tokens"), tmp_path / "run")
+        model, type_ = huggingface.load(cfg.model, 0), "gpt2"
+        central, progress = random_central(model, cfg), random_progress(model, cfg)
+        saved = checkpoint.save(tmp_path / "c", central, progress, cfg, model, None, keep=1)
+        shutil.copytree(saved, tmp_path / "whole")
+
+    def use(folder: Path) -> None:
+        cfg = config.from_dict({"model": {"type": type_, "weights": str(folder)}})
+        huggingface.load(checkpoint.resolved(cfg).model, 0)
+
+    (tmp_path / "whole/README.md").unlink(missing_ok=True)  # a card may be edited, or go
+    assert missed(tmp_path / "whole", tmp_path / "copy", use) == []
+    record = tmp_path / "copy" / f"{kind}.json"
+    record.write_bytes((tmp_path / "copy/config.json").read_bytes())
+    with pytest.raises(ValueError, match=rf"{kind}\.json is damaged: it vouches for no files"):
+        use(tmp_path / "copy")
+    if kind == "checkpoint":  # gone, its folder's name still says what it was
+        (saved / "checkpoint.json").unlink()
+        for read in (use, open_parent):
+            with pytest.raises(ValueError, match=r"no valid checkpoint.*no checkpoint\.json"):
+                read(saved)
+
+
+def test_weights_that_a_folder_lacks_are_not_made_up(tmp_path, home):
+    """transformers would fill them with random numbers, and say so where nobody reads it."""
+    shutil.copytree(home / "parent", tmp_path / "folder")
+    path = tmp_path / "folder/model.safetensors"
+    whole = load_file(path)
+    name = next(name for name in whole if "mlp" in name)
+    for broken, what in (
+        ({n: t for n, t in whole.items() if n != name}, f"no weights for {name}"),
+        (whole | {name: torch.zeros(3)}, f"no weights for {name}"),
+        (None, "header"),
+    ):
+        save_file(broken, path, {"format": "pt"}) if broken else path.write_bytes(b"\xff" * 99_999)
+        with pytest.raises(ValueError, match=f"folder could not be loaded: .*{what}"):
+            huggingface.from_folder_or_hub(str(tmp_path / "folder"))
 
 
 def test_a_ticket_without_a_manifest_still_loads(tmp_path, ticket):
@@ -443,7 +492,7 @@ def test_absurd_json_is_one_sentence(tmp_path, home, what):
             read()
 
 
-def test_absurd_text_and_configs(tmp_path):
+def test_absurd_text_and_configs(tmp_path, home):
     (tmp_path / "t.jsonl").write_text(NESTED + "\n")
     with pytest.raises(ValueError, match=r"t\.jsonl, line 1"):
         prepare([str(tmp_path / "t.jsonl")], tmp_path / "t", word_level(["a"]), quiet=True)
@@ -466,6 +515,11 @@ def test_absurd_text_and_configs(tmp_path):
     (tmp_path / "folder/config.json").write_text(NESTED)
     with pytest.raises(ValueError, match="could not be loaded"):
         huggingface.from_folder_or_hub(str(tmp_path / "folder"))
+    for key, value in (("n_layer", "x"), ("n_layer", -1), ("dtype", "float1"), ("n_head", [])):
+        shutil.copytree(home / "parent", tmp_path / "folder", dirs_exist_ok=True)
+        change(tmp_path / "folder/config.json", **{key: value})
+        with pytest.raises(ValueError, match="folder could not be loaded: "):
+            huggingface.from_folder_or_hub(str(tmp_path / "folder"))
 
 
 def test_a_loss_of_1e308_is_not_believed(tmp_path):
@@ -481,6 +535,9 @@ def test_a_loss_of_1e308_is_not_believed(tmp_path):
     (tmp_path / "run/metrics.jsonl").write_text('{"round": 1, "loss": 1e308}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, round 1: a loss of 1e\+308"):
         read_training(tmp_path / "run")
+    (tmp_path / "run/metrics.jsonl").write_text('[1]\n{"round": 2, "loss": "low"}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, round 2: a loss of 'low'"):
+        read_training(tmp_path / "run")
 
 
 # ---------------------------------------------------------------- writing
@@ -493,11 +550,16 @@ def test_extract_leaves_foreign_files_alone(tmp_path, home):
     (target / "notes").mkdir()
     (target / "notes/mine.txt").write_text("keep me")
     (target / "eval.json").write_text("{}")
-    (target / "ticket.json").write_text((target / "ticket.json").read_text())
+    (target / "empty").mkdir()
+    links = {"to a folder": home, "to nothing": Path("nowhere")}
+    for name, leads in links.items():
+        (target / name).symlink_to(leads)
     full = parent.block_map.full()
     deploy.save_ticket(parent, full, target)
     assert (target / "notes/mine.txt").read_text() == "keep me"
     assert (target / "eval.json").exists()
+    assert (target / "empty").is_dir()
+    assert {name: (target / name).readlink() for name in links} == links
     assert deploy.load_ticket(target).num_parameters() == parent.central.layout.n_params
     record = deploy.read_ticket(target)
     old = {key: value for key, value in record.items() if key not in ("files", "sha256")}
@@ -617,3 +679,21 @@ def test_names_are_text_on_the_page_in_markdown_and_on_a_terminal(tmp_path, monk
     with pytest.raises(SystemExit):
         main()
     assert not {"\x1b", "\x9b"} & set(capsys.readouterr().err)
+
+
+def test_names_are_text_on_a_card_and_in_a_comparison(tmp_path, monkeypatch):
+    """A name in code may hold backticks, one in a table a bar."""
+    name = "a`<i>`|" + NAME.replace("</script>", "")
+    monkeypatch.setattr(sys, "argv", ["twistlm", "extract", name])
+    parent, blueprint = families_table.open_parent("gpt2", "head", tmp_path / name)
+    deploy.save_ticket(parent, blueprint, tmp_path / "ticket", {"note": name})
+    card = (tmp_path / "ticket/README.md").read_text()
+    table = to_markdown([("parent", "perplexity"), (name, "3.0")])
+    for text in (card, table):
+        assert not {"\x1b", "\x9b"} & set(text)
+        outside = re.sub(r"(`+) .*? \1", "", text)  # code spans
+        assert "<script>" not in outside
+        assert "<i>" not in outside
+    assert "`` twistlm extract 'a`<i>`|" in card  # the command as it was
+    row = next(line for line in card.splitlines() if line.startswith("| note"))
+    assert len(re.findall(r"(?<!\\)\|", row)) == 4

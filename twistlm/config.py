@@ -20,6 +20,9 @@ Method = Literal["twist", "dense", "dropout"]
 Wire = Literal["fp32", "bf16", "int8"]
 ActivationScale = Literal["sqrt", "none", "inverse", "measured"]
 
+MOST = 1e30  # of any number: float32 ends at 3.4e38
+MOST_SEQUENCES = 1 << 24  # of a round
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -265,14 +268,21 @@ class Config:
             "ray.patience": self.ray.patience,
         }
         for name, value in (positive | at_least_zero).items():
-            if value == math.inf and name != "train.clip":
-                raise ValueError(f"{name} = {value}: must be finite")
+            if value > MOST and name != "train.clip":
+                finite = "finite" if value == math.inf else f"at most {MOST:.0e}"
+                raise ValueError(f"{name} = {value}: must be {finite}")
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(f"{name} = {value}: must be greater than 0")
         for name, value in at_least_zero.items():
             if not value >= 0:
                 raise ValueError(f"{name} = {value}: must not be negative")
+        t = self.train
+        if (n := t.n_workers * t.interval * t.batch) > MOST_SEQUENCES:  # dealt out as a list
+            raise ValueError(
+                f"train.n_workers x train.interval x train.batch = {n:,} sequences in a round: legal are at most "
+                f"{MOST_SEQUENCES:,}"
+            )
         if self.data.seq_len < 2:
             raise ValueError(f"data.seq_len = {self.data.seq_len}: must be at least 2")
         if self.run.keep < 2:

@@ -124,6 +124,9 @@ def test_eight_bits_from_the_command_line(tmp_path):
     opened, blueprint = open_parent("gpt2", "head", tmp_path / "parent", **ONE_LAYER)
     deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
     data = make_tokens(tmp_path / "tokens", 400)
+    (tmp_path / "out").mkdir()  # an earlier export, with a file of the user in it
+    (tmp_path / "out/export.json").write_text('{"format": "onnx"}')
+    (tmp_path / "out/notes.txt").write_text("mine")
     arguments = ["export", str(tmp_path / "ticket"), "--to", "onnx", "-o", str(tmp_path / "out")]
     arguments += ["--type", "q8", "--data", data]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -141,6 +144,7 @@ def test_eight_bits_from_the_command_line(tmp_path):
     assert q8["perplexity"] == pytest.approx(want, rel=0.02)
     assert 1e-4 < q8["prefill_delta"] < 0.5
     assert q8["n_bytes"] < f32["n_bytes"]
+    assert (tmp_path / "out/notes.txt").read_text() == "mine"
     runner = exporter.load(tmp_path / "out")
     assert np.abs(runner.prefill(IDS[0].tolist(), 24) - logits(model, IDS[:1])[0]).max() < 0.5
 
@@ -200,6 +204,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     kept = tmp_path / "thesis" / "chapter.txt"
     kept.parent.mkdir()
     kept.write_text("years of work")
+    (kept.parent / "export.json").write_text('{"goods": "wine"}')
     model = tiny_ticket("gpt2", "head", tmp_path / "parent")
     with pytest.raises(ValueError, match="is no ONNX export"):
         exporter.export(model, kept.parent)

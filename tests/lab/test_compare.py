@@ -713,7 +713,7 @@ BAD = {
     "no text": (
         llama,
         ("--parent-dense", "odd", *CUT, "--calibration", "tokens"),
-        ("odd has no validation tokens of its own: give --data STEM",),
+        ("odd has no tokens of its own: give --data STEM",),
     ),
     "short": (
         None,
@@ -773,6 +773,24 @@ def test_a_file_of_points_goes_on(here, monkeypatch, capsys):
     assert "kept/compare.csv" in out
 
 
+def test_a_run_is_compared_from_any_folder(here, monkeypatch, capsys):
+    """Its tokens, of validation and, for the choice of a scale, of training, are found above the run."""
+    (here / "elsewhere").mkdir()
+    asked = ("--parent-twist", "../twist", "--settings", "both", "--ratios", "2/4")
+    many = ("--methods", "", "--n", "2", "--tokens", "0")  # none are left behind the reported ones
+    said = []
+    for folder in ("elsewhere", "twist"):
+        monkeypatch.chdir(here / folder)
+        run(monkeypatch, capsys, *asked, *many)
+        said.append(rows()["both", "2/4", "TwIST", "random", ""]["perplexity"])
+        code, out, err = in_process(
+            monkeypatch, capsys, "drop", "../twist", "--nodes", "2", "--device", "cpu"
+        )
+        assert code == 0, err
+        assert "scale" in out
+    assert said[0] == said[1]
+
+
 def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):
     """Dense has none, TwIST has two: they stand side by side, and tickets of TwIST keep them."""
     blocks = {"k_attn": 3, "common_attn": [3], "common_ffn": [1]}
@@ -791,6 +809,10 @@ def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):
     assert float(with_c["perplexity"]) == pytest.approx(sum(values) / 2, rel=1e-5)
     record = json.loads(Path("table/compare.json").read_text())
     assert record["parents"]["TwIST"]["common_attn"] == [3]
+    # by rank the same numbers name other blocks, of this parent none: nothing is taken from the cells above
+    ranked = ("--parent-dense", "dense", "--parent-twist", "c", *asked, "blocks.common_by=rank")
+    run(monkeypatch, capsys, *ranked)
+    assert rows()["both", "2/4", "TwIST", "random", ""]["perplexity"] != with_c["perplexity"]
     code, _, err = in_process(
         monkeypatch, capsys, "compare", *small(("--parent-twist", "c", "--methods", "")),
         "--settings", "both", "blocks.common_ffn=[0,1,2]",

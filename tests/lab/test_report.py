@@ -12,7 +12,7 @@ import pytest
 from commands import check_page
 from conftest import tiny
 
-from twistlm.lab.compare.run import DEFAULT, CompareRequest, compare
+from twistlm.lab.compare.run import CompareRequest, compare
 from twistlm.lab.experiments import nodeloss, ranking, robustness, stability, table1, table2
 from twistlm.lab.page import draw
 from twistlm.lab.page.html import Chapter, page
@@ -21,6 +21,7 @@ from twistlm.lab.page.section import Claim, Section, Table, count, lowest, numbe
 from twistlm.lab.points import Points, Training, keep_training, place_of, read_training
 from twistlm.lab.report import load, training, write
 from twistlm.lab.report.write import chapter, report
+from twistlm.pruners import COMPARED
 from twistlm.pruners.methods import METHODS
 from twistlm.training import rounds
 
@@ -92,8 +93,8 @@ def test_claims_of_table1_follow_from_the_numbers():
 
 def test_table1_knows_every_pruner():
     """Zeros must not pass for models that are really smaller."""
-    assert set(DEFAULT) == set(ranking.NAMES)
-    assert {name for name in DEFAULT if ranking.is_zeros(ranking.NAMES[name][0])} == set(METHODS)
+    assert set(COMPARED) == set(ranking.NAMES)
+    assert {name for name in COMPARED if ranking.is_zeros(ranking.NAMES[name][0])} == set(METHODS)
 
 
 def test_table1_marks_the_lowest_and_puts_the_paper_beside():

@@ -708,7 +708,10 @@ def test_bad_input_is_one_sentence_and_writes_nothing(home, monkeypatch, capsys,
 
 
 def test_folders_in_use_are_left_alone(home, monkeypatch, capsys):
-    for out in ("gpt2", "llama"):
+    for record in ("prune.json", "ticket.json"):  # their names do not make them ours
+        Path(f"orchard {record}").mkdir()
+        Path(f"orchard {record}", record).write_text('{"trees": 3}')
+    for out in ("gpt2", "llama", "orchard prune.json", "orchard ticket.json"):
         code, text = run(
             monkeypatch, capsys, "gpt2", "-o", out, "--method", "magnitude", "--ratio", "1/4"
         )

@@ -693,8 +693,11 @@ def test_only_tickets_are_replaced(home, tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work/thesis.tex").write_text("precious")
     (tmp_path / "file").write_text("precious")
+    (tmp_path / "travel").mkdir()
+    for name in ("ticket.json", "config.json"):  # a name that is ours does not make it ours
+        (tmp_path / "travel" / name).write_text('{"from": "A", "to": "B"}')
     before = snapshot(tmp_path)
-    for name in ("work", "file"):
+    for name in ("work", "file", "travel"):
         with pytest.raises(ValueError, match=rf"--out .*{name} exists and is no ticket"):
             ask(home, tmp_path / name, ratio="1/2")
     assert snapshot(tmp_path) == before

@@ -121,9 +121,12 @@ def test_a_healed_ticket_is_a_ticket_with_its_history(home, tmp_path):
     assert f"{healed['perplexity']['after']:.2f} after" in card
     assert "| perplexity" not in card
     assert not (tmp_path / "out.healing").exists()
+    (tmp_path / "out/notes.txt").write_text("of this ticket alone")
     again = ask(home, tmp_path / "twice", teacher="none", data=str(home / "tokens"))
     twice = healing.heal(HealRequest(**{**again.__dict__, "ticket": tmp_path / "out"}), quiet=True)
     assert [each["teacher"] == "none" for each in twice["healed"]] == [False, True]
+    assert not (tmp_path / "twice/notes.txt").exists()
+    assert set(twice["files"]) == set(told["files"])
 
 
 def test_a_stopped_one_goes_on_to_the_same_weights(home, tmp_path, monkeypatch):

@@ -108,12 +108,13 @@ def test_a_ticket_and_the_tokenizer_of_its_parent(home, tmp_path):
 
 
 def test_a_hugging_face_folder(home):
-    args = ("--ratio", "2/4", "--n", "2", "data.seq_len=20", *CUT)
+    args = ("--ratio", "2/4", "--ratio", "4/4", "--n", "2", "data.seq_len=20", *CUT)
     record, shown = evaluate(home, "model", *args)
     assert record["full"] == pytest.approx(
         hf_perplexity(tiny_model("gpt2"), home, 20, 200), rel=1e-5
     )
     assert record["subnets"][0]["n"] == 2
+    assert record["subnets"][1]["mean"] == pytest.approx(record["full"])  # all blocks
     assert "2 random subnets" in shown
     only_ffn, _ = evaluate(home, "model", *args, "blocks.setting=ffn")
     assert only_ffn["subnets"][0]["n_params"] > record["subnets"][0]["n_params"]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..pruners import NAMES, REPAIRS
+from ..pruners import COMPARED, REPAIRS
 from .options import PARENT, Data, Device, Overrides, Tokens, app
 
 RATIOS = "8/12,6/12,4/12,3/12"
@@ -62,7 +62,7 @@ def compare(
     methods: Annotated[
         str | None,
         typer.Option(
-            help=f"Of twistlm prune, with commas: {', '.join(NAMES)}; '' for none.",
+            help=f"Of twistlm prune, with commas: {', '.join(COMPARED)}; '' for none.",
             show_default="all",
         ),
     ] = None,

@@ -18,7 +18,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..compute.perplexity import Text
 from ..model import huggingface
-from ..system import files
+from ..system import files, manifest
 from . import ONNX_TYPES, verify
 
 FILE, RECORD = "model.onnx", "export.json"
@@ -55,14 +55,15 @@ def export(
     _need("onnx", "onnxscript", "onnxruntime")
     if type_ not in ONNX_TYPES:
         raise ValueError(f"--type {type_}: ONNX is written as {', '.join(ONNX_TYPES)}")
-    is_ours = (folder / RECORD).is_file() or (folder.is_dir() and not any(folder.iterdir()))
-    if folder.exists() and not is_ours:
+    if folder.exists() and not _is_export(folder):
         raise ValueError(f"--out {folder} exists and is no ONNX export: choose another folder")
     tell("run torch")
     goal = verify.reference(model, tokenizer, prompt)
     rows = [verify.torch_row(model, goal, text)]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with files.whole_folder(folder) as draft:
+    ours = {FILE, f"{FILE}.data", RECORD, "config.json", "generation_config.json"}
+    ours |= {"tokenizer.json", *BESIDE}
+    with files.whole_folder(folder, manifest.foreign_files(folder, ours)) as draft:
         tell("trace the graph")
         with _quiet():
             _write(model, draft / FILE, untie=type_ == "q8")
@@ -85,6 +86,14 @@ def export(
         record = {"format": "onnx", "type": type_, **names, **verify.record(rows)}
         (draft / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return rows
+
+
+def _is_export(folder: Path) -> bool:
+    """An earlier export, or an empty folder."""
+    if (folder / RECORD).is_file():
+        with suppress(ValueError, TypeError):
+            return "format" in manifest.read_json(folder / RECORD)
+    return folder.is_dir() and not any(folder.iterdir())
 
 
 def load(folder: Path, threads: int = 0) -> OnnxTicket:

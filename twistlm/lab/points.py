@@ -180,10 +180,10 @@ def read_training(folder: Path) -> Training:
     metrics = folder / "metrics.jsonl"
     rows = _lines(metrics) if metrics.is_file() else []
     for row in rows:
-        if (
-            not 0 <= (loss := row.get("loss", 0.0)) <= MOST_LOSS and loss == loss
-        ):  # NaN: it diverged
-            raise ValueError(f"{metrics}, round {row.get('round')}: a loss of {loss:.3g} is none")
+        loss = row.get("loss", 0.0)
+        is_loss = isinstance(loss, int | float) and (0 <= loss <= MOST_LOSS or loss != loss)
+        if not is_loss:  # NaN is one: it diverged
+            raise ValueError(f"{metrics}, round {row.get('round')}: a loss of {loss!r:.20} is none")
     return Training(clean(folder.name), record.pop("config", {}), record, rows)
 
 
@@ -202,4 +202,4 @@ def keep_training(file: Path, training: Training) -> None:
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     records = map(parse_line, file.read_bytes().splitlines())
-    return [record for record in records if record is not None]
+    return [record for record in records if isinstance(record, dict)]

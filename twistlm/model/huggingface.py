@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from ..config import ModelConfig
+from ..system import manifest
 from .blocks import State
 
 MOST_LAYERS = 10_000
@@ -114,12 +115,21 @@ def from_folder_or_hub(source: str, key: str = "") -> PreTrainedModel:
     try:
         if path.is_dir():
             _check_folder(path)
-        return AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, trust_remote_code=False
+        load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
+        model, info = load(
+            source,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
         )
+        # Hugging Face fills what is missing or misshapen with random numbers
+        if bad := sorted({*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}):
+            raise ValueError(f"it holds no weights for {bad[0]} that fit ({len(bad)} in all)")
+        return model
     except RecursionError:
         reason = "its JSON is nested too deeply"
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged config or weights fail in many ways
         reason = _reason(error)
     raise ValueError(f"{named} could not be loaded: {reason}") from None
 
@@ -130,11 +140,12 @@ def _reason(error: Exception) -> str:
         return "it needs code of its own, and twistlm runs no code from a model's folder"
     if "per_layer_config" in str(error):
         return "it is a ticket whose layers differ in width; `twistlm heal` trains tickets"
-    return str(error).splitlines()[0]
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _check_folder(folder: Path) -> None:
-    """A config that promises far more than the weights hold would be filled with random numbers."""
+    """What vouches for the folder must hold; a config must not promise far more than the weights hold."""
+    manifest.check_model_folder(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     n_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS)
     # even one bit per parameter, and a name and shape of some bytes per layer, take room in a file
@@ -147,7 +158,7 @@ def check_size(config: PretrainedConfig, most: int, most_layers: int, what: str)
     `what` is the beginning of the sentence that refuses it.
     """
     n_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if not isinstance(n_layers, int) or n_layers > most_layers:
+    if not isinstance(n_layers, int) or not 0 <= n_layers <= most_layers:
         raise ValueError(f"{what}, and its config promises {n_layers} layers")
     model = on_meta(config)
     n_params = sum(param.numel() for param in model.parameters())

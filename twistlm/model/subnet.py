@@ -65,7 +65,8 @@ class Subnet:
         values = gate_values(self.block_map, blueprint, factors or whole)
         if self.widths == self.block_map.full_widths():
             values = spread(self.block_map, blueprint, values)
-        torch._foreach_copy_(self.gate_tensors(1), self.split(values[:, None]))
+        if self.gates:  # a subnet of all blocks has none
+            torch._foreach_copy_(self.gate_tensors(1), self.split(values[:, None]))
 
     def gate_tensors(self, n_rows: int) -> list[Tensor]:
         """What the gates read, with so many rows; another number than before means other tensors."""

@@ -10,4 +10,6 @@ SINGLE_WEIGHTS = (
 STRUCTURED = "block:"  # before the name of an importance: whole blocks go
 WHOLE_BLOCKS = tuple(STRUCTURED + name for name in IMPORTANCES)
 NAMES = (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)  # of `prune --method`
+# of `compare --methods`: every parent's random tickets are in its table anyway
+COMPARED = tuple(name for name in NAMES if name != f"{STRUCTURED}random")
 REPAIRS = ("bias", "rescale", "lstsq")

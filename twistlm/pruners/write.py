@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from ..model import huggingface
 from ..model.blocks import BlockMap, widths_of_ratio
 from ..model.subnet import build
+from ..system import manifest
 from ..system.files import save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import progress
-from ..tickets import NEEDS_TEXT, deploy, hf_folder
+from ..tickets import NEEDS_TEXT, deploy, extract, hf_folder
 from ..tickets.calibration import MOST_SEQUENCES, calibrate
 from ..tickets.parent import Parent
 from ..tickets.pick import Basis, Pick, pick_blocks
@@ -59,10 +60,19 @@ class PruneRequest:
 
 def check_target(folder: Path) -> None:
     """An earlier pruned model or an empty folder is replaced; anything else is left alone."""
-    if any((folder / name).is_file() for name in (RECORD, deploy.TICKET)) or not folder.exists():
+    if (folder / deploy.TICKET).is_file():  # of block:*
+        return extract.check_target(folder)
+    if _is_pruned(folder / RECORD) or not folder.exists():
         return
     if not folder.is_dir() or any(folder.iterdir()):
         raise ValueError(f"--out {folder} exists and is no pruned model: choose another folder")
+
+
+def _is_pruned(record: Path) -> bool:
+    try:
+        return "n_zeros" in manifest.read_json(record)
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def write(

@@ -43,10 +43,13 @@ def whole_folder(target: Path, keep: Iterable[Path] = ()) -> Iterator[Path]:
         draft.mkdir()
         yield draft
         for path in keep:
-            if (draft / path).exists():
+            if os.path.lexists(draft / path):
                 raise ValueError(f"{target / path} is not ours and would be replaced: move it away")
             (draft / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(target / path, draft / path, follow_symlinks=False)
+            if (target / path).is_dir() and not (target / path).is_symlink():
+                (draft / path).mkdir()  # an empty one
+            else:
+                shutil.copy2(target / path, draft / path, follow_symlinks=False)
         (place / "mode").mkdir()  # shows the umask; reading it would change it for all threads
         mode = (place / "mode").stat().st_mode & 0o777
         kept = {draft / path for path in keep}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from .files import file_sha256
 OWN = "sha256"  # the record's key for its own hash
 FILES = "files"  # and for the files that it vouches for
 LARGEST = 1 << 63  # no count of ours needs more
+BESIDE_MODELS = {"checkpoint.json": (), "ticket.json": ("README.md",)}  # and what people edit there
 AT_ONCE = 256 << 20  # bytes that are hashed before a file is used (0.2 to 0.5 s), more in a thread
 
 
@@ -53,7 +54,7 @@ def _real(digits: str) -> float:
 class Vouched:
     """What a record says of one file."""
 
-    n_bytes: int
+    n_bytes: int | None  # None: a checkpoint's record tells hashes alone
     sha256: str
 
 
@@ -89,7 +90,7 @@ def vouched(path: Path, record: Mapping[str, Any]) -> dict[str, Vouched]:
         return {}
     check_seal(path, record)
     try:
-        found = {n: Vouched(int(e["bytes"]), str(e["sha256"])) for n, e in record[FILES].items()}
+        found = {n: _said(entry) for n, entry in record[FILES].items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: its list of files cannot be read") from None
     for name in found:
@@ -98,11 +99,17 @@ def vouched(path: Path, record: Mapping[str, Any]) -> dict[str, Vouched]:
     return found
 
 
+def _said(entry: Any) -> Vouched:
+    if isinstance(entry, str):
+        return Vouched(None, entry)
+    return Vouched(int(entry["bytes"]), str(entry["sha256"]))
+
+
 def check_size(path: Path, expected: Vouched) -> None:
     """A file that is vouched for must be there with all its bytes: nothing is read."""
     if not path.is_file():
         raise ValueError(f"{path} is missing: its manifest names it")
-    if (found := path.stat().st_size) != expected.n_bytes:
+    if expected.n_bytes is not None and (found := path.stat().st_size) != expected.n_bytes:
         raise ValueError(f"{path} is damaged: {found:,} bytes instead of {expected.n_bytes:,}")
 
 
@@ -155,6 +162,16 @@ def folder_files(folder: Path) -> dict[str, Path]:
     return {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
 
 
+def foreign_files(folder: Path, ours: Collection[str]) -> list[Path]:
+    """What else lies in a folder, as paths in it: files, links wherever they lead, and empty folders."""
+    found = (
+        path.relative_to(folder)
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+    )
+    return [path for path in found if path.as_posix() not in ours]
+
+
 def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> list[str]:
     """Compare a folder with its record, every byte; sentences about `editable` files that were changed.
 
@@ -170,3 +187,15 @@ def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> l
                 raise
             changed.append(str(error))
     return changed
+
+
+def check_model_folder(folder: Path) -> None:
+    """A Hugging Face folder that is a checkpoint or a ticket must be as it was written; others pass unread."""
+    for record, editable in BESIDE_MODELS.items():
+        if (folder / record).is_file():
+            said = read_json(folder / record)
+            if (
+                FILES not in said and "blueprint" not in said
+            ):  # a ticket of before manifests has one
+                raise ValueError(f"{folder / record} is damaged: it vouches for no files")
+            check_folder(folder, record, editable)

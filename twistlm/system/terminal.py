@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -28,6 +29,22 @@ _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 def clean(text: str) -> str:
     """The text without control characters, which a terminal would obey."""
     return text.translate(_HARMLESS)
+
+
+def markdown_text(text: str) -> str:
+    """The text for markdown, in which HTML is text: names of runs and models are anybody's."""
+    return clean(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def markdown_cell(text: str) -> str:
+    """The same for one cell of a table."""
+    return markdown_text(text).replace("|", "\\|").replace("\n", " ")
+
+
+def markdown_code(text: str) -> str:
+    """The text as code in a line of markdown: between more backticks than follow each other in it."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{clean(text)}{fence}" if len(fence) == 1 else f"{fence} {clean(text)} {fence}"
 
 
 class _Console(Console):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PretrainedConfig
 
 from ..model.huggingface import gguf_path
+from ..system.manifest import parse_json
+from ..system.terminal import markdown_cell, markdown_code, markdown_text
 from .parent import Parent
 
 NAME = "README.md"
@@ -62,7 +63,7 @@ def save(
         ("weights on disk", f"{bytes_ / 1e6:,.1f} MB", ""),
         *_measured(notes),
     ]  # fmt: skip
-    made = f"`{record['command']}`, twistlm {record['git']}, {record['device']}"
+    made = f"{markdown_code(record['command'])}, twistlm {record['git']}, {record['device']}"
     data = ModelCardData(
         license=_license(base),
         base_model=base if _is_hub_id(base) else None,
@@ -70,8 +71,8 @@ def save(
         pipeline_tag="text-generation",
         tags=["twistlm", "pruned"],
     )
-    name = _name(parent.source)
-    start = "random weights" if base == "random" else f"`{_name(base)}`"
+    name = markdown_text(_name(parent.source))
+    start = "random weights" if base == "random" else markdown_code(_name(base))
     is_run = base != parent.source and os.path.exists(parent.source)
     is_stock = isinstance(record["stock"], dict)
     origin = f"\nThe parent was trained from {start}." if is_run else ""
@@ -170,10 +171,10 @@ def last_evaluation(metrics: Path) -> dict[str, Any] | None:
     """The perplexities in the last line of a run's metrics that has any."""
     for line in reversed(metrics.read_text().splitlines()):
         try:
-            row = json.loads(line)
+            row = parse_json(line, metrics)
         except ValueError:  # a line that is being written
             continue
-        if row.get("eval"):
+        if isinstance(row, dict) and row.get("eval"):
             return row["eval"]
     return None
 
@@ -195,7 +196,9 @@ def _widths(config: PretrainedConfig) -> str:
 
 def _table(head: tuple[str, ...], rows: Any) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(markdown_cell(str(cell)) for cell in line) + " |" for line in lines
+    )
 
 
 def _flat(notes: dict[str, Any], prefix: str = "") -> dict[str, str]:

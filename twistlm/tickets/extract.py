@@ -19,7 +19,7 @@ from ..model.blocks import KINDS, Blueprint, Shapes, Widths, widths_of_ratio
 from ..model.families import n_cached
 from ..model.generator import for_deployment
 from ..model.subnet import add_means_, build
-from ..system import terminal
+from ..system import manifest, terminal
 from ..system.terminal import console, progress
 from . import DTYPES, SPENDS, deploy, stock
 from .budget import Budget, Costs, fit, impossible, predicted, weights_bytes
@@ -213,10 +213,15 @@ def _where_it_hurts_least(
 
 def check_target(folder: Path) -> None:
     """An earlier ticket or an empty folder is replaced; anything else is left alone."""
-    if (folder / "ticket.json").is_file() or not folder.exists():
-        return
-    if not folder.is_dir() or any(folder.iterdir()):
-        raise ValueError(f"--out {folder} exists and is no ticket: choose another folder")
+    why = ""
+    if (folder / deploy.TICKET).is_file():
+        try:  # somebody's own ticket.json does not make the files beside it ours
+            manifest.vouched(folder / deploy.TICKET, deploy.read_ticket(folder))
+            return
+        except ValueError as error:
+            why = f" ({error})"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--out {folder} exists and is no ticket{why}: choose another folder")
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from ..system import manifest
 from ..system.device import pick_device
 from ..system.files import save_tensors, whole_folder
 from ..system.provenance import describe_run
+from ..system.terminal import markdown_code
 from ..training import checkpoint, rounds
 from .deploy import TICKET, foreign_files, load_ticket, read_ticket
 from .extract import check_target
@@ -238,7 +239,11 @@ def _write(request: HealRequest, model: PreTrainedModel, notes: dict[str, Any]) 
     record = {**kept, "healed": [*old.get("healed", []), healed]}
     request.out.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(request.out, foreign_files(request.out, TICKET)) as draft:
-        shutil.copytree(request.ticket, draft, dirs_exist_ok=True)
+        foreign = foreign_files(request.ticket, TICKET)
+        for name, path in manifest.folder_files(request.ticket).items():
+            if Path(name) not in foreign:
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, draft / name)
         dtype = load_ticket(request.ticket).dtype
         state = {n: p.detach().to(dtype) for n, p in huggingface.state(model).items()}
         save_tensors(state, draft / "model.safetensors")
@@ -260,11 +265,11 @@ def _card(text: str, healed: dict[str, Any]) -> str:
     said = [
         "## Healing",
         "",
-        f"Trained after the cut on {healed['n_tokens']:,} tokens of `{Path(healed['data']).name}` "
+        f"Trained after the cut on {healed['n_tokens']:,} tokens of {markdown_code(Path(healed['data']).name)} "
         + (
             "(cross-entropy with the text)."
             if healed["teacher"] == "none"
-            else f"with `{Path(healed['teacher']).name}` as a frozen teacher (KL weight {healed['distil']:g})."
+            else f"with {markdown_code(Path(healed['teacher']).name)} as a frozen teacher (KL weight {healed['distil']:g})."
         ),
     ]
     if found := healed.get("perplexity"):

@@ -132,7 +132,8 @@ def drop(
                 lost: survivors(parent.block_map, n_nodes, lost, order) for lost in combinations
             }
             text = evaluator.text
-            treatments = Treatments(parent, text, choice_text(text, parent.cfg.data))
+            choice = choice_text(text, parent.cfg.data, Path(parent.source))
+            treatments = Treatments(parent, text, choice)
             some = list(rests.values())[:: -(-len(rests) // N_DRAWS)]
             treatment, chosen = treatments.best(some)
             treated = treatments.evaluator(treatment)

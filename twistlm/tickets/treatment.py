@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from ..compute.perplexity import Evaluator, Text
@@ -43,8 +44,11 @@ class Treatment:
         return SCALES[self.scale] + (" + mean" if self.means else "")
 
 
-def choice_text(reported: Text, data: DataConfig) -> Text | None:
-    """Windows of the same file behind the reported ones; else training text; None where there is neither."""
+def choice_text(reported: Text, data: DataConfig, near: Path | None = None) -> Text | None:
+    """Windows of the same file behind the reported ones; else training text; None where there is neither.
+
+    `near` is the run's own folder, from which its training text is looked for.
+    """
     n = max(LEAST_WINDOWS, min(reported.n_sequences, MOST_TOKENS // reported.seq_len))
     n_tokens, first = n * reported.seq_len, reported.first + reported.n_sequences
     behind = replace(reported, first=first, max_tokens=n_tokens)
@@ -52,7 +56,7 @@ def choice_text(reported: Text, data: DataConfig) -> Text | None:
         return behind
     if not data.train:
         return None
-    file = open_tokens(resolve(data.train, "train"))
+    file = open_tokens(resolve(data.train, "train", near))
     return Text(file, reported.seq_len, n_tokens, reported.batch)
 
 

@@ -150,7 +150,8 @@ def open_(path: str | Path) -> Checkpoint:
 
 def weights_of(name: str) -> str:
     """A name of weights; a run folder stands for its newest valid checkpoint, which is a Hugging Face folder."""
-    return str(open_(name).path) if (Path(name) / "checkpoints").is_dir() else name
+    is_run = (Path(name) / "checkpoints").is_dir() or is_numbered(Path(name))
+    return str(open_(name).path) if is_run else name
 
 
 def resolved(cfg: Config) -> Config:
@@ -178,8 +179,12 @@ def verify(path: Path) -> Checkpoint:
         file = path / Path(name).name
         if not file.is_file():
             raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
-        if file_sha256(file) != sha256:
-            raise ValueError(f"checkpoint {path} is damaged: {name} does not match its sha256")
+        try:
+            manifest.check_hash(file, sha256)
+        except ValueError:
+            raise ValueError(
+                f"checkpoint {path} is damaged: {name} does not match its sha256"
+            ) from None
     return Checkpoint(path, record)
 
 
@@ -188,7 +193,7 @@ def template(checkpoint: Checkpoint) -> PreTrainedModel:
     held = huggingface.header(checkpoint.path / "model.safetensors")
     try:
         hf_config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-    except (OSError, ValueError, RecursionError) as error:
+    except Exception as error:  # a damaged one fails in many ways
         raise ValueError(
             f"{checkpoint.path}: config.json cannot be read: {huggingface.one_line(error)}"
         ) from None
@@ -262,8 +267,12 @@ def _load(checkpoint: Checkpoint, name: str) -> State:
 
 
 def numbered(folder: Path) -> list[Path]:
-    found = (p for p in folder.glob("round-*") if p.is_dir() and p.name[6:].isdigit())
-    return sorted(found, key=_round)
+    return sorted(filter(is_numbered, folder.glob("round-*")), key=_round)
+
+
+def is_numbered(path: Path) -> bool:
+    """A folder that is a checkpoint by its name, whatever has become of its files."""
+    return path.is_dir() and path.name.startswith("round-") and path.name[6:].isdigit()
 
 
 def _round(path: Path) -> int:

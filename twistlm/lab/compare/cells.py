@@ -296,7 +296,9 @@ class Grid:
 
     def _cut(self, rival: Rival, setting: Setting) -> dict[str, Any]:
         blocks = rival.parent.cfg.blocks
-        common = {key: c for key in COMMON if (c := list(getattr(blocks, key)))}
+        common: dict[str, Any] = {key: c for key in COMMON if (c := list(getattr(blocks, key)))}
+        if common and blocks.common_by != "index":  # the same numbers mean other blocks
+            common["common_by"] = blocks.common_by
         return {"setting": setting, **{key: getattr(blocks, key) for key in BLOCKS}, **common}
 
     def _calibration(self, n: int | None = None) -> dict[str, Any]:

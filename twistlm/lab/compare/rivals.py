@@ -38,6 +38,7 @@ class Rival:
             "k_ffn": cfg.blocks.k_ffn,
             "common_attn": cfg.blocks.common_attn,
             "common_ffn": cfg.blocks.common_ffn,
+            "common_by": cfg.blocks.common_by,
         }
 
 

@@ -20,20 +20,17 @@ from rich.table import Table
 
 from ...compute.perplexity import Text
 from ...config import Method, Setting
-from ...data.builtin import resolve
-from ...data.token_file import open_tokens
 from ...model import families, huggingface
 from ...model.blocks import KINDS, SETTINGS, shares_of_ratio, widths_of_ratio
-from ...pruners import repair
+from ...pruners import COMPARED, STRUCTURED, repair
 from ...pruners.methods import METHODS
-from ...pruners.write import NAMES, STRUCTURED
 from ...system.files import whole_file
 from ...system.provenance import describe_run
-from ...system.terminal import progress
+from ...system.terminal import markdown_code, markdown_text, progress
 from ...tickets import importance
 from ...tickets.budget import amount
 from ...tickets.calibration import calibrate
-from ...tickets.parent import Parent
+from ...tickets.parent import Parent, open_text
 from ...tickets.treatment import choice_text
 from ..points import Place, Points, place_of
 from . import table
@@ -151,7 +148,7 @@ def _write(
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     parts += [
         "Scale: the activation scale of tickets, with `+ mean` where biases make up for absent blocks: "
-        f"{said}. Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
+        f"{markdown_text(said)}. Seconds: after training, for one ticket. Calibration: tokens that were read. MB: the weights on disk in "
         "float32. Decode: measured speed on the CPU (the fastest token) against the whole parent, of tickets by their "
         "shapes, of single zeros once, where there are most.",
         "",
@@ -159,7 +156,7 @@ def _write(
         "",
         table.to_markdown(everything),
         "",
-        f"`{run['command']}`, twistlm {run['git']}, {run['device']}, {versions}",
+        f"{markdown_code(run['command'])}, twistlm {run['git']}, {run['device']}, {versions}",
         "",
     ]
     texts = (table.to_csv(everything), "\n".join(parts), json.dumps(record, indent=1) + "\n")
@@ -167,8 +164,6 @@ def _write(
         whole_file(folder / name, content)
 
 
-RANDOM = f"{STRUCTURED}random"  # every parent's random tickets are in the table anyway
-DEFAULT = tuple(name for name in NAMES if name != RANDOM)
 TOKENS = 32768  # evaluated at once on a GPU
 
 
@@ -232,7 +227,7 @@ class CompareRequest:
         return ",".join(f"{key}={text}" for key, text in found.items())
 
     def chosen_methods(self) -> tuple[str, ...]:
-        return DEFAULT if self.methods is None else names(self.methods, "--methods", DEFAULT)
+        return COMPARED if self.methods is None else names(self.methods, "--methods", COMPARED)
 
     def chosen_kinds(self) -> tuple[str, ...]:
         """The kinds of parent that are pruned; each of them must be among the sources."""
@@ -281,7 +276,7 @@ def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
         n=request.n,
         seed=request.seed,
         text=text,
-        choice=choice_text(text, first.cfg.data),
+        choice=choice_text(text, first.cfg.data, Path(first.source)),
         healing=_healing(request, first) if request.heal else None,
         ids=ids,
     )
@@ -321,10 +316,7 @@ def _needs_text(method: str) -> bool:
 def _text(rivals: list[Rival], data: str | None, tokens: int) -> Text:
     """The text of the first parent, checked against all of them."""
     first = rivals[0].parent
-    stem = data or first.cfg.data.valid
-    if not stem:
-        raise ValueError(f"{first.source} has no validation tokens of its own: give --data STEM")
-    file, seq_len = open_tokens(resolve(stem, "valid")), first.cfg.data.seq_len
+    file, seq_len = open_text(first, data, "valid"), first.cfg.data.seq_len
     for rival in rivals:
         parent = rival.parent
         huggingface.check_positions(parent.template, seq_len)

@@ -160,7 +160,7 @@ def to_rich(lines: Lines, title: str) -> Table:
 
 def to_markdown(lines: Lines) -> str:
     ruled = [lines[0], ("---", *("---:",) * (len(lines[0]) - 1)), *lines[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in ruled)
+    return "\n".join("| " + " | ".join(map(terminal.markdown_cell, line)) + " |" for line in ruled)
 
 
 def to_csv(lines: Lines) -> str:

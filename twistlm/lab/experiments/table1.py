@@ -7,12 +7,12 @@ from typing import Any
 
 from ...config import Setting
 from ...model import huggingface
+from ...pruners import COMPARED
 from ...pruners.write import STRUCTURED
 from ...tickets.calibration import calibrate
 from ...tickets.treatment import choice_text
 from ..compare.cells import Asked, Cell, Grid
 from ..compare.rivals import Rival
-from ..compare.run import DEFAULT
 from ..compare.table import unless_blank
 from ..page import draw
 from ..page.section import Figure, Section, Table, lowest, number, spread
@@ -63,7 +63,7 @@ def points(lab: Lab) -> list[Point]:
         _pruned(lab, method, setting, k)
         for setting in scale.settings
         for k in scale.table1
-        for method in DEFAULT
+        for method in COMPARED
         # whole blocks need a whole number of them in every layer
         if not method.startswith(STRUCTURED) or k * scale.n_attn % N == 0
     ]
@@ -126,7 +126,7 @@ def _cells(lab: Lab, recipe: Recipe | None) -> dict[tuple[str, str | None, str |
     asked = Asked(
         settings=scale.settings,
         ratios=ratios,
-        methods=DEFAULT,
+        methods=COMPARED,
         on=("dense",),
         repairs=(),
         n=n,

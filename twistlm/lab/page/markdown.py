@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...system.terminal import clean, markdown_cell, markdown_text
 from .html import Chapter
 from .section import Claim, Section, Table
 
@@ -37,11 +38,13 @@ def markdown(chapters: Sequence[Chapter]) -> str:
     """Every chapter; its drawings are expected in the folder `FIGURES` beside the file."""
     parts, shown = [], set(shown_figures(chapters))
     for chapter in chapters:
-        parts += [f"## Experiments: {_text(chapter.title)}", ""]
-        parts += [f"- {_text(fact)}" for fact in chapter.facts]
-        parts += [f"- {_text(line)}" for section in chapter.sections for line in section.headlines]
+        parts += [f"## Experiments: {markdown_text(chapter.title)}", ""]
+        parts += [f"- {markdown_text(fact)}" for fact in chapter.facts]
+        parts += [
+            f"- {markdown_text(line)}" for section in chapter.sections for line in section.headlines
+        ]
         commands = dict.fromkeys(str(run.get("command", "")) for _, run in chapter.made_by)
-        parts += ["", "```sh", *(c.replace("```", "") for c in commands if c), "```", ""]
+        parts += ["", "```sh", *(clean(c).replace("```", "") for c in commands if c), "```", ""]
         parts += _claims(chapter.claims)
         for section in chapter.sections:
             parts += _section(section, chapter.id, shown)
@@ -59,29 +62,29 @@ def _claims(claims: Sequence[Claim]) -> list[str]:
         "|---|---|---|---|",
     ]
     rows += [
-        f"| {_cell(c.says)} | {c.whose} | {'yes' if c.holds else '**no**'} | {_cell(c.because)} |"
+        f"| {markdown_cell(c.says)} | {c.whose} | {'yes' if c.holds else '**no**'} | {markdown_cell(c.because)} |"
         for c in decided
     ]
     return [*rows, ""]
 
 
 def _section(section: Section, at: str, shown: set[str]) -> list[str]:
-    parts = [f"### {_text(section.title)}", "", _text(section.what), ""]
+    parts = [f"### {markdown_text(section.title)}", "", markdown_text(section.what), ""]
     for table in section.tables:
         parts += [_table(table), ""]
-        parts += [_text(table.note), ""] if table.note else []
+        parts += [markdown_text(table.note), ""] if table.note else []
     for figure in section.figures:
         if f"{at}-{figure.id}" in shown:
-            parts += [f"![{figure.title}]({FIGURES}/{at}-{figure.id}.png)", ""]
-            parts += [_text(figure.reading), ""]
+            parts += [f"![{markdown_text(figure.title)}]({FIGURES}/{at}-{figure.id}.png)", ""]
+            parts += [markdown_text(figure.reading), ""]
         elif figure.reading:
-            parts += [f"{figure.title}: {_text(figure.reading)}", ""]
+            parts += [f"{markdown_text(figure.title)}: {markdown_text(figure.reading)}", ""]
     return parts
 
 
 def _table(table: Table) -> str:
     def cell(i: int, j: int, text: str) -> str:
-        text = _cell(text)
+        text = markdown_cell(text)
         return (
             f"**{text}**"
             if (i, j) in table.best
@@ -90,18 +93,9 @@ def _table(table: Table) -> str:
             else text
         )
 
-    head = f"| {' | '.join(_cell(text) for text in table.head)} |"
+    head = f"| {' | '.join(markdown_cell(text) for text in table.head)} |"
     rows = [
         f"| {' | '.join(cell(i, j, text) for j, text in enumerate(row))} |"
         for i, row in enumerate(table.rows)
     ]
     return "\n".join([head, "|---" * len(table.head) + "|", *rows])
-
-
-def _cell(text: str) -> str:
-    return _text(text).replace("|", "\\|").replace("\n", " ")
-
-
-def _text(text: str) -> str:
-    """Text in which HTML is text: names of runs and models are anybody's."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
