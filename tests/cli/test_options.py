@@ -40,7 +40,7 @@ def test_names_without_torch_are_those_of_the_tables():
         ("train", "preset", config.preset_names()),
         ("prune", "method", (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)),
         ("prune", "repair", REPAIRS),
-        ("compare", "methods", (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)),
+        ("compare", "methods", {*SINGLE_WEIGHTS, *WHOLE_BLOCKS} - {"block:random"}),
         ("extract", "pick", IMPORTANCES),
         ("extract", "dtype", DTYPES),
         ("export", "to", FORMATS),

@@ -116,9 +116,12 @@ def apart(sentence: str) -> Iterator[None]:
     ends, parent = os.pipe(), os.getpid()
     _adopt()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it cannot wait for a child
+    # a signal that comes before the parent can pass it on waits
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if child := os.fork():
         os.close(ends[1])
-        raise _stand_by(child, ends[0], sentence)
+        raise _stand_by(child, ends[0], sentence, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     end_with_parent(signal.SIGTERM)  # in good order, with a checkpoint
     if os.getppid() != parent:  # it was gone before that
         os._exit(1)
@@ -128,8 +131,10 @@ def apart(sentence: str) -> Iterator[None]:
         os.write(ends[1], b".")  # what follows is Python's own end
 
 
-def _stand_by(child: int, end: int, sentence: str) -> BaseException:
-    """Wait for a child; how this process is to end."""
+def _stand_by(
+    child: int, end: int, sentence: str, mask: set[int | signal.Signals]
+) -> BaseException:
+    """Wait for a child, with the signals of `mask` held back; how this process is to end."""
 
     def pass_on(number: int, frame: Any) -> None:
         with suppress(ProcessLookupError):
@@ -137,6 +142,7 @@ def _stand_by(child: int, end: int, sentence: str) -> BaseException:
 
     for number in SIGNALS:
         signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _end_children()
     if os.read(end, 1) or code == 0:
