@@ -177,7 +177,8 @@ def check_override(word: str) -> None:
     assert section in known, f"there is no section {section} ({word})"
     assert key.split(".")[0] in known[section], f"there is no key {section}.{key}"
     if not ("$" in value or value.isupper()):
-        config.load("demo", [f"{section}.{key}={value}"])
+        # a trained start, which some values need
+        config.load("demo", ["model.weights=runs/start", f"{section}.{key}={value}"])
 
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
