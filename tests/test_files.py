@@ -538,6 +538,9 @@ def test_a_loss_of_1e308_is_not_believed(tmp_path):
     (tmp_path / "run/metrics.jsonl").write_text('[1]\n{"round": 2, "loss": "low"}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, round 2: a loss of 'low'"):
         read_training(tmp_path / "run")
+    (tmp_path / "run/metrics.jsonl").write_text('{"round": 3, "loss": 1.0, "n_tokens": Infinity}\n')
+    with pytest.raises(ValueError, match=r"round 3: inf tokens"):
+        read_training(tmp_path / "run")
 
 
 # ---------------------------------------------------------------- writing

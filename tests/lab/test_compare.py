@@ -846,7 +846,7 @@ def test_each_size_trained_for_itself(here, monkeypatch, capsys):
     assert healed["bytes"] == scratch["bytes"]
     assert int(healed["bytes"]) == Path("out/model.safetensors").stat().st_size
     assert float(healed["speedup"]) > 0
-    assert not list(Path("table/healing").iterdir())
+    assert not Path("table/healing").exists()
     code, _, err = in_process(
         monkeypatch,
         capsys,

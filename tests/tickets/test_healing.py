@@ -165,7 +165,8 @@ def test_bad_requests_are_one_sentence(home, tmp_path, monkeypatch, capsys):
             "-o",
             str(home / "ticket"),
         ),
-        "give --teacher MODEL": (str(ticket), "--tokens", "1k"),
+        "give --teacher RUN or MODEL": (str(ticket), "--tokens", "1k"),
+        "starts as itself": (str(ticket), "--tokens", "1k", "--teacher", "start"),
         "give --data STEM": (str(ticket), "--tokens", "1k", "--teacher", "none"),
         "is no ticket": (str(home / "run"), "--tokens", "1k"),
     }
@@ -194,3 +195,13 @@ def test_what_extract_writes_heals_with_its_parent(home, tmp_path, monkeypatch, 
     alone = json.loads((tmp_path / "n/ticket.json").read_text())["healed"][0]
     assert alone["data"] == told["healed"][0]["data"]  # the text of its parent's run
     assert (alone["teacher"], alone["distil"]) == ("none", 0.0)
+
+
+def test_the_tokens_of_a_run_are_found_from_any_folder(home, tmp_path, monkeypatch):
+    """The run names them as they were seen where it was started."""
+    monkeypatch.chdir(home)
+    rounds.train(tiny("tokens", home / "near/run", train={"rounds": 1}), quiet=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    asked = ask(home, tmp_path / "near", teacher=str(home / "near/run"))
+    assert healing.heal(asked, quiet=True)["healed"][-1]["data"] == str(home / "tokens")

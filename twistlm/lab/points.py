@@ -184,6 +184,8 @@ def read_training(folder: Path) -> Training:
         is_loss = isinstance(loss, int | float) and (0 <= loss <= MOST_LOSS or loss != loss)
         if not is_loss:  # NaN is one: it diverged
             raise ValueError(f"{metrics}, round {row.get('round')}: a loss of {loss!r:.20} is none")
+        if not isinstance(n := row.get("n_tokens", 0), int):
+            raise ValueError(f"{metrics}, round {row.get('round')}: {n!r:.20} tokens are none")
     return Training(clean(folder.name), record.pop("config", {}), record, rows)
 
 

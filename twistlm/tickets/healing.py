@@ -96,22 +96,27 @@ def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any
     cut_from = ticket["parent"]  # of a ticket with a proof, with what was measured of it
     cut_from = cut_from["source"] if isinstance(cut_from, dict) else cut_from
     teacher = cut_from if request.teacher is None else request.teacher
-    known = None
+    known, near = None, None
     path = Path(teacher)
+    if teacher == "start" and not path.exists():
+        raise ValueError(
+            "--teacher start: a ticket starts as itself, which teaches nothing; give a run, a model or none"
+        )
     if (
         request.teacher is None
         and not path.exists()
         and (path.is_absolute() or len(path.parts) > 2)
     ):
         raise ValueError(
-            f"{request.ticket} was cut out of {teacher}, which is not here: give --teacher MODEL, or "
+            f"{request.ticket} was cut out of {teacher}, which is not here: give --teacher RUN or MODEL, or "
             "--teacher none to learn from text alone"
         )
     if teacher != "none" and what_is(teacher) == "checkpoint":
         found = checkpoint.open_(path)
-        teacher, known = str(found.path), found.config
+        teacher, known, near = str(found.path), found.config, found.path
     elif Path(cut_from).exists() and what_is(cut_from) == "checkpoint":
-        known = checkpoint.open_(Path(cut_from)).config
+        found = checkpoint.open_(Path(cut_from))
+        known, near = found.config, found.path
     known = request.like or known
     run = known or Config(train=TrainConfig(batch=2, lr=1e-4))
     data = request.data or (known.data.train if known else "")
@@ -120,12 +125,15 @@ def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any
             f"nothing is known to train {request.ticket} on, since neither its teacher ({teacher}) nor its parent "
             f"({cut_from}) is a run that is here: give --data STEM"
         )
+    valid = request.valid or (known.data.valid if known else "") or data
+    if near is not None:  # a run's tokens may be seen from its folder, not from here
+        data, valid = resolve(data, "train", near), resolve(valid, "valid", near)
     most = getattr(model.config, "max_position_embeddings", None) or 1024
     cfg = Config(
         model=ModelConfig(weights=str(request.ticket), type=model.config.model_type),
         data=DataConfig(
             train=data,
-            valid=request.valid or (known.data.valid if known else "") or data,
+            valid=valid,
             seq_len=min(run.data.seq_len, most),
         ),
         # nothing is cut any more: one block in every FFN layer

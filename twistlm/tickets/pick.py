@@ -86,17 +86,20 @@ def pick_blocks(
         return prefixes(parent.block_map, parent.progress.order, widths), {}
     if how.method is not None:
         return _highest_scores(parent, widths, how, basis, bar)
-    drawn = list(draws(parent.block_map, widths, seed=basis.seed, n=how.n_draws))
+    drawn = draws(parent.block_map, widths, seed=basis.seed, n=how.n_draws)
     if how.n_draws == 1:
-        return drawn[0], {}
+        return next(iter(drawn)), {}
     ready = basis.evaluator
     assert ready is not None
     task = bar.add_task(f"pick {how.asked}", total=how.n_draws, note="")
     found: list[float] = []
-    for blueprint in drawn:
-        found.append(ready.subnet_perplexity(blueprint))
+    for blueprint in drawn:  # one at a time, however many are asked for
+        value = ready.subnet_perplexity(blueprint)
+        if not found or value < min(found):
+            best = blueprint
+        found.append(value)
         bar.update(task, advance=1, note=f"best perplexity {min(found):.2f}")
-    return drawn[found.index(min(found))], {"data": ready.text.file.stem, "perplexities": found}
+    return best, {"data": ready.text.file.stem, "perplexities": found}
 
 
 def _highest_scores(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -62,6 +63,8 @@ def compare(request: CompareRequest) -> list[Table]:
     place.folder.mkdir(parents=True, exist_ok=True)
     try:
         _fill(cells, points, request.quiet)
+        with suppress(OSError):  # unfinished sizes lie there
+            (place.folder / HEALING).rmdir()
     finally:  # what is there is shown, whatever stopped the rest
         made = table.rows(cells, points)
         _write(place.folder, made, cut, asked, rivals)
@@ -165,6 +168,7 @@ def _write(
 
 
 TOKENS = 32768  # evaluated at once on a GPU
+HEALING = "healing"  # a folder for sizes that are being trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,8 +289,8 @@ def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
 def _healing(request: CompareRequest, first: Parent) -> Healing:
     """All sizes of a setting share the tokens, since one training of the others serves them all."""
     n_tokens = int(amount("tokens", request.heal, "--heal"))
-    data = request.calibration or first.cfg.data.train
-    return Healing(n_tokens, data, place_of(request.out).folder / "healing")
+    data = open_text(first, request.calibration, "train").stem
+    return Healing(n_tokens, data, place_of(request.out).folder / HEALING)
 
 
 def _check_share(text: str) -> None:
