@@ -139,9 +139,9 @@ def _sequences(cfg: Config) -> tuple[int, str, float]:
         return t.rounds * t.interval * t.batch * t.n_workers, "train.rounds", 1.0
     try:
         return open_tokens(cfg.data.train).n_sequences(cfg.data.seq_len), cfg.data.train, t.epochs
-    except ValueError:
+    except ValueError as error:
         if not cfg.data.planned_sequences:
-            raise
+            raise ValueError(f"{error}; without tokens, give data.planned_sequences=N") from None
     return cfg.data.planned_sequences, "data.planned_sequences", t.epochs
 
 

@@ -217,11 +217,10 @@ SCALES: dict[str, Scale] = {
     ),
 }
 SCALES["gpu-60m"] = (
-    replace(  # the recipe's main ways three times as long, at the rates that `gpu` chose
+    replace(  # the recipe's main ways three times as long
         SCALES["gpu"],
         title="GPT-2 124M, from scratch, 60M tokens",
         changes=(*SCALES["gpu"].changes, "train.rounds=123"),
-        n_rates=1,
         ways=(
             "data parallel",
             "dropout K=6",
