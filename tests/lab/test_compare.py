@@ -878,3 +878,17 @@ def test_a_parent_with_an_order_shows_its_nested_tickets(here, monkeypatch, caps
         kept = {name: tuple(sorted(ranked[: int(ratio[0])])) for name, ranked in order.items()}
         want = perplexity(deploy.extract(parent, kept))
         assert float(row["perplexity"]) == pytest.approx(want, rel=1e-5)
+    # each of them healed, as the data-parallel parent was trained and with it as teacher
+    asked = ("--settings", "both", "--methods", "", "--n", "0", "--heal", "1152")
+    run(monkeypatch, capsys, *parents, *asked)
+    row = rows()["both", "2/4", "TwIST", "nested + heal", ""]
+    parent = treated(opened("o", "both"), row["scale"])
+    kept = {name: tuple(sorted(ranked[:2])) for name, ranked in order.items()}
+    deploy.save_ticket(parent, kept, Path("nested"))
+    like = opened("dense", "both").cfg
+    more = {"data": "tokens", "valid": "tokens", "device": "cpu", "like": like, "teacher": "dense"}
+    heal(HealRequest(ticket=Path("nested"), out=Path("out"), tokens=576, **more), quiet=True)
+    want = perplexity(deploy.load_ticket("out"))
+    assert float(row["perplexity"]) == pytest.approx(want, rel=1e-4)
+    assert float(row["speedup"]) > 0
+    assert int(row["bytes"]) == Path("out/model.safetensors").stat().st_size

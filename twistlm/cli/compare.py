@@ -81,7 +81,7 @@ def compare(
             help="Add what users do instead, with so many tokens for all sizes of a setting together: blocks of the "
             "dense parent chosen by score and trained with it as teacher (twistlm heal), and a model of that "
             "shape from random weights. Totals are equal if the dense parent is the start of the others, and "
-            "this is what each of them was trained on: 20M."
+            "this is what each of them was trained on: 20M. Nested tickets are trained so, too, on top of that."
         ),
     ] = "",
     n: Annotated[

@@ -28,6 +28,7 @@ from .rivals import Rival
 NESTED = "nested"  # the first blocks of a parent's own order
 SCORED_BY = "mask-fisher"  # the best score for whole blocks so far
 HEALED, SCRATCH = f"{STRUCTURED}{SCORED_BY} + heal", "from scratch"
+NESTED_HEALED = f"{NESTED} + heal"
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
 COMMON = ("common_attn", "common_ffn")  # named where there are some: older points have none
 # of the parent's training: what healing takes from there
@@ -172,9 +173,11 @@ class Grid:
                 else:
                     for how in hows:
                         yield self._blocks(rival, setting, ratio, method, how)
-        if rival.method == "dense" and self.asked.healing is not None:
-            for scratch in (False, True):
-                yield self._healed(rival, setting, ratio, self.asked.healing, scratch)
+        if self.asked.healing is not None:
+            has_order = bool(rival.parent.progress.order) and setting in rival.settings
+            whats = (HEALED, SCRATCH) if rival.method == "dense" else (NESTED_HEALED,) * has_order
+            for what in whats:
+                yield self._healed(what, rival, setting, ratio, self.asked.healing)
 
     def _whole(self, rival: Rival) -> Cell:
         config = {"what": "whole", "weights": rival.sha256, "text": self.text}
@@ -187,8 +190,8 @@ class Grid:
         return Cell(rival, "random", setting, ratio, how, config, measure)
 
     def _nested(self, rival: Rival, setting: Setting, ratio: str, how: str | None) -> Cell:
-        order = {group: list(blocks) for group, blocks in rival.parent.progress.order.items()}
-        config = self._ticket(NESTED, rival, setting, ratio, how) | {"order": name_of(order)}
+        config = self._ticket(NESTED, rival, setting, ratio, how)
+        config["order"] = _name_of_order(rival)
         measure = partial(self.stand.nested, rival, setting, ratio, how)
         return Cell(rival, NESTED, setting, ratio, how, config, measure)
 
@@ -219,22 +222,25 @@ class Grid:
         score = partial(self.stand.scores, rival, name, self.asked.seed, note)
         return self.points.measure(scores, score)["result"]
 
-    def _healed(
-        self, rival: Rival, setting: Setting, ratio: str, by: Healing, scratch: bool
-    ) -> Cell:
-        what = SCRATCH if scratch else HEALED
+    def _healed(self, what: str, rival: Rival, setting: Setting, ratio: str, by: Healing) -> Cell:
+        """A size that is trained for itself, as the data-parallel parent was and with it as teacher."""
         n_tokens = by.tokens // len(self.asked.ratios_in(setting))
         config = self._ticket(what, rival, setting, ratio, None)
-        config |= {"tokens": n_tokens, "data": by.data, "calibration": self._calibration()}
-        train = rival.parent.cfg.train
+        config |= {"tokens": n_tokens, "data": by.data}
+        if what == NESTED_HEALED:
+            config |= {"order": _name_of_order(rival), "teacher": by.teacher.sha256}
+        else:
+            config["calibration"] = self._calibration()
+        train = by.teacher.parent.cfg.train
         config["train"] = {key: getattr(train, key) for key in HEALS}
         config["train"]["batch"] = train.batch * train.n_workers
         mine = replace(by, tokens=n_tokens, work=by.work / name_of(config))
 
         def measure(note: Note) -> Result:
-            scored = self._scores(rival, SCORED_BY, note)
+            scored = None if what == NESTED_HEALED else self._scores(rival, SCORED_BY, note)
             note(f"{n_tokens:,} tokens")
-            return self.stand.healed((rival, setting, ratio), scored, mine, scratch, note)
+            cell = rival, setting, ratio
+            return self.stand.healed(cell, scored, mine, what == SCRATCH, note)
 
         return Cell(rival, what, setting, ratio, None, config, measure)
 
@@ -305,6 +311,12 @@ class Grid:
         assert self.asked.ids is not None
         ids = self.asked.ids[:n].contiguous()
         return {"sha256": hashlib.sha256(ids.numpy().data).hexdigest(), "shape": list(ids.shape)}
+
+
+def _name_of_order(rival: Rival) -> str:
+    """A parent's order of blocks, by its hash."""
+    order = rival.parent.progress.order
+    return name_of({group: list(blocks) for group, blocks in order.items()})
 
 
 def _tokens_of(text: Text) -> dict[str, Any]:

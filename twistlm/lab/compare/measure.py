@@ -28,7 +28,6 @@ from ...pruners.methods import METHODS, prune_
 from ...pruners.pattern import Pattern
 from ...tickets import budget, deploy, importance
 from ...tickets.healing import HealRequest, heal
-from ...tickets.importance import BlockScores
 from ...tickets.parent import Parent, recut
 from ...tickets.treatment import N_DRAWS, Treatment, Treatments
 from .rivals import Rival
@@ -42,6 +41,7 @@ Result = dict[str, Any]
 class Healing:
     """How a size is trained for itself."""
 
+    teacher: Rival  # its settings count, too
     tokens: int  # of all sizes of a setting; in a cell, of its size
     data: str  # stem of the training tokens
     work: Path  # a folder for all sizes; in a cell, its own, removed when it is measured
@@ -132,9 +132,8 @@ class Stand:
     ) -> Result:
         """The ticket of the first blocks of the parent's own order; its scale is chosen on other text."""
         cut = self._of(rival, setting)
-        block_map, began = cut.parent.block_map, time.perf_counter()
-        widths = widths_of_ratio(block_map, ratio)
-        blueprint = prefixes(block_map, rival.parent.progress.order, widths)
+        began = time.perf_counter()
+        blueprint = _chosen(cut.parent, ratio)
         value, took, chosen = self._scaled(cut, blueprint, how, self._now() - began)
         found = self._result(rival, [value], took, self._n_tokens(how=how), cut.narrow(ratio))
         return found | {"treatment": chosen}
@@ -161,13 +160,8 @@ class Stand:
     ) -> Result:
         """The ticket of the highest scores; its seconds contain those of the scores."""
         cut = self._of(rival, setting)
-        block_map = cut.parent.block_map
         began = time.perf_counter()
-        scores: BlockScores = {
-            group: torch.tensor(values, dtype=torch.float64)
-            for group, values in scored["scores"].items()
-        }
-        blueprint = importance.keep_best(block_map, scores, widths_of_ratio(block_map, ratio))
+        blueprint = _chosen(cut.parent, ratio, scored)
         value, took, chosen = self._scaled(cut, blueprint, how, self._now() - began)
         n_tokens = self._n_tokens(needs, how)
         seconds = scored["seconds"] + took
@@ -177,17 +171,15 @@ class Stand:
     def healed(
         self,
         cell: tuple[Rival, Setting, str],
-        scored: Result,
+        scored: Result | None,
         by: Healing,
         scratch: bool,
         note: Note,
     ) -> Result:
-        """The ticket of the highest scores, trained for itself; or its shape, trained from random weights."""
+        """The ticket of the highest scores, without scores the nested one, or its shape with random weights, trained."""
         rival, setting, ratio = cell
         cut = self._of(rival, setting)
-        block_map = cut.parent.block_map
-        scores = {g: torch.tensor(v, dtype=torch.float64) for g, v in scored["scores"].items()}
-        blueprint = importance.keep_best(block_map, scores, widths_of_ratio(block_map, ratio))
+        blueprint = _chosen(cut.parent, ratio, scored)
         treatment, chosen = cut.treatments.best([blueprint])
         parent, folder = cut.treatments.parent_with(treatment), by.work
         if not (folder / "ticket" / deploy.TICKET).is_file():  # or one that was stopped goes on
@@ -199,11 +191,11 @@ class Stand:
             ticket=folder / "ticket",
             out=folder / "healed",
             tokens=by.tokens,
-            teacher="none" if scratch else parent.source,
+            teacher="none" if scratch else by.teacher.parent.source,
             data=by.data,
             valid=by.data,  # it is measured here, on the table's own text
             device=str(self.device),
-            like=parent.cfg,
+            like=by.teacher.parent.cfg,
         )
         if not (request.out / deploy.TICKET).is_file():  # or it was stopped while it was measured
             heal(request, quiet=True, note=note)
@@ -212,8 +204,9 @@ class Stand:
         nn.Module.to(model, self.device)
         value = perplexity(model, self.text, self.precision, cut.ready.loss)
         shutil.rmtree(folder)
-        n_tokens = record["n_tokens"] + (0 if scratch else self._n_tokens(needs=True))
-        seconds = record["seconds"] + (0.0 if scratch else scored["seconds"])
+        n_tokens, seconds = record["n_tokens"], record["seconds"]
+        if scored is not None and not scratch:
+            n_tokens, seconds = n_tokens + self._n_tokens(needs=True), seconds + scored["seconds"]
         found = self._result(rival, [value], seconds, n_tokens, cut.narrow(ratio))
         return found | ({} if scratch else {"treatment": chosen}) | {"healed": record}
 
@@ -321,6 +314,15 @@ def _counter(note: Note, n_all: int) -> Callable[[], None]:
         note(f"{n}/{n_all}")
 
     return tick
+
+
+def _chosen(parent: Parent, ratio: str, scored: Result | None = None) -> Blueprint:
+    """The blocks of the highest scores or, without scores, the first ones of the parent's own order."""
+    block_map, widths = parent.block_map, widths_of_ratio(parent.block_map, ratio)
+    if scored is None:
+        return prefixes(block_map, parent.progress.order, widths)
+    scores = {g: torch.tensor(v, dtype=torch.float64) for g, v in scored["scores"].items()}
+    return importance.keep_best(block_map, scores, widths)
 
 
 def _start_anew(parent: Parent, blueprint: Blueprint, ticket: Path, out: Path) -> None:

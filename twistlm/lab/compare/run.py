@@ -31,7 +31,7 @@ from ...system.terminal import markdown_code, markdown_text, progress
 from ...tickets import importance
 from ...tickets.budget import amount
 from ...tickets.calibration import calibrate
-from ...tickets.parent import Parent, open_text
+from ...tickets.parent import open_text
 from ...tickets.treatment import choice_text
 from ..points import Place, Points, place_of
 from . import table
@@ -281,16 +281,17 @@ def read(request: CompareRequest, rivals: list[Rival]) -> Asked:
         seed=request.seed,
         text=text,
         choice=choice_text(text, first.cfg.data, Path(first.source)),
-        healing=_healing(request, first) if request.heal else None,
+        healing=_healing(request, rivals) if request.heal else None,
         ids=ids,
     )
 
 
-def _healing(request: CompareRequest, first: Parent) -> Healing:
+def _healing(request: CompareRequest, rivals: list[Rival]) -> Healing:
     """All sizes of a setting share the tokens, since one training of the others serves them all."""
     n_tokens = int(amount("tokens", request.heal, "--heal"))
-    data = open_text(first, request.calibration, "train").stem
-    return Healing(n_tokens, data, place_of(request.out).folder / HEALING)
+    dense = next(rival for rival in rivals if rival.method == "dense")
+    data = open_text(rivals[0].parent, request.calibration, "train").stem
+    return Healing(dense, n_tokens, data, place_of(request.out).folder / HEALING)
 
 
 def _check_share(text: str) -> None:

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from ...system import terminal
 from ..points import Points
-from .cells import NESTED, SCRATCH, Cell, mean_share
+from .cells import NESTED, NESTED_HEALED, SCRATCH, Cell, mean_share
 
 Lines = list[tuple[str, ...]]  # the header first
-OWN = ("random", NESTED)  # tickets as a parent gives them: rows go by its name
+OWN = ("random", NESTED, NESTED_HEALED)  # tickets as a parent gives them: rows go by its name
 
 
 @dataclass(frozen=True, kw_only=True)

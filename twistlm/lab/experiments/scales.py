@@ -216,19 +216,17 @@ SCALES: dict[str, Scale] = {
         **(_LARGE | {"tokens": 0, "stability_tokens": 0}),
     ),
 }
-SCALES["gpu-60m"] = (
-    replace(  # the recipe's main ways three times as long
-        SCALES["gpu"],
-        title="GPT-2 124M, from scratch, 60M tokens",
-        changes=(*SCALES["gpu"].changes, "train.rounds=123"),
-        ways=(
-            "data parallel",
-            "dropout K=6",
-            "TwIST",
-            "TwIST, whole first",
-            "TwIST, dense first",
-            "TwIST, whole first after dense",
-            "TwIST, whole first after 2/3 dense",
-        ),
-    )
+SCALES["gpu-60m"] = replace(  # the recipe's main ways three times as long
+    SCALES["gpu"],
+    title="GPT-2 124M, from scratch, 60M tokens",
+    changes=(*SCALES["gpu"].changes, "train.rounds=123"),
+    ways=(
+        "data parallel",
+        "dropout K=6",
+        "TwIST",
+        "TwIST, whole first",
+        "TwIST, dense first",
+        "TwIST, whole first after dense",
+        "TwIST, whole first after 2/3 dense",
+    ),
 )
