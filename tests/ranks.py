@@ -20,15 +20,27 @@ SERVER.set_forkserver_preload(["twistlm.training.rounds", "twistlm.cli", "confte
 def start(n: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[BaseProcess]:
     """`function(*args)` on n ranks; what it raises is the last line of `folder/rank-N.txt`, exit code 2."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     ranks = [
         SERVER.Process(target=_rank, args=(i, n, port, folder, function, args)) for i in range(n)
     ]
     for rank in ranks:
         rank.start()
     return ranks
+
+
+def launch(n: int, folder: Path, function: Callable[..., Any], *args: Any) -> BaseProcess:
+    """The same ranks as children of one process, as torchrun has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    launcher = SERVER.Process(target=_launch, args=(n, _free_port(), folder, function, args))
+    launcher.start()
+    return launcher
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def finish(ranks: list[BaseProcess], folder: Path, timeout: float = 240) -> None:
@@ -54,6 +66,17 @@ def twistlm(output: Path, *args: str) -> BaseProcess:
     process = SERVER.Process(target=_command, args=(output, args))
     process.start()
     return process
+
+
+def _launch(n: int, port: int, folder: Path, function: Callable, args: tuple) -> None:
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    for i in range(n):
+        if not os.fork():
+            try:
+                _rank(i, n, port, folder, function, args)
+            finally:
+                os._exit(0)
+    os.wait()
 
 
 def _rank(rank: int, n: int, port: int, folder: Path, function: Callable, args: tuple) -> None:

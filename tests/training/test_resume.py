@@ -16,7 +16,7 @@ from commands import toml
 from conftest import make_tokens, tiny, tiny_table
 
 from twistlm.data.stream import Leases
-from twistlm.system.signals import SIGNALS, Stop, on_signals
+from twistlm.system.signals import SIGNALS, Ended, Stop, on_signals
 from twistlm.training import checkpoint, rounds
 
 TRAIN = {
@@ -73,6 +73,21 @@ def test_a_stopped_command_says_how_it_goes_on(tmp_path: Path):
     last = (tmp_path / "said.txt").read_text().splitlines()[-1]
     n_done = checkpoint.open_(tmp_path / "run").round
     assert last == f"error: stopped by SIGTERM after round {n_done}; resume with --resume"
+
+
+@pytest.mark.parametrize("method", ["twist", "dense"])
+def test_a_signal_after_the_round_loses_nothing_either(tmp_path: Path, method: str):
+    """During an evaluation, say: whether to save was decided before, and the run ended without."""
+    tokens = make_tokens(tmp_path / "tokens")
+    cfg = tiny(tokens, tmp_path / "run", train={"method": method}, run={"save_every": 0})
+
+    def note(where: str) -> None:
+        if where == "round 2/4":
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Ended, match="SIGTERM after round 2"):
+        rounds.train(cfg, quiet=True, note=note)
+    assert checkpoint.open_(tmp_path / "run").round == 2
 
 
 def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):

@@ -184,6 +184,11 @@ def test_a_stopped_rank_is_named_in_time(runs, tmp_path):
     long = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run=quiet)
     started = ranks.start(3, tmp_path, train_after_long_set_up, long, 5.0)
     until_it_trains(tmp_path / "run", 2)
+    for number in (signal.SIGSTOP, signal.SIGCONT):  # a job that is suspended goes on
+        for rank in started:
+            os.kill(rank.pid, number)
+        time.sleep(4 if number == signal.SIGSTOP else 1)
+    until_it_trains(tmp_path / "run", len(lines(tmp_path / "run")) + 1)
     os.kill(started[1].pid, signal.SIGSTOP)
     began = time.monotonic()
     for rank in (0, 2):
@@ -191,14 +196,54 @@ def test_a_stopped_rank_is_named_in_time(runs, tmp_path):
         assert started[rank].exitcode == 2, ranks.said(tmp_path, rank)
     assert time.monotonic() - began < 15  # 4 s on a machine of one's own
     assert "no sign of life from rank 1 for 3 s" in ranks.said(tmp_path, 0)
-    started[1].kill()
-    started[1].join()
+    os.kill(started[1].pid, signal.SIGCONT)  # it finds nobody, which is no silence of theirs
+    started[1].join(60)
+    assert "of this run is gone" in ranks.said(tmp_path, 1)
+    assert "no sign of life" not in ranks.said(tmp_path, 1)
 
 
-def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):
+def test_a_silent_store_is_named_not_the_other_ranks(runs, tmp_path):
+    """Nothing is known of them without it; and nobody waits for it when leaving."""
+    _, tokens = runs
+    quiet = {"eval_every": -1, "save_every": 1, "variant": "hybrid", "silence": 2.0}
+    long = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run=quiet)
+    started = ranks.start(3, tmp_path, train, long)
+    until_it_trains(tmp_path / "run", 2)
+    os.kill(started[0].pid, signal.SIGSTOP)  # it keeps the store
+    said = []
+    for rank in (1, 2):
+        started[rank].join(60)
+        assert started[rank].exitcode == 2
+        said.append(ranks.said(tmp_path, rank))
+    assert "no sign of life from rank 0 for 2 s" in "".join(said)
+    assert not re.search(r"no sign of life from .*rank [12]", "".join(said))
+    started[0].kill()
+    started[0].join()
+
+
+def test_ranks_end_with_their_launcher(runs, tmp_path):
+    """They trained on, with nobody above them: ports, memory and the run's folder stayed theirs."""
+    _, tokens = runs
+    table = sharded_table(tokens, tmp_path / "run", train={"rounds": 5000}, run={"save_every": 0})
+    launcher = ranks.launch(3, tmp_path, train, table)
+    until_it_trains(tmp_path / "run", 1)
+    launcher.kill()
+    launcher.join()
+    until = time.monotonic() + 60
+    while any("stopped by SIGTERM" not in ranks.said(tmp_path, rank) for rank in range(3)):
+        assert time.monotonic() < until, ranks.said(tmp_path, 0)
+        time.sleep(0.05)
+    (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
+    assert saved.name == f"round-{len(lines(tmp_path / 'run')):06d}"
+
+
+@pytest.mark.parametrize("method", ["twist", "dense"])
+def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path, method):
     """The round is finished and saved, though only one rank was told."""
     _, tokens = runs
-    long = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run={"save_every": 0})
+    own = {"rounds": 1000, "method": method, "outer": "none"}
+    run = {"save_every": 0, "variant": "sharded" if method == "twist" else "hybrid"}
+    long = sharded_table(tokens, tmp_path / "run", train=own, run=run)
     started = ranks.start(3, tmp_path, train, long)
     until_it_trains(tmp_path / "run", 1)
     os.kill(started[2].pid, signal.SIGTERM)

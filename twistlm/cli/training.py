@@ -145,6 +145,7 @@ def train(
     cfg = config.load(preset, overrides or [])  # a mistake there is told before torch is imported
     from ..system import signals
 
+    signals.end_with_launcher()  # also while the imports that follow take their time
     with signals.apart(NO_RAY) if cfg.run.variant == "ray" else nullcontext():
         from ..system.terminal import console
         from ..training import rounds

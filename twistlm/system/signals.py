@@ -77,6 +77,12 @@ def end_with_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
+def end_with_launcher() -> None:
+    """Under torchrun: no rank outlives it, to train on where nobody looks and hold ports and the run's folder."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)  # in good order, with a checkpoint
+
+
 def _adopt() -> None:
     """Where Linux runs, become the parent of all that one's children leave behind."""
     with suppress(OSError, AttributeError):

@@ -94,6 +94,8 @@ def _loop(
             if note is not None:
                 note(f"round {progress.round}/{run.end(progress)}")
             if engine.stops and not final:
+                if not saves:  # the signal came since
+                    books.save_last(progress)
                 raise stopped(run.stop, progress.round)
             if late:
                 break

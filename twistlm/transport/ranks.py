@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..system.device import pick_device
+from ..system.signals import end_with_launcher
 
 SeatKind = Literal["physical", "masked", "central"]
 
@@ -75,6 +76,13 @@ def on_central_rank() -> bool:
 LONGEST = timedelta(days=1)  # of a wait: whoever has a heart may take its time (`Heart`)
 BEAT = 0.5  # seconds
 LAST = 1 << 40  # more beats than a run can have
+LEAVE = 5.0  # seconds for the last beat
+
+
+def _store_host() -> str:
+    """Who keeps the store that ranks meet at: rank 0, or torchrun's own process beside it."""
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return "torchrun on the machine of rank 0" if by_torchrun else "rank 0"
 
 
 @contextmanager
@@ -95,56 +103,64 @@ class Heart:
 
     A rank may take as long as it likes for its set-up or its steps: this thread goes on beside them. When a
     rank has been silent for too long, the others name it and end, since no wait for it can be broken off.
+    Silence is counted in seconds that this process has lived: one that was itself stopped, as all ranks of a
+    job that its scheduler suspends, accuses nobody when it goes on.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, silence: float):
         self.store, self.rank, self.world_size, self.silence = store, rank, world_size, silence
-        now = time.monotonic()
+        self.lived = 0.0  # seconds
         self.seen = dict.fromkeys(
-            range(world_size), (0, now)
+            range(world_size), (0, self.lived)
         )  # rank -> its beats, and when they changed
-        self.answered = now  # the store
+        self.answered = self.lived  # the store
         self.ended = threading.Event()
-        for run in (self._beat, self._watch):
-            threading.Thread(target=run, daemon=True).start()
+        self._beating, watching = (
+            threading.Thread(target=run, daemon=True) for run in (self._beat, self._watch)
+        )
+        self._beating.start()
+        watching.start()
 
     def _beat(self) -> None:
-        while not self.ended.wait(BEAT):
-            try:
+        with suppress(
+            RuntimeError
+        ):  # the store is gone, and so is its host: a signal or an exchange says so
+            while not self.ended.wait(BEAT):
                 self.store.add(f"beat/{self.rank}", 1)
                 for rank in self.seen.keys() - {self.rank}:
                     beats = self.store.add(f"beat/{rank}", 0)
                     if beats != self.seen[rank][0]:
-                        self.seen[rank] = (beats, time.monotonic())
-            except RuntimeError:  # the store is gone, and so is its host: the next exchange says so
-                return self.ended.set()
-            self.answered = time.monotonic()
+                        self.seen[rank] = (beats, self.lived)
+                self.answered = self.lived
+            self.store.add(f"beat/{self.rank}", LAST)
+        self.ended.set()
 
     def _watch(self) -> None:
+        woke = time.monotonic()
         while not self.ended.wait(BEAT):
-            now = time.monotonic()
+            slept, woke = time.monotonic() - woke, time.monotonic()
+            self.lived += min(slept, 2 * BEAT)
             late = [
-                rank
+                f"rank {rank}"
                 for rank, (beats, at) in self.seen.items()
-                if rank != self.rank and beats < LAST and now - at > self.silence
+                # a store that is silent itself says nothing of the others
+                if rank != self.rank and beats < LAST and self.answered - at > self.silence
             ]
-            if now - self.answered > self.silence:
-                late = [0]  # its process, or its launcher, keeps the store
+            if self.lived - self.answered > self.silence:
+                late = [_store_host()]
             if late and not self.ended.is_set():
-                names = " and ".join(f"rank {rank}" for rank in late)
                 print(
-                    f"error: no sign of life from {names} for {self.silence:g} s (run.silence): start the run "
-                    f"again with --resume, its newest checkpoint is unharmed",
+                    f"error: no sign of life from {' and '.join(late)} for {self.silence:g} s (run.silence): "
+                    f"start the run again with --resume, its newest checkpoint is unharmed",
                     file=sys.stderr,
                     flush=True,
                 )
                 os._exit(2)
 
     def close(self) -> None:
-        """Leave in good order: nobody waits for another beat."""
+        """Leave in good order: nobody waits for another beat, nor this process for a store that is stopped."""
         self.ended.set()
-        with suppress(RuntimeError):
-            self.store.add(f"beat/{self.rank}", LAST)
+        self._beating.join(LEAVE)
 
 
 class Cluster:
@@ -161,6 +177,7 @@ class Cluster:
         self._n_exchanges = 0
         self._heart: Heart | None = None
         if self.world_size > 1:
+            end_with_launcher()
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             backend = "nccl" if self.device.type == "cuda" else "gloo"

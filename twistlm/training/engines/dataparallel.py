@@ -18,6 +18,7 @@ from ..aggregator import Stats
 from ..assignments import measured_rho, take
 from ..progress import Progress
 from ..run import Run
+from ..shards import share_stats
 from ..worker import Seat, learning_rate
 from .protocol import Outcome
 
@@ -44,6 +45,7 @@ class DataParallel:
 
     def __init__(self, run: Run, progress: Progress):
         self.run, self.drops = run, run.cfg.train.method == "dropout"
+        self._told = False  # whether another rank or this one had a signal by the last exchange
         seat = run.seats.new(run.full, "physical", fresh=self.drops)
         source = run.central.buffer if run.central is not None else seat.buffer[: run.rows].clone()
         whole = dispatcher.prepare(run.segments, progress.round, [run.block_map.full()])
@@ -60,6 +62,9 @@ class DataParallel:
         if self.drops:
             self.seat.gate(self._gates(progress.round, rho, progress.order))
         stats = self._steps(progress.round, slots)
+        if run.cluster.world_size > 1:  # ranks must agree; one alone waits for no GPU here
+            wish = share_stats(Stats(0.0, 0, 0), run.stop.wish, run.cluster)[1]
+            run.stop.wish, self._told = run.stop.wish or wish, wish != 0
         moved, wired = ring_bytes(self.seat.grad.nbytes, t.n_workers, run.cluster.world_size)
         both = Bytes(shared=moved * t.interval)
         traffic = Traffic(both, both, wired * t.interval)
@@ -103,7 +108,7 @@ class DataParallel:
 
     @property
     def stops(self) -> bool:
-        return self.run.stop.wished
+        return self._told if self.run.cluster.world_size > 1 else self.run.stop.wished
 
     def close(self, crashed: bool) -> None:
         pass
