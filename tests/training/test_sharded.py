@@ -224,12 +224,12 @@ def test_a_silent_store_is_named_not_the_other_ranks(runs, tmp_path):
 def test_ranks_end_with_their_launcher(runs, tmp_path):
     """They trained on, with nobody above them: ports, memory and the run's folder stayed theirs."""
     _, tokens = runs
-    table = sharded_table(tokens, tmp_path / "run", train={"rounds": 5000}, run={"save_every": 0})
+    table = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run={"save_every": 0})
     launcher = ranks.launch(3, tmp_path, train, table)
     until_it_trains(tmp_path / "run", 1)
     launcher.kill()
     launcher.join()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 20
     while any("stopped by SIGTERM" not in ranks.said(tmp_path, rank) for rank in range(3)):
         assert time.monotonic() < until, ranks.said(tmp_path, 0)
         time.sleep(0.05)
