@@ -494,6 +494,17 @@ def test_metrics_of_a_single_subnet_are_json(tmp_path, tokens):
     assert row["eval"]["2/4"]["n"] == 1
 
 
+def test_metrics_of_a_resumed_run_are_replaced_whole(tmp_path):
+    """A crash while lines are dropped must not cost those that stay: they are not written over."""
+    metrics_file = Metrics(tmp_path, 0)
+    for number in (1, 2, 3):
+        metrics_file.write({"round": number})
+    with (tmp_path / "metrics.jsonl").open() as before:
+        Metrics(tmp_path, 2)
+        assert len(before.readlines()) == 3
+    assert [row["round"] for row in metrics(tmp_path)] == [1, 2]
+
+
 def test_metrics_that_a_full_disk_took_in_part(tmp_path):
     """The limit falls inside a line: what was taken of it does not stay, and no line is lost."""
     metrics_file = Metrics(tmp_path, 0)

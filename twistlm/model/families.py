@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import BlocksConfig, ModelConfig, Setting
-from .blocks import KINDS, BlockGroup, BlockMap, Kind, Partition
+from .blocks import KINDS, BlockGroup, BlockMap, Kind, Partition, Shapes
 
 ATTN_BY = ("auto", "head", "group", "query")
 
@@ -163,9 +163,9 @@ def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = 
     for layer in range(model.config.num_hidden_layers):
         prefix = f"{described.layers}.{layer}"
         if setting in ("attn", "both"):
-            groups.append(
-                _attn_group(model, _cuttable(described.attn, "attn"), prefix, layer, attn_by)
-            )
+            sub = _cuttable(described.attn, "attn")
+            mine = {name: s for name, s in shapes.items() if name.startswith(f"{prefix}.")}
+            groups.append(_attn_group(model.config, mine, sub, prefix, layer, attn_by))
         if setting in ("ffn", "both"):
             sub = _cuttable(described.ffn, "ffn")
             dim = 0 if sub.transposed else 1
@@ -256,12 +256,9 @@ def _cuttable(sub: Sublayer | str, kind: Kind) -> Sublayer:
 
 
 def _attn_group(
-    model: PreTrainedModel, sub: Sublayer, prefix: str, layer: int, attn_by: str
+    config: PretrainedConfig, shapes: Shapes, sub: Sublayer, prefix: str, layer: int, attn_by: str
 ) -> BlockGroup:
-    config = model.config
-    shapes = {
-        name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith(prefix)
-    }
+    """Attention of one layer, whose parameters have these shapes."""
     n_query = config.num_attention_heads
     n_kv = getattr(config, "num_key_value_heads", None) or n_query
     dh = head_dim(config)
@@ -295,7 +292,7 @@ class Chunks(NamedTuple):
 
 
 def _group(
-    shapes: dict[str, tuple[int, ...]],
+    shapes: Shapes,
     sub: Sublayer,
     prefix: str,
     kind: Kind,
@@ -315,7 +312,7 @@ def _group(
 
 
 def _check_no_norm_over_heads(
-    sub: Sublayer, prefix: str, shapes: dict[str, tuple[int, ...]], dh: int, model_type: str
+    sub: Sublayer, prefix: str, shapes: Shapes, dh: int, model_type: str
 ) -> None:
     """Anything else inside attention must act on one head alone, or heads are not independent."""
     module = f"{prefix}.{sub.out.split('.')[0]}."

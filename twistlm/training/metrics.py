@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..system.files import whole_file
 from ..system.manifest import parse_json
 
 
@@ -28,7 +29,7 @@ class Metrics:
                 except ValueError:
                     continue  # a line cut short by a crash
         text = "".join(f"{line}\n" for line in kept)
-        self.path.write_text(text)
+        whole_file(self.path, text)  # never in part: the lines before are in no other file
         self.size = len(text.encode())  # bytes of whole lines
         self.waiting = ""  # lines that a full disk did not take yet
 
