@@ -598,6 +598,9 @@ CASES = {
         ("report", "tokens.json"), ("tokens.json", "twistlm compare")
     ),
     # many machines
+    "a head among Ray's workers": Case(
+        ("node", "--head", "--port", "10050"), ("--port 10050", "10002 to 19999")
+    ),
     "join half an address": Case(("node", "--join", "here"), ("--join 'here'", "host:port")),
     # preparing
     "empty text": tokenize("a.txt", b"", ("a.txt", "empty"), process=True),

@@ -14,6 +14,7 @@ import typer
 
 from .options import app
 
+WORKER_PORTS = range(10002, 20000)  # Ray's own choice
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
 
 
@@ -56,6 +57,10 @@ def node(
     command = RAY + ([f"--labels={','.join(words)}"] if words else [])
     command += [f"--node-ip-address={host}"] if host else []
     if head:
+        if port in WORKER_PORTS and not any("worker-port" in word for word in more or []):
+            raise ValueError(
+                f"--port {port}: Ray's workers listen on 10002 to 19999; take another, such as 6379"
+            )
         try:
             socket.create_server((host, port)).close()
         except OSError as error:
