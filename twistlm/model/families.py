@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import BlocksConfig, ModelConfig, Setting
+from . import huggingface
 from .blocks import KINDS, BlockGroup, BlockMap, Kind, Partition, Shapes
 
 ATTN_BY = ("auto", "head", "group", "query")
@@ -323,3 +325,13 @@ def _check_no_norm_over_heads(
                 f"attn layers of {model_type} cannot be cut: {name} has shape {shape}, which spans more "
                 f"than one head of {dh}; try blocks.setting = 'ffn'"
             )
+
+
+@cache
+def known_sizes() -> dict[str, PreTrainedModel]:
+    """GPT-2 and Llama from small to large, without weights."""
+    planned = GPT2_SIZES | LLAMA_SIZES
+    return {
+        name: huggingface.on_meta(huggingface.planned_config(size))
+        for name, size in planned.items()
+    }

@@ -279,13 +279,12 @@ def size(name: str, block_map: BlockMap, shapes: Shapes, kappa: Fraction) -> Siz
 
 def sizes(cfg: Config, kappa: Fraction) -> list[Size]:
     """The config's model, then GPT-2 and Llama from small to large, all cut as the config says."""
-    known = {cfg.model.type: cfg.model} | families.GPT2_SIZES | families.LLAMA_SIZES
-    found = []
-    for name, planned in known.items():
-        model, b = huggingface.on_meta(huggingface.planned_config(planned)), cfg.blocks
+    own = huggingface.on_meta(huggingface.planned_config(cfg.model))
+    found, b = [], cfg.blocks
+    for name, model in {cfg.model.type: own, **families.known_sizes()}.items():
         if b.shared_first + b.shared_last >= model.config.num_hidden_layers:
             continue
-        attn_by = b.attn_by if planned is cfg.model else "auto"
+        attn_by = b.attn_by if model is own else "auto"
         cut = families.block_map(model, b.setting, attn_by)
         cut = cut.select(b.setting, b.shared_first, b.shared_last)
         found.append(size(name, cut, huggingface.shapes(model), kappa))
