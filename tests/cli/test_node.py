@@ -190,3 +190,26 @@ def test_signals_reach_the_child_and_its_parent_takes_it_along():
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+EARLY = """
+import os, signal, time
+from twistlm.system.signals import apart
+
+fork = os.fork
+def fork_and_signal():
+    if child := fork():
+        os.kill(os.getpid(), signal.SIGTERM)  # before the parent can pass anything on
+    return child
+
+os.fork = fork_and_signal
+with apart("Ray is gone"):
+    time.sleep(60)
+"""
+
+
+def test_a_signal_right_after_the_fork_waits_for_the_parent():
+    """It is passed on to the child; the parent does not die of it and leave the child to itself."""
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=60)
+    assert done.returncode > 0, done.returncode  # Python's own end of an exception, not SIGTERM's
+    assert "the run was ended by SIGTERM" in done.stderr

@@ -194,8 +194,7 @@ def check_model_folder(folder: Path) -> None:
     for record, editable in BESIDE_MODELS.items():
         if (folder / record).is_file():
             said = read_json(folder / record)
-            if (
-                FILES not in said and "blueprint" not in said
-            ):  # a ticket of before manifests has one
+            # a ticket of before manifests has a blueprint
+            if FILES not in said and "blueprint" not in said:
                 raise ValueError(f"{folder / record} is damaged: it vouches for no files")
             check_folder(folder, record, editable)

@@ -122,9 +122,8 @@ class Heart:
         watching.start()
 
     def _beat(self) -> None:
-        with suppress(
-            RuntimeError
-        ):  # the store is gone, and so is its host: a signal or an exchange says so
+        # without its store the host is gone, too: a signal or an exchange says so
+        with suppress(RuntimeError):
             while not self.ended.wait(BEAT):
                 self.store.add(f"beat/{self.rank}", 1)
                 for rank in self.seen.keys() - {self.rank}:
