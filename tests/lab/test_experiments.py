@@ -30,7 +30,7 @@ from twistlm.lab.experiments import NAMES, shift, table1, ways
 from twistlm.lab.experiments.lab import Lab, TimeIsUp
 from twistlm.lab.experiments.parents import parent_point
 from twistlm.lab.experiments.ranking import Sample, subnets
-from twistlm.lab.experiments.run import _by_parent, module_of, run
+from twistlm.lab.experiments.run import _by_parent, _scale, module_of, run
 from twistlm.lab.experiments.scales import DENSE, PARENTS, SCALES, TWIST, TWIST_FRESH, Recipe
 from twistlm.lab.experiments.ways import WAYS, changes, dense_changes
 from twistlm.lab.page.section import Section
@@ -142,7 +142,8 @@ def test_the_list_and_bad_names():
     with pytest.raises(ValueError, match="--scale 'huge'"):
         run(["memory"], "huge", Path("unused"))
     with pytest.raises(
-        ValueError, match=r"--only 'ffm': scale smoke has both, attn, ffn, seed 1, or .*TwIST"
+        ValueError,
+        match=r"--only 'ffm': scale smoke has both, attn, ffn, seed 1, rate 1, or .*TwIST",
     ):
         run(["memory"], "smoke", Path("unused"), only=["ffm"])
     way = "TwIST, whole first"  # one name, whatever the scale has
@@ -361,12 +362,21 @@ def test_what_was_measured_is_found_again(scale, file, least, tmp_path):
         mine = [place(about)[1:] for about in asked if about["way"] == name]
         rates = [rate * lab.base.train.lr for rate in way.rates]
         assert {rate for rate, seed in mine if seed > 1} <= {rates[0]}
-        assert [rate for rate, seed in mine if seed == 1] in ([], rates[: lab.scale.n_rates])
+        assert [rate for rate, seed in mine if seed == 1] in ([], rates)
     ours = {place(about): about | {"start": ""} for about in asked}
     found = [about for about in known if place(about) in ours]
     assert len(found) >= least
     for about in found:
         assert about | {"start": ""} == ours[place(about)]
+
+
+def test_one_rate_of_a_way_alone(tmp_path):
+    """The first rate has every seed, the second one the first seed alone."""
+    for which, expected in (("1", [(2e-3, 1), (2e-3, 2), (2e-3, 3)]), ("2", [(1.5e-3, 1)])):
+        scale = _scale("gpu-60m", ["TwIST", f"rate {which}"])
+        points = module_of("recipe").points(Lab(tmp_path, "gpu-60m", scale, ["model.weights=x"]))
+        assert [(p.config["rate"], p.config["seed"]) for p in points] == expected
+        assert {p.config["way"] for p in points} == {"TwIST"}
 
 
 def test_a_way_that_trains_the_whole_model_first(lab):

@@ -52,7 +52,7 @@ def experiment(
         typer.Option(
             "--only",
             "--settings",
-            help="Only these settings (both,attn,ffn), this way of the recipe or seed ('seed 1'); may be given again.",
+            help="Only these settings (both,attn,ffn), this way of the recipe, seed ('seed 1') or rate ('rate 2'); may be given again.",
         ),
     ] = None,
     minutes: Annotated[

@@ -50,8 +50,11 @@ def points(lab: Lab) -> list[Point]:
     scale, found = lab.scale, []
     for seed in scale.seeds:
         for name, way in WAYS.items():
-            n_rates = scale.n_rates if seed == FIRST else 1
-            for rate in way.rates[:n_rates] if name in (scale.ways or WAYS) else ():
+            if name not in (scale.ways or WAYS):
+                continue
+            for i, rate in enumerate(way.rates, 1):
+                if i not in scale.rates or (i > 1 and seed != FIRST):
+                    continue
                 about = {
                     "experiment": "recipe",
                     "scale": lab.name,

@@ -73,17 +73,17 @@ def _by_parent(todo: list[Point]) -> list[Point]:
 
 
 def _scale(name: str, only: Sequence[str]) -> Scale:
-    """The scale of this name, with those of its settings, ways and seeds that are wished for."""
+    """The scale of this name, with those of its settings, ways, seeds and rates that are wished for."""
     if name not in SCALES:
         raise ValueError(f"--scale {name!r}: use {', '.join(SCALES)}")
     scale = SCALES[name]
     ways, seeds = scale.ways or tuple(WAYS), {f"seed {seed}": seed for seed in scale.seeds}
+    rates = {f"rate {i}": i for i in scale.rates}
     only = [w for wish in only for w in ([wish] if wish in WAYS else wish.split(","))]
     for wish in only:
-        if wish not in (*scale.settings, *seeds, *ways):
-            legal = (
-                f"{', '.join((*scale.settings, *seeds))}, or ways of the recipe: {'; '.join(ways)}"
-            )
+        if wish not in (*scale.settings, *seeds, *rates, *ways):
+            words = ", ".join((*scale.settings, *seeds, *rates))
+            legal = f"{words}, or ways of the recipe: {'; '.join(ways)}"
             raise ValueError(f"--only {wish!r}: scale {name} has {legal}")
     settings = tuple(s for s in scale.settings if s in only) or scale.settings
     return replace(
@@ -91,6 +91,7 @@ def _scale(name: str, only: Sequence[str]) -> Scale:
         settings=settings,
         ways=tuple(w for w in ways if w in only) or ways,
         seeds=tuple(seed for word, seed in seeds.items() if word in only) or scale.seeds,
+        rates=tuple(i for word, i in rates.items() if word in only) or scale.rates,
     )
 
 

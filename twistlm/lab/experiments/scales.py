@@ -88,7 +88,7 @@ class Scale:
     table1: tuple[int, ...] = (8, 6, 4, 3)
     fresh: tuple[str, ...] = ()  # changes where masks are fresh: such a parent wants a higher rate
     seeds: tuple[int, ...] = (1,)  # of the recipe's ways
-    n_rates: int = 1  # of each way
+    rates: tuple[int, ...] = (1,)  # the first, the second of each way's own
     n_ways: int = 5  # random subnets behind a mean there
     ways: tuple[str, ...] = ()  # names of them; none: all
 
@@ -134,7 +134,7 @@ _LARGE: dict[str, Any] = {
     "bench": ("train.batch=2",),
     "bench_widths": (10, 8, 6, 4, 3),
     "seeds": (1, 2, 3),
-    "n_rates": 2,
+    "rates": (1, 2),
 }
 
 SCALES: dict[str, Scale] = {
