@@ -684,6 +684,27 @@ def test_names_are_text_on_the_page_in_markdown_and_on_a_terminal(tmp_path, monk
     assert not {"\x1b", "\x9b"} & set(capsys.readouterr().err)
 
 
+def test_long_work_says_in_a_log_how_far_it_is(monkeypatch, capsys):
+    """Without a terminal a line every EVERY seconds, and none of silent ranks."""
+    clock = iter([0.0, 10.0, 31.0, 31.0, 40.0, 62.0, 62.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    with terminal.progress() as bar:
+        task = bar.add_task("dense rounds", total=4, note="")
+        bar.advance(task)
+        bar.update(task, completed=2, note="loss 3.2\x1b[2J")
+        bar.advance(task)
+        bar.advance(task)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("dense rounds 2/4, 0:00:00 so far")
+    assert first.endswith(", loss 3.2[2J")
+    assert last.startswith("dense rounds 4/4, ")
+    monkeypatch.undo()
+    monkeypatch.setattr(terminal, "EVERY", 0.0)
+    with terminal.progress(quiet=True) as bar:
+        bar.advance(bar.add_task("dense rounds", total=4, note=""))
+    assert capsys.readouterr().err == ""
+
+
 def test_names_are_text_on_a_card_and_in_a_comparison(tmp_path, monkeypatch):
     """A name in code may hold backticks, one in a table a bar."""
     name = "a`<i>`|" + NAME.replace("</script>", "")

@@ -414,6 +414,7 @@ def way_point(way: str, seed: int, sizes: list[float], nested: list[float], **mo
     some = zip(("6", "3"), means, nested, strict=True)
     found = {"whole": whole} | {k: {"mean": mean, "nested": own} for k, mean, own in some}
     about = {"way": way, "rate": more.pop("rate", 0.002), "seed": seed}
+    about["start"] = more.pop("start", "a start")
     return {"config": about, "result": {"test": found, "bytes": 3e9, **more}}
 
 
@@ -430,6 +431,29 @@ def test_an_ablation_is_held_against_the_same_seeds():
     assert [(claim.holds, claim.because) for claim in shown.claims] == [
         (False, "-15.5%")
     ]  # 74.5, 64.5
+
+
+def test_points_from_another_start_decide_nothing_here():
+    """Better numbers at another rate, from other weights, neither take a row's place nor count in its claims."""
+    points = [
+        way_point("TwIST", 1, [40.0, 50.0, 60.0], [45.0, 50.0]),
+        way_point("dropout K=6", 1, [40.0, 55.0, 75.0], [45.0, 50.0]),
+        way_point("TwIST", 1, [20.0, 25.0, 30.0], [24.0, 28.0], rate=0.001, start="other weights"),
+    ]
+    for some in (points, points[::-1]):
+        shown = module_of("recipe").section(some)
+        assert [row[:3] for row in shown.tables[0].rows] == [
+            ("dropout K=6", "0.002", "1"),
+            ("TwIST", "0.002", "1"),
+        ]
+        assert [row[1:4] for row in shown.tables[1].rows] == [("0.001", "1", "20.00")]
+        assert shown.figures[0].data["TwIST"] == {12: 40.0, 6: 50.0, 3: 60.0}
+        assert [(claim.holds, claim.because) for claim in shown.claims] == [
+            (True, "16.7%"),
+            (True, "9.1% at 6/12, 20.0% at 3/12"),
+            (False, "6.7%"),  # 28 against 30, from the other start
+        ]
+        assert shown.claims[2].says.startswith("from start other we: nested tickets")
 
 
 def test_the_recipe_by_hand():

@@ -297,6 +297,10 @@ def test_training_by_hand():
     assert loss.data["long"] == {i / 5000: 3.5 for i in range(1, 151)}
     assert loss.data["short"] == {0.0001: 3.2, 0.0002: 4.2, 0.0003: 3.2}
     assert loss.reading == "Lowest at its end: short with 3.200."
+    pupil = Training("pupil", {"train": {"rounds": 1, "teacher": "start"}}, {}, rounds_of(1, 0.5))
+    (loss, *_) = training.section([*some, pupil]).figures
+    assert loss.reading.startswith("Lowest at its end: short with 3.200. ")  # 0.5 is no such loss
+    assert loss.reading.endswith(" teacher: pupil.")
     assert scores.data["short full"] == {1: 20.0}
     assert scores.data["short 2/4"] == {1: 30.0}
     assert scores.reading == "Lowest at the last evaluation: long full with 20.00."

@@ -59,6 +59,7 @@ def quiet_transformers() -> None:
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # its bar for GGUF files
     if "transformers" in sys.modules:  # it has read the environment already
         from transformers.utils import logging
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -15,6 +17,7 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -86,10 +89,35 @@ def table(title: str, *heads: str, words: int = 1) -> Table:
     return made
 
 
+EVERY = 30.0  # seconds between the lines of work whose bar nobody sees
+
+
 class _Bar(Progress):
-    """A progress bar with something of the caller's below it."""
+    """A progress bar with something of the caller's below it; in a log, a line now and then."""
 
     below: RenderableType | None = None
+    told: float | None = None  # when the last line was printed; None: the bar is seen, or silent
+
+    def update(self, task_id: TaskID, **what: Any) -> None:
+        super().update(task_id, **what)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, task_id: TaskID) -> None:
+        if self.told is None or time.monotonic() < self.told + EVERY:
+            return
+        self.told = time.monotonic()
+        task = self._tasks[task_id]
+        total = "" if task.total is None else f"/{task.total:.0f}"
+        spent = timedelta(seconds=round(task.elapsed or 0))
+        left = task.time_remaining
+        said = [f"{task.description} {task.completed:.0f}{total}", f"{spent} so far"]
+        said += [f"{timedelta(seconds=round(left))} left"] if left is not None else []
+        said += [str(task.fields["note"])] if task.fields.get("note") else []
+        self.console.print(clean(", ".join(said)), highlight=False)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
@@ -98,7 +126,7 @@ class _Bar(Progress):
 
 
 def progress(quiet: bool = False, below: RenderableType | None = None) -> Progress:
-    """A bar whose tasks have a free `note` field, seen on a terminal alone; silent ranks pass `quiet`."""
+    """A bar whose tasks have a free `note` field; lines without a terminal. Silent ranks pass `quiet`."""
     bar = _Bar(
         SpinnerColumn(),
         _Words("{task.description}", markup=False),
@@ -112,4 +140,5 @@ def progress(quiet: bool = False, below: RenderableType | None = None) -> Progre
         disable=quiet or not waiting.is_terminal,  # a log wants no half-drawn bars
     )
     bar.below = below
+    bar.told = None if quiet or waiting.is_terminal else time.monotonic()
     return bar

@@ -136,7 +136,11 @@ def _order(cfg: Config, run: Run) -> Order:
 
 
 def section(points: list[dict[str, Any]]) -> Section:
-    """One row per way at its better rate, mean ± sd over seeds; the curve of sizes of the main ways."""
+    """One row per way at its better rate, mean ± sd over seeds; the curve of sizes of the main ways.
+
+    Only points from one start compare: the one that most set out from leads, each other one has a table of its own.
+    """
+    points, *others = _by_start(points)
     ways = _chosen(points)
     main = {name: some for name, some in ways.items() if not name.startswith("…")}
     sizes = [k for k in next(iter(ways.values()))[0]["result"]["test"] if k != "whole"]
@@ -163,9 +167,23 @@ def section(points: list[dict[str, Any]]) -> Section:
         f"All ways from one start on the same tokens, each at {which}. Nested tickets keep the first "
         f"blocks of the start's mask-Fisher order."
     )
-    tables = (Table(_head("way", sizes), tuple(rows), note=note), *_changed(ways, sizes))
-    claims = tuple(_claims(ways, sizes))
-    return Section("recipe", "The recipe", what, tables, (figure,), claims, lead=True)
+    tables = [Table(_head("way", sizes), tuple(rows), note=note), *_changed(ways, sizes)]
+    claims = _claims(ways, sizes)
+    for some in others:
+        start, apart = some[0]["config"]["start"][:8], _chosen(some)
+        rows = [_row(name, mine, sizes) for name, mine in apart.items()]
+        says = f"from another start ({start}): these rows compare with each other alone"
+        tables.append(Table(_head("way", sizes), tuple(rows), note=says))
+        claims += [replace(c, says=f"from start {start}: {c.says}") for c in _claims(apart, sizes)]
+    return Section("recipe", "The recipe", what, tuple(tables), (figure,), tuple(claims), lead=True)
+
+
+def _by_start(points: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Points apart by the weights they set out from, most points first."""
+    starts: dict[str, list[dict[str, Any]]] = {}
+    for point in points:
+        starts.setdefault(point["config"]["start"], []).append(point)
+    return sorted(starts.values(), key=len, reverse=True)
 
 
 Found = dict[str, list[dict[str, Any]]]  # way -> its points at the chosen rate, one per seed

@@ -12,6 +12,7 @@ from typing import Any
 from ...config import Config, TrainConfig
 from ...data.stream import Leases
 from ...model.layout import Layout
+from ...system import terminal
 from ...training import checkpoint, engines
 from ...training.progress import Progress
 from ...training.run import Run
@@ -132,15 +133,18 @@ def train(
     # a ring's bytes are all between ranks
     share = 1 - 1 / t.n_workers if t.method == "twist" else 1.0
     began = time.perf_counter()
-    for outcome in _rounds(lab, run, progress):
-        progress, sent, stats = outcome.progress, outcome.traffic, outcome.stats
-        n_bytes = sent.down.total + sent.up.total
-        spent = Spent(
-            tokens=spent.tokens + stats.n_tokens,
-            bytes=spent.bytes + n_bytes,
-            links=spent.links + n_bytes * share,
-            loss=float(stats.loss_sum) / stats.n_steps,
-        )
+    with terminal.progress(lab.quiet) as bar:
+        task = bar.add_task(f"{t.method} rounds", total=run.end(progress), note="")
+        for outcome in _rounds(lab, run, progress):
+            progress, sent, stats = outcome.progress, outcome.traffic, outcome.stats
+            n_bytes = sent.down.total + sent.up.total
+            spent = Spent(
+                tokens=spent.tokens + stats.n_tokens,
+                bytes=spent.bytes + n_bytes,
+                links=spent.links + n_bytes * share,
+                loss=float(stats.loss_sum) / stats.n_steps,
+            )
+            bar.update(task, completed=progress.round, note=f"loss {spent.loss:.3f}")
     return run, progress, replace(spent, seconds=before.seconds + time.perf_counter() - began)
 
 

@@ -95,10 +95,9 @@ def save(canvas: Any, stem: Path) -> None:
 
 
 KNOWN = {  # parents have one colour on the whole page, by label and by folder
-    **{"data parallel": 0, "structured dropout K=6": 1, "TwIST K=6": 2, "TwIST K=6 + outer": 3},
-    **{"TwIST mixed + outer": 4, "TwIST K=6, 12 + outer": 6, "start": 8, "init": 7},
-    **{"dense": 0, "dropout-6": 1, "twist-6": 2, "twist-6-outer": 3},
-    **{"twist-mixed-outer": 4, "twist-6-12-outer": 6},
+    **{"data parallel": 0, "structured dropout K=6": 1, "TwIST K=6": 2, "start": 8, "init": 7},
+    **{"TwIST, fresh masks and teacher": 3, "TwIST, fresh masks and teacher, nested": 4},
+    **{"dense": 0, "dropout-6": 1, "twist-6": 2, "twist-fresh": 3},
     **{"best zeros": 5, "best chosen blocks": 7, "sqrt(K/N)": 5},
 }
 

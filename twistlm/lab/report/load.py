@@ -98,7 +98,6 @@ def _order(config: dict[str, Any]) -> tuple:
         config["experiment"],
         settings.index(config["setting"]) if "setting" in config else 0,
         methods.index(method) if method in methods else len(methods),
-        "outer" in rest,
         int(width[0]) if width else 99,
         rest,
         config.get("nodes", 0),

@@ -61,16 +61,27 @@ def _losses(trainings: list[Training]) -> Figure:
             tokens += sum(row["n_tokens"] for row in part)
             curve[tokens / 1e6] = statistics.fmean(row["loss"] for row in part)
         series[_label(t)] = curve
-    last = {label: list(curve.values())[-1] for label, curve in series.items()}
-    low = min(last, key=last.__getitem__)
+    taught = [_label(t) for t in trainings[:MOST] if _is_taught(t)]
+    last = {label: list(c.values())[-1] for label, c in series.items() if label not in taught}
+    reading = ""
+    if last:
+        low = min(last, key=last.__getitem__)
+        reading = f"Lowest at its end: {low} with {last[low]:.3f}."
+    if taught:  # another quantity
+        reading += f" Mostly the distance to a teacher: {', '.join(taught)}."
     return Figure(
         "training-loss",
         "Training loss",
-        f"Lowest at its end: {low} with {last[low]:.3f}.",
+        reading.strip(),
         series,
         lambda axes: draw.lines(axes, series, x="million tokens", y="loss", style=NO_MARKS),
         height=3.4,
     )
+
+
+def _is_taught(t: Training) -> bool:
+    """Whether its loss is KL to a teacher's predictions, beside some cross-entropy."""
+    return t.config.get("train", {}).get("teacher", "none") != "none"
 
 
 def _label(t: Training) -> str:

@@ -274,8 +274,6 @@ WORDS = {  # as tables and legends have them -> what they mean
     "zeros": "“zeros”: single weights are set to 0 and the matrices keep their size, so that neither bytes nor time "
     "are saved without special kernels.",
     "start": "“start”: the model as it was when the compared trainings set out from it.",
-    "outer": "“outer”: after each round a second optimizer (Nesterov, `train.outer`) takes the averaged change of the "
-    "workers as its gradient.",
 }
 
 
