@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -368,6 +369,16 @@ def test_what_was_measured_is_found_again(scale, file, least, tmp_path):
     assert len(found) >= least
     for about in found:
         assert about | {"start": ""} == ours[place(about)]
+
+
+def test_a_point_names_its_text(lab, tmp_path):
+    """By the bytes of the ids themselves; a lab without text names none."""
+    expected = hashlib.sha256((tmp_path / "tokens.bin").read_bytes()).hexdigest()
+    about = {"experiment": "x"}
+    made = lab.points.measure(about, lambda: {"y": 1.0})
+    assert made["run"]["text"] == {"train": expected, "valid": expected}
+    without = Lab(tmp_path / "other", "gpu", SCALES["gpu"], ["data.train=gone", "data.valid=gone"])
+    assert without.points.measure(about, lambda: {"y": 1.0})["run"]["text"] == {}
 
 
 def test_one_rate_of_a_way_alone(tmp_path):

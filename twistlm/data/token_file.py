@@ -64,6 +64,11 @@ class TokenFile:
     def tokenizer_path(self) -> Path:
         return Path(f"{self.stem}.tokenizer.json")
 
+    @property
+    def sha256(self) -> str:
+        """Of the ids; empty where nothing vouches for them."""
+        return self.hashed.sha256 if self.hashed is not None else ""
+
     def n_sequences(self, seq_len: int) -> int:
         return self.meta.n_tokens // seq_len
 

@@ -62,11 +62,11 @@ class Points:
     """The finished points of a place, by their configs.
 
     A point is {config, result, seconds, run}; `run` is the command, commit, versions and device that
-    made it. What other processes append meanwhile is found as well.
+    made it, and what `about` says besides. What other processes append meanwhile is found as well.
     """
 
-    def __init__(self, place: Place):
-        self.file = place.points
+    def __init__(self, place: Place, about: Callable[[], dict[str, Any]] = dict):
+        self.file, self._about = place.points, about
         self._end = 0  # bytes of the file that were read
         self._found: dict[str, dict[str, Any]] = {}  # by `name_of` the config
         for folder in place.old_points:
@@ -92,7 +92,7 @@ class Points:
             "config": config,
             "result": result,
             "seconds": time.perf_counter() - began,
-            "run": describe_run(),
+            "run": describe_run() | self._about(),
         }
         append_line(self.file, made)
         return made

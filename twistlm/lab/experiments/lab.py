@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,7 +94,7 @@ class Lab:
         if any(o.startswith(WEIGHTS) for o in overrides):
             scale = replace(scale, start=None)
         self.place = place_of(out)
-        self.points = Points(self.place)
+        self.points = Points(self.place, self._texts)
         self.folder, self.name, self.scale, self.quiet = self.place.folder, name, scale, quiet
         self.start_overrides = [o.removeprefix(START) for o in overrides if o.startswith(START)]
         self.overrides = [o for o in overrides if not o.startswith(START)]
@@ -106,6 +107,7 @@ class Lab:
         self._hashes: dict[Recipe | None, str] = {}
         self.kept: dict[tuple, Any] = {}  # seats of trainings that leave no checkpoint
         self._order: Order | None = None
+        self._sha256: dict[str, str] | None = None
         base = config.load(scale.preset, [*scale.changes, *self.overrides])
         self.base = base if scale.start is not None else checkpoint.resolved(base)
 
@@ -114,6 +116,16 @@ class Lab:
         if self._order is None:
             self._order = build()
         return self._order
+
+    def _texts(self) -> dict[str, Any]:
+        """Which text a point is of: the same path may hold another one tomorrow. Empty where none is there."""
+        if self._sha256 is None:
+            data, found = self.base.data, {}
+            for part, stem in (("train", data.train), ("valid", data.valid)):
+                with suppress(ValueError):  # latency needs no text, and the built-in one has a name
+                    found[part] = open_tokens(stem).sha256
+            self._sha256 = found
+        return {"text": self._sha256}
 
     def is_late(self) -> bool:
         return time.monotonic() >= self.deadline
