@@ -184,6 +184,18 @@ def test_hours_are_those_of_the_rounds_where_epochs_do_not_count(tmp_path, capsy
     assert hours == pytest.approx(flops / (0.4 * gflops * 1e9) / 3600, rel=0.05)
 
 
+def test_without_tokens_a_plan_asks_how_many_there_will_be(tmp_path, capsys, monkeypatch):
+    args = ["paper", "data.train=gone", "data.planned_sequences=0"]
+    monkeypatch.setattr("sys.argv", ["twistlm", "plan", *args])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    assert done.value.code == 2
+    assert "no token file gone.bin" in (said := capsys.readouterr().err)
+    assert "without tokens, give data.planned_sequences=N" in said
+    made, _ = plan_of(tmp_path, capsys, *args[:2], "data.planned_sequences=12000")
+    assert made["true_rounds"] == 3 * 12000 // (15 * 2 * 4)  # epochs, steps, batch, workers
+
+
 def test_a_plan_for_any_family_and_config():
     made = plan.make(config.load("smollm2", ["train.rounds=10"]))
     assert made.n_params == 134_515_008  # SmolLM2-135M
