@@ -685,7 +685,7 @@ def test_names_are_text_on_the_page_in_markdown_and_on_a_terminal(tmp_path, monk
 
 
 def test_long_work_says_in_a_log_how_far_it_is(monkeypatch, capsys):
-    """Without a terminal a line every EVERY seconds, and none of silent ranks."""
+    """Without a terminal a line every EVERY seconds for each task, once for a finished one; none of silent ranks."""
     clock = iter([0.0, 10.0, 31.0, 31.0, 40.0, 62.0, 62.0])
     monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
     with terminal.progress() as bar:
@@ -700,6 +700,13 @@ def test_long_work_says_in_a_log_how_far_it_is(monkeypatch, capsys):
     assert last.startswith("dense rounds 4/4, ")
     monkeypatch.undo()
     monkeypatch.setattr(terminal, "EVERY", 0.0)
+    with terminal.progress() as bar:
+        tasks = [bar.add_task(name, total=2, note="") for name in ("one", "two")]
+        bar.update(tasks[0], completed=2)
+        bar.update(tasks[0], completed=2)
+        bar.update(tasks[1], completed=1)
+    told = [line.partition(",")[0] for line in capsys.readouterr().err.splitlines()]
+    assert told == ["one 2/2", "two 0/2", "two 0/2", "two 1/2"]
     with terminal.progress(quiet=True) as bar:
         bar.advance(bar.add_task("dense rounds", total=4, note=""))
     assert capsys.readouterr().err == ""

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from twistlm import config
 from twistlm.compute.perplexity import Evaluator, Text
 from twistlm.config import BlocksConfig
+from twistlm.data.builtin import place
 from twistlm.data.stream import Leases
 from twistlm.lab.compare.run import CompareRequest, compare
 from twistlm.lab.experiments import NAMES, shift, table1, ways
@@ -371,14 +372,28 @@ def test_what_was_measured_is_found_again(scale, file, least, tmp_path):
         assert about | {"start": ""} == ours[place(about)]
 
 
-def test_a_point_names_its_text(lab, tmp_path):
-    """By the bytes of the ids themselves; a lab without text names none."""
-    expected = hashlib.sha256((tmp_path / "tokens.bin").read_bytes()).hexdigest()
-    about = {"experiment": "x"}
-    made = lab.points.measure(about, lambda: {"y": 1.0})
-    assert made["run"]["text"] == {"train": expected, "valid": expected}
-    without = Lab(tmp_path / "other", "gpu", SCALES["gpu"], ["data.train=gone", "data.valid=gone"])
-    assert without.points.measure(about, lambda: {"y": 1.0})["run"]["text"] == {}
+def test_a_point_names_its_text(tmp_path, monkeypatch):
+    """By the bytes of the ids themselves; what is not there yet has no name, the built-in text gets one once made."""
+    monkeypatch.chdir(tmp_path)
+    about = itertools.count()
+    stems = {"train": make_tokens(tmp_path / "a"), "valid": make_tokens(tmp_path / "b", 500)}
+
+    def named(lab: Lab) -> dict[str, str]:
+        return lab.points.measure({"n": next(about)}, lambda: {"y": 1.0})["run"]["text"]
+
+    expected = {
+        part: hashlib.sha256(Path(f"{stem}.bin").read_bytes()).hexdigest()
+        for part, stem in stems.items()
+    }
+    assert expected["train"] != expected["valid"]
+    data = [f"data.{part}={stem}" for part, stem in stems.items()]
+    assert named(Lab(tmp_path / "lab", "gpu", SCALES["gpu"], data)) == expected
+    builtin = Lab(tmp_path / "other", "smoke", TINY)
+    assert named(builtin) == {}
+    make_tokens(place("train"))  # the same ids as above
+    assert named(builtin) == {"train": expected["train"]}
+    make_tokens(place("valid"), 500)
+    assert named(builtin) == expected
 
 
 def test_one_rate_of_a_way_alone(tmp_path):

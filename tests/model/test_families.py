@@ -60,6 +60,18 @@ def test_physical_and_masked_logits_are_those_of_the_stock_model_with_blocks_zer
 
 
 @every_case
+def test_a_mask_for_every_sequence(key):
+    """One sequence of a batch behind the mask, the other whole: neither sees the other's."""
+    c, ids = case(key), tokens(2, 12)
+    full = c.masked()
+    masks = [gate.values for gate in full.gates.values()]  # [1, 1, blocks]
+    rows = [torch.cat([mask, torch.ones_like(mask)]) for mask in masks]
+    torch._foreach_copy_(full.gate_tensors(2), rows)
+    want = torch.cat([logits(c.reference, ids[:1]), logits(c.model, ids[1:])])
+    assert far(logits(full.model, ids), want) < 1e-5
+
+
+@every_case
 def test_the_map_names_the_parameters_that_belong_to_blocks_and_the_cut_takes_their_slices(key):
     """Logits do not see two heads that swap places; the aggregator would mix them up."""
     c = case(key)

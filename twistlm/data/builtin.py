@@ -101,12 +101,17 @@ def resolve(stem: str, split: str, near: Path | None = None) -> str:
         return _found_above(stem, near) if near is not None else stem
     if stem != NAME:
         raise ValueError(f"data.{split} = {stem!r}: the only built-in corpus is {NAME}")
-    folder = Path("runs") / f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}"
+    made = place(split)
     try:
-        open_tokens(str(folder / split))
+        open_tokens(str(made))
     except ValueError:
-        build(folder)
-    return str(folder / split)
+        build(made.parent)
+    return str(made)
+
+
+def place(split: str) -> Path:
+    """Where the built-in corpus of this Python lies once it is made."""
+    return Path("runs") / f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}" / split
 
 
 def _found_above(stem: str, near: Path) -> str:

@@ -15,6 +15,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     Task,
     TaskID,
@@ -92,32 +93,44 @@ def table(title: str, *heads: str, words: int = 1) -> Table:
 EVERY = 30.0  # seconds between the lines of work whose bar nobody sees
 
 
+def _line(task: Task) -> str:
+    total = "" if task.total is None else f"/{task.total:.0f}"
+    spent = timedelta(seconds=round(task.finished_time or task.elapsed or 0))
+    left = None if task.finished else task.time_remaining
+    said = [f"{task.description} {task.completed:.0f}{total}", f"{spent} so far"]
+    said += [f"{timedelta(seconds=round(left))} left"] if left is not None else []
+    said += [str(task.fields["note"])] if task.fields.get("note") else []
+    return clean(", ".join(said))
+
+
 class _Bar(Progress):
     """A progress bar with something of the caller's below it; in a log, a line now and then."""
 
     below: RenderableType | None = None
-    told: float | None = None  # when the last line was printed; None: the bar is seen, or silent
+    told: float | None = None  # when lines were last printed; None: the bar is seen, or silent
+
+    def __init__(self, *columns: ProgressColumn, **options: Any):
+        super().__init__(*columns, **options)
+        self._ended: set[TaskID] = set()  # tasks whose end was told
 
     def update(self, task_id: TaskID, **what: Any) -> None:
         super().update(task_id, **what)
-        self._tell(task_id)
+        self._tell()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)
-        self._tell(task_id)
+        self._tell()
 
-    def _tell(self, task_id: TaskID) -> None:
+    def _tell(self) -> None:
+        """A line for every task that goes on, side by side with others or not; for a finished one, once."""
         if self.told is None or time.monotonic() < self.told + EVERY:
             return
         self.told = time.monotonic()
-        task = self._tasks[task_id]
-        total = "" if task.total is None else f"/{task.total:.0f}"
-        spent = timedelta(seconds=round(task.elapsed or 0))
-        left = task.time_remaining
-        said = [f"{task.description} {task.completed:.0f}{total}", f"{spent} so far"]
-        said += [f"{timedelta(seconds=round(left))} left"] if left is not None else []
-        said += [str(task.fields["note"])] if task.fields.get("note") else []
-        self.console.print(clean(", ".join(said)), highlight=False)
+        for task in self.tasks:
+            if task.id not in self._ended:
+                self.console.print(_line(task), highlight=False)
+            if task.finished:
+                self._ended.add(task.id)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()

@@ -24,7 +24,7 @@ import torch
 from ... import config
 from ...compute.perplexity import Evaluator
 from ...config import Config, Setting
-from ...data.builtin import resolve
+from ...data.builtin import NAME, place, resolve
 from ...data.stream import Batches
 from ...data.token_file import open_tokens
 from ...model.masks import Order
@@ -107,7 +107,7 @@ class Lab:
         self._hashes: dict[Recipe | None, str] = {}
         self.kept: dict[tuple, Any] = {}  # seats of trainings that leave no checkpoint
         self._order: Order | None = None
-        self._sha256: dict[str, str] | None = None
+        self._sha256: dict[str, str] = {}  # of the texts
         base = config.load(scale.preset, [*scale.changes, *self.overrides])
         self.base = base if scale.start is not None else checkpoint.resolved(base)
 
@@ -119,13 +119,15 @@ class Lab:
 
     def _texts(self) -> dict[str, Any]:
         """Which text a point is of: the same path may hold another one tomorrow. Empty where none is there."""
-        if self._sha256 is None:
-            data, found = self.base.data, {}
-            for part, stem in (("train", data.train), ("valid", data.valid)):
-                with suppress(ValueError):  # latency needs no text, and the built-in one has a name
-                    found[part] = open_tokens(stem).sha256
-            self._sha256 = found
-        return {"text": self._sha256}
+        data = self.base.data
+        for part, stem in (("train", data.train), ("valid", data.valid)):
+            if (
+                part not in self._sha256
+            ):  # latency needs no text, and the built-in one is made on first use
+                with suppress(ValueError):
+                    found = str(place(part)) if stem == NAME else stem
+                    self._sha256[part] = open_tokens(found).sha256
+        return {"text": dict(self._sha256)}
 
     def is_late(self) -> bool:
         return time.monotonic() >= self.deadline
