@@ -194,6 +194,7 @@ def test_the_page_of_departures_agrees_with_the_code():
     from transformers import AutoConfig
 
     from twistlm.lab.experiments import paper
+    from twistlm.lab.experiments.scales import SCALES
     from twistlm.model.count import gpt2_params, layer_params
     from twistlm.pruners import SINGLE_WEIGHTS
     from twistlm.tickets.calibration import MOST_SEQUENCES
@@ -224,6 +225,10 @@ def test_the_page_of_departures_agrees_with_the_code():
     assert f"{printed:,}" in page
     assert f"{gpt2_params(12, d, vocab, 1024):,}" in page
     assert f"{MOST_SEQUENCES} sequences" in page
+    drawn = {scale.n_subnets for name, scale in SCALES.items() if name != "smoke"}
+    assert drawn == {config.Config().run.eval_n}
+    assert f"perplexities of {config.Config().run.eval_n} random subnets" in page
+    assert f"({SCALES['gpu'].n_ways} for each seed in the recipe's tables" in page
     both = paper.TABLE1["both"][6]
     assert f"({both['sparsegpt']} against {both['twist']})" in page
     assert (demo.blocks.masks, demo.train.weight_decay, demo.train.clip) == ("sequence", 0.1, 1.0)

@@ -104,7 +104,8 @@ def section(points: list[dict[str, Any]]) -> Section:
     main = {name: some for name, some in ways.items() if not name.startswith("…")}
     sizes = [k for k in next(iter(ways.values()))[0]["result"]["test"] if k != "whole"]
     rows = [_row(name, some, sizes) for name, some in main.items()]
-    note = "perplexity, mean ± sd over seeds of the mean over random subnets"
+    drawn = next(iter(ways.values()))[0]["result"]["test"][sizes[0]].get("n", "some")
+    note = f"perplexity, mean ± sd over seeds of the mean over {drawn} random subnets"
     series = _series(main, sizes)
     figure = Figure(
         "recipe",
