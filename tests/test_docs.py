@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -193,6 +194,7 @@ def test_the_page_of_departures_agrees_with_the_code():
     from transformers import AutoConfig
 
     from twistlm.lab.experiments import paper
+    from twistlm.lab.experiments.scales import SCALES
     from twistlm.model.count import gpt2_params, layer_params
     from twistlm.pruners import SINGLE_WEIGHTS
     from twistlm.tickets.calibration import MOST_SEQUENCES
@@ -223,6 +225,10 @@ def test_the_page_of_departures_agrees_with_the_code():
     assert f"{printed:,}" in page
     assert f"{gpt2_params(12, d, vocab, 1024):,}" in page
     assert f"{MOST_SEQUENCES} sequences" in page
+    drawn = {scale.n_subnets for name, scale in SCALES.items() if name != "smoke"}
+    assert drawn == {config.Config().run.eval_n}
+    assert f"perplexities of {config.Config().run.eval_n} random subnets" in page
+    assert f"({SCALES['gpu'].n_ways} for each seed in the recipe's tables" in page
     both = paper.TABLE1["both"][6]
     assert f"({both['sparsegpt']} against {both['twist']})" in page
     assert (demo.blocks.masks, demo.train.weight_decay, demo.train.clip) == ("sequence", 0.1, 1.0)
@@ -233,3 +239,126 @@ def test_the_page_of_departures_agrees_with_the_code():
     for word in ("deal = fixed", "moments = carry"):
         section, key = ("blocks" if "deal" in word else "train"), word.split()[0]
         config.load("demo", [f"{section}.{key}={word.split()[-1]}"])
+
+
+@pytest.fixture(scope="module")
+def labs() -> list:
+    """The chapters of docs/results.md, computed anew from the points in docs/labs."""
+    from twistlm.lab.report.load import load
+    from twistlm.lab.report.write import chapter
+
+    return [chapter(source) for source in load(sorted((ROOT / "docs/labs").glob("*.jsonl")))]
+
+
+def test_the_tables_of_the_results_are_those_of_the_points(labs):
+    from twistlm.lab.page.markdown import markdown, replace_part
+
+    text = (ROOT / "docs/results.md").read_text()
+    assert replace_part(text, markdown(labs)) == text, "run `twistlm report` (docs/reproduce.md)"
+
+
+def test_the_page_of_departures_says_what_the_points_say(labs):
+    """Which of the paper's claims hold, and every number beside them."""
+    page = (ROOT / "docs/paper.md").read_text()
+    items = dict(re.findall(r"^\| ([^|]+) \| `[^|]+ \| ([^|]+) \|$", page, re.MULTILINE))
+    gpt2, smollm2 = (
+        {c.says: c for s in lab.sections for c in s.claims}
+        for lab in labs
+        if lab.id in ("lab-gpu", "lab-smollm2")
+    )
+    kinds = ("both", "attn", "ffn")
+
+    def holds(says: str) -> list[bool]:
+        return [gpt2[f"{kind}{says}"].holds for kind in kinds]
+
+    def number(says: str, pattern: str) -> list[str]:
+        return re.findall(pattern, gpt2[says].because)
+
+    table1 = items["Table 1: random subnets beside pruners"]
+    assert all(holds(": TwIST's random subnets beat data parallel's at every size"))
+    assert "beats random blocks of data parallel at every size" in table1
+    by_score = (
+        ": TwIST's random blocks beat blocks that a score chooses from data parallel, at every size"
+    )
+    assert holds(by_score) == [True, False, True]
+    pairs = number(f"attn{by_score}", r"(\d+/12): ([\d.]+) against ([\d.]+)")
+    lost = [size for size, ours, theirs in pairs if float(ours) > float(theirs)]
+    assert f"but for attn at {' and '.join(lost)};" in table1
+    for parent in ("TwIST K=6", "TwIST trained at that size"):
+        says = f": SparseGPT is ahead at 6/12 and above, {parent} at 4/12 and below (crossover)"
+        assert not any(holds(says))
+        assert all("ahead at no size" in gpt2[f"{kind}{says}"].because for kind in kinds)
+    assert "SparseGPT's zeros at none, nor do parents trained at the size" in table1
+
+    says = ": TwIST's subnets vary less than data parallel's at every size"
+    assert all(holds(says))
+    times = [float(x) for kind in kinds for x in number(f"{kind}{says}", r"[\d.]+\d")]
+    assert items["Figure: stability"] == f"yes: sd {min(times)} to {max(times)} times smaller"
+
+    shown = items["Figure: robustness"]
+    down = ", downward: trained on wide subnets, lean ones degrade sharply"
+    assert holds(down) == [True, True, False]
+    both, ffn = (number(f"{kind}{down}", r"is ([\d.]+) times")[0] for kind in ("both", "ffn"))
+    assert f"downward yes in both ({both} times from 10 to 4) and attn, no in ffn ({ffn});" in shown
+    up = ", upward: trained on lean subnets, wider ones keep the perplexity or improve it"
+    assert holds(up) == [True, False, True]
+    ((worse, k),) = number(f"attn{up}", r"at most ([\d.]+) times .* from (\d+)/12 to 12/12")
+    assert (
+        f"no in attn (trained on {k}, the whole model is {worse} times worse than {k}/12)" in shown
+    )
+    spot = ", sweet spot: a mid-level training width has the lowest worst case over all sizes"
+    assert holds(spot) == [False, True, True]
+    three, four, also = (number(f"{kind}{spot}", r"lowest at X=(\d+)")[0] for kind in kinds)
+    assert four == also
+    assert f"yes in attn and ffn ({four}), no in both ({three})" in shown
+
+    order = gpt2["4/12 blocks: both is fastest (1.46x), then attn (1.21x), then ffn (1.15x)"]
+    assert not order.holds
+    assert "the order both, attn, ffn no" in items["Table 2 and figure: wall clock, latency"]
+    lost_nodes = "a TwIST parent handles lost nodes more gracefully than a data-parallel one"
+    for lab in (gpt2, smollm2):
+        assert lab[lost_nodes].holds
+    shift = "a layer's norm shrinks by sqrt(K/N) when K of N blocks stay: after training "
+    parents = ("(start)", "(data parallel)", "(TwIST K=6)")
+    off = {
+        lab: [re.findall(r"[\d.]+%", claims[f"{shift}{parent}"].because)[0] for parent in parents]
+        for lab, claims in (("gpt2", gpt2), ("smollm2", smollm2))
+    }
+    assert [smollm2[f"{shift}{parent}"].holds for parent in parents] == [True, True, False]
+    assert not any(gpt2[f"{shift}{parent}"].holds for parent in parents)
+    told = items["sqrt(K/N) shift of activations"]
+    assert f"no on GPT-2 ({off['gpt2'][0]} to {off['gpt2'][2]} off)" in told
+    assert "after data parallel ({} and {}), after TwIST no ({})".format(*off["smollm2"]) in told
+
+
+def test_the_first_page_has_the_recipes_numbers(labs):
+    """README's table, row by row, and what a scale of its own is worth to a control."""
+    (lab,) = (lab for lab in labs if lab.id == "gpu-recipe")
+    (table,) = (s.tables[0] for s in lab.sections if s.id == "recipe")
+    found = {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| (data parallel|structured dropout|TwIST)(.*?) \| (.*) \|$", text, re.M)
+    assert len(rows) == 5
+    for name, more, cells in rows:
+        way = "TwIST, whole first" if "whole model first" in more else name
+        way = way.replace("structured dropout", "dropout K=6")
+        which = "nested " if "nested" in more else ""
+        sizes = ["whole", *(f"{which}{k}/12" for k in (8, 6, 4, 3))]
+        for size, cell in zip(sizes, cells.replace("*", "").split(" | "), strict=True):
+            assert f"{float(found[way][size].split()[0]):.1f}" == cell, (way, size)
+        assert found[way]["scale"] == "sqrt(N/K)"
+    costs: dict[str, list[float]] = {"data parallel": [], "structured dropout K=6": []}
+    for line in (ROOT / "docs/labs/lab-gpu.jsonl").read_text().splitlines():
+        point = json.loads(line)
+        about, tried = point["config"], point["result"].get("treatment", {}).get("tried", {})
+        mine = about.get("experiment") == "table1" and about.get("setting") == "both"
+        if mine and "method" not in about and about.get("parent") in costs and tried:
+            cost = tried["sqrt(N/K)"] / min(tried.values()) - 1
+            costs[about["parent"]].append((about["k"], 100 * cost))
+    dense, dropout = (
+        [f"{cost:.1f}" for _, cost in sorted(some, reverse=True)] for some in costs.values()
+    )
+    results = (ROOT / "docs/results.md").read_text()
+    listed = "loses {}, {}, {} and {}% by it at 8, 6, 4 and 3 of 12 (random blocks), dropout's {}, {}, {} and {}%"
+    assert listed.format(*dense, *dropout) in results
+    assert "worth 3 to 10% to data parallel's random blocks, under 1% to dropout's" in text

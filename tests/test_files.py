@@ -27,10 +27,11 @@ from checkpoints import damages, random_central, random_progress
 from conftest import make_tokens, tiny, word_level
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import twistlm
 from twistlm import config
-from twistlm.cli import main
+from twistlm.cli import app, main
 from twistlm.data.prepare import prepare
 from twistlm.data.token_file import open_tokens, verify_tokens
 from twistlm.lab.compare.table import to_markdown
@@ -510,6 +511,11 @@ def test_absurd_text_and_configs(tmp_path, home):
         manifest.parse_json("[9223372036854775808]", "x")
     with pytest.raises(ValueError, match="400 digits"):
         config.load("demo", [f"run.seed={'9' * 400}"])
+    with pytest.raises(ValueError, match="to be written is no JSON of ours"):  # nor is it written
+        manifest.written({"seed": 10**30})
+    for command in ("extract", "eval", "certify", "prune", "compare"):
+        done = CliRunner().invoke(app, [command, "x", "--seed", "9" * 30])
+        assert (done.exit_code, "--seed" in done.output) == (2, True), command
     shutil.rmtree(tmp_path / "folder", ignore_errors=True)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/config.json").write_text(NESTED)

@@ -351,7 +351,7 @@ def test_a_start_that_is_given_is_named_by_its_weights(tmp_path):
     ("scale", "file", "least"), [("gpu", "gpu-recipe", 22), ("gpu-60m", "gpu-60m", 5)]
 )
 def test_what_was_measured_is_found_again(scale, file, least, tmp_path):
-    """Points of the recipe in docs/labs answer to today's ways: nobody measures them twice."""
+    """Points of the recipe in docs/labs answer to today's ways, but for their tickets' scale: it was sqrt(N/K) for all."""
     lab = Lab(tmp_path, scale, SCALES[scale], ["model.weights=runs/start"])
     told = Path(__file__, f"../../../docs/labs/{file}.jsonl").resolve().read_text().splitlines()
     known = [json.loads(line)["config"] for line in told]
@@ -365,6 +365,7 @@ def test_what_was_measured_is_found_again(scale, file, least, tmp_path):
         rates = [rate * lab.base.train.lr for rate in way.rates]
         assert {rate for rate, seed in mine if seed > 1} <= {rates[0]}
         assert [rate for rate, seed in mine if seed == 1] in ([], rates)
+    assert all(about.pop("treatment") for about in asked)  # theirs is none, and stands apart
     ours = {place(about): about | {"start": ""} for about in asked}
     found = [about for about in known if place(about) in ours]
     assert len(found) >= least
@@ -418,6 +419,13 @@ def test_a_way_that_trains_the_whole_model_first(lab):
     small = Lab(lab.folder, "smoke", scale, lab.overrides, quiet=True)
     dense, both = (point.measure() for point in module_of("recipe").points(small))
     assert both["tokens"] == dense["tokens"] == 2 * 2 * 4 * 64  # rounds x steps x workers x batch 1
+    for text, other in itertools.product(
+        (dense["test"], dense["choice"]), ("treatment", "nested_treatment")
+    ):
+        tried = text["6"][other]  # the control has the best scale, by text that is not reported
+        assert tried["chosen"] == min(tried["tried"], key=tried["tried"].__getitem__)
+        assert len(tried["tried"]) == 6
+        assert tried["first_window"] * 64 >= TINY.tokens
     taught_by = {key[2] for key in small.kept}
     first = [f"model.weights={small.trained(None)}", "run.seed=1", f"run.out={lab.folder}/alone"]
     cfg = config.override(small.base, [*dense_changes(scale, small.base.train, way), *first])
@@ -441,6 +449,11 @@ def way_point(way: str, seed: int, sizes: list[float], nested: list[float], **mo
     found = {"whole": whole} | {k: {"mean": mean, "nested": own} for k, mean, own in some}
     about = {"way": way, "rate": more.pop("rate", 0.002), "seed": seed}
     about["start"] = more.pop("start", "a start")
+    if scales := more.pop("scales", None):  # of random and of nested tickets, at both sizes
+        about["treatment"] = "tried"
+        for k in ("6", "3"):
+            random, own = ({"chosen": scale} for scale in scales)
+            found[k] |= {"treatment": random, "nested_treatment": own}
     return {"config": about, "result": {"test": found, "bytes": 3e9, **more}}
 
 
@@ -452,7 +465,7 @@ def test_an_ablation_is_held_against_the_same_seeds():
     shown = module_of("recipe").section([ours, more, other])
     ways, changed = shown.tables
     assert [row[0] for row in ways.rows] == ["TwIST"]
-    assert changed.rows == (("… fp32", "0.002", "1", *["+10.0%"] * 5, "3.0"),)
+    assert changed.rows == (("… fp32", "0.002", "1", *["+10.0%"] * 5, "3.0", "sqrt(N/K)"),)
     assert list(shown.figures[0].data) == ["TwIST", "TwIST, nested"]
     assert [(claim.holds, claim.because) for claim in shown.claims] == [
         (False, "-15.5%")
@@ -482,6 +495,23 @@ def test_points_from_another_start_decide_nothing_here():
         assert shown.claims[2].says.startswith("from start other we: nested tickets")
 
 
+def test_the_recipes_table_says_which_scale_tickets_have():
+    """Points of before had TwIST's own for all: they stand apart from those whose scale was chosen, and say so."""
+    old = [way_point("TwIST", 1, [40.0, 50.0, 60.0], [45.0, 50.0])]
+    new = [
+        way_point("data parallel", 1, [39.0, 90.0, 95.0], [80.0, 85.0], scales=("measured", "N/K")),
+        way_point("TwIST", 1, [41.0, 50.0, 60.0], [45.0, 50.0], scales=("sqrt(N/K)", "sqrt(N/K)")),
+    ]
+    shown = module_of("recipe").section([*old, *new])
+    chosen, before = shown.tables
+    assert chosen.head[-1] == before.head[-1] == "scale"
+    assert [row[-1] for row in chosen.rows] == ["measured; nested: N/K", "sqrt(N/K)"]
+    assert [(row[3], row[-1]) for row in before.rows] == [("40.00", "sqrt(N/K)")]
+    assert before.note == "with scales chosen otherwise: these rows compare with each other alone"
+    assert "the best of some for each way" in shown.what
+    assert "what TwIST trains with, for every way" in module_of("recipe").section(old).what
+
+
 def test_the_recipe_by_hand():
     """Rates by text that is not reported and the first seed; claims by the worst size, with the seeds of both."""
 
@@ -507,7 +537,7 @@ def test_the_recipe_by_hand():
     shown = made(53.0, 103.0)
     rows = {row[0]: row[1:] for row in shown.tables[0].rows}
     assert rows["TwIST"][:4] == ("0.004", "2", "42.00 ± 2.83", "52.00 ± 2.83")
-    assert rows["TwIST"][5:] == ("45.00 ± 0.00", "80.00 ± 0.00", "6.0")
+    assert rows["TwIST"][5:] == ("45.00 ± 0.00", "80.00 ± 0.00", "6.0", "sqrt(N/K)")
     curves = shown.figures[0].data
     assert curves["TwIST"] == {12: 42.0, 6: 52.0, 3: 102.0}
     # of variants, the one with the best whole model

@@ -116,6 +116,14 @@ def test_amounts(kind, text, want):
     assert parse_budget(**{kind: text}) == Budget(kind, text, want)
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "9223372036854775808", "10000000000G", "9" * 9999])
+def test_amounts_that_no_record_holds(text):
+    """A ticket's own record is refused when it holds more than 63 bits."""
+    with pytest.raises(ValueError, match=r"--params \d+G?: legal are less than 2\^63"):
+        parse_budget(params=text)
+    assert parse_budget(params="9223372036854775807").limit == 2**63 - 1
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [("params", "85Q"), ("params", "M"), ("params", "-5M"), ("params", "8 5M"), ("params", "1e6"),

@@ -137,7 +137,9 @@ def deploy(
     decode: Annotated[int, typer.Option(min=1, help="Tokens to decode after the prompt.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Runs behind each number.")] = 5,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random tickets.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random tickets.")
+    ] = 0,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="New folder for the numbers and the models measured."),

@@ -96,7 +96,9 @@ def compare(
     calibration_sequences: Annotated[
         int, typer.Option(min=1, help="Sequences of data.seq_len tokens.")
     ] = 128,
-    seed: Annotated[int, typer.Option(help="Seed of random tickets and calibration.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of random tickets and calibration.")
+    ] = 0,
     device: Device = "auto",
 ) -> None:
     """One table: random tickets of several parents beside every way to prune after training.

@@ -80,7 +80,7 @@ def extract(
             "every runtime loads.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the pick.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the pick.")] = 0,
     data: Data = None,
     tokens: Annotated[
         int,

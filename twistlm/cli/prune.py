@@ -44,7 +44,9 @@ def prune(
         str | None, typer.Option(help="Token file to calibrate on; default: the run's data.train.")
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Calibration sequences.")] = 128,
-    seed: Annotated[int, typer.Option(help="Seed of the sequences and of block:random.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sequences and of block:random.")
+    ] = 0,
     repair: Annotated[
         str | None,
         typer.Option(

@@ -42,7 +42,9 @@ def certify(
     n: Annotated[int, typer.Option(min=1, help="Random tickets to measure.")] = 200,
     data: Data = None,
     tokens: Tokens = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random tickets.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random tickets.")
+    ] = 0,
     coverage: Annotated[float, typer.Option(help="Share of all tickets to bound.")] = 0.95,
     confidence: Annotated[float, typer.Option(help="How sure the bound must be.")] = 0.99,
     out: Annotated[

@@ -74,8 +74,10 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(record: Mapping[str, Any]) -> str:
-    """The text of a record as it stands in its file."""
-    return json.dumps(record, indent=1) + "\n"
+    """The text of a record as it stands in its file; what could not be read again is refused."""
+    text = json.dumps(record, indent=1) + "\n"
+    parse_json(text, "the record to be written")
+    return text
 
 
 def check_seal(path: Path, record: Mapping[str, Any]) -> None:

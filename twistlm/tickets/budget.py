@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 from ..model.blocks import KINDS, BlockGroup, BlockMap, Shapes, Widths, widths_of_ratio
 from ..model.count import count
+from ..system.manifest import LARGEST
 
 BudgetKind = Literal["ratio", "params", "size", "latency", "memory"]
 Cost = Callable[[Widths], float]
@@ -106,7 +107,10 @@ def amount(kind: str, text: str, option: str | None = None) -> float:
         raise ValueError(
             f"{option or f'--{kind}'} {text!r} is no amount such as {EXAMPLES[kind]} (units: {legal})"
         )
-    value = Fraction(re.sub("[_,]", "", found[1])) * units[found[2].lower()]
+    digits = re.sub("[_,]", "", found[1])
+    value = Fraction(digits) * units[found[2].lower()] if len(digits) <= 40 else LARGEST
+    if value >= LARGEST:  # a ticket's record could not be read again
+        raise ValueError(f"{option or f'--{kind}'} {text[:40]}: legal are less than 2^63")
     return float(value) if kind == "latency" else math.floor(value)
 
 

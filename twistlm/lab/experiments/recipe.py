@@ -14,20 +14,15 @@ from functools import partial
 from typing import Any
 
 from ... import config
-from ...compute.perplexity import Evaluator
-from ...compute.slopes import mask_fisher, mask_slopes, order_of
 from ...config import Config
 from ...data.stream import Leases
-from ...model.blocks import widths_of_ratio
-from ...model.masks import Order, prefixes
-from ...tickets.treatment import choice_text
+from ...tickets.treatment import SCALES
 from ...training import engines
-from ...training.progress import Progress
-from ...training.run import Run
-from ...training.startup import scored_sequences
+from ..compare.table import by_size
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number
 from .lab import Lab, Point
+from .ranking import TRIED
 from .scales import N
 from .ways import (
     DENSE_NAME,
@@ -40,6 +35,7 @@ from .ways import (
     Spent,
     changes,
     dense_changes,
+    perplexities,
     saved,
     train,
 )
@@ -64,6 +60,7 @@ def points(lab: Lab) -> list[Point]:
                     "start": lab.hash_of(None),
                     "seed": seed,
                     "tokens": scale.tokens,
+                    "treatment": TRIED,
                 }
                 if before := dense_changes(scale, lab.base.train, way):
                     about["before"] = before
@@ -85,51 +82,13 @@ def measure(lab: Lab, about: Mapping[str, Any]) -> dict[str, Any]:
         cfg = _config(lab, about, about["changes"], start, f"{folder}/run")
         with closing(engines.join(cfg)) as cluster:
             run, progress, spent = train(lab, cfg, cluster, leases, spent)
-            found = _perplexities(lab, cfg, run, progress)
+            found = perplexities(lab, cfg, run, progress)
     return {**found, **asdict(spent)}
 
 
 def _config(lab: Lab, about: Mapping[str, Any], some: list[str], weights: str, out: str) -> Config:
     own = [f"model.weights={weights}", f"run.seed={about['seed']}", f"run.out={out}"]
     return config.override(lab.base, [*some, *own])
-
-
-def _perplexities(lab: Lab, cfg: Config, run: Run, progress: Progress) -> dict[str, Any]:
-    """Whole, random and nested subnets; a parent without an order is cut along the start's."""
-    assert run.evaluator is not None
-    text = replace(run.evaluator.text, max_tokens=lab.scale.tokens)
-    ready = replace(run.evaluator, rho=progress.rho, text=text)
-    order = lab.order(lambda: _order(cfg, run)) if not progress.order else progress.order
-    found = {"test": _sizes(lab, ready, order)}
-    if (other := choice_text(text, cfg.data)) is not None:
-        found["choice"] = _sizes(lab, replace(ready, text=other), order)
-    return found
-
-
-def _sizes(lab: Lab, ready: Evaluator, order: Order) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"whole": ready.full_perplexity()}
-    for k in lab.scale.table1:
-        widths = widths_of_ratio(ready.block_map, lab.scale.ratio(k))
-        drawn = ready.random_subnets(str(k), widths, lab.scale.n_ways, 1)
-        nested = ready.subnet_perplexity(prefixes(ready.block_map, order, widths))
-        sizes[str(k)] = {**drawn.summary(), "values": list(drawn.values), "nested": nested}
-    return sizes
-
-
-def _order(cfg: Config, run: Run) -> Order:
-    """The order of the blocks of the start itself, which has the weights of the template."""
-    assert run.central is not None
-    ids = scored_sequences(run.batches.file, cfg.data.seq_len)
-    views = run.central.layout.views(run.central.weights)
-    now = {name: view.clone() for name, view in views.items()}
-    for name, param in run.template.named_parameters():
-        if name in views:
-            views[name].copy_(param.detach())
-    slopes = mask_slopes(run.template, run.block_map, run.central, ids)
-    order = order_of(mask_fisher(slopes, len(ids)))
-    for name, view in views.items():
-        view.copy_(now[name])
-    return order
 
 
 # ---------------------------------------------------------------- how it is shown
@@ -145,7 +104,8 @@ def section(points: list[dict[str, Any]]) -> Section:
     main = {name: some for name, some in ways.items() if not name.startswith("…")}
     sizes = [k for k in next(iter(ways.values()))[0]["result"]["test"] if k != "whole"]
     rows = [_row(name, some, sizes) for name, some in main.items()]
-    note = "perplexity, mean ± sd over seeds of the mean over random subnets"
+    drawn = next(iter(ways.values()))[0]["result"]["test"][sizes[0]].get("n", "some")
+    note = f"perplexity, mean ± sd over seeds of the mean over {drawn} random subnets"
     series = _series(main, sizes)
     figure = Figure(
         "recipe",
@@ -165,24 +125,37 @@ def section(points: list[dict[str, Any]]) -> Section:
     )
     what = (
         f"All ways from one start on the same tokens, each at {which}. Nested tickets keep the first "
-        f"blocks of the start's mask-Fisher order."
+        f"blocks of the start's mask-Fisher order. {_treated(points)}"
     )
     tables = [Table(_head("way", sizes), tuple(rows), note=note), *_changed(ways, sizes)]
     claims = _claims(ways, sizes)
     for some in others:
-        start, apart = some[0]["config"]["start"][:8], _chosen(some)
+        start, apart = some[0]["config"]["start"], _chosen(some)
         rows = [_row(name, mine, sizes) for name, mine in apart.items()]
-        says = f"from another start ({start}): these rows compare with each other alone"
+        where, short = f"from another start ({start[:8]})", f"from start {start[:8]}"
+        if start == points[0]["config"]["start"]:
+            where = short = "with scales chosen otherwise"
+        says = f"{where}: these rows compare with each other alone"
         tables.append(Table(_head("way", sizes), tuple(rows), note=says))
-        claims += [replace(c, says=f"from start {start}: {c.says}") for c in _claims(apart, sizes)]
+        claims += [replace(c, says=f"{short}: {c.says}") for c in _claims(apart, sizes)]
     return Section("recipe", "The recipe", what, tuple(tables), (figure,), tuple(claims), lead=True)
 
 
+def _treated(points: list[dict[str, Any]]) -> str:
+    if all("treatment" in point["config"] for point in points):
+        return "Scale: the best of some for each way and size, chosen on other text."
+    return (
+        "Scale: what TwIST trains with, for every way: data parallel's tickets would gain by another one "
+        "(Table 1 gives each parent its best)."
+    )
+
+
 def _by_start(points: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Points apart by the weights they set out from, most points first."""
-    starts: dict[str, list[dict[str, Any]]] = {}
+    """Points apart by the weights they set out from and by how their tickets are scaled, most points first."""
+    starts: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for point in points:
-        starts.setdefault(point["config"]["start"], []).append(point)
+        about = point["config"]
+        starts.setdefault((about["start"], about.get("treatment", "")), []).append(point)
     return sorted(starts.values(), key=len, reverse=True)
 
 
@@ -229,7 +202,8 @@ def _curve(some: list[dict[str, Any]], sizes: list[str], which: str) -> dict[int
 
 def _head(first: str, sizes: list[str]) -> tuple[str, ...]:
     nested = (f"nested {k}/{N}" for k in sizes)
-    return first, "rate", "seeds", "whole", *(f"{k}/{N}" for k in sizes), *nested, "GB sent"
+    sent = ("GB sent", "scale")
+    return first, "rate", "seeds", "whole", *(f"{k}/{N}" for k in sizes), *nested, *sent
 
 
 def _row(name: str, some: list[dict[str, Any]], sizes: list[str]) -> tuple[str, ...]:
@@ -246,7 +220,18 @@ def _row(name: str, some: list[dict[str, Any]], sizes: list[str]) -> tuple[str, 
         *(cell(k) for k in sizes),
         *(cell(k, "nested") for k in sizes),
         f"{some[0]['result']['bytes'] / 1e9:,.1f}",
+        _scales(some, sizes),
     )
+
+
+def _scales(some: list[dict[str, Any]], sizes: list[str]) -> str:
+    """What tickets are scaled by, of the first seed: random ones, then nested ones where theirs differ."""
+    tests = min(some, key=lambda p: p["config"]["seed"])["result"]["test"]
+    told = [
+        by_size([tests[k].get(key, {}).get("chosen", SCALES["sqrt"]) for k in sizes])
+        for key in ("treatment", "nested_treatment")
+    ]
+    return told[0] if told[0] == told[1] else f"{told[0]}; nested: {told[1]}"
 
 
 def _changed(ways: Found, sizes: list[str]) -> list[Table]:
@@ -260,7 +245,8 @@ def _changed(ways: Found, sizes: list[str]) -> list[Table]:
         shares = (_mean(other, *cell) / _mean(ours, *cell) - 1 for cell in cells)
         gb = f"{other[0]['result']['bytes'] / 1e9:,.1f}"
         rate = f"{other[0]['config']['rate']:g}"
-        rows.append((name, rate, str(len(other)), *(f"{100 * s:+.1f}%" for s in shares), gb))
+        more = (*(f"{100 * s:+.1f}%" for s in shares), gb, _scales(other, sizes))
+        rows.append((name, rate, str(len(other)), *more))
     note = f"perplexity against {OURS}'s with the same seeds; above 0 is worse"
     return [Table(_head(f"{OURS} with", sizes), tuple(rows), note=note)] if rows else []
 

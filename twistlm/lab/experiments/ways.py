@@ -1,4 +1,4 @@
-"""Ways to train that the recipe is held against: each a recipe, what differs from it, its rates, and its rounds."""
+"""Ways to train that the recipe is held against: each a recipe, what differs from it, its rates, rounds and tickets."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...compute.slopes import mask_fisher, mask_slopes, order_of
 from ...config import Config, TrainConfig
 from ...data.stream import Leases
+from ...model.blocks import widths_of_ratio
+from ...model.generator import draws
 from ...model.layout import Layout
+from ...model.masks import Order, prefixes
 from ...system import terminal
+from ...tickets.parent import Parent
+from ...tickets.treatment import N_DRAWS, Treatments, choice_text
 from ...training import checkpoint, engines
 from ...training.progress import Progress
 from ...training.run import Run
-from ...training.startup import set_up
+from ...training.startup import scored_sequences, set_up
 from ...training.worker import Seat, Seats
 from ...transport.ranks import Cluster, SeatKind
 from .lab import Lab, TimeIsUp
@@ -168,3 +174,52 @@ def saved(run: Run, progress: Progress) -> str:
     tokenizer = run.batches.file.tokenizer_path
     found = tokenizer if tokenizer.is_file() else None
     return str(checkpoint.save(folder, run.central, progress, run.cfg, run.template, found, 1))
+
+
+def perplexities(lab: Lab, cfg: Config, run: Run, progress: Progress) -> dict[str, Any]:
+    """Whole, random and nested subnets; a parent without an order is cut along the start's.
+
+    Every way's tickets have the treatment that suits them best on other text: data parallel and dropout
+    must not lose by a scale that was made for TwIST.
+    """
+    assert run.evaluator is not None
+    assert run.central is not None
+    text = replace(run.evaluator.text, max_tokens=lab.scale.tokens)
+    order = lab.order(lambda: _order(cfg, run)) if not progress.order else progress.order
+    parent = Parent("", cfg, run.template, run.block_map, run.central, None, None, progress)
+    ways = Treatments(parent, text, choice_text(text, cfg.data))
+    found: dict[str, Any] = {"test": {"whole": ways.ready.full_perplexity()}}
+    if (other := ways.choice) is not None:
+        found["choice"] = {"whole": replace(ways.ready, text=other).full_perplexity()}
+    for k in lab.scale.table1:
+        widths, n = widths_of_ratio(run.block_map, lab.scale.ratio(k)), lab.scale.n_ways
+        ticket = prefixes(run.block_map, order, widths)
+        others = draws(run.block_map, widths, seed=FIRST, n=n + N_DRAWS, first=n)
+        random, nested = ways.best(list(others)), ways.best([ticket])
+        for which in found:
+            on = text if which == "test" else ways.choice
+            drawn = ways.evaluator(random[0], on).random_subnets(str(k), widths, n, FIRST)
+            found[which][str(k)] = {
+                **drawn.summary(),
+                "values": list(drawn.values),
+                "nested": ways.evaluator(nested[0], on).subnet_perplexity(ticket),
+                "treatment": random[1],
+                "nested_treatment": nested[1],
+            }
+    return found
+
+
+def _order(cfg: Config, run: Run) -> Order:
+    """The order of the blocks of the start itself, which has the weights of the template."""
+    assert run.central is not None
+    ids = scored_sequences(run.batches.file, cfg.data.seq_len)
+    views = run.central.layout.views(run.central.weights)
+    now = {name: view.clone() for name, view in views.items()}
+    for name, param in run.template.named_parameters():
+        if name in views:
+            views[name].copy_(param.detach())
+    slopes = mask_slopes(run.template, run.block_map, run.central, ids)
+    order = order_of(mask_fisher(slopes, len(ids)))
+    for name, view in views.items():
+        view.copy_(now[name])
+    return order
