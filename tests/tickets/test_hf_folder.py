@@ -354,6 +354,19 @@ def hf_folder(tmp_path) -> Path:
     return folder
 
 
+def test_code_that_a_parents_tokenizer_names_does_not_come_along(hf_folder, tmp_path):
+    """A ticket's card says trust_remote_code for our own code: nothing else may be found by it."""
+    path = hf_folder / "tokenizer_config.json"
+    named = {"auto_map": {"AutoTokenizer": [None, "somebody/else--evil.Tokenizer"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    full = open_parent(hf_folder, "cpu", ["blocks.n_ffn=4", "blocks.shared_last=0"])
+    kept = {group.name: (0,) for group in full.block_map.groups}
+    deploy.save_ticket(full, kept, tmp_path / "ticket", {})
+    said = json.loads((tmp_path / "ticket" / "tokenizer_config.json").read_text())
+    assert "auto_map" not in said
+    assert said["eos_token"] == "<|endoftext|>"
+
+
 def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(hf_folder, tmp_path):
     full = open_parent(
         hf_folder, "cpu", ["blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0"]
@@ -361,11 +374,11 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(hf_folde
     kept = {group.name: (0, group.n_blocks - 1) for group in full.block_map.groups}
     folder = tmp_path / "ticket"
     deploy.save_ticket(full, kept, folder, {"perplexity": 12.3456, "proof": {"logit": 1.5e-6}})
+    settings = deploy.load_ticket(folder).generation_config
     tok = AutoTokenizer.from_pretrained(folder)
     talk = [{"role": "user", "content": "w9"}]
     assert tok.apply_chat_template(talk, return_dict=False) == [7, 9]
     assert (tok.eos_token_id, tok.pad_token_id) == (0, 1)
-    settings = deploy.load_ticket(folder).generation_config
     assert (settings.repetition_penalty, settings.temperature) == (1.25, 0.5)
     narrow = deploy.extract(full, kept)
     assert far(logits(deploy.load_ticket(folder), IDS), logits(narrow, IDS)) < 1e-6

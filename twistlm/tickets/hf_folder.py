@@ -103,6 +103,7 @@ def parent_tokenizer(parent: Parent) -> PreTrainedTokenizerBase | None:
     whole = _whole_tokenizer(parent.cfg.model.weights)
     if whole is not None and (bare is None or whole.get_vocab() == bare.get_vocab()):
         whole.model_max_length = min(whole.model_max_length, config.max_position_embeddings)
+        whole.init_kwargs.pop("auto_map", None)  # somebody's code, beside ours that users trust
         return whole
     if bare is None:
         return None
