@@ -179,7 +179,9 @@ def test_a_process_that_ray_ends(does, code, said):
 
 
 def test_signals_reach_the_child_and_its_parent_takes_it_along():
-    with ends("signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); time.sleep(60)") as process:
+    # in many short sleeps: a signal just before a long one is handled at its end
+    long = "[time.sleep(0.05) for _ in range(1000)]"
+    with ends(f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); {long}") as process:
         process.stdout.readline()
         process.terminate()
         assert process.wait(30) in (9, 143)  # 143: before it had its handler

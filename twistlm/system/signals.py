@@ -18,6 +18,7 @@ from .terminal import console
 
 TOO_FEW = 4  # the exit code of a run that waited too long for workers, or whose Ray is gone
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOOK = 0.05  # seconds between a parent's looks at its child
 SAME = 1.0  # seconds: schedulers send one signal to a process and to its parent, which passes it on
 
 
@@ -149,7 +150,10 @@ def _stand_by(
     for number in SIGNALS:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    # not a wait without end: Python would pass on at its end what comes just before it begins
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        time.sleep(LOOK)
+    code = os.waitstatus_to_exitcode(ended[1])
     _end_children()
     if os.read(end, 1) or code == 0:
         return SystemExit(code if code >= 0 else 128 - code)
