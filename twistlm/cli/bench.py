@@ -9,7 +9,7 @@ import typer
 
 from ..config import Setting, Wire
 from ..export import RUNTIMES
-from .options import JsonOut, Overrides, Parent, Preset, app, words, write_json
+from .options import JsonOut, Overrides, Parent, Preset, app, seed_of, words, write_json
 
 group = typer.Typer(help="Times, bytes and memory on this machine.", no_args_is_help=True)
 app.add_typer(group, name="bench")
@@ -137,9 +137,7 @@ def deploy(
     decode: Annotated[int, typer.Option(min=1, help="Tokens to decode after the prompt.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Runs behind each number.")] = 5,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")] = 0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random tickets.")
-    ] = 0,
+    seed: Annotated[int, seed_of("the random tickets")] = 0,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="New folder for the numbers and the models measured."),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..pruners import COMPARED, REPAIRS
-from .options import PARENT, Data, Device, Overrides, Tokens, app
+from .options import PARENT, Data, Device, Overrides, Tokens, app, seed_of
 
 RATIOS = "8/12,6/12,4/12,3/12"
 
@@ -96,9 +96,7 @@ def compare(
     calibration_sequences: Annotated[
         int, typer.Option(min=1, help="Sequences of data.seq_len tokens.")
     ] = 128,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed of random tickets and calibration.")
-    ] = 0,
+    seed: Annotated[int, seed_of("random tickets and calibration")] = 0,
     device: Device = "auto",
 ) -> None:
     """One table: random tickets of several parents beside every way to prune after training.

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..tickets import DTYPES, IMPORTANCES, SPENDS
-from .options import Data, Device, Overrides, Parent, app, known, words
+from .options import Data, Device, Overrides, Parent, app, known, seed_of, words
 
 
 @app.command(
@@ -80,7 +80,7 @@ def extract(
             "every runtime loads.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the pick.")] = 0,
+    seed: Annotated[int, seed_of("the pick")] = 0,
     data: Data = None,
     tokens: Annotated[
         int,

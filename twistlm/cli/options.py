@@ -24,6 +24,11 @@ def words(names: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def seed_of(what: str) -> Any:
+    """The option `--seed` of a command that draws `what`."""
+    return typer.Option(min=0, max=SEEDS, help=f"Seed of {what}.")
+
+
 Preset = Annotated[
     str,
     typer.Argument(
@@ -44,6 +49,7 @@ Parent = Annotated[str, typer.Argument(help=PARENT)]
 Data = Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")]
 Tokens = Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+SEEDS = 2**63 - 1  # the largest whole number that a record of ours holds
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")]
 
 

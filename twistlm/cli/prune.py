@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..pruners import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS
-from .options import Device, Overrides, Parent, app, known, words
+from .options import Device, Overrides, Parent, app, known, seed_of, words
 
 
 @app.command(
@@ -44,9 +44,7 @@ def prune(
         str | None, typer.Option(help="Token file to calibrate on; default: the run's data.train.")
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Calibration sequences.")] = 128,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sequences and of block:random.")
-    ] = 0,
+    seed: Annotated[int, seed_of("the sequences and of block:random")] = 0,
     repair: Annotated[
         str | None,
         typer.Option(

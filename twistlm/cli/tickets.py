@@ -19,6 +19,7 @@ from .options import (
     Tokens,
     app,
     known,
+    seed_of,
     write_json,
 )
 
@@ -42,9 +43,7 @@ def certify(
     n: Annotated[int, typer.Option(min=1, help="Random tickets to measure.")] = 200,
     data: Data = None,
     tokens: Tokens = 0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random tickets.")
-    ] = 0,
+    seed: Annotated[int, seed_of("the random tickets")] = 0,
     coverage: Annotated[float, typer.Option(help="Share of all tickets to bound.")] = 0.95,
     confidence: Annotated[float, typer.Option(help="How sure the bound must be.")] = 0.99,
     out: Annotated[
@@ -190,7 +189,7 @@ def generate(
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Draw among this many likeliest tokens.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the draw.")] = 0,
+    seed: Annotated[int, seed_of("the draw")] = 0,
     device: Device = "auto",
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""

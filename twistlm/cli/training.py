@@ -20,6 +20,7 @@ from .options import (
     Tokens,
     app,
     known,
+    seed_of,
     write_json,
 )
 
@@ -178,9 +179,7 @@ def eval_(
     n: Annotated[int, typer.Option(min=1, help="Random subnets behind each number.")] = 20,
     data: Data = None,
     tokens: Tokens = 0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random subnets.")
-    ] = 0,
+    seed: Annotated[int, seed_of("the random subnets")] = 0,
     device: Device = "auto",
     json_out: JsonOut = None,
 ) -> None:

@@ -121,9 +121,8 @@ class Lab:
         """Which text a point is of: the same path may hold another one tomorrow. Empty where none is there."""
         data = self.base.data
         for part, stem in (("train", data.train), ("valid", data.valid)):
-            if (
-                part not in self._sha256
-            ):  # latency needs no text, and the built-in one is made on first use
+            if part not in self._sha256:
+                # latency needs no text, and the built-in one is made on first use
                 with suppress(ValueError):
                     found = str(place(part)) if stem == NAME else stem
                     self._sha256[part] = open_tokens(found).sha256

@@ -69,7 +69,8 @@ def section(points: list[dict[str, Any]]) -> Section:
     note = (
         "seconds: on the clock, compilation included, and whatever else ran on the device; tokens/s: the median "
         "round's. loss: mean of the last tenth of the rounds, of the subnets that were trained (whole models for "
-        "data parallel), and mostly the distance to the teacher where there is one. GB moved: counted bytes between the central model and workers, or gradients."
+        "data parallel), and mostly the distance to the teacher where there is one. GB moved: counted bytes "
+        "between the central model and workers, or gradients."
     )
     what = "Every parent starts from the same weights and sees the same number of tokens."
     table = Table(head, tuple(rows), note=note, names=2)

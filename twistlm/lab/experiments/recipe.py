@@ -46,11 +46,9 @@ def points(lab: Lab) -> list[Point]:
     scale, found = lab.scale, []
     for seed in scale.seeds:
         for name, way in WAYS.items():
-            if name not in (scale.ways or WAYS):
-                continue
-            for i, rate in enumerate(way.rates, 1):
-                if i not in scale.rates or (i > 1 and seed != FIRST):
-                    continue
+            which = [i for i in scale.rates if i == 1 or seed == FIRST]
+            rates = [rate for i, rate in enumerate(way.rates, 1) if i in which]
+            for rate in rates if name in (scale.ways or WAYS) else ():
                 about = {
                     "experiment": "recipe",
                     "scale": lab.name,
