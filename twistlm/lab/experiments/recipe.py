@@ -27,7 +27,6 @@ from .scales import N
 from .ways import (
     DENSE_NAME,
     DROPOUT_NAME,
-    FIRST,
     OFTEN_NAME,
     OURS,
     TWIN_NAME,
@@ -46,8 +45,7 @@ def points(lab: Lab) -> list[Point]:
     scale, found = lab.scale, []
     for seed in scale.seeds:
         for name, way in WAYS.items():
-            which = [i for i in scale.rates if i == 1 or seed == FIRST]
-            rates = [rate for i, rate in enumerate(way.rates, 1) if i in which]
+            rates = [rate for i, rate in enumerate(way.rates, 1) if i in scale.rates]
             for rate in rates if name in (scale.ways or WAYS) else ():
                 about = {
                     "experiment": "recipe",

@@ -36,10 +36,7 @@ OFTEN_NAME = "TwIST, interval 4"  # as near to its twin as 0.45 of the bytes all
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: a recipe, what differs from it, and its rates, times the scale's own.
-
-    The first rate is for every seed, others are tried with the first seed alone.
-    """
+    """One way to train: a recipe, what differs from it, and its rates, times the scale's own."""
 
     recipe: Recipe
     rates: tuple[float, ...]
@@ -52,7 +49,7 @@ class Way:
 BYTES = ("run.wire=int8",)  # what independent workers send; a ring sends gradients in bf16
 WHOLE = (*BYTES, "blocks.nested=0.5")
 SHARE = 0.4  # of the usual interval: six steps
-FIRST = 1  # the seed that rates are chosen with
+FIRST = 1  # the seed that random subnets are drawn with
 
 WAYS: dict[str, Way] = {
     DENSE_NAME: Way(DENSE, (1, 2)),
