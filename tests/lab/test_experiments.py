@@ -397,9 +397,15 @@ def test_a_point_names_its_text(tmp_path, monkeypatch):
 
 
 def test_one_rate_of_a_way_alone(tmp_path):
-    """The first rate has every seed, the second one the first seed alone."""
-    for which, expected in (("1", [(2e-3, 1), (2e-3, 2), (2e-3, 3)]), ("2", [(1.5e-3, 1)])):
-        scale = _scale("gpu-60m", ["TwIST", f"rate {which}"])
+    """With every seed, or with one that is named."""
+    for which, rate, seeds in (
+        ("1", 2e-3, [1, 2, 3]),
+        ("2", 1.5e-3, [1, 2, 3]),
+        ("2", 1.5e-3, [2]),
+    ):
+        some = [f"seed {seed}" for seed in seeds] if len(seeds) == 1 else []
+        expected = [(rate, seed) for seed in seeds]
+        scale = _scale("gpu-60m", ["TwIST", f"rate {which}", *some])
         points = module_of("recipe").points(Lab(tmp_path, "gpu-60m", scale, ["model.weights=x"]))
         assert [(p.config["rate"], p.config["seed"]) for p in points] == expected
         assert {p.config["way"] for p in points} == {"TwIST"}
@@ -509,6 +515,32 @@ def test_the_recipes_table_says_which_scale_tickets_have():
     assert before.note == "with scales chosen otherwise: these rows compare with each other alone"
     assert "the best of some for each way" in shown.what
     assert "what TwIST trains with, for every way" in module_of("recipe").section(old).what
+    more = way_point("TwIST", 2, [40.0, 50.0, 60.0], [45.0, 50.0])  # most seeds lead
+    assert module_of("recipe").section([*new, *old, more]).tables[0].rows[0][2] == "2"
+
+
+def test_data_parallels_rate_is_that_of_its_whole_model():
+    """A higher rate with better tickets would make it an easier rival as a whole model; it stands in a table of its own."""
+    slow, fast = (
+        {"choice": {"whole": w, "6": {"mean": m}}} for w, m in ((40.0, 90.0), (41.0, 70.0))
+    )
+    points = [
+        way_point("data parallel", 1, [38.0, 85.0, 170.0], [60.0, 80.0], rate=0.0005, **slow),
+        way_point("data parallel", 1, [39.5, 75.0, 150.0], [60.0, 80.0], rate=0.001, **fast),
+        way_point("dropout K=6", 1, [44.0, 50.0, 70.0], [50.0, 65.0], rate=0.0005, **slow),
+        way_point("dropout K=6", 1, [46.0, 49.0, 69.0], [50.0, 65.0], rate=0.001, **fast),
+    ]
+    shown = module_of("recipe").section(points)
+    mine, other = ([row[:4] for row in table.rows] for table in shown.tables)
+    assert mine == [
+        ("data parallel", "0.0005", "1", "38.00"),
+        ("dropout K=6", "0.001", "1", "46.00"),
+    ]
+    assert other == [
+        ("data parallel", "0.001", "1", "39.50"),
+        ("dropout K=6", "0.0005", "1", "44.00"),
+    ]
+    assert "(data parallel by its whole model)" in shown.what
 
 
 def test_the_recipe_by_hand():

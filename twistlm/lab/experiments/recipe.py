@@ -21,6 +21,7 @@ from ...training import engines
 from ..compare.table import by_size
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number
+from .chosen import Found, Points, by_start, chosen, other_rates, paired
 from .lab import Lab, Point
 from .ranking import TRIED
 from .scales import N
@@ -90,16 +91,15 @@ def _config(lab: Lab, about: Mapping[str, Any], some: list[str], weights: str, o
 # ---------------------------------------------------------------- how it is shown
 
 
-def section(points: list[dict[str, Any]]) -> Section:
+def section(points: Points) -> Section:
     """One row per way at its better rate, mean ± sd over seeds; the curve of sizes of the main ways.
 
     Only points from one start compare: the one that most set out from leads, each other one has a table of its own.
     """
-    points, *others = _by_start(points)
-    ways = _chosen(points)
+    points, *others = by_start(points)
+    ways = chosen(points)
     main = {name: some for name, some in ways.items() if not name.startswith("…")}
     sizes = [k for k in next(iter(ways.values()))[0]["result"]["test"] if k != "whole"]
-    rows = [_row(name, some, sizes) for name, some in main.items()]
     drawn = next(iter(ways.values()))[0]["result"]["test"][sizes[0]].get("n", "some")
     note = f"perplexity, mean ± sd over seeds of the mean over {drawn} random subnets"
     series = _series(main, sizes)
@@ -113,31 +113,38 @@ def section(points: list[dict[str, Any]]) -> Section:
         ),
         height=3.4,
     )
-    tried = {(point["config"]["way"], point["config"]["rate"]) for point in points}
-    which = (
-        "the better of its rates by text that is not reported"
-        if len(tried) > len(ways)
-        else "one rate"
-    )
+    which = "one rate"
+    if other_rates(points, ways):
+        which = f"the better of its rates by text that is not reported ({DENSE_NAME} by its whole model)"
     what = (
         f"All ways from one start on the same tokens, each at {which}. Nested tickets keep the first "
         f"blocks of the start's mask-Fisher order. {_treated(points)}"
     )
-    tables = [Table(_head("way", sizes), tuple(rows), note=note), *_changed(ways, sizes)]
-    claims = _claims(ways, sizes)
+    tables, claims = _tables(points, sizes, note), _claims(ways, sizes)
     for some in others:
-        start, apart = some[0]["config"]["start"], _chosen(some)
-        rows = [_row(name, mine, sizes) for name, mine in apart.items()]
+        start = some[0]["config"]["start"]
         where, short = f"from another start ({start[:8]})", f"from start {start[:8]}"
         if start == points[0]["config"]["start"]:
             where = short = "with scales chosen otherwise"
         says = f"{where}: these rows compare with each other alone"
-        tables.append(Table(_head("way", sizes), tuple(rows), note=says))
-        claims += [replace(c, says=f"{short}: {c.says}") for c in _claims(apart, sizes)]
+        tables += _tables(some, sizes, says)
+        claims += [replace(c, says=f"{short}: {c.says}") for c in _claims(chosen(some), sizes)]
     return Section("recipe", "The recipe", what, tuple(tables), (figure,), tuple(claims), lead=True)
 
 
-def _treated(points: list[dict[str, Any]]) -> str:
+def _tables(points: Points, sizes: list[str], note: str) -> list[Table]:
+    """The ways at their better rates, what an ingredient is worth, and the rates that were not chosen."""
+    ways = chosen(points)
+    rows = [_row(name, some, sizes) for name, some in ways.items() if not name.startswith("…")]
+    other = [_row(*some, sizes) for some in other_rates(points, ways)]
+    main = Table(_head("way", sizes), tuple(rows), note=note)
+    rest = Table(
+        _head("way", sizes), tuple(other), note="the same ways at rates that text did not choose"
+    )
+    return [main, *_changed(ways, sizes), *([rest] if other else [])]
+
+
+def _treated(points: Points) -> str:
     if all("treatment" in point["config"] for point in points):
         return "Scale: the best of some for each way and size, chosen on other text."
     return (
@@ -146,53 +153,16 @@ def _treated(points: list[dict[str, Any]]) -> str:
     )
 
 
-def _by_start(points: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Points apart by the weights they set out from and by how their tickets are scaled, most points first."""
-    starts: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for point in points:
-        about = point["config"]
-        starts.setdefault((about["start"], about.get("treatment", "")), []).append(point)
-    return sorted(starts.values(), key=len, reverse=True)
-
-
-Found = dict[str, list[dict[str, Any]]]  # way -> its points at the chosen rate, one per seed
-
-
-def _chosen(points: list[dict[str, Any]]) -> Found:
-    """Every way's points at the rate with the lower mean of all sizes on other text, first seed."""
-    ways: dict[str, dict[float, list[dict[str, Any]]]] = {}
-    for point in points:
-        about = point["config"]
-        ways.setdefault(about["way"], {}).setdefault(about["rate"], []).append(point)
-
-    def height(some: list[dict[str, Any]]) -> float:
-        result = min(some, key=lambda p: p["config"]["seed"])["result"]
-        tried = result.get("choice") or result["test"]
-        return statistics.geometric_mean(
-            v if isinstance(v, float) else v["mean"] for v in tried.values()
-        )
-
-    ranked = sorted(ways, key=lambda name: [*WAYS, name].index(name))
-    return {n: ways[n][min(ways[n], key=lambda r: height(ways[n][r]))] for n in ranked}
-
-
-def _paired(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> tuple[list[dict], list[dict]]:
-    """The points of both ways with seeds that both have."""
-    seeds = {p["config"]["seed"] for p in a} & {p["config"]["seed"] for p in b}
-    mine, other = ([p for p in some if p["config"]["seed"] in seeds] for some in (a, b))
-    return (mine, other) if seeds else (a, b)
-
-
-def _values(some: list[dict[str, Any]], size: str, which: str) -> list[float]:
+def _values(some: Points, size: str, which: str) -> list[float]:
     tests = [point["result"]["test"][size] for point in some]
     return [test if isinstance(test, float) else test[which] for test in tests]
 
 
-def _mean(some: list[dict[str, Any]], size: str, which: str = "mean") -> float:
+def _mean(some: Points, size: str, which: str = "mean") -> float:
     return statistics.fmean(_values(some, size, which))
 
 
-def _curve(some: list[dict[str, Any]], sizes: list[str], which: str) -> dict[int, float]:
+def _curve(some: Points, sizes: list[str], which: str) -> dict[int, float]:
     return {N: _mean(some, "whole")} | {int(k): _mean(some, k, which) for k in sizes}
 
 
@@ -202,7 +172,7 @@ def _head(first: str, sizes: list[str]) -> tuple[str, ...]:
     return first, "rate", "seeds", "whole", *(f"{k}/{N}" for k in sizes), *nested, *sent
 
 
-def _row(name: str, some: list[dict[str, Any]], sizes: list[str]) -> tuple[str, ...]:
+def _row(name: str, some: Points, sizes: list[str]) -> tuple[str, ...]:
     def cell(size: str, which: str = "mean") -> str:
         values = _values(some, size, which)
         sd = f" ± {number(statistics.stdev(values))}" if len(values) > 1 else ""
@@ -220,7 +190,7 @@ def _row(name: str, some: list[dict[str, Any]], sizes: list[str]) -> tuple[str, 
     )
 
 
-def _scales(some: list[dict[str, Any]], sizes: list[str]) -> str:
+def _scales(some: Points, sizes: list[str]) -> str:
     """What tickets are scaled by, of the first seed: random ones, then nested ones where theirs differ."""
     tests = min(some, key=lambda p: p["config"]["seed"])["result"]["test"]
     told = [
@@ -236,7 +206,7 @@ def _changed(ways: Found, sizes: list[str]) -> list[Table]:
     for name in ways if OURS in ways else ():
         if not name.startswith("…"):
             continue
-        other, ours = _paired(ways[name], ways[OURS])
+        other, ours = paired(ways[name], ways[OURS])
         cells = [("whole", "mean"), *((k, which) for which in ("mean", "nested") for k in sizes)]
         shares = (_mean(other, *cell) / _mean(ours, *cell) - 1 for cell in cells)
         gb = f"{other[0]['result']['bytes'] / 1e9:,.1f}"
@@ -286,16 +256,16 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
         says = f"nested tickets of TwIST are 10% better than random ones at {small}/{N}"
         claims.append(Claim(says, less >= 0.1, f"{100 * less:.1f}%", "ours"))
     if OURS in ways and DROPOUT_NAME in ways:
-        ours, other = _paired(ways[OURS], ways[DROPOUT_NAME])
+        ours, other = paired(ways[OURS], ways[DROPOUT_NAME])
         below = {k: 1 - _mean(ours, k) / _mean(other, k) for k in sizes}
         because = ", ".join(f"{100 * share:.1f}% at {k}/{N}" for k, share in below.items())
         says = "random tickets of TwIST are better than those of structured dropout at every size"
         claims.append(Claim(says, min(below.values()) > 0, because, "ours"))
     for name in (OURS, OFTEN_NAME) if TWIN_NAME in ways else ():
         if name in ways:
-            claims += _independence(name, *_paired(ways[name], ways[TWIN_NAME]), sizes)
+            claims += _independence(name, *paired(ways[name], ways[TWIN_NAME]), sizes)
     if DENSE_NAME in ways and (names := [name for name in ways if name.startswith("TwIST")]):
-        pairs = {n: _paired(ways[n], ways[DENSE_NAME]) for n in names}
+        pairs = {n: paired(ways[n], ways[DENSE_NAME]) for n in names}
         ratios = {n: _mean(a, "whole") / _mean(b, "whole") for n, (a, b) in pairs.items()}
         best = min(ratios, key=ratios.__getitem__)
         says = "a TwIST parent's whole model is within 5% of data parallel's"
@@ -305,9 +275,7 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
     return claims
 
 
-def _independence(
-    name: str, ours: list[dict[str, Any]], twin: list[dict[str, Any]], sizes: list[str]
-) -> Iterator[Claim]:
+def _independence(name: str, ours: Points, twin: Points, sizes: list[str]) -> Iterator[Claim]:
     """Whether workers that train by themselves are as good as the same gradients shared in every step."""
     result = ours[0]["result"]
     sent = result.get("links", result["bytes"]) / twin[0]["result"]["bytes"]
