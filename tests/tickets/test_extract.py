@@ -829,7 +829,7 @@ def keeps_common(parent: Parent, blueprint) -> bool:
 @pytest.mark.parametrize("pick", ["random", "best-of:4", "importance:magnitude", "importance"])
 def test_tickets_keep_the_common_blocks(home, tmp_path, pick, what):
     """Of four heads and six chunks: without C most draws, and every score, miss one of them."""
-    for seed in range(3):
+    for seed in range(1 if pick.startswith("importance") else 3):  # a score has no luck
         parent, ticket = ask(
             home, tmp_path / str(seed), pick=pick, seed=seed, data="text", tokens=64,
             overrides=COMMON, **what,
