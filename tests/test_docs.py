@@ -361,4 +361,19 @@ def test_the_first_page_has_the_recipes_numbers(labs):
     results = (ROOT / "docs/results.md").read_text()
     listed = "loses {}, {}, {} and {}% by it at 8, 6, 4 and 3 of 12 (random blocks), dropout's {}, {}, {} and {}%"
     assert listed.format(*dense, *dropout) in results
-    assert "worth 3 to 10% to data parallel's random blocks, under 1% to dropout's" in text
+    worth: dict[str, list[float]] = {}
+    for line in (ROOT / "docs/labs/gpu-recipe.jsonl").read_text().splitlines():
+        point = json.loads(line)
+        sizes = point["result"]["test"].values() if "treatment" in point["config"] else ()
+        tried = [size["treatment"]["tried"] for size in sizes if not isinstance(size, float)]
+        worth.setdefault(point["config"]["way"], []).extend(
+            100 * (some["sqrt(N/K)"] / min(some.values()) - 1) for some in tried
+        )
+    assert not any(worth["TwIST"] + worth["TwIST, whole first"])
+    assert max(worth["dropout K=6"] + [cost for _, cost in costs["structured dropout K=6"]]) < 2
+    dense = worth["data parallel"] + [cost for _, cost in costs["data parallel"]]
+    assert 2.5 < min(dense) < max(dense) < 10.5
+    assert (
+        "worth 3 to 10% to data parallel's random blocks, at most 2% to dropout's, nothing to TwIST's"
+        in text
+    )
