@@ -646,6 +646,15 @@ def test_mistake_in_a_process_of_its_own(here, preloaded, name):
     assert {k: v for k, v in snapshot(here).items() if k != "made"} == before
 
 
+@pytest.mark.parametrize("command", ["eval run", "certify run", "demo", "compare -o made"])
+def test_more_draws_than_anyone_waits_for(command, monkeypatch, capsys):
+    """Refused by the option itself, before anything is read."""
+    args = [*command.split(), "--n", str(10**12)]
+    code, out, err = in_process(monkeypatch, capsys, *args)
+    assert code == 2
+    assert "'--n': Input should be less than or equal to 1000000" in out + err
+
+
 def test_enough_rows_run_as_processes():
     assert sum(case.process for case in CASES.values()) + 1 >= 8  # and the resume below
 

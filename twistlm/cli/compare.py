@@ -85,7 +85,10 @@ def compare(
         ),
     ] = "",
     n: Annotated[
-        int, typer.Option("--n", min=0, help="Random tickets of each parent and size; 0: none.")
+        int,
+        typer.Option(
+            "--n", min=0, max=10**6, help="Random tickets of each parent and size; 0: none."
+        ),
     ] = 20,
     data: Data = None,
     tokens: Tokens = 0,

@@ -40,7 +40,7 @@ def certify(
     ratio: Annotated[
         str, typer.Option(help="Share of blocks, as 6/12 or attn=2/3,ffn=6/12.")
     ] = "6/12",
-    n: Annotated[int, typer.Option(min=1, help="Random tickets to measure.")] = 200,
+    n: Annotated[int, typer.Option(min=1, max=10**6, help="Random tickets to measure.")] = 200,
     data: Data = None,
     tokens: Tokens = 0,
     seed: Annotated[int, seed_of("the random tickets")] = 0,

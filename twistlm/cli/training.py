@@ -38,7 +38,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path(
         "runs/demo"
     ),
-    n: Annotated[int, typer.Option(min=2, help="Random subnets behind each number.")] = 20,
+    n: Annotated[
+        int, typer.Option(min=2, max=10**6, help="Random subnets behind each number.")
+    ] = 20,
 ) -> None:
     """Train a small GPT-2 twice on text that ships with Python, and compare random subnets.
 
@@ -176,7 +178,9 @@ def eval_(
             help="Share of blocks, as 6/12 (the default) or attn=2/3,ffn=6/12; repeatable."
         ),
     ] = None,
-    n: Annotated[int, typer.Option(min=1, help="Random subnets behind each number.")] = 20,
+    n: Annotated[
+        int, typer.Option(min=1, max=10**6, help="Random subnets behind each number.")
+    ] = 20,
     data: Data = None,
     tokens: Tokens = 0,
     seed: Annotated[int, seed_of("the random subnets")] = 0,
