@@ -811,6 +811,18 @@ def test_the_command(home, tmp_path, monkeypatch, capsys):
     deploy.load_ticket(tmp_path / "deep/t")
 
 
+def test_a_ticket_is_no_parent(home, tmp_path):
+    """Nor is its model in memory, nor its folder after somebody has removed ticket.json."""
+    ask(home, tmp_path / "t", ratio="1/2")
+    model = deploy.load_ticket(tmp_path / "t")
+    for source in (tmp_path / "t", getattr(model, "model", model)):
+        with pytest.raises(ValueError, match="is a ticket, which is cut already: give the parent"):
+            open_parent(source)
+    (tmp_path / "t/ticket.json").unlink()
+    with pytest.raises(ValueError, match="is a ticket, which is cut already: give the parent"):
+        open_parent(tmp_path / "t")
+
+
 # ---------------------------------------------------------------- common blocks
 
 COMMON = ("blocks.common_attn=[1]", "blocks.common_ffn=[5,2]")

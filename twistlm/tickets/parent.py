@@ -83,6 +83,9 @@ def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:
     return "model"
 
 
+IS_CUT = "is a ticket, which is cut already: give the parent it came from"
+
+
 def open_parent(
     source: str | Path | PreTrainedModel, device: str = "auto", overrides: Sequence[str] = ()
 ) -> Parent:
@@ -96,9 +99,7 @@ def open_parent(
         return _from_model(model, name or f"a {type(model).__name__}", name, device, overrides)
     kind = what_is(source)
     if kind == "ticket":
-        raise ValueError(
-            f"{source} is a ticket, which is cut already: give the parent it came from"
-        )
+        raise ValueError(f"{source} {IS_CUT}")
     if kind == "checkpoint":
         return _from_checkpoint(Path(source), device, overrides)
     return _from_hugging_face(str(source), device, overrides)
@@ -155,6 +156,8 @@ def _from_model(
     model: PreTrainedModel, source: str, weights: str, device: str, overrides: Sequence[str]
 ) -> Parent:
     """A loaded model by the name `source`; `weights` says where it comes from, "" is unknown."""
+    if getattr(model.config, "is_heterogeneous", False):  # in memory, or without its ticket.json
+        raise ValueError(f"{source} {IS_CUT}")
     most = getattr(model.config, "max_position_embeddings", None) or 1024
     cfg = Config(
         model=ModelConfig(weights=weights or "random", type=model.config.model_type),
