@@ -268,9 +268,11 @@ def victim(folder: str, table: dict) -> None:
 
 
 def killed_while_writing(folder: Path, cfg, model, n: int) -> None:
-    """Kill n processes at random moments; after each the newest valid checkpoint is of one round."""
+    """Kill n processes at random moments, and more until one was writing; the newest valid checkpoint is of one round."""
     rng, block_map, done, n_broken = random.Random(n), families.partition(model, cfg.blocks), 0, 0
-    for _ in range(n):
+    for i in range(10 * n):
+        if i >= n and n_broken:
+            break
         process = ranks.SERVER.Process(target=victim, args=(str(folder), config.to_dict(cfg)))
         process.start()
         target = folder / checkpoint.folder_name(done + 1)
