@@ -35,7 +35,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # pip compiles what it installs on one core, which takes as long as the rest of its work; compileall takes all
-# (and minds files that packages keep for other versions of Python: not ours to judge); a third of the files no test reads
+# (and minds files that packages keep for other versions of Python: not ours to judge); hardly any test reads the third that is left out
 INSTALL = $(RUN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 COMPILE = $(RUN)/python -m compileall -qq -j 0 -x '/(tests?|testing|models|rllib|serve|tune|networkx|pip)/' $(VENV)/lib || true
 

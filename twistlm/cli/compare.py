@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..pruners import COMPARED, REPAIRS
-from .options import PARENT, Data, Device, Overrides, Tokens, app, seed_of
+from .options import PARENT, Data, Device, Overrides, Tokens, app, draws_of, seed_of
 
 RATIOS = "8/12,6/12,4/12,3/12"
 
@@ -84,12 +84,7 @@ def compare(
             "this is what each of them was trained on: 20M. Nested tickets are trained so, too, on top of that."
         ),
     ] = "",
-    n: Annotated[
-        int,
-        typer.Option(
-            "--n", min=0, max=10**6, help="Random tickets of each parent and size; 0: none."
-        ),
-    ] = 20,
+    n: Annotated[int, draws_of("Random tickets of each parent and size; 0: none.", 0)] = 20,
     data: Data = None,
     tokens: Tokens = 0,
     calibration: Annotated[

@@ -29,6 +29,11 @@ def seed_of(what: str) -> Any:
     return typer.Option(min=0, max=SEEDS, help=f"Seed of {what}.")
 
 
+def draws_of(what: str, least: int = 1) -> Any:
+    """The option `--n` of a command that draws `what`; more than a million is a slip of the finger."""
+    return typer.Option("--n", min=least, max=10**6, help=what)
+
+
 Preset = Annotated[
     str,
     typer.Argument(

@@ -18,6 +18,7 @@ from .options import (
     Parent,
     Tokens,
     app,
+    draws_of,
     known,
     seed_of,
     write_json,
@@ -40,7 +41,7 @@ def certify(
     ratio: Annotated[
         str, typer.Option(help="Share of blocks, as 6/12 or attn=2/3,ffn=6/12.")
     ] = "6/12",
-    n: Annotated[int, typer.Option(min=1, max=10**6, help="Random tickets to measure.")] = 200,
+    n: Annotated[int, draws_of("Random tickets to measure.")] = 200,
     data: Data = None,
     tokens: Tokens = 0,
     seed: Annotated[int, seed_of("the random tickets")] = 0,

@@ -19,6 +19,7 @@ from .options import (
     Resume,
     Tokens,
     app,
+    draws_of,
     known,
     seed_of,
     write_json,
@@ -38,9 +39,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path(
         "runs/demo"
     ),
-    n: Annotated[
-        int, typer.Option(min=2, max=10**6, help="Random subnets behind each number.")
-    ] = 20,
+    n: Annotated[int, draws_of("Random subnets behind each number.", 2)] = 20,
 ) -> None:
     """Train a small GPT-2 twice on text that ships with Python, and compare random subnets.
 
@@ -178,9 +177,7 @@ def eval_(
             help="Share of blocks, as 6/12 (the default) or attn=2/3,ffn=6/12; repeatable."
         ),
     ] = None,
-    n: Annotated[
-        int, typer.Option(min=1, max=10**6, help="Random subnets behind each number.")
-    ] = 20,
+    n: Annotated[int, draws_of("Random subnets behind each number.")] = 20,
     data: Data = None,
     tokens: Tokens = 0,
     seed: Annotated[int, seed_of("the random subnets")] = 0,
