@@ -346,7 +346,17 @@ def test_the_first_page_has_the_recipes_numbers(labs):
         sizes = ["whole", *(f"{which}{k}/12" for k in (8, 6, 4, 3))]
         for size, cell in zip(sizes, cells.replace("*", "").split(" | "), strict=True):
             assert f"{float(found[way][size].split()[0]):.1f}" == cell, (way, size)
-        assert found[way]["scale"] == "sqrt(N/K)"
+        assert found[way]["seeds"] == "3"
+        assert (found[way]["scale"] == "sqrt(N/K)") is (name == "TwIST")  # what it trains with
+    gaps: dict[str, list[float]] = {}
+    for claim in (c for s in lab.sections for c in s.claims):
+        if re.match("TwIST, interval 4: .* tickets of independent", claim.says):
+            where = "another start" if "(from start" in claim.says else "here"
+            gaps.setdefault(where, []).extend(
+                map(float, re.findall(r"([+-][\d.]+)% at", claim.because))
+            )
+    here, other = (f"{min(some)} to {max(some)}%" for some in (gaps["here"], gaps["another start"]))
+    assert f"{here} at every size ({other} from another start), for 0.44 of the bytes" in text
     costs: dict[str, list[float]] = {"data parallel": [], "structured dropout K=6": []}
     for line in (ROOT / "docs/labs/lab-gpu.jsonl").read_text().splitlines():
         point = json.loads(line)

@@ -497,7 +497,7 @@ def test_points_from_another_start_decide_nothing_here():
             (True, "9.1% at 6/12, 20.0% at 3/12"),
             (False, "6.7%"),  # 28 against 30, from the other start
         ]
-        assert shown.claims[2].says.startswith("from start other we: nested tickets")
+        assert shown.claims[2].says == f"{shown.claims[0].says} (from start other we)"
 
 
 def test_the_recipes_table_says_which_scale_tickets_have():
@@ -512,9 +512,12 @@ def test_the_recipes_table_says_which_scale_tickets_have():
     assert chosen.head[-1] == before.head[-1] == "scale"
     assert [row[-1] for row in chosen.rows] == ["measured; nested: N/K", "sqrt(N/K)"]
     assert [(row[3], row[-1]) for row in before.rows] == [("40.00", "sqrt(N/K)")]
-    assert before.note == "with scales chosen otherwise: these rows compare with each other alone"
+    assert before.note == "scales: sqrt(N/K) for all: these rows compare with each other alone"
     assert "the best of some for each way" in shown.what
     assert "what TwIST trains with, for every way" in module_of("recipe").section(old).what
+    apart = way_point("TwIST", 1, [40.0, 50.0, 60.0], [45.0, 50.0], start="other weights")
+    says = module_of("recipe").section([*old, *new, apart]).tables[-1].note
+    assert says.startswith("from start other we, scales: sqrt(N/K) for all: these rows")
     more = way_point("TwIST", 2, [40.0, 50.0, 60.0], [45.0, 50.0])  # most seeds lead
     assert module_of("recipe").section([*new, *old, more]).tables[0].rows[0][2] == "2"
 

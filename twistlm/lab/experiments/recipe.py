@@ -122,13 +122,9 @@ def section(points: Points) -> Section:
     )
     tables, claims = _tables(points, sizes, note), _claims(ways, sizes)
     for some in others:
-        start = some[0]["config"]["start"]
-        where, short = f"from another start ({start[:8]})", f"from start {start[:8]}"
-        if start == points[0]["config"]["start"]:
-            where = short = "with scales chosen otherwise"
-        says = f"{where}: these rows compare with each other alone"
-        tables += _tables(some, sizes, says)
-        claims += [replace(c, says=f"{short}: {c.says}") for c in _claims(chosen(some), sizes)]
+        where = _apart(some, points)
+        tables += _tables(some, sizes, f"{where}: these rows compare with each other alone")
+        claims += [replace(c, says=f"{c.says} ({where})") for c in _claims(chosen(some), sizes)]
     return Section("recipe", "The recipe", what, tuple(tables), (figure,), tuple(claims), lead=True)
 
 
@@ -142,6 +138,17 @@ def _tables(points: Points, sizes: list[str], note: str) -> list[Table]:
         _head("way", sizes), tuple(other), note="the same ways at rates that text did not choose"
     )
     return [main, *_changed(ways, sizes), *([rest] if other else [])]
+
+
+def _apart(some: Points, leading: Points) -> str:
+    """What keeps points from comparing with the leading ones: their start, how tickets are scaled, or both."""
+    mine, theirs = some[0]["config"], leading[0]["config"]
+    what = []
+    if mine["start"] != theirs["start"]:
+        what.append(f"from start {mine['start'][:8]}")
+    if mine.get("treatment") != theirs.get("treatment"):
+        what.append(f"scales: {mine.get('treatment', 'sqrt(N/K) for all')}")
+    return ", ".join(what)
 
 
 def _treated(points: Points) -> str:
@@ -227,7 +234,7 @@ def _series(ways: Found, sizes: list[str]) -> dict[str, dict[int, float]]:
 
 def _best_whole(ways: Found) -> str:
     """The variant of our way with the best whole model."""
-    variants = [n for n in ways if n.startswith(f"{OURS}, ") and n != OFTEN_NAME]
+    variants = [n for n in ways if n.startswith(f"{OURS}, ") and not n.startswith(OFTEN_NAME)]
     return min(variants, key=lambda n: _mean(ways[n], "whole"), default="")
 
 
@@ -261,8 +268,8 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
         because = ", ".join(f"{100 * share:.1f}% at {k}/{N}" for k, share in below.items())
         says = "random tickets of TwIST are better than those of structured dropout at every size"
         claims.append(Claim(says, min(below.values()) > 0, because, "ours"))
-    for name in (OURS, OFTEN_NAME) if TWIN_NAME in ways else ():
-        if name in ways:
+    for name in ways if TWIN_NAME in ways else ():
+        if name == OURS or name.startswith(OFTEN_NAME):
             claims += _independence(name, *paired(ways[name], ways[TWIN_NAME]), sizes)
     if DENSE_NAME in ways and (names := [name for name in ways if name.startswith("TwIST")]):
         pairs = {n: paired(ways[n], ways[DENSE_NAME]) for n in names}

@@ -57,6 +57,10 @@ WAYS: dict[str, Way] = {
     "TwIST K=6, the paper's masks": Way(TWIST, (1, 2)),
     OURS: Way(TWIST_FRESH, (4, 3), BYTES, SHARE),
     OFTEN_NAME: Way(TWIST_FRESH, (4, 3), BYTES, 4 / 15),
+    # sqrt(S) times the twin's rate decays weights sqrt(S) times as fast
+    f"{OFTEN_NAME}, half the decay": Way(
+        TWIST_FRESH, (4,), (*BYTES, "train.weight_decay=0.05"), 4 / 15
+    ),
     TWIN_NAME: Way(TWIN, (2, 3)),
     WHOLE_NAME: Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST),
     f"{OURS}, dense first": Way(TWIST_FRESH, (4, 3), BYTES, SHARE, dense=1 / 3),
