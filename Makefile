@@ -12,8 +12,9 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp
 	$(MAKE) --no-print-directory -j 2 lint pytest
 
+# whole files: what a file sets up once would be set up by both processes
 pytest: $(VENV)/test.stamp
-	$(RUN)/python -m pytest -n 2 --dist worksteal
+	$(RUN)/python -m pytest -n 2 --dist loadfile
 
 chaos: $(VENV)/test.stamp
 	$(RUN)/python -m pytest -n 2 -m chaos
