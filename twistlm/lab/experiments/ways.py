@@ -47,6 +47,7 @@ class Way:
 
 
 BYTES = ("run.wire=int8",)  # what independent workers send; a ring sends gradients in bf16
+DECAY = "train.weight_decay=0.05"
 WHOLE = (*BYTES, "blocks.nested=0.5")
 SHARE = 0.4  # of the usual interval: six steps
 FIRST = 1  # the seed that random subnets are drawn with
@@ -57,9 +58,10 @@ WAYS: dict[str, Way] = {
     "TwIST K=6, the paper's masks": Way(TWIST, (1, 2)),
     OURS: Way(TWIST_FRESH, (4, 3), BYTES, SHARE),
     OFTEN_NAME: Way(TWIST_FRESH, (4, 3), BYTES, 4 / 15),
-    # sqrt(S) times the twin's rate decays weights sqrt(S) times as fast
-    f"{OFTEN_NAME}, half the decay": Way(
-        TWIST_FRESH, (4,), (*BYTES, "train.weight_decay=0.05"), 4 / 15
+    # sqrt(S) times the twin's rate decays weights sqrt(S) times as fast; a noisier gradient is longer
+    f"{OFTEN_NAME}, half the decay": Way(TWIST_FRESH, (4,), (*BYTES, DECAY), 4 / 15),
+    f"{OFTEN_NAME}, half the decay, twice the clip": Way(
+        TWIST_FRESH, (4,), (*BYTES, DECAY, "train.clip=2.0"), 4 / 15
     ),
     TWIN_NAME: Way(TWIN, (2, 3)),
     WHOLE_NAME: Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST),
@@ -68,7 +70,7 @@ WAYS: dict[str, Way] = {
     f"{WHOLE_NAME} after 2/3 dense": Way(
         TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST, dense=2 / 3
     ),
-    "… half the decay": Way(TWIST_FRESH, (4,), (*BYTES, "train.weight_decay=0.05"), SHARE),
+    "… half the decay": Way(TWIST_FRESH, (4,), (*BYTES, DECAY), SHARE),
     "… fp32": Way(TWIST_FRESH, (4,), ("run.wire=fp32",), SHARE),
     "… bf16, interval 10": Way(TWIST_FRESH, (4,), ("run.wire=bf16",), 2 / 3),
     "… no teacher": Way(TWIST_FRESH, (4,), (*BYTES, "train.teacher=none"), SHARE),
