@@ -12,9 +12,8 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp
 	$(MAKE) --no-print-directory -j 2 lint pytest
 
-# whole files: what a file sets up once would be set up by both processes
 pytest: $(VENV)/test.stamp
-	$(RUN)/python -m pytest -n 2 --dist loadfile
+	$(RUN)/python -m pytest -n 2 --dist worksteal
 
 chaos: $(VENV)/test.stamp
 	$(RUN)/python -m pytest -n 2 -m chaos
