@@ -549,6 +549,8 @@ def test_data_parallels_rate_is_that_of_its_whole_model():
 def test_the_recipe_by_hand():
     """Rates by text that is not reported and the first seed; claims by the worst size, with the seeds of both."""
 
+    often = "TwIST, interval 4"
+
     def made(*dropout: float) -> Section:
         at, twin = {"rate": 0.004, "bytes": 6e9, "links": 4.5e9}, {"bytes": 10e9}
         bad, better, worse = (
@@ -562,7 +564,8 @@ def test_the_recipe_by_hand():
                 way_point("TwIST", 1, [30.0, 30.0, 30.0], [30.0, 30.0], rate=0.003, **worse),
                 way_point("TwIST, dense first", 1, [41.0, 51.0, 101.0], [46.0, 82.0]),
                 way_point("TwIST, whole first after dense", 1, [40.5, 61.0, 91.0], [46.5, 82.0]),
-                way_point("TwIST, interval 4", 1, [40.0, 49.6, 99.5], [45.0, 79.0], links=4.6e9),
+                way_point(often, 1, [40.0, 49.6, 99.5], [45.0, 79.0], links=4.6e9),
+                way_point(f"{often}, half the decay", 1, [40.2, 50.0, 99.5], [45.0, 79.0], **at),
                 way_point("data parallel", 1, [39.0, 90.0, 900.0], [80.0, 800.0]),
                 way_point("dropout K=6", 1, [39.0, *dropout], [50.0, 100.0]),
             ]
@@ -579,8 +582,10 @@ def test_the_recipe_by_hand():
     assert "“TwIST, whole first” is “TwIST, whole first after dense”" in shown.figures[0].reading
     main = ["data parallel", "dropout K=6", "TwIST", "synchronous twin"]
     assert list(curves) == [*main, "TwIST, nested", "TwIST, whole first, nested"]
-    # of TwIST nested tickets are 80/79 above the twin's; those of interval 4 are equal, for 0.46 of the bytes
-    assert [claim.holds for claim in shown.claims] == [True, True, True, False, False, False, True]
+    # of TwIST nested tickets are 80/79 above the twin's; those of interval 4 are equal, for 0.46 of the bytes;
+    # with half the decay they are 0.8% behind at most, for 0.45
+    holds = [True, True, True, False, False, False, True, True, True]
+    assert [claim.holds for claim in shown.claims] == holds
     assert [claim.because for claim in shown.claims][:3] == [
         "21.6%",  # 80 against 102
         "5.7% at 6/12, 2.9% at 3/12",  # 50 against 53 and 100 against 103, of the seed of both

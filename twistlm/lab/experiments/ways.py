@@ -47,9 +47,10 @@ class Way:
 
 
 BYTES = ("run.wire=int8",)  # what independent workers send; a ring sends gradients in bf16
-DECAY = "train.weight_decay=0.05"
+HALF_DECAY = "train.weight_decay=0.05"  # of the preset's 0.1
 WHOLE = (*BYTES, "blocks.nested=0.5")
 SHARE = 0.4  # of the usual interval: six steps
+OFTEN = 4 / 15  # of it: four steps
 FIRST = 1  # the seed that random subnets are drawn with
 
 WAYS: dict[str, Way] = {
@@ -57,11 +58,11 @@ WAYS: dict[str, Way] = {
     DROPOUT_NAME: Way(DROPOUT, (1, 2)),
     "TwIST K=6, the paper's masks": Way(TWIST, (1, 2)),
     OURS: Way(TWIST_FRESH, (4, 3), BYTES, SHARE),
-    OFTEN_NAME: Way(TWIST_FRESH, (4, 3), BYTES, 4 / 15),
+    OFTEN_NAME: Way(TWIST_FRESH, (4, 3), BYTES, OFTEN),
     # sqrt(S) times the twin's rate decays weights sqrt(S) times as fast; a noisier gradient is longer
-    f"{OFTEN_NAME}, half the decay": Way(TWIST_FRESH, (4,), (*BYTES, DECAY), 4 / 15),
+    f"{OFTEN_NAME}, half the decay": Way(TWIST_FRESH, (4,), (*BYTES, HALF_DECAY), OFTEN),
     f"{OFTEN_NAME}, half the decay, twice the clip": Way(
-        TWIST_FRESH, (4,), (*BYTES, DECAY, "train.clip=2.0"), 4 / 15
+        TWIST_FRESH, (4,), (*BYTES, HALF_DECAY, "train.clip=2.0"), OFTEN
     ),
     TWIN_NAME: Way(TWIN, (2, 3)),
     WHOLE_NAME: Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST),
@@ -70,7 +71,7 @@ WAYS: dict[str, Way] = {
     f"{WHOLE_NAME} after 2/3 dense": Way(
         TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST, dense=2 / 3
     ),
-    "… half the decay": Way(TWIST_FRESH, (4,), (*BYTES, DECAY), SHARE),
+    "… half the decay": Way(TWIST_FRESH, (4,), (*BYTES, HALF_DECAY), SHARE),
     "… fp32": Way(TWIST_FRESH, (4,), ("run.wire=fp32",), SHARE),
     "… bf16, interval 10": Way(TWIST_FRESH, (4,), ("run.wire=bf16",), 2 / 3),
     "… no teacher": Way(TWIST_FRESH, (4,), (*BYTES, "train.teacher=none"), SHARE),
