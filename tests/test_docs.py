@@ -348,15 +348,17 @@ def test_the_first_page_has_the_recipes_numbers(labs):
             assert f"{float(found[way][size].split()[0]):.1f}" == cell, (way, size)
         assert found[way]["seeds"] == "3"
         assert (found[way]["scale"] == "sqrt(N/K)") is (name == "TwIST")  # what it trains with
-    gaps: dict[str, list[float]] = {}
+    gaps: dict[tuple[str, bool], list[float]] = {}
     for claim in (c for s in lab.sections for c in s.claims):
-        if re.match("TwIST, interval 4: .* tickets of independent", claim.says):
-            where = "another start" if "(from start" in claim.says else "here"
-            gaps.setdefault(where, []).extend(
+        if found_way := re.match("TwIST, interval 4(.*?): .* tickets of independent", claim.says):
+            key = (found_way[1], "(from start" in claim.says)
+            gaps.setdefault(key, []).extend(
                 map(float, re.findall(r"([+-][\d.]+)% at", claim.because))
             )
-    here, other = (f"{min(some)} to {max(some)}%" for some in (gaps["here"], gaps["another start"]))
-    assert f"{here} at every size ({other} from another start), for 0.44 of the bytes" in text
+    keys = ((", half the decay", False), ("", False), ("", True))
+    half, here, other = (f"{min(gaps[key])} to {max(gaps[key])}%" for key in keys)
+    said = f"{half} at every size at half the decay ({here} without, {other} from another start)"
+    assert f"{said}, for 0.44 of the bytes" in text
     costs: dict[str, list[float]] = {"data parallel": [], "structured dropout K=6": []}
     for line in (ROOT / "docs/labs/lab-gpu.jsonl").read_text().splitlines():
         point = json.loads(line)

@@ -559,6 +559,7 @@ def test_the_recipe_by_hand():
         return module_of("recipe").section(
             [
                 way_point("synchronous twin", 1, [40.0, 49.6, 99.5], [45.0, 79.0], **twin),
+                way_point("synchronous twin, half the decay", 1, [39.0] * 3, [39.0] * 2, **twin),
                 way_point("TwIST", 2, [44.0, 54.0, 104.0], [45.0, 80.0], **at, **bad),
                 way_point("TwIST", 1, [40.0, 50.0, 100.0], [45.0, 80.0], **at, **better),
                 way_point("TwIST", 1, [30.0, 30.0, 30.0], [30.0, 30.0], rate=0.003, **worse),
@@ -575,6 +576,7 @@ def test_the_recipe_by_hand():
     rows = {row[0]: row[1:] for row in shown.tables[0].rows}
     assert rows["TwIST"][:4] == ("0.004", "2", "42.00 ± 2.83", "52.00 ± 2.83")
     assert rows["TwIST"][5:] == ("45.00 ± 0.00", "80.00 ± 0.00", "6.0", "sqrt(N/K)")
+    assert "; run at one rate: data parallel; dropout K=6; TwIST, interval 4;" in shown.what
     curves = shown.figures[0].data
     assert curves["TwIST"] == {12: 42.0, 6: 52.0, 3: 102.0}
     # of variants, the one with the best whole model

@@ -113,9 +113,7 @@ def section(points: Points) -> Section:
         ),
         height=3.4,
     )
-    which = "one rate"
-    if other_rates(points, ways):
-        which = f"the better of its rates by text that is not reported ({DENSE_NAME} by its whole model)"
+    which = _rates(points, ways, list(main))
     what = (
         f"All ways from one start on the same tokens, each at {which}. Nested tickets keep the first "
         f"blocks of the start's mask-Fisher order. {_treated(points)}"
@@ -126,6 +124,18 @@ def section(points: Points) -> Section:
         tables += _tables(some, sizes, f"{where}: these rows compare with each other alone")
         claims += [replace(c, says=f"{c.says} ({where})") for c in _claims(chosen(some), sizes)]
     return Section("recipe", "The recipe", what, tuple(tables), (figure,), tuple(claims), lead=True)
+
+
+def _rates(points: Points, ways: dict[str, Points], names: list[str]) -> str:
+    """At which rates ways stand in the table: the better of some, and which were run at one alone."""
+    tried = {name for name, _ in other_rates(points, ways)}
+    if not tried:
+        return "one rate"
+    which = (
+        f"the better of its rates by text that is not reported ({DENSE_NAME} by its whole model)"
+    )
+    single = [name for name in names if name not in tried]
+    return f"{which}; run at one rate: {'; '.join(single)}" if single else which
 
 
 def _tables(points: Points, sizes: list[str], note: str) -> list[Table]:
@@ -226,7 +236,7 @@ def _changed(ways: Found, sizes: list[str]) -> list[Table]:
 
 def _series(ways: Found, sizes: list[str]) -> dict[str, dict[int, float]]:
     """The curves of the main ways; of ours its nested tickets, too, and these alone of its best whole model."""
-    variants = [n for n in ways if n.startswith(f"{OURS}, ")]
+    variants = [n for n in ways if n.startswith((f"{OURS}, ", f"{TWIN_NAME}, "))]
     series = {n: _curve(some, sizes, "mean") for n, some in ways.items() if n not in variants}
     with_order = [n for n in (OURS, _best_whole(ways)) if n in ways]
     return series | {f"{_short(n)}, nested": _curve(ways[n], sizes, "nested") for n in with_order}

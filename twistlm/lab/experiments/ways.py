@@ -65,6 +65,7 @@ WAYS: dict[str, Way] = {
         TWIST_FRESH, (4,), (*BYTES, HALF_DECAY, "train.clip=2.0"), OFTEN
     ),
     TWIN_NAME: Way(TWIN, (2, 3)),
+    f"{TWIN_NAME}, half the decay": Way(TWIN, (2,), (HALF_DECAY,)),
     WHOLE_NAME: Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST),
     f"{OURS}, dense first": Way(TWIST_FRESH, (4, 3), BYTES, SHARE, dense=1 / 3),
     f"{WHOLE_NAME} after dense": Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST, dense=1 / 2),
