@@ -563,6 +563,7 @@ def test_the_recipe_by_hand():
                 way_point("TwIST", 2, [44.0, 54.0, 104.0], [45.0, 80.0], **at, **bad),
                 way_point("TwIST", 1, [40.0, 50.0, 100.0], [45.0, 80.0], **at, **better),
                 way_point("TwIST", 1, [30.0, 30.0, 30.0], [30.0, 30.0], rate=0.003, **worse),
+                way_point("TwIST, 0.35 nested", 1, [41.0, 50.0, 104.0], [45.0, 90.0]),
                 way_point("TwIST, dense first", 1, [41.0, 51.0, 101.0], [46.0, 82.0]),
                 way_point("TwIST, whole first after dense", 1, [40.5, 61.0, 91.0], [46.5, 82.0]),
                 way_point(often, 1, [40.0, 49.6, 99.5], [45.0, 79.0], links=4.6e9),
@@ -576,7 +577,7 @@ def test_the_recipe_by_hand():
     rows = {row[0]: row[1:] for row in shown.tables[0].rows}
     assert rows["TwIST"][:4] == ("0.004", "2", "42.00 ± 2.83", "52.00 ± 2.83")
     assert rows["TwIST"][5:] == ("45.00 ± 0.00", "80.00 ± 0.00", "6.0", "sqrt(N/K)")
-    assert "; run at one rate: data parallel; dropout K=6; TwIST, interval 4;" in shown.what
+    assert "; run at one rate: data parallel; dropout K=6; TwIST, 0.35 nested;" in shown.what
     curves = shown.figures[0].data
     assert curves["TwIST"] == {12: 42.0, 6: 52.0, 3: 102.0}
     # of variants, the one with the best whole model
@@ -586,11 +587,14 @@ def test_the_recipe_by_hand():
     assert list(curves) == [*main, "TwIST, nested", "TwIST, whole first, nested"]
     # of TwIST nested tickets are 80/79 above the twin's; those of interval 4 are equal, for 0.46 of the bytes;
     # with half the decay they are 0.8% behind at most, for 0.45
-    holds = [True, True, True, False, False, False, True, True, True]
+    independent = [True, False, False, False, True, True]
+    holds = [True, True, True, False, *independent, True]
     assert [claim.holds for claim in shown.claims] == holds
-    assert [claim.because for claim in shown.claims][:3] == [
+    assert [claim.because for claim in shown.claims][:5] == [
         "21.6%",  # 80 against 102
         "5.7% at 6/12, 2.9% at 3/12",  # 50 against 53 and 100 against 103, of the seed of both
+        "13.5%",  # 90 against 104
+        "5.7% at 6/12, -1.0% at 3/12",
         "+0.0% at whole, +0.8% at 6, +0.5% at 3; 0.45 of the bytes; 1 seed",
     ]
     assert shown.claims[-1].because == "TwIST: 1.026 times"  # 40 against 39

@@ -28,6 +28,7 @@ from .scales import N
 from .ways import (
     DENSE_NAME,
     DROPOUT_NAME,
+    NESTED_NAME,
     OFTEN_NAME,
     OURS,
     TWIN_NAME,
@@ -267,16 +268,17 @@ def _reading(ways: Found, sizes: list[str]) -> str:
 def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
     """What the numbers decide about the recipe, each with the margin it has."""
     claims = []
-    if OURS in ways:
-        ours, small = ways[OURS], sizes[-1]
+    for name in (name for name in (OURS, NESTED_NAME) if name in ways):
+        ours, small = ways[name], sizes[-1]
         less = 1 - _mean(ours, small, "nested") / _mean(ours, small)
-        says = f"nested tickets of TwIST are 10% better than random ones at {small}/{N}"
+        says = f"nested tickets of {name} are 10% better than random ones at {small}/{N}"
         claims.append(Claim(says, less >= 0.1, f"{100 * less:.1f}%", "ours"))
-    if OURS in ways and DROPOUT_NAME in ways:
-        ours, other = paired(ways[OURS], ways[DROPOUT_NAME])
+        if DROPOUT_NAME not in ways:
+            continue
+        ours, other = paired(ours, ways[DROPOUT_NAME])
         below = {k: 1 - _mean(ours, k) / _mean(other, k) for k in sizes}
         because = ", ".join(f"{100 * share:.1f}% at {k}/{N}" for k, share in below.items())
-        says = "random tickets of TwIST are better than those of structured dropout at every size"
+        says = f"random tickets of {name} are better than those of structured dropout at every size"
         claims.append(Claim(says, min(below.values()) > 0, because, "ours"))
     for name in ways if TWIN_NAME in ways else ():
         if name == OURS or name.startswith(OFTEN_NAME):

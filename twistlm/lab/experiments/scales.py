@@ -224,6 +224,7 @@ SCALES["gpu-60m"] = replace(  # the recipe's main ways three times as long
         "data parallel",
         "dropout K=6",
         "TwIST",
+        "TwIST, 0.35 nested",
         "TwIST, whole first",
         "TwIST, dense first",
         "TwIST, whole first after dense",

@@ -31,6 +31,7 @@ from .scales import DENSE, DROPOUT, TWIN, TWIST, TWIST_FRESH, Recipe, Scale
 WHOLE_FIRST = (12, 12, 12, 12, 12, 8, 6, 3)  # widths of masks, most of them whole
 OURS, WHOLE_NAME, TWIN_NAME = "TwIST", "TwIST, whole first", "synchronous twin"
 DENSE_NAME, DROPOUT_NAME = "data parallel", "dropout K=6"
+NESTED_NAME = "TwIST, 0.35 nested"  # more masks along the order than the presets' quarter
 OFTEN_NAME = "TwIST, interval 4"  # as near to its twin as 0.45 of the bytes allow
 
 
@@ -58,6 +59,7 @@ WAYS: dict[str, Way] = {
     DROPOUT_NAME: Way(DROPOUT, (1, 2)),
     "TwIST K=6, the paper's masks": Way(TWIST, (1, 2)),
     OURS: Way(TWIST_FRESH, (4, 3), BYTES, SHARE),
+    NESTED_NAME: Way(TWIST_FRESH, (4, 3), (*BYTES, "blocks.nested=0.35"), SHARE),
     OFTEN_NAME: Way(TWIST_FRESH, (4, 3), BYTES, OFTEN),
     # sqrt(S) times the twin's rate decays weights sqrt(S) times as fast; a noisier gradient is longer
     f"{OFTEN_NAME}, half the decay": Way(TWIST_FRESH, (4,), (*BYTES, HALF_DECAY), OFTEN),
