@@ -22,6 +22,7 @@ from twistlm import cli, config
 from twistlm.data.token_file import open_tokens
 from twistlm.model import families, generator, huggingface
 from twistlm.model.central import create
+from twistlm.system.device import out_of_memory
 from twistlm.tickets import deploy
 from twistlm.tickets import parent as parents
 from twistlm.training import checkpoint, rounds
@@ -814,6 +815,25 @@ def test_a_loss_that_explodes_is_no_user_error(here, monkeypatch, capsys):
     assert "train.clip" in err
     assert "Traceback" not in out + err
     assert not list((here / "fresh").glob("checkpoints/*"))
+
+
+def test_no_memory_left(here, monkeypatch, capsys):
+    """One sentence that says how much was missing and what makes it less; a GPU's error is told apart."""
+
+    def fill(*args, **kwargs):
+        return torch.empty(1 << 60, dtype=torch.uint8)  # no machine has it
+
+    monkeypatch.setattr(Local, "round", fill)
+    code, out, err = in_process(monkeypatch, capsys, "train", "c.toml", "run.out=fresh")
+    assert (code, len(err.strip().splitlines())) == (1, 1)
+    assert err.startswith(f"error: this machine has no memory left for {1 << 60} bytes: lower ")
+    assert all(part in err for part in ("train.batch", "twistlm plan", "--resume"))
+    assert "Traceback" not in out + err
+    told = "CUDA out of memory. Tried to allocate 3.07 GiB. GPU 0 has a total capacity of 139 GiB"
+    assert out_of_memory(torch.OutOfMemoryError(told)).startswith(
+        "the GPU has no memory left for 3.07 GiB"
+    )
+    assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def test_ctrl_c(here, monkeypatch, capsys):

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 from twistlm.cli.options import app
 from twistlm.export import architectures, llamacpp, ollama, verify
 from twistlm.export import gguf as exporter
+from twistlm.model.tokenizer import covers, vocabulary_of
 from twistlm.tickets import deploy
 
 gguf = pytest.importorskip("gguf")
@@ -333,6 +334,11 @@ def test_tokenizer(name, tmp_path):
     assert meta["tokenizer.ggml.token_type"][n - 1 : n + 1] == [4, 5]  # user defined, unused
     assert meta["tokenizer.ggml.eos_token_id"] == 0
     assert meta["tokenizer.ggml.add_bos_token"] is False
+    # a GGUF file as a teacher: of its own tokens, and of ones that mean something else
+    its = vocabulary_of(f"gguf:{tmp_path / 't.gguf'}")
+    assert its is not None
+    assert covers(its, tokenizer)
+    assert not covers(its | {"<mark>": 3}, tokenizer)
     merges = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
     assert [m.split(" ") for m in meta["tokenizer.ggml.merges"]] == merges
 

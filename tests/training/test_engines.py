@@ -22,7 +22,7 @@ from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens, write_meta
 from twistlm.model import families, huggingface, masks
 from twistlm.model.blocks import BlockMap, Blueprint
-from twistlm.model.tokenizer import tokenizer_of
+from twistlm.model.tokenizer import vocabulary_of
 from twistlm.training import rounds
 from twistlm.training.checkpoint import open_, template
 from twistlm.training.teacher import write_cache
@@ -442,7 +442,7 @@ def test_a_teacher_has_the_tokenizer_of_the_tokens(recipe, tmp_path, monkeypatch
     refs.mkdir()
     (refs / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    of_hub = tokenizer_of("me/teacher")
+    of_hub = vocabulary_of("me/teacher")
     assert of_hub is not None
-    assert of_hub.token_to_id("w5") == 6
-    assert tokenizer_of("me/other") is tokenizer_of(str(folder)) is None
+    assert of_hub["w5"] == 6
+    assert vocabulary_of("me/other") is vocabulary_of(str(folder)) is None

@@ -29,6 +29,7 @@ RESUMES = {
     "experiment": "; the same command goes on where it stopped",
     "heal": "; the same command goes on where it stopped",
 }
+SMALLER = ": lower train.batch or data.seq_len (`twistlm plan` counts what a training takes)"
 
 
 def main() -> None:
@@ -43,6 +44,12 @@ def main() -> None:
         _fail(f"{where}{error.strerror or error}", 2)
     except FloatingPointError as error:
         _fail(str(error), 1)
+    except (MemoryError, RuntimeError) as error:
+        from ..system.device import out_of_memory
+
+        if not (said := out_of_memory(error)):
+            raise
+        _fail(said + (SMALLER + _advice() if sys.argv[1:2] == ["train"] else ""), 1)
     except Ended as end:
         _fail(str(end) + (_advice() if end.code > 128 else ""), end.code)
     except SystemExit as stop:

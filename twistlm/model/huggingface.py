@@ -235,6 +235,15 @@ def gguf_tokenizer(weights: str):
     ).backend_tokenizer
 
 
+def gguf_vocabulary(weights: str) -> dict[str, int] | None:
+    """The tokens inside a GGUF file with their ids; None where it has no tokenizer."""
+    path = gguf_path(weights)
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).get_field("tokenizer.ggml.tokens")
+    return {token: i for i, token in enumerate(field.contents())} if field else None
+
+
 def state(model: nn.Module) -> State:
     """Trainable parameters by name; a tied one appears once."""
     return dict(model.named_parameters())

@@ -44,21 +44,24 @@ def _load(source: str) -> Tokenizer:
         ) from None
 
 
-def tokenizer_of(model: str) -> Tokenizer | None:
-    """The tokenizer that a model's folder or hub id brings along; None if it brings none."""
-    path = Path(model)
-    if path.exists() or model.startswith("gguf:"):
-        return load_tokenizer(model) if (path / "tokenizer.json").is_file() else None
+def vocabulary_of(model: str) -> dict[str, int] | None:
+    """The tokens that a model's folder, GGUF file or hub id brings along, with their ids; None if it brings none."""
+    if model.startswith("gguf:"):
+        from ..model.huggingface import gguf_vocabulary
+
+        return gguf_vocabulary(model)
+    if (path := Path(model)).exists():
+        file = path / "tokenizer.json"
+        return load_tokenizer(str(file)).get_vocab() if file.is_file() else None
     try:
-        return load_tokenizer(hf_hub_download(model, "tokenizer.json"))
+        return load_tokenizer(hf_hub_download(model, "tokenizer.json")).get_vocab()
     except OSError:  # the hub has no such file, or cannot be reached
         return None
 
 
-def covers(tok: Tokenizer, other: Tokenizer) -> bool:
-    """Whether every token of `other` has the same id in `tok`; files of one tokenizer may differ in their bytes."""
-    ids = tok.get_vocab()
-    return all(ids.get(token) == i for token, i in other.get_vocab().items())
+def covers(ids: dict[str, int], tok: Tokenizer) -> bool:
+    """Whether every token of `tok` has its id in `ids`, too; files of one tokenizer may differ in their bytes."""
+    return all(ids.get(token) == i for token, i in tok.get_vocab().items())
 
 
 def find_eos(tok: Tokenizer, eos: str | None = None) -> int | None:

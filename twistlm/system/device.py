@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -60,6 +61,16 @@ def is_bf16(precision: str, device: torch.device) -> bool:
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """bf16 products over float32 weights and a float32 residual stream: for evaluation."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bf16(precision, device))
+
+
+def out_of_memory(error: Exception) -> str:
+    """Who had no memory for how much, of an error that says so; empty of any other one."""
+    of_gpu, told = isinstance(error, torch.OutOfMemoryError), str(error)
+    if not (of_gpu or isinstance(error, MemoryError) or "DefaultCPUAllocator" in told):
+        return ""
+    asked = re.search(r"tried to allocate ([\d.]+ \w+)", told, re.IGNORECASE)
+    more = asked[1] if asked else "what was asked for"
+    return f"{'the GPU' if of_gpu else 'this machine'} has no memory left for {more}"
 
 
 def to_device(ids: Tensor, device: torch.device) -> Tensor:

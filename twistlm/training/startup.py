@@ -57,7 +57,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed, told)
     n_rounds = _n_rounds(cfg, batches, saved)
     progress = beginning(cut.block_map)
-    taught_by, named = teacher.load(cfg, cut, train, told)
+    taught_by, named = teacher.load(cfg, cut, train, told, saved is not None)
     if not cluster.is_central:
         progress = share(progress, cut.block_map, cluster)
         return Run(

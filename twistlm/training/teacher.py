@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..data.lessons import Lessons, LessonsMeta
 from ..data.token_file import TokenFile
 from ..model import huggingface
 from ..model.layout import CutModel
-from ..model.tokenizer import covers, load_tokenizer, tokenizer_of
+from ..model.tokenizer import covers, load_tokenizer, vocabulary_of
 from ..system.device import is_bf16, pick_device
 from ..system.terminal import progress
 from . import checkpoint
@@ -32,16 +33,21 @@ AT_ONCE = {
 
 
 def load(
-    cfg: Config, cut: CutModel, tokens: TokenFile, told: Lessons | None
+    cfg: Config, cut: CutModel, tokens: TokenFile, told: Lessons | None, resumes: bool
 ) -> tuple[AnyTeacher | None, str]:
-    """What `train.teacher` names, ready on the device of the run, and a name of its weights; None without one."""
+    """What `train.teacher` names, ready on the device of the run, and a name of its weights; None without one.
+
+    A run that begins has just read its start, which a GGUF file takes long for: it is not read again.
+    """
     t = cfg.train
     if t.teacher == "none" or t.distil == 0:
         return None, ""
     if told is not None:
         return _cached(cfg, cut), f"{told.meta.weights_sha256} top {told.meta.top}"
     is_start = t.teacher == "start"
-    if is_start:
+    if is_start and not resumes and cut.dtype == torch.float32:
+        model = copy.deepcopy(cut.template)
+    elif is_start:
         model = huggingface.load(cfg.model, cfg.run.seed)
     else:
         model = huggingface.pretrained(t.teacher, "train.teacher")
@@ -73,7 +79,7 @@ def check_same(was: str, now: str, cfg: Config) -> None:
 def _check_tokenizer(what: str, source: str, tokens: TokenFile) -> None:
     """A teacher that brings a tokenizer must give the ids of the tokens the same meaning."""
     try:
-        its, wanted = tokenizer_of(source), tokens.tokenizer_path
+        its, wanted = vocabulary_of(source), tokens.tokenizer_path
     except ValueError as error:  # a file that is no tokenizer
         raise ValueError(f"{what}: {error}") from None
     if its and wanted.is_file() and not covers(its, load_tokenizer(str(wanted))):
