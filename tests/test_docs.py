@@ -359,6 +359,24 @@ def test_the_first_page_has_the_recipes_numbers(labs):
     half, here, other = (f"{min(gaps[key])} to {max(gaps[key])}%" for key in keys)
     said = f"{half} at every size at half the decay ({here} without, {other} from another start)"
     assert f"{said}, for 0.44 of the bytes" in text
+    seeds: dict[tuple[str, float, bool], list[tuple[float, float, float]]] = {}
+    for line in (ROOT / "docs/labs/gpu-60m.jsonl").read_text().splitlines():
+        point = json.loads(line)
+        about, test = point["config"], point["result"]["test"]
+        key = (about["way"], about["rate"], "treatment" in about)
+        seeds.setdefault(key, []).append((test["whole"], test["3"]["mean"], test["3"]["nested"]))
+    long = {
+        key: [f"{sum(column) / len(some):.1f}" for column in zip(*some, strict=True)]
+        for key, some in seeds.items()
+    }
+    ours, dropout = long["TwIST", 2e-3, True], long["dropout K=6", 5e-4, True]
+    assert "TwIST has {} whole and, at 3/12, {} random and **{}** nested".format(*ours) in text
+    said = "(dropout {}, {} and {}; at its second rate, one seed, {}, {} and {})"
+    assert said.format(*dropout, *long["dropout K=6", 1e-3, True]) in text
+    first = [
+        long[way, 5e-4, False][0] for way in ("TwIST, whole first after 2/3 dense", "data parallel")
+    ]
+    assert "{} against {} from another start".format(*first) in text
     costs: dict[str, list[float]] = {"data parallel": [], "structured dropout K=6": []}
     for line in (ROOT / "docs/labs/lab-gpu.jsonl").read_text().splitlines():
         point = json.loads(line)

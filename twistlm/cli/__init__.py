@@ -29,7 +29,9 @@ RESUMES = {
     "experiment": "; the same command goes on where it stopped",
     "heal": "; the same command goes on where it stopped",
 }
-SMALLER = ": lower train.batch or data.seq_len (`twistlm plan` counts what a training takes)"
+SMALLER = {
+    "train": ": lower train.batch or data.seq_len (`twistlm plan` counts what a training takes)",
+}
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
 
         if not (said := out_of_memory(error)):
             raise
-        _fail(said + (SMALLER + _advice() if sys.argv[1:2] == ["train"] else ""), 1)
+        _fail(said + SMALLER.get(_command(), "") + _advice(), 1)
     except Ended as end:
         _fail(str(end) + (_advice() if end.code > 128 else ""), end.code)
     except SystemExit as stop:
@@ -62,7 +64,11 @@ def main() -> None:
 
 def _advice() -> str:
     """How the command that was stopped goes on."""
-    return RESUMES.get(sys.argv[1] if len(sys.argv) > 1 else "", "")
+    return RESUMES.get(_command(), "")
+
+
+def _command() -> str:
+    return sys.argv[1] if len(sys.argv) > 1 else ""
 
 
 def _fail(sentence: str, code: int) -> None:

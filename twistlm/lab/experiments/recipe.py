@@ -21,7 +21,7 @@ from ...training import engines
 from ..compare.table import by_size
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number
-from .chosen import Found, Points, by_start, chosen, other_rates, paired
+from .chosen import Found, Points, by_rate, by_start, chosen, other_rates, paired
 from .lab import Lab, Point
 from .ranking import TRIED
 from .scales import N
@@ -114,9 +114,8 @@ def section(points: Points) -> Section:
         ),
         height=3.4,
     )
-    which = _rates(points, ways, list(main))
     what = (
-        f"All ways from one start on the same tokens, each at {which}. Nested tickets keep the first "
+        f"All ways from one start on the same tokens, each at {_rates(points, main)}. Nested tickets keep the first "
         f"blocks of the start's mask-Fisher order. {_treated(points)}"
     )
     tables, claims = _tables(points, sizes, note), _claims(ways, sizes)
@@ -127,15 +126,15 @@ def section(points: Points) -> Section:
     return Section("recipe", "The recipe", what, tuple(tables), (figure,), tuple(claims), lead=True)
 
 
-def _rates(points: Points, ways: dict[str, Points], names: list[str]) -> str:
+def _rates(points: Points, ways: Found) -> str:
     """At which rates ways stand in the table: the better of some, and which were run at one alone."""
-    tried = {name for name, _ in other_rates(points, ways)}
-    if not tried:
+    n_rates = {name: len(rates) for name, rates in by_rate(points).items()}
+    if max(n_rates.values()) == 1:
         return "one rate"
     which = (
         f"the better of its rates by text that is not reported ({DENSE_NAME} by its whole model)"
     )
-    single = [name for name in names if name not in tried]
+    single = [name for name in ways if n_rates[name] == 1]
     return f"{which}; run at one rate: {'; '.join(single)}" if single else which
 
 
@@ -268,7 +267,7 @@ def _reading(ways: Found, sizes: list[str]) -> str:
 def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
     """What the numbers decide about the recipe, each with the margin it has."""
     claims = []
-    for name in (name for name in (OURS, NESTED_NAME) if name in ways):
+    for name in (n for n in ways if n in (OURS, NESTED_NAME)):
         ours, small = ways[name], sizes[-1]
         less = 1 - _mean(ours, small, "nested") / _mean(ours, small)
         says = f"nested tickets of {name} are 10% better than random ones at {small}/{N}"
