@@ -369,14 +369,22 @@ def test_the_first_page_has_the_recipes_numbers(labs):
         key: [f"{sum(column) / len(some):.1f}" for column in zip(*some, strict=True)]
         for key, some in seeds.items()
     }
-    ours, dropout = long["TwIST", 2e-3, True], long["dropout K=6", 5e-4, True]
-    assert "TwIST has {} whole and, at 3/12, {} random and **{}** nested".format(*ours) in text
-    said = "(dropout {}, {} and {}; at its second rate, one seed, {}, {} and {})"
-    assert said.format(*dropout, *long["dropout K=6", 1e-3, True]) in text
-    first = [
-        long[way, 5e-4, False][0] for way in ("TwIST, whole first after 2/3 dense", "data parallel")
-    ]
-    assert "{} against {} from another start".format(*first) in text
+    keys = (
+        ("TwIST", 2e-3),
+        ("TwIST, 0.35 nested", 2e-3),
+        ("dropout K=6", 5e-4),
+        ("dropout K=6", 1e-3),
+    )
+    said = "TwIST has {} whole and, at 3/12, {} random and **{}** nested ({}, {} and {} with more nested masks, "
+    said += (
+        "`blocks.nested=0.35`; dropout {}, {} and {}; at its second rate, one seed, {}, {} and {})"
+    )
+    assert said.format(*(cell for key in keys for cell in long[*key, True])) in text
+    first, dense = "TwIST, whole first after 2/3 dense", "data parallel"
+    whole = long[first, 1e-3, True][0], long[dense, 5e-4, True][0]
+    said = "with 60M tokens, the first 40M by data parallel ({} against {}, and"
+    assert said.format(*whole) in text
+    assert f"{long[first, 1e-3, True][2]} at 3/12 nested)" in text
     costs: dict[str, list[float]] = {"data parallel": [], "structured dropout K=6": []}
     for line in (ROOT / "docs/labs/lab-gpu.jsonl").read_text().splitlines():
         point = json.loads(line)

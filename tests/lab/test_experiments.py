@@ -549,17 +549,17 @@ def test_data_parallels_rate_is_that_of_its_whole_model():
 def test_the_recipe_by_hand():
     """Rates by text that is not reported and the first seed; claims by the worst size, with the seeds of both."""
 
-    often = "TwIST, interval 4"
+    often, half_decay = "TwIST, interval 4", "synchronous twin, half the decay"
 
-    def made(*dropout: float) -> Section:
+    def made(*dropout: float, half: float = 99.0) -> Section:
         at, twin = {"rate": 0.004, "bytes": 6e9, "links": 4.5e9}, {"bytes": 10e9}
-        bad, better, worse = (
-            {"choice": {"whole": v, "6": {"mean": v}}} for v in (99.0, 50.0, 60.0)
+        bad, better, worse, other = (
+            {"choice": {"whole": v, "6": {"mean": v}}} for v in (99.0, 50.0, 60.0, half)
         )
         return module_of("recipe").section(
             [
                 way_point("synchronous twin", 1, [40.0, 49.6, 99.5], [45.0, 79.0], **twin),
-                way_point("synchronous twin, half the decay", 1, [39.0] * 3, [39.0] * 2, **twin),
+                way_point(half_decay, 1, [40.0, 49.0, 99.5], [45.0, 79.0], **twin, **other),
                 way_point("TwIST", 2, [44.0, 54.0, 104.0], [45.0, 80.0], **at, **bad),
                 way_point("TwIST", 1, [40.0, 50.0, 100.0], [45.0, 80.0], **at, **better),
                 way_point("TwIST", 1, [30.0, 30.0, 30.0], [30.0, 30.0], rate=0.003, **worse),
@@ -599,6 +599,13 @@ def test_the_recipe_by_hand():
     ]
     assert shown.claims[-1].because == "TwIST: 1.026 times"  # 40 against 39
     assert not made(53.0, 99.0).claims[1].holds  # better at one size alone
+    # where other text prefers the twin with half the decay, it is the rival: 50 against 49
+    stricter = made(53.0, 103.0, half=50.0).claims[8]
+    assert not stricter.holds
+    assert stricter.because == (
+        "+0.5% at whole, +2.0% at 6, +0.0% at 3; 0.45 of the bytes; 1 seed; "
+        "against “synchronous twin, half the decay”"
+    )
 
 
 @pytest.mark.parametrize("name", list(SCALES))

@@ -38,20 +38,21 @@ def by_rate(points: Points) -> dict[str, dict[float, Points]]:
     return ways
 
 
-def chosen(points: Points) -> Found:
-    """Every way's points at the rate with the lower mean of all sizes on other text, first seed.
+def height(some: Points) -> float:
+    """The mean of all sizes on text that is not reported, first seed: what choices between points are made by.
 
     Data parallel trains the whole model, and this alone chooses its rate: a rate that serves its tickets must not
     make it an easier rival where the whole model counts.
     """
+    point = min(some, key=lambda p: p["config"]["seed"])
+    tried = point["result"].get("choice") or point["result"]["test"]
+    sizes = ["whole"] if point["config"]["way"] == DENSE_NAME else tried
+    values = (tried[size] for size in sizes)
+    return statistics.geometric_mean(v if isinstance(v, float) else v["mean"] for v in values)
 
-    def height(some: Points) -> float:
-        point = min(some, key=lambda p: p["config"]["seed"])
-        tried = point["result"].get("choice") or point["result"]["test"]
-        sizes = ["whole"] if point["config"]["way"] == DENSE_NAME else tried
-        values = (tried[size] for size in sizes)
-        return statistics.geometric_mean(v if isinstance(v, float) else v["mean"] for v in values)
 
+def chosen(points: Points) -> Found:
+    """Every way's points at its better rate."""
     return {name: min(rates.values(), key=height) for name, rates in by_rate(points).items()}
 
 

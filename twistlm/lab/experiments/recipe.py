@@ -21,7 +21,7 @@ from ...training import engines
 from ..compare.table import by_size
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number
-from .chosen import Found, Points, by_rate, by_start, chosen, other_rates, paired
+from .chosen import Found, Points, by_rate, by_start, chosen, height, other_rates, paired
 from .lab import Lab, Point
 from .ranking import TRIED
 from .scales import N
@@ -279,9 +279,13 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
         because = ", ".join(f"{100 * share:.1f}% at {k}/{N}" for k, share in below.items())
         says = f"random tickets of {name} are better than those of structured dropout at every size"
         claims.append(Claim(says, min(below.values()) > 0, because, "ours"))
-    for name in ways if TWIN_NAME in ways else ():
+    # what is tried on ours is tried on the twin, too: the better one is the rival
+    twin = min(
+        (n for n in ways if n.startswith(TWIN_NAME)), key=lambda n: height(ways[n]), default=""
+    )
+    for name in ways if twin else ():
         if name == OURS or name.startswith(OFTEN_NAME):
-            claims += _independence(name, *paired(ways[name], ways[TWIN_NAME]), sizes)
+            claims += _independence(name, *paired(ways[name], ways[twin]), sizes)
     if DENSE_NAME in ways and (names := [name for name in ways if name.startswith("TwIST")]):
         pairs = {n: paired(ways[n], ways[DENSE_NAME]) for n in names}
         ratios = {n: _mean(a, "whole") / _mean(b, "whole") for n, (a, b) in pairs.items()}
@@ -295,12 +299,13 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
 
 def _independence(name: str, ours: Points, twin: Points, sizes: list[str]) -> Iterator[Claim]:
     """Whether workers that train by themselves are as good as the same gradients shared in every step."""
-    result = ours[0]["result"]
+    result, rival = ours[0]["result"], twin[0]["config"]["way"]
     sent = result.get("links", result["bytes"]) / twin[0]["result"]["bytes"]
     for which, tickets in (("mean", "random"), ("nested", "nested")):
         gaps = {k: _mean(ours, k, which) / _mean(twin, k, which) - 1 for k in ("whole", *sizes)}
         because = ", ".join(f"{100 * gap:+.1f}% at {k}" for k, gap in gaps.items())
         because += f"; {sent:.2f} of the bytes; {len(ours)} seed{'s' * (len(ours) > 1)}"
+        because += f"; against “{rival}”" * (rival != TWIN_NAME)
         says = (
             f"{name}: {tickets} tickets of independent workers are within 1% of their synchronous "
             f"twin's at every size, at 0.45 of its bytes"
