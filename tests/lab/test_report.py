@@ -17,7 +17,7 @@ from twistlm.lab.experiments import nodeloss, ranking, robustness, stability, ta
 from twistlm.lab.page import draw
 from twistlm.lab.page.html import Chapter, page
 from twistlm.lab.page.markdown import BEGIN, END, markdown, replace_part
-from twistlm.lab.page.section import Claim, Section, Table, count, lowest, number
+from twistlm.lab.page.section import Claim, Figure, Section, Table, count, lowest, number
 from twistlm.lab.points import Points, Training, keep_training, place_of, read_training
 from twistlm.lab.report import load, training, write
 from twistlm.lab.report.write import chapter, report
@@ -450,6 +450,18 @@ def test_lines_of_many_rivals_look_different():
     draw.lines(axes, {n: {1: 2.0} for n in names}, x="", y="", style=style)
     looks = {(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}
     assert len(looks) == len(names)
+
+
+def test_a_legend_of_long_names_stays_inside_its_figure():
+    names = ["structured dropout K=6", "TwIST, fresh masks and teacher, nested"]
+    series = {n: {1: 1e5, 2: 10.0} for n in names}
+    style = draw.LineStyle(log=True)
+    figure = Figure("f", "", "", series, lambda a: draw.lines(a, series, x="x", y="y", style=style))
+    canvas, _ = draw.render(figure)
+    canvas.draw_without_rendering()
+    legend = canvas.axes[0].get_legend()
+    assert legend.get_window_extent().x0 >= 0
+    assert max(t.get_window_extent().x1 for t in legend.get_texts()) <= canvas.bbox.width
 
 
 def test_what_one_command_made_stands_together(tmp_path, tokens):

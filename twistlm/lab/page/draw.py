@@ -111,8 +111,15 @@ def colour(label: str, labels: Sequence[str]) -> str:
 
 
 def legend(axes: Any, columns: int = 2) -> None:
-    """Below the axes: beside them a phone has no room."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, handlelength=1.4)
+    """Below the axes, as beside them a phone has no room; long names in smaller letters."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    where = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": columns}
+    renderer, room = FigureCanvasAgg(axes.figure).get_renderer(), 0.95 * axes.figure.bbox.width
+    for size in (LOOK["legend.fontsize"], 8.5, 7.5):
+        shown = axes.legend(**where, handlelength=1.4, columnspacing=1.4, fontsize=size)
+        if shown.get_window_extent(renderer).width <= room:
+            break
 
 
 @dataclass(frozen=True, kw_only=True)
