@@ -38,7 +38,7 @@ def by_rate(points: Points) -> dict[str, dict[float, Points]]:
     return ways
 
 
-def height(some: Points) -> float:
+def choice_score(some: Points) -> float:
     """The mean of all sizes on text that is not reported, first seed: what choices between points are made by.
 
     Data parallel trains the whole model, and this alone chooses its rate: a rate that serves its tickets must not
@@ -53,7 +53,7 @@ def height(some: Points) -> float:
 
 def chosen(points: Points) -> Found:
     """Every way's points at its better rate."""
-    return {name: min(rates.values(), key=height) for name, rates in by_rate(points).items()}
+    return {name: min(rates.values(), key=choice_score) for name, rates in by_rate(points).items()}
 
 
 def other_rates(points: Points, ways: Found) -> list[tuple[str, Points]]:

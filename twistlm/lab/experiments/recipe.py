@@ -21,7 +21,7 @@ from ...training import engines
 from ..compare.table import by_size
 from ..page import draw
 from ..page.section import Claim, Figure, Section, Table, number
-from .chosen import Found, Points, by_rate, by_start, chosen, height, other_rates, paired
+from .chosen import Found, Points, by_rate, by_start, choice_score, chosen, other_rates, paired
 from .lab import Lab, Point
 from .ranking import TRIED
 from .scales import N
@@ -281,7 +281,9 @@ def _claims(ways: Found, sizes: list[str]) -> list[Claim]:
         claims.append(Claim(says, min(below.values()) > 0, because, "ours"))
     # what is tried on ours is tried on the twin, too: the better one is the rival
     twin = min(
-        (n for n in ways if n.startswith(TWIN_NAME)), key=lambda n: height(ways[n]), default=""
+        (n for n in ways if n.startswith(TWIN_NAME)),
+        key=lambda n: choice_score(ways[n]),
+        default="",
     )
     for name in ways if twin else ():
         if name == OURS or name.startswith(OFTEN_NAME):
