@@ -213,13 +213,12 @@ def _run(cfg: Config, template: PreTrainedModel, block_map: BlockMap, cluster: C
         cfg.train.batch,
         cfg.run.seed,
     )
-    carry = cfg.train.moments == "carry"
     cut = cut_model(template, cfg.blocks, cluster.device, torch.float32)
     central = create(
         huggingface.state(template),
         cut.full.shapes,
         block_map,
-        carry=carry,
+        carry=cfg.train.moments != "reset",
         outer=cfg.train.nesterov() is not None,
         device=cluster.device,
     )

@@ -50,6 +50,7 @@ class Way:
 BYTES = ("run.wire=int8",)  # what independent workers send; a ring sends gradients in bf16
 HALF_DECAY = "train.weight_decay=0.05"  # of the preset's 0.1
 WHOLE = (*BYTES, "blocks.nested=0.5")
+POOLED = (*BYTES, HALF_DECAY, "train.moments=pooled")
 SHARE = 0.4  # of the usual interval: six steps
 OFTEN = 4 / 15  # of it: four steps
 FIRST = 1  # the seed that random subnets are drawn with
@@ -66,6 +67,9 @@ WAYS: dict[str, Way] = {
     f"{OFTEN_NAME}, half the decay, twice the clip": Way(
         TWIST_FRESH, (4,), (*BYTES, HALF_DECAY, "train.clip=2.0"), OFTEN
     ),
+    # v without the noise of single workers: the twin's rate, and a little more as v grows within a round
+    f"{OFTEN_NAME}, pooled": Way(TWIST_FRESH, (2.5, 3), POOLED, OFTEN),
+    f"{OURS}, pooled": Way(TWIST_FRESH, (2.5, 3), POOLED, SHARE),
     TWIN_NAME: Way(TWIN, (2, 3)),
     f"{TWIN_NAME}, half the decay": Way(TWIN, (2,), (HALF_DECAY,)),
     WHOLE_NAME: Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST),

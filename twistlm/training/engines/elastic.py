@@ -153,7 +153,8 @@ class Elastic:
                     after = stream.give_back(after, slots)
             for place in after.aside[len(work.leases.aside) :]:
                 self.events.write("set aside", round=r, why=run.batches.name(place))
-        stats = aggregator.aggregate_(run.central, results, held_by, run.cfg.train.nesterov())
+        rule = aggregator.rule_of(run.cfg.train)
+        stats = aggregator.aggregate_(run.central, results, held_by, rule)
         took = time.monotonic() - began
         self.began = True
         self.durations.append(took)
