@@ -79,6 +79,7 @@ WAYS: dict[str, Way] = {
         TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST, dense=2 / 3
     ),
     "… half the decay": Way(TWIST_FRESH, (4,), (*BYTES, HALF_DECAY), SHARE),
+    "… interval 1, half the decay": Way(TWIST_FRESH, (4,), ("run.wire=fp32", HALF_DECAY), 1 / 15),
     "… fp32": Way(TWIST_FRESH, (4,), ("run.wire=fp32",), SHARE),
     "… bf16, interval 10": Way(TWIST_FRESH, (4,), ("run.wire=bf16",), 2 / 3),
     "… no teacher": Way(TWIST_FRESH, (4,), (*BYTES, "train.teacher=none"), SHARE),
