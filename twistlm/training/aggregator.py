@@ -114,12 +114,12 @@ def pool_(moments: Tensor, before: Tensor, squares: Tensor, count: Tensor, pool:
     b1, b2 = pool.betas
     grain = moments.shape[1] // len(count)
     m, v = moments.unflatten(1, (-1, grain))
-    n = count.to(m.dtype).clamp(min=2)
+    n = count.to(m.dtype).clamp(min=2)  # of one holder, or none, the noise below is 0
     kept = (1 - b1) ** 2 * (1 - b1 ** (2 * pool.n_steps)) / (1 - b1**2)
     noise = (squares - n * m.square().sum(1)).clamp(min=0) / (n - 1) / kept
     fresh = (v - b2**pool.n_steps * before.view(-1, grain)).clamp(min=0)
     too_much = (1 - b2**pool.n_steps) * (1 - 1 / n) * noise / fresh.sum(1)
-    too_much = torch.minimum(too_much.nan_to_num(0.0), 1 - 1 / n).where(count > 1, 0.0)
+    too_much = torch.minimum(too_much.nan_to_num(0.0), 1 - 1 / n)
     v.sub_(fresh * too_much[:, None])
 
 
