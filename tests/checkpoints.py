@@ -15,7 +15,6 @@ from twistlm.training.progress import Progress
 
 CPU = torch.device("cpu")
 FLOAT64_TRAIN = {  # exact enough to compare engines: 1e-10
-    "moments": "pooled",
     "precision": "float64",
     "outer": "nesterov(0.7, 0.6)",
     "schedule": "cosine",

@@ -273,9 +273,7 @@ def replay(
             )
             there.append(blueprints[i])
             results.append(replace(result, worker=len(results), buffer=result.buffer.clone()))
-        aggregator.aggregate_(
-            run.central, results, holders(run.segments, there), aggregator.rule_of(t)
-        )
+        aggregator.aggregate_(run.central, results, holders(run.segments, there), t.nesterov())
         held = generator.counted(progress.held, there)
         progress = Progress(r + 1, after, held, progress.rho)
     return run, progress

@@ -134,9 +134,8 @@ class TrainConfig:
     """Decoupled weight decay of matrices (never of biases and norms)."""
     clip: float = 0.0
     """Largest norm of a gradient; 0 switches clipping off."""
-    moments: Literal["carry", "pooled", "reset"] = "carry"
-    """Adam's moments travel with their blocks (`carry`) or start anew in each round (`reset`); `pooled`: they travel, and
-    v is freed from the noise of single workers, as if these had shared their gradients."""
+    moments: Literal["carry", "reset"] = "carry"
+    """Whether Adam's moments travel with their blocks or start anew in each round."""
     outer: str = "none"
     """`none` (the mean), or `nesterov(lr, momentum)` on the round's pseudo-gradient."""
     scale: ActivationScale = "sqrt"

@@ -22,13 +22,7 @@ from twistlm.system.signals import TOO_FEW, Ended
 from twistlm.training import aggregator, rounds
 from twistlm.training.teacher import write_cache
 
-TRAIN = {
-    "n_workers": 3,
-    "interval": 2,
-    "outer": "nesterov(0.7, 0.6)",
-    "schedule": "cosine",
-    "moments": "pooled",
-}
+TRAIN = {"n_workers": 3, "interval": 2, "outer": "nesterov(0.7, 0.6)", "schedule": "cosine"}
 
 
 def same_as_local(here: Scene, out: Path) -> None:

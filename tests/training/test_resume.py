@@ -22,7 +22,6 @@ from twistlm.training import checkpoint, rounds
 TRAIN = {
     "rounds": 30,
     "interval": 2,
-    "moments": "pooled",
     "outer": "nesterov(0.7, 0.6)",
     "schedule": "cosine",
     "scale": "measured",

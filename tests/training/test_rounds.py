@@ -17,7 +17,7 @@ from twistlm.model.layout import holders
 from twistlm.model.subnet import gate_values, scales
 from twistlm.tickets.parent import open_parent
 from twistlm.training import aggregator, dispatcher, rounds, startup
-from twistlm.training.aggregator import Pool, Result, Rule, Stats
+from twistlm.training.aggregator import Result, Stats
 from twistlm.training.checkpoint import open_, template
 from twistlm.training.dispatcher import cut
 from twistlm.training.engines.dataparallel import ring_bytes
@@ -78,12 +78,12 @@ def returned(run: Run, blueprints, change=lambda worker, buffer: buffer) -> list
     return results
 
 
-@pytest.mark.parametrize("moments", ["carry", "reset", "pooled"])
+@pytest.mark.parametrize("moments", ["carry", "reset"])
 def test_dispatch_then_aggregate_is_the_identity(tokens, tmp_path, moments):
     run = setup(tokens, tmp_path / "run", train={"moments": moments, "precision": "float64"})
     state = random_central(run)
     before = state.buffer.clone()
-    assert before.shape[0] == (1 if moments == "reset" else 3)
+    assert before.shape[0] == (3 if moments == "carry" else 1)
     blueprints = deal(run)
     aggregator.aggregate_(state, returned(run, blueprints), holders(run.segments, blueprints))
     # the mean of equal copies: exact for 1, 2 copies, to the last bit or so for 3
@@ -125,7 +125,7 @@ def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path, ou
     before, velocity = state.buffer.clone(), state.velocity.clone()
     blueprints = deal(run)
     results = returned(run, blueprints, lambda worker, buffer: buffer + 1)[1:]
-    aggregator.aggregate_(state, results, holders(run.segments, blueprints[1:]), Rule(outer))
+    aggregator.aggregate_(state, results, holders(run.segments, blueprints[1:]), outer)
     held = torch.zeros_like(state.weights, dtype=torch.bool)
     held[: state.layout.n_shared] = True
     for result in results:
@@ -134,74 +134,6 @@ def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path, ou
     assert torch.equal(state.buffer[:, ~held], before[:, ~held])
     assert torch.equal(state.velocity[~held], velocity[~held])
     assert (state.buffer[:, held] != before[:, held]).float().mean() > 0.9
-
-
-def test_pooled_moments_by_hand(tokens, tmp_path):
-    """v against a loop over single segments; what one worker or nobody held is the mean, bit for bit."""
-    run = setup(tokens, tmp_path / "run", train={"precision": "float64", "moments": "pooled"})
-    state = random_central(run)
-    state.buffer[2].abs_()
-    before, blueprints = state.buffer.clone(), deal(run)
-    draw = torch.Generator().manual_seed(1)
-
-    def trained(worker, buffer):
-        new = buffer + 0.1 * torch.randn(buffer.shape, generator=draw, dtype=buffer.dtype)
-        new[2] = buffer[2] + 0.5 * torch.rand(buffer[2].shape, generator=draw, dtype=buffer.dtype)
-        return new
-
-    results = returned(run, blueprints, trained)
-    where = holders(run.segments, blueprints)
-    mean = aggregator.rule_of(replace(run.cfg.train, moments="carry"))
-    aggregator.aggregate_(state, results, where, mean)
-    plain = state.buffer.clone()
-    state.buffer.copy_(before)
-    b1, b2, h = 0.9, 0.95, 3
-    aggregator.aggregate_(state, results, where, Rule(pool=Pool((b1, b2), h)))
-    assert torch.equal(state.buffer[:2], plain[:2])
-    grain, n_shared, seen = run.segments.grain, state.layout.n_shared, set()
-    gain = sum(((1 - b1) * b1**i) ** 2 for i in range(h))  # of the last h gradients' variance in m
-    for segment in range(state.layout.n_params // grain):
-        span = slice(segment * grain, (segment + 1) * grain)
-        parts = []
-        for result in results:
-            inside = (
-                segment
-                if segment * grain < n_shared
-                else (result.index == segment - n_shared // grain).nonzero() + n_shared // grain
-            )
-            if isinstance(inside, int) or inside.numel():
-                at = int(inside) * grain
-                parts.append(result.buffer[1, at : at + grain])
-        n = len(parts)
-        seen.add(n)
-        if n < 2:
-            assert torch.equal(state.buffer[2, span], plain[2, span])
-            continue
-        noise = torch.stack(parts).var(0, correction=1).sum() / gain
-        fresh = plain[2, span] - b2**h * before[2, span]
-        share = 1 - (1 - 1 / n) * min(1.0, float((1 - b2**h) * noise / fresh.sum()))
-        expected = b2**h * before[2, span] + share * fresh
-        torch.testing.assert_close(state.buffer[2, span], expected)
-    assert {1, 2} <= seen
-
-
-@pytest.mark.parametrize("signal", [0.0, 1.0])
-def test_pooled_workers_have_the_v_of_shared_gradients(signal):
-    """n workers' Adam on gradients of their own against one Adam on their mean, 250 rounds of 4 steps."""
-    torch.manual_seed(0)
-    n, h, (b1, b2) = 4, 4, (0.9, 0.99)
-    central, twin, alone = torch.zeros(4, 2048, dtype=torch.float64).split([2, 1, 1])
-    for _ in range(250):
-        m, v = (row.repeat(n, 1) for row in central)
-        for step in signal + torch.randn(h, n, 2048, dtype=torch.float64):
-            m, v = b1 * m + (1 - b1) * step, b2 * v + (1 - b2) * step**2
-            twin = b2 * twin + (1 - b2) * step.mean(0) ** 2
-            alone = b2 * alone + (1 - b2) * step[0] ** 2
-        before, squares = central[1].clone(), m.square().sum(0).view(-1, 256).sum(1)
-        central = torch.stack([m.mean(0), v.mean(0)])
-        aggregator.pool_(central, before, squares, torch.full((8,), n), Pool((b1, b2), h))
-    assert alone.mean() > 1.5 * twin.mean()
-    assert float(central[1].mean() / twin.mean()) == pytest.approx(1, abs=0.08)
 
 
 def test_nesterov_one_zero_is_the_mean_bit_for_bit(tokens, tmp_path):

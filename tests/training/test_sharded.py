@@ -22,7 +22,6 @@ from twistlm.training.startup import set_up
 from twistlm.transport.ranks import Cluster
 
 TRAIN = {
-    "moments": "pooled",
     "outer": "nesterov(0.7, 0.6)",
     "scale": "measured",
     "schedule": "cosine",

@@ -108,7 +108,7 @@ def make(cfg: Config, ratio: str | None = None, gbit: float = 1.0, tflops: float
         tuple(rows),
         half,
         tuple(forecasts(cfg, kappa, gbit, tflops)),
-        f"{ratio or f'{float(kappa):.0%}'} of the blocks, {'weights and moments' if t.moments != 'reset' else 'weights'}, run.wire = "
+        f"{ratio or f'{float(kappa):.0%}'} of the blocks, {'weights and moments' if t.moments == 'carry' else 'weights'}, run.wire = "
         f"{cfg.run.wire}, {gbit:g} Gbit/s, {t.interval} steps of {t.batch} x {cfg.data.seq_len} tokens at "
         f"{tflops:g} TFLOP/s",
     )
@@ -293,7 +293,7 @@ def sizes(cfg: Config, kappa: Fraction) -> list[Size]:
 
 def forecast(cfg: Config, of: Size, n_workers: int, gbit: float, tflops: float) -> Forecast:
     """Bytes and seconds of a round over links of `gbit` Gbit/s, with workers of `tflops` TFLOP/s."""
-    t, rows = cfg.train, 3 if cfg.train.moments != "reset" else 1
+    t, rows = cfg.train, 3 if cfg.train.moments == "carry" else 1
     both = sum(part.total for part in subnet_bytes(of.n_shared, of.n_subnet, rows, cfg.run.wire))
     engines: tuple[Engine, ...] = ("ray", "sharded", "ddp")
     n_bytes = {

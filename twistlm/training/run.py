@@ -83,4 +83,4 @@ class Run:
 
 def n_rows(cfg: Config) -> int:
     """Rows of the central buffer: the weights, and with carried moments Adam's m and v."""
-    return len(ROWS) if cfg.train.moments != "reset" or cfg.train.method != "twist" else 1
+    return len(ROWS) if cfg.train.moments == "carry" or cfg.train.method != "twist" else 1

@@ -25,7 +25,7 @@ from ..model.layout import Layout, Segments, gather_
 from ..system.signals import Stop
 from ..transport import wire
 from ..transport.ranks import Cluster
-from .aggregator import Result, Rule, Stats, aggregate_
+from .aggregator import Result, Stats, aggregate_
 from .dispatcher import Deal, Parcel
 
 AHEAD = 6  # exchanges under way: a link that has little to carry in one goes on with the next
@@ -173,7 +173,7 @@ def round_(
     deal: Deal,
     cluster: Cluster,
     train: Callable[[Parcel], Result],
-    rule: Rule,
+    outer: tuple[float, float] | None,
     stop: Stop,
 ) -> Exchanged:
     """One round: parcels come from all owners, the worker trains, results go to all owners.
@@ -184,7 +184,7 @@ def round_(
     parcel = _dispatch(shard, deal, cuts, cluster)
     result = train(parcel)
     stats, wish = share_stats(result.stats, stop.wish, cluster)
-    _aggregate(shard, deal, cuts, cluster, parcel.source, result.buffer, rule)
+    _aggregate(shard, deal, cuts, cluster, parcel.source, result.buffer, outer)
     return Exchanged(stats, wish)
 
 
@@ -222,7 +222,7 @@ def _aggregate(
     cluster: Cluster,
     sent: Tensor,
     trained: Tensor,
-    rule: Rule,
+    outer: tuple[float, float] | None,
 ) -> None:
     """Send this rank's result to all owners, and take all results for its own tiles, in worker order."""
     segments, rank, dtype = shard.segments, cluster.rank, trained.dtype
@@ -246,7 +246,7 @@ def _aggregate(
             went = central.weights if exact else _gather(central, index, 1)[0]
             buffer = wire.read_up(shard.wire, payload, shape, went)
             results.append(Result(worker, buffer, index, Stats(0.0, 0, 0)))
-        aggregate_(central, results, deal.holders, rule)
+        aggregate_(central, results, deal.holders, outer)
 
     _exchange(cluster, len(shard.tiles), send, take)
 

@@ -44,13 +44,10 @@ def longest_step(cfg: TrainConfig, n: int, norm: float) -> float:
     """No AdamW can move n weights of this L2 norm farther than this in a round (L2).
 
     A bias-corrected step is at most sqrt((1 - beta1) / (1 - beta2)) per weight, or 1; twice that
-    leaves room for moments that were averaged or lay idle; a pooled v is at least a share 1 / S of what
-    one worker has seen. Decay adds its share of the weights.
+    leaves room for moments that were averaged or lay idle. Decay adds its share of the weights.
     """
     beta1, beta2 = cfg.betas
     step = 2 * max(1.0, math.sqrt((1 - beta1) / (1 - beta2)))
-    if cfg.moments == "pooled":
-        step *= math.sqrt(cfg.n_workers)
     return cfg.interval * cfg.lr * (step * math.sqrt(n) + 2 * cfg.weight_decay * norm)
 
 

@@ -26,7 +26,7 @@ from ...model.central import Central, create
 from ...model.layout import Segments, cut_segments, layout
 from ...system.signals import Stop
 from ...training import dispatcher, shards
-from ...training.aggregator import MEAN, Result, Stats, aggregate_
+from ...training.aggregator import Result, Stats, aggregate_
 from ...training.dispatcher import Deal, Parcel
 from ...transport import wire
 from ...transport.ranks import Cluster
@@ -80,7 +80,7 @@ class Sharded:
 
     def exchange(self, r: int) -> None:
         there = deal(self.segments, self.cluster.world_size, r)
-        shards.round_(self.shard, there, self.cluster, untrained, MEAN, Stop())
+        shards.round_(self.shard, there, self.cluster, untrained, None, Stop())
 
 
 class Bare:

@@ -45,7 +45,7 @@ def bench(cfg: Config, parent: Path, n: int, quiet: bool = False) -> Saving:
         huggingface.state(template),
         huggingface.shapes(template),
         families.partition(template, cfg.blocks),
-        carry=cfg.train.moments != "reset",
+        carry=cfg.train.moments == "carry",
         outer=cfg.train.nesterov() is not None,
         device=device,
     )

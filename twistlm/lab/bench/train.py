@@ -213,12 +213,13 @@ def _run(cfg: Config, template: PreTrainedModel, block_map: BlockMap, cluster: C
         cfg.train.batch,
         cfg.run.seed,
     )
+    carry = cfg.train.moments == "carry"
     cut = cut_model(template, cfg.blocks, cluster.device, torch.float32)
     central = create(
         huggingface.state(template),
         cut.full.shapes,
         block_map,
-        carry=cfg.train.moments != "reset",
+        carry=carry,
         outer=cfg.train.nesterov() is not None,
         device=cluster.device,
     )

@@ -50,7 +50,6 @@ class Way:
 BYTES = ("run.wire=int8",)  # what independent workers send; a ring sends gradients in bf16
 HALF_DECAY = "train.weight_decay=0.05"  # of the preset's 0.1
 WHOLE = (*BYTES, "blocks.nested=0.5")
-POOLED = (*BYTES, HALF_DECAY, "train.moments=pooled")
 SHARE = 0.4  # of the usual interval: six steps
 OFTEN = 4 / 15  # of it: four steps
 FIRST = 1  # the seed that random subnets are drawn with
@@ -67,9 +66,6 @@ WAYS: dict[str, Way] = {
     f"{OFTEN_NAME}, half the decay, twice the clip": Way(
         TWIST_FRESH, (4,), (*BYTES, HALF_DECAY, "train.clip=2.0"), OFTEN
     ),
-    # v without the noise of single workers: the twin's rate, and a little more as v grows within a round
-    f"{OFTEN_NAME}, pooled": Way(TWIST_FRESH, (2.5, 3), POOLED, OFTEN),
-    f"{OURS}, pooled": Way(TWIST_FRESH, (2.5, 3), POOLED, SHARE),
     TWIN_NAME: Way(TWIN, (2, 3)),
     f"{TWIN_NAME}, half the decay": Way(TWIN, (2,), (HALF_DECAY,)),
     WHOLE_NAME: Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST),
@@ -79,7 +75,6 @@ WAYS: dict[str, Way] = {
         TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST, dense=2 / 3
     ),
     "… half the decay": Way(TWIST_FRESH, (4,), (*BYTES, HALF_DECAY), SHARE),
-    "… interval 1, half the decay": Way(TWIST_FRESH, (4,), ("run.wire=fp32", HALF_DECAY), 1 / 15),
     "… fp32": Way(TWIST_FRESH, (4,), ("run.wire=fp32",), SHARE),
     "… bf16, interval 10": Way(TWIST_FRESH, (4,), ("run.wire=bf16",), 2 / 3),
     "… no teacher": Way(TWIST_FRESH, (4,), (*BYTES, "train.teacher=none"), SHARE),

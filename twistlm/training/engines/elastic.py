@@ -153,8 +153,7 @@ class Elastic:
                     after = stream.give_back(after, slots)
             for place in after.aside[len(work.leases.aside) :]:
                 self.events.write("set aside", round=r, why=run.batches.name(place))
-        rule = aggregator.rule_of(run.cfg.train)
-        stats = aggregator.aggregate_(run.central, results, held_by, rule)
+        stats = aggregator.aggregate_(run.central, results, held_by, run.cfg.train.nesterov())
         took = time.monotonic() - began
         self.began = True
         self.durations.append(took)

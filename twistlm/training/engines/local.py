@@ -43,8 +43,8 @@ class Local:
         work = assign(run, progress, dealt, present, rho)
         # trained as they are added up: workers may share a seat
         results = (self._trained(work, i) for i in range(len(present)))
-        rule = aggregator.rule_of(run.cfg.train)
-        stats = aggregator.aggregate_(run.central, results, dealt.holders, rule)
+        outer = run.cfg.train.nesterov()
+        stats = aggregator.aggregate_(run.central, results, dealt.holders, outer)
         after = committed(progress, work.leases, dealt.blueprints, rho)
         self._ahead = deal(run, after, present)
         return Outcome(stats, traffic(run, dealt.blueprints, dealt.blueprints, 0), after)

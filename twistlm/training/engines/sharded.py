@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..aggregator import Result, rule_of
+from ..aggregator import Result
 from ..assignments import assign, committed, deal, everyone, measured_rho, traffic, train_here
 from ..dispatcher import Deal, Parcel
 from ..progress import Progress
@@ -41,8 +41,8 @@ class Sharded:
         def train(parcel: Parcel) -> Result:
             return train_here(run, work, parcel.worker, parcel)
 
-        rule = rule_of(run.cfg.train)
-        done = round_(self.shard, dealt, cluster, train, rule, run.stop)
+        outer = run.cfg.train.nesterov()
+        done = round_(self.shard, dealt, cluster, train, outer, run.stop)
         run.stop.wish, self.stops = run.stop.wish or done.wish, done.wish != 0
         after = committed(progress, work.leases, dealt.blueprints, rho)
         self._ahead = deal(run, after, present)

@@ -43,8 +43,7 @@ class Star:
         run.stop.wish, self.stops = run.stop.wish or wish, wish != 0
         results = self._gather(dealt, trained, source)
         if run.central is not None:
-            rule = aggregator.rule_of(run.cfg.train)
-            aggregator.aggregate_(run.central, results, dealt.holders, rule)
+            aggregator.aggregate_(run.central, results, dealt.holders, run.cfg.train.nesterov())
         after = committed(progress, work.leases, dealt.blueprints, rho)
         wired = cluster.n_sent + cluster.n_received - before
         return Outcome(stats, traffic(run, dealt.blueprints, dealt.blueprints, wired), after)
