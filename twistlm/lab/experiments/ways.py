@@ -66,8 +66,21 @@ WAYS: dict[str, Way] = {
     f"{OFTEN_NAME}, half the decay, twice the clip": Way(
         TWIST_FRESH, (4,), (*BYTES, HALF_DECAY, "train.clip=2.0"), OFTEN
     ),
+    # a single worker's gradient is noisier, and v averages it over longer
+    f"{OFTEN_NAME}, half the decay, beta2 0.98": Way(
+        TWIST_FRESH, (4,), (*BYTES, HALF_DECAY, "train.betas=[0.9, 0.98]"), OFTEN
+    ),
+    f"{OFTEN_NAME}, half the decay, beta2 0.99": Way(
+        TWIST_FRESH, (4,), (*BYTES, HALF_DECAY, "train.betas=[0.9, 0.99]"), OFTEN
+    ),
     TWIN_NAME: Way(TWIN, (2, 3)),
     f"{TWIN_NAME}, half the decay": Way(TWIN, (2,), (HALF_DECAY,)),
+    f"{TWIN_NAME}, half the decay, beta2 0.98": Way(
+        TWIN, (2,), (HALF_DECAY, "train.betas=[0.9, 0.98]")
+    ),
+    f"{TWIN_NAME}, half the decay, beta2 0.99": Way(
+        TWIN, (2,), (HALF_DECAY, "train.betas=[0.9, 0.99]")
+    ),
     WHOLE_NAME: Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST),
     f"{OURS}, dense first": Way(TWIST_FRESH, (4, 3), BYTES, SHARE, dense=1 / 3),
     f"{WHOLE_NAME} after dense": Way(TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST, dense=1 / 2),
@@ -75,6 +88,7 @@ WAYS: dict[str, Way] = {
         TWIST_FRESH, (1, 2), WHOLE, SHARE, WHOLE_FIRST, dense=2 / 3
     ),
     "… half the decay": Way(TWIST_FRESH, (4,), (*BYTES, HALF_DECAY), SHARE),
+    "… interval 1, half the decay": Way(TWIST_FRESH, (4,), ("run.wire=fp32", HALF_DECAY), 1 / 15),
     "… fp32": Way(TWIST_FRESH, (4,), ("run.wire=fp32",), SHARE),
     "… bf16, interval 10": Way(TWIST_FRESH, (4,), ("run.wire=bf16",), 2 / 3),
     "… no teacher": Way(TWIST_FRESH, (4,), (*BYTES, "train.teacher=none"), SHARE),
