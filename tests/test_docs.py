@@ -355,10 +355,17 @@ def test_the_first_page_has_the_recipes_numbers(labs):
             gaps.setdefault(key, []).extend(
                 map(float, re.findall(r"([+-][\d.]+)% at", claim.because))
             )
-    keys = ((", half the decay", False), ("", False), ("", True))
-    half, here, other = (f"{min(gaps[key])} to {max(gaps[key])}%" for key in keys)
-    said = f"{half} at every size at half the decay ({here} without, {other} from another start)"
+    keys = ((", half the decay, beta2 0.99", False), ("", False), ("", True))
+    slow, here, other = (f"{min(gaps[key])} to {max(gaps[key])}%" for key in keys)
+    said = f"{slow} at every size ({here} with the presets' decay and beta2, {other} from another start)"
     assert f"{said}, for 0.44 of the bytes" in text
+    sizes = ["whole", *(f"{which}{k}/12" for which in ("", "nested ") for k in (8, 6, 4, 3))]
+    ours, twin = (
+        [float(found[f"{way}, half the decay, beta2 {beta2}"][size].split()[0]) for size in sizes]
+        for way, beta2 in (("TwIST, interval 4", 0.99), ("synchronous twin", 0.98))
+    )
+    worst = max(100 * (a / b - 1) for a, b in zip(ours, twin, strict=True))
+    assert f"is ahead by at most {worst:.1f}%." in text
     seeds: dict[tuple[str, float, bool], list[tuple[float, float, float]]] = {}
     for line in (ROOT / "docs/labs/gpu-60m.jsonl").read_text().splitlines():
         point = json.loads(line)
