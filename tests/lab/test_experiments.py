@@ -148,9 +148,10 @@ def test_the_list_and_bad_names():
         match=r"--only 'ffm': scale smoke has both, attn, ffn, seed 1, rate 1, or .*TwIST",
     ):
         run(["memory"], "smoke", Path("unused"), only=["ffm"])
-    way = "TwIST, whole first"  # one name, whatever the scale has
-    with pytest.raises(ValueError, match=f"--only '{way}': scale smoke has .*; TwIST; "):
-        run(["recipe"], "smoke", Path("unused"), only=[way])
+    # one name, whatever the scale has, and in an error as it was written
+    for way in ("TwIST, whole first", "TwIST, whole last"):
+        with pytest.raises(ValueError, match=f"--only '{way}': scale smoke has .*; TwIST; "):
+            run(["recipe"], "smoke", Path("unused"), only=[way])
     with pytest.raises(ValueError, match="starts from the weights that are given"):
         run(["memory"], "paper", Path("unused"), ["start.train.rounds=3"])
 

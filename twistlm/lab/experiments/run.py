@@ -79,9 +79,10 @@ def _scale(name: str, only: Sequence[str]) -> Scale:
     scale = SCALES[name]
     ways, seeds = scale.ways or tuple(WAYS), {f"seed {seed}": seed for seed in scale.seeds}
     rates = {f"rate {i}": i for i in scale.rates}
-    only = [w for wish in only for w in ([wish] if wish in WAYS else wish.split(","))]
-    for wish in only:
-        if wish not in (*scale.settings, *seeds, *rates, *ways):
+    wishes = {wish: [wish] if wish in WAYS else wish.split(",") for wish in only}
+    only = [part for parts in wishes.values() for part in parts]
+    for wish, parts in wishes.items():
+        if not {*parts} <= {*scale.settings, *seeds, *rates, *ways}:
             words = ", ".join((*scale.settings, *seeds, *rates))
             legal = f"{words}, or ways of the recipe: {'; '.join(ways)}"
             raise ValueError(f"--only {wish!r}: scale {name} has {legal}")
