@@ -195,7 +195,7 @@ class Case:
         return self.row.n_attn(self.attn_by) if kind == "attn" else N_FFN
 
     def ticket(self, scale: str = "sqrt") -> PreTrainedModel:
-        return deploy.extract(self.parent(scale), self.blueprint)
+        return deploy.cut_ticket(self.parent(scale), self.blueprint)
 
     def parent(self, scale: str = "sqrt") -> parent.Parent:
         return as_parent(self.model, self.block_map, self.central, scale)

@@ -49,18 +49,18 @@ class Faulty(Worker):
             raise RuntimeError("out of memory, or so")
         return do
 
-    def receive(self, order, weights, tokens, told):
+    def receive(self, order, weights, tokens, teacher_topk):
         if self.suffer("receive", order) == "flip":  # as if a bit had changed on its way down
             weights = weights.clone()
             weights[3] ^= 1
-        return super().receive(order, weights, tokens, told)
+        return super().receive(order, weights, tokens, teacher_topk)
 
-    def steps(self, order, sent, ids, told):
+    def steps(self, order, sent, ids, teacher_topk):
         with (self.out / f"trained-{self.name}.jsonl").open("a") as file:
             file.write(json.dumps({"round": order.round, "ids": ids[:, :, 0].flatten().tolist()}))
             file.write("\n")
         self.suffer("train", order)
-        return super().steps(order, sent, ids, told)
+        return super().steps(order, sent, ids, teacher_topk)
 
     def send(self, order, update, loss_sum):
         do = self.suffer("send", order)

@@ -193,10 +193,10 @@ def test_the_page_of_departures_agrees_with_the_code():
     """Every number on docs/paper.md that the code knows."""
     from transformers import AutoConfig
 
-    from twistlm.lab.experiments import paper
-    from twistlm.lab.experiments.scales import SCALES
+    from paper import paper
+    from paper.scales import SCALES
+    from twistlm.baselines import SINGLE_WEIGHTS
     from twistlm.model.count import gpt2_params, layer_params
-    from twistlm.pruners import SINGLE_WEIGHTS
     from twistlm.tickets.calibration import MOST_SEQUENCES
     from twistlm.training.engines.dataparallel import ring_bytes
 
@@ -243,15 +243,15 @@ def test_the_page_of_departures_agrees_with_the_code():
 
 @pytest.fixture(scope="module")
 def labs() -> list:
-    """The chapters of docs/results.md, computed anew from the points in docs/labs."""
-    from twistlm.lab.report.load import load
-    from twistlm.lab.report.write import chapter
+    """The chapters of docs/results.md, computed anew from the points in paper/points."""
+    from paper.report.load import load
+    from paper.report.write import chapter
 
-    return [chapter(source) for source in load(sorted((ROOT / "docs/labs").glob("*.jsonl")))]
+    return [chapter(source) for source in load(sorted((ROOT / "paper/points").glob("*.jsonl")))]
 
 
 def test_the_tables_of_the_results_are_those_of_the_points(labs):
-    from twistlm.lab.page.markdown import markdown, replace_part
+    from paper.page.markdown import markdown, replace_part
 
     text = (ROOT / "docs/results.md").read_text()
     assert replace_part(text, markdown(labs)) == text, "run `twistlm report` (docs/reproduce.md)"
@@ -362,7 +362,7 @@ def test_the_first_page_has_the_recipes_numbers(labs):
     said = f"({here} with the presets' decay and beta2, {other} from another start)"
     assert f"{said}, for 0.44 of the bytes" in text
     sums: dict[str, list[float]] = {}  # of all seeds: the whole model, then each size's tickets
-    for line in (ROOT / "docs/labs/gpu-recipe.jsonl").read_text().splitlines():
+    for line in (ROOT / "paper/points/gpu-recipe.jsonl").read_text().splitlines():
         point = json.loads(line)
         if (way := point["config"]["way"]).endswith(slow_v):
             test = point["result"]["test"]
@@ -376,7 +376,7 @@ def test_the_first_page_has_the_recipes_numbers(labs):
     )
     assert f"A twin with beta2 0.98, too, is {said}." in text
     seeds: dict[tuple[str, float, bool], list[tuple[float, float, float]]] = {}
-    for line in (ROOT / "docs/labs/gpu-60m.jsonl").read_text().splitlines():
+    for line in (ROOT / "paper/points/gpu-60m.jsonl").read_text().splitlines():
         point = json.loads(line)
         about, test = point["config"], point["result"]["test"]
         key = (about["way"], about["rate"], "treatment" in about)
@@ -402,7 +402,7 @@ def test_the_first_page_has_the_recipes_numbers(labs):
     assert said.format(*whole) in text
     assert f"{long[first, 1e-3, True][2]} at 3/12 nested)" in text
     costs: dict[str, list[float]] = {"data parallel": [], "structured dropout K=6": []}
-    for line in (ROOT / "docs/labs/lab-gpu.jsonl").read_text().splitlines():
+    for line in (ROOT / "paper/points/lab-gpu.jsonl").read_text().splitlines():
         point = json.loads(line)
         about, tried = point["config"], point["result"].get("treatment", {}).get("tried", {})
         mine = about.get("experiment") == "table1" and about.get("setting") == "both"
@@ -416,7 +416,7 @@ def test_the_first_page_has_the_recipes_numbers(labs):
     listed = "loses {}, {}, {} and {}% by it at 8, 6, 4 and 3 of 12 (random blocks), dropout's {}, {}, {} and {}%"
     assert listed.format(*dense, *dropout) in results
     worth: dict[str, list[float]] = {}
-    for line in (ROOT / "docs/labs/gpu-recipe.jsonl").read_text().splitlines():
+    for line in (ROOT / "paper/points/gpu-recipe.jsonl").read_text().splitlines():
         point = json.loads(line)
         sizes = point["result"]["test"].values() if "treatment" in point["config"] else ()
         tried = [size["treatment"]["tried"] for size in sizes if not isinstance(size, float)]

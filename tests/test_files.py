@@ -30,13 +30,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import twistlm
+from paper.report.write import report
 from twistlm import config
 from twistlm.cli import app, main
 from twistlm.data.prepare import prepare
 from twistlm.data.token_file import open_tokens, verify_tokens
 from twistlm.lab.compare.table import to_markdown
 from twistlm.lab.points import read_training
-from twistlm.lab.report.write import report
 from twistlm.model import huggingface
 from twistlm.model.tokenizer import load_tokenizer
 from twistlm.system import files, manifest, terminal
@@ -106,7 +106,7 @@ def test_a_ticket_loads_and_is_what_extract_cuts_today(old):
     blueprint = json.loads((old / "ticket/ticket.json").read_text())["blueprint"]
     kept = {name: tuple(blocks) for name, blocks in blueprint.items()}
     parent = open_parent("run", "cpu")
-    today = deploy.extract(parent, kept)
+    today = deploy.cut_ticket(parent, kept)
     with torch.no_grad():  # then the activation scale multiplied output biases, too
         for group in parent.block_map.groups:
             today.get_parameter(group.out[1]).mul_(

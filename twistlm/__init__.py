@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .api import OpenedParent, Ticket, evaluate, open_parent, train
     from .config import Config
     from .tickets.deploy import load_ticket
-    from .tickets.public import OpenedParent, Ticket, evaluate, open_parent, train
     from .tickets.register import register
     from .tickets.score import Scores
 
@@ -41,14 +41,14 @@ __all__ = [
 
 _HOMES = {
     "Config": "config",
-    "OpenedParent": "tickets.public",
+    "OpenedParent": "api",
     "Scores": "tickets.score",
-    "Ticket": "tickets.public",
-    "evaluate": "tickets.public",
+    "Ticket": "api",
+    "evaluate": "api",
     "load_ticket": "tickets.deploy",
-    "open_parent": "tickets.public",
+    "open_parent": "api",
     "register": "tickets.register",
-    "train": "tickets.public",
+    "train": "api",
 }
 
 

@@ -31,7 +31,7 @@ from .tickets import deploy
 from .tickets.parent import Parent, open_parent
 from .tickets.pick import AUTO, Basis, pick_blocks, pick_for
 from .tickets.score import ScoreRequest, Scores, score_parent, table, text_of
-from .tickets.treatment import N_DRAWS, Treatments, choice_text
+from .tickets.ticket_scale import N_DRAWS, TicketScales, choice_text
 from .training import checkpoint, rounds
 
 # name -> method, and its share of the start's rate: data parallel likes half, fresh masks all of it
@@ -215,7 +215,7 @@ def treated(parent: Parent, request: ScoreRequest) -> tuple[Parent, str]:
     text = text_of(parent, None, request.tokens)
     choice = choice_text(text, parent.cfg.data)
     assert choice is not None
-    tried = Treatments(
+    tried = TicketScales(
         parent, text, replace(choice, max_tokens=min(CHOICE_TOKENS, choice.max_tokens))
     )
     some = [
@@ -241,7 +241,7 @@ def write_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:
         how, basis = pick_for(parent, AUTO), Basis(seed=seed)
         blueprint, _ = pick_blocks(parent, widths, how, basis, bar)
     text = text_of(parent, None, n_tokens)
-    model = deploy.extract(parent, blueprint)
+    model = deploy.cut_ticket(parent, blueprint)
     found = perplexity(model, text, parent.cfg.train.precision)
     notes = {"perplexity": {"ticket": found, "n_tokens": text.n_sequences * text.seq_len}}
     deploy.save_model(parent, blueprint, model, folder, notes)

@@ -14,13 +14,13 @@ import typer
 from families_table import open_parent
 from typer.testing import CliRunner
 
+from paper import NAMES
+from paper.scales import SCALES
 from twistlm import cli, config
+from twistlm.baselines import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS, methods, repair
 from twistlm.cli.options import GROUPS, app, words
 from twistlm.export import FORMATS, RUNTIMES
 from twistlm.lab.bench import measure
-from twistlm.lab.experiments import NAMES
-from twistlm.lab.experiments.scales import SCALES
-from twistlm.pruners import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS, methods, repair
 from twistlm.tickets import DTYPES, IMPORTANCES, deploy, importance
 
 REPO = Path(__file__).parents[2]

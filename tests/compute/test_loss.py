@@ -22,7 +22,7 @@ from twistlm.compute.loss import (
     loss_for,
     next_token_loss,
 )
-from twistlm.data.lessons import pack, unpack
+from twistlm.data.teacher_cache import pack, unpack
 from twistlm.system.device import autocast, pick_device
 
 
@@ -83,14 +83,14 @@ def test_a_teacher_for_every_way_to_the_loss(name, monkeypatch):
         logits = other(input_ids=ids).logits[:, :-1]
     vocab = logits.shape[-1]
     log_probs, likeliest = logits.log_softmax(-1).topk(vocab)
-    for teacher, told in (
+    for teacher, topk in (
         (Teacher(other, 0.9), None),
         (Cached(vocab, 0.9), pack(likeliest, log_probs, vocab)),
     ):
         found = []
         for loss, small in ((next_token_loss, 0), (chunked_loss, losses.SMALL), (chunked_loss, 0)):
             monkeypatch.setattr(losses, "SMALL", small)
-            value = loss(model, ids, teacher=teacher, told=told)
+            value = loss(model, ids, teacher=teacher, teacher_topk=topk)
             grads = torch.autograd.grad(value, params)
             found.append((value.detach(), torch.cat([g.flatten() for g in grads])))
         for value, grad in found[1:]:

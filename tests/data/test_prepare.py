@@ -22,10 +22,15 @@ from conftest import make_tokens
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from twistlm.data import lessons
 from twistlm.data import prepare as preparing
-from twistlm.data.lessons import open_lessons, unpack, verify_lessons, write_lessons
+from twistlm.data import teacher_cache
 from twistlm.data.prepare import documents, prepare
+from twistlm.data.teacher_cache import (
+    open_teacher_cache,
+    unpack,
+    verify_teacher_cache,
+    write_teacher_cache,
+)
 from twistlm.data.token_file import open_tokens
 from twistlm.model.tokenizer import load_tokenizer
 from twistlm.system import manifest
@@ -608,7 +613,7 @@ def test_lessons_appear_whole_or_not_at_all(tokens, teacher, tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     with pytest.raises(ZeroDivisionError):  # before the first window: nothing is left
-        write_lessons(file, replace(first.meta, top=3), lambda n_done: [1 / n_done])
+        write_teacher_cache(file, replace(first.meta, top=3), lambda n_done: [1 / n_done])
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
     def stopped(n_done):
@@ -617,12 +622,12 @@ def test_lessons_appear_whole_or_not_at_all(tokens, teacher, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_lessons(file, replace(first.meta, top=3), stopped)
+        write_teacher_cache(file, replace(first.meta, top=3), stopped)
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert {name: after.pop(name) for name in before} == before
     assert sorted(after) == ["tokens.teacher.part", "tokens.teacher.part.json"]
     assert (
-        verify_lessons(file)
+        verify_teacher_cache(file)
         == f"teacher's cache {tokens}.teacher.bin: 375 sequences match their sha256"
     )
     # the zeros are not this teacher's: they are kept for the one that wrote them, and for nobody else
@@ -630,7 +635,7 @@ def test_lessons_appear_whole_or_not_at_all(tokens, teacher, tmp_path):
     other.lm_head.weight.data += 1
     other.save_pretrained(tmp_path / "other")
     assert write_cache(file, str(tmp_path / "other"), 3, 16, "cpu", quiet=True).meta.top == 3
-    told = open_lessons(file, 16, 64)
+    told = open_teacher_cache(file, 16, 64)
     assert told.meta.top == 3
     assert told.sequences(range(8)).any()
     assert not list(tmp_path.glob("*.part*"))
@@ -638,19 +643,19 @@ def test_lessons_appear_whole_or_not_at_all(tokens, teacher, tmp_path):
 
 KILLED = """
 import os, signal, sys
-from twistlm.data import lessons
+from twistlm.data import teacher_cache
 from twistlm.data.token_file import open_tokens
 from twistlm.training import teacher
-lessons.SAVE = 1  # byte
+teacher_cache.SAVE = 1  # byte
 teacher.AT_ONCE["cpu"] = 64 * 16 * 100
-real, n = lessons.pack, 0
+real, n = teacher_cache.pack, 0
 def pack(*args):
     global n
     n += 1
     if n == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*args)
-lessons.pack = pack
+teacher_cache.pack = pack
 teacher.write_cache(open_tokens(sys.argv[1]), sys.argv[2], 5, 16, "cpu", quiet=True)
 """
 
@@ -663,13 +668,13 @@ def test_a_killed_cache_is_gone_on_with(tokens, teacher, tmp_path, monkeypatch):
     left, told = part.read_bytes(), Path(f"{part}.json").read_bytes()
     assert len(left) == 200 * 15 * 20
     monkeypatch.setitem(AT_ONCE, "cpu", 64 * 16 * 100)
-    seen, real = [], lessons.pack
+    seen, real = [], teacher_cache.pack
 
     def counted(ids, *args):
         seen.append(len(ids))
         return real(ids, *args)
 
-    monkeypatch.setattr(lessons, "pack", counted)
+    monkeypatch.setattr(teacher_cache, "pack", counted)
     anew, found = [100, 100, 100, 75], set()
     for bytes_, record, wanted in (
         (left, told, [100, 75]),
@@ -697,9 +702,9 @@ def test_two_processes_do_not_make_one_cache(tokens, teacher):
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
         assert other.stdout.readline() == b"\n"
         with pytest.raises(ValueError, match=r"teacher.bin: another process makes this cache"):
-            write_lessons(open_tokens(tokens), told.meta, lambda _: ())
+            write_teacher_cache(open_tokens(tokens), told.meta, lambda _: ())
         other.communicate(b"\n")
-    assert verify_lessons(open_tokens(tokens))
+    assert verify_teacher_cache(open_tokens(tokens))
 
 
 def reseal(about: Path, **changes: object) -> None:
@@ -725,16 +730,16 @@ def test_lessons_of_something_else_are_refused(tokens, teacher, damage, sentence
     write_cache(open_tokens(tokens), str(teacher), 2, 16, "cpu", quiet=True)
     damage(tokens)
     with pytest.raises(ValueError, match=sentence):
-        open_lessons(open_tokens(tokens), 16, 64)
+        open_teacher_cache(open_tokens(tokens), 16, 64)
 
 
 def test_lessons_of_other_windows_or_vocabularies_are_refused(tokens, teacher, monkeypatch):
     file = open_tokens(tokens)
     told = write_cache(file, str(teacher), 2, 16, "cpu", quiet=True)
     with pytest.raises(ValueError, match=r"sequences of 16 tokens, data.seq_len is 8"):
-        open_lessons(file, 8, 64)
+        open_teacher_cache(file, 8, 64)
     with pytest.raises(ValueError, match=r"knows 64 tokens, the model 72"):
-        open_lessons(file, 16, 72)
+        open_teacher_cache(file, 16, 72)
     records = np.array(told.records)
     records[0, 3, :2] = 64, 0  # as if a byte changed after opening
     with pytest.raises(ValueError, match=r"holds token 64 of a vocabulary of 64"):
@@ -742,4 +747,4 @@ def test_lessons_of_other_windows_or_vocabularies_are_refused(tokens, teacher, m
     monkeypatch.setattr(manifest, "AT_ONCE", 100)  # a large one is opened before it is hashed
     Path(f"{tokens}.teacher.bin").write_bytes(records.tobytes())
     with pytest.raises(ValueError, match=r"teacher.bin is damaged: it does not match its sha256"):
-        verify_lessons(file)
+        verify_teacher_cache(file)

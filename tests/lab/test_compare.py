@@ -27,17 +27,17 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from twistlm import cli
+from twistlm.baselines.write import PruneRequest, write
 from twistlm.compute.perplexity import Text
 from twistlm.data import token_file
 from twistlm.lab.compare import cells, measure, table
 from twistlm.lab.points import name_of
 from twistlm.model import generator
 from twistlm.model.blocks import widths_of_ratio
-from twistlm.pruners.write import PruneRequest, write
 from twistlm.tickets import deploy
 from twistlm.tickets.healing import HealRequest, heal
 from twistlm.tickets.parent import Parent, open_parent
-from twistlm.tickets.treatment import N_DRAWS, Treatments, choice_text
+from twistlm.tickets.ticket_scale import N_DRAWS, TicketScales, choice_text
 from twistlm.training import rounds
 
 SEQ_LEN, N_TOKENS = 16, 96
@@ -133,10 +133,10 @@ def opened(name: str, setting: str) -> Parent:
     return open_parent(name, "cpu", [f"blocks.setting={setting}"])
 
 
-def treatments(parent: Parent) -> Treatments:
+def treatments(parent: Parent) -> TicketScales:
     """Ways to scale tickets, compared on the text behind the reported one."""
     text = Text(token_file.open_tokens("tokens"), SEQ_LEN, N_TOKENS)
-    tried = Treatments(parent, text, choice_text(text, parent.cfg.data))
+    tried = TicketScales(parent, text, choice_text(text, parent.cfg.data))
     assert tried.choice.first == text.n_sequences
     return tried
 
@@ -805,7 +805,7 @@ def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):
         blueprint = generator.for_deployment(cut, widths, seed=0, draw=draw)
         assert all(3 in k if "attn" in name else 1 in k for name, k in blueprint.items())
         parent = treated(opened("c", "both"), with_c["scale"])
-        values.append(perplexity(deploy.extract(parent, blueprint)))
+        values.append(perplexity(deploy.cut_ticket(parent, blueprint)))
     assert float(with_c["perplexity"]) == pytest.approx(sum(values) / 2, rel=1e-5)
     record = json.loads(Path("table/compare.json").read_text())
     assert record["parents"]["TwIST"]["common_attn"] == [3]
@@ -876,7 +876,7 @@ def test_a_parent_with_an_order_shows_its_nested_tickets(here, monkeypatch, caps
     for (ratio, *_), row in found.items():
         parent = treated(opened("o", "both"), row["scale"])
         kept = {name: tuple(sorted(ranked[: int(ratio[0])])) for name, ranked in order.items()}
-        want = perplexity(deploy.extract(parent, kept))
+        want = perplexity(deploy.cut_ticket(parent, kept))
         assert float(row["perplexity"]) == pytest.approx(want, rel=1e-5)
     # each of them healed, as the data-parallel parent was trained and with it as teacher
     asked = ("--settings", "both", "--methods", "", "--n", "0", "--heal", "1152")

@@ -269,7 +269,7 @@ def test_building_subnets_leaves_the_template_alone(key):
         outer=True,
         device=CPU,
     )
-    deploy.extract(as_parent(model, c.block_map, whole, "sqrt"), c.blueprint)
+    deploy.cut_ticket(as_parent(model, c.block_map, whole, "sqrt"), c.blueprint)
     subnet.build(model, c.block_map, whole.layout, whole.weights, gates="all").keep_(c.blueprint)
     assert torch.equal(logits(model, ids), before)
     assert str(model) == sizes
@@ -375,7 +375,7 @@ def test_a_family_whose_attention_is_refused_still_serves_ffn(
         state, huggingface.shapes(model), block_map, carry=False, outer=False, device=CPU
     )
     full = as_parent(model, block_map, whole, "sqrt")
-    ticket = deploy.extract(full, blueprint)
+    ticket = deploy.cut_ticket(full, blueprint)
     assert far(logits(ticket, ids), logits(reference, ids)) < 1e-5
     assert far(logits(ticket, ids), logits(model, ids)) > 1e-2
     deploy.save_ticket(full, blueprint, tmp_path / "ticket")
@@ -408,7 +408,7 @@ def test_attn_by_is_one_of_four():
 
 def test_extract_refuses_a_blueprint_of_another_model():
     c, other = case(BOTH[0]), case(("llama", "head", "both"))
-    text = sentence(deploy.extract, c.parent(), other.blueprint)
+    text = sentence(deploy.cut_ticket, c.parent(), other.blueprint)
     assert "does not fit" in text
 
 

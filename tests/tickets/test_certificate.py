@@ -145,7 +145,7 @@ def test_values_are_the_perplexities_of_extracted_tickets(parent):
     widths = {group.name: 2 for group in parent.block_map.groups}
     for draw, value in enumerate(made.spread.values):
         blueprint = generator.for_deployment(parent.block_map, widths, seed=0, draw=draw)
-        ticket = deploy.extract(parent, blueprint)
+        ticket = deploy.cut_ticket(parent, blueprint)
         with torch.no_grad():
             rows = ids.view(-1, SEQ_LEN)
             loss = ticket(input_ids=rows, labels=rows).loss

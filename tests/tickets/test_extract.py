@@ -402,7 +402,7 @@ def test_more_than_enough_is_the_whole_parent(home, tmp_path, monkeypatch, capsy
 def test_latency_is_met_by_the_ticket_itself(home, tmp_path):
     """The number in the proof was measured on the ticket and lies within the budget."""
     opened = open_(home, "gpt2")
-    slow = speed.measure(deploy.extract(opened, opened.block_map.full())).decode_ms
+    slow = speed.measure(deploy.cut_ticket(opened, opened.block_map.full())).decode_ms
     _, note = ask(home, tmp_path / "t", "gpt2", latency=f"{50 * slow:.3f}ms")
     assert note["budget"]["spent"] == note["speed"]["decode_ms"] <= note["budget"]["limit"]
     with pytest.raises(ValueError, match=r"--latency 1us is impossible: .* takes \d+\.\d\d ms"):
@@ -507,7 +507,7 @@ def test_best_of_n_is_the_best_of_n(home, tmp_path):
     for draw in range(5):
         blueprint = generator.for_deployment(opened.block_map, widths, seed=2, draw=draw)
         found.append(
-            (ppl_by_hand(deploy.extract(opened, blueprint), text[: 400 // 16 * 16]), blueprint)
+            (ppl_by_hand(deploy.cut_ticket(opened, blueprint), text[: 400 // 16 * 16]), blueprint)
         )
     best = min(found, key=lambda pair: pair[0])
     assert note["pick"]["perplexities"] == pytest.approx([ppl for ppl, _ in found], rel=1e-4)
@@ -626,7 +626,7 @@ def test_half_precision(home, tmp_path, name, dtype):
     )
     saved = load_file(tmp_path / "t/model.safetensors")
     blueprint = {key: tuple(kept) for key, kept in note["blueprint"].items()}
-    exact = huggingface.state(deploy.extract(opened, blueprint))
+    exact = huggingface.state(deploy.cut_ticket(opened, blueprint))
     assert saved.keys() == exact.keys()
     for key, value in saved.items():
         assert value.dtype == getattr(torch, dtype)
@@ -634,7 +634,7 @@ def test_half_precision(home, tmp_path, name, dtype):
     assert note["dtype"] == json.loads((tmp_path / "t/config.json").read_text())["dtype"] == dtype
     assert note["bytes"] == os.stat(tmp_path / "t/model.safetensors").st_size
     text = Text(open_tokens(str(home / "text")), SEQ_LEN, 160)
-    full = perplexity(deploy.extract(opened, blueprint), text)
+    full = perplexity(deploy.cut_ticket(opened, blueprint), text)
     assert note["perplexity"]["ticket"] == pytest.approx(full, rel=0.05)
     assert note["perplexity"]["ticket"] != full
 
@@ -683,7 +683,7 @@ def test_large_logits_round_more(home, tmp_path):
     moved = {key: tuple(value) for key, value in moved.items()}
     blueprint = {key: tuple(value) for key, value in blueprint.items()}
     with pytest.raises(FloatingPointError, match="nothing was written"):
-        extract.logit_difference(big, blueprint, deploy.extract(big, moved))
+        extract.logit_difference(big, blueprint, deploy.cut_ticket(big, moved))
     assert proof["max_logit_difference"] > 1e-3  # rounding alone
 
 
@@ -875,7 +875,7 @@ def test_sizes_without_room_for_the_common_blocks_are_refused(home, tmp_path):
         ask(home, tmp_path / "t", overrides=COMMON, params=str(n_least - 1))
     bare = {g.name: (0, 1, 3)[: least[g.name]] for g in parent.block_map.groups}
     with pytest.raises(ValueError, match="lacks common blocks"):
-        deploy.extract(parent, bare)
+        deploy.cut_ticket(parent, bare)
     with pytest.raises(ValueError, match=r"blocks\.common_ffn = \[9\]: .* 0\.\.5"):
         open_(home, "gpt2", "blocks.common_ffn=[9]")
 
@@ -1057,7 +1057,7 @@ def test_cached_keys_and_values_are_those_of_hugging_face(name, tmp_path):
 
     assert n_cached(parent.template, shapes, 20) == stored(parent.template)
     widths = {g.name: 1 + g.layer % g.n_blocks for g in parent.block_map.groups}
-    ticket = deploy.extract(parent, generator.for_deployment(parent.block_map, widths, seed=0))
+    ticket = deploy.cut_ticket(parent, generator.for_deployment(parent.block_map, widths, seed=0))
     narrow = parent.block_map.narrowed(shapes, widths)
     assert n_cached(parent.template, narrow, 20) == stored(ticket)
 

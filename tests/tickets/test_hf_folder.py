@@ -380,7 +380,7 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(hf_folde
     assert tok.apply_chat_template(talk, return_dict=False) == [7, 9]
     assert (tok.eos_token_id, tok.pad_token_id) == (0, 1)
     assert (settings.repetition_penalty, settings.temperature) == (1.25, 0.5)
-    narrow = deploy.extract(full, kept)
+    narrow = deploy.cut_ticket(full, kept)
     assert far(logits(deploy.load_ticket(folder), IDS), logits(narrow, IDS)) < 1e-6
 
     card = ModelCard.load(folder / "README.md")

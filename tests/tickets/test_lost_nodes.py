@@ -15,7 +15,7 @@ from families_table import N_NEURONS, TABLE, tiny_model
 
 from twistlm.tickets import lost_nodes
 from twistlm.tickets.parent import open_parent
-from twistlm.tickets.treatment import Treatment, Treatments
+from twistlm.tickets.ticket_scale import TicketScale, TicketScales
 
 SEQ_LEN = 16
 CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0", f"data.seq_len={SEQ_LEN}")
@@ -59,7 +59,7 @@ def reference(name: str, n_nodes: int, lost: tuple[int, ...], ids: torch.Tensor)
 @pytest.mark.parametrize(("n_nodes", "n_lost"), [(4, 1), (4, 2), (3, 1), (2, 1)])
 def test_perplexity_of_every_loss(home, name, n_nodes, n_lost, monkeypatch):
     """3 nodes share 4 blocks unevenly: 2, 1, 1."""
-    monkeypatch.setattr(Treatments, "candidates", lambda self: [Treatment("sqrt")])
+    monkeypatch.setattr(TicketScales, "candidates", lambda self: [TicketScale("sqrt")])
     opened = {name: open_parent(home / name, "cpu", CUT)}
     (made,) = lost_nodes.drop(
         opened, n_nodes, n_lost, data=str(home / "tokens"), tokens=64, quiet=True

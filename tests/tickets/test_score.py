@@ -27,7 +27,7 @@ from twistlm.tickets import deploy, score
 from twistlm.tickets.extract import logit_difference
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.score import text_of
-from twistlm.tickets.treatment import Treatment, Treatments, choice_text
+from twistlm.tickets.ticket_scale import TicketScale, TicketScales, choice_text
 
 CUT = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
 
@@ -123,7 +123,7 @@ def test_a_hugging_face_folder(home):
 # ---------------------------------------------------------------- treatments
 
 
-def tried(name: str, folder: Path) -> Treatments:
+def tried(name: str, folder: Path) -> TicketScales:
     """An unevenly trained model by its family's name; 4 windows are reported, the next 8 choose."""
     torch.manual_seed(1)
     model = tiny_model(name)
@@ -133,11 +133,11 @@ def tried(name: str, folder: Path) -> Treatments:
     make_tokens(folder / "text", 20 * 16)
     parent = open_parent(folder / "model", "cpu", [*CUT, "data.seq_len=16"])
     text = text_of(parent, str(folder / "text"), 64)
-    return Treatments(parent, text, choice_text(text, parent.cfg.data))
+    return TicketScales(parent, text, choice_text(text, parent.cfg.data))
 
 
 @torch.no_grad()
-def by_hand(made: Treatments, treatment: Treatment, kept: dict[str, tuple[int, ...]]) -> float:
+def by_hand(made: TicketScales, treatment: TicketScale, kept: dict[str, tuple[int, ...]]) -> float:
     """Hugging Face's own model with other weights: rows of absent blocks are 0, biases have their means."""
     ids = made.choice.file.sequences(list(range(4, 12)), 16)
     whole = AutoModelForCausalLM.from_pretrained(made.parent.source).eval()
@@ -185,7 +185,7 @@ def test_the_best_treatment_is_the_best_by_hand(name, tmp_path):
     assert said["tried"] == pytest.approx(want, rel=1e-4)
     assert str(chosen) == said["chosen"] == min(want, key=want.__getitem__)
     assert (said["first_window"], said["n_tokens"]) == (4, 128)  # none of the reported text
-    ticket = deploy.extract(made.parent_with(chosen), kept)
+    ticket = deploy.cut_ticket(made.parent_with(chosen), kept)
     ready = made.evaluator(chosen, made.choice)
     assert ready.subnet_perplexity(kept) == pytest.approx(want[str(chosen)], rel=1e-4)
     assert perplexity(ticket, made.choice) == pytest.approx(want[str(chosen)], rel=1e-4)
@@ -198,6 +198,6 @@ def test_without_other_text_the_parents_own_scale_stays(tmp_path):
     assert choice_text(text, made.parent.cfg.data) is None
     data = replace(made.parent.cfg.data, train=str(tmp_path / "text"))
     assert choice_text(text, data).file.stem == str(tmp_path / "text")
-    alone = Treatments(made.parent, text, None)
+    alone = TicketScales(made.parent, text, None)
     chosen, said = alone.best([made.parent.block_map.full()])
-    assert (chosen, said["tried"]) == (Treatment("sqrt"), {})
+    assert (chosen, said["tried"]) == (TicketScale("sqrt"), {})

@@ -9,7 +9,6 @@ from ..system.signals import Ended
 from . import (  # noqa: F401  (they join the app)
     bench,
     compare,
-    experiments,
     export,
     extract,
     look,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..pruners import COMPARED, REPAIRS
+from ..baselines import COMPARED, REPAIRS
 from .options import PARENT, Data, Device, Overrides, Tokens, app, draws_of, seed_of
 
 RATIOS = "8/12,6/12,4/12,3/12"

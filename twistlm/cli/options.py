@@ -87,7 +87,7 @@ GROUPS = {  # what a user wants -> the commands that do it; all others serve man
     "Train": ("demo", "prepare", "train", "plan", "eval"),
     "Choose": ("extract", "certify", "heal", "play", "drop"),
     "Ship": ("export", "generate", "draft", "verify", "push"),
-    "Compare": ("compare", "prune", "experiment", "report", "bench"),
+    "Compare": ("compare", "prune", "bench"),
     "Many machines": (),
     "This installation": ("doctor",),
 }

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..pruners import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS
+from ..baselines import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS
 from .options import Device, Overrides, Parent, app, known, seed_of, words
 
 
@@ -59,7 +59,7 @@ def prune(
     The layers and kinds are those of the config's blocks.*; everything else stays as it is.
     """
     changes = known(overrides)
-    from ..pruners.write import PruneRequest, check_target, write
+    from ..baselines.write import PruneRequest, check_target, write
     from ..system.terminal import console
     from ..tickets.parent import open_parent
 

@@ -48,8 +48,8 @@ def plain(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
     named = dict(model.named_parameters())
     params = [named[name] for name in grads]
 
-    def gradient(ids: Tensor, share: float, told: Tensor | None = None) -> Tensor:
-        value = loss(model, ids, told=told)
+    def gradient(ids: Tensor, share: float, teacher_topk: Tensor | None = None) -> Tensor:
+        value = loss(model, ids, teacher_topk=teacher_topk)
         found = torch.autograd.grad(value * share, params)
         torch._foreach_copy_(list(grads.values()), found)
         return value.detach()
@@ -68,8 +68,8 @@ def direct(model: PreTrainedModel, grads: State, teacher: AnyTeacher | None = No
     lookups = intercept_(model)
     inner = [name for name in grads if name not in of_head | {lookup.name for lookup in lookups}]
 
-    def gradient(ids: Tensor, share: float, told: Tensor | None = None) -> Tensor:
-        value = chunked_loss(model, ids, replace(into, share=share), teacher, told)
+    def gradient(ids: Tensor, share: float, teacher_topk: Tensor | None = None) -> Tensor:
+        value = chunked_loss(model, ids, replace(into, share=share), teacher, teacher_topk)
         cuts = [lookup.out for lookup in lookups]
         found = torch.autograd.grad(value, [*(named[name] for name in inner), *cuts])
         torch._foreach_copy_([grads[name] for name in inner], found[: len(inner)])

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.lessons import unpack
+from ..data.teacher_cache import unpack
 from ..model import kernels
 
-# (model, ids [batch, seq_len], teacher=None, told=None) -> mean loss
+# (model, ids [batch, seq_len], teacher=None, teacher_topk=None) -> mean loss
 Loss = Callable[..., Tensor]
 
 CHUNK = 8192  # tokens; their logits for a vocabulary of 50,304 are 0.8 GB in bf16
@@ -47,7 +47,7 @@ class Teacher:
     weight: float
 
     @torch.no_grad()
-    def taught(self, ids: Tensor, told: Tensor | None = None) -> Taught:
+    def taught(self, ids: Tensor, teacher_topk: Tensor | None = None) -> Taught:
         """Its predictions for ids [batch, seq_len], up to the head."""
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         head: Any = self.model.get_output_embeddings()
@@ -78,10 +78,10 @@ class Cached:
     vocab_size: int
     weight: float
 
-    def taught(self, ids: Tensor, told: Tensor | None = None) -> Likeliest:
+    def taught(self, ids: Tensor, teacher_topk: Tensor | None = None) -> Likeliest:
         """What came for ids [batch, seq_len] as `told` [batch, seq_len - 1, bytes]."""
-        assert told is not None, "the teacher's cache did not come with the tokens"
-        return Likeliest(*unpack(told.flatten(0, 1), self.vocab_size), self.weight)
+        assert teacher_topk is not None, "the teacher's cache did not come with the tokens"
+        return Likeliest(*unpack(teacher_topk.flatten(0, 1), self.vocab_size), self.weight)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def chunked_loss(
     ids: Tensor,
     into: Into | None = None,
     teacher: AnyTeacher | None = None,
-    told: Tensor | None = None,
+    teacher_topk: Tensor | None = None,
 ) -> Tensor:
     """`next_token_loss` through the base model and the head, a chunk of tokens at a time.
 
@@ -141,7 +141,7 @@ def chunked_loss(
     head: Any = model.get_output_embeddings()
     bias = getattr(head, "bias", None)
     hidden, targets = hidden.flatten(0, 1), ids[:, 1:].flatten()
-    taught = None if teacher is None else teacher.taught(ids, told)
+    taught = None if teacher is None else teacher.taught(ids, teacher_topk)
     if into is None and not hidden.is_cuda and len(targets) * len(head.weight) <= SMALL:
         logits = F.linear(hidden, head.weight, bias)
         if taught is None:
@@ -157,7 +157,7 @@ def next_token_loss(
     ids: Tensor,
     *,
     teacher: AnyTeacher | None = None,
-    told: Tensor | None = None,
+    teacher_topk: Tensor | None = None,
 ) -> Tensor:
     """Mean loss of tokens 1.. given those before (HF's own rounds float64 to float32)."""
     logits, targets = _logits(model, ids), ids[:, 1:].flatten()
@@ -167,7 +167,7 @@ def next_token_loss(
         if isinstance(teacher, Teacher):
             lessons = _logits(teacher.model, ids)
         else:
-            lessons = teacher.taught(ids, told).logits(slice(None), logits)
+            lessons = teacher.taught(ids, teacher_topk).logits(slice(None), logits)
     return _mean_loss(logits, targets, lessons, teacher.weight)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .lessons import Lessons
+from .teacher_cache import TeacherCache
 from .token_file import TokenFile
 
 
@@ -36,7 +36,7 @@ class Batches:
     n_workers: int
     batch: int
     seed: int
-    lessons: Lessons | None = None  # of a teacher, where they come with the tokens
+    teacher_cache: TeacherCache | None = None  # of a teacher, where they come with the tokens
 
     def rows(self, worker: int, step: int) -> np.ndarray:
         """Numbers of the sequences in this batch."""
@@ -72,9 +72,11 @@ class Batches:
         """The name of the sequence at a place of the stream, and its largest id."""
         return self.file.describe(int(self.rows_at([place])[0]), self.seq_len)
 
-    def told(self, slot: Slot) -> Tensor | None:
-        """A teacher's predictions for that batch: uint8 [batch, seq_len - 1, bytes], `lessons.unpack` reads them."""
-        return None if self.lessons is None else self.lessons.sequences(self.rows_at(slot))
+    def teacher_topk(self, slot: Slot) -> Tensor | None:
+        """A teacher's predictions for that batch: uint8 [batch, seq_len - 1, bytes], `teacher_cache.unpack` reads them."""
+        return (
+            None if self.teacher_cache is None else self.teacher_cache.sequences(self.rows_at(slot))
+        )
 
     def n_rounds(self, epochs: float, interval: int) -> int:
         """Whole rounds in that many epochs: rounds of S * batch * interval sequences."""

@@ -45,7 +45,7 @@ class Models:
     def __init__(self, source: str, device: str, overrides: list[str], data: str | None):
         self.parent: Parent = open_parent(source, device, overrides)
         self.sizes: list[Widths] = ladder(self.parent.block_map)
-        self.whole = deploy.extract(self.parent, self.parent.block_map.full())
+        self.whole = deploy.cut_ticket(self.parent, self.parent.block_map.full())
         self.tokenizer = _tokenizer(self.parent, source)
         self.text, self.no_text = _text(self.parent, data)
         self.scores: Any = None  # of the nested pick: measured when it is first asked for
@@ -124,7 +124,7 @@ class Models:
         """The ticket that was asked for, cut if it is not the last one."""
         if self.held is None or self.held[0] != asked:
             self.held = None  # room for the new one
-            self.held = asked, deploy.extract(self.parent, self.blueprint(asked))
+            self.held = asked, deploy.cut_ticket(self.parent, self.blueprint(asked))
         return self.held[1]
 
     def blueprint(self, asked: Asked) -> Blueprint:
@@ -144,7 +144,7 @@ class Models:
         if self.text is None:
             raise ValueError(f"the best of {N_DRAWS} is chosen by perplexity: {self.no_text}")
         drawn = list(generator.draws(block_map, widths, seed=asked.seed, n=N_DRAWS))
-        found = [self._measure(deploy.extract(self.parent, each)) for each in drawn]
+        found = [self._measure(deploy.cut_ticket(self.parent, each)) for each in drawn]
         return drawn[found.index(min(found))]
 
     def _sizes(self, found: dict[str, Any], model: PreTrainedModel) -> None:

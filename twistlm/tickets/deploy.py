@@ -34,7 +34,7 @@ OURS = {  # files of a model that was written before manifests
 
 
 @torch.no_grad()
-def extract(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
+def cut_ticket(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     """A stand-alone dense model: physically narrow, scale folded into the output projections."""
     block_map, central = parent.block_map, parent.central
     block_map.check_blueprint(blueprint)
@@ -55,7 +55,7 @@ def save_ticket(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Extract a ticket and write its folder; `notes` join ticket.json."""
-    model = extract(parent, blueprint)
+    model = cut_ticket(parent, blueprint)
     nn.Module.to(model, dtype)
     save_model(parent, blueprint, model, folder, notes or {})
 

@@ -99,11 +99,11 @@ def choose(parent: Parent, request: TicketRequest, bar: Progress) -> ProvenTicke
         spent = _where_it_hurts_least(parent, replace(request, pick=how), costs, even[0], bar)
     better = [] if spent is None or spent.widths in even else [spent.widths]
     dtype = getattr(torch, request.dtype)
-    whole = deploy.extract(parent, parent.block_map.full())  # timed beside the ticket
+    whole = deploy.cut_ticket(parent, parent.block_map.full())  # timed beside the ticket
     for widths in better + even:
         blueprint, based_on = pick_blocks(parent, widths, how, basis, bar)
         task = bar.add_task("check and time", total=2, note="")
-        model = deploy.extract(parent, blueprint)
+        model = deploy.cut_ticket(parent, blueprint)
         difference = logit_difference(parent, blueprint, model)
         bar.update(task, advance=1, note=f"max |Δlogit| {difference:.1e}")
         models = [model.to(dtype), whole.to(dtype)]
@@ -165,7 +165,7 @@ def _fit(parent: Parent, request: TicketRequest, bar: Progress) -> tuple[Costs, 
     def milliseconds(widths: Widths) -> float:
         nonlocal n_measured
         some = for_deployment(parent.block_map, widths, seed=0)  # any blocks: equal shapes
-        model = deploy.extract(parent, some)
+        model = deploy.cut_ticket(parent, some)
         took = speed.measure(model.to(getattr(torch, dtype))).decode_ms
         n_measured += 1
         bar.update(task, advance=1, note=f"{took:.2f} ms")

@@ -26,7 +26,7 @@ from ..system.terminal import progress
 from ..training import checkpoint
 from . import score
 from .parent import Parent
-from .treatment import N_DRAWS, Treatments, choice_text
+from .ticket_scale import N_DRAWS, TicketScales, choice_text
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def drop(
             }
             text = evaluator.text
             choice = choice_text(text, parent.cfg.data, Path(parent.source))
-            treatments = Treatments(parent, text, choice)
+            treatments = TicketScales(parent, text, choice)
             some = list(rests.values())[:: -(-len(rests) // N_DRAWS)]
             treatment, chosen = treatments.best(some)
             treated = treatments.evaluator(treatment)

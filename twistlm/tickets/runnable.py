@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from ..data.lessons import verify_lessons
+from ..data.teacher_cache import verify_teacher_cache
 from ..data.token_file import open_tokens, verify_tokens
 from ..model import huggingface
 from ..model.tokenizer import load_tokenizer
@@ -147,7 +147,7 @@ def verify(source: str) -> list[str]:
     """
     folder = Path(source)
     if not folder.is_dir():
-        told = verify_lessons(open_tokens(source))
+        told = verify_teacher_cache(open_tokens(source))
         return [verify_tokens(source), *([told] if told else [])]
     if what_is(source) == "ticket":
         ticket = verify_ticket(folder)

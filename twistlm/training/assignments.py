@@ -66,11 +66,11 @@ class Assignments:
         slots = stream.of_worker(self.slots, worker, len(self.places))
         return torch.stack([run.batches.slot(slot) for slot in slots])
 
-    def told(self, run: Run, worker: int) -> Tensor | None:
+    def teacher_topk(self, run: Run, worker: int) -> Tensor | None:
         """What a teacher's cache holds for them: uint8 [interval, batch, T - 1, bytes]."""
         slots = stream.of_worker(self.slots, worker, len(self.places))
-        told = run.batches.told(tuple(place for slot in slots for place in slot))
-        return None if told is None else told.unflatten(0, (len(slots), -1))
+        teacher_topk = run.batches.teacher_topk(tuple(place for slot in slots for place in slot))
+        return None if teacher_topk is None else teacher_topk.unflatten(0, (len(slots), -1))
 
     def factors(self, run: Run, worker: int) -> dict[str, float]:
         """The activation scale of each layer of all that a worker holds."""
@@ -115,7 +115,7 @@ def train_here(run: Run, work: Assignments, worker: int, parcel: Parcel) -> Resu
         work.tokens(run, worker),
         work.deal.round,
         run.total_steps,
-        work.told(run, worker),
+        work.teacher_topk(run, worker),
     )
 
 
@@ -146,11 +146,11 @@ def measured_rho(run: Run, progress: Progress) -> Rho:
     return dict(zip(names, values, strict=True))
 
 
-def told_bytes(run: Run, n_workers: int) -> int:
+def teacher_cache_bytes(run: Run, n_workers: int) -> int:
     """What a teacher's cache sends to so many workers in a round, beside their tokens."""
-    lessons, t = run.batches.lessons, run.cfg.train
+    cache, t = run.batches.teacher_cache, run.cfg.train
     n_sequences = n_workers * t.interval * t.batch
-    return 0 if lessons is None else n_sequences * lessons.meta.sequence_bytes
+    return 0 if cache is None else n_sequences * cache.meta.sequence_bytes
 
 
 def traffic(run: Run, dealt: list[Blueprint], back: list[Blueprint], wired: int) -> Traffic:
@@ -166,6 +166,6 @@ def traffic(run: Run, dealt: list[Blueprint], back: list[Blueprint], wired: int)
         return sum((part[way] for part in parts), Bytes())
 
     other = other_counts(run.full.n_params, [size(b) for b in dealt], run.cfg.train.interval)
-    if told := told_bytes(run, len(dealt)):
-        other["teacher"] = told
+    if teacher_topk := teacher_cache_bytes(run, len(dealt)):
+        other["teacher"] = teacher_topk
     return Traffic(cost(dealt, 0), cost(back, 1), wired, other)

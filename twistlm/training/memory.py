@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..compute.loss import ALIGN, CHUNK
 from ..config import Config
-from ..data.lessons import id_bytes, open_lessons
+from ..data.teacher_cache import id_bytes, open_teacher_cache
 from ..data.token_file import open_tokens
 from ..model import families, huggingface
 from ..model.blocks import BlockMap, Shapes, Widths
@@ -74,7 +74,7 @@ def teacher_cost(cfg: Config) -> TeacherCost | None:
     if t.teacher == "cache":
         vocab = huggingface.vocab_size(model)
         try:
-            told = open_lessons(open_tokens(cfg.data.train), cfg.data.seq_len, vocab)
+            told = open_teacher_cache(open_tokens(cfg.data.train), cfg.data.seq_len, vocab)
             record = told.meta.record
         except ValueError:  # not made yet
             record = TOP * (id_bytes(vocab) + HALF)

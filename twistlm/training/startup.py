@@ -53,11 +53,11 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     train, valid = _open_data(cfg, cluster)
     _check_data(cfg, cut.template, saved, [train, valid])
     t = cfg.train
-    told = teacher.cache(cfg, cut, train)
-    batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed, told)
+    cache = teacher.cache(cfg, cut, train)
+    batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed, cache)
     n_rounds = _n_rounds(cfg, batches, saved)
     progress = beginning(cut.block_map)
-    taught_by, named = teacher.load(cfg, cut, train, told, saved is not None)
+    taught_by, named = teacher.load(cfg, cut, train, cache, saved is not None)
     if not cluster.is_central:
         progress = share(progress, cut.block_map, cluster)
         return Run(

@@ -16,8 +16,8 @@ from ..compute import graphs
 from ..compute.attention import causal_
 from ..compute.loss import AnyTeacher, Cached, Teacher
 from ..config import Config
-from ..data import lessons
-from ..data.lessons import Lessons, LessonsMeta
+from ..data import teacher_cache
+from ..data.teacher_cache import TeacherCache, TeacherCacheMeta
 from ..data.token_file import TokenFile
 from ..model import huggingface
 from ..model.layout import CutModel
@@ -33,7 +33,7 @@ AT_ONCE = {
 
 
 def load(
-    cfg: Config, cut: CutModel, tokens: TokenFile, told: Lessons | None, resumes: bool
+    cfg: Config, cut: CutModel, tokens: TokenFile, told: TeacherCache | None, resumes: bool
 ) -> tuple[AnyTeacher | None, str]:
     """What `train.teacher` names, ready on the device of the run, and a name of its weights; None without one.
 
@@ -94,21 +94,21 @@ def _cached(cfg: Config, cut: CutModel) -> Cached | None:
     return Cached(huggingface.vocab_size(cut.template), cfg.train.distil)
 
 
-def cache(cfg: Config, cut: CutModel, tokens: TokenFile) -> Lessons | None:
+def cache(cfg: Config, cut: CutModel, tokens: TokenFile) -> TeacherCache | None:
     """The predictions beside the tokens, where `train.teacher` asks for them."""
     if (teacher := _cached(cfg, cut)) is None:
         return None
-    return lessons.open_lessons(tokens, cfg.data.seq_len, teacher.vocab_size)
+    return teacher_cache.open_teacher_cache(tokens, cfg.data.seq_len, teacher.vocab_size)
 
 
 def write_cache(
     tokens: TokenFile, name: str, top: int, seq_len: int, device: str = "auto", quiet: bool = False
-) -> Lessons:
+) -> TeacherCache:
     """Store the `top` likeliest tokens of the model `name`, with their log-probs, beside a token file."""
     name = checkpoint.weights_of(name)
     model = huggingface.pretrained(name, "--teacher")
     vocab = huggingface.vocab_size(model)
-    most = min(vocab, lessons.MOST)
+    most = min(vocab, teacher_cache.MOST)
     if not 1 <= top <= most:
         raise ValueError(f"--top {top}: must lie in 1..{most}")
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -118,27 +118,27 @@ def write_cache(
         )
     tokens.check(seq_len, vocab)
     _check_tokenizer(f"--teacher {name}", name, tokens)
-    meta = LessonsMeta(
+    meta = TeacherCacheMeta(
         teacher=name,
         weights_sha256=huggingface.weights_sha256(model),
         top=top,
         seq_len=seq_len,
         vocab_size=vocab,
         n_sequences=tokens.n_sequences(seq_len),
-        tokens_sha256=lessons.tokens_sha256(tokens),
+        tokens_sha256=teacher_cache.tokens_sha256(tokens),
         tokenizer_sha256=tokens.meta.tokenizer_sha256,
     )
     where = pick_device(device)
     dtype = torch.bfloat16 if is_bf16("auto", where) else torch.float32
     frozen = _frozen(model, where, dtype)
-    return lessons.write_lessons(
+    return teacher_cache.write_teacher_cache(
         tokens, meta, lambda first: _predictions(frozen, tokens, meta, first, quiet)
     )
 
 
 @torch.no_grad()
 def _predictions(
-    model: PreTrainedModel, tokens: TokenFile, meta: LessonsMeta, first: int, quiet: bool
+    model: PreTrainedModel, tokens: TokenFile, meta: TeacherCacheMeta, first: int, quiet: bool
 ) -> Iterator[Tensor]:
     """What the model predicts for all windows from `first` on, some at a time, packed for the cache."""
     batch = max(1, AT_ONCE[model.device.type] // (meta.vocab_size * meta.seq_len))
@@ -151,7 +151,7 @@ def _predictions(
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             highest, likeliest = logits.topk(meta.top)
             log_probs = highest - logits.logsumexp(-1, keepdim=True)
-            yield lessons.pack(likeliest, log_probs, meta.vocab_size).cpu()
+            yield teacher_cache.pack(likeliest, log_probs, meta.vocab_size).cpu()
             bar.update(task, advance=len(rows))
 
 

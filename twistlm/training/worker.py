@@ -70,7 +70,7 @@ class Seat:
         self.losses = torch.zeros((), dtype=torch.float64, device=device)  # sum over steps
         # storages never move, so compiled and recorded graphs outlive every repartition
         self.ids = torch.empty(0, 0, dtype=torch.int64, device=device)
-        self.told: Tensor | None = None  # by a teacher's cache
+        self.teacher_topk: Tensor | None = None  # by a teacher's cache
         self.share, self.n_rows = 1.0, 1
         self._recorded: tuple = ()  # what the graphs below were recorded for
         self._coming: Iterator[tuple[Tensor, ...]] = iter(())
@@ -109,13 +109,13 @@ class Seat:
         if (values := next(self._coming, None)) is not None:
             torch._foreach_copy_(self.subnet.gate_tensors(self.n_rows), values)
 
-    def step(self, ids: Tensor, lr: float, told: Tensor | None = None) -> None:
+    def step(self, ids: Tensor, lr: float, teacher_topk: Tensor | None = None) -> None:
         """One local step, with what a teacher's cache holds for it; nothing is read back."""
         if self.kind != "physical":
-            self.backward(ids, told=told)
+            self.backward(ids, teacher_topk=teacher_topk)
             self.apply(lr)
             return
-        self._place(ids, 1.0, told)
+        self._place(ids, 1.0, teacher_topk)
         self.optimizer.set_(lr)
         self._both()
 
@@ -123,27 +123,34 @@ class Seat:
         self._differentiate()
         self._optimize()
 
-    def _place(self, ids: Tensor, share: float, told: Tensor | None) -> None:
+    def _place(self, ids: Tensor, share: float, teacher_topk: Tensor | None) -> None:
         """Put a batch where recorded graphs read it; another shape means other graphs."""
-        shape = (ids.shape, share, self.n_rows, None if told is None else told.shape)
+        shape = (
+            ids.shape,
+            share,
+            self.n_rows,
+            None if teacher_topk is None else teacher_topk.shape,
+        )
         if self._recorded != shape:
             self._recorded = shape
             self.ids, self.share = torch.empty_like(ids, device=self.device), share
-            self.told = None if told is None else torch.empty_like(told, device=self.device)
+            self.teacher_topk = (
+                None if teacher_topk is None else torch.empty_like(teacher_topk, device=self.device)
+            )
             self._backward = graphs.Replayed(self._differentiate, self.device, self.fast)
             self._both = graphs.Replayed(self._step, self.device, self.fast)
         self._next_gates()
         self.ids.copy_(ids, non_blocking=True)
-        if self.told is not None and told is not None:
-            self.told.copy_(told, non_blocking=True)
+        if self.teacher_topk is not None and teacher_topk is not None:
+            self.teacher_topk.copy_(teacher_topk, non_blocking=True)
 
-    def backward(self, ids: Tensor, share: float = 1.0, told: Tensor | None = None) -> None:
+    def backward(self, ids: Tensor, share: float = 1.0, teacher_topk: Tensor | None = None) -> None:
         """Set the gradient to that of `share` times the loss, and add the loss to `losses`."""
-        self._place(ids, share, told)
+        self._place(ids, share, teacher_topk)
         self._backward()
 
     def _differentiate(self) -> None:
-        self.losses += self.gradient(self.ids, self.share, self.told)
+        self.losses += self.gradient(self.ids, self.share, self.teacher_topk)
 
     def apply(self, lr: float) -> None:
         """Clip the gradient that lies in the buffer and make one AdamW step."""
@@ -195,14 +202,14 @@ class Seats:
         ids: Tensor,
         round: int,
         total_steps: int,
-        told: Tensor | None = None,
+        teacher_topk: Tensor | None = None,
     ) -> Result:
         """Load a parcel and train it; the result lies in the seat until its next parcel."""
         key = (kind, tuple(parcel.layout.shapes.values()))
         if key not in self.made:
             self.made[key] = self.new(parcel.layout, kind, fresh=self.fresh)
         self.made[key].load(parcel, gates, step=round * self.cfg.interval)
-        return train(self.made[key], ids, self.cfg, round, total_steps, told)
+        return train(self.made[key], ids, self.cfg, round, total_steps, teacher_topk)
 
 
 def train(
@@ -211,18 +218,18 @@ def train(
     cfg: TrainConfig,
     round: int,
     total_steps: int,
-    told: Tensor | None = None,
+    teacher_topk: Tensor | None = None,
 ) -> Result:
     """`interval` local steps of one worker on ids [interval, batch, T]; all are in what it returns.
 
-    `told` [interval, batch, T - 1, bytes] is what a teacher's cache holds for them.
+    `teacher_topk` [interval, batch, T - 1, bytes] is what a teacher's cache holds for them.
     Nothing here waits for a GPU: while it works on one worker's steps, the host prepares the next.
     """
     parcel = seat.parcel
     first = round * cfg.interval
     steps = range(first, first + cfg.interval)
     batches = to_device(ids, seat.device)
-    lessons = [None] * len(ids) if told is None else to_device(told, seat.device)
+    lessons = [None] * len(ids) if teacher_topk is None else to_device(teacher_topk, seat.device)
     for batch, lesson, step in zip(batches, lessons, steps, strict=True):
         seat.step(batch, learning_rate(cfg, step, total_steps), lesson)
     stats = Stats(seat.losses.clone(), cfg.interval, ids.numel())

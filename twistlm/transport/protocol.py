@@ -57,7 +57,7 @@ class RoundOrder:
     gates: Any  # [steps, rows, held blocks], a numpy array: masks times activation scales
     weights_checksum: str
     tokens_checksum: str
-    told_checksum: str = ""  # of what a teacher's cache holds for the tokens
+    teacher_checksum: str = ""  # of what a teacher's cache holds for the tokens
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...baselines.methods import METHODS
+from ...baselines.write import STRUCTURED
 from ...compute.perplexity import Text
 from ...config import Setting
 from ...model import huggingface
 from ...model.blocks import KINDS, SETTINGS
-from ...pruners.methods import METHODS
-from ...pruners.write import STRUCTURED
 from ...tickets import importance
 from ..points import Points, name_of
 from .measure import REPAIR_SEQUENCES, Healing, Note, Result, Stand

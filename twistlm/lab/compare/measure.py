@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ...baselines import repair, walk
+from ...baselines.methods import METHODS, prune_
+from ...baselines.pattern import Pattern
 from ...compute import speed
 from ...compute.attention import causal_
 from ...compute.perplexity import Evaluator, Spread, Text, perplexity
@@ -23,13 +26,10 @@ from ...model.blocks import BlockMap, Blueprint, Shapes, shares_of_ratio, widths
 from ...model.generator import draws, for_deployment
 from ...model.masks import prefixes
 from ...model.subnet import build
-from ...pruners import repair, walk
-from ...pruners.methods import METHODS, prune_
-from ...pruners.pattern import Pattern
 from ...tickets import budget, deploy, importance
 from ...tickets.healing import HealRequest, heal
 from ...tickets.parent import Parent, recut
-from ...tickets.treatment import N_DRAWS, Treatment, Treatments
+from ...tickets.ticket_scale import N_DRAWS, TicketScale, TicketScales
 from .rivals import Rival
 
 REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
@@ -52,7 +52,7 @@ class CutParent:
     """A parent in one setting, ready to be evaluated; lives while its cells are measured."""
 
     parent: Parent
-    treatments: Treatments
+    treatments: TicketScales
     scratch: tuple[Tensor, PreTrainedModel] | None = None
 
     @property
@@ -233,7 +233,7 @@ class Stand:
         if not zeros:
             widths = widths_of_ratio(cut.block_map, ratio)
             kept = for_deployment(cut.block_map, widths, seed=0)  # any blocks: equal shapes
-        full, other = (deploy.extract(cut, blueprint) for blueprint in (whole, kept))
+        full, other = (deploy.cut_ticket(cut, blueprint) for blueprint in (whole, kept))
         for model in (full, other):
             nn.Module.to(model, "cpu")
         if zeros:
@@ -251,7 +251,10 @@ class Stand:
         if self._cut is None or self._cut[0] != key:
             self._cut = None
             cut = recut(rival.parent, setting)
-            self._cut = key, CutParent(cut, Treatments(cut, self.text, self.choice, self.precision))
+            self._cut = (
+                key,
+                CutParent(cut, TicketScales(cut, self.text, self.choice, self.precision)),
+            )
         return self._cut[1]
 
     def _scaled(
@@ -265,7 +268,7 @@ class Stand:
         self,
         cut: CutParent,
         blueprint: Blueprint,
-        treatment: Treatment,
+        treatment: TicketScale,
         how: str | None,
         began: float,
     ) -> tuple[float, float]:
@@ -275,7 +278,7 @@ class Stand:
         else:
             assert self.ids is not None
             ids, parent = self.ids[:REPAIR_SEQUENCES], cut.treatments.parent_with(treatment)
-            model = deploy.extract(repair.repair_parent(parent, blueprint, how, ids), blueprint)
+            model = deploy.cut_ticket(repair.repair_parent(parent, blueprint, how, ids), blueprint)
             causal_(model)
         seconds = self._now() - began
         return perplexity(model, self.text, self.precision, cut.ready.loss), seconds

@@ -19,12 +19,12 @@ from typing import cast
 
 from rich.table import Table
 
+from ...baselines import COMPARED, STRUCTURED, repair
+from ...baselines.methods import METHODS
 from ...compute.perplexity import Text
 from ...config import Method, Setting
 from ...model import families, huggingface
 from ...model.blocks import KINDS, SETTINGS, shares_of_ratio, widths_of_ratio
-from ...pruners import COMPARED, STRUCTURED, repair
-from ...pruners.methods import METHODS
 from ...system.files import whole_file
 from ...system.provenance import describe_run
 from ...system.terminal import markdown_code, markdown_text, progress
@@ -32,7 +32,7 @@ from ...tickets import importance
 from ...tickets.budget import amount
 from ...tickets.calibration import calibrate
 from ...tickets.parent import open_text
-from ...tickets.treatment import choice_text
+from ...tickets.ticket_scale import choice_text
 from ..points import Place, Points, place_of
 from . import table
 from .cells import Asked, Cell, Grid, exact, mean_share, named_shares

@@ -79,11 +79,11 @@ class Worker:
                 widths[kind] = int(label)
         return Hello(f"{socket.gethostname()}-{os.getpid()}", context.get_node_id(), widths)
 
-    def train(self, order: RoundOrder, weights: Any, tokens: Any, told: Any) -> RoundResult:
+    def train(self, order: RoundOrder, weights: Any, tokens: Any, teacher_topk: Any) -> RoundResult:
         """A round's local steps; weights are uint8 [n_bytes], tokens int32 [interval, batch, T], and what
         a teacher's cache holds for them uint8 [interval, batch, T - 1, bytes] or None."""
         self.heard = time.monotonic()
-        lessons = None if told is None else as_tensor(told)
+        lessons = None if teacher_topk is None else as_tensor(teacher_topk)
         sent, ids = self.receive(order, as_tensor(weights), as_tensor(tokens), lessons)
         result = self.steps(order, sent, ids, lessons)
         self.heard = time.monotonic()
@@ -91,20 +91,26 @@ class Worker:
         return self.send(order, update, float(result.stats.loss_sum))
 
     def receive(
-        self, order: RoundOrder, weights: Tensor, tokens: Tensor, told: Tensor | None
+        self, order: RoundOrder, weights: Tensor, tokens: Tensor, teacher_topk: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The subnet's buffer [rows, n], and its batches."""
         assert self.run is not None
         flat = tokens.reshape(-1).view(torch.uint8)
-        came = checksum(weights), checksum(flat), "" if told is None else checksum(told.view(-1))
-        if came != (order.weights_checksum, order.tokens_checksum, order.told_checksum):
+        came = (
+            checksum(weights),
+            checksum(flat),
+            "" if teacher_topk is None else checksum(teacher_topk.view(-1)),
+        )
+        if came != (order.weights_checksum, order.tokens_checksum, order.teacher_checksum):
             raise ValueError("what it was sent did not arrive as it was")
         cut = self.seats.cut
         where = cut.full.narrowed(cut.block_map, cut.block_map.widths(order.blueprint))
         shape = (self.run.rows, where.n_params)
         return wire.read_down(self.cfg.run.wire, weights, shape, cut.dtype), tokens.long()
 
-    def steps(self, order: RoundOrder, sent: Tensor, ids: Tensor, told: Tensor | None) -> Result:
+    def steps(
+        self, order: RoundOrder, sent: Tensor, ids: Tensor, teacher_topk: Tensor | None
+    ) -> Result:
         assert self.run is not None
         segments, blueprint = self.seats.cut.segments, order.blueprint
         where = segments.full.narrowed(segments.block_map, segments.block_map.widths(blueprint))
@@ -117,7 +123,7 @@ class Worker:
             segments,
         )
         gates, total = as_tensor(order.gates), self.run.total_steps
-        return self.seats.train(order.seat, parcel, gates, ids, order.round, total, told)
+        return self.seats.train(order.seat, parcel, gates, ids, order.round, total, teacher_topk)
 
     def send(self, order: RoundOrder, update: Tensor, loss_sum: float) -> RoundResult:
         return RoundResult(order.round, update.numpy(), checksum(update), loss_sum)

@@ -79,9 +79,9 @@ class DataParallel:
         for i, step in enumerate(range(first, first + t.interval)):
             taken = [slots[i * t.n_workers + worker] for worker in mine]
             batch = tuple(place for slot in taken for place in slot)
-            ids, told = run.batches.slot(batch), run.batches.told(batch)
-            told = None if told is None else to_device(told, seat.device)
-            seat.backward(to_device(ids, seat.device), len(mine) / t.n_workers, told)
+            ids, teacher_topk = run.batches.slot(batch), run.batches.teacher_topk(batch)
+            teacher_topk = None if teacher_topk is None else to_device(teacher_topk, seat.device)
+            seat.backward(to_device(ids, seat.device), len(mine) / t.n_workers, teacher_topk)
             cluster.sum_(seat.grad)
             seat.apply(learning_rate(t, step, run.total_steps))
         losses = cluster.sum_(seat.losses * len(mine))

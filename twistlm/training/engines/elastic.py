@@ -29,7 +29,15 @@ from ...transport.protocol import RoundOrder, RoundResult, RunDescription, check
 from ...transport.ray_cluster import exceptions, ray
 from .. import aggregator, dispatcher
 from ..aggregator import Result, Stats
-from ..assignments import Assignments, assign, committed, deal, measured_rho, told_bytes, traffic
+from ..assignments import (
+    Assignments,
+    assign,
+    committed,
+    deal,
+    measured_rho,
+    teacher_cache_bytes,
+    traffic,
+)
 from ..progress import Progress
 from ..run import Run
 from ..teacher import pack
@@ -104,7 +112,7 @@ class Elastic:
         kind, dtype = run.cfg.run.wire, run.cut.dtype
         ways = (wire.down_bytes, wire.up_bytes)
         subnets = sum(way(kind, shape, dtype) for shape in shapes for way in ways)
-        return subnets + told_bytes(run, s)
+        return subnets + teacher_cache_bytes(run, s)
 
     def round(self, progress: Progress) -> Outcome:
         """One round with those who are in, unless Ray itself is gone."""
@@ -227,7 +235,7 @@ class Elastic:
         for i, place in enumerate(team):
             cut = dispatcher.cut(run.central, dealt.blueprints[i], buffers=self.buffers).to("cpu")
             shape, payload = (cut.shape[0], cut.shape[1]), wire.down(kind, cut)
-            tokens, told = work.tokens(run, i).to(torch.int32), work.told(run, i)
+            tokens, teacher_topk = work.tokens(run, i).to(torch.int32), work.teacher_topk(run, i)
             order = RoundOrder(
                 round=dealt.round,
                 worker=i,
@@ -236,15 +244,24 @@ class Elastic:
                 gates=work.gates(run, i).numpy(),
                 weights_checksum=checksum(payload),
                 tokens_checksum=checksum(tokens.view(-1).view(torch.uint8)),
-                told_checksum="" if told is None else checksum(told.view(-1)),
+                teacher_checksum="" if teacher_topk is None else checksum(teacher_topk.view(-1)),
             )
             weights = ray.put(payload.numpy())
             # exact values need no reference, and what lies in the store is no memory more
             lies = as_tensor(ray.get(weights))
             own = wire.read_down(kind, lies, shape, cut.dtype) if kind == "fp32" else cut.clone()
-            place.ask(order, weights, tokens.numpy(), None if told is None else told.numpy())
+            place.ask(
+                order,
+                weights,
+                tokens.numpy(),
+                None if teacher_topk is None else teacher_topk.numpy(),
+            )
             posted.append(Sent(place, weights, own))
-            self.n_bytes += payload.numel() + tokens.nbytes + (0 if told is None else told.nbytes)
+            self.n_bytes += (
+                payload.numel()
+                + tokens.nbytes
+                + (0 if teacher_topk is None else teacher_topk.nbytes)
+            )
         return posted
 
     def _collect(self, r: int, sent: list[Sent], began: float) -> None:

@@ -44,9 +44,9 @@ class Place:
     def widths(self) -> dict[Kind, int]:
         return self.hello.widths if self.hello else {}
 
-    def ask(self, order: RoundOrder, weights: Any, tokens: Any, told: Any) -> None:
+    def ask(self, order: RoundOrder, weights: Any, tokens: Any, teacher_topk: Any) -> None:
         self.since = time.monotonic()
-        self.asked = self.actor.train.remote(order, weights, tokens, told)
+        self.asked = self.actor.train.remote(order, weights, tokens, teacher_topk)
 
 
 @dataclass

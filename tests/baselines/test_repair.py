@@ -1,0 +1,278 @@
+"""One-shot repair: closed forms against float64 least squares over all calibration tokens, written here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokens
+from families_table import TABLE, VOCAB, tiny_model
+from torch import Tensor
+
+from twistlm import cli
+from twistlm.baselines import repair
+from twistlm.config import BlocksConfig, Config, TrainConfig
+from twistlm.model import central, families, huggingface
+from twistlm.tickets import deploy
+from twistlm.tickets.parent import Parent
+
+CPU = torch.device("cpu")
+IDS = torch.randint(VOCAB, (6, 20), generator=torch.Generator().manual_seed(3))
+FAMILIES = [("gpt2", "head"), ("llama", "head"), ("llama-gqa", "query"), ("llama-biases", "head")]
+
+
+def parent_of(name: str, attn_by: str = "auto", scale: str = "sqrt") -> Parent:
+    """A tiny model in float64 that cuts layers 1 and 2."""
+    model = tiny_model(name).double()
+    blocks = BlocksConfig(n_ffn=4, attn_by=attn_by, shared_first=1, shared_last=0)
+    block_map = families.partition(model, blocks)
+    whole = central.create(
+        huggingface.state(model),
+        huggingface.shapes(model),
+        block_map,
+        carry=False,
+        outer=False,
+        device=CPU,
+    )
+    cfg = Config(blocks=blocks, train=TrainConfig(scale=scale))
+    return Parent(name, cfg, model, block_map, whole, None, None)
+
+
+def two_blocks(parent: Parent) -> dict[str, tuple[int, ...]]:
+    return {g.name: (0, g.n_blocks - 1) for g in parent.block_map.groups}
+
+
+@torch.no_grad()
+def fed(model, module: str) -> Tensor:
+    """All inputs of a module on the calibration text: [tokens, in]."""
+    seen: list[Tensor] = []
+    hook = model.get_submodule(module).register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].flatten(0, -2))
+    )
+    model(input_ids=IDS, use_cache=False)
+    hook.remove()
+    return seen[0]
+
+
+def first_out(name: str, kind: str) -> str:
+    row = TABLE[name]
+    return f"{row.layers}.1.{row.attn_out if kind == 'attn' else row.ffn_out}"
+
+
+def pieces(parent: Parent, name: str, attn_by: str, kind: str):
+    """x [tokens, in], W [out, in], b, kept inputs by block (counted by hand), scale, of layer 1."""
+    out = first_out(name, kind)
+    module = parent.template.get_submodule(out)
+    weight = module.weight.detach()
+    weight = weight.T if TABLE[name].transposed else weight
+    group = next(g for g in parent.block_map.groups if g.layer == 1 and g.kind == kind)
+    owner = [TABLE[name].block_of_input(kind, attn_by, i, 4) for i in range(weight.shape[1])]
+    last = group.n_blocks - 1
+    kept = [[i for i, block in enumerate(owner) if block == b] for b in (0, last)]
+    bias = getattr(module, "bias", None)
+    x = fed(parent.template, out)
+    return x, weight, None if bias is None else bias.detach(), kept, (group.n_blocks / 2) ** 0.5
+
+
+def repaired_out(parent: Parent, name: str, kind: str, how: str):
+    made = repair.repair_parent(parent, two_blocks(parent), how, IDS)
+    module = deploy.cut_ticket(made, two_blocks(parent)).get_submodule(first_out(name, kind))
+    weight = module.weight.detach()
+    bias = getattr(module, "bias", None)
+    return weight.T if TABLE[name].transposed else weight, None if bias is None else bias.detach()
+
+
+@pytest.mark.parametrize("kind", ["attn", "ffn"])
+@pytest.mark.parametrize(("name", "attn_by"), FAMILIES)
+def test_against_least_squares_over_all_tokens(name, attn_by, kind):
+    parent = parent_of(name, attn_by)
+    x, weight, bias, kept, scale = pieces(parent, name, attn_by, kind)
+    at = sorted(kept[0] + kept[1])  # the order of the ticket's inputs
+    target = x @ weight.T + (0 if bias is None else bias)
+    errors = {}
+
+    def output(w: Tensor, b: Tensor | None) -> Tensor:
+        return x[:, at] @ w.T + (0 if b is None else b)
+
+    errors["none"] = float(
+        (output(scale * weight[:, at], None if bias is None else scale * bias) - target)
+        .square()
+        .sum()
+    )
+    for how in repair.METHODS:
+        if how == "bias" and bias is None:
+            continue
+        w, b = repaired_out(parent, name, kind, how)
+        errors[how] = float((output(w, b) - target).square().sum())
+        if how == "bias":
+            torch.testing.assert_close(w, scale * weight[:, at])
+            torch.testing.assert_close(b, (target - scale * x[:, at] @ weight[:, at].T).mean(0))
+        elif how == "rescale":
+            # one unknown per kept block over [tokens * out] equations, and one per output for the bias
+            columns = [(x[:, block] @ weight[:, block].T).flatten() for block in kept]
+            design, goal = torch.stack(columns, 1), target.flatten()
+            if bias is not None:
+                eye = torch.eye(len(weight), dtype=torch.float64).repeat(len(x), 1)
+                design = torch.cat([design, eye], 1)
+            best = torch.linalg.lstsq(design, goal).solution
+            for block, factor in zip(kept, best, strict=False):
+                mine = [at.index(i) for i in block]
+                torch.testing.assert_close(w[:, mine], factor * weight[:, block])
+            if bias is not None:
+                torch.testing.assert_close(b, best[2:])
+        else:
+            # the damping is one more row per input that pulls towards the ticket as it was
+            mean_x = x.mean(0) if bias is not None else torch.zeros_like(x[0])
+            centred = (x - mean_x)[:, at]
+            damp = repair.DAMP * centred.square().mean()
+            pull = (damp * len(x)).sqrt() * torch.eye(len(at), dtype=torch.float64)
+            design = torch.cat([centred, pull])
+            goal = torch.cat([(x - mean_x) @ weight.T, pull @ (scale * weight[:, at]).T])
+            best = torch.linalg.lstsq(design, goal).solution.T
+            torch.testing.assert_close(w, best, rtol=1e-6, atol=1e-8)
+            if bias is not None:
+                torch.testing.assert_close(b, (target - x[:, at] @ w.T).mean(0))
+    assert all(error <= errors["none"] for error in errors.values())
+    assert errors["lstsq"] < errors["rescale"] < errors["none"]
+    if "bias" in errors:
+        assert errors["rescale"] < errors["bias"] < errors["none"]
+
+
+@pytest.mark.parametrize("how", repair.METHODS)
+def test_later_layers_are_fitted_to_repaired_ones(how):
+    """Layer 2's statistics come from a model whose layer 1 is the repaired ticket's, layer 2 whole."""
+    parent = parent_of("gpt2")
+    made = repair.repair_parent(parent, two_blocks(parent), how, IDS)
+    # the repaired layer 1 inside the whole parent, by hand: zeros where blocks are gone
+    half = huggingface.clone_structure(parent.template)
+    params = {n: p.detach().clone() for n, p in parent.template.named_parameters()}
+    for n, value in made.central.layout.views(made.central.weights).items():
+        if ".h.1." in n:
+            params[n] = value
+    huggingface.bind_(half, params)
+    x = fed(half, "transformer.h.2.mlp.c_proj")
+    old = parent.template.get_submodule("transformer.h.2.mlp.c_proj")
+    new = deploy.cut_ticket(made, two_blocks(parent)).get_submodule("transformer.h.2.mlp.c_proj")
+    at = [*range(12), *range(36, 48)]
+    target, ours = x @ old.weight + old.bias, x[:, at] @ new.weight + new.bias
+    # the best constant leaves no mean error: only where x are the very inputs it was fitted to
+    torch.testing.assert_close(ours.mean(0), target.mean(0))
+
+
+def test_what_is_whole_stays_and_so_does_the_parent():
+    parent = parent_of("gpt2")
+    before = parent.central.weights.clone()
+    full = parent.block_map.full()
+    some = full | {parent.block_map.groups[0].name: (1,)}
+    made = repair.repair_parent(parent, some, "lstsq", IDS)
+    assert torch.equal(parent.central.weights, before)
+    assert made.scale == "none"
+    changed = {
+        name
+        for name, value in made.central.layout.views(made.central.weights).items()
+        if not torch.equal(value, parent.central.layout.views(before)[name])
+    }
+    assert changed == set(parent.block_map.groups[0].out)
+
+
+def test_dead_inputs_are_no_trouble():
+    """A block whose neurons never fire leaves every normal matrix singular."""
+    parent = parent_of("llama")
+    views = parent.central.layout.views(parent.central.weights)
+    views["model.layers.1.mlp.up_proj.weight"][:12] = 0
+    for how in ("rescale", "lstsq"):
+        made = repair.repair_parent(parent, two_blocks(parent), how, IDS)
+        assert made.central.weights.isfinite().all()
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"--repair 'ridge': use one of bias, rescale, lstsq"):
+        repair.check_repair(parent_of("gpt2"), "ridge")
+    with pytest.raises(
+        ValueError, match=r"--repair bias: no output projection of this llama has a bias"
+    ):
+        repair.check_repair(parent_of("llama"), "bias")
+    repair.check_repair(parent_of("llama-biases"), "bias")
+    parent = parent_of("gpt2")
+    parent.central.weights.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"feeds into .*c_proj.weight is not finite"):
+        repair.repair_parent(parent, two_blocks(parent), "lstsq", IDS)
+
+
+# ---------------------------------------------------------------- the command
+
+
+CUT = ("data.seq_len=20", "blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_tokens(Path("tokens"), 700)
+    for name in ("gpt2", "llama"):
+        tiny_model(name).save_pretrained(name)
+    return tmp_path
+
+
+def prune(monkeypatch, capsys, source: str, *args: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["twistlm", "prune", source, *CUT, *args, "--device", "cpu"])
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return code, err or out
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_repaired_ticket_is_a_ticket(home, monkeypatch, capsys, name):
+    args = ("--method", "block:random", "--ratio", "2/4", "--data", "tokens", "--n", "8")
+    for out, more in (("plain", ()), ("fitted", ("--repair", "lstsq"))):
+        code, text = prune(monkeypatch, capsys, name, "-o", out, *args, *more)
+        assert code == 0, text
+    plain, fitted = (deploy.read_ticket(Path(out)) for out in ("plain", "fitted"))
+    assert plain["blueprint"] == fitted["blueprint"]
+    assert "repair" not in plain
+    assert fitted["repair"] == {"how": "lstsq", "data": "tokens", "n_sequences": 8}
+    a, b = (deploy.load_ticket(Path(out)) for out in ("plain", "fitted"))
+    changed = {
+        n
+        for (n, x), y in zip(a.named_parameters(), b.parameters(), strict=True)
+        if not torch.equal(x, y)
+    }
+    row = TABLE[name]
+    tails = ("weight", "bias") if name == "gpt2" else ("weight",)
+    assert changed == {
+        f"{row.layers}.{layer}.{out}.{tail}"
+        for layer in (1, 2)
+        for out in (row.attn_out, row.ffn_out)
+        for tail in tails
+    }
+    assert "lstsq" in Path("fitted/README.md").read_text()
+    json.loads(Path("fitted/config.json").read_text())
+
+
+BAD = {
+    "unknown": (["--method", "block:random", "--ratio", "2/4", "--repair", "ols"], "use one of bias"),
+    "single weights": (["--method", "wanda", "--ratio", "2/4", "--repair", "bias"], "removes none"),
+    "no bias": (["--method", "block:random", "--ratio", "2/4", "--repair", "bias"], "has a bias"),
+    "no text": (
+        ["--method", "block:random", "--ratio", "2/4", "--repair", "lstsq"],
+        "no tokens to calibrate on: give --data",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_writes_nothing(home, monkeypatch, capsys, case):
+    args, sentence = BAD[case]
+    before = sorted(home.rglob("*"))
+    code, text = prune(monkeypatch, capsys, "llama", "-o", "out", *args)
+    assert code == 2
+    assert text.startswith("error: ")
+    assert sentence in text
+    assert sorted(home.rglob("*")) == before

@@ -1,0 +1,135 @@
+"""Which activation scale suits the tickets of a parent, chosen on text that is not reported on.
+
+A parent that never saw a scale in training is not helped by one that was made for others, so tables
+give every parent its own best: no scale, sqrt(N/K), the measured one or that of its training, each
+with or without output biases that make up for the mean of what absent blocks would have added.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ..compute.perplexity import Evaluator, Text
+from ..config import ActivationScale, DataConfig
+from ..data.builtin import resolve
+from ..data.token_file import open_tokens
+from ..model.blocks import Blueprint
+from ..model.subnet import Means, Rho, build, measure_means
+from .parent import Parent
+from .score import evaluator_on
+
+SCALES = {"none": "no scale", "sqrt": "sqrt(N/K)", "measured": "measured", "inverse": "N/K"}
+TRIED: tuple[ActivationScale, ...] = ("none", "sqrt", "measured")
+MOST_TOKENS = 16_384  # that a choice is made on, and no more than are reported on
+LEAST_WINDOWS = 8  # behind the reported ones; where fewer are left, training text is taken
+N_MEASURED = 16  # sequences that rho and means are measured on
+N_DRAWS = 3  # random tickets behind a choice, none of them a reported one
+
+
+@dataclass(frozen=True)
+class TicketScale:
+    """What the tickets of a parent get: a scale, and whether biases make up for absent blocks."""
+
+    scale: ActivationScale
+    means: bool = False
+
+    def __str__(self) -> str:
+        return SCALES[self.scale] + (" + mean" if self.means else "")
+
+
+def choice_text(reported: Text, data: DataConfig, near: Path | None = None) -> Text | None:
+    """Windows of the same file behind the reported ones; else training text; None where there is neither.
+
+    `near` is the run's own folder, from which its training text is looked for.
+    """
+    n = max(LEAST_WINDOWS, min(reported.n_sequences, MOST_TOKENS // reported.seq_len))
+    n_tokens, first = n * reported.seq_len, reported.first + reported.n_sequences
+    behind = replace(reported, first=first, max_tokens=n_tokens)
+    if behind.first + LEAST_WINDOWS <= reported.file.n_sequences(reported.seq_len):
+        return behind
+    if not data.train:
+        return None
+    file = open_tokens(resolve(data.train, "train", near))
+    return Text(file, reported.seq_len, n_tokens, reported.batch)
+
+
+class TicketScales:
+    """The treatments of one parent, tried on tickets like those that are reported.
+
+    `choice` is the text that they are tried on; without any, the parent's own scale is taken.
+    """
+
+    def __init__(
+        self, parent: Parent, reported: Text, choice: Text | None, precision: str | None = None
+    ):
+        self.parent, self.reported, self.choice = parent, reported, choice
+        ready = evaluator_on(parent, reported)
+        self.ready = replace(ready, precision=precision or ready.precision)
+
+    @cached_property
+    def measured(self) -> tuple[Rho, Means]:
+        """rho and means of the whole parent on the choice's text."""
+        if self.choice is None:
+            return self.parent.progress.rho, {}
+        parent, central, text = self.parent, self.parent.central, self.choice
+        full = build(parent.template, parent.block_map, central.layout, central.weights)
+        rows = [text.first + row for row in range(min(N_MEASURED, text.n_sequences))]
+        return measure_means(full, text.file.sequences(rows, text.seq_len))
+
+    def candidates(self) -> list[TicketScale]:
+        """The parent's own first: of equal ones it is kept."""
+        if self.choice is None:
+            return [TicketScale(self.parent.scale)]
+        scales = dict.fromkeys((self.parent.scale, *TRIED))
+        biased = any(len(group.out) > 1 for group in self.parent.block_map.groups)
+        return [
+            TicketScale(s, m) for m, s in product((False, True) if biased else (False,), scales)
+        ]
+
+    def parent_with(self, treatment: TicketScale) -> Parent:
+        """The parent as its tickets are cut with this treatment."""
+        parent, (rho, means) = self.parent, self.measured
+        trained = treatment.scale == parent.scale and bool(parent.progress.rho)
+        return replace(
+            parent,
+            cfg=replace(parent.cfg, train=replace(parent.cfg.train, scale=treatment.scale)),
+            progress=parent.progress if trained else replace(parent.progress, rho=rho),
+            means=means if treatment.means else {},
+        )
+
+    def evaluator(self, treatment: TicketScale, text: Text | None = None) -> Evaluator:
+        """On the reported text, or on `text`; models of all sizes are this object's own, and built once."""
+        chosen = self.parent_with(treatment)
+        return replace(
+            self.ready,
+            text=text or self.reported,
+            scale=chosen.scale,
+            rho=chosen.progress.rho,
+            means=chosen.means,
+        )
+
+    def best(self, tickets: Sequence[Blueprint]) -> tuple[TicketScale, dict[str, Any]]:
+        """The treatment with the lowest mean loss of these tickets, and the perplexities of all."""
+        text, found = self.choice, dict.fromkeys(self.candidates(), 0.0)
+        if text is None:
+            (own,) = found
+            return own, {"chosen": str(own), "tried": {}, "text": None}
+        for treatment in found:
+            ready = self.evaluator(treatment, text)
+            losses = [math.log(ready.subnet_perplexity(ticket)) for ticket in tickets]
+            found[treatment] = statistics.fmean(losses)
+        chosen = min(found, key=found.__getitem__)
+        return chosen, {
+            "chosen": str(chosen),
+            "tried": {str(treatment): math.exp(loss) for treatment, loss in found.items()},
+            "text": text.file.stem,
+            "first_window": text.first,
+            "n_tokens": text.n_sequences * text.seq_len,
+        }
