@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from twistlm import cli, config
 from twistlm.data import builtin
 from twistlm.data.token_file import open_tokens
-from twistlm.demo import train_side_by_side, treated
+from twistlm.demo import best_scaled, train_side_by_side
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.score import ScoreRequest, evaluator, score_parent
@@ -126,7 +126,7 @@ def test_the_scores_on_disk_are_those_of_eval(demo):
     saved = json.loads((out / "scores.json").read_text())
     assert [row["name"] for row in saved] == ["data parallel", "TwIST"]
     request = replace(ASKED, data=str(out / "text/valid"))
-    opened, scale = treated(open_parent(out / "twist", "cpu"), request)
+    opened, scale = best_scaled(open_parent(out / "twist", "cpu"), request)
     assert scale == saved[1]["scale"]
     again = score_parent(opened, request, "twist")
     assert again.full == pytest.approx(saved[1]["full"], rel=1e-6)
@@ -138,7 +138,7 @@ def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
     out, _ = demo
     ticket = deploy.load_ticket(out / "ticket")
     blueprint = json.loads((out / "ticket/ticket.json").read_text())["blueprint"]
-    loaded, _ = treated(open_parent(out / "twist", "cpu"), ASKED)
+    loaded, _ = best_scaled(open_parent(out / "twist", "cpu"), ASKED)
     ready = evaluator(loaded, data=str(out / "text/valid"), tokens=640)
     subnet = ready.refill_({name: tuple(kept) for name, kept in blueprint.items()})
     ids = ready.text.file.sequences([0, 1], 64)

@@ -22,7 +22,6 @@ from . import config
 from .compute.perplexity import perplexity
 from .config import Config, Method
 from .data.builtin import build
-from .model import generator
 from .model.blocks import widths_of_ratio
 from .system.provenance import describe_run
 from .system.signals import Ended
@@ -31,7 +30,7 @@ from .tickets import deploy
 from .tickets.parent import Parent, open_parent
 from .tickets.pick import AUTO, Basis, pick_blocks, pick_for
 from .tickets.score import ScoreRequest, Scores, score_parent, table, text_of
-from .tickets.ticket_scale import N_DRAWS, TicketScales, choice_text
+from .tickets.ticket_scale import TicketScales, choice_text, random_tickets
 from .training import checkpoint, rounds
 
 # name -> method, and its share of the start's rate: data parallel likes half, fresh masks all of it
@@ -95,7 +94,7 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     request = ScoreRequest(ratios=cfg.run.eval_ratios, n=n, tokens=cfg.run.eval_tokens)
     scores = []
     for name, made in configs.items():
-        parent, scale = treated(open_parent(made.run.out, "cpu"), request)
+        parent, scale = best_scaled(open_parent(made.run.out, "cpu"), request)
         scores.append(replace(score_parent(parent, request, name), scale=scale))
     console.print(table(scores))
     console.print(reading(scores))
@@ -210,27 +209,18 @@ def reading(scores: list[Scores]) -> str:
     )
 
 
-def treated(parent: Parent, request: ScoreRequest) -> tuple[Parent, str]:
-    """The parent with the activation scale that suits its tickets best on text behind the reported one."""
-    text = text_of(parent, None, request.tokens)
+def best_scaled(parent: Parent, request: ScoreRequest) -> tuple[Parent, str]:
+    """The parent with the activation scale that suits its tickets best on other text."""
+    text, block_map = text_of(parent, None, request.tokens), parent.block_map
     choice = choice_text(text, parent.cfg.data)
     assert choice is not None
-    tried = TicketScales(
-        parent, text, replace(choice, max_tokens=min(CHOICE_TOKENS, choice.max_tokens))
-    )
-    some = [
-        blueprint
-        for ratio in request.ratios
-        for blueprint in generator.draws(
-            parent.block_map,
-            widths_of_ratio(parent.block_map, ratio),
-            seed=request.seed,
-            n=request.n + N_DRAWS,
-            first=request.n,
-        )
-    ]
-    chosen, _ = tried.best(some)
-    return tried.parent_with(chosen), str(chosen)
+    choice = replace(choice, max_tokens=min(CHOICE_TOKENS, choice.max_tokens))
+    scales, held_out = TicketScales(parent, text, choice), []
+    for ratio in request.ratios:
+        widths = widths_of_ratio(block_map, ratio)
+        held_out += random_tickets(block_map, widths, n=request.n, seed=request.seed)[1]
+    chosen, _ = scales.best(held_out)
+    return scales.parent_with(chosen), str(chosen)
 
 
 def write_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:

@@ -23,11 +23,19 @@ from twistlm import cli
 from twistlm.compute.perplexity import Text, perplexity
 from twistlm.data.token_file import open_tokens
 from twistlm.model import generator
+from twistlm.model.blocks import Blueprint
 from twistlm.tickets import deploy, score
 from twistlm.tickets.extract import logit_difference
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.score import text_of
-from twistlm.tickets.ticket_scale import TicketScale, TicketScales, choice_text
+from twistlm.tickets.ticket_scale import (
+    N_DRAWS,
+    TicketScale,
+    TicketScales,
+    choice_text,
+    random_tickets,
+    score_tickets,
+)
 
 CUT = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
 
@@ -137,8 +145,13 @@ def tried(name: str, folder: Path) -> TicketScales:
 
 
 @torch.no_grad()
-def by_hand(made: TicketScales, treatment: TicketScale, kept: dict[str, tuple[int, ...]]) -> float:
-    """Hugging Face's own model with other weights: rows of absent blocks are 0, biases have their means."""
+def by_hand(
+    made: TicketScales, treatment: TicketScale, kept: Blueprint, rows=range(4, 12)
+) -> float:
+    """Hugging Face's model with other weights: rows of absent blocks are 0, biases have their means.
+
+    Scales and means are measured on windows 4 to 11 (the choice), the perplexity on `rows`.
+    """
     ids = made.choice.file.sequences(list(range(4, 12)), 16)
     whole = AutoModelForCausalLM.from_pretrained(made.parent.source).eval()
     pruned = AutoModelForCausalLM.from_pretrained(made.parent.source).eval()
@@ -168,6 +181,7 @@ def by_hand(made: TicketScales, treatment: TicketScale, kept: dict[str, tuple[in
         if treatment.means:
             lost = shares.mean(0).sum(0) - (shares.mean(0) * mask[:, 0]).sum(0)
             layer.bias += lost.float()
+    ids = made.choice.file.sequences(list(rows), 16)
     logp = pruned(input_ids=ids).logits[:, :-1].double().log_softmax(-1)
     return math.exp(-float(logp.gather(2, ids[:, 1:, None]).mean()))
 
@@ -190,6 +204,39 @@ def test_the_best_treatment_is_the_best_by_hand(name, tmp_path):
     assert ready.subnet_perplexity(kept) == pytest.approx(want[str(chosen)], rel=1e-4)
     assert perplexity(ticket, made.choice) == pytest.approx(want[str(chosen)], rel=1e-4)
     assert logit_difference(made.parent_with(chosen), kept, ticket) < 1e-4
+
+
+def test_scored_tickets_are_those_by_hand(tmp_path):
+    """The scale of the held-out draws on other text, and every ticket's perplexity on the reported."""
+    made = tried("gpt2", tmp_path)
+    block_map = made.parent.block_map
+    widths = {group.name: 2 if group.kind == "attn" else 3 for group in block_map.groups}
+    tickets, held_out = random_tickets(block_map, widths, n=2, seed=5)
+    assert [*tickets, *held_out] == [
+        generator.for_deployment(block_map, widths, seed=5, draw=i) for i in range(2 + N_DRAWS)
+    ]
+    scored = score_tickets(made, tickets, held_out)
+    losses = {
+        str(scale): math.fsum(math.log(by_hand(made, scale, each)) for each in held_out)
+        for scale in made.candidates()
+    }
+    want = {name: math.exp(loss / N_DRAWS) for name, loss in losses.items()}
+    record = scored.record
+    assert record["tried"] == pytest.approx(want, rel=1e-4)
+    assert record["chosen"] == str(scored.scale) == min(want, key=want.__getitem__)
+    values = [by_hand(made, scored.scale, each, rows=range(4)) for each in tickets]
+    stored = scored.to_dict()
+    assert stored["values"] == pytest.approx(values, rel=1e-4)
+    assert stored["mean"] == pytest.approx(sum(values) / 2, rel=1e-4)
+    assert stored["treatment"] == record
+    assert set(record) == {"chosen", "tried", "text", "first_window", "n_tokens"}
+    # the nested ticket, or any other single one: its scale is chosen on itself, on the other text
+    alone = score_tickets(made, tickets[:1])
+    assert alone.record == made.best(tickets[:1])[1]
+    repaired = score_tickets(
+        made, tickets, held_out, measure=lambda scale, each: tickets.index(each)
+    )
+    assert (repaired.record, repaired.values) == (record, (0, 1))
 
 
 def test_without_other_text_the_parents_own_scale_stays(tmp_path):

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..compute.perplexity import Evaluator, Text
+from ..compute.perplexity import Evaluator, Spread, Text
 from ..config import ActivationScale, DataConfig
 from ..data.builtin import resolve
 from ..data.token_file import open_tokens
-from ..model.blocks import Blueprint
+from ..model.blocks import BlockMap, Blueprint, Widths
+from ..model.generator import draws
 from ..model.subnet import Means, Rho, build, measure_means
 from .parent import Parent
 from .score import evaluator_on
@@ -45,7 +46,7 @@ class TicketScale:
 
 
 def choice_text(reported: Text, data: DataConfig, near: Path | None = None) -> Text | None:
-    """Windows of the same file behind the reported ones; else training text; None where there is neither.
+    """Windows of the same file behind the reported ones; else training text; else None.
 
     `near` is the run's own folder, from which its training text is looked for.
     """
@@ -61,7 +62,7 @@ def choice_text(reported: Text, data: DataConfig, near: Path | None = None) -> T
 
 
 class TicketScales:
-    """The treatments of one parent, tried on tickets like those that are reported.
+    """The activation scales of one parent, tried on tickets like those that are reported.
 
     `choice` is the text that they are tried on; without any, the parent's own scale is taken.
     """
@@ -93,43 +94,83 @@ class TicketScales:
             TicketScale(s, m) for m, s in product((False, True) if biased else (False,), scales)
         ]
 
-    def parent_with(self, treatment: TicketScale) -> Parent:
-        """The parent as its tickets are cut with this treatment."""
+    def parent_with(self, chosen: TicketScale) -> Parent:
+        """The parent as its tickets are cut with this scale."""
         parent, (rho, means) = self.parent, self.measured
-        trained = treatment.scale == parent.scale and bool(parent.progress.rho)
+        trained = chosen.scale == parent.scale and bool(parent.progress.rho)
         return replace(
             parent,
-            cfg=replace(parent.cfg, train=replace(parent.cfg.train, scale=treatment.scale)),
+            cfg=replace(parent.cfg, train=replace(parent.cfg.train, scale=chosen.scale)),
             progress=parent.progress if trained else replace(parent.progress, rho=rho),
-            means=means if treatment.means else {},
+            means=means if chosen.means else {},
         )
 
-    def evaluator(self, treatment: TicketScale, text: Text | None = None) -> Evaluator:
-        """On the reported text, or on `text`; models of all sizes are this object's own, and built once."""
-        chosen = self.parent_with(treatment)
+    def evaluator(self, scale: TicketScale, text: Text | None = None) -> Evaluator:
+        """On the reported text, or on `text`; models of all sizes are this object's, built once."""
+        parent = self.parent_with(scale)
         return replace(
             self.ready,
             text=text or self.reported,
-            scale=chosen.scale,
-            rho=chosen.progress.rho,
-            means=chosen.means,
+            scale=parent.scale,
+            rho=parent.progress.rho,
+            means=parent.means,
         )
 
     def best(self, tickets: Sequence[Blueprint]) -> tuple[TicketScale, dict[str, Any]]:
-        """The treatment with the lowest mean loss of these tickets, and the perplexities of all."""
+        """The scale with the lowest mean loss of these tickets, and the perplexities of all."""
         text, found = self.choice, dict.fromkeys(self.candidates(), 0.0)
         if text is None:
             (own,) = found
             return own, {"chosen": str(own), "tried": {}, "text": None}
-        for treatment in found:
-            ready = self.evaluator(treatment, text)
+        for scale in found:
+            ready = self.evaluator(scale, text)
             losses = [math.log(ready.subnet_perplexity(ticket)) for ticket in tickets]
-            found[treatment] = statistics.fmean(losses)
+            found[scale] = statistics.fmean(losses)
         chosen = min(found, key=found.__getitem__)
         return chosen, {
             "chosen": str(chosen),
-            "tried": {str(treatment): math.exp(loss) for treatment, loss in found.items()},
+            "tried": {str(scale): math.exp(loss) for scale, loss in found.items()},
             "text": text.file.stem,
             "first_window": text.first,
             "n_tokens": text.n_sequences * text.seq_len,
         }
+
+
+@dataclass(frozen=True)
+class TicketScores:
+    """Perplexities of tickets on the reported text, at the scale that was chosen on other text."""
+
+    values: tuple[float, ...]
+    scale: TicketScale
+    record: dict[str, Any]  # chosen, tried, text, first_window, n_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """As points store it: values, mean, sd, worst, n and, as `treatment`, what was tried."""
+        summary = Spread("", 0, self.values).summary()
+        return {"values": list(self.values), **summary, "treatment": self.record}
+
+
+def score_tickets(
+    scales: TicketScales,
+    tickets: Iterable[Blueprint],
+    held_out: Sequence[Blueprint] = (),
+    measure: Callable[[TicketScale, Blueprint], float] | None = None,
+) -> TicketScores:
+    """Choose an activation scale on other text, then measure every ticket with it.
+
+    The scale is chosen on the tickets `held_out`, by default on `tickets` themselves, always on the
+    text `scales.choice`. `measure` replaces the plain perplexity, for tickets that are repaired.
+    """
+    tickets = list(tickets)
+    scale, record = scales.best(held_out or tickets)
+    ready = scales.evaluator(scale)
+    found = (measure(scale, each) if measure else ready.subnet_perplexity(each) for each in tickets)
+    return TicketScores(tuple(found), scale, record)
+
+
+def random_tickets(
+    block_map: BlockMap, widths: Widths, *, n: int, seed: int
+) -> tuple[list[Blueprint], list[Blueprint]]:
+    """n random tickets, and `N_DRAWS` held-out ones that their scale is chosen on."""
+    drawn = list(draws(block_map, widths, seed=seed, n=n + N_DRAWS))
+    return drawn[:n], drawn[n:]
