@@ -9,7 +9,7 @@ import torch
 from conftest import tiny
 
 from twistlm.compute import optimizer
-from twistlm.compute.optimizer import AdamW, Now, Slice, adamw_
+from twistlm.compute.optimizer import AdamW, adamw_
 from twistlm.config import TrainConfig
 from twistlm.model.layout import Layout
 from twistlm.training import rounds
@@ -42,8 +42,8 @@ def test_adamw_equals_torch(decay):
         param.grad = 0.5 * grad
         stock.step()
         count += 1
-        now = Now(lr, count, torch.tensor(0.5, dtype=torch.float64))
-        adamw_(Slice(weights, m, v, grad, weights), now, CFG.betas, CFG.eps, decay)
+        half, fixed = torch.tensor(0.5, dtype=torch.float64), {"betas": CFG.betas, "eps": CFG.eps}
+        adamw_(weights, m, v, grad, weights, lr, count, half, decay=decay, **fixed)
         torch.testing.assert_close(weights, param.detach(), rtol=1e-12, atol=1e-14)
 
 

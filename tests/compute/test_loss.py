@@ -13,10 +13,10 @@ from torch import Tensor
 from twistlm.compute import loss as losses
 from twistlm.compute.attention import causal_
 from twistlm.compute.loss import (
-    Cached,
-    Likeliest,
-    Taught,
+    CachedTeacher,
     Teacher,
+    TeacherLogits,
+    TeacherTopK,
     chunked_loss,
     linear_cross_entropy,
     loss_for,
@@ -51,20 +51,20 @@ def test_a_teacher_and_its_gradients(chunk):
     """(1 - a) cross-entropy + a KL(teacher || model) by torch's own functions."""
     (hidden, weight, bias), targets = inputs(torch.float64, bias=True)
     generator = torch.Generator().manual_seed(1)
-    taught = Taught(
+    prediction = TeacherLogits(
         torch.randn(37, 8, dtype=torch.float64, generator=generator),
         torch.randn(101, 8, dtype=torch.float64, generator=generator),
         torch.randn(101, dtype=torch.float64, generator=generator),
         0.7,
     )
     leaves = (hidden, weight, bias)
-    loss = linear_cross_entropy(*leaves, targets, chunk, taught)
+    loss = linear_cross_entropy(*leaves, targets, chunk, prediction)
     grads = torch.autograd.grad(0.3 * loss, leaves)
     logits = F.linear(*leaves)
-    told = F.linear(taught.hidden, taught.head, taught.bias).softmax(-1)
-    kl = F.kl_div(logits.log_softmax(-1), told, reduction="none").sum(-1)
+    teacher_log_probs = F.linear(prediction.hidden, prediction.head, prediction.bias).softmax(-1)
+    kl = F.kl_div(logits.log_softmax(-1), teacher_log_probs, reduction="none").sum(-1)
     plain = F.cross_entropy(logits, targets, reduction="none")
-    expected = ((1 - taught.weight) * plain + taught.weight * kl).mean()
+    expected = ((1 - prediction.weight) * plain + prediction.weight * kl).mean()
     torch.testing.assert_close(loss, expected)
     for got, want in zip(grads, torch.autograd.grad(0.3 * expected, leaves), strict=True):
         torch.testing.assert_close(got, want)
@@ -85,7 +85,7 @@ def test_a_teacher_for_every_way_to_the_loss(name, monkeypatch):
     log_probs, likeliest = logits.log_softmax(-1).topk(vocab)
     for teacher, topk in (
         (Teacher(other, 0.9), None),
-        (Cached(vocab, 0.9), pack(likeliest, log_probs, vocab)),
+        (CachedTeacher(vocab, 0.9), pack(likeliest, log_probs, vocab)),
     ):
         found = []
         for loss, small in ((next_token_loss, 0), (chunked_loss, losses.SMALL), (chunked_loss, 0)):
@@ -97,25 +97,25 @@ def test_a_teacher_for_every_way_to_the_loss(name, monkeypatch):
             torch.testing.assert_close(value, found[0][0])
             torch.testing.assert_close(grad, found[0][1], rtol=1e-4, atol=1e-6)
         with torch.no_grad():
-            told, mine = (
+            teacher_log_probs, mine = (
                 m(input_ids=ids).logits[:, :-1].double().log_softmax(-1) for m in (other, model)
             )
-        kl = (told.exp() * (told - mine)).sum(-1).mean()
+        kl = (teacher_log_probs.exp() * (teacher_log_probs - mine)).sum(-1).mean()
         by_hand = 0.9 * kl - 0.1 * mine.gather(2, ids[:, 1:, None]).mean()
         within = 1e-5 if isinstance(teacher, Teacher) else 1e-3  # float16
         assert float(found[0][0]) == pytest.approx(float(by_hand), rel=within)
 
 
-def over_k_and_the_rest(logits: Tensor, targets: Tensor, taught: Likeliest) -> Tensor:
+def over_k_and_the_rest(logits: Tensor, targets: Tensor, prediction: TeacherTopK) -> Tensor:
     """(1 - a) cross-entropy + a KL over k + 1 outcomes, as one writes it down."""
     s = logits.softmax(-1)
-    named, p = s.gather(1, taught.ids), taught.log_probs.exp()
+    named, p = s.gather(1, prediction.ids), prediction.log_probs.exp()
     kl = (p * (p / named).log()).sum(-1)
-    if taught.ids.shape[1] < logits.shape[1]:
+    if prediction.ids.shape[1] < logits.shape[1]:
         p_rest, s_rest = 1 - p.sum(-1), 1 - named.sum(-1)
         kl = kl + p_rest * (p_rest / s_rest).log()
     plain = F.cross_entropy(logits, targets, reduction="none")
-    return ((1 - taught.weight) * plain + taught.weight * kl).mean()
+    return ((1 - prediction.weight) * plain + prediction.weight * kl).mean()
 
 
 @pytest.mark.parametrize("k", [1, 10, 100, 101])
@@ -124,13 +124,13 @@ def test_a_teacher_s_likeliest_tokens_and_their_gradients(k):
     leaves, targets = inputs(torch.float64, bias=True)
     generator = torch.Generator().manual_seed(1)
     draw = [torch.randn(n, 8, dtype=torch.float64, generator=generator) for n in (37, 101)]
-    live = Taught(*draw, None, 0.7)
+    live = TeacherLogits(*draw, None, 0.7)
     log_probs, ids = F.linear(*draw).log_softmax(-1).topk(k)
-    taught = Likeliest(ids, log_probs, 0.7)
+    prediction = TeacherTopK(ids, log_probs, 0.7)
     assert any(t in row for t, row in zip(targets, ids, strict=True)) or k == 1
-    expected = over_k_and_the_rest(F.linear(*leaves), targets, taught)
+    expected = over_k_and_the_rest(F.linear(*leaves), targets, prediction)
     wanted = torch.autograd.grad(0.3 * expected, leaves)
-    for chunk, teacher in [(10, taught), (8192, taught)] + [(10, live)] * (k == 101):
+    for chunk, teacher in [(10, prediction), (8192, prediction)] + [(10, live)] * (k == 101):
         loss = linear_cross_entropy(*leaves, targets, chunk, teacher)
         torch.testing.assert_close(loss, expected)
         for got, want in zip(torch.autograd.grad(0.3 * loss, leaves), wanted, strict=True):
@@ -143,10 +143,10 @@ def test_a_rest_of_next_to_nothing_teaches_no_nan(high):
     logits = torch.tensor(
         [[high, 0, -1, 1], [0, 1, 2, high], [high, high, 0, 0]], requires_grad=True
     )
-    told = torch.tensor([[0.0, -9.0], [-1e-3, -7.0], [-0.69287, -0.69287]]).half()
-    taught = Likeliest(torch.tensor([[0, 2], [0, 1], [0, 1]]), told, 0.9)
-    lessons = taught.logits(slice(None), logits)
-    loss = losses._mean_loss(logits, torch.tensor([1, 1, 1]), lessons, 0.9)
+    teacher_log_probs = torch.tensor([[0.0, -9.0], [-1e-3, -7.0], [-0.69287, -0.69287]]).half()
+    prediction = TeacherTopK(torch.tensor([[0, 2], [0, 1], [0, 1]]), teacher_log_probs, 0.9)
+    teacher_logits = prediction.logits(slice(None), logits)
+    loss = losses._mean_loss(logits, torch.tensor([1, 1, 1]), teacher_logits, 0.9)
     (grad,) = torch.autograd.grad(loss, logits)
     assert torch.isfinite(loss)
     assert torch.isfinite(grad).all()
@@ -159,9 +159,9 @@ def test_lessons_survive_their_bytes(vocab):
     ids = torch.randint(0, vocab, (2, 5, 3), generator=torch.Generator().manual_seed(0))
     ids[0, 0, 0] = vocab - 1
     log_probs = torch.tensor([-0.5, -3.0, -torch.inf]).expand(2, 5, 3)
-    told = pack(ids, log_probs, vocab)
-    assert told.shape == (2, 5, 12 if vocab == 1 << 16 else 18)
-    again, kept = unpack(told[:, 1:], vocab)
+    teacher_log_probs = pack(ids, log_probs, vocab)
+    assert teacher_log_probs.shape == (2, 5, 12 if vocab == 1 << 16 else 18)
+    again, kept = unpack(teacher_log_probs[:, 1:], vocab)
     assert torch.equal(again, ids[:, 1:])
     assert torch.equal(kept[..., :2].float(), log_probs[:, 1:, :2])
     assert (kept[..., 2] < -1e4).all()
@@ -279,13 +279,13 @@ def test_padding_rows_of_a_head_in_a_flat_buffer(room, monkeypatch):
     flat, grads = flat[7:], grads[7:]  # the head does not begin where the storage does
     head = flat[: 101 * 16].view(101, 16)
     head.copy_(weight.detach())
-    into = losses.Into(grads[: 101 * 16].view(101, 16), None, share=0.3)
+    head_grads = losses.HeadGrads(grads[: 101 * 16].view(101, 16), None, share=0.3)
     before = flat.clone()
     expected = F.cross_entropy(F.linear(hidden, weight), targets)
-    loss, d_hidden = losses._forward(hidden.detach(), head, None, targets, 10, into)
+    loss, d_hidden = losses._forward(hidden.detach(), head, None, targets, 10, head_grads)
     wanted = torch.autograd.grad(0.3 * expected, (hidden, weight))
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(d_hidden, wanted[0])
-    torch.testing.assert_close(into.weight, wanted[1])
+    torch.testing.assert_close(head_grads.weight, wanted[1])
     assert torch.equal(flat, before)
     assert not room or not grads[101 * 16 :].any()

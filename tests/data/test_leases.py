@@ -170,14 +170,14 @@ def test_a_sequence_with_an_illegal_id_never_goes_out(tmp_path, monkeypatch, cap
     assert not {7, 90} & set(seen)
     saved = checkpoint.open_(tmp_path / "run")
     batches = Batches(open_tokens(tokens), 16, 3, 2, cfg.run.seed)
-    aside = batches.rows_at(saved.leases.aside).tolist()
-    assert set(aside) == set(batches.rows_at(range(saved.leases.next)).tolist()) & {7, 90}
-    assert saved.leases.next == 6 * 18 + len(aside)
+    skipped = batches.rows_at(saved.leases.skipped).tolist()
+    assert set(skipped) == set(batches.rows_at(range(saved.leases.next)).tolist()) & {7, 90}
+    assert saved.leases.next == 6 * 18 + len(skipped)
     told = capsys.readouterr().out
     assert sorted(re.findall(r"set aside: .*tokens\.bin: sequence (\d+) .* id 64", told)) == sorted(
-        map(str, aside)
+        map(str, skipped)
     )
-    assert aside
+    assert skipped
 
 
 def test_a_file_without_a_legal_sequence_is_refused(tmp_path):
@@ -200,11 +200,11 @@ def test_what_fails_with_two_workers_is_set_aside_and_what_is_only_lost_is_not()
         assert again == slots[1]
     for _ in range(3):  # nor does one that fails always
         ledger = stream.fail(ledger, slots[1:3], worker=0)
-        assert (ledger.returned, ledger.aside) == ((2, 3, 4, 5), ())
+        assert (ledger.returned, ledger.skipped) == ((2, 3, 4, 5), ())
         _, ledger = stream.take(ledger, 2, 2)
     ledger = stream.give_back(ledger, ((4, 5),))
     ledger = stream.fail(ledger, ((2, 6),), worker=1)  # 2 with a second one, 6 with its first
-    assert (ledger.returned, ledger.aside) == ((4, 5, 6), (2,))
+    assert (ledger.returned, ledger.skipped) == ((4, 5, 6), (2,))
     assert ledger.failed == ((3, 0), (4, 0), (5, 0), (6, 1))
     assert stream.from_dict(json.loads(json.dumps(stream.to_dict(ledger)))) == ledger
     assert 2 not in {place for slot in stream.take(ledger, 4, 3)[0] for place in slot}

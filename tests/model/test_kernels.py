@@ -35,15 +35,15 @@ kernels.softmax_(kept, targets, 101, 9, False)
 assert torch.equal(kept, logits)
 
 # the same mixed with KL to a teacher
-lessons, share = torch.randn(7, 128, generator=generator), 0.7
+teacher, share = torch.randn(7, 128, generator=generator), 0.7
 exact = logits[:, :101].double().requires_grad_()
-told, mine = lessons[:, :101].double().log_softmax(-1), exact.log_softmax(-1)
+log_p, mine = teacher[:, :101].double().log_softmax(-1), exact.log_softmax(-1)
 losses = (1 - share) * F.nll_loss(mine, targets, reduction="none")
-losses = losses + share * (told.exp() * (told - mine)).sum(-1)
+losses = losses + share * (log_p.exp() * (log_p - mine)).sum(-1)
 (losses.sum() / 9).backward()
 got = logits.clone()
 torch.testing.assert_close(
-    kernels.mixed_(got, lessons, targets, 101, 9, share), losses.detach().float()
+    kernels.distil_(got, teacher, targets, 101, 9, share), losses.detach().float()
 )
 torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
 assert (got[:, 101:] == 0).all()
@@ -51,17 +51,17 @@ assert (got[:, 101:] == 0).all()
 # the same with a teacher of whom k tokens and the rest as one are known, also where the k are all there are
 from twistlm.compute import loss
 for k in (1, 6, 101):
-    log_probs, ids = lessons[:, :101].log_softmax(-1).topk(k)
+    log_probs, ids = teacher[:, :101].log_softmax(-1).topk(k)
     log_probs[0] += 0.01 * (k == 6)  # as if rounding had made more than 1 of them
     log_probs[0, :k - 1] -= log_probs[0, :k - 1].logsumexp(-1) * (k == 6)
-    taught = loss.Likeliest(ids, log_probs.half(), share)
+    prediction = loss.TeacherTopK(ids, log_probs.half(), share)
     exact = logits[:, :101].double().requires_grad_()
-    told, mine = taught.logits(slice(None), exact).log_softmax(-1), exact.log_softmax(-1)
+    log_p, mine = prediction.logits(slice(None), exact).log_softmax(-1), exact.log_softmax(-1)
     losses = (1 - share) * F.nll_loss(mine, targets, reduction="none")
-    losses = losses + share * (told.exp() * (told - mine)).sum(-1)
+    losses = losses + share * (log_p.exp() * (log_p - mine)).sum(-1)
     (losses.sum() / 9).backward()
     got = logits.clone()
-    mean = loss._mixed_(got, taught, slice(None), targets, 101, 9)
+    mean = loss._distil_(got, prediction, slice(None), targets, 101, 9)
     torch.testing.assert_close(mean, losses.detach().float())
     torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
     assert (got[:, 101:] == 0).all()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from twistlm.config import BlocksConfig
 from twistlm.model import families, masks
-from twistlm.model.masks import Turn
+from twistlm.model.masks import WorkerRound
 
 MAP = families.block_map(tiny_model("gpt2"), "both").coarsen("ffn", 4)
 HELD = {group.name: (0, 2, 3) for group in MAP.groups}
@@ -27,7 +27,7 @@ def scale(group, k: int) -> float:
     return 10.0 * k
 
 
-def draw(turn: Turn, blocks: BlocksConfig = BLOCKS, held=HELD) -> dict[str, Tensor]:
+def draw(turn: WorkerRound, blocks: BlocksConfig = BLOCKS, held=HELD) -> dict[str, Tensor]:
     """Group -> factors [steps, rows, held]."""
     drawn = masks.draw(MAP, held, blocks, turn, ORDER, "twist", scale)
     pieces = drawn.split([len(held[group.name]) for group in MAP.groups], -1)
@@ -36,7 +36,10 @@ def draw(turn: Turn, blocks: BlocksConfig = BLOCKS, held=HELD) -> dict[str, Tens
 
 def test_widths_are_taken_in_turn_and_a_factor_goes_with_each():
     """Sequence j of a worker's stream takes pair j of the lists; who holds fewer blocks uses all."""
-    for turn in (Turn(1, 0, 0, 5, 2), Turn(1, 2, 1, 5, 2)):  # 20 sequences are no multiple of 3
+    for turn in (
+        WorkerRound(1, 0, 0, 5, 2),
+        WorkerRound(1, 2, 1, 5, 2),
+    ):  # 20 sequences are no multiple of 3
         found = draw(turn)
         for group in MAP.groups:
             sizes = (1, 2, 3) if group.kind == "attn" else (3, 1, 2)  # 4 of 3 held is 3
@@ -49,7 +52,7 @@ def test_widths_are_taken_in_turn_and_a_factor_goes_with_each():
 
 def test_kept_blocks_are_uniform_but_for_the_nested_ones():
     """Of held (0, 2, 3) the order keeps 3, then 0: a quarter of the masks. The rest is uniform."""
-    found = draw(Turn(5, 1, 0, 600, 3))
+    found = draw(WorkerRound(5, 1, 0, 600, 3))
     for group in MAP.groups:
         width = 1 if group.kind == "attn" else 2
         row = 0 if group.kind == "attn" else 2
@@ -65,7 +68,7 @@ def test_a_nested_mask_is_one_in_all_layers():
     """A prefix in one layer alone is a subnet that no ticket will be."""
     blocks = BlocksConfig(n_ffn=4, masks="sequence", mask_attn=(2,), mask_ffn=(2,), nested=0.5)
     full = MAP.full()
-    found = draw(Turn(2, 0, 0, 400, 1), blocks, full)
+    found = draw(WorkerRound(2, 0, 0, 400, 1), blocks, full)
     prefix = torch.stack([(found[g.name][:, 0, [1, 3]] > 0).all(-1) for g in MAP.groups], 1)
     assert 160 < int(prefix.all(1).sum()) < 240  # a random one is in all 6 layers once in 6^6
 
@@ -73,7 +76,7 @@ def test_a_nested_mask_is_one_in_all_layers():
 def test_common_blocks_are_always_kept():
     common = MAP.with_common({"ffn": (2,)})
     blocks = BlocksConfig(n_ffn=4, masks="step", mask_attn=(1,), mask_ffn=(2,), nested=0.5)
-    drawn = masks.draw(common, HELD, blocks, Turn(0, 0, 0, 200, 1), ORDER, "twist", scale)
+    drawn = masks.draw(common, HELD, blocks, WorkerRound(0, 0, 0, 200, 1), ORDER, "twist", scale)
     for group, kept in zip(common.groups, drawn[:, 0].split(3, -1), strict=True):
         assert bool((kept[:, 1] > 0).all()) == (group.kind == "ffn")
     two = {group.name: 2 for group in common.groups}
@@ -85,14 +88,18 @@ def test_common_blocks_are_always_kept():
 
 
 def test_masks_hang_on_seed_round_and_place_alone():
-    one = draw(Turn(1, 4, 2, 5, 2))
+    one = draw(WorkerRound(1, 4, 2, 5, 2))
     alike = replace(BLOCKS, mask_attn=(2,), mask_ffn=(2,))  # widths in turn would differ anyway
-    same = draw(Turn(1, 4, 2, 5, 2), alike)
-    for other in (Turn(2, 4, 2, 5, 2), Turn(1, 5, 2, 5, 2), Turn(1, 4, 1, 5, 2)):
+    same = draw(WorkerRound(1, 4, 2, 5, 2), alike)
+    for other in (
+        WorkerRound(2, 4, 2, 5, 2),
+        WorkerRound(1, 5, 2, 5, 2),
+        WorkerRound(1, 4, 1, 5, 2),
+    ):
         assert any(not torch.equal(same[name], draw(other, alike)[name]) for name in same)
     code = (
         "import test_masks as t, hashlib; "
-        "x = t.draw(t.Turn(1, 4, 2, 5, 2)); "
+        "x = t.draw(t.WorkerRound(1, 4, 2, 5, 2)); "
         "print(hashlib.sha256(b''.join(v.contiguous().numpy().tobytes() for v in x.values())).hexdigest())"
     )
     import hashlib

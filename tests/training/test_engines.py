@@ -32,7 +32,7 @@ DROPOUT = {"method": "dropout", "precision": "float64", "clip": 0.5, "outer": "n
 
 def drawn(block_map: BlockMap, cfg: Config, round: int, i: int) -> Blueprint:
     """Structured dropout's mask in step i of a round."""
-    turn = masks.Turn(cfg.run.seed, round, 0, cfg.train.interval, 1)
+    turn = masks.WorkerRound(cfg.run.seed, round, 0, cfg.train.interval, 1)
     values = masks.draw(
         block_map, block_map.full(), cfg.blocks, turn, {}, "dropout", lambda group, k: 1.0
     )[i, 0]

@@ -167,7 +167,7 @@ def used(run: Run, blueprint, r: int, worker: int, i: int) -> dict[str, list]:
     if cfg.blocks.masks == "round":
         return {name: [blocks] * batch for name, blocks in blueprint.items()}
     n_rows = batch if cfg.blocks.masks == "sequence" else 1
-    turn = masks.Turn(cfg.run.seed, r, worker, cfg.train.interval, n_rows)
+    turn = masks.WorkerRound(cfg.run.seed, r, worker, cfg.train.interval, n_rows)
     ones = lambda group, k: 1.0  # noqa: E731
     order = {group.name: ORDER for group in run.block_map.groups}
     drawn = masks.draw(run.block_map, blueprint, cfg.blocks, turn, order, "twist", ones)[i]

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from ..model.blocks import State
 from . import graphs
-from .loss import AnyTeacher, Into, Loss, chunked_loss
+from .loss import AnyTeacher, HeadGrads, Loss, chunked_loss
 
-# (ids [batch, seq_len], share, told=None) -> loss; the views then hold the gradient of share * loss
+# (ids [batch, seq_len], share, teacher_topk=None) -> loss; the views then hold the gradient of share * loss
 Gradient = Callable[..., Tensor]
 
 
@@ -64,12 +64,14 @@ def direct(model: PreTrainedModel, grads: State, teacher: AnyTeacher | None = No
     head: Any = model.get_output_embeddings()
     bias = getattr(head, "bias", None)
     of_head = {names[id(param)] for param in (head.weight, bias) if param is not None}
-    into = Into(grads[names[id(head.weight)]], None if bias is None else grads[names[id(bias)]])
+    head_grads = HeadGrads(
+        grads[names[id(head.weight)]], None if bias is None else grads[names[id(bias)]]
+    )
     lookups = intercept_(model)
     inner = [name for name in grads if name not in of_head | {lookup.name for lookup in lookups}]
 
     def gradient(ids: Tensor, share: float, teacher_topk: Tensor | None = None) -> Tensor:
-        value = chunked_loss(model, ids, replace(into, share=share), teacher, teacher_topk)
+        value = chunked_loss(model, ids, replace(head_grads, share=share), teacher, teacher_topk)
         cuts = [lookup.out for lookup in lookups]
         found = torch.autograd.grad(value, [*(named[name] for name in inner), *cuts])
         torch._foreach_copy_([grads[name] for name in inner], found[: len(inner)])

@@ -31,7 +31,7 @@ ALIGN = 64  # rows of the head on a GPU: with 50,257 its products run at a sixth
 
 
 @dataclass(frozen=True)
-class Into:
+class HeadGrads:
     """Buffers that take the head's gradients, of `share` times the loss, straight from the products."""
 
     weight: Tensor
@@ -47,15 +47,17 @@ class Teacher:
     weight: float
 
     @torch.no_grad()
-    def taught(self, ids: Tensor, teacher_topk: Tensor | None = None) -> Taught:
+    def predict(self, ids: Tensor, teacher_topk: Tensor | None = None) -> TeacherLogits:
         """Its predictions for ids [batch, seq_len], up to the head."""
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         head: Any = self.model.get_output_embeddings()
-        return Taught(hidden.flatten(0, 1), head.weight, getattr(head, "bias", None), self.weight)
+        return TeacherLogits(
+            hidden.flatten(0, 1), head.weight, getattr(head, "bias", None), self.weight
+        )
 
 
 @dataclass(frozen=True)
-class Taught:
+class TeacherLogits:
     """A teacher's last hidden states [tokens, d] and head: its logits are made a chunk at a time."""
 
     hidden: Tensor
@@ -72,20 +74,20 @@ class Taught:
 
 
 @dataclass(frozen=True)
-class Cached:
-    """A teacher that is not here: its predictions come with the tokens (`data/lessons.py`)."""
+class CachedTeacher:
+    """A teacher whose predictions come with the tokens (`data/teacher_cache.py`)."""
 
     vocab_size: int
     weight: float
 
-    def taught(self, ids: Tensor, teacher_topk: Tensor | None = None) -> Likeliest:
-        """What came for ids [batch, seq_len] as `told` [batch, seq_len - 1, bytes]."""
+    def predict(self, ids: Tensor, teacher_topk: Tensor | None = None) -> TeacherTopK:
+        """What came for ids [batch, seq_len]: packed uint8 [batch, seq_len - 1, bytes]."""
         assert teacher_topk is not None, "the teacher's cache did not come with the tokens"
-        return Likeliest(*unpack(teacher_topk.flatten(0, 1), self.vocab_size), self.weight)
+        return TeacherTopK(*unpack(teacher_topk.flatten(0, 1), self.vocab_size), self.weight)
 
 
 @dataclass(frozen=True)
-class Likeliest:
+class TeacherTopK:
     """A teacher's k likeliest tokens and their log-probs, [tokens, k]; of the rest only the sum is known."""
 
     ids: Tensor
@@ -106,7 +108,8 @@ class Likeliest:
         return (mine + (left.log() - rest)).scatter(1, ids, log_probs)
 
 
-AnyTeacher = Teacher | Cached
+AnyTeacher = Teacher | CachedTeacher
+Prediction = TeacherLogits | TeacherTopK
 
 
 def linear_cross_entropy(
@@ -115,41 +118,43 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     chunk: int = CHUNK,
-    taught: Taught | Likeliest | None = None,
+    prediction: Prediction | None = None,
 ) -> Tensor:
     """Mean loss of `hidden @ weight.T + bias` [tokens, vocab] against `targets` [tokens] and a teacher."""
     leaves = (hidden, weight) if bias is None else (hidden, weight, bias)
     # a Function's `needs_input_grad` is true of parameters under no_grad, too
     if not (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)):
-        return _forward(hidden, weight, bias, targets, chunk, None, taught)[0]
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, taught)
+        return _forward(hidden, weight, bias, targets, chunk, None, prediction)[0]
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, prediction)
 
 
 def chunked_loss(
     model: PreTrainedModel,
     ids: Tensor,
-    into: Into | None = None,
+    head_grads: HeadGrads | None = None,
     teacher: AnyTeacher | None = None,
     teacher_topk: Tensor | None = None,
 ) -> Tensor:
     """`next_token_loss` through the base model and the head, a chunk of tokens at a time.
 
-    With `into`, autograd sees the hidden states alone, this loss must be the root of its graph, and what lies
-    behind `into.weight` in memory must be written after it (`_aligned`).
+    With `head_grads`, autograd sees the hidden states alone, this loss must be the root of its graph, and what lies
+    behind `head_grads.weight` in memory must be written after it (`_aligned`).
     """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     head: Any = model.get_output_embeddings()
     bias = getattr(head, "bias", None)
     hidden, targets = hidden.flatten(0, 1), ids[:, 1:].flatten()
-    taught = None if teacher is None else teacher.taught(ids, teacher_topk)
-    if into is None and not hidden.is_cuda and len(targets) * len(head.weight) <= SMALL:
+    prediction = None if teacher is None else teacher.predict(ids, teacher_topk)
+    if head_grads is None and not hidden.is_cuda and len(targets) * len(head.weight) <= SMALL:
         logits = F.linear(hidden, head.weight, bias)
-        if taught is None:
+        if prediction is None:
             return F.cross_entropy(_exact(logits), targets)
-        return _mean_loss(logits, targets, taught.logits(slice(None), logits), taught.weight)
-    if into is None:
-        return linear_cross_entropy(hidden, head.weight, bias, targets, CHUNK, taught)
-    return _Root.apply(hidden, head.weight.detach(), bias, targets, CHUNK, into, taught)
+        return _mean_loss(
+            logits, targets, prediction.logits(slice(None), logits), prediction.weight
+        )
+    if head_grads is None:
+        return linear_cross_entropy(hidden, head.weight, bias, targets, CHUNK, prediction)
+    return _Root.apply(hidden, head.weight.detach(), bias, targets, CHUNK, head_grads, prediction)
 
 
 def next_token_loss(
@@ -165,22 +170,22 @@ def next_token_loss(
         return F.cross_entropy(_exact(logits), targets)
     with torch.no_grad():
         if isinstance(teacher, Teacher):
-            lessons = _logits(teacher.model, ids)
+            teacher_logits = _logits(teacher.model, ids)
         else:
-            lessons = teacher.taught(ids, teacher_topk).logits(slice(None), logits)
-    return _mean_loss(logits, targets, lessons, teacher.weight)
+            teacher_logits = teacher.predict(ids, teacher_topk).logits(slice(None), logits)
+    return _mean_loss(logits, targets, teacher_logits, teacher.weight)
 
 
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
 
 
-def _mean_loss(logits: Tensor, targets: Tensor, lessons: Tensor, share: float) -> Tensor:
-    """Mean over tokens of (1 - a) cross-entropy + a KL(softmax(lessons) || softmax(logits)), a = `share`."""
+def _mean_loss(logits: Tensor, targets: Tensor, teacher_logits: Tensor, share: float) -> Tensor:
+    """Mean over tokens of (1 - a) cross-entropy + a KL(softmax(teacher) || softmax(logits)), a = `share`."""
     mine = _exact(logits).log_softmax(-1)
-    told = _exact(lessons[:, : logits.shape[1]]).log_softmax(-1)
+    teacher_log_probs = _exact(teacher_logits[:, : logits.shape[1]]).log_softmax(-1)
     plain = F.nll_loss(mine, targets, reduction="none")
-    kl = F.kl_div(mine, told, reduction="none", log_target=True).sum(-1)
+    kl = F.kl_div(mine, teacher_log_probs, reduction="none", log_target=True).sum(-1)
     return ((1 - share) * plain + share * kl).mean()
 
 
@@ -213,12 +218,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         chunk: int,
-        taught: Taught | Likeliest | None,
+        prediction: Prediction | None,
     ) -> Tensor:
         rows = weight.new_empty(_aligned_rows(weight), weight.shape[1])
-        into = Into(rows[: len(weight)], None if bias is None else torch.empty_like(bias))
-        loss, d_hidden = _forward(hidden, weight, bias, targets, chunk, into, taught)
-        ctx.save_for_backward(d_hidden, into.weight, into.bias)
+        head_grads = HeadGrads(
+            rows[: len(weight)], None if bias is None else torch.empty_like(bias)
+        )
+        loss, d_hidden = _forward(hidden, weight, bias, targets, chunk, head_grads, prediction)
+        ctx.save_for_backward(d_hidden, head_grads.weight, head_grads.bias)
         return loss
 
     @staticmethod
@@ -228,7 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Root(torch.autograd.Function):
-    """The same, with the head's gradients in `into` and its own gradient taken to be 1."""
+    """The same, with the head's gradients in `head_grads` and its own gradient taken to be 1."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *rest: Any) -> Tensor:
@@ -247,26 +254,26 @@ def _forward(
     bias: Tensor | None,
     targets: Tensor,
     chunk: int,
-    into: Into | None = None,
-    taught: Taught | Likeliest | None = None,
+    head_grads: HeadGrads | None = None,
+    prediction: Prediction | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mean loss, and with `into` the gradient of its share by `hidden`; those of the head are there."""
+    """The mean loss, and with `head_grads` the gradient of its share by `hidden`; those of the head are there."""
     n_tokens, vocab = len(targets), len(weight)
     head = _aligned(weight)
-    d_head = None if into is None else _aligned(into.weight)
+    d_head = None if head_grads is None else _aligned(head_grads.weight)
     n_pad = len(head) - vocab
     losses, d_hidden = [], []
     for i, (x, y) in enumerate(zip(hidden.split(chunk), targets.split(chunk), strict=True)):
         logits = x @ head.T  # [chunk, vocab + n_pad]
         if bias is not None:
             logits = logits + F.pad(bias, (0, n_pad))
-        scale = n_tokens / (1.0 if into is None else into.share)
-        if taught is None:
-            losses.append(_softmax_(logits, y, vocab, scale, into is not None))
+        scale = n_tokens / (1.0 if head_grads is None else head_grads.share)
+        if prediction is None:
+            losses.append(_softmax_(logits, y, vocab, scale, head_grads is not None))
         else:
             at = slice(i * chunk, i * chunk + len(y))
-            losses.append(_mixed_(logits, taught, at, y, vocab, scale))
-        if into is None or d_head is None:
+            losses.append(_distil_(logits, prediction, at, y, vocab, scale))
+        if head_grads is None or d_head is None:
             continue
         # `logits` now holds the gradient of the loss by the logits: 0 in the padding
         d_hidden.append(logits @ head)
@@ -274,13 +281,13 @@ def _forward(
             torch.mm(logits.T, x, out=d_head)
         else:
             d_head.addmm_(logits.T, x)
-        if into.bias is not None:
+        if head_grads.bias is not None:
             total = logits[:, :vocab].sum(0)
-            into.bias.copy_(total if i == 0 else into.bias + total)
-    if into is None or d_head is None:
+            head_grads.bias.copy_(total if i == 0 else head_grads.bias + total)
+    if head_grads is None or d_head is None:
         return torch.cat(losses).mean(), hidden
-    if d_head.data_ptr() != into.weight.data_ptr():
-        into.weight.copy_(d_head[:vocab])
+    if d_head.data_ptr() != head_grads.weight.data_ptr():
+        head_grads.weight.copy_(d_head[:vocab])
     return torch.cat(losses).mean(), torch.cat(d_hidden)
 
 
@@ -323,26 +330,28 @@ def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, want
     return losses
 
 
-def _mixed_(
+def _distil_(
     logits: Tensor,
-    taught: Taught | Likeliest,
+    prediction: Prediction,
     at: slice,
     targets: Tensor,
     vocab: int,
     n_tokens: float,
 ) -> Tensor:
     """The same with a teacher's logits t, `at` these tokens: gradient softmax(s) - (1 - a) onehot - a softmax(t)."""
-    share = taught.weight
-    if _has_kernels(logits) and isinstance(taught, Likeliest):
-        named = taught.ids[at], taught.log_probs[at]
-        return kernels.likeliest_(logits, *named, targets, vocab, n_tokens, share)
-    lessons = taught.logits(at, logits[:, :vocab])
+    share = prediction.weight
+    if _has_kernels(logits) and isinstance(prediction, TeacherTopK):
+        named = prediction.ids[at], prediction.log_probs[at]
+        return kernels.distil_topk_(logits, *named, targets, vocab, n_tokens, share)
+    teacher_logits = prediction.logits(at, logits[:, :vocab])
     if _has_kernels(logits):
-        return kernels.mixed_(logits, lessons, targets, vocab, n_tokens, share)
-    mine, told = (_exact(x[:, :vocab]).log_softmax(-1) for x in (logits, lessons))
-    probs = told.exp()
+        return kernels.distil_(logits, teacher_logits, targets, vocab, n_tokens, share)
+    mine, teacher_log_probs = (
+        _exact(x[:, :vocab]).log_softmax(-1) for x in (logits, teacher_logits)
+    )
+    probs = teacher_log_probs.exp()
     losses = -(1 - share) * mine.gather(1, targets[:, None])[:, 0]
-    losses += share * (probs * (told - mine)).sum(-1)
+    losses += share * (probs * (teacher_log_probs - mine)).sum(-1)
     grad = mine.exp_() - share * probs
     grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), share - 1.0))
     logits[:, :vocab] = grad.div_(n_tokens)

@@ -6,8 +6,6 @@ weights that the next forward pass reads: one pass over memory, 28 bytes a param
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +15,7 @@ from .graphs import compiled
 
 
 class AdamW:
-    """The optimizer of one seat; its moments are rows 1 and 2 of the seat's buffer."""
+    """AdamW for one subnet; its moments are rows 1 and 2 of the buffer that holds the weights."""
 
     def __init__(
         self,
@@ -88,40 +86,34 @@ class AdamW:
         for (start, end), decay in self.slices:
             span = slice(start, end)
             weights, m, v = self.buffer[:, span]
-            part = Slice(weights, m, v, self.grad[span], self.work[span])
-            now = Now(self.lr, self.count, factor)
-            self.function(part, now, self.cfg.betas, self.cfg.eps, decay)
+            self.function(
+                weights, m, v, self.grad[span], self.work[span], self.lr, self.count, factor,
+                betas=self.cfg.betas, eps=self.cfg.eps, decay=decay,
+            )  # fmt: skip
 
 
-class Slice(NamedTuple):
-    """A stretch of the seat's buffers."""
-
-    weights: Tensor
-    m: Tensor
-    v: Tensor
-    grad: Tensor
-    work: Tensor  # the weights as the model reads them
-
-
-class Now(NamedTuple):
-    """What changes from step to step, in the device's memory."""
-
-    lr: Tensor
-    n_steps: Tensor  # with this one
-    factor: Tensor | None  # of the gradient, where it is clipped
-
-
-def adamw_(part: Slice, now: Now, betas: tuple[float, float], eps: float, decay: float) -> None:
+def adamw_(
+    weights: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    work: Tensor,  # the weights as the model reads them
+    lr: Tensor,
+    n_steps: Tensor,  # with this one
+    factor: Tensor | None,  # of the gradient, where it is clipped
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+) -> None:
     """w <- (1 - lr*decay) w - lr m' / (sqrt(v') + eps), m' and v' free of their start at 0."""
-    weights, m, v, grad, work = part
-    lr, count, factor = now
     grad = grad.to(weights.dtype)
     if factor is not None:
         grad = grad * factor
     new_m = m + (1 - betas[0]) * (grad - m)
     new_v = betas[1] * v + (1 - betas[1]) * grad * grad
-    rate = lr / (1 - betas[0] ** count)
-    spread = (new_v.sqrt() / (1 - betas[1] ** count).sqrt()) + eps
+    rate = lr / (1 - betas[0] ** n_steps)
+    spread = (new_v.sqrt() / (1 - betas[1] ** n_steps).sqrt()) + eps
     new = weights * (1 - lr * decay) - rate * (new_m / spread)
     m.copy_(new_m)
     v.copy_(new_v)

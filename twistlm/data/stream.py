@@ -103,7 +103,7 @@ class Leases:
     next: int = 0
     returned: tuple[int, ...] = ()
     failed: tuple[tuple[int, int], ...] = ()  # (sequence, worker that could not train it)
-    aside: tuple[int, ...] = ()  # illegal, or failed with two workers: they never go out again
+    skipped: tuple[int, ...] = ()  # illegal, or failed with two workers: they never go out again
 
 
 def take(leases: Leases, n: int, batch: int) -> tuple[tuple[Slot, ...], Leases]:
@@ -117,15 +117,15 @@ def take(leases: Leases, n: int, batch: int) -> tuple[tuple[Slot, ...], Leases]:
 
 def take_legal(batches: Batches, leases: Leases, n: int) -> tuple[tuple[Slot, ...], Leases]:
     """n slots as from `take`, in which the next legal sequences stand for those with an illegal id."""
-    n_aside = len(leases.aside)
+    n_skipped = len(leases.skipped)
     while True:
         slots, after = take(leases, n, batches.batch)
         bad = batches.illegal(slots)
         if not bad:
             return slots, after
         good = tuple(place for slot in slots for place in slot if place not in bad)
-        leases = replace(give_back(after, (good,)), aside=(*leases.aside, *bad))
-        if len(leases.aside) - n_aside > batches.n_sequences:
+        leases = replace(give_back(after, (good,)), skipped=(*leases.skipped, *bad))
+        if len(leases.skipped) - n_skipped > batches.n_sequences:
             raise ValueError(f"no sequence is legal: {batches.describe(bad[0])}")
 
 
@@ -149,7 +149,7 @@ def fail(leases: Leases, slots: tuple[Slot, ...], worker: int) -> Leases:
     rest = give_back(leases, (tuple(sorted(places - twice)),))
     failed = {*leases.failed, *((place, worker) for place in places)}
     kept = tuple(sorted((place, other) for place, other in failed if place not in twice))
-    return replace(rest, failed=kept, aside=(*leases.aside, *sorted(twice)))
+    return replace(rest, failed=kept, skipped=(*leases.skipped, *sorted(twice)))
 
 
 def of_worker(slots: tuple[Slot, ...], place: int, n: int) -> tuple[Slot, ...]:
@@ -160,7 +160,7 @@ def of_worker(slots: tuple[Slot, ...], place: int, n: int) -> tuple[Slot, ...]:
 def to_dict(leases: Leases) -> dict[str, Any]:
     """Plain data for JSON; `from_dict` reads it back."""
     table: dict[str, Any] = {"next": leases.next, "returned": list(leases.returned)}
-    troubled = {"failed": [list(pair) for pair in leases.failed], "aside": list(leases.aside)}
+    troubled = {"failed": [list(pair) for pair in leases.failed], "aside": list(leases.skipped)}
     return table | {name: places for name, places in troubled.items() if places}
 
 

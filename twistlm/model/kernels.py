@@ -5,8 +5,6 @@ Each has a torch twin (in `compute/loss.py` and `model/layout.py`) that says wha
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -34,19 +32,19 @@ def softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wante
     return losses
 
 
-def mixed_(
-    logits: Tensor, lessons: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: float
+def distil_(
+    logits: Tensor, teacher: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: float
 ) -> Tensor:
-    """Each row's cross-entropy mixed with KL to a teacher; `logits` become the gradient: `loss._mixed_`."""
+    """Each row's cross-entropy mixed with KL to a teacher; `logits` become the gradient: `loss._distil_`."""
     losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
-    _mixed[(len(targets),)](
-        logits, lessons, targets, losses, logits.stride(0), lessons.stride(0), vocab,
+    _distil[(len(targets),)](
+        logits, teacher, targets, losses, logits.stride(0), teacher.stride(0), vocab,
         logits.shape[1], 1 / n_tokens, share, BLOCK=2048, num_warps=4,
     )  # fmt: skip
     return losses
 
 
-def likeliest_(
+def distil_topk_(
     logits: Tensor,
     ids: Tensor,
     log_probs: Tensor,
@@ -55,12 +53,12 @@ def likeliest_(
     n_tokens: float,
     share: float,
 ) -> Tensor:
-    """The same for a teacher of which k tokens [tokens, k] and the rest as one are known: `loss._mixed_`."""
+    """The same for a teacher of which k tokens [tokens, k] and the rest as one are known: `loss._distil_`."""
     n, top = ids.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     mine, chosen = logits.gather(1, ids).float(), logits.gather(1, targets[:, None]).float()
     logits.scatter_(1, ids, -float("inf"))  # what is left of a row is the rest
-    _likeliest[(n,)](
+    _distil_topk[(n,)](
         logits, ids, log_probs, mine, chosen, targets, losses, logits.stride(0), top, vocab,
         logits.shape[1], 1 / n_tokens, share, LEAST,
         TOP=triton.next_power_of_2(top), BLOCK=2048, num_warps=4,
@@ -84,36 +82,24 @@ def take_(
     )  # fmt: skip
 
 
-class Places(NamedTuple):
-    """Where one worker's blocks lie, and who else holds them."""
-
-    n_shared: int
-    grain: int
-    segments: Tensor
-    block_of: Tensor
-    holders: Tensor
-
-
-def mean_(central: Tensor, total: Tensor, part: Tensor, where: Places, worker: int) -> None:
+def mean_(
+    central: Tensor,
+    total: Tensor,
+    part: Tensor,
+    n_shared: int,
+    grain: int,
+    index: Tensor,
+    block_of: Tensor,
+    holders: Tensor,
+    worker: int,
+) -> None:
     """Add one worker's `part` to `total`, or finish the mean in `central`; see `layout.mean_`."""
-    n_segments = part.shape[1] // where.grain
-    _mean[_grid(n_segments, where.grain)](
-        central,
-        total,
-        part,
-        where.segments,
-        where.block_of,
-        where.holders,
-        worker,
-        n_segments,
-        where.n_shared // where.grain,
-        central.stride(0),
-        total.stride(0),
-        part.stride(0),
-        ROWS=part.shape[0],
-        GRAIN=where.grain,
-        RUNS=max(1, TILE // where.grain),
-    )
+    n_segments = part.shape[1] // grain
+    _mean[_grid(n_segments, grain)](
+        central, total, part, index, block_of, holders, worker, n_segments, n_shared // grain,
+        central.stride(0), total.stride(0), part.stride(0),
+        ROWS=part.shape[0], GRAIN=grain, RUNS=max(1, TILE // grain),
+    )  # fmt: skip
 
 
 def _grid(n_segments: int, grain: int) -> tuple[int]:
@@ -152,51 +138,51 @@ if triton is not None:
                 tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
 
     @triton.jit
-    def _mixed(
-        logits, lessons, targets, losses, stride, told_stride, vocab, width, scale, share,
+    def _distil(
+        logits, teacher, targets, losses, stride, teacher_stride, vocab, width, scale, share,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
         # one program per row: both softmaxes and <p, t>, <p, s> in one pass, p the teacher's probabilities
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
-        lessons += row * told_stride
+        teacher += row * teacher_stride
         target = tl.load(targets + row)
         lanes = tl.arange(0, BLOCK)
         top = -float("inf")
         total = 0.0
-        told_top = -float("inf")
-        told_total = 0.0
+        teacher_top = -float("inf")
+        teacher_total = 0.0
         cross = 0.0  # sum of exp(t - told_top) (t - s)
         for start in range(0, vocab, BLOCK):
             at = start + lanes
             real = at < vocab
             x = tl.load(logits + at, mask=real, other=-float("inf")).to(tl.float32)
-            t = tl.load(lessons + at, mask=real, other=-float("inf")).to(tl.float32)
+            t = tl.load(teacher + at, mask=real, other=-float("inf")).to(tl.float32)
             higher = tl.maximum(top, tl.max(x, 0))
             total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
             top = higher
-            higher = tl.maximum(told_top, tl.max(t, 0))
-            turn = tl.exp(told_top - higher)
+            higher = tl.maximum(teacher_top, tl.max(t, 0))
+            shrink = tl.exp(teacher_top - higher)
             weights = tl.exp(t - higher)
-            told_total = told_total * turn + tl.sum(weights, 0)
-            cross = cross * turn + tl.sum(tl.where(real, weights * (t - x), 0.0), 0)
-            told_top = higher
+            teacher_total = teacher_total * shrink + tl.sum(weights, 0)
+            cross = cross * shrink + tl.sum(tl.where(real, weights * (t - x), 0.0), 0)
+            teacher_top = higher
         chosen = tl.load(logits + target).to(tl.float32)
         log_total = top + tl.log(total)
-        kl = cross / told_total + log_total - told_top - tl.log(told_total)
+        kl = cross / teacher_total + log_total - teacher_top - tl.log(teacher_total)
         tl.store(losses + row, (1.0 - share) * (log_total - chosen) + share * kl)
         mine = scale / total
-        told = share * scale / told_total
+        teacher_share = share * scale / teacher_total
         for start in range(0, width, BLOCK):
             at = start + lanes
             x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-            t = tl.load(lessons + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-            grad = tl.exp(x - top) * mine - tl.exp(t - told_top) * told
+            t = tl.load(teacher + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+            grad = tl.exp(x - top) * mine - tl.exp(t - teacher_top) * teacher_share
             grad = tl.where(at == target, grad - scale * (1.0 - share), grad)
             tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
 
     @triton.jit
-    def _likeliest(
+    def _distil_topk(
         logits, ids, log_probs, mine, chosen, targets, losses, stride, top, vocab, width, scale, share,
         LEAST, TOP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
@@ -249,7 +235,7 @@ if triton is not None:
             tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
 
     @triton.jit
-    def _places(index, n_segments, n_shared, GRAIN: tl.constexpr, RUNS: tl.constexpr):
+    def _segments_at(index, n_segments, n_shared, GRAIN: tl.constexpr, RUNS: tl.constexpr):
         # segments of a subnet, the same segments in the central buffer, and which lanes are real
         run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
         real = run < n_segments
@@ -263,7 +249,7 @@ if triton is not None:
         out, full, low, index, n_segments, n_shared, out_stride, full_stride,
         LOW: tl.constexpr, ROWS: tl.constexpr, GRAIN: tl.constexpr, RUNS: tl.constexpr,
     ):  # fmt: skip
-        segment, there, real = _places(index, n_segments, n_shared, GRAIN, RUNS)
+        segment, there, real = _segments_at(index, n_segments, n_shared, GRAIN, RUNS)
         lanes = tl.arange(0, GRAIN)[None, :]
         mask = real[:, None] & (lanes < GRAIN)
         for row in tl.static_range(ROWS):
@@ -281,7 +267,7 @@ if triton is not None:
         central_stride, total_stride, part_stride,
         ROWS: tl.constexpr, GRAIN: tl.constexpr, RUNS: tl.constexpr,
     ):  # fmt: skip
-        segment, there, real = _places(index, n_segments, n_shared, GRAIN, RUNS)
+        segment, there, real = _segments_at(index, n_segments, n_shared, GRAIN, RUNS)
         block = tl.load(block_of + there, mask=real, other=0)
         first = tl.load(holders + block * 3) == worker
         last = tl.load(holders + block * 3 + 1) == worker

@@ -192,8 +192,8 @@ def mean_(
     """
     n_shared = segments.full.n_shared
     if _fast(central):
-        where = kernels.Places(n_shared, segments.grain, index, segments.block_of, holders)
-        kernels.mean_(central, total, part, where, worker)
+        where = (n_shared, segments.grain, index, segments.block_of, holders)
+        kernels.mean_(central, total, part, *where, worker)
         return
     # on a CPU a plain sum and one pass at the end: picking first and last holders out of short segments costs more
     if worker == 0:

@@ -23,7 +23,7 @@ Order = Mapping[str, tuple[int, ...]]  # group name -> all its blocks, those to 
 
 
 @dataclass(frozen=True)
-class Turn:
+class WorkerRound:
     """Whose masks, and how many: one worker's local steps of one round."""
 
     seed: int
@@ -47,7 +47,7 @@ def draw(
     block_map: BlockMap,
     held: Blueprint,
     blocks: BlocksConfig,
-    turn: Turn,
+    turn: WorkerRound,
     order: Order,
     method: Method,
     scale: Callable[[BlockGroup, int], float],

@@ -13,7 +13,7 @@ from ..data import stream
 from ..data.stream import Leases, Slot
 from ..model import generator, masks
 from ..model.blocks import Blueprint
-from ..model.masks import Order, Turn
+from ..model.masks import Order, WorkerRound
 from ..model.subnet import Rho, gate_values, measure_rho, scale_of, scales
 from ..system.device import to_device
 from ..system.terminal import console
@@ -84,7 +84,7 @@ class Assignments:
             return gate_values(run.block_map, held, self.factors(run, worker))[None]
         rows = masks.n_rows(blocks, t.batch)
         place = self.places[worker]
-        turn = Turn(run.cfg.run.seed, self.deal.round, place, t.interval, rows)
+        turn = WorkerRound(run.cfg.run.seed, self.deal.round, place, t.interval, rows)
         factor = scale_of(t.scale, self.rho)
         return masks.draw(run.block_map, held, blocks, turn, self.order, t.method, factor)
 
@@ -93,7 +93,7 @@ def take(run: Run, progress: Progress, n: int) -> tuple[tuple[Slot, ...], Leases
     """The next n slots of legal sequences; those that are set aside on the way are named."""
     slots, after = stream.take_legal(run.batches, progress.leases, n)
     if run.cluster.is_central:
-        for place in after.aside[len(progress.leases.aside) :]:
+        for place in after.skipped[len(progress.leases.skipped) :]:
             console.print(f"set aside: {run.batches.describe(place)}", style="yellow")
     return slots, after
 

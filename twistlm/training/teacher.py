@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..compute import graphs
 from ..compute.attention import causal_
-from ..compute.loss import AnyTeacher, Cached, Teacher
+from ..compute.loss import AnyTeacher, CachedTeacher, Teacher
 from ..config import Config
 from ..data import teacher_cache
 from ..data.teacher_cache import TeacherCache, TeacherCacheMeta
@@ -88,10 +88,10 @@ def _check_tokenizer(what: str, source: str, tokens: TokenFile) -> None:
         )
 
 
-def _cached(cfg: Config, cut: CutModel) -> Cached | None:
+def _cached(cfg: Config, cut: CutModel) -> CachedTeacher | None:
     if cfg.train.teacher != "cache" or cfg.train.distil == 0:
         return None
-    return Cached(huggingface.vocab_size(cut.template), cfg.train.distil)
+    return CachedTeacher(huggingface.vocab_size(cut.template), cfg.train.distil)
 
 
 def cache(cfg: Config, cut: CutModel, tokens: TokenFile) -> TeacherCache | None:

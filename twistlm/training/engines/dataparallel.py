@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...data.stream import Slot
 from ...model import masks
-from ...model.masks import Order, Turn
+from ...model.masks import Order, WorkerRound
 from ...model.subnet import Rho, scale_of
 from ...system.device import to_device
 from ...transport.traffic import Bytes, Traffic
@@ -96,7 +96,7 @@ class DataParallel:
         factor = scale_of(t.scale, rho)
         rows = masks.n_rows(blocks, t.batch)
         mine = run.cluster.workers if blocks.masks == "sequence" else [0]
-        turns = [Turn(run.cfg.run.seed, round, place, t.interval, rows) for place in mine]
+        turns = [WorkerRound(run.cfg.run.seed, round, place, t.interval, rows) for place in mine]
         full = run.block_map.full()
         drawn = [
             masks.draw(run.block_map, full, blocks, turn, order, t.method, factor) for turn in turns

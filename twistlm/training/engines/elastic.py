@@ -159,7 +159,7 @@ class Elastic:
                     after = stream.fail(after, slots, work.places[i])
                 else:
                     after = stream.give_back(after, slots)
-            for place in after.aside[len(work.leases.aside) :]:
+            for place in after.skipped[len(work.leases.skipped) :]:
                 self.events.write("set aside", round=r, why=run.batches.name(place))
         stats = aggregator.aggregate_(run.central, results, held_by, run.cfg.train.nesterov())
         took = time.monotonic() - began
