@@ -106,7 +106,8 @@ class Lab:
         self.deadline = time.monotonic() + seconds
         self._open: OpenParent | None = None
         self._hashes: dict[Recipe | None, str] = {}
-        self.kept: dict[tuple, Any] = {}  # seats of trainings that leave no checkpoint
+        # teacher -> trainers of runs that leave no checkpoint
+        self.kept: dict[str, dict[tuple, Any]] = {}
         self._order: Order | None = None
         self._sha256: dict[str, str] = {}  # of the texts
         base = config.load(scale.preset, [*scale.changes, *self.overrides])
@@ -310,6 +311,6 @@ def summary(out: Path) -> dict[str, Any]:
 
 
 def _forget() -> None:
-    gc.collect()  # seats and their recorded graphs hold each other
+    gc.collect()  # trainers and their recorded graphs hold each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from twistlm.config import Config, TrainConfig
 from twistlm.data.stream import Leases
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.model.generator import draws
-from twistlm.model.layout import Layout
 from twistlm.model.masks import Order, prefixes
 from twistlm.system import terminal
 from twistlm.tickets.parent import Parent
@@ -23,8 +21,7 @@ from twistlm.training import checkpoint, engines
 from twistlm.training.progress import Progress
 from twistlm.training.run import Run
 from twistlm.training.startup import scored_sequences, set_up
-from twistlm.training.worker import Seat, Seats
-from twistlm.transport.ranks import Cluster, SeatKind
+from twistlm.transport.ranks import Cluster
 
 from .lab import Lab, TimeIsUp
 from .scales import DENSE, DROPOUT, TWIN, TWIST, TWIST_FRESH, Recipe, Scale
@@ -121,22 +118,6 @@ def _n_dense(t: TrainConfig, way: Way) -> int:
     return round(t.rounds * way.dense)
 
 
-class KeptSeats(Seats):
-    """Seats that outlive a training: compiled layers and recorded graphs serve the next one of their shape."""
-
-    def __init__(self, kept: dict[tuple, Seat], taught_by: str, *args: Any):
-        super().__init__(*args)
-        self.kept, self.taught_by = kept, taught_by
-
-    def new(self, where: Layout, kind: SeatKind, *, fresh: bool) -> Seat:
-        t = self.cfg
-        of_config = (t.betas, t.eps, t.weight_decay, t.clip, t.precision, t.compile, t.distil)
-        key = (kind, fresh, self.taught_by, tuple(where.shapes.values()), of_config)
-        if key not in self.kept:
-            self.kept[key] = super().new(where, kind, fresh=fresh)
-        return self.kept[key]
-
-
 @dataclass(frozen=True)
 class Spent:
     """What the rounds of a training took."""
@@ -153,7 +134,7 @@ def train(
 ) -> tuple[Run, Progress, Spent]:
     """All rounds, on the sequences that follow those in `leases`."""
     run, progress = set_up(cfg, cluster, False, True)
-    run = replace(run, make_seats=partial(KeptSeats, lab.kept, progress.teacher))
+    run = replace(run, kept_trainers=lab.kept.setdefault(progress.teacher, {}))
     spent, progress, t = before, replace(progress, leases=leases), cfg.train
     # a ring's bytes are all between ranks
     share = 1 - 1 / t.n_workers if t.method == "twist" else 1.0

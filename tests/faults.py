@@ -20,14 +20,14 @@ from twistlm.transport.protocol import checksum
 
 
 class Faulty(Worker):
-    def enter(self, run, taught_by):
-        hello = super().enter(run, taught_by)
+    def enter(self, run, teacher):
+        info = super().enter(run, teacher)
         self.out = Path(run.config["run"]["out"])
-        self.name = hello.name
+        self.name = info.name
         path = self.out / "faults.json"
         self.plan = json.loads(path.read_text()) if path.is_file() else []
         self.place = int(ray.get_runtime_context().get_actor_name().rpartition("-")[2])
-        return hello
+        return info
 
     def due(self, at: str, order) -> str | None:
         for i, fault in enumerate(self.plan):

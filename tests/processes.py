@@ -125,20 +125,20 @@ def drive(table: dict, resume: bool, keep: bool, kill: dict | None = None) -> No
     With `kill` the process dies before its n-th call of a function: {"at": "elastic.Elastic._post", "n": 3}.
     """
     from twistlm.training import checkpoint
-    from twistlm.training.engines import actor, elastic, places
+    from twistlm.training.engines import actor, elastic, worker_pool
 
     if not isinstance(actor.WORKER, faults.Faulty):
         actor.WORKER = faults.Faulty
-    end = places.Places.close
+    end = worker_pool.WorkerPool.close
     if keep:
-        places.Places.close = lambda self, end=True: _close(self, False)
+        worker_pool.WorkerPool.close = lambda self, end=True: _close(self, False)
     _close = end
     if kill:
         _dies({"elastic": elastic, "aggregator": aggregator, "checkpoint": checkpoint}, **kill)
     try:
         rounds.train(config.from_dict(table), resume=resume, quiet=True)
     finally:
-        places.Places.close, actor.WORKER = end, actor.Worker
+        worker_pool.WorkerPool.close, actor.WORKER = end, actor.Worker
 
 
 def _dies(modules: dict, at: str, n: int) -> None:
@@ -263,9 +263,9 @@ def replay(
                 after = stream.fail(after, mine, place) if failed else stream.give_back(after, mine)
                 continue
             factors = scales(run.block_map, run.block_map.widths(blueprints[i]), t.scale)
-            result = run.seats.train(
+            result = run.trainers.train(
                 "physical",
-                dispatcher.parcel(deal, i, run.segments, run.central.buffer),
+                dispatcher.subnet_buffer(deal, i, run.segments, run.central.buffer),
                 gate_values(run.block_map, blueprints[i], factors)[None],
                 torch.stack([run.batches.slot(slot) for slot in mine]),
                 r,

@@ -45,7 +45,7 @@ from twistlm.tickets.parent import open_parent
 from twistlm.tickets.runnable import verify
 from twistlm.tickets.score import ScoreRequest
 from twistlm.training import checkpoint, rounds
-from twistlm.transport.checks import suspicion
+from twistlm.transport.checks import reason_to_reject
 
 # ---------------------------------------------------------------- files of version 0.1 (commit 80de057, before the rooms)
 
@@ -534,9 +534,9 @@ def test_a_loss_of_1e308_is_not_believed(tmp_path):
 
     cfg = config.from_dict({}).train
     sent = torch.ones(1, 4)
-    assert suspicion(cfg, sent.clone(), sent, 11.0 * cfg.interval) is None
+    assert reason_to_reject(cfg, sent.clone(), sent, 11.0 * cfg.interval) is None
     for loss in (1e308, -1.0, float("nan")):
-        assert "loss" in suspicion(cfg, sent.clone(), sent, loss)
+        assert "loss" in reason_to_reject(cfg, sent.clone(), sent, loss)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text('{"round": 1, "loss": 1e308}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, round 1: a loss of 1e\+308"):

@@ -144,7 +144,7 @@ def test_torch_distributed_is_imported_where_processes_meet():
 
 def test_ray_is_an_extra():
     """One module imports it, and is itself imported by what needs it, or inside functions."""
-    needs = {"transport.ray_cluster", "training.engines.actor", "training.engines.places"}
+    needs = {"transport.ray_cluster", "training.engines.actor", "training.engines.worker_pool"}
     needs |= {"training.engines.elastic", "lab.bench.peer_ray"}
     for name, source in SOURCES.items():
         tops = [node for node in ast.parse(source).body if isinstance(node, ast.Import)]

@@ -16,7 +16,7 @@ from twistlm.lab.bench import comm, curve, peer, profile, train
 from twistlm.model import families, huggingface, layout
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.system.device import pick_device
-from twistlm.training.worker import Seat
+from twistlm.training.worker import LocalTrainer
 
 # torch's compiler uses parts of torch that are deprecated
 COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -107,15 +107,15 @@ def test_bf16_trains_a_rounded_copy(tokens, tmp_path):
     assert 0 < low.difference < 2e-2
     cfg = tiny(tokens, tmp_path, train={"precision": "bf16"})
     model = huggingface.load(cfg.model, 0)
-    seat = curve._seat(model, cfg, pick_device("cpu"))
-    assert isinstance(seat, Seat)
-    before = seat.buffer[0].clone()
-    seat.step(torch.zeros(2, 16, dtype=torch.int64), 1e-4)
-    assert {p.dtype for p in seat.subnet.model.parameters()} == {torch.bfloat16}
-    assert seat.buffer.dtype == torch.float32
-    assert torch.equal(seat.work, seat.buffer[0].bfloat16())
-    assert not torch.equal(seat.buffer[0], before)  # a step too small for bf16 is not lost
-    assert float((seat.buffer[0] - before).abs().max()) <= 2e-4
+    trainer = curve._trainer(model, cfg, pick_device("cpu"))
+    assert isinstance(trainer, LocalTrainer)
+    before = trainer.buffer[0].clone()
+    trainer.step(torch.zeros(2, 16, dtype=torch.int64), 1e-4)
+    assert {p.dtype for p in trainer.subnet.model.parameters()} == {torch.bfloat16}
+    assert trainer.buffer.dtype == torch.float32
+    assert torch.equal(trainer.work, trainer.buffer[0].bfloat16())
+    assert not torch.equal(trainer.buffer[0], before)  # a step too small for bf16 is not lost
+    assert float((trainer.buffer[0] - before).abs().max()) <= 2e-4
 
 
 @COMPILES

@@ -430,7 +430,7 @@ def test_a_way_that_trains_the_whole_model_first(lab):
         assert tried["chosen"] == min(tried["tried"], key=tried["tried"].__getitem__)
         assert len(tried["tried"]) == 6
         assert tried["first_window"] * 64 >= TINY.tokens
-    taught_by = {key[2] for key in small.kept}
+    teachers = set(small.kept)
     first = [f"model.weights={small.trained(None)}", "run.seed=1", f"run.out={lab.folder}/alone"]
     cfg = config.override(small.base, [*dense_changes(scale, small.base.train, way), *first])
     after = rounds.train(cfg, resume=False, quiet=True)
@@ -438,7 +438,7 @@ def test_a_way_that_trains_the_whole_model_first(lab):
     cfg = config.override(cfg, [*changes(scale, small.base.train, way, 4), "run.seed=1"])
     with closing(engines.join(cfg)) as cluster:
         _, progress, spent = ways.train(small, cfg, cluster, Leases(8), ways.Spent(tokens=100))
-    assert taught_by == {"", progress.teacher}  # the dense part has none
+    assert teachers == {"", progress.teacher}  # the dense part has none
     assert progress.leases.next == 8 + 2 * 4
     assert spent.tokens == 100 + 2 * 4 * 64
     assert spent.links == spent.bytes * 3 / 4  # of four ranks, each has a quarter of it

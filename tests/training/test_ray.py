@@ -42,10 +42,10 @@ def pids(here: Scene) -> dict[int, list[int]]:
 def test_ray_is_the_local_run_bit_for_bit(scene, tmp_path):
     """Carried moments, outer Nesterov, measured scale, balanced deal, a teacher, a mask for every sequence;
     then the second half in one process."""
-    taught_by = rounds.train(tiny(make_tokens(tmp_path / "t"), tmp_path / "teacher"), quiet=True)
+    teacher = rounds.train(tiny(make_tokens(tmp_path / "t"), tmp_path / "teacher"), quiet=True)
     here = scene(
         train=TRAIN
-        | {"scale": "measured", "rounds": 4, "schedule": "constant", "teacher": str(taught_by)},
+        | {"scale": "measured", "rounds": 4, "schedule": "constant", "teacher": str(teacher)},
         blocks={
             "deal": "balanced",
             "k_attn": [2, 3],
@@ -70,8 +70,8 @@ def test_a_driver_that_crashes_finds_its_workers_again(scene, tmp_path, monkeypa
     """An exception, not a signal: the workers stay, and the same processes go on, bit for bit, with what a
     teacher's cache holds for their tokens, over a narrow wire by which `local` rounds, too."""
     here = scene(train=TRAIN | {"rounds": 5, "teacher": "cache"}, run={"wire": "int8"})
-    taught_by = rounds.train(tiny(here.tokens, tmp_path / "teacher"), quiet=True)
-    write_cache(open_tokens(here.tokens), str(taught_by), 8, 16, "cpu", quiet=True)
+    teacher = rounds.train(tiny(here.tokens, tmp_path / "teacher"), quiet=True)
+    write_cache(open_tokens(here.tokens), str(teacher), 8, 16, "cpu", quiet=True)
     aggregate, calls = aggregator.aggregate_, []
 
     def fails(*args):

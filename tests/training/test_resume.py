@@ -140,13 +140,13 @@ def test_one_signal_is_a_wish_and_a_later_one_stops_at_once():
     """Schedulers send the same one twice within a second; afterwards the handlers are as they were."""
     before = [signal.getsignal(number) for number in SIGNALS]
     with on_signals(Stop(), quiet=True) as stop:
-        assert not stop.wished
+        assert not stop.requested
         signal.raise_signal(signal.SIGTERM)
         try:
             signal.raise_signal(signal.SIGTERM)
         except KeyboardInterrupt:  # it would end all tests
             pytest.fail("the same signal, passed on by a parent, stopped at once")
-        assert stop.wish == signal.SIGTERM
+        assert stop.signal == signal.SIGTERM
         stop.since -= 1.1  # seconds
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

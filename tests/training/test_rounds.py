@@ -302,25 +302,25 @@ def test_rounds_equal_a_reference_by_hand(tokens, start, tmp_path, seat, recipe)
 
 
 def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
-    """With stale moments and weight decay a plain AdamW would; the central seat trains in place."""
+    """With stale moments and weight decay a plain AdamW would; the central trainer trains in place."""
     run = setup(tokens, tmp_path / "run", run={"variant": "local", "seat": "masked"})
     random_central(run).buffer[0].mul_(0.02)
     run.central.buffer[2].abs_()
     blueprints = deal(run)
     before = run.central.weights.clone()
     deal_ = dispatcher.prepare(run.segments, 0, blueprints)
-    parcel = dispatcher.parcel(deal_, 0, run.segments, run.central.buffer)
-    seat = run.seats.new(parcel.layout, "central", fresh=False)
-    factors = scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt")
-    seat.load(parcel, gate_values(run.block_map, parcel.blueprint, factors)[None], 5)
+    part = dispatcher.subnet_buffer(deal_, 0, run.segments, run.central.buffer)
+    trainer = run.trainers.get(part.layout, "central", fresh=False)
+    factors = scales(run.block_map, run.block_map.widths(part.blueprint), "sqrt")
+    trainer.load(part, gate_values(run.block_map, part.blueprint, factors)[None], 5)
     held = torch.zeros_like(before, dtype=torch.bool)
     held[: run.full.n_shared] = True
-    held[run.full.n_shared :].view(-1, run.segments.grain)[parcel.index] = True
+    held[run.full.n_shared :].view(-1, run.segments.grain)[part.index] = True
     for step in range(3):
-        seat.step(run.batches(0, step), 1e-2)
+        trainer.step(run.batches(0, step), 1e-2)
         assert torch.equal(run.central.weights[~held], before[~held])
         assert not torch.equal(run.central.weights[held], before[held])
-    seat.result()
+    trainer.result()
     assert torch.equal(
         run.central.weights, before
     )  # put back: the aggregator alone moves the centre
@@ -328,19 +328,19 @@ def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
 
 @pytest.mark.parametrize("over_the_wire", [False, True])
 def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wire):
-    """The rounded copy is what the model runs on: it must follow every new parcel."""
+    """The rounded copy is what the model runs on: it must follow every new part."""
     run = setup(tokens, tmp_path / "run", train={"precision": "bf16"})
     random_central(run)
     deal_ = dispatcher.prepare(run.segments, 0, deal(run))
-    parcel = dispatcher.parcel(deal_, 0, run.segments, run.central.buffer)
-    expected = cut(run.central, parcel.blueprint)
+    part = dispatcher.subnet_buffer(deal_, 0, run.segments, run.central.buffer)
+    expected = cut(run.central, part.blueprint)
     if over_the_wire:
-        parcel = replace(parcel, source=expected.clone())
-    seat = run.seats.new(parcel.layout, "physical", fresh=False)
-    factors = scales(run.block_map, run.block_map.widths(parcel.blueprint), "sqrt")
-    seat.load(parcel, gate_values(run.block_map, parcel.blueprint, factors)[None], 0)
-    assert torch.equal(seat.buffer, expected)
-    assert torch.equal(seat.work, expected[0].bfloat16())
+        part = replace(part, source=expected.clone())
+    trainer = run.trainers.get(part.layout, "physical", fresh=False)
+    factors = scales(run.block_map, run.block_map.widths(part.blueprint), "sqrt")
+    trainer.load(part, gate_values(run.block_map, part.blueprint, factors)[None], 0)
+    assert torch.equal(trainer.buffer, expected)
+    assert torch.equal(trainer.work, expected[0].bfloat16())
 
 
 def test_dense_equals_adamw_on_the_joint_batch(tokens, tmp_path):

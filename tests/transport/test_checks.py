@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import tiny
 
-from twistlm.transport.checks import Unbelievable, believed, suspicion
+from twistlm.transport.checks import RejectedResult, check_result, reason_to_reject
 from twistlm.transport.protocol import RoundResult, checksum
 
 SENT = torch.ones(3, 5000)
@@ -19,7 +19,7 @@ def read(result: torch.Tensor, *, announced: torch.Tensor | None = None, loss_su
     """What becomes of a result whose checksum is that of `announced`."""
     up = result.reshape(-1).view(torch.uint8)
     told = checksum(up if announced is None else announced.view(-1).view(torch.uint8))
-    return believed(CFG, RoundResult(0, up.numpy(), told, loss_sum), up, SENT)
+    return check_result(CFG, RoundResult(0, up.numpy(), told, loss_sum), up, SENT)
 
 
 def test_a_sound_result_is_read_where_it_lies():
@@ -47,7 +47,7 @@ NAN[0, 7], MOMENT[1, 8], NEGATIVE[2, 9] = math.nan, math.inf, -1e-9
     ],
 )
 def test_what_is_found_wrong(word, result, more):
-    with pytest.raises(Unbelievable, match=word):
+    with pytest.raises(RejectedResult, match=word):
         read(result, **more)
 
 
@@ -55,8 +55,8 @@ def test_as_far_as_adamw_can_move_and_no_farther():
     """By hand: 3 steps of 0.01, each 2 sqrt(0.1 / 0.05) and twice the decay of 0.1 on weights that are all 1."""
     sent = torch.ones(1, 300_000)  # in two pieces
     farthest = 3 * 0.01 * (2 * math.sqrt(2) + 2 * 0.1)
-    assert suspicion(CFG.train, sent + 0.999 * farthest, sent, 2.0) is None
-    assert "49.8 is the most" in suspicion(CFG.train, sent + 1.001 * farthest, sent, 2.0)
+    assert reason_to_reject(CFG.train, sent + 0.999 * farthest, sent, 2.0) is None
+    assert "49.8 is the most" in reason_to_reject(CFG.train, sent + 1.001 * farthest, sent, 2.0)
 
 
 def test_a_checksum_changes_with_every_bit():

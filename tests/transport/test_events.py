@@ -34,12 +34,12 @@ def test_the_table_and_the_lines_say_the_same(tmp_path):
     ]
     assert rows[4]["why"] == "NaN or Inf in the update"
     assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
-    slow, fast, sick = (events.standings[name] for name in ("slow", "fast", "sick"))
+    slow, fast, sick = (events.statuses[name] for name in ("slow", "fast", "sick"))
     # slow came 4.0 - 1.5 and 3.0 - 1.0 seconds after the others
     assert (slow.rounds, slow.seconds, slow.waited) == (2, 3.0, 4.5)
     assert (fast.state, fast.rounds, fast.waited) == ("lost", 2, 0.0)
     assert (sick.state, sick.rounds, sick.refused) == ("in", 1, 1)
-    assert "10.0.0.9:1" not in events.standings
+    assert "10.0.0.9:1" not in events.statuses
     console = Console(width=120, record=True)
     console.print(events)
     lines = console.export_text().splitlines()
@@ -68,7 +68,7 @@ def test_what_goes_wrong_is_printed_and_over_when_the_worker_is_back(tmp_path, c
     events.write("waiting", workers=2)
     said = [f"{event}: w1 seconds 61.3, why a reason" for event in wrong]
     assert capsys.readouterr().out.splitlines() == [*said, "waiting: workers 2"]
-    assert (events.standings["w1"].state, events.standings["w1"].why) == ("in", "")
+    assert (events.statuses["w1"].state, events.statuses["w1"].why) == ("in", "")
 
 
 def test_of_many_workers_the_table_has_those_that_are_in(tmp_path):
@@ -87,4 +87,4 @@ def test_of_many_workers_the_table_has_those_that_are_in(tmp_path):
 def test_a_full_disk_stops_no_run(tmp_path):
     events = Events(tmp_path / "gone", quiet=True)
     events.write("joined", "a", place=0)
-    assert events.standings["a"].state == "in"
+    assert events.statuses["a"].state == "in"

@@ -34,17 +34,17 @@ class Ended(Exception):
 class Stop:
     """Which signal has come, 0 for none."""
 
-    wish: int = 0
+    signal: int = 0
     since: float = 0.0
 
     @property
-    def wished(self) -> bool:
-        return self.wish != 0
+    def requested(self) -> bool:
+        return self.signal != 0
 
 
 def stopped(stop: Stop, round: int) -> Ended:
-    name = signal.Signals(stop.wish).name
-    return Ended(f"stopped by {name} after round {round}", 128 + stop.wish)
+    name = signal.Signals(stop.signal).name
+    return Ended(f"stopped by {name} after round {round}", 128 + stop.signal)
 
 
 @contextmanager
@@ -52,11 +52,11 @@ def on_signals(stop: Stop, quiet: bool = False) -> Iterator[Stop]:
     """While this is open, the first signal is noted in `stop`; threads cannot catch signals."""
 
     def note(number: int, frame: Any) -> None:
-        if stop.wish:
+        if stop.signal:
             if time.monotonic() - stop.since > SAME:
                 raise KeyboardInterrupt
             return
-        stop.wish, stop.since = number, time.monotonic()
+        stop.signal, stop.since = number, time.monotonic()
         if not quiet:
             name = signal.Signals(number).name
             console.print(f"{name}: ending in good order; once more stops at once")

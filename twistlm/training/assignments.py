@@ -20,7 +20,7 @@ from ..system.terminal import console
 from ..transport.traffic import Bytes, Traffic, other_counts, subnet_bytes
 from . import dispatcher
 from .aggregator import Result
-from .dispatcher import Deal, Parcel
+from .dispatcher import Deal, SubnetBuffer
 from .progress import Progress
 from .run import Run
 
@@ -33,14 +33,14 @@ Present = Sequence[
 
 def everyone(run: Run) -> Present:
     """All S workers, each with the round's usual K."""
-    return [(place, {}) for place in range(run.cluster.seating.n_workers)]
+    return [(place, {}) for place in range(run.cluster.placement.n_workers)]
 
 
 def deal(run: Run, progress: Progress, present: Present) -> Deal:
     """(2) Who holds what in the next round: a function of its number and the counts so far."""
     blueprints = generator.for_training(
         run.block_map,
-        run.cluster.seating.n_workers,
+        run.cluster.placement.n_workers,
         run.cfg.blocks,
         seed=run.cfg.run.seed,
         round=progress.round,
@@ -106,11 +106,11 @@ def assign(run: Run, progress: Progress, dealt: Deal, present: Present, rho: Rho
     return Assignments(dealt, places, slots, after, rho, progress.order)
 
 
-def train_here(run: Run, work: Assignments, worker: int, parcel: Parcel) -> Result:
-    """(4) A worker's local steps in one of this process's seats."""
-    return run.seats.train(
-        run.cluster.seating.kinds[work.places[worker]],
-        parcel,
+def train_here(run: Run, work: Assignments, worker: int, part: SubnetBuffer) -> Result:
+    """(4) A worker's local steps in one of this process's trainers."""
+    return run.trainers.train(
+        run.cluster.placement.kinds[work.places[worker]],
+        part,
         work.gates(run, worker),
         work.tokens(run, worker),
         work.deal.round,

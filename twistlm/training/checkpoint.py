@@ -255,8 +255,8 @@ def progress_of(checkpoint: Checkpoint, block_map: BlockMap) -> Progress:
     order = {n: tuple(blocks) for n, blocks in checkpoint.manifest.get("order", {}).items()}
     if any(sorted(order.get(g.name, ())) != list(range(g.n_blocks)) for g in block_map.groups):
         order = {}  # none, or one of blocks that are cut otherwise now
-    taught_by = str(checkpoint.manifest.get("teacher", ""))
-    return Progress(checkpoint.round, checkpoint.leases, held, rho, order, taught_by)
+    teacher = str(checkpoint.manifest.get("teacher", ""))
+    return Progress(checkpoint.round, checkpoint.leases, held, rho, order, teacher)
 
 
 def _load(checkpoint: Checkpoint, name: str) -> State:

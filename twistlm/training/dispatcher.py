@@ -1,4 +1,4 @@
-"""(3) The dispatcher: blueprint -> one contiguous buffer -> seat."""
+"""(3) The dispatcher: blueprint -> one contiguous buffer -> trainer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..system.device import BufferPool
 
 
 @dataclass(frozen=True)
-class Parcel:
+class SubnetBuffer:
     """What one worker gets: its subnet's buffer, and where its blocks lie in the central one.
 
-    Here the buffer is still part of the central one and is cut into the seat itself; what came over
+    Here the buffer is still part of the central one and is cut into the trainer itself; what came over
     the wire is cut already.
     """
 
@@ -76,8 +76,8 @@ def prepare(segments: Segments, round: int, blueprints: list[Blueprint]) -> Deal
     return Deal(round, blueprints, indices, holders(segments, blueprints))
 
 
-def parcel(deal: Deal, worker: int, segments: Segments, source: Tensor) -> Parcel:
-    """A worker's parcel out of the central buffer, or out of what came over the wire."""
+def subnet_buffer(deal: Deal, worker: int, segments: Segments, source: Tensor) -> SubnetBuffer:
+    """A worker's part out of the central buffer, or out of what came over the wire."""
     blueprint = deal.blueprints[worker]
     where = segments.full.narrowed(segments.block_map, segments.block_map.widths(blueprint))
-    return Parcel(worker, blueprint, where, deal.indices[worker], source, segments)
+    return SubnetBuffer(worker, blueprint, where, deal.indices[worker], source, segments)

@@ -1,6 +1,6 @@
 """What training takes of a GPU's memory in bf16, counted from shapes before anything runs.
 
-seat          16 bytes per parameter of a subnet: weights and moments in float32, a bf16 copy and a bf16 gradient
+trainer          16 bytes per parameter of a subnet: weights and moments in float32, a bf16 copy and a bf16 gradient
 teacher       2 bytes per parameter
 activations   2 bytes for what compiled layers keep for the backward pass of every token:
               3 d (both normed inputs, the residual) + outputs of the projections into a layer's blocks
@@ -93,7 +93,7 @@ def gpu_bytes(cfg: Config) -> Memory:
         model, replace(cfg.blocks, setting="both", shared_first=0, shared_last=0)
     )
     n_full = count(block_map, shapes, block_map.full_widths())
-    seats = [count(block_map, shapes, widths) for widths in subnet_widths(cfg, block_map)]
+    trainers = [count(block_map, shapes, widths) for widths in subnet_widths(cfg, block_map)]
     largest = max(subnet_widths(cfg, block_map), key=lambda w: count(block_map, shapes, w))
     fresh = cfg.blocks.masks != "round" and cfg.train.method != "dense"
     gated = {g.name for g in block_map.groups if fresh or largest[g.name] < g.n_blocks}
@@ -103,7 +103,7 @@ def gpu_bytes(cfg: Config) -> Memory:
     n_teacher = taught.n_params if taught else 0
     n_logits = min(n_tokens, CHUNK) * (1 + (n_tokens > CHUNK) + (n_teacher > 0))
     vocab = huggingface.vocab_size(model)
-    worker = SEAT * sum(seats) + HALF * n_teacher + REST
+    worker = SEAT * sum(trainers) + HALF * n_teacher + REST
     worker += HALF * (
         kept * cfg.train.batch * cfg.data.seq_len + n_logits * (vocab + -vocab % ALIGN)
     )
@@ -114,7 +114,7 @@ def gpu_bytes(cfg: Config) -> Memory:
 
 
 def subnet_widths(cfg: Config, block_map: BlockMap) -> list[Widths]:
-    """Of every subnet that comes up; a seat is kept for each."""
+    """Of every subnet that comes up; a trainer is kept for each."""
     if cfg.train.method != "twist":
         return [block_map.full_widths()]
     attn, ffn = (cfg.blocks.k(kind) or (0,) for kind in ("attn", "ffn"))  # none: it is not cut

@@ -228,7 +228,7 @@ STORE = 5.0  # Gbit/s that Ray's object store carries between hosts, however fas
 
 
 def busiest(engine: Engine, n_workers: int, subnet: int, full: int, interval: int) -> int:
-    """Bytes of the busiest link; `subnet` is what one parcel costs both ways, `full` one gradient."""
+    """Bytes of the busiest link; `subnet` is what one part costs both ways, `full` one gradient."""
     if engine == "ray":
         return n_workers * subnet
     if engine == "sharded":

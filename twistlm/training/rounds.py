@@ -74,13 +74,13 @@ def _loop(
 ) -> Path:
     """Rounds until the end, a signal or a late hour; every rank runs it, the central one keeps the books."""
     with ExitStack() as open_:
-        books = open_.enter_context(Books(run, progress, engine, quiet))
+        recorder = open_.enter_context(RunRecorder(run, progress, engine, quiet))
         while progress.round < run.end(progress):
             began = time.perf_counter()
             try:
                 outcome = engine.round(progress)
             except Ended:  # the round is abandoned, nothing of it is in the central model
-                books.save_last(progress)
+                recorder.save_last(progress)
                 raise
             progress = outcome.progress
             final = progress.round >= run.end(progress)
@@ -90,12 +90,12 @@ def _loop(
             saves = engine.stops or late or _is_saved(run, progress)
             if evaluates or saves:
                 engine.collect_()
-            books.note(outcome, time.perf_counter() - began, evaluates, saves)
+            recorder.note(outcome, time.perf_counter() - began, evaluates, saves)
             if note is not None:
                 note(f"round {progress.round}/{run.end(progress)}")
             if engine.stops and not final:
                 if not saves:  # the signal came since
-                    books.save_last(progress)
+                    recorder.save_last(progress)
                 raise stopped(run.stop, progress.round)
             if late:
                 break
@@ -113,14 +113,14 @@ def _is_saved(run: Run, progress: Progress) -> bool:
     return progress.round >= run.end(progress) or bool(every and progress.round % every == 0)
 
 
-class Books:
+class RunRecorder:
     """Metrics, evaluations, checkpoints and the bar of a run, kept on the central rank alone."""
 
     def __init__(self, run: Run, start: Progress, engine: Engine, quiet: bool):
         self.run, self.start, self.engine, self.quiet = run, start, engine, quiet
         self._open = ExitStack()
 
-    def __enter__(self) -> Books:
+    def __enter__(self) -> RunRecorder:
         run, method = self.run, self.run.cfg.train.method
         out, tokenizer = Path(run.cfg.run.out), run.batches.file.tokenizer_path
         found = tokenizer if tokenizer.is_file() else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,7 +17,7 @@ from ..model.layout import CutModel, Layout, Segments
 from ..system.signals import Stop
 from ..transport.ranks import Cluster
 from .progress import Progress
-from .worker import Seats
+from .worker import LocalTrainer, TrainerPool
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,8 @@ class Run:
     evaluator: Evaluator | None = None  # likewise
     teacher: AnyTeacher | None = None
     stop: Stop = field(default_factory=Stop)
-    make_seats: Callable[..., Seats] = Seats  # experiments keep theirs for the next run
+    # by shape; given to the next run of the same teacher, what was compiled is not compiled again
+    kept_trainers: dict[tuple, LocalTrainer] = field(default_factory=dict)
 
     @property
     def template(self) -> PreTrainedModel:
@@ -56,10 +56,10 @@ class Run:
         return self.cut.full
 
     @cached_property
-    def seats(self) -> Seats:
+    def trainers(self) -> TrainerPool:
         """Where this process trains the workers that it plays."""
         weights = self.central.weights if self.central else None
-        return self.make_seats(self.cut, self.cfg, weights, self.teacher)
+        return TrainerPool(self.cut, self.cfg, weights, self.teacher, self.kept_trainers)
 
     @property
     def rows(self) -> int:

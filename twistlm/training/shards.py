@@ -26,7 +26,7 @@ from ..system.signals import Stop
 from ..transport import wire
 from ..transport.ranks import Cluster
 from .aggregator import Result, Stats, aggregate_
-from .dispatcher import Deal, Parcel
+from .dispatcher import Deal, SubnetBuffer
 
 AHEAD = 6  # exchanges under way: a link that has little to carry in one goes on with the next
 PIECE = 1 << 20  # bytes to one peer at a time (docs/log.md)
@@ -165,14 +165,14 @@ class Exchanged:
     """A round's losses over all workers, and the signal that any of the ranks was sent."""
 
     stats: Stats
-    wish: int
+    signal: int
 
 
 def round_(
     shard: Shard,
     deal: Deal,
     cluster: Cluster,
-    train: Callable[[Parcel], Result],
+    train: Callable[[SubnetBuffer], Result],
     outer: tuple[float, float] | None,
     stop: Stop,
 ) -> Exchanged:
@@ -181,15 +181,15 @@ def round_(
     A signal that reached any rank by the end of its local steps is known to all afterwards.
     """
     cuts = [_cut(shard, index) for index in deal.indices]
-    parcel = _dispatch(shard, deal, cuts, cluster)
-    result = train(parcel)
-    stats, wish = share_stats(result.stats, stop.wish, cluster)
-    _aggregate(shard, deal, cuts, cluster, parcel.source, result.buffer, outer)
-    return Exchanged(stats, wish)
+    part = _dispatch(shard, deal, cuts, cluster)
+    result = train(part)
+    stats, signal = share_stats(result.stats, stop.signal, cluster)
+    _aggregate(shard, deal, cuts, cluster, part.source, result.buffer, outer)
+    return Exchanged(stats, signal)
 
 
-def _dispatch(shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster) -> Parcel:
-    """This rank's parcel, tile by tile."""
+def _dispatch(shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster) -> SubnetBuffer:
+    """This rank's part, tile by tile."""
     segments, rank = shard.segments, cluster.rank
     blueprint, dtype = deal.blueprints[rank], shard.centrals[0].buffer.dtype
     where = segments.full.narrowed(segments.block_map, segments.block_map.widths(blueprint))
@@ -212,7 +212,7 @@ def _dispatch(shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster) -> Pa
             _set(source, cuts[rank].pieces(segments, tile, (c, owner)), part)
 
     _exchange(cluster, len(shard.tiles), send, take)
-    return Parcel(rank, blueprint, where, deal.indices[rank], source, segments)
+    return SubnetBuffer(rank, blueprint, where, deal.indices[rank], source, segments)
 
 
 def _aggregate(
@@ -267,19 +267,19 @@ def _exchange(
         take(c, under_way.popleft()())
 
 
-def share_stats(stats: Stats, wish: int, cluster: Cluster) -> tuple[Stats, int]:
+def share_stats(stats: Stats, signal: int, cluster: Cluster) -> tuple[Stats, int]:
     """The sum over workers, in worker order, and any rank's signal; on every rank."""
-    mine = [stats.loss_sum, stats.n_steps, stats.n_tokens, wish]
+    mine = [stats.loss_sum, stats.n_steps, stats.n_tokens, signal]
     told = torch.tensor(mine, dtype=torch.float64, device=cluster.device)
     payload, n = wire.encode("fp32", told), cluster.world_size
-    total, wish = Stats(0.0, 0, 0), 0
+    total, signal = Stats(0.0, 0, 0), 0
     for heard in cluster.exchange([payload] * n, [payload.numel()] * n)():
         loss_sum, n_steps, n_tokens, number = wire.decode(
             "fp32", heard, (4,), torch.float64
         ).tolist()
         total += Stats(loss_sum, int(n_steps), int(n_tokens))
-        wish = wish or int(number)
-    return total, wish
+        signal = signal or int(number)
+    return total, signal
 
 
 def _cut(shard: Shard, index: Tensor) -> Cut:

@@ -57,11 +57,11 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed, cache)
     n_rounds = _n_rounds(cfg, batches, saved)
     progress = beginning(cut.block_map)
-    taught_by, named = teacher.load(cfg, cut, train, cache, saved is not None)
+    frozen, named = teacher.load(cfg, cut, train, cache, saved is not None)
     if not cluster.is_central:
         progress = share(progress, cut.block_map, cluster)
         return Run(
-            cfg, cluster, _ranked(cfg, cut, progress), batches, n_rounds, teacher=taught_by
+            cfg, cluster, _ranked(cfg, cut, progress), batches, n_rounds, teacher=frozen
         ), progress
     if saved is not None:
         central = checkpoint.restore(saved, cut.template, cut.block_map, cluster.device)
@@ -77,7 +77,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     cut = _ranked(cfg, cut, progress)
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
     evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)
-    run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator, taught_by)
+    run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator, frozen)
     if saved is not None and saved.round < run.end(progress):
         resume.log_(out, saved, cfg)
     return run, share(progress, cut.block_map, cluster)

@@ -1,4 +1,4 @@
-"""(4) A worker: its seat (model, flat buffers, optimizer) and its local steps."""
+"""(4) A worker: its trainer (model, flat buffers, optimizer) and its local steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..config import Config, TrainConfig
 from ..model.layout import CutModel, Layout, gather_, scatter_
 from ..model.subnet import Gates, build, spread
 from ..system.device import is_bf16, to_device
-from ..transport.ranks import SeatKind
+from ..transport.ranks import TrainerKind
 from .aggregator import Result, Stats
-from .dispatcher import Parcel
+from .dispatcher import SubnetBuffer
 
 
-class Seat:
+class LocalTrainer:
     """One place to train subnets of one shape; it is loaded anew in every round.
 
-    The optimizer always works on compact buffers of the subnet's own size. A masked or central seat
+    The optimizer always works on compact buffers of the subnet's own size. A masked or central trainer
     runs the full model, gathers the gradient of its blocks, and scatters the new weights: absent
     blocks cannot move, whatever Adam's moments or the weight decay say.
 
@@ -37,7 +37,7 @@ class Seat:
         self,
         cut: CutModel,
         layout: Layout,
-        kind: SeatKind,
+        kind: TrainerKind,
         cfg: TrainConfig,
         central_weights: Tensor | None = None,
         teacher: AnyTeacher | None = None,
@@ -81,16 +81,16 @@ class Seat:
     def _zeros(self, layout: Layout, dtype: torch.dtype) -> Tensor:
         return torch.zeros(layout.n_params, dtype=dtype, device=self.device)
 
-    def load(self, parcel: Parcel, gates: Tensor, step: int) -> None:
-        """Take a parcel: weights, and the moments if they travel; `step` is Adam's count so far.
+    def load(self, part: SubnetBuffer, gates: Tensor, step: int) -> None:
+        """Take a part: weights, and the moments if they travel; `step` is Adam's count so far.
 
         `gates` [steps, rows, held blocks] are the factors of every local step, or one for all of them.
         """
-        self.parcel = parcel
+        self.part = part
         low = None if self.work.data_ptr() == self.buffer.data_ptr() else self.work
-        parcel.unpack_(self.buffer[: parcel.rows], low)
-        self.buffer[parcel.rows :].zero_()
-        self.optimizer.start_(step if parcel.rows > 1 else 0)
+        part.unpack_(self.buffer[: part.rows], low)
+        self.buffer[part.rows :].zero_()
+        self.optimizer.start_(step if part.rows > 1 else 0)
         self.losses.zero_()
         self.gate(gates)
         if self.kind != "physical":
@@ -100,7 +100,7 @@ class Seat:
     def gate(self, gates: Tensor) -> None:
         """Bring the factors of all coming steps to the device at once."""
         if self.kind != "physical":
-            gates = spread(self.subnet.block_map, self.parcel.blueprint, gates)
+            gates = spread(self.subnet.block_map, self.part.blueprint, gates)
         self.n_rows = gates.shape[1]
         self._coming = zip(*self.subnet.split(gates[:, :, None]), strict=True)
 
@@ -155,7 +155,7 @@ class Seat:
     def apply(self, lr: float) -> None:
         """Clip the gradient that lies in the buffer and make one AdamW step."""
         if self.kind != "physical":
-            gather_(self.grad[None], self.model_grad[None], self.parcel.segments, self.parcel.index)
+            gather_(self.grad[None], self.model_grad[None], self.part.segments, self.part.index)
         self.optimizer.set_(lr)
         self._apply()
         if self.kind != "physical":
@@ -165,18 +165,18 @@ class Seat:
         self.optimizer.step_()
 
     def result(self) -> Tensor:
-        """The trained buffer, with as many rows as came. A central seat puts the central weights back."""
+        """The trained buffer, with as many rows as came. A central trainer puts the central weights back."""
         if self.kind == "central" and self.before is not None:
             self._to_model(self.before)
-        return self.buffer[: self.parcel.rows]
+        return self.buffer[: self.part.rows]
 
     def _to_model(self, weights: Tensor | None = None) -> None:
         part = self.work if weights is None else weights.to(self.model_weights.dtype)
-        scatter_(self.model_weights[None], part[None], self.parcel.segments, self.parcel.index)
+        scatter_(self.model_weights[None], part[None], self.part.segments, self.part.index)
 
 
-class Seats:
-    """The seats of one process: a seat is made when a subnet of its kind and shape first comes."""
+class TrainerPool:
+    """The trainers of one process: one is made when a subnet of its kind and shape first comes."""
 
     def __init__(
         self,
@@ -184,36 +184,40 @@ class Seats:
         cfg: Config,
         central_weights: Tensor | None = None,
         teacher: AnyTeacher | None = None,
+        made: dict[tuple, LocalTrainer] | None = None,
     ):
         self.cut, self.cfg, self.central_weights = cut, cfg.train, central_weights
         self.teacher, self.fresh = teacher, cfg.blocks.masks != "round"
-        self.made: dict[tuple, Seat] = {}
+        self.made = {} if made is None else made
 
-    def new(self, where: Layout, kind: SeatKind, *, fresh: bool) -> Seat:
-        """A seat for subnets of this layout; `fresh` masks need gates in whole layers, too."""
-        weights, teacher = self.central_weights, self.teacher
-        return Seat(self.cut, where, kind, self.cfg, weights, teacher, fresh=fresh)
+    def get(self, where: Layout, kind: TrainerKind, *, fresh: bool) -> LocalTrainer:
+        """A trainer of subnets of this layout; `fresh` masks need gates in whole layers, too."""
+        t = self.cfg
+        of_config = (t.betas, t.eps, t.weight_decay, t.clip, t.precision, t.compile, t.distil)
+        key = (kind, fresh, tuple(where.shapes.values()), of_config)
+        if key not in self.made:
+            weights, teacher = self.central_weights, self.teacher
+            self.made[key] = LocalTrainer(self.cut, where, kind, t, weights, teacher, fresh=fresh)
+        return self.made[key]
 
     def train(
         self,
-        kind: SeatKind,
-        parcel: Parcel,
+        kind: TrainerKind,
+        part: SubnetBuffer,
         gates: Tensor,
         ids: Tensor,
         round: int,
         total_steps: int,
         teacher_topk: Tensor | None = None,
     ) -> Result:
-        """Load a parcel and train it; the result lies in the seat until its next parcel."""
-        key = (kind, tuple(parcel.layout.shapes.values()))
-        if key not in self.made:
-            self.made[key] = self.new(parcel.layout, kind, fresh=self.fresh)
-        self.made[key].load(parcel, gates, step=round * self.cfg.interval)
-        return train(self.made[key], ids, self.cfg, round, total_steps, teacher_topk)
+        """Load a part and train it; the result lies in the trainer until its next part."""
+        trainer = self.get(part.layout, kind, fresh=self.fresh)
+        trainer.load(part, gates, step=round * self.cfg.interval)
+        return train(trainer, ids, self.cfg, round, total_steps, teacher_topk)
 
 
 def train(
-    seat: Seat,
+    trainer: LocalTrainer,
     ids: Tensor,
     cfg: TrainConfig,
     round: int,
@@ -225,15 +229,15 @@ def train(
     `teacher_topk` [interval, batch, T - 1, bytes] is what a teacher's cache holds for them.
     Nothing here waits for a GPU: while it works on one worker's steps, the host prepares the next.
     """
-    parcel = seat.parcel
+    part = trainer.part
     first = round * cfg.interval
     steps = range(first, first + cfg.interval)
-    batches = to_device(ids, seat.device)
-    lessons = [None] * len(ids) if teacher_topk is None else to_device(teacher_topk, seat.device)
+    batches = to_device(ids, trainer.device)
+    lessons = [None] * len(ids) if teacher_topk is None else to_device(teacher_topk, trainer.device)
     for batch, lesson, step in zip(batches, lessons, steps, strict=True):
-        seat.step(batch, learning_rate(cfg, step, total_steps), lesson)
-    stats = Stats(seat.losses.clone(), cfg.interval, ids.numel())
-    return Result(parcel.worker, seat.result(), parcel.index, stats)
+        trainer.step(batch, learning_rate(cfg, step, total_steps), lesson)
+    stats = Stats(trainer.losses.clone(), cfg.interval, ids.numel())
+    return Result(part.worker, trainer.result(), part.index, stats)
 
 
 def learning_rate(cfg: TrainConfig, step: int, total_steps: int) -> float:

@@ -18,11 +18,11 @@ MOST_LOSS = (
 CHUNK = 1 << 18  # elements: a difference stays in a core's cache until it is squared
 
 
-class Unbelievable(ValueError):
+class RejectedResult(ValueError):
     """A result that must not enter the central model, and why."""
 
 
-def believed(cfg: Config, result: RoundResult, payload: Tensor, sent: Tensor) -> Tensor:
+def check_result(cfg: Config, result: RoundResult, payload: Tensor, sent: Tensor) -> Tensor:
     """The buffer [rows, n] of a result that came as `payload` (uint8); `sent` [rows, n] is what went down.
 
     It is read where it lies; every byte of it is looked at three times, which takes a core as long as a
@@ -31,12 +31,12 @@ def believed(cfg: Config, result: RoundResult, payload: Tensor, sent: Tensor) ->
     shape = (sent.shape[0], sent.shape[1])
     wanted = wire.up_bytes(cfg.run.wire, shape, sent.dtype)
     if payload.numel() != wanted:
-        raise Unbelievable(f"{payload.numel()} bytes instead of {wanted}")
+        raise RejectedResult(f"{payload.numel()} bytes instead of {wanted}")
     if checksum(payload) != result.checksum:
-        raise Unbelievable("a wrong checksum")
+        raise RejectedResult("a wrong checksum")
     buffer = wire.read_up(cfg.run.wire, payload, shape, sent[0])
-    if why := suspicion(cfg.train, buffer, sent, result.loss_sum):
-        raise Unbelievable(why)
+    if why := reason_to_reject(cfg.train, buffer, sent, result.loss_sum):
+        raise RejectedResult(why)
     return buffer
 
 
@@ -61,7 +61,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return length(x - y for x, y in zip(a.split(CHUNK), b.split(CHUNK), strict=True))
 
 
-def suspicion(cfg: TrainConfig, result: Tensor, sent: Tensor, loss_sum: float) -> str | None:
+def reason_to_reject(cfg: TrainConfig, result: Tensor, sent: Tensor, loss_sum: float) -> str | None:
     """Why a result [rows, n] must not be believed; None if there is no reason."""
     if not 0 <= loss_sum <= MOST_LOSS * cfg.interval:
         return f"its loss is {loss_sum}"

@@ -19,7 +19,7 @@ MOST_ROWS = 40  # workers in the table; `events.jsonl` has all of them
 
 
 @dataclass
-class Standing:
+class WorkerStatus:
     """One worker as the table shows it."""
 
     state: str = "in"
@@ -36,7 +36,7 @@ class Events:
 
     out: Path
     quiet: bool = False
-    standings: dict[str, Standing] = field(default_factory=dict)
+    statuses: dict[str, WorkerStatus] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, event: str, worker: str = "", **more: Any) -> None:
@@ -58,17 +58,17 @@ class Events:
             in_order = sorted(more["seconds"].items(), key=lambda item: item[1])
             before = 0.0
             for name, seconds in in_order:
-                standing = self.standings.setdefault(name, Standing())
-                standing.rounds, standing.seconds = standing.rounds + 1, seconds
-                standing.state, before_this = "in", before
+                status = self.statuses.setdefault(name, WorkerStatus())
+                status.rounds, status.seconds = status.rounds + 1, seconds
+                status.state, before_this = "in", before
                 before = seconds
             if in_order:
-                self.standings[in_order[-1][0]].waited += before - before_this
+                self.statuses[in_order[-1][0]].waited += before - before_this
         elif worker and event != "stranger":
-            standing = self.standings.setdefault(worker, Standing())
-            standing.state = {"joined": "in", "refused": standing.state}.get(event, event)
-            standing.why = more.get("why", "")
-            standing.refused += event == "refused"
+            status = self.statuses.setdefault(worker, WorkerStatus())
+            status.state = {"joined": "in", "refused": status.state}.get(event, event)
+            status.why = more.get("why", "")
+            status.refused += event == "refused"
 
     def __rich__(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0))
@@ -76,7 +76,7 @@ class Events:
             numeric = name in ("rounds", "last, s", "waited for, s", "refused")
             table.add_column(name, justify="right" if numeric else "left")
         with self._lock:
-            newest = sorted(self.standings.items(), key=lambda item: item[1].state != "in")
+            newest = sorted(self.statuses.items(), key=lambda item: item[1].state != "in")
         for name, s in newest[:MOST_ROWS]:
             table.add_row(
                 name,

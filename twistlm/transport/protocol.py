@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import Kind
-from .ranks import SeatKind
+from .ranks import TrainerKind
 
 ROW = 64  # words of 8 bytes that a checksum adds up
 
@@ -38,7 +38,7 @@ class RunDescription:
 
 
 @dataclass(frozen=True)
-class Hello:
+class WorkerInfo:
     """A worker whose model is built: where it is, and K where its machine has its own."""
 
     name: str
@@ -53,7 +53,7 @@ class RoundOrder:
     round: int
     worker: int  # among those of the round
     blueprint: dict[str, tuple[int, ...]]  # block group -> the blocks of the subnet
-    seat: SeatKind
+    trainer: TrainerKind
     gates: Any  # [steps, rows, held blocks], a numpy array: masks times activation scales
     weights_checksum: str
     tokens_checksum: str

@@ -23,15 +23,15 @@ from torch import Tensor
 from ..system.device import pick_device
 from ..system.signals import end_with_launcher
 
-SeatKind = Literal["physical", "masked", "central"]
+TrainerKind = Literal["physical", "masked", "central"]
 
 
 @dataclass(frozen=True)
-class Seating:
-    """Worker -> rank and kind of seat. Rank 0 hosts the central model (or speaks for its shards)."""
+class Placement:
+    """Worker -> rank and kind of trainer. Rank 0 hosts the central model (or speaks for its shards)."""
 
     ranks: tuple[int, ...]
-    kinds: tuple[SeatKind, ...]
+    kinds: tuple[TrainerKind, ...]
 
     @property
     def n_workers(self) -> int:
@@ -41,7 +41,9 @@ class Seating:
         return [worker for worker, at in enumerate(self.ranks) if at == rank]
 
 
-def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physical") -> Seating:
+def place_workers(
+    variant: str, n_workers: int, world_size: int, kind: TrainerKind = "physical"
+) -> Placement:
     """The seating table of a variant; a wrong number of ranks is refused."""
     if variant in ("local", "ray"):
         if world_size != 1:
@@ -51,10 +53,10 @@ def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physic
             )
         if variant == "ray":  # this process trains nothing
             kind = "physical"
-            return Seating(tuple(range(1, n_workers + 1)), (kind,) * n_workers)
-        return Seating((0,) * n_workers, (kind,) * n_workers)
-    seats = world_size - 1 if variant == "true" else world_size
-    if n_workers != seats:
+            return Placement(tuple(range(1, n_workers + 1)), (kind,) * n_workers)
+        return Placement((0,) * n_workers, (kind,) * n_workers)
+    trainers = world_size - 1 if variant == "true" else world_size
+    if n_workers != trainers:
         need = n_workers + 1 if variant == "true" else n_workers
         raise ValueError(
             f"run.variant = {variant!r} with train.n_workers = {n_workers} needs {need} ranks, but there "
@@ -62,10 +64,10 @@ def seat(variant: str, n_workers: int, world_size: int, kind: SeatKind = "physic
             f"torchrun --nproc-per-node {need} -m twistlm train ..."
         )
     same = variant in ("true", "sharded")
-    first: SeatKind = "physical" if same else "masked" if variant == "masked" else "central"
-    others: SeatKind = "masked" if variant == "masked" else "physical"
+    first: TrainerKind = "physical" if same else "masked" if variant == "masked" else "central"
+    others: TrainerKind = "masked" if variant == "masked" else "physical"
     ranks = range(1, world_size) if variant == "true" else range(world_size)
-    return Seating(tuple(ranks), (first,) + (others,) * (n_workers - 1))
+    return Placement(tuple(ranks), (first,) + (others,) * (n_workers - 1))
 
 
 def on_central_rank() -> bool:
@@ -98,7 +100,7 @@ def _alive(peer: int | None = None) -> Iterator[None]:
         ) from None
 
 
-class Heart:
+class Heartbeat:
     """Signs of life in torchrun's store: a rank that is stopped or cut off says nothing, and gloo would wait.
 
     A rank may take as long as it likes for its set-up or its steps: this thread goes on beside them. When a
@@ -166,15 +168,15 @@ class Cluster:
     """This process's place in the run; torchrun's ranks are one process group, which ends when one of them dies."""
 
     def __init__(
-        self, variant: str, n_workers: int, kind: SeatKind, device: str, silence: float = 60.0
+        self, variant: str, n_workers: int, kind: TrainerKind, device: str, silence: float = 60.0
     ):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.seating = seat(variant, n_workers, self.world_size, kind)
+        self.placement = place_workers(variant, n_workers, self.world_size, kind)
         self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
         self.n_sent = self.n_received = 0  # bytes of exchanges
         self._n_exchanges = 0
-        self._heart: Heart | None = None
+        self._heartbeat: Heartbeat | None = None
         if self.world_size > 1:
             end_with_launcher()
             if self.device.type == "cuda":
@@ -182,7 +184,7 @@ class Cluster:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             with _alive():
                 store, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.world_size)))
-                self._heart = Heart(store.clone(), self.rank, self.world_size, silence)
+                self._heartbeat = Heartbeat(store.clone(), self.rank, self.world_size, silence)
                 dist.init_process_group(
                     backend,
                     store=dist.PrefixStore("twistlm", store),
@@ -198,11 +200,11 @@ class Cluster:
     @property
     def workers(self) -> list[int]:
         """The workers that this rank plays."""
-        return self.seating.workers_of(self.rank)
+        return self.placement.workers_of(self.rank)
 
     def exchange(self, parts: list[Tensor], sizes: list[int]) -> Callable[[], list[Tensor]]:
         """Start sending part i (bytes) to rank i; the call returned waits for theirs, of these sizes."""
-        if self._heart is None:
+        if self._heartbeat is None:
             return lambda: parts
         got = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         got[self.rank] = parts[self.rank]
@@ -236,23 +238,23 @@ class Cluster:
         ).tolist()
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
-        if self._heart is not None:
+        if self._heartbeat is not None:
             with _alive():
                 dist.broadcast(tensor, 0)
         return tensor
 
     def barrier(self) -> None:
-        if self._heart is not None:
+        if self._heartbeat is not None:
             with _alive():
                 dist.barrier()
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        if self._heart is not None:
+        if self._heartbeat is not None:
             with _alive():
                 dist.all_reduce(tensor)
         return tensor
 
     def close(self) -> None:
-        if self._heart is not None:
-            self._heart.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
             dist.destroy_process_group()

@@ -222,24 +222,24 @@ def keep_node(command: Sequence[str], head: str = "") -> int:
     """
     stop, pause = Stop(), 1.0
     with on_signals(stop, quiet=True):
-        while not stop.wished:
+        while not stop.requested:
             began, watched = time.monotonic(), Head(head) if head else None
             process = subprocess.Popen(
                 command, process_group=0, preexec_fn=lambda: end_with_parent(signal.SIGTERM)
             )
             cut = False
-            while process.poll() is None and not stop.wished and not cut:
+            while process.poll() is None and not stop.requested and not cut:
                 time.sleep(0.1)
                 cut = watched is not None and watched.silent > CUT
             if process.poll() is None:
                 process.terminate()
             if process.wait() == USAGE:
                 return USAGE
-            while watched is not None and watched.silent and not stop.wished:
+            while watched is not None and watched.silent and not stop.requested:
                 time.sleep(0.1)
             lasted = time.monotonic() - began
             pause = 1.0 if cut or lasted > 60 else min(30.0, 2 * pause)
             until = time.monotonic() + pause
-            while time.monotonic() < until and not stop.wished:
+            while time.monotonic() < until and not stop.requested:
                 time.sleep(0.1)
-    return 128 + stop.wish
+    return 128 + stop.signal

@@ -24,7 +24,7 @@ from ...system.device import pick_device
 from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...training import checkpoint
-from ...training.worker import Seat, learning_rate
+from ...training.worker import LocalTrainer, learning_rate
 
 SMOOTH = 20  # steps
 
@@ -51,12 +51,12 @@ def curve(cfg: Config, n_steps: int, quiet: bool = False) -> Curve:
     batches = Batches(file, cfg.data.seq_len, 1, cfg.train.batch, cfg.run.seed)
     with progress(quiet) as bar:
         task = bar.add_task("bench curve", total=2 * n_steps, note="ours")
-        seat = _seat(template, cfg, device)
+        trainer = _trainer(template, cfg, device)
         ours = []
         for step in range(n_steps):
-            seat.losses.zero_()
-            seat.step(batches(0, step).to(device), learning_rate(cfg.train, step, n_steps))
-            ours.append(float(seat.losses))
+            trainer.losses.zero_()
+            trainer.step(batches(0, step).to(device), learning_rate(cfg.train, step, n_steps))
+            ours.append(float(trainer.losses))
             bar.advance(task)
         bar.update(task, note="Hugging Face, float32, eager")
         stock = []
@@ -68,14 +68,14 @@ def curve(cfg: Config, n_steps: int, quiet: bool = False) -> Curve:
     return Curve(tuple(ours), tuple(stock), difference, describe_run() | {"config": asdict(cfg)})
 
 
-def _seat(template: PreTrainedModel, cfg: Config, device: torch.device) -> Seat:
-    """A full seat that holds the template's weights."""
+def _trainer(template: PreTrainedModel, cfg: Config, device: torch.device) -> LocalTrainer:
+    """A full trainer that holds the template's weights."""
     cut = cut_model(template, cfg.blocks, device, torch.float32)
-    seat = Seat(cut, cut.full, "physical", cfg.train)
-    for name, view in cut.full.views(seat.buffer[0]).items():
+    trainer = LocalTrainer(cut, cut.full, "physical", cfg.train)
+    for name, view in cut.full.views(trainer.buffer[0]).items():
         view.copy_(huggingface.state(template)[name].detach())
-    seat.work.copy_(seat.buffer[0])
-    return seat
+    trainer.work.copy_(trainer.buffer[0])
+    return trainer
 
 
 def _stock(

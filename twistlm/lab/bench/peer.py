@@ -27,7 +27,7 @@ from ...model.layout import Segments, cut_segments, layout
 from ...system.signals import Stop
 from ...training import dispatcher, shards
 from ...training.aggregator import Result, Stats, aggregate_
-from ...training.dispatcher import Deal, Parcel
+from ...training.dispatcher import Deal, SubnetBuffer
 from ...transport import wire
 from ...transport.ranks import Cluster
 
@@ -63,8 +63,8 @@ def n_subnet(whole: Segments) -> int:
     return n_shared + (whole.full.n_params - n_shared) * K // N_BLOCKS
 
 
-def untrained(parcel: Parcel) -> Result:
-    return Result(parcel.worker, parcel.source, parcel.index, Stats(0.0, 1, 1))
+def untrained(part: SubnetBuffer) -> Result:
+    return Result(part.worker, part.source, part.index, Stats(0.0, 1, 1))
 
 
 class Sharded:

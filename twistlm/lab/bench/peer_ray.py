@@ -75,7 +75,7 @@ class Exchange:
             (ref,), _ = ray.wait(list(asked))
             i, cut = asked.pop(ref)
             result = ray.get(ref)
-            back[i] = checks.believed(self.cfg, result, as_tensor(result.update), cut)
+            back[i] = checks.check_result(self.cfg, result, as_tensor(result.update), cut)
         add_up(self.central, there, [back[i] for i in range(self.n_workers)])
 
 

@@ -34,7 +34,7 @@ from ...system.terminal import progress
 from ...training.engines.local import Local
 from ...training.progress import beginning
 from ...training.run import Run
-from ...training.worker import Seat
+from ...training.worker import LocalTrainer
 from ...transport.ranks import Cluster
 from .profile import Profile, profile
 
@@ -171,10 +171,10 @@ def measure_worker(
         moved.append(done.traffic.down.total + done.traffic.up.total)
 
     round_times = list(_times(one_round, cluster.device, 3, warm=1))
-    seat = next(iter(run.seats.made.values()))
+    trainer = next(iter(run.trainers.made.values()))
     ids = run.batches(0, 0).to(cluster.device)
 
-    step_times = _each(lambda: seat.step(ids, cfg.train.lr), cluster.device, n_steps)
+    step_times = _each(lambda: trainer.step(ids, cfg.train.lr), cluster.device, n_steps)
     ms = 1e3 * statistics.median(step_times)
     round_ms = 1e3 * statistics.median(round_times) / cfg.train.n_workers
     n_tokens = cfg.train.batch * cfg.data.seq_len
@@ -188,12 +188,12 @@ def measure_worker(
         tokens_per_s=1e3 * n_tokens / ms,
         tflops=flops / ms / 1e9,
         flops=flops,
-        state_bytes=_state_bytes(seat),
+        state_bytes=_state_bytes(trainer),
         peak_bytes=_peak(cluster.device, run),
         round_ms=round_ms,
         overhead=1 - cfg.train.interval * ms / round_ms,
         round_bytes=moved[-1],
-        profile=profile(lambda: seat.step(ids, cfg.train.lr), cluster.device),
+        profile=profile(lambda: trainer.step(ids, cfg.train.lr), cluster.device),
     )
 
 
@@ -310,15 +310,15 @@ def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
     return flops_per_token(products, widths, seq_len)
 
 
-def _state_bytes(seat: Seat) -> int:
-    held = [seat.buffer, seat.grad]
-    if seat.work.data_ptr() != seat.buffer.data_ptr():
-        held.append(seat.work)
+def _state_bytes(trainer: LocalTrainer) -> int:
+    held = [trainer.buffer, trainer.grad]
+    if trainer.work.data_ptr() != trainer.buffer.data_ptr():
+        held.append(trainer.work)
     return sum(t.numel() * t.element_size() for t in held)
 
 
 def _forget(device: torch.device) -> None:
-    gc.collect()  # a seat and its recorded graphs hold each other
+    gc.collect()  # a trainer and its recorded graphs hold each other
     if device.type == "cuda":
         torch.cuda.init()  # in a fresh process there is no device to reset yet: PyTorch refuses
         torch.cuda.empty_cache()

@@ -10,9 +10,9 @@ from ..progress import Progress
 from ..run import Run
 from .dataparallel import DataParallel
 from .local import Local
+from .parameter_server import ParameterServer
 from .protocol import Engine
 from .sharded import Sharded
-from .star import Star
 
 
 def join(cfg: Config) -> Cluster:
@@ -42,4 +42,4 @@ def start(run: Run, progress: Progress, quiet: bool) -> Engine:
         return Elastic(run, progress.round, quiet)
     if run.cfg.run.variant == "sharded":
         return Sharded(run)
-    return Local(run) if run.cfg.run.variant == "local" else Star(run)
+    return Local(run) if run.cfg.run.variant == "local" else ParameterServer(run)

@@ -19,11 +19,11 @@ from ...model.layout import cut_model
 from ...system.device import pick_device
 from ...system.provenance import version
 from ...transport import wire
-from ...transport.protocol import Hello, RoundOrder, RoundResult, RunDescription, checksum
+from ...transport.protocol import RoundOrder, RoundResult, RunDescription, WorkerInfo, checksum
 from ...transport.ray_cluster import K_LABELS, ray
 from .. import dispatcher, teacher
 from ..aggregator import Result
-from ..worker import Seats
+from ..worker import TrainerPool
 
 
 def as_tensor(array: Any) -> Tensor:
@@ -53,7 +53,7 @@ class Worker:
         self.heard = time.monotonic()
         return os.getpid()
 
-    def enter(self, run: RunDescription, taught_by: teacher.Packed | None) -> Hello:
+    def enter(self, run: RunDescription, packed: teacher.Packed | None) -> WorkerInfo:
         """Build the run's model, unless it is built already."""
         self.heard = time.monotonic()
         if run.version != version("twistlm"):
@@ -69,15 +69,15 @@ class Worker:
                 described, dtype=dtype, trust_remote_code=False
             ).eval()
             cut = cut_model(template, self.cfg.blocks, device, dtype)
-            taught = teacher.unpack(taught_by, self.cfg, cut)
-            self.seats, self.run = Seats(cut, self.cfg, None, taught), run
+            frozen = teacher.unpack(packed, self.cfg, cut)
+            self.trainers, self.run = TrainerPool(cut, self.cfg, None, frozen), run
         context = ray.get_runtime_context()
         labels = context.get_node_labels()
         widths: dict[Kind, int] = {}
         for kind in ("attn", "ffn"):
             if (label := labels.get(K_LABELS[kind])) is not None:
                 widths[kind] = int(label)
-        return Hello(f"{socket.gethostname()}-{os.getpid()}", context.get_node_id(), widths)
+        return WorkerInfo(f"{socket.gethostname()}-{os.getpid()}", context.get_node_id(), widths)
 
     def train(self, order: RoundOrder, weights: Any, tokens: Any, teacher_topk: Any) -> RoundResult:
         """A round's local steps; weights are uint8 [n_bytes], tokens int32 [interval, batch, T], and what
@@ -103,7 +103,7 @@ class Worker:
         )
         if came != (order.weights_checksum, order.tokens_checksum, order.teacher_checksum):
             raise ValueError("what it was sent did not arrive as it was")
-        cut = self.seats.cut
+        cut = self.trainers.cut
         where = cut.full.narrowed(cut.block_map, cut.block_map.widths(order.blueprint))
         shape = (self.run.rows, where.n_params)
         return wire.read_down(self.cfg.run.wire, weights, shape, cut.dtype), tokens.long()
@@ -112,18 +112,20 @@ class Worker:
         self, order: RoundOrder, sent: Tensor, ids: Tensor, teacher_topk: Tensor | None
     ) -> Result:
         assert self.run is not None
-        segments, blueprint = self.seats.cut.segments, order.blueprint
+        segments, blueprint = self.trainers.cut.segments, order.blueprint
         where = segments.full.narrowed(segments.block_map, segments.block_map.widths(blueprint))
-        parcel = dispatcher.Parcel(
+        part = dispatcher.SubnetBuffer(
             order.worker,
             blueprint,
             where,
             segments.index(blueprint),
-            sent.to(self.seats.cut.device),
+            sent.to(self.trainers.cut.device),
             segments,
         )
         gates, total = as_tensor(order.gates), self.run.total_steps
-        return self.seats.train(order.seat, parcel, gates, ids, order.round, total, teacher_topk)
+        return self.trainers.train(
+            order.trainer, part, gates, ids, order.round, total, teacher_topk
+        )
 
     def send(self, order: RoundOrder, update: Tensor, loss_sum: float) -> RoundResult:
         return RoundResult(order.round, update.numpy(), checksum(update), loss_sum)

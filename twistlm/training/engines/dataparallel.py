@@ -19,7 +19,7 @@ from ..assignments import measured_rho, take
 from ..progress import Progress
 from ..run import Run
 from ..shards import share_stats
-from ..worker import Seat, learning_rate
+from ..worker import LocalTrainer, learning_rate
 from .protocol import Outcome
 
 
@@ -46,26 +46,28 @@ class DataParallel:
     def __init__(self, run: Run, progress: Progress):
         self.run, self.drops = run, run.cfg.train.method == "dropout"
         self._told = False  # whether another rank or this one had a signal by the last exchange
-        seat = run.seats.new(run.full, "physical", fresh=self.drops)
-        source = run.central.buffer if run.central is not None else seat.buffer[: run.rows].clone()
+        trainer = run.trainers.get(run.full, "physical", fresh=self.drops)
+        source = (
+            run.central.buffer if run.central is not None else trainer.buffer[: run.rows].clone()
+        )
         whole = dispatcher.prepare(run.segments, progress.round, [run.block_map.full()])
-        parcel = dispatcher.parcel(whole, 0, run.segments, run.cluster.broadcast_(source))
+        part = dispatcher.subnet_buffer(whole, 0, run.segments, run.cluster.broadcast_(source))
         whole_gates = torch.ones(1, 1, sum(run.block_map.full_widths().values()))
-        seat.load(parcel, whole_gates, progress.round * run.cfg.train.interval)
-        self.seat: Seat = seat
+        trainer.load(part, whole_gates, progress.round * run.cfg.train.interval)
+        self.trainer: LocalTrainer = trainer
 
     def round(self, progress: Progress) -> Outcome:
-        """`interval` steps of everyone together; the central rank's seat is copied back at the end."""
+        """`interval` steps of everyone together; the central rank's trainer is copied back at the end."""
         run, t = self.run, self.run.cfg.train
         rho = measured_rho(run, progress) if self.drops else progress.rho
         slots, after = take(run, progress, t.interval * t.n_workers)
         if self.drops:
-            self.seat.gate(self._gates(progress.round, rho, progress.order))
+            self.trainer.gate(self._gates(progress.round, rho, progress.order))
         stats = self._steps(progress.round, slots)
         if run.cluster.world_size > 1:  # ranks must agree; one alone waits for no GPU here
-            wish = share_stats(Stats(0.0, 0, 0), run.stop.wish, run.cluster)[1]
-            run.stop.wish, self._told = run.stop.wish or wish, wish != 0
-        moved, wired = ring_bytes(self.seat.grad.nbytes, t.n_workers, run.cluster.world_size)
+            signal = share_stats(Stats(0.0, 0, 0), run.stop.signal, run.cluster)[1]
+            run.stop.signal, self._told = run.stop.signal or signal, signal != 0
+        moved, wired = ring_bytes(self.trainer.grad.nbytes, t.n_workers, run.cluster.world_size)
         both = Bytes(shared=moved * t.interval)
         traffic = Traffic(both, both, wired * t.interval)
         now = replace(progress, round=progress.round + 1, leases=after, rho=rho)
@@ -73,20 +75,20 @@ class DataParallel:
 
     def _steps(self, round: int, slots: tuple[Slot, ...]) -> Stats:
         """A rank's workers are one larger batch: that is what data parallel means in one process."""
-        run, seat, t, cluster = self.run, self.seat, self.run.cfg.train, self.run.cluster
-        seat.losses.zero_()
+        run, trainer, t, cluster = self.run, self.trainer, self.run.cfg.train, self.run.cluster
+        trainer.losses.zero_()
         first, mine = round * t.interval, cluster.workers
         for i, step in enumerate(range(first, first + t.interval)):
             taken = [slots[i * t.n_workers + worker] for worker in mine]
             batch = tuple(place for slot in taken for place in slot)
             ids, teacher_topk = run.batches.slot(batch), run.batches.teacher_topk(batch)
-            teacher_topk = None if teacher_topk is None else to_device(teacher_topk, seat.device)
-            seat.backward(to_device(ids, seat.device), len(mine) / t.n_workers, teacher_topk)
-            cluster.sum_(seat.grad)
-            seat.apply(learning_rate(t, step, run.total_steps))
-        losses = cluster.sum_(seat.losses * len(mine))
+            teacher_topk = None if teacher_topk is None else to_device(teacher_topk, trainer.device)
+            trainer.backward(to_device(ids, trainer.device), len(mine) / t.n_workers, teacher_topk)
+            cluster.sum_(trainer.grad)
+            trainer.apply(learning_rate(t, step, run.total_steps))
+        losses = cluster.sum_(trainer.losses * len(mine))
         if run.central is not None:
-            run.central.buffer.copy_(seat.buffer[: run.central.buffer.shape[0]])
+            run.central.buffer.copy_(trainer.buffer[: run.central.buffer.shape[0]])
         n_steps = t.interval * t.n_workers
         return Stats(losses, n_steps, n_steps * run.batches.batch * run.batches.seq_len)
 
@@ -108,7 +110,7 @@ class DataParallel:
 
     @property
     def stops(self) -> bool:
-        return self._told if self.run.cluster.world_size > 1 else self.run.stop.wished
+        return self._told if self.run.cluster.world_size > 1 else self.run.stop.requested
 
     def close(self, crashed: bool) -> None:
         pass

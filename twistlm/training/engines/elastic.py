@@ -23,7 +23,7 @@ from ...system.device import BufferPool
 from ...system.provenance import version
 from ...system.signals import TOO_FEW, Ended, stopped
 from ...transport import checks, ray_cluster, wire
-from ...transport.checks import Unbelievable
+from ...transport.checks import RejectedResult
 from ...transport.events import Events
 from ...transport.protocol import RoundOrder, RoundResult, RunDescription, checksum
 from ...transport.ray_cluster import exceptions, ray
@@ -42,8 +42,8 @@ from ..progress import Progress
 from ..run import Run
 from ..teacher import pack
 from .actor import as_tensor
-from .places import Place, Places
 from .protocol import Outcome
+from .worker_pool import WorkerPool, WorkerSlot
 
 RECENT = 9  # rounds behind the median
 FIRST = 10  # times the floor: the deadline of a round with nothing to compare it with
@@ -54,7 +54,7 @@ CHECKERS = 4  # threads; more of them would wait for memory
 class Sent:
     """What one worker was asked for in a round."""
 
-    place: Place
+    place: WorkerSlot
     weights: Any  # the reference that keeps what was sent in the object store
     buffer: Tensor  # [rows, n]: the centre's copy of it
     finding: Future[Tensor] | None = None  # its result, once that is checked
@@ -93,8 +93,8 @@ class Elastic:
         )
         teacher = pack(run.teacher)
         self.head = ray_cluster.Head(there["address"])
-        self.places = Places(cfg, run_id(Path(cfg.run.out)), described, teacher, self.events)
-        self.places.check_widths = lambda own: generator.check_own(run.block_map, cfg.blocks, own)
+        self.pool = WorkerPool(cfg, run_id(Path(cfg.run.out)), described, teacher, self.events)
+        self.pool.check_widths = lambda own: generator.check_own(run.block_map, cfg.blocks, own)
         self.checkers = ThreadPoolExecutor(CHECKERS)
         url = there.get("webui_url") or ""
         more = {"dashboard": f"http://{url}"} if url else {}
@@ -145,7 +145,7 @@ class Elastic:
             self._collect(r, sent, began)
             results = list(self._results(work, sent))
             there = [result.worker for result in results]
-            if run.stop.wished and len(there) < len(team):
+            if run.stop.requested and len(there) < len(team):
                 raise stopped(run.stop, r)
             if len(there) >= run.cfg.ray.min_workers:
                 break
@@ -182,12 +182,12 @@ class Elastic:
 
     @property
     def stops(self) -> bool:
-        return self.run.stop.wished
+        return self.run.stop.requested
 
     def close(self, crashed: bool) -> None:
         """Workers of a run that crashed stay, for `--resume`; else they end with it."""
         self.checkers.shutdown()
-        self.places.close(end=not crashed)
+        self.pool.close(end=not crashed)
         ray.shutdown()
 
     def deadline(self) -> float:
@@ -197,7 +197,7 @@ class Elastic:
             max(floor, 3 * statistics.median(self.durations)) if self.durations else FIRST * floor
         )
 
-    def _gather(self, r: int, since: float) -> list[Place]:
+    def _gather(self, r: int, since: float) -> list[WorkerSlot]:
         """The workers of a round in order of their places; a run that has just started waits for all S,
         so that a restarted one deals as before."""
         cfg, stop = self.run.cfg, self.run.stop
@@ -205,11 +205,11 @@ class Elastic:
         while True:
             if self.head.silent > ray_cluster.GONE:
                 raise self._headless("its head does not answer")
-            team = self.places.admit(r, 2 * self.deadline(), FIRST * cfg.ray.floor)
+            team = self.pool.admit(r, 2 * self.deadline(), FIRST * cfg.ray.floor)
             waited = time.monotonic() - since
             starts = not self.began and waited < cfg.ray.wait
             need = cfg.train.n_workers if starts else cfg.ray.min_workers
-            if stop.wished:
+            if stop.requested:
                 raise stopped(stop, r)
             if len(team) >= max(1, need):
                 return team
@@ -227,7 +227,7 @@ class Elastic:
                 )
             time.sleep(0.02)
 
-    def _post(self, work: Assignments, team: list[Place]) -> list[Sent]:
+    def _post(self, work: Assignments, team: list[WorkerSlot]) -> list[Sent]:
         """Send everybody a subnet; nothing is waited for."""
         run, dealt, kind = self.run, work.deal, self.run.cfg.run.wire
         assert run.central is not None
@@ -240,7 +240,7 @@ class Elastic:
                 round=dealt.round,
                 worker=i,
                 blueprint=dict(dealt.blueprints[i]),
-                seat=run.cluster.seating.kinds[place.number],
+                trainer=run.cluster.placement.kinds[place.number],
                 gates=work.gates(run, i).numpy(),
                 weights_checksum=checksum(payload),
                 tokens_checksum=checksum(tokens.view(-1).view(torch.uint8)),
@@ -267,7 +267,7 @@ class Elastic:
     def _collect(self, r: int, sent: list[Sent], began: float) -> None:
         """Wait for every result until the deadline; each is checked while others are on their way."""
         limit, open_ = self.deadline(), {each.place.asked: each for each in sent}
-        while open_ and not self.run.stop.wished:
+        while open_ and not self.run.stop.requested:
             left = began + limit - time.monotonic()
             if left <= 0:
                 break
@@ -278,20 +278,20 @@ class Elastic:
                 try:
                     result: RoundResult = ray.get(ref)
                 except exceptions.RayTaskError as error:  # the worker lives, its round failed
-                    self.places.strike(each.place, r, _words(error))
+                    self.pool.strike(each.place, r, _words(error))
                     each.failed = True
                     continue
                 except exceptions.RayError as error:
-                    self.places.lose(each.place, "lost", round=r, why=_words(error))
+                    self.pool.lose(each.place, "lost", round=r, why=_words(error))
                     continue
                 each.place.fresh = False
                 each.loss_sum, each.seconds = result.loss_sum, time.monotonic() - began
                 payload = as_tensor(result.update)
                 self.n_bytes += payload.numel()
                 each.finding = self.checkers.submit(
-                    checks.believed, self.run.cfg, result, payload, each.buffer
+                    checks.check_result, self.run.cfg, result, payload, each.buffer
                 )
-        if not self.run.stop.wished:
+        if not self.run.stop.requested:
             for each in open_.values():
                 why = f"no result within {limit:.1f} s"
                 self.events.write("late", each.place.name, round=r, seconds=limit, why=why)
@@ -305,8 +305,8 @@ class Elastic:
                 continue
             try:
                 buffer = each.finding.result().to(run.cluster.device, non_blocking=True)
-            except Unbelievable as why:
-                self.places.strike(each.place, work.deal.round, str(why))
+            except RejectedResult as why:
+                self.pool.strike(each.place, work.deal.round, str(why))
                 each.failed = True
                 continue
             stats = Stats(each.loss_sum, t.interval, n_tokens)

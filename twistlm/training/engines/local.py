@@ -41,7 +41,7 @@ class Local:
         if dealt is None or dealt.round != progress.round:
             dealt = deal(run, progress, present)
         work = assign(run, progress, dealt, present, rho)
-        # trained as they are added up: workers may share a seat
+        # trained as they are added up: workers may share a trainer
         results = (self._trained(work, i) for i in range(len(present)))
         outer = run.cfg.train.nesterov()
         stats = aggregator.aggregate_(run.central, results, dealt.holders, outer)
@@ -53,14 +53,14 @@ class Local:
         """A worker's result, rounded on both ways as `run.wire` would."""
         run, dealt, kind = self.run, work.deal, self.run.cfg.run.wire
         assert run.central is not None
-        if kind == "fp32":  # cut into the seat itself, without a copy between
-            parcel = dispatcher.parcel(dealt, worker, run.segments, run.central.buffer)
-            return train_here(run, work, worker, parcel)
+        if kind == "fp32":  # cut into the trainer itself, without a copy between
+            part = dispatcher.subnet_buffer(dealt, worker, run.segments, run.central.buffer)
+            return train_here(run, work, worker, part)
         own = dispatcher.cut(run.central, dealt.blueprints[worker])
         shape = (own.shape[0], own.shape[1])
         sent = wire.read_down(kind, wire.down(kind, own), shape, own.dtype)
-        parcel = dispatcher.parcel(dealt, worker, run.segments, sent)
-        result = train_here(run, work, worker, parcel)
+        part = dispatcher.subnet_buffer(dealt, worker, run.segments, sent)
+        result = train_here(run, work, worker, part)
         update = wire.up(kind, result.buffer, sent[0])
         return replace(result, buffer=wire.read_up(kind, update, shape, own[0]))
 
@@ -69,7 +69,7 @@ class Local:
 
     @property
     def stops(self) -> bool:
-        return self.run.stop.wished
+        return self.run.stop.requested
 
     def close(self, crashed: bool) -> None:
         pass

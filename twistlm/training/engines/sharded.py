@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..aggregator import Result
 from ..assignments import assign, committed, deal, everyone, measured_rho, traffic, train_here
-from ..dispatcher import Deal, Parcel
+from ..dispatcher import Deal, SubnetBuffer
 from ..progress import Progress
 from ..run import Run
 from ..shards import collect_, round_, spread
@@ -38,12 +38,12 @@ class Sharded:
         work = assign(run, progress, dealt, present, rho)
         before = cluster.n_sent + cluster.n_received
 
-        def train(parcel: Parcel) -> Result:
-            return train_here(run, work, parcel.worker, parcel)
+        def train(part: SubnetBuffer) -> Result:
+            return train_here(run, work, part.worker, part)
 
         outer = run.cfg.train.nesterov()
         done = round_(self.shard, dealt, cluster, train, outer, run.stop)
-        run.stop.wish, self.stops = run.stop.wish or done.wish, done.wish != 0
+        run.stop.signal, self.stops = run.stop.signal or done.signal, done.signal != 0
         after = committed(progress, work.leases, dealt.blueprints, rho)
         self._ahead = deal(run, after, present)
         wired = cluster.n_sent + cluster.n_received - before

@@ -13,7 +13,7 @@ from typing import Any
 from ...config import Config, Kind
 from ...transport import ray_cluster
 from ...transport.events import Events
-from ...transport.protocol import Hello, RoundOrder, RunDescription
+from ...transport.protocol import RoundOrder, RunDescription, WorkerInfo
 from ...transport.ray_cluster import exceptions, ray
 from ..teacher import Packed
 from . import actor
@@ -23,13 +23,13 @@ LONGEST_PAUSE = 30.0  # seconds between two tries to fill a place
 
 
 @dataclass
-class Place:
+class WorkerSlot:
     """One of the S workers of a run, and the actor that fills it."""
 
     number: int
     actor: Any = None
     entering: Any = None  # the reference of its hello, until it is there
-    hello: Hello | None = None
+    info: WorkerInfo | None = None
     asked: Any = None  # the reference of a result that has not come
     since: float = 0.0  # when it was asked
     fresh: bool = True  # it has not brought a result yet: its first steps compile
@@ -38,11 +38,11 @@ class Place:
 
     @property
     def name(self) -> str:
-        return f"{self.number}@{self.hello.name}" if self.hello else f"place {self.number}"
+        return f"{self.number}@{self.hello.name}" if self.info else f"place {self.number}"
 
     @property
     def widths(self) -> dict[Kind, int]:
-        return self.hello.widths if self.hello else {}
+        return self.info.widths if self.info else {}
 
     def ask(self, order: RoundOrder, weights: Any, tokens: Any, teacher_topk: Any) -> None:
         self.since = time.monotonic()
@@ -50,23 +50,23 @@ class Place:
 
 
 @dataclass
-class Places:
+class WorkerPool:
     """All places of a run; lives as long as its engine."""
 
     cfg: Config
     run_id: str
     run: RunDescription
-    taught_by: Packed | None
+    teacher: Packed | None
     events: Events
     check_widths: Callable[[dict[Kind, int]], None] = lambda own: None
     barred: set[str] = field(default_factory=set)  # machines whose results were wrong three times
     strikes: Counter[str] = field(default_factory=Counter)  # by machine
 
     def __post_init__(self) -> None:
-        self.places = [Place(number) for number in range(self.cfg.train.n_workers)]
+        self.places = [WorkerSlot(number) for number in range(self.cfg.train.n_workers)]
         self._gpus = ray_cluster.gpus(self.cfg)
         self._kind = ray.remote(concurrency_groups={"pulse": 1})(actor.WORKER)
-        self._run, self._teacher = ray.put(self.run), ray.put(self.taught_by)
+        self._run, self._teacher = ray.put(self.run), ray.put(self.teacher)
         self._ended = threading.Event()
         threading.Thread(target=self._ping, daemon=True).start()
 
@@ -77,7 +77,7 @@ class Places:
                 with suppress(Exception):  # its death is noticed where it is waited for
                     place.actor.ping.remote()
 
-    def admit(self, r: int, longest: float, first: float) -> list[Place]:
+    def admit(self, r: int, longest: float, first: float) -> list[WorkerSlot]:
         """Fill empty places, take in who is ready, and replace who has been late for too long."""
         for place in self.places:
             if place.actor is None and time.monotonic() >= place.again:
@@ -86,9 +86,9 @@ class Places:
                 self._take_in(place)
             if place.asked is not None:
                 self._look_after(place, r, max(longest, first) if place.fresh else longest)
-        return [place for place in self.places if place.hello is not None and place.asked is None]
+        return [place for place in self.places if place.info is not None and place.asked is None]
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: WorkerSlot) -> None:
         """An actor of that name that is there already belongs to an earlier process of this run."""
         made = self._kind.options(
             name=f"{self.run_id}-{place.number}",
@@ -106,18 +106,18 @@ class Places:
         place.actor = made.remote(self.cfg.ray.patience)
         place.entering, place.fresh = place.actor.enter.remote(self._run, self._teacher), True
 
-    def _take_in(self, place: Place) -> None:
+    def _take_in(self, place: WorkerSlot) -> None:
         try:
-            hello: Hello = ray.get(place.entering)
-            place.hello, place.entering = hello, None
-            if hello.node in self.barred:
+            info: WorkerInfo = ray.get(place.entering)
+            place.info, place.entering = info, None
+            if info.node in self.barred:
                 raise ValueError("its machine is in quarantine")
             self.check_widths(place.widths)
         except exceptions.RayTaskError as error:
             self.lose(place, "turned away", why=str(error).strip().splitlines()[-1])
         except ValueError as error:
-            if place.hello is not None:
-                self.barred.add(place.hello.node)
+            if place.info is not None:
+                self.barred.add(place.info.node)
             self.lose(place, "turned away", why=str(error))
         except exceptions.RayError as error:
             self.lose(place, "lost", why=str(error).strip().splitlines()[0])
@@ -125,7 +125,7 @@ class Places:
             place.pause = 0.0
             self.events.write("joined", place.name, place=place.number, **place.widths)
 
-    def _look_after(self, place: Place, r: int, longest: float) -> None:
+    def _look_after(self, place: WorkerSlot, r: int, longest: float) -> None:
         """A late worker is kept: it may only be slow. What it brings now is refused."""
         if _is_there(place.asked):
             ref, place.asked, place.fresh = place.asked, None, False
@@ -142,18 +142,18 @@ class Places:
         elif time.monotonic() - place.since > longest:
             self.lose(place, "lost", round=r, why=f"silent for {longest:.0f} s: replaced")
 
-    def lose(self, place: Place, event: str, **more: Any) -> None:
+    def lose(self, place: WorkerSlot, event: str, **more: Any) -> None:
         """Empty a place; it is filled again, at once for the first time."""
         self.events.write(event, place.name, **more)
         with suppress(Exception):
             ray.kill(place.actor)
-        place.actor = place.entering = place.asked = place.hello = None
+        place.actor = place.entering = place.asked = place.info = None
         place.again = time.monotonic() + place.pause
         place.pause = min(LONGEST_PAUSE, max(0.5, 2 * place.pause))
 
-    def strike(self, place: Place, r: int, why: str) -> None:
+    def strike(self, place: WorkerSlot, r: int, why: str) -> None:
         """Refuse a result; a machine that brought three wrong ones gets no new workers, and loses this one."""
-        node = place.hello.node if place.hello else ""
+        node = place.info.node if place.info else ""
         self.strikes[node] += 1
         place.fresh = False
         self.events.write("refused", place.name, round=r, why=why)

@@ -1,4 +1,4 @@
-"""The star engine: torchrun's ranks in one group, the central model on rank 0, subnets to the others and back."""
+"""The parameter server engine: torchrun's ranks in one group, the central model on rank 0, subnets to the others and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..shards import share_stats
 from .protocol import Outcome
 
 
-class Star:
+class ParameterServer:
     """Rounds in which every rank deals for itself, so that only weights travel. A death ends the run."""
 
     is_whole, events = True, None
@@ -35,12 +35,12 @@ class Star:
         before = cluster.n_sent + cluster.n_received
         source = self._dispatch(dealt)
         trained = [
-            train_here(run, work, i, dispatcher.parcel(dealt, i, run.segments, source))
+            train_here(run, work, i, dispatcher.subnet_buffer(dealt, i, run.segments, source))
             for i in cluster.workers
         ]
         mine = sum((result.stats for result in trained), Stats(0.0, 0, 0))
-        stats, wish = share_stats(mine, run.stop.wish, cluster)
-        run.stop.wish, self.stops = run.stop.wish or wish, wish != 0
+        stats, signal = share_stats(mine, run.stop.signal, cluster)
+        run.stop.signal, self.stops = run.stop.signal or signal, signal != 0
         results = self._gather(dealt, trained, source)
         if run.central is not None:
             aggregator.aggregate_(run.central, results, dealt.holders, run.cfg.train.nesterov())
@@ -66,7 +66,7 @@ class Star:
             return wire.read_down(
                 self.kind, cluster.exchange(down, sizes)()[0], self._shape(dealt, mine), self.dtype
             )
-        for worker, rank in enumerate(cluster.seating.ranks):
+        for worker, rank in enumerate(cluster.placement.ranks):
             if rank != 0:
                 cut = dispatcher.cut(run.central, dealt.blueprints[worker])
                 down[rank] = wire.down(self.kind, cut)
@@ -83,10 +83,10 @@ class Star:
         if self.run.central is None:
             up[0] = wire.up(self.kind, trained[0].buffer, source[0])
         for worker, sent in self._sent.items():
-            sizes[cluster.seating.ranks[worker]] = wire.up_bytes(self.kind, *self._is(sent))
+            sizes[cluster.placement.ranks[worker]] = wire.up_bytes(self.kind, *self._is(sent))
         came = cluster.exchange(up, sizes)()
         for worker, sent in self._sent.items():
-            payload, (shape, _) = came[cluster.seating.ranks[worker]], self._is(sent)
+            payload, (shape, _) = came[cluster.placement.ranks[worker]], self._is(sent)
             buffer = wire.read_up(self.kind, payload, shape, sent[0])
             trained.append(Result(worker, buffer, dealt.indices[worker], Stats(0.0, 0, 0)))
         return trained
