@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from twistlm.baselines.write import STRUCTURED
+from twistlm.baselines import STRUCTURED
 from twistlm.config import Setting
 from twistlm.lab.compare.table import by_size
 from twistlm.model.blocks import widths_of_ratio

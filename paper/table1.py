@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from twistlm.baselines import COMPARED
-from twistlm.baselines.write import STRUCTURED
+from twistlm.baselines import COMPARED, STRUCTURED
 from twistlm.config import Setting
 from twistlm.lab.compare.cells import Asked, Cell, Grid
 from twistlm.lab.compare.rivals import Rival

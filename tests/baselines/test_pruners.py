@@ -19,19 +19,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from twistlm import cli
 from twistlm.baselines import sparsegpt
-from twistlm.baselines.methods import METHODS, prune_
-from twistlm.baselines.pattern import Pattern, lowest, n_of_m, sparsity_of
-from twistlm.baselines.scores import (
+from twistlm.baselines.methods import (
+    METHODS,
     input_norms,
     magnitude,
+    prune_,
     wanda,
     z_scores,
     zpruner,
-    zpruner_repair,
-    zpruner_rows,
 )
+from twistlm.baselines.pattern import Pattern, n_of_m, sparsity_of
+from twistlm.baselines.request import PruneRequest
 from twistlm.baselines.walk import linears, walk_
-from twistlm.baselines.write import PruneRequest, patterns, write
+from twistlm.baselines.write import patterns, write
 from twistlm.config import BlocksConfig
 from twistlm.model import families
 from twistlm.model.blocks import BlockMap
@@ -139,7 +139,7 @@ def test_independent_inputs_make_sparsegpt_magnitude():
     weight, identity = draw(16, 24), 2 * torch.eye(24, dtype=torch.float64)
     ours = sparsegpt.prune(weight, identity, Pattern(0.6), damp=0.0)
     assert torch.equal(ours, magnitude(weight, None, Pattern(0.6)))
-    assert torch.equal(ours, torch.where(lowest(weight.abs(), 0.6), 0, weight))
+    assert torch.equal(ours, torch.where(Pattern(0.6).lowest(weight.abs()), 0, weight))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -239,7 +239,7 @@ def test_zpruner_by_rows_drops_the_same_number_in_each():
     """Its own scores, sorted row by row; where the rows' scales differ, other weights go than by the matrix."""
     weight, x = draw(15, 20) * torch.arange(1, 16)[:, None], correlated(20, 20)
     scores = z_scores(weight, input_norms(x))
-    ours = zpruner_rows(weight, input_norms(x), Pattern(Fraction(2, 5)))
+    ours = zpruner(weight, input_norms(x), Pattern(Fraction(2, 5)), by_row=True)
     for row, kept, score in zip(weight, ours, scores, strict=True):
         gone = sorted(range(20), key=lambda j, score=score: float(score[j]))[:8]
         want = row.clone()
@@ -254,7 +254,7 @@ def test_zpruner_with_repair_keeps_its_mask_and_answers_better():
     weight, x = draw(n_out, n_in), correlated(40, n_in)
     hessian, pattern = sparsegpt.observe(x), Pattern(Fraction(1, 2))
     plain = zpruner(weight, input_norms(x), pattern)
-    ours = zpruner_repair(weight, hessian, pattern)
+    ours = zpruner(weight, hessian, pattern, update=True)
     assert torch.equal(ours == 0, plain == 0)
     damped = hessian + sparsegpt.DAMP * hessian.diagonal().mean() * torch.eye(n_in).double()
     want = weight.clone()

@@ -27,7 +27,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from twistlm import cli
-from twistlm.baselines.write import PruneRequest, write
+from twistlm.baselines.request import PruneRequest
+from twistlm.baselines.write import write
 from twistlm.compute.perplexity import Text
 from twistlm.data import token_file
 from twistlm.lab.compare import cells, measure, table

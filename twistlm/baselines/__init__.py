@@ -1,12 +1,12 @@
-"""The rivals: SparseGPT, Wanda, Z-Pruner, magnitude and blocks by score, on one walk."""
+"""Pruning after training: SparseGPT, Wanda, Z-Pruner, magnitude, and whole blocks by score."""
 
 from __future__ import annotations
 
 from ..tickets import IMPORTANCES
 
-SINGLE_WEIGHTS = (
-    "sparsegpt", "wanda", "zpruner", "zpruner-datafree", "zpruner-rows", "zpruner-repair", "magnitude"
-)  # fmt: skip
+# Z-Pruner's variants: without data, compared within rows, with SparseGPT's update
+ZPRUNERS = ("zpruner-datafree", "zpruner-rows", "zpruner-repair")
+SINGLE_WEIGHTS = ("sparsegpt", "wanda", "zpruner", "magnitude", *ZPRUNERS)
 STRUCTURED = "block:"  # before the name of an importance: whole blocks go
 WHOLE_BLOCKS = tuple(STRUCTURED + name for name in IMPORTANCES)
 NAMES = (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)  # of `prune --method`

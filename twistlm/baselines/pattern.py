@@ -1,4 +1,4 @@
-"""Which entries of a score matrix [out, in] go: the lowest, by one of three rules of comparison."""
+"""Which entries of a score matrix [out, in] go: the lowest of all, of each row, or N of M."""
 
 from __future__ import annotations
 
@@ -23,6 +23,25 @@ class Pattern:
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity {float(self.sparsity):g}: it must lie in [0, 1)")
 
+    def lowest(self, score: Tensor, by_row: bool = False) -> Tensor:
+        """True where a score [out, in] is among the lowest, of equal ones in a row the first.
+
+        Over the matrix: score <= sorted(score)[int(count * sparsity)], so int(count * s) + 1 go.
+        """
+        if self.m:
+            neighbours = score.unflatten(1, (-1, self.m)).flatten(0, 1)
+            return _first(neighbours, self.n).view(score.shape)
+        if by_row:
+            return _first(score, int(score.shape[1] * self.sparsity))
+        return score <= score.flatten().sort().values[int(score.numel() * self.sparsity)]
+
+    def check_width(self, n_inputs: int) -> None:
+        """N:M needs rows of whole numbers of m neighbours."""
+        if self.m and n_inputs % self.m:
+            raise ValueError(
+                f"--nm {self.n}:{self.m}: a matrix has {n_inputs} inputs, no multiple of {self.m}"
+            )
+
 
 def sparsity_of(text: str) -> Fraction:
     """The exact number behind `0.667` or `2/3`."""
@@ -40,32 +59,7 @@ def n_of_m(text: str) -> Pattern:
     return Pattern(Fraction(int(n), int(m)), int(n), int(m))
 
 
-def lowest(score: Tensor, sparsity: Sparsity) -> Tensor:
-    """True where score <= sorted(score)[int(count * s)]: int(count * s) + 1 entries, or more if equal."""
-    threshold = score.flatten().sort().values[int(score.numel() * sparsity)]
-    return score <= threshold
-
-
-def lowest_of_rows(score: Tensor, sparsity: Sparsity) -> Tensor:
-    """True for the first int(in * s) of each row in a stable order."""
+def _first(score: Tensor, n: int) -> Tensor:
+    """True for the n lowest of each row, in a stable order."""
     order = score.argsort(dim=1, stable=True)
-    return _mark(score, order[:, : int(score.shape[1] * sparsity)])
-
-
-def lowest_of_m(score: Tensor, pattern: Pattern) -> Tensor:
-    """True for the lowest n of every m neighbours in a row; of equal ones the first."""
-    neighbours = score.unflatten(1, (-1, pattern.m)).flatten(0, 1)
-    order = neighbours.argsort(dim=1, stable=True)
-    return _mark(neighbours, order[:, : pattern.n]).view(score.shape)
-
-
-def check_width(n_inputs: int, pattern: Pattern) -> None:
-    """N:M needs rows of whole numbers of m neighbours."""
-    if pattern.m and n_inputs % pattern.m:
-        raise ValueError(
-            f"--nm {pattern.n}:{pattern.m}: a matrix has {n_inputs} inputs, no multiple of {pattern.m}"
-        )
-
-
-def _mark(like: Tensor, index: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=torch.bool).scatter_(1, index, True)
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, order[:, :n], True)

@@ -1,14 +1,14 @@
-"""One-shot repair of a ticket: what the removed blocks wrote, taken over by those that stay; no gradients.
+"""One-shot repair of a ticket: blocks that stay take over what removed ones wrote, no gradients.
 
-Per output projection, x = its inputs when the layer is whole, kept blocks S, y = W x + b what it wrote:
+Per output projection: x = its inputs when the layer is whole, kept blocks S, y = W x + b:
 
   bias     s W_S x_S + b'            b' = the best constant
   rescale  sum_b a_b W_b x_b + b'    one factor per kept block in place of the activation scale s
   lstsq    W' x_S + b'               all weights of the projection
 
-Each minimises the mean of |y - y'|^2 over the calibration tokens in closed form, and the ticket without
-repair is among the candidates. Inputs of a layer come from the repaired layers before it. A projection
-without bias keeps none, and its factors and weights are fitted without b'.
+Each minimises the mean of |y - y'|^2 over the calibration tokens in closed form, and the ticket
+without repair is among the candidates. Inputs of a layer come from the repaired layers before it.
+A projection without bias keeps none, and its factors and weights are fitted without b'.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def same(fit: Fit) -> Tensor:
 
 
 def rescale(fit: Fit) -> Tensor:
-    """Weights with the factors a = M^+ v: M_bc = mean <W_b x_b, W_c x_c>, v_b = mean <W_b x_b, W x>."""
+    """Weights by factors a = M^+ v: M_bc = mean <W_b x_b, W_c x_c>, v_b = mean <W_b x_b, W x>."""
     products = fit.whole.T @ fit.whole * fit.moments  # [in, in]: of what single inputs write
     rows = products[fit.kept].sum(1)  # [K, in]
     factors = torch.linalg.pinv(rows[:, fit.kept].sum(2), hermitian=True) @ rows.sum(1)
@@ -62,7 +62,7 @@ def rescale(fit: Fit) -> Tensor:
 
 
 def lstsq(fit: Fit) -> Tensor:
-    """min |W x - W' x_S|^2 + damp |W' - start|^2: no worse than `start`, where the second term is 0."""
+    """min |W x - W' x_S|^2 + damp |W' - start|^2: no worse than `start`."""
     moments = fit.moments[fit.at]  # [kept inputs, in]
     normal, goal = moments[:, fit.at].clone(), fit.whole @ moments.T
     damp = DAMP * normal.diagonal().mean()
@@ -70,7 +70,7 @@ def lstsq(fit: Fit) -> Tensor:
     return torch.linalg.solve(normal, (goal + damp * fit.start).T).T
 
 
-METHODS: dict[str, Callable[[Fit], Tensor]] = {  # `pruners.REPAIRS`
+METHODS: dict[str, Callable[[Fit], Tensor]] = {  # `baselines.REPAIRS`
     "bias": same,
     "rescale": rescale,
     "lstsq": lstsq,
@@ -83,8 +83,8 @@ def check_repair(parent: Parent, how: str) -> None:
         raise ValueError(f"--repair {how!r}: use one of {', '.join(REPAIRS)}")
     if how == "bias" and not any(_has_bias(group) for group in parent.block_map.groups):
         raise ValueError(
-            f"--repair bias: no output projection of this {parent.template.config.model_type} has a "
-            "bias; use rescale or lstsq"
+            f"--repair bias: no output projection of this {parent.template.config.model_type} "
+            "has a bias; use rescale or lstsq"
         )
 
 

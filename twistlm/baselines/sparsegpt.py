@@ -1,7 +1,7 @@
 """SparseGPT: drop what costs least, and let the weights that are still to come make up for it.
 
-H = mean over sequences of 2 X X^T, H^-1 = U^T U with U upper. Dropping w_i costs w_i^2 / U_ii^2, and
-the best answer of the later columns is to subtract w_i * U[i, i:] / U_ii.
+H = mean over sequences of 2 X X^T, H^-1 = U^T U with U upper. Dropping w_i costs w_i^2 / U_ii^2,
+and the best answer of the later columns is to subtract w_i * U[i, i:] / U_ii.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pattern import Pattern, lowest, lowest_of_m
+from .pattern import Pattern
 
 COLUMNS = 128  # columns whose weights are chosen together
 DAMP = 0.01  # of the mean diagonal of H
@@ -31,8 +31,8 @@ def prune(
 ) -> Tensor:
     """`weight` [out, in] pruned and updated for the inputs that `mean` = H [in, in] tells of.
 
-    `factor` is U where other matrices with the same inputs needed it before. `drop` [out, in] is True where
-    weights go that another method chose: what is left is the update.
+    `factor` is U where other matrices with the same inputs needed it before. `drop` [out, in] is
+    True where weights go that another method chose: what is left is the update.
     """
     assert mean is not None
     n_inputs = weight.shape[1]
@@ -50,11 +50,11 @@ def prune(
         if drop is not None:
             gone = drop[:, start:end].T.to(group.dtype)
         elif not pattern.m:
-            gone = lowest(_cost(group, u), pattern.sparsity).to(group.dtype)
+            gone = pattern.lowest(_cost(group, u)).to(group.dtype)
         for i in range(end - start):
             if drop is None and pattern.m and i % pattern.m == 0:
                 here = slice(i, i + pattern.m)
-                chosen = lowest_of_m(_cost(group[here], u[here, here]).T, pattern)
+                chosen = pattern.lowest(_cost(group[here], u[here, here]).T)
                 gone = chosen.T.to(group.dtype)
             at = i % pattern.m if pattern.m and drop is None else i
             torch.mul(group[i], gone[at], out=errors[i])

@@ -1,7 +1,7 @@
 """The one walk over transformer layers that every method with statistics takes.
 
 Inputs of a layer come from the layers before it as they are after pruning; its statistics are taken
-while it is still whole; then its matrices are pruned, and a second pass makes the next layer's inputs.
+while it is still whole; then it is pruned, and a second pass makes the next layer's inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..model import families
 from ..model.blocks import BlockMap
 
-# inputs [tokens, in] of whole sequences -> a sum over their tokens, which is averaged over sequences
+# inputs [tokens, in] of whole sequences -> a sum over tokens, which is averaged over sequences
 Observe = Callable[[Tensor], Tensor]
 Tick = Callable[[], None]  # called after every sequence of every layer
 
@@ -52,6 +52,11 @@ def linears(model: nn.Module, block_map: BlockMap) -> list[Linear]:
         for name, (group, part) in block_map.partitioned().items()
         if model.get_parameter(name).dim() == 2
     ]
+
+
+def n_layers(block_map: BlockMap) -> int:
+    """Layers of a map: a walk ticks so many times for every sequence."""
+    return len({group.layer for group in block_map.groups})
 
 
 @torch.no_grad()
@@ -92,10 +97,10 @@ class _Reached(Exception):
 def _catch(
     model: PreTrainedModel, layers: list[nn.Module], ids: Tensor
 ) -> tuple[list[Tensor], list[tuple[tuple, dict[str, Any]]]]:
-    """Hidden states before the first of `layers`, batch by batch, and what else each layer is given.
+    """Hidden states before the first of `layers`, batch by batch, and what else each layer gets.
 
-    Masks and positions differ between layers (sliding windows) but not between whole sequences: those of
-    one sequence serve a batch.
+    Masks and positions differ between layers (sliding windows) but not between whole sequences:
+    those of one sequence serve a batch.
     """
     hidden: list[Tensor] = []
     rest: list[tuple[tuple, dict[str, Any]]] = []
@@ -131,7 +136,7 @@ def _observe(
     observe: Observe,
     tick: Tick,
 ) -> Iterator[tuple[list[Linear], Tensor]]:
-    """Matrices of one layer that are fed the same tensor, with the mean over sequences of what it is."""
+    """Matrices of one layer that are fed the same tensor, with the mean of what is observed."""
     alike: list[list[Linear]] = []  # each with one entry in `totals`
     totals: list[Tensor] = []
     fed: list[Tensor] = []  # of the batch that is under way, in the order of `alike`

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model import huggingface
@@ -22,40 +20,16 @@ from ..system import manifest
 from ..system.files import save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import progress
-from ..tickets import NEEDS_TEXT, deploy, extract, hf_folder
-from ..tickets.calibration import MOST_SEQUENCES, calibrate
+from ..tickets import NEEDS_TEXT, deploy, extract, hf_folder, importance
+from ..tickets.calibration import Calibration, calibrate
 from ..tickets.parent import Parent
-from ..tickets.pick import Basis, Pick, pick_blocks
-from . import NAMES, STRUCTURED
 from .methods import METHODS, prune_
 from .pattern import Pattern, n_of_m, sparsity_of
 from .repair import check_repair, repair_parent
+from .request import PruneRequest
+from .walk import n_layers
 
 RECORD = "prune.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneRequest:
-    """How a parent is pruned: the method, how much goes, and the text that it goes by."""
-
-    method: str  # one of `pruners.NAMES`
-    sparsity: str | None = None  # one of these three says how much
-    ratio: str | None = None
-    nm: str | None = None
-    data: str | None = None  # calibration text; None: the training tokens of the parent's run
-    n: int = MOST_SEQUENCES  # calibration sequences
-    seed: int = 0
-    repair: str | None = None  # of whole blocks: one of `pruners.REPAIRS`
-
-    def __post_init__(self) -> None:
-        if self.method not in NAMES:
-            raise ValueError(f"--method {self.method!r}: use one of {', '.join(NAMES)}")
-
-    @property
-    def importance(self) -> str | None:
-        """What whole blocks are scored by; None where single weights go."""
-        is_block = self.method.startswith(STRUCTURED)
-        return self.method.removeprefix(STRUCTURED) if is_block else None
 
 
 def check_target(folder: Path) -> None:
@@ -82,23 +56,14 @@ def write(
     check_target(folder)
     if Path(parent.source).exists() and Path(parent.source).resolve() == folder.resolve():
         raise ValueError(f"--out {folder} is the model to prune: choose another folder")
-    if request.importance is not None:
-        if request.ratio is None or request.sparsity or request.nm:
-            raise ValueError(
-                f"--method {request.method} keeps whole blocks: give --ratio, and only that"
-            )
-        return _whole_blocks(parent, folder, request, quiet)
-    if request.repair is not None:
-        raise ValueError(
-            f"--repair {request.repair} is for whole blocks: --method {request.method} removes none"
-        )
-    return _single_weights(parent, folder, request, quiet)
+    prune = _single_weights if request.importance is None else _whole_blocks
+    return prune(parent, folder, request, quiet)
 
 
 def patterns(
     block_map: BlockMap, sparsity: str | None, ratio: str | None, nm: str | None
 ) -> dict[str, Pattern]:
-    """What goes from each group's matrices; a ratio K/N of the blocks means a sparsity of 1 - K/N."""
+    """What goes from each group's matrices; K/N of the blocks means a sparsity of 1 - K/N."""
     if (sparsity is not None) + (ratio is not None) > 1 or not (sparsity or ratio or nm):
         raise ValueError("give one of --sparsity, --ratio and --nm")
     shares: dict[str, Fraction] = {}
@@ -119,27 +84,27 @@ def patterns(
     return {group.name: pattern for group in block_map.groups}
 
 
+def _calibrate(parent: Parent, request: PruneRequest) -> tuple[Calibration, dict[str, Any]]:
+    """The text that a method goes by, and its record."""
+    text = calibrate(parent, request.data, request.n, request.seed)
+    n, seq_len = text.ids.shape
+    return text, {"data": text.stem, "n_sequences": n, "seq_len": seq_len}
+
+
 def _single_weights(
     parent: Parent, folder: Path, request: PruneRequest, quiet: bool
 ) -> dict[str, Any]:
+    """A model of the parent's shape with zeros in it."""
     block_map, central, method = parent.block_map, parent.central, METHODS[request.method]
     wanted = patterns(block_map, request.sparsity, request.ratio, request.nm)
-    ids: Tensor | None = None
-    based_on: dict[str, Any] = {}
+    ids, based_on, total = None, {}, 1
     if method.observe is not None:
-        text = calibrate(parent, request.data, request.n, request.seed)
-        ids, (n, seq_len) = text.ids, text.ids.shape
-        based_on = {
-            "data": text.stem,
-            "n_sequences": n,
-            "seq_len": seq_len,
-            "seed": request.seed,
-        }
+        text, based_on = _calibrate(parent, request)
+        ids, based_on = text.ids, based_on | {"seed": request.seed}
+        total = len(ids) * n_layers(block_map)
     weights = central.weights.clone()  # the parent stays as it is
     model = build(parent.template, block_map, central.layout, weights).model
-    n_layers = len({group.layer for group in block_map.groups})
     with progress(quiet) as bar:
-        total = 1 if ids is None else n_layers * len(ids)
         task = bar.add_task(f"prune {request.method}", total=total, note="")
         began = time.perf_counter()
         zeros = prune_(model, block_map, method, wanted, ids, lambda: bar.advance(task))
@@ -186,34 +151,38 @@ def _whole_blocks(
     parent: Parent, folder: Path, request: PruneRequest, quiet: bool
 ) -> dict[str, Any]:
     """A ticket of the blocks that score highest, repaired where that is asked for."""
-    name, how = request.importance, request.repair
+    name, how, seed = request.importance, request.repair, request.seed
     assert name is not None
     assert request.ratio is not None
     widths = widths_of_ratio(parent.block_map, request.ratio)
-    text, repaired = None, {}
     if how is not None:
         check_repair(parent, how)
+    ids, based_on, n_repair = None, {}, 0
     if name in NEEDS_TEXT or how is not None:
-        text = calibrate(parent, request.data, request.n, request.seed)
-    with progress(quiet) as bar:
-        began = time.perf_counter()
-        pick = Pick(f"importance:{name}", method=name)
-        basis = Basis(seed=request.seed, calibration=text)
-        blueprint, based_on = pick_blocks(parent, widths, pick, basis, bar)
-        if how is not None and text is not None:
-            layers = {group.layer for group in parent.block_map.groups}
-            task = bar.add_task(f"repair {how}", total=len(text.ids) * len(layers), note="")
-            tick = partial(bar.advance, task)
-            parent = repair_parent(parent, blueprint, how, text.ids, tick)
-            repaired = {"repair": {"how": how, "data": text.stem, "n_sequences": len(text.ids)}}
-        seconds = time.perf_counter() - began
-    notes = {
-        "pick": {"how": pick.asked, "seed": request.seed, **based_on},
+        text, based_on = _calibrate(parent, request)
+        ids = text.ids
+        n_repair = len(ids) * n_layers(parent.block_map) if how is not None else 0
+    needs = ids if name in NEEDS_TEXT else None
+    notes: dict[str, Any] = {
+        "pick": {"how": f"importance:{name}", "seed": seed, "method": name}
+        | (based_on if needs is not None else {}),
         "method": request.method,
         "ratio": request.ratio,
-        "seconds": seconds,
-        "scale": parent.scale,
-        **repaired,
     }
+    with progress(quiet) as bar:
+        total = n_repair + (0 if needs is None else len(needs))
+        task = bar.add_task(f"prune {request.method}", total=total or 1, note="")
+
+        def tick() -> None:
+            bar.advance(task)
+
+        began = time.perf_counter()
+        scores = importance.score(parent, name, needs, seed, tick)
+        blueprint = importance.keep_best(parent.block_map, scores, widths)
+        if how is not None and ids is not None:
+            parent = repair_parent(parent, blueprint, how, ids, tick)
+            notes["repair"] = {"how": how, "data": based_on["data"], "n_sequences": len(ids)}
+        notes |= {"seconds": time.perf_counter() - began, "scale": parent.scale}
+        bar.update(task, completed=total or 1)
     deploy.save_ticket(parent, blueprint, folder, notes)
     return deploy.read_ticket(folder)

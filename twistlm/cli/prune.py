@@ -59,7 +59,8 @@ def prune(
     The layers and kinds are those of the config's blocks.*; everything else stays as it is.
     """
     changes = known(overrides)
-    from ..baselines.write import PruneRequest, check_target, write
+    from ..baselines.request import PruneRequest
+    from ..baselines.write import check_target, write
     from ..system.terminal import console
     from ..tickets.parent import open_parent
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...baselines import STRUCTURED
 from ...baselines.methods import METHODS
-from ...baselines.write import STRUCTURED
 from ...compute.perplexity import Text
 from ...config import Setting
 from ...model import huggingface
