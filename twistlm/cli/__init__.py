@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from ..system.compat import quiet_transformers
 from ..system.signals import Ended
@@ -25,7 +26,6 @@ RESUMES = {
     "train": "; resume with --resume",
     "demo": "; the same command goes on where it stopped",
     "compare": "; the same command goes on where it stopped",
-    "experiment": "; the same command goes on where it stopped",
     "heal": "; the same command goes on where it stopped",
 }
 SMALLER = {
@@ -33,11 +33,15 @@ SMALLER = {
 }
 
 
-def main() -> None:
-    """Run a command; a user's mistake is one sentence and exit code 2."""
+def main(command: Callable[[], object] = app, advice: str = "") -> None:
+    """Run a command; a user's mistake is one sentence and exit code 2.
+
+    `advice` says how a command that was stopped goes on; ours have theirs in `RESUMES`.
+    """
     quiet_transformers()
+    advice = advice or RESUMES.get(_command(), "")
     try:
-        app()
+        command()
     except ValueError as error:
         _fail(str(error), 2)
     except OSError as error:
@@ -50,20 +54,15 @@ def main() -> None:
 
         if not (said := out_of_memory(error)):
             raise
-        _fail(said + SMALLER.get(_command(), "") + _advice(), 1)
+        _fail(said + SMALLER.get(_command(), "") + advice, 1)
     except Ended as end:
-        _fail(str(end) + (_advice() if end.code > 128 else ""), end.code)
+        _fail(str(end) + (advice if end.code > 128 else ""), end.code)
     except SystemExit as stop:
         if stop.code != 130:  # typer's word for Ctrl-C
             raise
-        _fail("interrupted" + _advice(), 130)
+        _fail("interrupted" + advice, 130)
     except KeyboardInterrupt:
-        _fail("interrupted" + _advice(), 130)
-
-
-def _advice() -> str:
-    """How the command that was stopped goes on."""
-    return RESUMES.get(_command(), "")
+        _fail("interrupted" + advice, 130)
 
 
 def _command() -> str:
