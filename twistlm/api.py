@@ -13,10 +13,9 @@ from . import config
 from .config import Config
 from .system.terminal import progress
 from .tickets import parent
-from .tickets.budget import parse_budget
-from .tickets.extract import ProvenTicket, TicketRequest, choose
+from .tickets.extract import ProvenTicket, choose
 from .tickets.parent import Parent, what_is
-from .tickets.pick import parse_pick
+from .tickets.requests import TicketRequest
 from .tickets.score import ScoreRequest, Scores, score_model, score_parent, score_ticket, text_of
 from .training import rounds
 
@@ -38,7 +37,7 @@ def open_parent(
     source: str | Path | PreTrainedModel,
     *overrides: str,
     data: str | Path | None = None,
-    tokens: int = 0,
+    tokens: int | None = None,
     device: str = "auto",
 ) -> OpenedParent:
     """Open a model that tickets can be cut from.
@@ -46,7 +45,8 @@ def open_parent(
     `source` is a run folder or checkpoint of `train`, a Hugging Face folder or hub id, gguf:FILE, or a
     causal language model of transformers in memory. `overrides` such as "blocks.setting=ffn" say how it is
     cut, "data.seq_len=512" how it is measured. Perplexities are taken on `data`, a token file that
-    `twistlm prepare` wrote (default: the run's own validation tokens): its first `tokens` tokens, 0 for all.
+    `twistlm prepare` wrote (default: the run's own validation tokens): its first `tokens` tokens, 0 for all (default: all,
+    and for tickets 4096).
     """
     opened = parent.open_parent(source, device, overrides)
     return OpenedParent(opened, str(data) if data is not None else None, tokens)
@@ -79,42 +79,26 @@ class OpenedParent:
 
     parent: Parent
     data: str | None
-    tokens: int
+    tokens: int | None
 
-    def extract(
-        self,
-        *,
-        pick: str = "auto",
-        seed: int = 0,
-        dtype: str = "float32",
-        spend: str = "measured",
-        **budget: str,
-    ) -> Ticket:
+    def extract(self, **asked: Any) -> Ticket:
         """Cut out the ticket that a budget buys, and measure it.
 
-        Give one budget: `ratio` ("6/12" of the blocks, or "attn=2/3,ffn=6/12"), `params` ("85M"), `size`
-        ("60MB" of weights), `latency` ("12ms" per decoded token, measured here), or `memory` with `context`
-        ("2GB" of weights and of what "8k" tokens leave in the cache). `pick` says which blocks stay:
-        "nested" (the first of the parent's order, and what "auto" takes where it has one), "random",
-        "best-of:N" by perplexity, or "importance" (also "importance:taylor" and others); `spend` whether a
-        budget goes where it hurts least ("measured") or is shared out evenly ("even").
+        Keywords are the options of `twistlm extract` (`TicketRequest`). Give one budget: `ratio`
+        ("6/12" of the blocks, or "attn=2/3,ffn=6/12"), `params` ("85M"), `size` ("60MB" of
+        weights), `latency` ("12ms" per decoded token, measured here), or `memory` with `context`
+        ("2GB" of weights and of what "8k" tokens leave in the cache). `pick` says which blocks
+        stay, `spend` where a budget's blocks go, `stock` asks for a plain model of the family.
         """
-        request = TicketRequest(
-            budget=parse_budget(**budget),
-            pick=parse_pick(pick),
-            seed=seed,
-            data=self.data,
-            tokens=self.tokens,
-            dtype=dtype,
-            spend=spend,
-        )
+        text = {"data": self.data} | ({} if self.tokens is None else {"tokens": self.tokens})
+        request = TicketRequest(**text | asked)
         with progress(quiet=True) as bar:
-            return Ticket(choose(self.parent, request, bar), self.data, self.tokens)
+            return Ticket(choose(self.parent, request, bar), request.data, request.tokens)
 
     def evaluate(self, ratios: Sequence[str] = ("6/12",), *, n: int = 20, seed: int = 0) -> Scores:
         """Perplexity of the whole model and of `n` random tickets of each ratio."""
         request = ScoreRequest(
-            ratios=tuple(ratios), n=n, data=self.data, tokens=self.tokens, seed=seed
+            ratios=tuple(ratios), n=n, data=self.data, tokens=self.tokens or 0, seed=seed
         )
         return score_parent(self.parent, request, Path(self.parent.source).name, quiet=True)
 

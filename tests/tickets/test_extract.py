@@ -33,9 +33,9 @@ from twistlm.tickets import budget, deploy, extract, importance, lost_nodes, sen
 from twistlm.tickets.budget import Budget, Costs, parse_budget
 from twistlm.tickets.calibration import calibrate, calibrate_on_tokens
 from twistlm.tickets.certify import CertificateRequest, certify_tickets
-from twistlm.tickets.extract import TicketRequest
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.tickets.pick import Pick, parse_pick
+from twistlm.tickets.requests import TicketRequest
 from twistlm.tickets.score import ScoreRequest, score_parent
 from twistlm.training import rounds
 
@@ -72,8 +72,8 @@ def ask(home: Path, folder: Path, name: str = "gpt2", *, pick: str = "random", s
     """Write a ticket; returns its parent and its ticket.json."""
     opened = open_(home, name, *overrides)
     request = TicketRequest(
-        budget=parse_budget(**what),
-        pick=parse_pick(pick),
+        **what,
+        pick=pick,
         seed=seed,
         data=str(home / data) if data else None,
         tokens=tokens,
@@ -658,7 +658,7 @@ def test_a_wrong_cut_is_not_written(home, tmp_path):
             good.central, segments=cut_segments(good.central.layout, odd, torch.device("cpu"))
         ),
     )
-    request = TicketRequest(budget=Budget("ratio", "1/2"))
+    request = TicketRequest(ratio="1/2", tokens=0)
     with pytest.raises(
         FloatingPointError, match=r"differ from the masked parent's by .* nothing was written"
     ):
@@ -674,7 +674,7 @@ def test_large_logits_round_more(home, tmp_path):
     big = open_(home, "llama")  # its head is its own
     views = big.central.layout.views(big.central.weights)
     views["lm_head.weight"].mul_(100_000)
-    request = TicketRequest(budget=Budget("ratio", "1/2"))
+    request = TicketRequest(ratio="1/2", tokens=0)
     proof = extract.write(big, tmp_path / "t", request, quiet=True).proof
     blueprint = json.loads((tmp_path / "t/ticket.json").read_text())["blueprint"]
     name, kept = next(iter(blueprint.items()))
@@ -901,7 +901,7 @@ def test_a_parent_with_an_order_gives_nested_tickets(tmp_path):
     best = importance.keep_best(opened.block_map, ranks, dict.fromkeys(order, 2))
     assert {n: set(kept) for n, kept in best.items()} == {n: set(o[:2]) for n, o in order.items()}
     # half of every layer, without --pick
-    request = TicketRequest(budget=parse_budget(ratio="2/4"), tokens=160)
+    request = TicketRequest(ratio="2/4", tokens=160)
     ticket = extract.write(opened, tmp_path / "ticket", request, quiet=True)
     note = json.loads((tmp_path / "ticket/ticket.json").read_text())
     assert note["pick"]["how"] == "nested"
@@ -921,9 +921,7 @@ def test_a_parent_with_an_order_gives_nested_tickets(tmp_path):
     assert left == {n: tuple(sorted(o[::2])) for n, o in order.items()}
     plain = open_parent(start.template, "cpu", CUT_AS_TRAINED)
     with pytest.raises(ValueError, match="trained without an order of blocks"):
-        extract.write(
-            plain, tmp_path / "no", replace(request, pick=parse_pick("nested")), quiet=True
-        )
+        extract.write(plain, tmp_path / "no", replace(request, pick="nested"), quiet=True)
     assert not (tmp_path / "no").exists()
 
 

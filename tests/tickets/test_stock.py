@@ -23,9 +23,9 @@ from twistlm.export import onnx
 from twistlm.model.blocks import Blueprint, widths_of_ratio
 from twistlm.system.terminal import progress
 from twistlm.tickets import deploy, stock
-from twistlm.tickets.budget import parse_budget
-from twistlm.tickets.extract import TicketRequest, choose
+from twistlm.tickets.extract import choose
 from twistlm.tickets.parent import Parent, open_parent
+from twistlm.tickets.requests import TicketRequest
 
 IDS = tokens(2, 12)
 UNIFORM = {"attn": (0, 2), "ffn": (0, 1, 3)}  # kept in every layer
@@ -187,7 +187,7 @@ def test_a_parent_with_whole_layers_says_what_to_do(tmp_path):
 def test_a_budget_with_stock_takes_the_largest_that_fits(tmp_path, amount):
     """Every pair of widths is counted by hand; none that fits is cut less in both kinds."""
     parent = parent_of(tmp_path / "p", STOCK[0])
-    request = TicketRequest(budget=parse_budget(params=str(amount)), stock=True)
+    request = TicketRequest(params=str(amount), stock=True)
     with progress(quiet=True) as bar:
         made = choose(parent, request, bar)
     heads, neurons = (made.model.get_submodule("model.layers.0") for _ in range(2))

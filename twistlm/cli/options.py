@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
 import sys
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..config import Config, preset_names
+from ..fields import WHOLE, words
 from ..presets import build, overridden
 from ..system.compat import check_transformers
 
@@ -18,20 +23,66 @@ PARENT = "A run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:F
 ANY_MODEL = f"A ticket; {PARENT[0].lower()}{PARENT[1:]}"
 
 
-def words(names: Iterable[str]) -> str:
-    """`a, b or c`."""
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last
-
-
 def seed_of(what: str) -> Any:
     """The option `--seed` of a command that draws `what`."""
-    return typer.Option(min=0, max=SEEDS, help=f"Seed of {what}.")
+    return typer.Option(min=0, max=WHOLE, help=f"Seed of {what}.")
 
 
 def draws_of(what: str, least: int = 1) -> Any:
     """The option `--n` of a command that draws `what`; more than a million is a slip of the finger."""
     return typer.Option("--n", min=least, max=10**6, help=what)
+
+
+def with_requests(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Let typer see an option for every field of a command's parameters that are dataclasses.
+
+    A field is made by `fields.option`, or it is left to its default. The command gets the objects.
+    """
+    hints = typing.get_type_hints(command, include_extras=True)
+    plain, requests = [], {}
+    for name, given in inspect.signature(command).parameters.items():
+        if dataclasses.is_dataclass(hints[name]):
+            requests[name] = hints[name]
+            plain += _options(hints[name])
+        else:
+            plain.append(given.replace(kind=given.KEYWORD_ONLY, annotation=hints[name]))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Any:
+        made = {}
+        for name, request in requests.items():
+            mine = {f.name for f in dataclasses.fields(request)} & given.keys()
+            values = {key: given.pop(key) for key in sorted(mine)}
+            several = {key: tuple(v) for key, v in values.items() if isinstance(v, list)}
+            made[name] = request(**values | several)
+        return command(**given, **made)
+
+    run.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
+    run.__annotations__ = {given.name: given.annotation for given in plain}
+    return run
+
+
+def _options(request: type) -> Iterator[inspect.Parameter]:
+    """A parameter of a command for every field of a request that has a help text."""
+    hints = typing.get_type_hints(request)
+    for field in dataclasses.fields(request):
+        if not (about := field.metadata):
+            continue
+        hint, default = hints[field.name], field.default
+        if typing.get_origin(hint) is tuple:
+            hint, default = list[typing.get_args(hint)[0]], list(default)  # type: ignore[misc]
+        make = typer.Argument if about["argument"] else typer.Option
+        names = about["names"] or ((f"--{field.name.replace('_', '-')}",) if hint is bool else ())
+        said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
+        said |= {"min": about["least"], "max": about["most"]}
+        said["show_default"] = about["shown"] or not (default is False or default in (None, [], ""))
+        kind = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(
+            field.name,
+            kind,
+            annotation=Annotated[hint, make(*names, **said)],
+            default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+        )
 
 
 Preset = Annotated[
@@ -54,7 +105,6 @@ Parent = Annotated[str, typer.Argument(help=PARENT)]
 Data = Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")]
 Tokens = Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-SEEDS = 2**63 - 1  # the largest whole number that a record of ours holds
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")]
 
 

@@ -21,37 +21,18 @@ from ..model.generator import for_deployment
 from ..model.subnet import add_means_, build
 from ..system import manifest, terminal
 from ..system.terminal import console, progress
-from . import DTYPES, SPENDS, deploy, stock
+from . import deploy, stock
 from .budget import Budget, Costs, fit, impossible, predicted, weights_bytes
 from .calibration import calibrate_on_tokens
 from .parent import Parent
-from .pick import AUTO, Basis, Pick, pick_blocks, pick_for
+from .pick import Basis, pick_blocks, pick_for
+from .requests import TicketRequest
 from .score import evaluator
 from .sensitivity import Sensitivity, Spent, n_losses, scores_for, spend
 
 # max |logit difference| to the masked parent, as a share of the largest logit (at least 1). Of SmolLM2's
 # 34, float32 rounds off 2e-3 (float64: 0), and one wrong block in one layer makes 4.6
 TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class TicketRequest:
-    """What a ticket may cost, how its blocks are picked, and what it is measured on."""
-
-    budget: Budget
-    pick: Pick = AUTO
-    seed: int = 0
-    data: str | None = None  # None: the validation tokens of the parent's run
-    tokens: int = 0  # for each perplexity and for calibration; 0 takes all
-    dtype: str = "float32"
-    spend: str = "measured"  # one of SPENDS: where a budget's blocks go
-    stock: bool = False  # only widths that make a plain model of the family
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
-        if self.spend not in SPENDS:
-            raise ValueError(f"--spend {self.spend!r}: use one of {', '.join(SPENDS)}")
 
 
 @dataclass(frozen=True)
@@ -84,7 +65,7 @@ def write(
 
 def choose(parent: Parent, request: TicketRequest, bar: Progress) -> ProvenTicket:
     """Fit the budget, pick the blocks, extract the ticket and measure it; nothing is written."""
-    how, budget = pick_for(parent, request.pick), request.budget
+    how, budget = pick_for(parent, request.how), request.budget
     ready = _text(parent, request)
     basis = Basis(
         seed=request.seed,
@@ -96,7 +77,7 @@ def choose(parent: Parent, request: TicketRequest, bar: Progress) -> ProvenTicke
     costs, even = _fit(parent, request, bar)
     spent = None
     if budget.kind != "ratio" and request.spend == "measured" and not request.stock:
-        spent = _where_it_hurts_least(parent, replace(request, pick=how), costs, even[0], bar)
+        spent = _where_it_hurts_least(parent, replace(request, pick=how.asked), costs, even[0], bar)
     better = [] if spent is None or spent.widths in even else [spent.widths]
     dtype = getattr(torch, request.dtype)
     whole = deploy.cut_ticket(parent, parent.block_map.full())  # timed beside the ticket
@@ -190,7 +171,7 @@ def _where_it_hurts_least(
     parent: Parent, request: TicketRequest, costs: Costs, even: Widths, bar: Progress
 ) -> Spent | None:
     """Widths by measured sensitivity; None, and the reason printed, where there is no text for it."""
-    budget, how = request.budget, request.pick
+    budget, how = request.budget, request.how
     try:
         text = calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
     except ValueError as error:
@@ -254,7 +235,7 @@ def _text(parent: Parent, request: TicketRequest) -> Evaluator | None:
     try:
         return evaluator(parent, request.data, request.tokens)
     except ValueError as error:
-        if request.data or request.pick.needs_perplexity:
+        if request.data or request.how.needs_perplexity:
             raise
         console.print(f"no perplexity: {error}")
         return None

@@ -1,0 +1,101 @@
+"""What can be asked of tickets: each request makes a command's options and a method's keywords.
+
+Imports no torch: `--help` reads this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from .. import fields
+from ..fields import option, seed_of, words
+from . import DTYPES, IMPORTANCES, SPENDS
+
+if TYPE_CHECKING:
+    from .budget import Budget
+    from .pick import Pick
+
+KINDS = ("ratio", "params", "size", "latency", "memory")  # of a budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class TicketRequest:
+    """What a ticket may cost, how its blocks are picked, and what it is measured on."""
+
+    ratio: tuple[str, ...] = option(
+        "Share of blocks: 6/12, attn=2/3,ffn=6/12 or ffn=6/12,ffn.5=1 (layer 5, if it is cut). "
+        "Budgets are repeatable: a ticket for each.",
+        (),
+    )
+    params: tuple[str, ...] = option("At most so many parameters: 85M.", ())
+    size: tuple[str, ...] = option(
+        "At most so many bytes of weights: 60MB (10^6), 60MiB (2^20).", ()
+    )
+    latency: tuple[str, ...] = option("At most so long per decoded token, measured here: 12ms.", ())
+    memory: tuple[str, ...] = option(
+        "At most so many bytes of weights and of the keys and values of --context tokens: 2GB.", ()
+    )
+    context: str | None = option("Tokens that --memory has room for: 8k (8192) or 2000.", None)
+    spend: str = option(
+        "measured: blocks of a budget (not of a ratio) go where losing them costs the most loss "
+        "on the text that blocks are scored on; even: the same share everywhere.",
+        SPENDS[0],
+        choices=SPENDS,
+    )
+    pick: str = option(
+        "nested: the first blocks of the order that the parent was trained with (the default "
+        "where it has one, else random); random; best-of:N by validation loss; importance (by "
+        f"fisher), or importance:METHOD with METHOD {words(IMPORTANCES)}.",
+        "auto",
+    )
+    stock: bool = option(
+        "Only the same widths in all layers, so that the ticket is a plain model of its family "
+        "that every runtime loads.",
+        False,
+    )
+    seed: int = seed_of("the pick")
+    data: str | None = option("Token file; default: the run's data.valid.", None)
+    tokens: int = option(
+        "Tokens for each perplexity and for calibration; 0 takes all.", 4096, least=0
+    )
+    dtype: str = option(f"{words(DTYPES)}.", DTYPES[0], choices=DTYPES)
+
+    def __post_init__(self) -> None:
+        fields.fill_tuples_(self)
+        fields.check(self)
+
+    @property
+    def budgets(self) -> list[Budget]:
+        """Every budget that is given, each for a ticket of its own."""
+        from .budget import parse_budgets
+
+        return parse_budgets(self.context, **{kind: list(getattr(self, kind)) for kind in KINDS})
+
+    @property
+    def budget(self) -> Budget:
+        """The one budget of a request for one ticket."""
+        from .budget import parse_budget
+
+        given = {kind: asked for kind in KINDS for asked in getattr(self, kind)}
+        if sum(len(getattr(self, kind)) for kind in KINDS) > len(given):
+            raise ValueError("give one budget for one ticket")
+        return parse_budget(self.context, **given)
+
+    @property
+    def how(self) -> Pick:
+        """The pick, understood."""
+        from .pick import parse_pick
+
+        return parse_pick(self.pick)
+
+    def each(self) -> list[TicketRequest]:
+        """A request of its own for every budget."""
+        return [
+            replace(
+                self,
+                **{kind: (b.asked,) if kind == b.kind else () for kind in KINDS},
+                context=self.context if b.context else None,
+            )
+            for b in self.budgets
+        ]
