@@ -17,7 +17,7 @@ from families_table import tiny_model
 
 from twistlm.model import generator
 from twistlm.tickets import certify, deploy, score
-from twistlm.tickets.certify import Certificate, CertificateRequest, certify_tickets, reading, table
+from twistlm.tickets.certify import Certificate, CertificateRequest, reading, table
 from twistlm.tickets.parent import Parent, open_parent
 
 SEQ_LEN = 16
@@ -135,7 +135,7 @@ def make(parent: Parent, folder: Path | None = None, n: int = 12, **more) -> Cer
         "confidence": 0.9,
     }
     request = CertificateRequest(ratio="2/4", n=n, **options | more)
-    return certify_tickets(parent, request, folder, quiet=True)
+    return certify.certify(parent, request, folder, quiet=True)
 
 
 def test_values_are_the_perplexities_of_extracted_tickets(parent):
@@ -248,6 +248,6 @@ def test_a_model_without_numbers_is_refused(parent, tmp_path):
 def test_without_matplotlib_only_the_picture_is_missing(parent, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     make(parent, tmp_path)
-    assert "pip install 'twistlm[plot]'" in capsys.readouterr().out
+    assert "pip install -e '.[plot]'" in capsys.readouterr().out
     assert (tmp_path / "certificate.json").is_file()
     assert not (tmp_path / "histogram.png").exists()

@@ -29,10 +29,10 @@ from twistlm.model.blocks import BlockGroup, BlockMap, Partition, widths_of_rati
 from twistlm.model.count import count
 from twistlm.model.families import n_cached
 from twistlm.model.layout import cut_segments
-from twistlm.tickets import budget, deploy, extract, importance, lost_nodes, sensitivity
+from twistlm.tickets import budget, certify, deploy, extract, importance, lost_nodes, sensitivity
 from twistlm.tickets.budget import Budget, Costs, parse_budget
 from twistlm.tickets.calibration import calibrate, calibrate_on_tokens
-from twistlm.tickets.certify import CertificateRequest, certify_tickets
+from twistlm.tickets.certify import CertificateRequest
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.tickets.pick import Pick, parse_pick
 from twistlm.tickets.requests import TicketRequest
@@ -911,7 +911,7 @@ def test_a_parent_with_an_order_gives_nested_tickets(tmp_path):
     scored = score_parent(opened, ScoreRequest(ratios=("2/4",), n=2, tokens=160), "x", quiet=True)
     assert scored.nested[0] == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-5)
     asked = CertificateRequest(ratio="2/4", n=2, tokens=160, coverage=0.5, confidence=0.7)
-    made = certify_tickets(opened, asked, tmp_path / "certificate", quiet=True)
+    made = certify.certify(opened, asked, tmp_path / "certificate", quiet=True)
     assert made.nested == scored.nested[0]
     assert (
         json.loads((tmp_path / "certificate/certificate.json").read_text())["nested"] == made.nested

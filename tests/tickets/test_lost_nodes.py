@@ -31,13 +31,6 @@ def home(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("n_blocks", [1, 3, 4, 12, 13])
-def test_shards_are_contiguous_and_even(n_blocks):
-    for n_nodes in range(1, n_blocks + 1):
-        want = [part.tolist() for part in np.array_split(np.arange(n_blocks), n_nodes)]
-        assert [list(part) for part in lost_nodes.shard(n_blocks, n_nodes)] == want
-
-
 def reference(name: str, n_nodes: int, lost: tuple[int, ...], ids: torch.Tensor) -> float:
     """Hugging Face's own loss of the whole model with the lost inputs zeroed and the rest scaled."""
     row, model = TABLE[name], tiny_model(name)

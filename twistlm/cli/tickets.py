@@ -64,7 +64,7 @@ def certify(
     """
     changes = known(overrides)
     from ..system.terminal import console
-    from ..tickets.certify import CertificateRequest, certify_tickets, reading, table
+    from ..tickets.certify import CertificateRequest, certify, reading, table
     from ..tickets.parent import open_parent
 
     request = CertificateRequest(
@@ -76,7 +76,7 @@ def certify(
         coverage=coverage,
         confidence=confidence,
     )
-    made = certify_tickets(open_parent(source, device, changes), request, out)
+    made = certify(open_parent(source, device, changes), request, out)
     console.print(table(made))
     console.print(reading(made))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +16,11 @@ from ..system.terminal import markdown_cell, markdown_code, markdown_text
 from .parent import Parent
 
 NAME = "README.md"
-SAID = (  # notes that lines of the card tell in words, or that its loading section does
-    "parent", "n_params", "bytes", "stock", "speed", "budget", "pick", "spend", "whole", "dtype", "max_logit_difference",
-)  # fmt: skip
-STOCK = """This is a stock FAMILY model: transformers, vLLM, llama.cpp's converter, PEFT and other programs load it as they load
-any FAMILY model, without twistlm and without code of its own.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer  # transformers 5
-
-model = AutoModelForCausalLM.from_pretrained("PATH")
-tokenizer = AutoTokenizer.from_pretrained("PATH")
-```"""
-LOADING = """The layers have widths of their own, which no stock class of transformers builds. With twistlm:
-
-```python
-import twistlm  # pip install twistlm
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-twistlm.register()
-model = AutoModelForCausalLM.from_pretrained("PATH")
-tokenizer = AutoTokenizer.from_pretrained("PATH")
-```
-
-Without twistlm, `modeling_ticket.py` in this folder does the same (torch and transformers ≥ 5.14 are all it needs).
-Both calls need the flag:
-
-```python
-model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
-```"""
+TEMPLATE = Path(__file__).with_name("card.md")
+SAID = {  # notes that the card tells in words or in rows of their own
+    "parent", "n_params", "bytes", "stock", "speed", "budget", "pick", "spend", "whole", "dtype",
+    "max_logit_difference", "perplexity",
+}  # fmt: skip
 
 
 def save(
@@ -55,14 +31,22 @@ def save(
     folder: Path,
 ) -> None:
     """Write README.md: `record` is ticket.json, `notes` are the measurements in it."""
-    base = parent.cfg.model.weights
-    n_full = parent.central.layout.n_params
-    bytes_ = (folder / "model.safetensors").stat().st_size
+    base, n_full = parent.cfg.model.weights, parent.central.layout.n_params
+    n_bytes = (folder / "model.safetensors").stat().st_size
+    share = f"{record['n_params']:,} of {n_full:,} ({record['n_params'] / n_full:.1%})"
     numbers = [
-        ("parameters", f"{record['n_params']:,} of {n_full:,} ({record['n_params'] / n_full:.1%})", f"{n_full:,}"),
-        ("weights on disk", f"{bytes_ / 1e6:,.1f} MB", ""),
+        ("parameters", share, f"{n_full:,}"),
+        ("weights on disk", f"{n_bytes / 1e6:,.1f} MB", ""),
         *_measured(notes),
-    ]  # fmt: skip
+    ]
+    chosen = ""
+    if "budget" in notes and "pick" in notes:
+        asked, pick = notes["budget"], notes["pick"]
+        how = pick["how"] + (f", seed {pick['seed']}" if pick["how"] == "random" else "")
+        chosen = f"Asked for: {asked['kind']} {asked['asked']}; blocks chosen by: {how}. "
+    is_run = base != parent.source and os.path.exists(parent.source)
+    start = "random weights" if base == "random" else markdown_code(_name(base))
+    stock = isinstance(record["stock"], dict)
     made = f"{markdown_code(record['command'])}, twistlm {record['git']}, {record['device']}"
     data = ModelCardData(
         license=_license(base),
@@ -71,70 +55,49 @@ def save(
         pipeline_tag="text-generation",
         tags=["twistlm", "pruned"],
     )
-    name = markdown_text(_name(parent.source))
-    start = "random weights" if base == "random" else markdown_code(_name(base))
-    is_run = base != parent.source and os.path.exists(parent.source)
-    is_stock = isinstance(record["stock"], dict)
-    origin = f"\nThe parent was trained from {start}." if is_run else ""
-    text = f"""---
-{data.to_yaml()}
----
-
-# A ticket of {name}
-
-A dense {config.model_type} model, cut by twistlm out of a larger one: whole attention heads and whole groups of FFN neurons
-were kept, and the activation scale is folded into the weights.{origin}
-
-## Numbers
-
-{_table(("", "ticket", "parent"), numbers)}
-
-{_chosen(notes)}Made by {made}.
-
-## Loading
-
-{STOCK.replace("FAMILY", config.model_type) if is_stock else LOADING}
-{_curve(parent.source)}
-## Widths
-
-Kept out of the parent's (the blocks themselves are in ticket.json).
-
-{_stock_widths(record["stock"]) if is_stock else _widths(config)}
-"""
-    ModelCard(text).save(folder / NAME)
+    ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        name=markdown_text(_name(parent.source)),
+        family=config.model_type,
+        start=start if is_run else "",
+        numbers=_table(("", "ticket", "parent"), numbers),
+        chosen=chosen,
+        made=made,
+        stock=stock,
+        curve=_curve(parent.source),
+        widths=_stock_widths(record["stock"]) if stock else _widths(config),
+    ).save(folder / NAME)
 
 
-def _measured(notes: dict[str, Any]) -> list[tuple[str, ...]]:
+def _measured(notes: dict[str, Any]) -> Iterable[tuple[str, ...]]:
     """Rows of the card's table out of what was measured, the parent's beside the ticket's."""
-    whole, rows = notes.get("parent", {}), list[tuple[str, ...]]()
-    if isinstance(found := notes.get("perplexity"), dict) and "n_tokens" in found:
+    whole, found = notes.get("parent", {}), notes.get("perplexity")
+    if isinstance(found, dict) and "n_tokens" in found:
         name = f"perplexity on {found['n_tokens']:,} tokens"
         name += f" of {os.path.basename(found['data'])}" if "data" in found else ""
-        both = (f"{found[who]:.2f}" if who in found else "" for who in ("ticket", "parent"))
-        rows.append((name, *both))
+        yield name, *(f"{found[who]:.2f}" if who in found else "" for who in ("ticket", "parent"))
     elif found is not None:
-        rows += [(name, text, "") for name, text in _flat({"perplexity": found}).items()]
+        yield from _flat({"perplexity": found})
     if took := notes.get("speed"):
-        where = f"{took['device']}, {took['n_threads']} threads"
         for name, key in (
-            (f"ms per decoded token ({where})", "decode_ms"),
+            (f"ms per decoded token ({took['device']}, {took['n_threads']} threads)", "decode_ms"),
             (f"ms for a prompt of {took['n_prompt']} tokens", "prefill_ms"),
         ):
             full = whole.get("speed", {}).get(key)
-            rows.append((name, f"{took[key]:.1f}", f"{full:.1f}" if full else ""))
+            yield name, f"{took[key]:.1f}", f"{full:.1f}" if full else ""
     if (far := notes.get("max_logit_difference")) is not None:
-        rows.append(("max_logit_difference to the masked parent", f"{far:.1e}", ""))
-    rest = {key: notes[key] for key in notes if key not in (*SAID, "perplexity")}
-    return rows + [(name, text, "") for name, text in _flat(rest).items()]
+        yield "max_logit_difference to the masked parent", f"{far:.1e}", ""
+    yield from _flat({key: notes[key] for key in notes if key not in SAID})
 
 
-def _chosen(notes: dict[str, Any]) -> str:
-    """How its blocks were chosen, in a sentence."""
-    if "budget" not in notes or "pick" not in notes:
-        return ""
-    asked, pick = notes["budget"], notes["pick"]
-    how = pick["how"] + (f", seed {pick['seed']}" if pick["how"] == "random" else "")
-    return f"Asked for: {asked['kind']} {asked['asked']}; blocks chosen by: {how}. "
+def _flat(notes: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, ...]]:
+    """Names and numbers of the notes, nested ones by `a.b`; lists stay in ticket.json."""
+    for key, value in notes.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float | str):
+            yield prefix + key, f"{value:.4g}" if isinstance(value, float) else str(value), ""
 
 
 def _name(source: str) -> str:
@@ -146,7 +109,7 @@ def _name(source: str) -> str:
 
 
 def _curve(source: str) -> str:
-    """A section with the perplexities of random tickets by size, as the parent's run last measured them."""
+    """The perplexities of random tickets by size, as the parent's run last measured them."""
     metrics = Path(source).parents[1] / "metrics.jsonl" if len(Path(source).parts) > 2 else None
     rows = last_evaluation(metrics) if metrics is not None and metrics.is_file() else None
     if rows is None:
@@ -154,17 +117,9 @@ def _curve(source: str) -> str:
     lines = [("all (no ticket)", f"{rows['full']:.2f}", "")]
     for size, found in rows.items():
         if size != "full":
-            lines.append(
-                (size, f"{found['mean']:.2f} ± {found['sd']:.2f}", f"{found['worst']:.2f}")
-            )
-    head = ("blocks that stay", "perplexity of random tickets", "worst")
-    return f"""
-## The parent's other sizes
-
-As the training measured them on its validation text:
-
-{_table(head, lines)}
-"""
+            spread = f"{found['mean']:.2f} ± {found['sd']:.2f}"
+            lines.append((size, spread, f"{found['worst']:.2f}"))
+    return _table(("blocks that stay", "perplexity of random tickets", "worst"), lines)
 
 
 def last_evaluation(metrics: Path) -> dict[str, Any] | None:
@@ -187,31 +142,17 @@ def _stock_widths(widths: dict[str, str]) -> str:
 def _widths(config: PretrainedConfig) -> str:
     names = sorted({width for _, width, _ in config.ticket["projections"].values()})
     full = config.to_dict()
-    rows = [
+    rows = (
         (i, *(f"{getattr(layer, name)} / {full[name]}" for name in names))
         for i, layer in enumerate(config.per_layer_config)
-    ]
+    )
     return _table(("layer", *names), rows)
 
 
-def _table(head: tuple[str, ...], rows: Any) -> str:
+def _table(head: tuple[str, ...], rows: Iterable[Any]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(markdown_cell(str(cell)) for cell in line) + " |" for line in lines
-    )
-
-
-def _flat(notes: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Names and numbers of the notes, nested ones by `a.b`; lists stay in ticket.json."""
-    rows: dict[str, str] = {}
-    for key, value in notes.items():
-        if isinstance(value, dict):
-            rows |= _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, float):
-            rows[f"{prefix}{key}"] = f"{value:.4g}"
-        elif isinstance(value, int | str):
-            rows[f"{prefix}{key}"] = str(value)
-    return rows
+    cells = (" | ".join(markdown_cell(str(cell)) for cell in line) for line in lines)
+    return "\n".join(f"| {each} |" for each in cells)
 
 
 def _is_hub_id(base: str) -> bool:

@@ -1,4 +1,4 @@
-"""`twistlm certify`: the perplexities of n random tickets, and what they promise for all tickets.
+"""`twistlm eval --certify`: n random tickets of one size, and what they promise for all of them.
 
 FOLDER/
   draws.jsonl        what is measured, then one line per ticket as it comes: an interrupted
@@ -10,7 +10,6 @@ FOLDER/
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -36,7 +35,38 @@ from ..system.terminal import console, progress
 from . import score
 from .parent import Parent
 
+SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
 N_BINS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateRequest:
+    """How many random tickets of which size are measured, on what, and what they should promise."""
+
+    ratio: str
+    n: int
+    data: str | None = None  # None: the validation tokens of the parent's run
+    tokens: int = 0  # 0 takes all
+    seed: int = 0
+    coverage: float = 0.95
+    confidence: float = 0.99
+
+    def __post_init__(self) -> None:
+        rank(self.n, self.coverage, self.confidence)  # refuses an n that promises nothing
+
+
+@dataclass(frozen=True)
+class Bound:
+    """At least `coverage` of all tickets lie at or below `value`, said with this confidence."""
+
+    coverage: float
+    confidence: float
+    rank: int  # `value` is the rank-th smallest draw
+    value: float
+
+    def __str__(self) -> str:
+        share, confidence = (_percent(x) for x in (self.coverage, self.confidence))
+        return f"{share} of tickets are at or below {self.value:.2f}, with {confidence} confidence"
 
 
 @dataclass(frozen=True)
@@ -58,36 +88,21 @@ class Certificate:
         return covered_by_worst(len(self.spread.values), self.bound.confidence)
 
     def to_dict(self) -> dict[str, Any]:
-        counts, edges = _histogram(self.spread.values)
+        values = self.spread.values
+        counts, edges = np.histogram(values, bins=N_BINS)
         return {
             **asdict(self),
             "spread": {**asdict(self.spread), **self.spread.summary()},
-            "quantiles": quantiles(self.spread.values),
+            "quantiles": quantiles(values),
             "covered_by_worst": self.covered_by_worst,
-            "histogram": {"counts": counts, "edges": edges},
+            "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class CertificateRequest:
-    """How many random tickets of which size are measured, on what, and what they should promise."""
-
-    ratio: str
-    n: int
-    data: str | None = None  # None: the validation tokens of the parent's run
-    tokens: int = 0  # 0 takes all
-    seed: int = 0
-    coverage: float = 0.95
-    confidence: float = 0.99
-
-    def __post_init__(self) -> None:
-        rank(self.n, self.coverage, self.confidence)  # refuses an n that promises nothing
-
-
-def certify_tickets(
-    parent: Parent, request: CertificateRequest, folder: Path | None = None, quiet: bool = False
+def certify(
+    parent: Parent, request: CertificateRequest, out: Path | None = None, quiet: bool = False
 ) -> Certificate:
-    """Measure n random tickets, going on from those that `folder` holds, and write it there.
+    """Measure n random tickets, going on from those that the folder `out` holds, and write it there.
 
     Of a parent with an order the nested ticket is measured, too: it is the only one of its kind.
     """
@@ -95,8 +110,8 @@ def certify_tickets(
     ready = score.evaluator(parent, request.data, request.tokens)
     values: list[float] = []
     keep: Callable[[float], None] = values.append
-    if folder is not None:
-        values, keep = _open_draws(folder, _identity(parent, ready, widths, request.seed))
+    if out is not None:
+        values, keep = _open_draws(out, _identity(parent, ready, widths, request.seed))
     with progress(quiet) as bar:
         task = bar.add_task(f"certify {request.ratio}", total=1 + request.n, note="")
         full = ready.full_perplexity()
@@ -125,17 +140,13 @@ def certify_tickets(
         run=describe_run(),
         nested=nested,
     )
-    if folder is not None:
-        _save(made, folder)
+    if out is not None:
+        whole_file(out / "certificate.json", json.dumps(made.to_dict(), indent=1) + "\n")
+        try:
+            whole_file(out / "histogram.png", lambda path: _draw_histogram(made, path))
+        except ImportError:
+            console.print("no histogram.png: it needs matplotlib: pip install -e '.[plot]'")
     return made
-
-
-def _save(made: Certificate, folder: Path) -> None:
-    whole_file(folder / "certificate.json", json.dumps(made.to_dict(), indent=1) + "\n")
-    if importlib.util.find_spec("matplotlib") is None:
-        console.print("no histogram.png: it needs matplotlib: pip install 'twistlm[plot]'")
-    else:
-        whole_file(folder / "histogram.png", lambda path: draw_histogram(made, path))
 
 
 def _identity(parent: Parent, ready: Evaluator, widths: Widths, seed: int) -> dict[str, Any]:
@@ -193,19 +204,13 @@ def _open_draws(
     return values, keep
 
 
-def _histogram(values: tuple[float, ...]) -> tuple[list[int], list[float]]:
-    counts, edges = np.histogram(values, bins=N_BINS)
-    return counts.tolist(), edges.tolist()
-
-
-def draw_histogram(made: Certificate, path: Path) -> None:
+def _draw_histogram(made: Certificate, path: Path) -> None:
     """Counts of tickets over perplexity, with the bound and the whole parent marked."""
     from matplotlib.figure import Figure  # no pyplot: it looks for a display
 
-    counts, edges = _histogram(made.spread.values)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.stairs(counts, edges, fill=True, color="tab:blue", alpha=0.6)
+    axes.hist(made.spread.values, bins=N_BINS, color="tab:blue", alpha=0.6)
     axes.axvline(made.bound.value, color="tab:red", label=str(made.bound))
     axes.axvline(made.full, color="black", linestyle=":", label=f"whole parent: {made.full:.2f}")
     if made.nested is not None:
@@ -240,23 +245,6 @@ def reading(made: Certificate) -> str:
         f"{made.bound} (draw {made.bound.rank} of {len(made.spread.values)} in order). "
         f"With the same confidence, {share}% are no worse than the worst one seen."
     )
-
-
-SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
-
-
-@dataclass(frozen=True)
-class Bound:
-    """At least `coverage` of all tickets lie at or below `value`, said with this confidence."""
-
-    coverage: float
-    confidence: float
-    rank: int  # `value` is the rank-th smallest draw
-    value: float
-
-    def __str__(self) -> str:
-        share, confidence = (_percent(x) for x in (self.coverage, self.confidence))
-        return f"{share} of tickets are at or below {self.value:.2f}, with {confidence} confidence"
 
 
 def bound(values: Sequence[float], coverage: float, confidence: float) -> Bound:

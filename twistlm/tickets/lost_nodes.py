@@ -1,10 +1,10 @@
-"""`twistlm drop`: the parent is served by n nodes, some die, the others go on.
+"""`twistlm lab drop`: the parent is served by n nodes, some die, the others go on.
 
-As in tensor-parallel serving every node holds one contiguous run of each layer's blocks, and
-everything that is not cut, the common blocks among it. Where blocks do not divide evenly, the first
-nodes hold one more. A parent with an order of blocks is striped instead: node i of n holds places
-i, i + n, ... of it, so that no loss takes all important ones. The survivors are a subnet of K of N blocks and are scaled like one, by what suits
-their parent best (`treatment`).
+As in tensor-parallel serving every node holds one contiguous run of each layer's blocks (where they
+do not divide evenly, the first nodes one more), and everything that is not cut, the common blocks
+among it. A parent with an order of blocks is striped instead: node i of n holds places i, i + n, ...
+of it, so that no loss takes all important ones. The survivors are a subnet, with the activation
+scale that suits them best on other text.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.table import Table
 
-from ..model.blocks import BlockGroup, BlockMap, Blueprint
+from ..model.blocks import BlockMap, Blueprint
 from ..model.masks import Order
 from ..system import provenance, terminal
 from ..system.terminal import progress
 from ..training import checkpoint
 from . import score
 from .parent import Parent
-from .ticket_scale import N_DRAWS, TicketScales, choice_text
+from .ticket_scale import N_DRAWS, TicketScales, choice_text, score_tickets
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,6 @@ class Drops:
         return {**asdict(self), "losses": losses, "mean": self.mean, "worst": self.worst}
 
 
-def shard(n_blocks: int, n_nodes: int) -> list[range]:
-    """Contiguous runs of blocks, one per node, whose lengths differ by one at most."""
-    size, more = divmod(n_blocks, n_nodes)
-    ends = [size * node + min(node, more) for node in range(n_nodes + 1)]
-    return [range(first, last) for first, last in itertools.pairwise(ends)]
-
-
 def survivors(
     block_map: BlockMap, n_nodes: int, lost: tuple[int, ...], order: Order | None = None
 ) -> Blueprint:
@@ -69,32 +63,26 @@ def survivors(
     blueprint = {}
     for group in block_map.groups:
         ranked = order[group.name] if order else range(group.n_blocks)
-        own = [block for block in ranked if block not in group.common]
-        if order:
-            gone = {block for node in lost for block in own[node::n_nodes]}
-        else:
-            gone = {own[i] for node in lost for i in shard(len(own), n_nodes)[node]}
+        own = np.array([block for block in ranked if block not in group.common])
+        parts = [own[i::n_nodes] for i in range(n_nodes)] if order else np.array_split(own, n_nodes)
+        gone = {block for node in lost for block in parts[node].tolist()}
         blueprint[group.name] = tuple(b for b in range(group.n_blocks) if b not in gone)
     return blueprint
 
 
 def check(parent: Parent, n_nodes: int, n_lost: int) -> None:
+    """Every node holds a block of each layer, and one node at least survives."""
     if not 1 <= n_lost < n_nodes:
         raise ValueError(
             f"--lose {n_lost} of --nodes {n_nodes}: lose at least 1 and keep at least 1"
         )
-    least = min(parent.block_map.groups, key=_n_own)
-    if n_nodes > (most := _n_own(least)):
+    least = min(parent.block_map.groups, key=lambda g: g.n_blocks - len(g.common))
+    if n_nodes > (most := least.n_blocks - len(least.common)):
         common = " that are not common" if least.common else ""
         raise ValueError(
             f"--nodes {n_nodes}: {parent.source} has {most} {least.kind} blocks{common} in a layer "
             f"({least.name}), so at most {most} nodes can hold one each"
         )
-
-
-def _n_own(group: BlockGroup) -> int:
-    """Blocks that one node holds and no other."""
-    return group.n_blocks - len(group.common)
 
 
 @torch.no_grad()
@@ -107,44 +95,39 @@ def drop(
     tokens: int = 0,
     quiet: bool = False,
 ) -> list[Drops]:
-    """Every parent on the same tokens, whole and after each loss of `n_lost` out of `n_nodes`.
-
-    The survivors of each parent get the activation scale that suits them best on other text.
-    """
+    """Every parent on the same tokens, whole and after each loss of `n_lost` out of `n_nodes`."""
     for parent in parents.values():
         check(parent, n_nodes, n_lost)
-    ready = [score.evaluator(parent, data, tokens) for parent in parents.values()]
-    if len({(e.text.file.stem, e.text.seq_len, e.text.n_sequences) for e in ready}) > 1:
+    texts = [score.text_of(parent, data, tokens) for parent in parents.values()]
+    if len({(text.file.stem, text.seq_len, text.n_sequences) for text in texts}) > 1:
         raise ValueError(
             "these parents would be measured on different tokens: give --data STEM and "
             "data.seq_len=LENGTH for all"
         )
-    results = []
-    combinations = list(itertools.combinations(range(n_nodes), n_lost))
+    results, cases = [], list(itertools.combinations(range(n_nodes), n_lost))
     with progress(quiet) as bar:
-        total = len(parents) * (1 + len(combinations))
+        total = len(parents) * (1 + len(cases))
         task = bar.add_task(f"lose {n_lost} of {n_nodes} nodes", total=total, note="")
-        for (name, parent), evaluator in zip(parents.items(), ready, strict=True):
-            full, losses = evaluator.full_perplexity(), {}
+        for (name, parent), text in zip(parents.items(), texts, strict=True):
+            order, source = parent.progress.order, Path(parent.source)
+            scales = TicketScales(parent, text, choice_text(text, parent.cfg.data, source))
+            rests = [survivors(parent.block_map, n_nodes, lost, order) for lost in cases]
+            full = scales.ready.full_perplexity()
             bar.advance(task)
-            order = parent.progress.order
-            rests = {
-                lost: survivors(parent.block_map, n_nodes, lost, order) for lost in combinations
-            }
-            text = evaluator.text
-            choice = choice_text(text, parent.cfg.data, Path(parent.source))
-            treatments = TicketScales(parent, text, choice)
-            some = list(rests.values())[:: -(-len(rests) // N_DRAWS)]
-            treatment, chosen = treatments.best(some)
-            treated = treatments.evaluator(treatment)
-            for lost, rest in rests.items():
-                losses[lost] = treated.subnet_perplexity(rest)
-                bar.advance(task)
-            is_ours = (Path(parent.source) / checkpoint.MANIFEST).is_file()
-            method = parent.cfg.train.method if is_ours else ""
-            n_tokens = text.n_sequences * text.seq_len
+            found = score_tickets(scales, rests, rests[:: -(-len(rests) // N_DRAWS)])
+            bar.advance(task, len(rests))
+            is_ours = (source / checkpoint.MANIFEST).is_file()
             results.append(
-                Drops(name, parent.source, method, full, losses, text.file.stem, n_tokens, chosen)
+                Drops(
+                    name=name,
+                    source=parent.source,
+                    method=parent.cfg.train.method if is_ours else "",
+                    full=full,
+                    losses=dict(zip(cases, found.values, strict=True)),
+                    data=text.file.stem,
+                    n_tokens=text.n_sequences * text.seq_len,
+                    treatment=found.record,
+                )
             )
     return results
 
@@ -163,16 +146,16 @@ def table(drops: list[Drops], n_nodes: int, n_lost: int) -> Table:
     )
     heads = (f"{row.name} ({row.method})" if row.method else row.name for row in drops)
     result = terminal.table(title, "lost nodes", *heads)
+
+    def add(name: str, values: list[float], **more: bool) -> None:
+        each = zip(values, drops, strict=True)
+        result.add_row(name, *(f"{v:.2f} ({v / row.full:.2f}x)" for v, row in each), **more)
+
     result.add_row("none", *(f"{row.full:.2f}" for row in drops), end_section=True)
     for lost in drops[0].losses:
-        cells = (_beside(row.losses[lost], row.full) for row in drops)
-        result.add_row(", ".join(str(node) for node in lost), *cells)
+        add(", ".join(map(str, lost)), [row.losses[lost] for row in drops])
     result.add_section()
-    result.add_row("mean", *(_beside(row.mean, row.full) for row in drops))
-    result.add_row("worst", *(_beside(row.worst, row.full) for row in drops), end_section=True)
+    add("mean", [row.mean for row in drops])
+    add("worst", [row.worst for row in drops], end_section=True)
     result.add_row("scale", *(row.treatment["chosen"] for row in drops))
     return result
-
-
-def _beside(value: float, full: float) -> str:
-    return f"{value:.2f} ({value / full:.2f}x)"

@@ -1,4 +1,4 @@
-"""`twistlm draft`: a ticket drafts for its own parent in Hugging Face's assisted generation.
+"""`twistlm lab draft`: a ticket drafts for its own parent in Hugging Face's assisted generation.
 
 Each step the ticket proposes a few tokens, one forward pass of the parent checks them all, and the
 longest correct beginning plus one token of the parent's own is kept: the parent's greedy text, in
@@ -7,7 +7,6 @@ fewer passes of the parent.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,15 +35,14 @@ class Draft:
     n_prompt: int
     n_plain: int  # tokens written by the parent alone
     n_new: int  # and with drafts
-    n_parent: int  # forward passes of the parent
+    n_parent: int  # forward passes of the parent: each writes one token of its own
     n_proposed: int  # forward passes of the ticket: each proposes one token
     plain_s: float
     drafted_s: float
-    gap: float | None  # the parent's top-2 logit gap where the texts part; None: they are identical
+    gap: float | None  # the parent's top-2 logit gap where the texts part; None: identical
 
     @property
     def n_accepted(self) -> int:
-        """Every pass of the parent writes one token of its own; the others were proposed."""
         return self.n_new - self.n_parent
 
 
@@ -58,24 +56,27 @@ class Drafts:
     rows: tuple[Draft, ...]
     run: dict[str, Any]
 
+    def _sum(self, name: str) -> float:
+        return sum(getattr(row, name) for row in self.rows)
+
     @property
     def acceptance(self) -> float:
         """The share of proposed tokens that the parent would have written too."""
-        return sum(r.n_accepted for r in self.rows) / max(1, sum(r.n_proposed for r in self.rows))
+        return self._sum("n_accepted") / max(1, self._sum("n_proposed"))
 
     @property
     def tokens_per_pass(self) -> float:
         """Tokens written per forward pass of the parent; 1 without drafts."""
-        return sum(r.n_new for r in self.rows) / sum(r.n_parent for r in self.rows)
+        return self._sum("n_new") / self._sum("n_parent")
 
     @property
     def plain_rate(self) -> float:
         """Tokens per second of the parent alone."""
-        return sum(r.n_plain for r in self.rows) / sum(r.plain_s for r in self.rows)
+        return self._sum("n_plain") / self._sum("plain_s")
 
     @property
     def drafted_rate(self) -> float:
-        return sum(r.n_new for r in self.rows) / sum(r.drafted_s for r in self.rows)
+        return self._sum("n_new") / self._sum("drafted_s")
 
     def to_dict(self) -> dict[str, Any]:
         names = ("acceptance", "tokens_per_pass", "plain_rate", "drafted_rate")
@@ -88,31 +89,24 @@ def prompts(
     """Typed prompts, and n windows spread over a token file: int64 [length]."""
     if not texts and data is None:
         raise ValueError("nothing to go on from: give --prompt TEXT or --data STEM")
-    found = []
-    if texts:
-        tokenizer = parent.tokenizer()
-        found = [torch.tensor(tokenizer.encode(text).ids, dtype=torch.long) for text in texts]
+    tokenizer = parent.tokenizer() if texts else None
+    found = [torch.tensor(tokenizer.encode(text).ids) for text in texts] if tokenizer else []
     if data is not None:
         file = open_tokens(resolve(data, "valid"))
         file.check(n_tokens, huggingface.vocab_size(parent.model))
         n_windows = file.n_sequences(n_tokens)
         n = min(n, n_windows)
-        rows = [i * n_windows // n for i in range(n)]
-        found += list(file.sequences(rows, n_tokens))
+        found += list(file.sequences([i * n_windows // n for i in range(n)], n_tokens))
     return found
 
 
 @contextmanager
-def counted(model: Any) -> Iterator[list[int]]:
-    """Count forward passes: the list grows by the length of each pass's input."""
-    lengths: list[int] = []
-
-    def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        lengths.append(kwargs["input_ids"].shape[1])
-
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+def count_passes(model: Any) -> Iterator[list[None]]:
+    """A list that grows by one with every forward pass."""
+    passes: list[None] = []
+    handle = model.register_forward_pre_hook(lambda module, args: passes.append(None))
     try:
-        yield lengths
+        yield passes
     finally:
         handle.remove()
 
@@ -131,16 +125,14 @@ def draft(
     sizes = [huggingface.vocab_size(runnable.model) for runnable in (parent, ticket)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"{ticket.source} cannot draft for {parent.source}: their vocabularies have {sizes[1]} and "
-            f"{sizes[0]} tokens"
+            f"{ticket.source} cannot draft for {parent.source}: their vocabularies have {sizes[1]} "
+            f"and {sizes[0]} tokens"
         )
     n_new = [check_room(parent, len(prompt), max_new_tokens) for prompt in prompts]
     config: Any = ticket.model.generation_config
     config.num_assistant_tokens = n_draft
     config.num_assistant_tokens_schedule = "constant"
-    config.assistant_confidence_threshold = (
-        0.0  # always n_draft tokens: nothing adapts, runs repeat
-    )
+    config.assistant_confidence_threshold = 0.0  # always n_draft tokens: nothing adapts
     rows = []
     with progress(quiet) as bar:
         task = bar.add_task("draft", total=len(prompts), note="")
@@ -156,10 +148,8 @@ def _both_ways(parent: Runnable, ticket: Runnable, prompt: Tensor, n_new: int) -
     began = time.perf_counter()
     plain = _continue(parent, prompt, n_new)
     middle = time.perf_counter()
-    with counted(parent.model) as checks, counted(ticket.model) as proposals:
+    with count_passes(parent.model) as checks, count_passes(ticket.model) as proposals:
         drafted = _continue(parent, prompt, n_new, ticket)
-    ended = time.perf_counter()
-    gap = None if torch.equal(plain, drafted) else _gap(parent, plain, drafted)
     return Draft(
         n_prompt=len(prompt),
         n_plain=len(plain) - len(prompt),
@@ -167,8 +157,8 @@ def _both_ways(parent: Runnable, ticket: Runnable, prompt: Tensor, n_new: int) -
         n_parent=len(checks),
         n_proposed=len(proposals),
         plain_s=middle - began,
-        drafted_s=ended - middle,
-        gap=gap,
+        drafted_s=time.perf_counter() - middle,
+        gap=None if torch.equal(plain, drafted) else _gap(parent, plain, drafted),
     )
 
 
@@ -178,14 +168,13 @@ def _continue(
     """The parent's greedy text, int64 [length]."""
     model: Any = parent.model
     ids = prompt[None].to(model.device)
-    written = model.generate(
+    return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=n_new,
         do_sample=False,
         assistant_model=assistant.model if assistant else None,
-    )
-    return written[0]
+    )[0]
 
 
 @torch.no_grad()
@@ -199,14 +188,16 @@ def _gap(parent: Runnable, plain: Tensor, drafted: Tensor) -> float:
 
 
 def table(made: Drafts) -> Table:
-    n_new = sum(row.n_new for row in made.rows)
-    title = f"{len(made.rows)} prompts, {n_new:,} tokens written greedily, {made.n_draft} drafted at a time"
+    """Speed and passes with and without drafts."""
+    title = (
+        f"{len(made.rows)} prompts, {made._sum('n_new'):,} tokens written greedily, "
+        f"{made.n_draft} drafted at a time"
+    )
     heads = ("", "tokens/s", "tokens per parent pass", "drafts accepted")
     result = terminal.table(title, *heads)
     rate = f"{made.drafted_rate:.1f} ({made.drafted_rate / made.plain_rate:.2f}x)"
-    accepted = f"{100 * made.acceptance:.1f}%"
     result.add_row("parent alone", f"{made.plain_rate:.1f}", "1.00", "")
-    result.add_row("with drafts", rate, f"{made.tokens_per_pass:.2f}", accepted)
+    result.add_row("with drafts", rate, f"{made.tokens_per_pass:.2f}", f"{made.acceptance:.1%}")
     return result
 
 
@@ -217,7 +208,7 @@ def reading(made: Drafts) -> str:
         return f"The text is identical to the parent's own in all {len(made.rows)} cases."
     ties = sum(gap < TIE for gap in gaps)
     return (
-        f"The text is identical to the parent's own in {len(made.rows) - len(gaps)} of {len(made.rows)} "
-        f"cases; {ties} of the other {len(gaps)} part at a tie (the parent's two best logits differ by "
-        f"less than {TIE}); the median gap there is {statistics.median(gaps):.1e}."
+        f"The text is identical to the parent's own in {len(made.rows) - len(gaps)} of "
+        f"{len(made.rows)} cases; {ties} of the other {len(gaps)} part at a tie (the parent's two "
+        f"best logits differ by less than {TIE})."
     )
