@@ -16,73 +16,58 @@ from conftest import make_tokens, tiny_table
 from processes import environment, free_port
 
 FOLDER = ROOT / "docs/deploy"
+SCRIPT = (FOLDER / "slurm.sh").read_text()
+MANIFEST = (FOLDER / "rayjob.yaml").read_text()
+DOCUMENTS = list(yaml.safe_load_all(MANIFEST))
+(JOB,) = (document["spec"] for document in DOCUMENTS if document["kind"] == "RayJob")
+BLOCKS = [SCRIPT, JOB["entrypoint"], *code_blocks((FOLDER / "README.md").read_text(), "sh")]
+COMMANDS = [words for block in BLOCKS for words in shell_commands(block) if is_twistlm(words)]
 
 
-def yaml_documents() -> list[dict]:
-    return list(yaml.safe_load_all((FOLDER / "rayjob.yaml").read_text()))
-
-
-def job() -> dict:
-    (found,) = (document for document in yaml_documents() if document["kind"] == "RayJob")
-    return found["spec"]
-
-
-def command_lines() -> list[list[str]]:
-    """Every command of the README's blocks, of the script and of the job that runs twistlm."""
-    words = shell_commands((FOLDER / "slurm.sh").read_text())
-    for block in code_blocks((FOLDER / "README.md").read_text(), "sh"):
-        words += shell_commands(block)
-    words.append(job()["entrypoint"].split())
-    return [line for line in words if is_twistlm(line)]
+def options(words: list[str]) -> set[str]:
+    return {word.split("=")[0] for word in words if word.startswith("--") and word != "--"}
 
 
 def test_every_twistlm_command_exists():
-    named = [check_twistlm(words) for words in command_lines()]
-    assert len(named) >= 8
-    assert set(named) == {"train", "node"}
+    assert {check_twistlm(words) for words in COMMANDS} == {"train", "node"}
 
 
-def test_what_ray_is_told_exists():
-    """Options of `ray symmetric-run` and of `ray start`, as this Ray knows them."""
+def test_every_option_of_ray_and_torchrun_exists():
     from ray.scripts.scripts import start, symmetric_run
-
-    known = {option for param in symmetric_run.params for option in param.opts}
-    (line,) = (line for line in command_lines() if "symmetric-run" in line)
-    begin = line.index("symmetric-run") + 1
-    given = {word for word in line[begin : line.index("--")] if word.startswith("--")}
-    assert given
-    assert given <= known
-    known = {option for param in start.params for option in param.opts}
-    cluster = job()["rayClusterSpec"]
-    params = cluster["headGroupSpec"]["rayStartParams"]
-    more = [
-        word
-        for line in command_lines()
-        if "node" in line and "--" in line
-        for word in line[line.index("--") + 1 :]
-    ]
-    assert {f"--{name}" for name in params} | {w for w in more if w.startswith("--")} <= known
-    assert "--labels" in known  # a machine's own K
-
-
-def test_every_torchrun_option_exists():
     from torch.distributed.run import get_args_parser
 
+    known = {option for param in symmetric_run.params for option in param.opts}
+    (line,) = (words for words in COMMANDS if "symmetric-run" in words)
+    assert set() < options(line[line.index("symmetric-run") : line.index("--")]) <= known
+    known = {option for param in start.params for option in param.opts}
+    given = {f"--{name}" for name in JOB["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]}
+    for words in COMMANDS:
+        if "node" in words and "--" in words:
+            given |= options(words[words.index("--") :])
+    assert given | {"--labels"} <= known  # a label: a machine's own K
     known = {option for action in get_args_parser()._actions for option in action.option_strings}
     seen = set()
-    for words in command_lines():
-        if "torchrun" not in words:
-            continue
-        begin = words.index("torchrun") + 1
-        options = {word.split("=")[0] for word in words[begin : words.index("-m", begin)]}
-        assert all(option in known for option in options), options - known
+    for words in (words for words in COMMANDS if "torchrun" in words):
+        begin = words.index("torchrun")
+        seen |= options(words[begin : words.index("-m", begin)])
         assert "--max-restarts=0" in words
-        seen |= options
-    assert {"--nnodes", "--rdzv-id", "--rdzv-backend", "--rdzv-endpoint"} <= seen
+    assert {"--nnodes", "--rdzv-id", "--rdzv-backend", "--rdzv-endpoint"} <= seen <= known
 
 
-def test_the_script_is_bash():
-    subprocess.run(["bash", "-n", FOLDER / "slurm.sh"], check=True)
+def fake_programs(folder: Path, **bodies: str) -> None:
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+
+
+def slurm(folder: Path, n_nodes: int, nodes: str) -> dict[str, str]:
+    return {
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": str(n_nodes),
+        "SLURM_JOB_NODELIST": nodes,
+    }
 
 
 @pytest.mark.parametrize(
@@ -95,32 +80,20 @@ def test_the_script_is_bash():
 )
 def test_the_script_runs(tmp_path, args, ran):
     """With srun and scontrol that only note how they were called."""
-    for name, body in {
-        "srun": f'echo "srun $*" >> {tmp_path}/calls; sleep 0.3',
-        "scontrol": "echo node0; echo node1",
-        "openssl": "echo 0123456789abcdef",
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    env = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NUM_NODES": "4",
-        "SLURM_JOB_NODELIST": "node[0-3]",
-    }
-    bash = shutil.which("bash")
-    done = subprocess.run(
-        [bash, FOLDER / "slurm.sh", *args], env=env, capture_output=True, text=True
+    fake_programs(
+        tmp_path,
+        srun=f'echo "srun $*" >> {tmp_path}/calls; sleep 0.3',
+        scontrol="echo node0; echo node1",
+        openssl="echo 0123456789abcdef",
     )
+    env = os.environ | slurm(tmp_path, 4, "node[0-3]")
+    command = [shutil.which("bash"), FOLDER / "slurm.sh"]
+    done = subprocess.run([*command, *args], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     calls = (tmp_path / "calls").read_text()
     assert all(part in calls for part in ran), calls
-    secret = tmp_path / ".ray/auth_token"
-    assert secret.stat().st_mode & 0o777 == 0o600
-    wrong = subprocess.run(
-        [bash, FOLDER / "slurm.sh", "tochrun", "my.toml"], env=env, capture_output=True
-    )
+    assert (tmp_path / ".ray/auth_token").stat().st_mode & 0o777 == 0o600
+    wrong = subprocess.run([*command, "tochrun", "my.toml"], env=env, capture_output=True)
     assert wrong.returncode == 2
 
 
@@ -130,66 +103,39 @@ def test_the_script_trains(tmp_path):
     `ray symmetric-run` refuses a machine on which it sees another Ray."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("namespaces need root")
-    path = toml(
-        tmp_path / "my.toml", tiny_table(make_tokens(tmp_path / "tokens"), tmp_path / "run")
-    )
-    for name, body in {"srun": 'exec "$@"', "scontrol": "echo 127.0.0.1"}.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    script = (FOLDER / "slurm.sh").read_text().replace("gpus=8 ", "gpus=2 ")
-    (tmp_path / "slurm.sh").write_text(script.replace(":6379", f":{free_port()}"))
-    env = environment(
-        PATH=f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        HOME=str(tmp_path),
-        SLURM_JOB_ID="7",
-        SLURM_JOB_NUM_NODES="1",
-        SLURM_JOB_NODELIST="node0",
-    )
+    table = tiny_table(make_tokens(tmp_path / "tokens"), tmp_path / "run")
+    path = toml(tmp_path / "my.toml", table)
+    fake_programs(tmp_path, srun='exec "$@"', scontrol="echo 127.0.0.1")
+    script = SCRIPT.replace("gpus=8 ", "gpus=2 ").replace(":6379", f":{free_port()}")
+    (tmp_path / "slurm.sh").write_text(script)
+    env = environment(**slurm(tmp_path, 1, "node0"))
     env.pop("RAY_AUTH_TOKEN")
-    done = subprocess.run(
-        ["unshare", "--pid", "--fork", "--mount-proc", "bash", tmp_path / "slurm.sh", "ray", path],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "bash"]
+    command = [*inside, tmp_path / "slurm.sh", "ray", path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    joined = [
-        row for row in (tmp_path / "run/events.jsonl").read_text().splitlines() if "joined" in row
-    ]
-    assert len(joined) == 2
+    events = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    assert len([row for row in events if "joined" in row]) == 2
     assert (tmp_path / "run/checkpoints/round-000004").is_dir()
 
 
 def test_the_manifests_belong_together():
-    """Claims and config maps that are named exist or are made by the comments; the job is KubeRay's."""
-    documents = yaml_documents()
-    names = {(document["kind"], document["metadata"]["name"]) for document in documents}
-    assert len(names) == len(documents)
-    text = (FOLDER / "rayjob.yaml").read_text()
-    for claim in re.findall(r"claimName: ([\w-]+)", text):
+    """Claims and config maps that are named exist or are made by the comments."""
+    names = {(document["kind"], document["metadata"]["name"]) for document in DOCUMENTS}
+    assert len(names) == len(DOCUMENTS)
+    for claim in re.findall(r"claimName: ([\w-]+)", MANIFEST):
         assert ("PersistentVolumeClaim", claim) in names
-    for made in re.findall(r"configMap: \{name: ([\w-]+)", text):
-        assert f"kubectl create configmap {made}" in text
-    cluster = job()["rayClusterSpec"]
+    for made in re.findall(r"configMap: \{name: ([\w-]+)", MANIFEST):
+        assert f"kubectl create configmap {made}" in MANIFEST
+    cluster = JOB["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["enableInTreeAutoscaling"] is True
     (group,) = cluster["workerGroupSpecs"]
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    assert f"train.n_workers={group['maxReplicas']}" in job()["entrypoint"]
-    images = {
-        part["template"]["spec"]["containers"][0]["image"]
-        for part in (cluster["headGroupSpec"], group)
-    }
-    assert len(images) == 1  # the same Python, Ray and twistlm
-    for part in (cluster["headGroupSpec"], group):
-        (container,) = part["template"]["spec"]["containers"]
-        volumes = {volume["name"] for volume in part["template"]["spec"].get("volumes", [])}
+    assert f"train.n_workers={group['maxReplicas']}" in JOB["entrypoint"]
+    pods = [part["template"]["spec"] for part in (cluster["headGroupSpec"], group)]
+    assert len({pod["containers"][0]["image"] for pod in pods}) == 1  # the same Python and Ray
+    for pod in pods:
+        (container,) = pod["containers"]
+        volumes = {volume["name"] for volume in pod.get("volumes", [])}
         assert {mount["name"] for mount in container.get("volumeMounts", [])} == volumes
-
-
-def test_it_says_what_a_token_is():
-    text = (FOLDER / "README.md").read_text()
-    assert "can run code on every machine" in text
-    assert "authentication, not encryption" in text
-    assert "in the clear" in text
