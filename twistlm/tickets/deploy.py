@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..model import families, huggingface
 from ..model.blocks import Blueprint
+from ..model.central import cut_subnet
 from ..model.subnet import add_means_, build, fold_
 from ..system import manifest
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
 from ..training.checkpoint import MANIFEST
-from ..training.dispatcher import cut
 from . import card, hf_folder, stock
 from .budget import weights_bytes
 from .parent import Parent
@@ -40,7 +40,7 @@ def cut_ticket(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     block_map.check_blueprint(blueprint)
     widths = block_map.widths(blueprint)
     where = central.layout.narrowed(block_map, widths)
-    weights = cut(central, blueprint, rows=1)[0]
+    weights = cut_subnet(central, blueprint, rows=1)[0]
     params, factors = where.views(weights), parent.scales(widths)
     fold_(params, block_map, factors)
     add_means_(params, block_map, blueprint, factors, parent.means)
