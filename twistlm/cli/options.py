@@ -74,7 +74,7 @@ def _options(request: type) -> Iterator[inspect.Parameter]:
         make = typer.Argument if about["argument"] else typer.Option
         names = about["names"] or ((f"--{field.name.replace('_', '-')}",) if hint is bool else ())
         said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
-        said |= {"min": about["least"], "max": about["most"]}
+        said |= {"min": about["range"].least, "max": about["range"].most}
         said["show_default"] = about["shown"] or not (default is False or default in (None, [], ""))
         kind = inspect.Parameter.KEYWORD_ONLY
         yield inspect.Parameter(
