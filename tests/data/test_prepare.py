@@ -521,7 +521,7 @@ if importlib.util.find_spec("datasets") is None:
     REFUSED["hub without datasets"] = (
         lambda d: "hub:Salesforce/wikitext",
         {},
-        ["hub:Salesforce/wikitext", "pip install 'twistlm[hub]'"],
+        ["hub:Salesforce/wikitext", "pip install -e '.[hub]'"],
     )
 
 

@@ -90,7 +90,8 @@ def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:
     path = Path(source)
     if (path / "ticket.json").is_file():
         return "ticket"
-    is_model = str(source).startswith("gguf:") or (path / "config.json").is_file()
+    is_gguf = str(source).startswith("gguf:") or path.suffix == ".gguf"
+    is_model = is_gguf or (path / "config.json").is_file()
     is_ours = (path / checkpoint.MANIFEST).is_file() or checkpoint.is_numbered(path)
     if is_ours or (path.exists() and not is_model):
         return "checkpoint"
