@@ -179,7 +179,7 @@ def _from_hugging_face(source: str, device: str, overrides: Sequence[str]) -> Pa
     try:
         model = huggingface.pretrained(source)
     except ValueError as error:
-        if source.startswith("gguf:"):
+        if source.startswith("gguf:") or source.endswith(".gguf"):
             raise
         raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
     return _from_model(model, source, source, device, overrides)
