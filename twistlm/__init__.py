@@ -18,10 +18,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Parent, evaluate, open_parent, train
+    from .api import OpenedParent, Ticket, evaluate, open_parent, train
     from .config import Config
     from .tickets.deploy import load_ticket
-    from .tickets.extract import Ticket
     from .tickets.register import register
     from .tickets.score import Scores
 
@@ -29,7 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config",
-    "Parent",
+    "OpenedParent",
     "Scores",
     "Ticket",
     "__version__",
@@ -42,9 +41,9 @@ __all__ = [
 
 _HOMES = {
     "Config": "config",
-    "Parent": "api",
+    "OpenedParent": "api",
     "Scores": "tickets.score",
-    "Ticket": "tickets.extract",
+    "Ticket": "api",
     "evaluate": "api",
     "load_ticket": "tickets.deploy",
     "open_parent": "api",

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Partition
-from ...model.central import Central, create, cut_subnet
+from ...model.central import Central, create
 from ...model.layout import Segments, cut_segments, layout
-from ...training import shards
+from ...system.signals import Stop
+from ...training import dispatcher, shards
 from ...training.aggregator import Result, Stats, aggregate_
-from ...training.assignments import Deal, deal_of
+from ...training.dispatcher import Deal, SubnetBuffer
 from ...transport import wire
 from ...transport.ranks import Cluster
 
@@ -54,12 +55,16 @@ def make(megabytes: float) -> tuple[Central, Segments]:
 
 def deal(whole: Segments, n_workers: int, r: int) -> Deal:
     hands = generator.deal(random.Random(r), N_BLOCKS, [K] * n_workers)
-    return deal_of(whole, r, [{"blocks": hand} for hand in hands])
+    return dispatcher.prepare(whole, r, [{"blocks": hand} for hand in hands])
 
 
 def n_subnet(whole: Segments) -> int:
     n_shared = whole.full.n_shared
     return n_shared + (whole.full.n_params - n_shared) * K // N_BLOCKS
+
+
+def untrained(part: SubnetBuffer) -> Result:
+    return Result(part.worker, part.source, part.index, Stats(0.0, 1, 1))
 
 
 class Sharded:
@@ -75,8 +80,7 @@ class Sharded:
 
     def exchange(self, r: int) -> None:
         there = deal(self.segments, self.cluster.world_size, r)
-        sent = self.shard.send_down(there)
-        self.shard.send_up_(there, sent, sent, None)
+        shards.round_(self.shard, there, self.cluster, untrained, None, Stop())
 
 
 class Bare:
@@ -117,7 +121,7 @@ class Star:
             )()
             return
         there = deal(self.segments, n - 1, r)
-        cuts = [cut_subnet(self.central, blueprint) for blueprint in there.blueprints]
+        cuts = [dispatcher.cut(self.central, blueprint) for blueprint in there.blueprints]
         self.cluster.exchange([nothing, *(wire.down(self.kind, c) for c in cuts)], [0] * n)()
         came = self.cluster.exchange([nothing] * n, [0] + [n_up] * (n - 1))()[1:]
         add_up(
