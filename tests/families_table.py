@@ -23,9 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from twistlm import config
 from twistlm.model import central, families, huggingface, layout, subnet
 from twistlm.model.blocks import BlockMap, Blueprint
+from twistlm.model.central import cut_subnet
 from twistlm.tickets import deploy, parent
 from twistlm.tickets.parent import Parent
-from twistlm.training import dispatcher
 
 VOCAB = 64
 N_LAYERS = 3
@@ -215,7 +215,7 @@ class Case:
         where = layout.layout(
             self.block_map, self.block_map.narrowed(huggingface.shapes(self.model), widths)
         )
-        weights = dispatcher.cut(self.central, self.blueprint)[0]
+        weights = cut_subnet(self.central, self.blueprint)[0]
         grads = torch.zeros_like(weights)
         result = subnet.build(self.model, self.block_map, where, weights, grads)
         result.keep_(self.blueprint, self._scales())

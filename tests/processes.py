@@ -27,9 +27,10 @@ from safetensors.torch import load_file
 from twistlm import config
 from twistlm.data import stream
 from twistlm.model import generator
+from twistlm.model.central import subnet_buffer
 from twistlm.model.layout import holders
 from twistlm.model.subnet import gate_values, scales
-from twistlm.training import aggregator, dispatcher, rounds
+from twistlm.training import aggregator, rounds
 from twistlm.training.progress import Progress
 from twistlm.training.run import Run
 from twistlm.training.startup import set_up
@@ -252,7 +253,6 @@ def replay(
             held=progress.held,
             present=present,
         )
-        deal = dispatcher.prepare(run.segments, r, blueprints)
         n = len(present)
         slots, after = stream.take(progress.leases, t.interval * n, t.batch)
         results, there = [], []
@@ -263,14 +263,11 @@ def replay(
                 after = stream.fail(after, mine, place) if failed else stream.give_back(after, mine)
                 continue
             factors = scales(run.block_map, run.block_map.widths(blueprints[i]), t.scale)
-            result = run.trainers.train(
-                "physical",
-                dispatcher.subnet_buffer(deal, i, run.segments, run.central.buffer),
-                gate_values(run.block_map, blueprints[i], factors)[None],
-                torch.stack([run.batches.slot(slot) for slot in mine]),
-                r,
-                run.total_steps,
-            )
+            part = subnet_buffer(run.segments, i, blueprints[i], run.central.buffer)
+            gates = gate_values(run.block_map, blueprints[i], factors)[None]
+            ids = torch.stack([run.batches.slot(slot) for slot in mine])
+            trainer = run.trainers.get(part.layout, "physical")
+            result = trainer.train(part, gates, ids, None, r, run.total_steps)
             there.append(blueprints[i])
             results.append(replace(result, worker=len(results), buffer=result.buffer.clone()))
         aggregator.aggregate_(run.central, results, holders(run.segments, there), t.nesterov())

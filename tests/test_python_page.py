@@ -41,7 +41,7 @@ def test_the_five_lines_train_cut_and_evaluate(after):
     assert names["run"].is_relative_to("runs/first")
     ticket = names["ticket"]
     assert ticket.evaluate(folder / names["ticket"].proof["perplexity"]["data"]).full > 1
-    blocks = len(next(iter(ticket._proven.blueprint.values())))
+    blocks = len(next(iter(ticket.blueprint.values())))
     assert blocks == 6
 
 
@@ -63,14 +63,70 @@ def test_what_was_measured_is_what_was_saved(after):
     assert names["other"].extract(params="110k").proof["n_params"] <= 110_000
 
 
+def test_one_line_says_what_a_parent_and_a_ticket_are(after):
+    """No repr prints a whole model; parameters are counted again from the weights."""
+    _, names = after
+    parent, ticket = names["parent"], names["ticket"]
+    kept, n_all = (sum(p.numel() for p in m.parameters()) for m in (ticket.model, parent.template))
+    found = ticket.proof["perplexity"]["ticket"]
+    assert repr(ticket) == (
+        f"Ticket({kept:,} of {n_all:,} parameters, 24 of 48 attn blocks, 24 of 48 ffn blocks, "
+        f"perplexity {found:.2f})"
+    )
+    assert repr(parent).startswith("Parent(runs/first/checkpoints/")
+    assert f": {n_all:,} parameters, 12 attn blocks, 12 ffn blocks in each of 4 layers" in repr(
+        parent
+    )
+    assert "\n" not in repr(parent)
+    assert ticket.tokenizer is None  # this page's text has none
+    assert parent.cfg.data.valid
+
+
+def test_numbers_and_tables_are_natural(after, monkeypatch):
+    """params=90000, ratio=0.5 and {"train.lr": 1e-3}: the same as their words."""
+    parent, names = after[1]["parent"], after[1]
+    for number, word in ((90_000, "90k"), (90_000.0, "90k")):
+        one, other = (parent.extract(params=each, spend="even") for each in (number, word))
+        assert one.blueprint == other.blueprint
+    assert parent.extract(ratio=0.5).blueprint == parent.extract(ratio="6/12").blueprint
+    seen = []
+    monkeypatch.setattr("twistlm.training.rounds.train", lambda cfg, resume: seen.append(cfg))
+    twistlm.train("demo", {"train.lr": 1e-3, "run": {"out": "x", "eval_every": -1}}, "run.seed=3")
+    twistlm.train("demo", "train.lr=1e-3", "run.out=x", "run.eval_every=-1", {"run.seed": 3})
+    assert seen[0] == seen[1]
+    assert (seen[0].train.lr, seen[0].run.out, seen[0].run.seed) == (1e-3, "x", 3)
+    with pytest.raises(ValueError, match=r"not a GPT2LMHeadModel: .* save_pretrained"):
+        twistlm.train(names["plain"])
+
+
+def test_a_saved_ticket_is_loaded_by_transformers(after):
+    """In the process that saved it, nobody has to think of `register`."""
+    code = """
+import sys, torch, twistlm
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+shape = GPT2Config(n_layer=3, n_embd=24, n_head=4, n_positions=32, vocab_size=64)
+cut = {"blocks": {"n_ffn": 4, "shared_first": 1, "shared_last": 0}}
+parent = twistlm.open_parent(GPT2LMHeadModel(shape), cut)
+folder = parent.extract(ratio="1/2").save(sys.argv[1])
+print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
+"""
+    folder, _ = after
+    done = run(code, str(folder / "small"))
+    assert done.splitlines()[-1] == "TicketGPT2LMHeadModel"
+
+
 def test_mistakes_are_sentences(after):
     import twistlm
 
     folder, names = after
     with pytest.raises(ValueError, match="exactly one of"):
         names["parent"].extract()
-    with pytest.raises(ValueError, match="is a ticket and has no tokens of its own"):
-        twistlm.evaluate(folder / "ticket")
+    with pytest.raises(ValueError, match=r"is a ticket and has no tokens of its own.*: give data"):
+        twistlm.evaluate(folder / "ticket")  # from another folder than the run's
+    for wrong, words in {"ratio": "^ratio|'1/7'", "params": "^params 'x' is no amount"}.items():
+        with pytest.raises(ValueError, match=words) as error:
+            names["parent"].extract(**{wrong: "1/7" if wrong == "ratio" else "x"})
+        assert "--" not in str(error.value)
     with pytest.raises(ValueError, match="exists and is no ticket"):
         names["ticket"].save(folder / "runs")
     with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):
@@ -145,12 +201,12 @@ for what in before:
 """
 
 
-def run(code: str) -> str:
+def run(code: str, *args: str) -> str:
     # what the command line sets for itself, in tests that ran it in this process
     quiet = ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
     mine = {name: value for name, value in os.environ.items() if name not in quiet}
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *args],
         capture_output=True,
         text=True,
         cwd="/",

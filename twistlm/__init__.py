@@ -18,9 +18,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import OpenedParent, Ticket, evaluate, open_parent, train
+    from .api import Parent, evaluate, open_parent, train
     from .config import Config
     from .tickets.deploy import load_ticket
+    from .tickets.extract import Ticket
     from .tickets.register import register
     from .tickets.score import Scores
 
@@ -28,7 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config",
-    "OpenedParent",
+    "Parent",
     "Scores",
     "Ticket",
     "__version__",
@@ -41,9 +42,9 @@ __all__ = [
 
 _HOMES = {
     "Config": "config",
-    "OpenedParent": "api",
+    "Parent": "api",
     "Scores": "tickets.score",
-    "Ticket": "api",
+    "Ticket": "tickets.extract",
     "evaluate": "api",
     "load_ticket": "tickets.deploy",
     "open_parent": "api",

@@ -10,8 +10,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
+from .fields import check, limited
 from .presets import build, overridden, preset_names, read_table  # noqa: F401 (config.preset_names)
 
 Kind = Literal["attn", "ffn"]
@@ -20,7 +22,6 @@ Method = Literal["twist", "dense", "dropout"]
 Wire = Literal["fp32", "bf16", "int8"]
 ActivationScale = Literal["sqrt", "none", "inverse", "measured"]
 
-MOST = 1e30  # of any number: float32 ends at 3.4e38
 MOST_SEQUENCES = 1 << 24  # of a round
 
 
@@ -45,9 +46,9 @@ class DataConfig:
     """Stem of the training tokens (`STEM.bin` and `STEM.json`)."""
     valid: str = "builtin:python-docs"
     """Stem of the tokens that perplexity is measured on."""
-    seq_len: int = 1024
+    seq_len: int = limited(1024, least=2)
     """Tokens in a sequence."""
-    planned_sequences: int = 0
+    planned_sequences: int = limited(0, least=0)
     """Training sequences that `twistlm plan` reckons with while the token file is not there."""
 
 
@@ -59,7 +60,7 @@ class BlocksConfig:
     """Which kinds of layer are partitioned."""
     attn_by: Literal["auto", "head", "group", "query"] = "auto"
     """An attention block is a head, a kv group, or one query head of every kv head."""
-    n_ffn: int = 12
+    n_ffn: int = limited(12, above=0)
     """R: blocks in an FFN layer."""
     k_attn: tuple[int, ...] = (6,)
     """Attention blocks in a subnet: one K, several (cycled over rounds), or one per worker."""
@@ -89,7 +90,7 @@ class BlocksConfig:
     fewer uses all."""
     mask_ffn: tuple[int, ...] = ()
     """FFN blocks in such a part, in the same way: as many widths as for attention, pair by pair."""
-    nested: float = 0.0
+    nested: float = limited(0.0, least=0, most=1)
     """Share of these masks that keep the first blocks of one order instead of random ones. The order is
     scored once, before the first round (mask-Fisher), and `--pick nested` cuts tickets along it."""
 
@@ -110,29 +111,29 @@ class TrainConfig:
     method: Method = "twist"
     """TwIST rounds, or a control on the same tokens: data parallel, plain (`dense`) or with a fresh random
     mask of K blocks in every step, or as `blocks.masks` says (`dropout`)."""
-    n_workers: int = 4
+    n_workers: int = limited(4, above=0)
     """S: workers, each of which trains one subnet in a round."""
-    rounds: int = 0
+    rounds: int = limited(0, least=0)
     """Rounds to train; 0 takes them from `epochs`."""
-    epochs: float = 0.0
+    epochs: float = limited(0.0, least=0)
     """Passes over the training tokens, used when `rounds` is 0."""
-    interval: int = 15
+    interval: int = limited(15, above=0)
     """Local steps of each worker in a round."""
-    batch: int = 2
+    batch: int = limited(2, above=0)
     """Sequences in a local step."""
-    lr: float = 1e-4
+    lr: float = limited(1e-4, above=0)
     """Peak learning rate of the local AdamW."""
     schedule: Literal["constant", "cosine"] = "constant"
     """After the warm-up: constant, or cosine down to a tenth over all local steps."""
-    warmup: int = 0
+    warmup: int = limited(0, least=0)
     """Local steps of linear warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = limited((0.9, 0.999), least=0, below=1)
     """AdamW's decay rates."""
-    eps: float = 1e-8
+    eps: float = limited(1e-8, least=0)
     """AdamW's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: float = limited(0.0, least=0)
     """Decoupled weight decay of matrices (never of biases and norms)."""
-    clip: float = 0.0
+    clip: float = limited(0.0, least=0, most=math.inf)
     """Largest norm of a gradient; 0 switches clipping off."""
     moments: Literal["carry", "reset"] = "carry"
     """Whether Adam's moments travel with their blocks or start anew in each round."""
@@ -144,7 +145,7 @@ class TrainConfig:
     """`none`, or a frozen model whose predictions are learned beside the text: `start` (the weights that
     training starts from), a run folder, a Hugging Face folder or hub id, with the same tokenizer; `cache` reads what
     `twistlm prepare --teacher` has stored beside the tokens."""
-    distil: float = 0.9
+    distil: float = limited(0.9, least=0, most=1)
     """With a teacher: the weight of KL(teacher || subnet); the text's own cross-entropy gets the rest."""
     precision: Literal["auto", "float32", "bf16", "float64"] = "auto"
     """`bf16` trains a rounded copy of float32 weights; `auto` takes it on a GPU that has it."""
@@ -175,7 +176,7 @@ class RunConfig:
 
     out: str = "runs/train"
     """Folder of this run: checkpoints, metrics, config."""
-    seed: int = 0
+    seed: int = limited(0, least=0)
     """Initial weights, the blocks of every round, batches and random subnets follow from it."""
     variant: Literal["local", "ray", "masked", "true", "hybrid", "sharded"] = "local"
     """`local`: one process plays all workers. `ray`: workers are actors of a Ray cluster, and may come and go.
@@ -189,21 +190,21 @@ class RunConfig:
     """What `local` workers train: a smaller dense model, or the full one with masks."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
-    threads: int = 0
+    threads: int = limited(0, least=0)
     """CPU threads; 0 leaves torch's choice. Bitwise equal runs need equal threads."""
-    silence: float = 60.0
+    silence: float = limited(60.0, above=0)
     """Seconds without a sign of life from a rank of torchrun after which the others name it and end."""
-    eval_every: int = 0
+    eval_every: int = limited(0, least=-1)
     """Rounds between evaluations; 0 evaluates at the end only, -1 never."""
     eval_ratios: tuple[str, ...] = ("6/12",)
     """Sizes of the random subnets that are evaluated."""
-    eval_n: int = 20
+    eval_n: int = limited(20, above=0)
     """Random subnets behind a number."""
-    eval_tokens: int = 0
+    eval_tokens: int = limited(0, least=0)
     """Tokens of the validation file to use; 0 takes all."""
-    save_every: int = 50
+    save_every: int = limited(50, least=0)
     """Rounds between checkpoints; the last round is always saved, 0 saves only that."""
-    keep: int = 2
+    keep: int = limited(2, least=2, why=", since the newest may turn out damaged")
     """Checkpoints to keep, at least 2."""
 
 
@@ -216,14 +217,14 @@ class RayConfig:
     that ends with the run."""
     open: bool = False
     """Accept a cluster beyond loopback that asks for no token: whoever reaches it can run code on it."""
-    min_workers: int = 1
+    min_workers: int = limited(1, above=0)
     """A round with fewer results is not committed."""
-    wait: float = 60.0
+    wait: float = limited(60.0, least=0)
     """Seconds that a run waits at its start for all S workers before it begins with those who are in."""
-    floor: float = 30.0
+    floor: float = limited(30.0, above=0)
     """Least seconds of a round's deadline, which is 3 times the median of the last rounds; 10 times
     this for the first round."""
-    patience: float = 600.0
+    patience: float = limited(600.0, least=0)
     """Seconds below `min_workers` after which the run ends, and without a run after which a worker does."""
 
 
@@ -240,63 +241,14 @@ class Config:
 
     def check(self) -> Config:
         """Refuse values that no model could make sense of; model-dependent ones are checked later."""
-        positive = {
-            "data.seq_len": self.data.seq_len,
-            "blocks.n_ffn": self.blocks.n_ffn,
-            "train.n_workers": self.train.n_workers,
-            "train.interval": self.train.interval,
-            "train.batch": self.train.batch,
-            "train.lr": self.train.lr,
-            "run.eval_n": self.run.eval_n,
-            "ray.min_workers": self.ray.min_workers,
-            "ray.floor": self.ray.floor,
-            "run.silence": self.run.silence,
-        }
-        at_least_zero = {
-            "data.planned_sequences": self.data.planned_sequences,
-            "train.rounds": self.train.rounds,
-            "train.epochs": self.train.epochs,
-            "train.warmup": self.train.warmup,
-            "train.weight_decay": self.train.weight_decay,
-            "train.eps": self.train.eps,
-            "run.seed": self.run.seed,
-            "train.clip": self.train.clip,
-            "run.save_every": self.run.save_every,
-            "run.eval_tokens": self.run.eval_tokens,
-            "run.threads": self.run.threads,
-            "ray.wait": self.ray.wait,
-            "ray.patience": self.ray.patience,
-        }
-        for name, value in (positive | at_least_zero).items():
-            if value > MOST and name != "train.clip":
-                finite = "finite" if value == math.inf else f"at most {MOST:.0e}"
-                raise ValueError(f"{name} = {value}: must be {finite}")
-        for name, value in positive.items():
-            if not value > 0:
-                raise ValueError(f"{name} = {value}: must be greater than 0")
-        for name, value in at_least_zero.items():
-            if not value >= 0:
-                raise ValueError(f"{name} = {value}: must not be negative")
+        for section in dataclasses.fields(self):
+            check(getattr(self, section.name), partial(_say, section.name))
         t = self.train
         if (n := t.n_workers * t.interval * t.batch) > MOST_SEQUENCES:  # dealt out as a list
             raise ValueError(
                 f"train.n_workers x train.interval x train.batch = {n:,} sequences in a round: legal are at most "
                 f"{MOST_SEQUENCES:,}"
             )
-        if self.data.seq_len < 2:
-            raise ValueError(f"data.seq_len = {self.data.seq_len}: must be at least 2")
-        if self.run.keep < 2:
-            raise ValueError(
-                f"run.keep = {self.run.keep}: must be at least 2, since the newest may turn out damaged"
-            )
-        if not all(0 <= beta < 1 for beta in self.train.betas):
-            raise ValueError(f"train.betas = {list(self.train.betas)}: both must lie in [0, 1)")
-        for name, share in {
-            "blocks.nested": self.blocks.nested,
-            "train.distil": self.train.distil,
-        }.items():
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} = {share}: must lie in 0..1")
         for name, model, other in (
             ("model.weights", self.model.weights, "random"),
             ("train.teacher", self.train.teacher, "none"),
@@ -307,10 +259,6 @@ class Config:
             raise ValueError(
                 "train.teacher = 'start' with model.weights = 'random': untrained weights teach nothing; "
                 "give a trained start, another teacher or 'none'"
-            )
-        if self.run.eval_every < -1:
-            raise ValueError(
-                f"run.eval_every = {self.run.eval_every}: must be -1, 0 or a number of rounds"
             )
         if self.ray.min_workers > self.train.n_workers:
             raise ValueError(
@@ -344,3 +292,8 @@ def from_record(table: dict[str, Any]) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain data for JSON; `from_dict` reads it back."""
     return dataclasses.asdict(config)
+
+
+def _say(section: str, key: str, value: Any) -> str:
+    """`train.betas = [0.9, 1.0]`: how a value is named in a message."""
+    return f"{section}.{key} = {list(value) if isinstance(value, tuple) else value}"

@@ -28,7 +28,7 @@ from .system.signals import Ended
 from .system.terminal import console, progress
 from .tickets import deploy
 from .tickets.parent import Parent, open_parent
-from .tickets.pick import AUTO, Basis, pick_blocks, pick_for
+from .tickets.pick import AUTO, pick_blocks, pick_for
 from .tickets.score import ScoreRequest, Scores, score_parent, table, text_of
 from .tickets.ticket_scale import TicketScales, choice_text, random_tickets
 from .training import checkpoint, rounds
@@ -227,9 +227,7 @@ def write_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:
     """Extract the ticket that `extract` would take, load it back from disk and let it write."""
     seed = parent.cfg.run.seed
     widths = widths_of_ratio(parent.block_map, TICKET)
-    with progress(True) as bar:
-        how, basis = pick_for(parent, AUTO), Basis(seed=seed)
-        blueprint, _ = pick_blocks(parent, widths, how, basis, bar)
+    blueprint, _ = pick_blocks(parent, widths, pick_for(parent, AUTO), seed=seed)
     text = text_of(parent, None, n_tokens)
     model = deploy.cut_ticket(parent, blueprint)
     found = perplexity(model, text, parent.cfg.train.precision)

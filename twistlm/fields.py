@@ -3,10 +3,62 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 WHOLE = 2**63 - 1  # the largest whole number that a record of ours holds
+LARGEST = 1e30  # of any number in a config: float32 ends at 3.4e38
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a field may hold; `above` and `below` leave the bound itself out."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    why: str = ""  # ends the sentence that refuses a number
+
+    def __str__(self) -> str:
+        """`> 0`, `>= 2`, `0..1`; nothing where only the largest number of all is the limit."""
+        low = f"> {self.above}" if self.above is not None else ""
+        low = f">= {self.least}" if self.least is not None else low
+        if self.below is not None:
+            return f"{low}, < {self.below}"
+        free = (None, LARGEST, WHOLE, math.inf)
+        return low if self.most in free else f"{self.least}..{self.most}"
+
+    def fault(self, value: float) -> str:
+        """Why the value is out of range; empty where it is not."""
+        must = ""
+        if self.most is not None and value > self.most:
+            must = "be finite" if value == math.inf else f"be at most {self.most:.4g}"
+        if self.above is not None and not value > self.above:
+            must = f"be greater than {self.above}"
+        if self.least is not None and not value >= self.least:
+            must = "not be negative" if self.least == 0 else f"be at least {self.least}"
+        if self.below is not None and not value < self.below:
+            must = f"be less than {self.below}"
+        if must and self.most is not None and self.most < LARGEST and self.least is not None:
+            must = f"lie in {self.least}..{self.most}"
+        return f"must {must}{self.why}" if must else ""
+
+
+def limited(
+    default: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float = LARGEST,
+    below: float | None = None,
+    why: str = "",
+) -> Any:
+    """A number of a config, or a tuple of them, with its range."""
+    limits = Range(least, above, most, below, why)
+    return dataclasses.field(default=default, metadata={"range": limits})
 
 
 def option(
@@ -28,8 +80,7 @@ def option(
     about = {
         "help": help,
         "names": names,
-        "least": least,
-        "most": most,
+        "range": Range(least, most=most),
         "choices": choices,
         "metavar": metavar,
         "shown": shown,
@@ -43,7 +94,7 @@ def seed_of(what: str) -> Any:
     return option(f"Seed of {what}.", 0, least=0, most=WHOLE)
 
 
-def words(names: Any) -> str:
+def words(names: Iterable[str]) -> str:
     """`a, b or c`."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
@@ -55,18 +106,15 @@ def as_option(name: str, value: Any) -> str:
 
 
 def check(values: Any, say: Callable[[str, Any], str] = as_option) -> None:
-    """Refuse the first field of a dataclass that is out of its range; `say` names it."""
+    """Refuse the first field of a dataclass that holds what it may not; `say` names it."""
     for field in dataclasses.fields(values):
-        value, about = getattr(values, field.name), field.metadata
-        if about.get("choices") and value not in about["choices"]:
-            raise ValueError(f"{say(field.name, value)}: use one of {', '.join(about['choices'])}")
-        if value is None or not about:
-            continue
+        value, choices = getattr(values, field.name), field.metadata.get("choices")
+        if choices and value not in choices:
+            raise ValueError(f"{say(field.name, value)}: use one of {', '.join(choices)}")
+        limits = field.metadata.get("range", Range())
         for each in value if isinstance(value, tuple) else (value,):
-            if (least := about.get("least")) is not None and not each >= least:
-                raise ValueError(f"{say(field.name, each)}: must be at least {least}")
-            if (most := about.get("most")) is not None and not each <= most:
-                raise ValueError(f"{say(field.name, each)}: must be at most {most}")
+            if isinstance(each, int | float) and (fault := limits.fault(each)):
+                raise ValueError(f"{say(field.name, value)}: {fault}")
 
 
 def fill_tuples_(values: Any) -> None:

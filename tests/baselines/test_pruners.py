@@ -576,7 +576,9 @@ CUT = ("data.seq_len=20", "blocks.n_ffn=4", "blocks.shared_first=1", "blocks.sha
 
 
 def run(monkeypatch, capsys, source: str, *args: str, cut=CUT) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["twistlm", "prune", source, *cut, *args, "--device", "cpu"])
+    monkeypatch.setattr(
+        sys, "argv", ["twistlm", "lab", "prune", source, *cut, *args, "--device", "cpu"]
+    )
     try:
         cli.main()
         code = 0
@@ -604,7 +606,7 @@ def test_command_writes_a_plain_model(home, monkeypatch, capsys, name, method):
             n_zeros = value.numel() * 3 // 4 + (method not in BY_ROW)
             assert int((after[param] == 0).sum()) == record["zeros"][param] == n_zeros
     assert record["versions"]
-    assert record["command"].startswith("twistlm prune")
+    assert record["command"].startswith("twistlm lab prune")
     n_zeros, n_pruned = sum(record["zeros"].values()), sum(before[param].numel() for param in cut)
     assert f"{n_zeros:,} of {n_pruned:,} weights are zero" in text
     # the same seed gives the same bytes; another one other sequences, which only some methods read

@@ -218,7 +218,9 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 def prune(monkeypatch, capsys, source: str, *args: str) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["twistlm", "prune", source, *CUT, *args, "--device", "cpu"])
+    monkeypatch.setattr(
+        sys, "argv", ["twistlm", "lab", "prune", source, *CUT, *args, "--device", "cpu"]
+    )
     try:
         cli.main()
         code = 0

@@ -437,10 +437,22 @@ CASES = {
         ("eval", "ticket", "--data", "wide"), ("wide", "69", "64"), make_ticket
     ),
     "eval beyond the model's positions": evaluate("data.seq_len=17", parts=TOO_LONG),
-    "certify beyond the model's positions": Case(("certify", "run", "data.seq_len=17"), TOO_LONG),
-    "drop beyond the model's positions": Case(("drop", "run", "data.seq_len=17"), TOO_LONG),
+    "certify beyond the model's positions": Case(
+        ("eval", "run", "--certify", "data.seq_len=17"), TOO_LONG
+    ),
+    "drop beyond the model's positions": Case(("lab", "drop", "run", "data.seq_len=17"), TOO_LONG),
     "compare beyond the model's positions": Case(
-        ("compare", "--parent-twist", "run", "-o", "made", "--methods", "", "data.seq_len=17"),
+        (
+            "lab",
+            "compare",
+            "--parent-twist",
+            "run",
+            "-o",
+            "made",
+            "--methods",
+            "",
+            "data.seq_len=17",
+        ),
         TOO_LONG,
     ),
     "eval a ticket beyond its positions": Case(
@@ -534,25 +546,29 @@ CASES = {
     "ticket below a file": extract("--ratio", "2/4", "-o", "c.toml/t", parts=("c.toml",)),
     # certifying
     "too few draws": Case(
-        ("certify", "run", "--ratio", "2/4", "--n", "89", "-o", "made"),
+        ("eval", "run", "--certify", "--ratio", "2/4", "--n", "89", "-o", "made"),
         ("n = 89", "at least 90"),
         process=True,
     ),
     "certify all tickets": Case(
-        ("certify", "run", "--coverage", "1"), ("coverage = 1.0", "between 0 and 1")
+        ("eval", "run", "--certify", "--coverage", "1"), ("coverage = 1.0", "between 0 and 1")
     ),
     "certify a bad ratio": Case(
-        ("certify", "run", "--ratio", "5/12"), ("'5/12'", "1/4, 2/4, 3/4, 4/4")
+        ("eval", "run", "--certify", "--ratio", "5/12"), ("'5/12'", "1/4, 2/4, 3/4, 4/4")
     ),
-    "certify a ticket": Case(("certify", "ticket"), ("ticket", "cut already"), make_ticket),
+    "certify a ticket": Case(
+        ("eval", "ticket", "--certify"), ("ticket", "cut already"), make_ticket
+    ),
     # losing nodes
-    "more nodes than blocks": Case(("drop", "run", "--nodes", "5"), ("--nodes 5", "4 attn blocks")),
-    "nobody is left": Case(
-        ("drop", "run", "--nodes", "3", "--lose", "3"), ("--lose 3", "--nodes 3")
+    "more nodes than blocks": Case(
+        ("lab", "drop", "run", "--nodes", "5"), ("--nodes 5", "4 attn blocks")
     ),
-    "drop nothing": Case(("drop", "blocks.n_ffn=4"), ("at least one parent",)),
+    "nobody is left": Case(
+        ("lab", "drop", "run", "--nodes", "3", "--lose", "3"), ("--lose 3", "--nodes 3")
+    ),
+    "drop nothing": Case(("lab", "drop", "blocks.n_ffn=4"), ("at least one parent",)),
     "drop with a bad override": Case(
-        ("drop", "run", "blocks.n_fn=4"), ("blocks.n_fn", "blocks.n_ffn")
+        ("lab", "drop", "run", "blocks.n_fn=4"), ("blocks.n_fn", "blocks.n_ffn")
     ),
     # writing
     "generate from nowhere": Case(
@@ -570,33 +586,30 @@ CASES = {
     "generate without a tokenizer": Case(
         ("generate", LAST_RUN, "--prompt", "w1"), ("tokenizer.json",), put_weights_of(n_embd=16)
     ),
-    "draft from nothing": Case(("draft", "run", "ticket"), ("--prompt", "--data"), make_ticket),
+    "draft from nothing": Case(
+        ("lab", "draft", "run", "ticket"), ("--prompt", "--data"), make_ticket
+    ),
     "draft for another vocabulary": Case(
-        ("draft", "run", "wide-model", "--data", "tokens"),
+        ("lab", "draft", "run", "wide-model", "--data", "tokens"),
         ("wide-model", "70", "64"),
         lambda here: save_gpt2(here / "wide-model", vocab_size=70),
     ),
     # bench
     "bench in an unknown runtime": Case(
-        ("bench", "deploy", "run", "--runtime", "tpu"), ("--runtime tpu", "torch")
+        ("lab", "bench", "deploy", "run", "--runtime", "tpu"), ("--runtime tpu", "torch")
     ),
     "bench of too long a prompt": Case(
-        ("bench", "deploy", "run", "--ratio", "2/4", "--prefill", "9", "--decode", "8"),
+        ("lab", "bench", "deploy", "run", "--ratio", "2/4", "--prefill", "9", "--decode", "8"),
         ("--prefill 9", "16 positions", "1..8"),
     ),
     "bench of too long a text": Case(
-        ("bench", "deploy", "run", "--ratio", "2/4"), ("--decode 32", "16 positions")
+        ("lab", "bench", "deploy", "run", "--ratio", "2/4"), ("--decode 32", "16 positions")
     ),
     "bench into a folder that exists": Case(
-        ("bench", "deploy", "run", "--ratio", "2/4", "-o", "run"), ("--out run", "exists")
+        ("lab", "bench", "deploy", "run", "--ratio", "2/4", "-o", "run"), ("--out run", "exists")
     ),
     "bench of a size that is none": Case(
-        ("bench", "train", "c.toml", "--sizes", "5/12"), ("'5/12'", "1/4, 2/4, 3/4, 4/4")
-    ),
-    "bench saving nowhere": Case(("bench", "save", "c.toml", "--out", "gone"), ("--out gone",)),
-    # reporting
-    "report of a JSON that is no comparison": Case(
-        ("report", "tokens.json"), ("tokens.json", "twistlm compare")
+        ("lab", "bench", "train", "c.toml", "--sizes", "5/12"), ("'5/12'", "1/4, 2/4, 3/4, 4/4")
     ),
     # many machines
     "a head among Ray's workers": Case(
@@ -647,7 +660,7 @@ def test_mistake_in_a_process_of_its_own(here, preloaded, name):
     assert {k: v for k, v in snapshot(here).items() if k != "made"} == before
 
 
-@pytest.mark.parametrize("command", ["eval run", "certify run", "demo", "compare -o made"])
+@pytest.mark.parametrize("command", ["eval run", "demo", "lab compare -o made"])
 def test_more_draws_than_anyone_waits_for(command, monkeypatch, capsys):
     """Refused by the option itself, before anything is read."""
     args = [*command.split(), "--n", str(10**12)]
@@ -665,7 +678,7 @@ def test_enough_rows_run_as_processes():
     [
         (("train", "demo", "train.lrr=1"), ("train.lrr", "did you mean train.lr?", "Legal keys")),
         (("plan", "papper"), ("'papper'", "demo", "paper")),
-        (("bench", "train", "demo", "train.lr=-1"), ("train.lr = -1",)),
+        (("lab", "bench", "train", "demo", "train.lr=-1"), ("train.lr = -1",)),
         (("export", "nowhere", "--to", "pdf", "-o", "x"), ("--to pdf", "gguf or onnx")),
     ],
 )
@@ -797,7 +810,7 @@ def test_tokenizer_of_a_gguf_file(here, monkeypatch, capsys):
     case.prepare(here)
     code, out, err = in_process(monkeypatch, capsys, *case.args)
     check_refusal(code, out, err, case.parts)
-    assert "no such file" in err or "twistlm[gguf]" in err
+    assert "no such file" in err or "[gguf]" in err
 
 
 # ---------------------------------------------------------------- other ways to end
@@ -882,7 +895,9 @@ print("fine")
 
 def test_help_is_light_and_has_examples():
     """Every command's help ends with examples of that command, and none of them imports torch."""
-    assert {"train", "eval", "prepare", "plan", "demo", "extract", "bench deploy"} <= set(COMMANDS)
+    assert {"train", "eval", "prepare", "plan", "demo", "extract", "lab bench deploy"} <= set(
+        COMMANDS
+    )
     env = os.environ | {"COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, "-c", HELP, *COMMANDS], env=env, capture_output=True, text=True, timeout=60

@@ -149,8 +149,8 @@ def command():
         print("begun", os.getpid(), flush=True)
         {does}
 
-cli.app = command
-cli.main()
+
+cli.main(command)
 """
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from commands import check_refusal, in_process
 from families_table import open_parent
 from typer.testing import CliRunner
 
-from paper import NAMES
-from paper.scales import SCALES
 from twistlm import cli, config
 from twistlm.baselines import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS, methods, repair
-from twistlm.cli.options import GROUPS, app, words
+from twistlm.cli.options import PANELS, app, words
 from twistlm.export import FORMATS, RUNTIMES
 from twistlm.lab.bench import measure
 from twistlm.tickets import DTYPES, IMPORTANCES, deploy, importance
@@ -38,16 +37,14 @@ def test_names_without_torch_are_those_of_the_tables():
     ("command", "param", "expected"),
     [
         ("train", "preset", config.preset_names()),
-        ("prune", "method", (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)),
-        ("prune", "repair", REPAIRS),
-        ("compare", "methods", {*SINGLE_WEIGHTS, *WHOLE_BLOCKS} - {"block:random"}),
+        ("lab prune", "method", (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)),
+        ("lab prune", "repair", REPAIRS),
+        ("lab compare", "methods", {*SINGLE_WEIGHTS, *WHOLE_BLOCKS} - {"block:random"}),
         ("extract", "pick", IMPORTANCES),
         ("extract", "dtype", DTYPES),
         ("export", "to", FORMATS),
         ("export", "type_", [name for types in FORMATS.values() for name in types]),
-        ("experiment", "names", NAMES),
-        ("experiment", "scale", SCALES),
-        ("bench deploy", "runtime", RUNTIMES),
+        ("lab bench deploy", "runtime", RUNTIMES),
     ],
 )
 def test_help_lists_every_word(command, param, expected):
@@ -72,12 +69,20 @@ def test_version_doctor_and_groups():
     for word in ("python", "torch", "transformers", "cores", "extras", "twistlm play"):
         assert word in said, word
     shown = runner.invoke(app, ["--help"], env={"COLUMNS": "120"}).output
-    panels = [word for word in ("Train", "Choose", "Ship", "Compare") if f" {word} " in shown]
-    assert panels == ["Train", "Choose", "Ship", "Compare"]
+    assert all(f" {panel} " in shown for panel in PANELS)
     assert "--install-completion" in shown
-    in_panels = {name for names in GROUPS.values() for name in names}
     commands = {entry.name or entry.callback.__name__ for entry in app.registered_commands}
-    assert commands - in_panels == {"node"}  # of many machines
+    assert commands | {"lab"} == {name for names in PANELS.values() for name in names}
+
+
+@pytest.mark.parametrize("old", cli.MOVED)
+def test_old_spellings_name_the_new_one(monkeypatch, capsys, old):
+    check_refusal(*in_process(monkeypatch, capsys, old, "x"), (f"`{cli.MOVED[old]}`",))
+    if (new := cli.MOVED[old]).startswith("twistlm"):
+        found = APP
+        for word in new.split()[1:]:
+            found = found.commands[word] if not word.startswith("--") else found
+        assert found is not APP
 
 
 def test_another_transformers_is_one_sentence(tmp_path):

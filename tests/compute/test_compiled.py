@@ -1,14 +1,16 @@
-"""What is compiled equals what is not: the optimizer's formula against torch's AdamW, and layers with gates."""
+"""What is compiled equals what is not: AdamW's formula against torch's, and layers with gates."""
 
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 from conftest import tiny
+from torch._inductor.runtime import cache_dir_utils
 
-from twistlm.compute import optimizer
+from twistlm.compute import graphs, optimizer
 from twistlm.compute.optimizer import AdamW, adamw_
 from twistlm.config import TrainConfig
 from twistlm.model.layout import Layout
@@ -103,3 +105,22 @@ def test_compiled_layers_have_their_gates(way, backend, tokens, tmp_path, monkey
         losses[compile] = [json.loads(row)["loss"] for row in rows]
     assert n_compiled >= 3  # each layer, in every seat
     assert losses["true"] == pytest.approx(losses["false"], rel=1e-6)
+
+
+@pytest.mark.parametrize("given", [None, "the default", "mine"])
+def test_a_compile_cache_belongs_to_one_kind_of_cpu(given, monkeypatch):
+    """torch 2.13 would run another machine's vector code; what a user set stays."""
+    default = cache_dir_utils.default_cache_dir()
+    if given is None:
+        monkeypatch.delenv(graphs.CACHE, raising=False)
+    else:  # torch writes its default there as soon as it compiles
+        monkeypatch.setenv(graphs.CACHE, default if given == "the default" else given)
+    chosen = []
+    for capability in ("AVX2", "AVX512", "NO AVX"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", os.environ.copy())
+            graphs.compiled(torch.sin)
+            chosen.append(os.environ[graphs.CACHE])
+    assert len(set(chosen)) == (1 if given == "mine" else 3)
+    assert default not in chosen

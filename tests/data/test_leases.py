@@ -20,6 +20,7 @@ from twistlm.data.token_file import open_tokens, verify_tokens
 from twistlm.training import checkpoint, rounds, startup
 from twistlm.training.progress import Progress
 from twistlm.training.run import Run
+from twistlm.training.worker import LocalTrainer
 from twistlm.transport.ranks import Cluster
 
 
@@ -100,15 +101,26 @@ def setup(tokens: str, out: Path, resume: bool = False, **sections: dict) -> tup
     return startup.set_up(cfg, cluster, resume, quiet=True)
 
 
+def trained_rows(tokens: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the sequences that trainers read from now on, by their ids."""
+    file, seen, place = open_tokens(tokens), [], LocalTrainer._place
+    windows = file.tokens[: file.n_sequences(16) * 16].reshape(-1, 16).tolist()
+    row_of = {tuple(ids): row for row, ids in enumerate(windows)}
+    assert len(row_of) == len(windows)
+
+    def spied(self, ids, *rest):
+        seen.extend(row_of[tuple(row)] for row in ids.tolist())
+        place(self, ids, *rest)
+
+    monkeypatch.setattr(LocalTrainer, "_place", spied)
+    return seen
+
+
 @pytest.mark.parametrize("method", ["twist", "dense", "dropout"])
 def test_a_run_that_changes_s_and_batch_trains_every_sequence_once(tmp_path, monkeypatch, method):
     """One epoch of 126 sequences: S = 3, batch 2; then S = 2, batch 3; then S = 4, batch 1."""
     tokens = make_tokens(tmp_path / "tokens", 126 * 16)
-    seen: list[int] = []
-    whole = Batches.slot
-    monkeypatch.setattr(
-        Batches, "slot", lambda self, slot: seen.extend(self.rows_at(slot)) or whole(self, slot)
-    )
+    seen = trained_rows(tokens, monkeypatch)
     counts = []
     for until, n_workers, batch in ((2, 3, 2), (5, 2, 3), (8, 4, 1)):
         train = {"method": method, "rounds": until, "n_workers": n_workers, "batch": batch}
@@ -157,11 +169,7 @@ def test_a_sequence_with_an_illegal_id_never_goes_out(tmp_path, monkeypatch, cap
     """The run goes on with the next legal ones, says which it left out, and the ledger keeps them."""
     tokens = make_tokens(tmp_path / "tokens", 126 * 16)
     spoil(tokens, [7, 90])
-    seen: list[int] = []
-    whole = Batches.slot
-    monkeypatch.setattr(
-        Batches, "slot", lambda self, slot: seen.extend(self.rows_at(slot)) or whole(self, slot)
-    )
+    seen = trained_rows(tokens, monkeypatch)
     valid = make_tokens(tmp_path / "valid")
     cfg = tiny(tokens, tmp_path / "run", data={"valid": valid}, train={"method": method})
     rounds.train(replace(cfg, train=replace(cfg.train, rounds=6)), quiet=True)

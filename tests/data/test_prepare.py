@@ -403,7 +403,7 @@ def test_added_tokens_count(tmp_path):
     [
         ("tokenizer.json", "{}", "is not a tokenizer.json"),
         ("tokenizer.json", "not JSON", "is not a tokenizer.json"),
-        ("missing.json", None, "no tokenizer at"),
+        ("missing.json", None, "there is no such file"),
     ],
 )
 def test_bad_tokenizer(tmp_path, name, content, message):
@@ -521,7 +521,7 @@ if importlib.util.find_spec("datasets") is None:
     REFUSED["hub without datasets"] = (
         lambda d: "hub:Salesforce/wikitext",
         {},
-        ["hub:Salesforce/wikitext", "pip install 'twistlm[hub]'"],
+        ["hub:Salesforce/wikitext", "pip install -e '.[hub]'"],
     )
 
 

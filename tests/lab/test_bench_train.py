@@ -51,6 +51,7 @@ def test_bench_train(tmp_path, monkeypatch, capsys):
         "argv",
         [
             "twistlm",
+            "lab",
             "bench",
             "train",
             "demo",
@@ -148,41 +149,6 @@ def test_kernels_fall_into_groups():
         "cudnn_sdpa_flash_bprop",
     ]
     assert profile.table([("12/12", 2.0, made)]).row_count == len(profile.GROUPS) + 3
-
-
-def test_bench_save(tmp_path, monkeypatch, capsys):
-    """Bytes by hand: weights, m and v of a 2-layer GPT-2 in float32; nothing stays on the disk."""
-    out = tmp_path / "save.json"
-    overrides = ["run.device=cpu", "model.config.n_layer=2", "model.config.vocab_size=64"]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "twistlm",
-            "bench",
-            "save",
-            "demo",
-            *overrides,
-            "--n",
-            "3",
-            "--out",
-            str(tmp_path),
-            "--json",
-            str(out),
-        ],
-    )
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code in (None, 0)
-    made = json.loads(out.read_text())
-    d, vocab, positions = 48, 64, 64
-    n_params = (vocab + positions) * d + 2 * (12 * d * d + 13 * d) + 2 * d
-    assert made["n_bytes"] == 3 * 4 * n_params
-    assert len(made["blocked"]) == len(made["safe"]) == len(made["pause"]) == 3
-    assert all(0 < a < b for a, b in zip(made["blocked"], made["safe"], strict=True))
-    assert made["run"]["command"].startswith("twistlm bench save")
-    assert f"{made['n_bytes'] / 1e9:.3f} GB" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["save.json"]
 
 
 # ---------------------------------------------------------------- bench comm

@@ -89,7 +89,7 @@ def small(args: Iterable[str]) -> tuple[str, ...]:
 
 
 def run(monkeypatch, capsys, *args: str) -> str:
-    code, out, err = in_process(monkeypatch, capsys, "compare", *small(args))
+    code, out, err = in_process(monkeypatch, capsys, "lab", "compare", *small(args))
     assert code == 0, err
     return out
 
@@ -311,7 +311,7 @@ def command(*args: str) -> None:
     """`twistlm compare` in a forked process, which has imported everything already."""
     # a shell's background jobs ignore Ctrl-C, and so would this child of one
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = ["twistlm", "compare", *args]
+    sys.argv = ["twistlm", "lab", "compare", *args]
     with open("stderr", "w") as sys.stderr, open(os.devnull, "w") as sys.stdout:
         cli.main()
 
@@ -738,7 +738,7 @@ def test_bad_input_is_one_sentence(here, monkeypatch, capsys, case):
     if prepare is not None:
         prepare(here)
     before = sorted(here.rglob("*"))
-    code, out, err = in_process(monkeypatch, capsys, "compare", *small(args))
+    code, out, err = in_process(monkeypatch, capsys, "lab", "compare", *small(args))
     check_refusal(code, out, err, parts)
     if case != "nan":  # refused before anything is written
         assert sorted(here.rglob("*")) == before
@@ -758,7 +758,7 @@ def test_a_folder_of_an_earlier_version_goes_on(here, monkeypatch, capsys):
     assert rows() == table
     path = next(Path("table/points").iterdir())
     path.write_bytes(path.read_bytes()[:100])
-    code, out, err = in_process(monkeypatch, capsys, "compare", *small(args))
+    code, out, err = in_process(monkeypatch, capsys, "lab", "compare", *small(args))
     check_refusal(code, out, err, (str(path), "is not a finished point: delete it"))
 
 
@@ -785,7 +785,7 @@ def test_a_run_is_compared_from_any_folder(here, monkeypatch, capsys):
         run(monkeypatch, capsys, *asked, *many)
         said.append(rows()["both", "2/4", "TwIST", "random", ""]["perplexity"])
         code, out, err = in_process(
-            monkeypatch, capsys, "drop", "../twist", "--nodes", "2", "--device", "cpu"
+            monkeypatch, capsys, "lab", "drop", "../twist", "--nodes", "2", "--device", "cpu"
         )
         assert code == 0, err
         assert "scale" in out
@@ -815,7 +815,7 @@ def test_each_parent_keeps_its_own_common_blocks(here, monkeypatch, capsys):
     run(monkeypatch, capsys, *ranked)
     assert rows()["both", "2/4", "TwIST", "random", ""]["perplexity"] != with_c["perplexity"]
     code, _, err = in_process(
-        monkeypatch, capsys, "compare", *small(("--parent-twist", "c", "--methods", "")),
+        monkeypatch, capsys, "lab", "compare", *small(("--parent-twist", "c", "--methods", "")),
         "--settings", "both", "blocks.common_ffn=[0,1,2]",
     )  # fmt: skip
     assert code == 2
@@ -851,6 +851,7 @@ def test_each_size_trained_for_itself(here, monkeypatch, capsys):
     code, _, err = in_process(
         monkeypatch,
         capsys,
+        "lab",
         "compare",
         *small(()),
         "--parent-twist",

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def open_(home: Path, name: str, *overrides: str) -> Parent:
 
 def ask(home: Path, folder: Path, name: str = "gpt2", *, pick: str = "random", seed: int = 0,
         data: str | None = None, tokens: int = 0, dtype: str = "float32", spend: str = "measured",
-        overrides: tuple[str, ...] = (), **what: str):  # fmt: skip
+        stock: bool = False, overrides: tuple[str, ...] = (), **what: str):  # fmt: skip
     """Write a ticket; returns its parent and its ticket.json."""
     opened = open_(home, name, *overrides)
     request = TicketRequest(
@@ -79,6 +80,7 @@ def ask(home: Path, folder: Path, name: str = "gpt2", *, pick: str = "random", s
         tokens=tokens,
         dtype=dtype,
         spend=spend,
+        stock=stock,
     )
     extract.write(opened, folder, request, quiet=True)
     return opened, json.loads((folder / "ticket.json").read_text())
@@ -788,6 +790,87 @@ def test_a_real_full_disk(home, tmp_path):
         subprocess.run(["umount", str(small)], check=True)
 
 
+# ---------------------------------------------------------------- before the model is loaded
+
+
+def refused(home: Path, out: Path, words: str, *overrides: str, **asked) -> None:
+    """The sentence comes although nothing could be loaded."""
+    request = TicketRequest(**asked)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extract, "open_parent", lambda *args: pytest.fail("it was loaded"))
+        with pytest.raises(ValueError, match=words):
+            list(extract.write_tickets(home, out, request, "cpu", overrides))
+
+
+def test_mistakes_are_told_before_the_model_is_loaded(home, tmp_path):
+    """Of a Hugging Face folder and of a run: text that is missing, shared layers, folders."""
+    gpt2, ratio = home / "gpt2", {"ratio": "1/2"}
+    make_tokens(tmp_path / "tokens", 400)
+    rounds.train(tiny(str(tmp_path / "tokens"), tmp_path / "run", train={"rounds": 1}), quiet=True)
+    (tmp_path / "tokens.bin").unlink()
+    (tmp_path / "file").write_text("")
+    out, by_text = tmp_path / "t", ratio | {"pick": "importance"}
+    refused(gpt2, out, "no tokens to calibrate on: give --data STEM", **by_text)
+    refused(tmp_path / "run", out, "the run's own tokens", **by_text)
+    refused(gpt2, out, "gone", **by_text, data=str(tmp_path / "gone"))
+    refused(gpt2, out, "--stock: blocks.shared_first=2 .* leave layers whole", **ratio, stock=True)
+    refused(tmp_path / "run", out, "shared_first=1 .* leave layers whole", **ratio, stock=True)
+    refused(gpt2, tmp_path / "file/t", "--out .*file is no folder", **ratio)
+    refused(gpt2, tmp_path / "file", "exists and is no ticket", **ratio)
+    refused(gpt2, out, "give --ratio, --params")
+    if os.geteuid():  # root may write everywhere
+        (tmp_path / "locked").mkdir(mode=0o500)
+        refused(gpt2, tmp_path / "locked/t", "cannot be written to", **ratio)
+
+
+# ---------------------------------------------------------------- what is measured, and what not
+
+
+@pytest.fixture
+def losses(monkeypatch) -> list[float]:
+    """Every loss that sensitivity measures."""
+    measured: list[float] = []
+    loss = sensitivity.Sensitivity.loss
+
+    def noted(self, widths) -> float:
+        measured.append(loss(self, widths))
+        return measured[-1]
+
+    monkeypatch.setattr(sensitivity.Sensitivity, "loss", noted)
+    return measured
+
+
+def test_the_time_is_told_before_it_is_spent(home, tmp_path, losses, monkeypatch, capsys):
+    """One loss is timed, and multiplied; a short measurement is not worth a word."""
+    ask(home, tmp_path / "a", data="text", params="16k", tokens=64)
+    assert 1 < len(losses) <= sensitivity.n_losses(open_(home, "gpt2").block_map)
+    assert "--spend even" not in capsys.readouterr().out
+    monkeypatch.setattr(extract, "LONG", 0.0)
+    ask(home, tmp_path / "b", data="text", params="16k", tokens=64)
+    said = capsys.readouterr().out
+    assert re.search(r"up to 27 losses, about \d+ s;\s+--spend\s+even\s+needs\s+none", said)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"params": "1B"},
+        {"size": "1GB"},
+        {"latency": "100s"},
+        {"memory": "1GB", "context": "8"},
+        {"params": "16k", "spend": "even"},
+        {"ratio": "1/2"},
+        {"params": "20k", "stock": True},
+    ],
+    ids=str,
+)
+def test_what_needs_no_measurement(home, tmp_path, losses, asked):
+    """The whole parent within the budget, a ratio, even and stock widths."""
+    _, note = ask(home, tmp_path / "t", data="text", tokens=64, **asked)
+    assert not losses
+    assert note["spend"] == {"how": "even"}
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -943,7 +1026,7 @@ def test_the_budget_goes_where_it_hurts_least():
     gaps = []
     for limit in range(10 + 20, 10 + 80, 3):
         (even,) = budget.fit(parse_budget(params=str(limit)), costs)
-        found = sensitivity.spend(block_map, even, limit, costs.parameters, loss)
+        found = sensitivity.measured_widths(block_map, even, limit, costs.parameters, loss)
         assert costs.parameters(found.widths) <= limit
         assert found.loss == pytest.approx(loss(found.widths))
         assert found.loss <= found.even == pytest.approx(loss(even))
@@ -992,7 +1075,7 @@ def test_a_text_that_says_nothing_leaves_even_widths():
     block_map, shapes = a_map(3, 12, 12, attn=7, ffn=3)
     costs = Costs(block_map, shapes, "float32", never)
     (even,) = budget.fit(parse_budget(params="250"), costs)
-    found = sensitivity.spend(block_map, even, 250, costs.parameters, lambda widths: 1.0)
+    found = sensitivity.measured_widths(block_map, even, 250, costs.parameters, lambda widths: 1.0)
     assert found.widths == even
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from twistlm.compute.loss import next_token_loss
 from twistlm.compute.slopes import mask_slopes, order_of
 from twistlm.model import central, families, huggingface
+from twistlm.model.central import cut_subnet
 from twistlm.model.subnet import build
 from twistlm.tickets import importance
 from twistlm.tickets.parent import Parent
-from twistlm.training.dispatcher import cut
 
 IDS = tokens(3, 7, seed=5)
 every_way = pytest.mark.parametrize("key", list(ways()), ids="/".join)
@@ -180,7 +180,7 @@ def test_masking_a_block_is_removing_it(key):
             blueprint[group.name] = tuple(b for b in range(group.n_blocks) if b != block)
             masked.keep_(blueprint)
             where = layout.narrowed(parent.block_map, parent.block_map.widths(blueprint))
-            narrow = cut(parent.central, blueprint, rows=1)[0]
+            narrow = cut_subnet(parent.central, blueprint, rows=1)[0]
             removed = build(parent.template, parent.block_map, where, narrow)
             zero, gone = (float(next_token_loss(s.model, IDS)) for s in (masked, removed))
             assert zero == pytest.approx(gone, rel=1e-12 if key[0] in ("gpt2", "opt") else 1e-6)

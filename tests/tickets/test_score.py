@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_tokens
+from conftest import VOCAB, make_tokens, tiny
 from families_table import tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -24,9 +25,10 @@ from twistlm.compute.perplexity import Text, perplexity
 from twistlm.data.token_file import open_tokens
 from twistlm.model import generator
 from twistlm.model.blocks import Blueprint
-from twistlm.tickets import deploy, score
+from twistlm.tickets import deploy, extract, score
 from twistlm.tickets.extract import logit_difference
 from twistlm.tickets.parent import open_parent
+from twistlm.tickets.requests import TicketRequest
 from twistlm.tickets.score import text_of
 from twistlm.tickets.ticket_scale import (
     N_DRAWS,
@@ -36,6 +38,7 @@ from twistlm.tickets.ticket_scale import (
     random_tickets,
     score_tickets,
 )
+from twistlm.training import rounds
 
 CUT = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
 
@@ -77,6 +80,30 @@ def test_a_ticket(home):
     record, _ = evaluate(home, "ticket", "--tokens", "64", "data.seq_len=16")
     assert record["full"] == pytest.approx(hf_perplexity(ticket, home, 16, 64), rel=1e-5)
     assert record["n_tokens"] == 64
+
+
+def test_a_ticket_knows_the_text_of_its_parent(tmp_path, monkeypatch):
+    """Without --data: the run's validation tokens, in its windows, found from any folder."""
+    make_tokens(tmp_path / "tokens", 400)
+    make_tokens(tmp_path / "valid", 200, seed=1)
+    monkeypatch.chdir(tmp_path)
+    cfg = tiny("tokens", tmp_path / "run", data={"valid": "valid", "seq_len": 8})
+    rounds.train(replace(cfg, train=replace(cfg.train, rounds=1)), quiet=True)
+    (ticket,) = [
+        made
+        for _, made in extract.write_tickets(
+            tmp_path / "run", tmp_path / "ticket", TicketRequest(ratio="2/4", tokens=0), "cpu"
+        )
+    ]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "valid.json").read_text()
+    for scores in (score.score_ticket(tmp_path / "ticket", device="cpu"), ticket.evaluate()):
+        assert scores.n_tokens == 200
+        assert scores.full == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-6)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"no tokens of its own.*: give --data STEM"):
+        score.score_ticket(tmp_path / "ticket", device="cpu")
 
 
 def test_windows_of_a_text(home):

@@ -135,7 +135,14 @@ def test_prompts_from_a_token_file(home):
 
 
 def test_the_command(home, tmp_path):
-    args = ["draft", str(home / "gpt2"), str(home / "gpt2-ticket"), "--data", str(home / "tokens")]
+    args = [
+        "lab",
+        "draft",
+        str(home / "gpt2"),
+        str(home / "gpt2-ticket"),
+        "--data",
+        str(home / "tokens"),
+    ]
     more = [
         "--n",
         "2",

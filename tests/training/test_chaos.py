@@ -63,7 +63,7 @@ PHASES = {
     "elastic.Elastic._post": 2,
     "elastic.Elastic._collect": 2,
     "aggregator.aggregate_": 2,
-    "elastic.committed": 2,
+    "elastic.Assignments.committed": 2,
     "checkpoint.save_tensors": 5,
 }
 

@@ -13,13 +13,13 @@ from conftest import make_tokens, tiny
 from transformers import AutoModelForCausalLM
 
 from twistlm.model import central, families, generator, huggingface, masks
+from twistlm.model.central import cut_subnet, subnet_buffer
 from twistlm.model.layout import holders
 from twistlm.model.subnet import gate_values, scales
 from twistlm.tickets.parent import open_parent
-from twistlm.training import aggregator, dispatcher, rounds, startup
+from twistlm.training import aggregator, rounds, startup
 from twistlm.training.aggregator import Result, Stats
 from twistlm.training.checkpoint import open_, template
-from twistlm.training.dispatcher import cut
 from twistlm.training.engines.dataparallel import ring_bytes
 from twistlm.training.engines.local import Local
 from twistlm.training.progress import beginning
@@ -73,7 +73,7 @@ def deal(run: Run, r: int = 0):
 def returned(run: Run, blueprints, change=lambda worker, buffer: buffer) -> list[Result]:
     results = []
     for worker, blueprint in enumerate(blueprints):
-        buffer = change(worker, cut(run.central, blueprint))
+        buffer = change(worker, cut_subnet(run.central, blueprint))
         results.append(Result(worker, buffer, run.segments.index(blueprint), STATS))
     return results
 
@@ -306,10 +306,8 @@ def test_a_masked_seat_does_not_move_absent_blocks(tokens, tmp_path):
     run = setup(tokens, tmp_path / "run", run={"variant": "local", "seat": "masked"})
     random_central(run).buffer[0].mul_(0.02)
     run.central.buffer[2].abs_()
-    blueprints = deal(run)
     before = run.central.weights.clone()
-    deal_ = dispatcher.prepare(run.segments, 0, blueprints)
-    part = dispatcher.subnet_buffer(deal_, 0, run.segments, run.central.buffer)
+    part = subnet_buffer(run.segments, 0, deal(run)[0], run.central.buffer)
     trainer = run.trainers.get(part.layout, "central", fresh=False)
     factors = scales(run.block_map, run.block_map.widths(part.blueprint), "sqrt")
     trainer.load(part, gate_values(run.block_map, part.blueprint, factors)[None], 5)
@@ -331,9 +329,8 @@ def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wi
     """The rounded copy is what the model runs on: it must follow every new part."""
     run = setup(tokens, tmp_path / "run", train={"precision": "bf16"})
     random_central(run)
-    deal_ = dispatcher.prepare(run.segments, 0, deal(run))
-    part = dispatcher.subnet_buffer(deal_, 0, run.segments, run.central.buffer)
-    expected = cut(run.central, part.blueprint)
+    part = subnet_buffer(run.segments, 0, deal(run)[0], run.central.buffer)
+    expected = cut_subnet(run.central, part.blueprint)
     if over_the_wire:
         part = replace(part, source=expected.clone())
     trainer = run.trainers.get(part.layout, "physical", fresh=False)

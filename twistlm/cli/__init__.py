@@ -18,15 +18,22 @@ from . import (  # noqa: F401  (they join the app)
     tickets,
     training,
 )
-from .options import app, group_
+from .options import app, lab, sort_into_panels_
 
-group_(app)
+app.add_typer(lab, name="lab")
+sort_into_panels_(app)
 
 RESUMES = {
     "train": "; resume with --resume",
     "demo": "; the same command goes on where it stopped",
-    "compare": "; the same command goes on where it stopped",
+    "lab compare": "; the same command goes on where it stopped",
     "heal": "; the same command goes on where it stopped",
+}
+MOVED = {  # commands of before -> how they are called now
+    "certify": "twistlm eval --certify",
+    **{name: f"twistlm lab {name}" for name in ("compare", "prune", "bench", "drop", "draft")},
+    "experiment": "python -m paper NAME --scale SCALE",
+    "report": "python -m paper report",
 }
 SMALLER = {
     "train": ": lower train.batch or data.seq_len (`twistlm plan` counts what a training takes)",
@@ -41,6 +48,8 @@ def main(command: Callable[[], object] = app, advice: str = "") -> None:
     quiet_transformers()
     advice = advice or RESUMES.get(_command(), "")
     try:
+        if command is app and (now := MOVED.get(_command())):
+            raise ValueError(f"`twistlm {_command()}` is called `{now}` now")
         command()
     except ValueError as error:
         _fail(str(error), 2)
@@ -66,7 +75,8 @@ def main(command: Callable[[], object] = app, advice: str = "") -> None:
 
 
 def _command() -> str:
-    return sys.argv[1] if len(sys.argv) > 1 else ""
+    """`train`, or `lab compare`."""
+    return " ".join(sys.argv[1 : 3 if sys.argv[1:2] == ["lab"] else 2])
 
 
 def _fail(sentence: str, code: int) -> None:

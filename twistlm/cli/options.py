@@ -74,7 +74,7 @@ def _options(request: type) -> Iterator[inspect.Parameter]:
         make = typer.Argument if about["argument"] else typer.Option
         names = about["names"] or ((f"--{field.name.replace('_', '-')}",) if hint is bool else ())
         said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
-        said |= {"min": about["least"], "max": about["most"]}
+        said |= {"min": about["range"].least, "max": about["range"].most}
         said["show_default"] = about["shown"] or not (default is False or default in (None, [], ""))
         kind = inspect.Parameter.KEYWORD_ONLY
         yield inspect.Parameter(
@@ -133,25 +133,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-GROUPS = {  # what a user wants -> the commands that do it; all others serve many machines
+lab = typer.Typer(
+    help="Measure a model of yours: compare, prune, time, lose nodes, draft.",
+    no_args_is_help=True,
+)
+
+PANELS = {  # what a user wants -> the commands that do it, as `--help` shows them
     "Train": ("demo", "prepare", "train", "plan", "eval"),
-    "Choose": ("extract", "certify", "heal", "play", "drop"),
-    "Ship": ("export", "generate", "draft", "verify", "push"),
-    "Compare": ("compare", "prune", "bench"),
-    "Many machines": (),
-    "This installation": ("doctor",),
+    "Choose": ("extract", "heal", "play"),
+    "Ship": ("export", "generate", "verify", "push"),
+    "Measure": ("lab",),
+    "Machines": ("node", "doctor"),
 }
 
 
-def group_(made: typer.Typer) -> None:
+def sort_into_panels_(made: typer.Typer) -> None:
     """Sort the commands of `--help` into panels by what a user wants."""
-    order = {name: (panel, i) for panel, names in GROUPS.items() for i, name in enumerate(names)}
-    panels = list(GROUPS)
+    order = {name: (panel, i) for panel, names in PANELS.items() for i, name in enumerate(names)}
 
     def place(entry: Any) -> tuple[int, int]:
-        name = entry.name or getattr(entry.callback, "__name__", "")
-        entry.rich_help_panel, i = order.get(name, ("Many machines", 0))
-        return panels.index(entry.rich_help_panel), i
+        entry.rich_help_panel, i = order[entry.name or entry.callback.__name__]
+        return list(PANELS).index(entry.rich_help_panel), i
 
     made.registered_commands.sort(key=place)
     made.registered_groups.sort(key=place)

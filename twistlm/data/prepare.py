@@ -23,17 +23,23 @@ BATCH = 256  # documents per call into the tokenizer, which is parallel inside
 
 def documents(source: str, column: str = "text") -> Iterator[str]:
     """The documents of one source, in order."""
+    check_source(source)
     if source.startswith("hub:"):
         return _hub(source, column)
+    return READERS[Path(source).suffix](Path(source), column)
+
+
+def check_source(source: str) -> None:
+    """Refuse a file that is not there, is empty or of a kind that no reader knows."""
     path = Path(source)
+    if source.startswith("hub:"):
+        return
     if not path.is_file():
         raise ValueError(f"{source}: no such file")
     if path.stat().st_size == 0:
         raise ValueError(f"{source} is empty")
-    readers = {".txt": _txt, ".raw": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
-    if path.suffix not in readers:
-        raise ValueError(f"{source}: unknown kind of file; use {', '.join(readers)} or hub:NAME")
-    return readers[path.suffix](path, column)
+    if path.suffix not in READERS:
+        raise ValueError(f"{source}: unknown kind of file; use {', '.join(READERS)} or hub:NAME")
 
 
 def _txt(path: Path, column: str) -> Iterator[str]:
@@ -109,15 +115,16 @@ def _hub(source: str, column: str) -> Iterator[str]:
     try:
         from datasets import load_dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
-        raise ValueError(
-            f"{source} needs the datasets library: pip install 'twistlm[hub]'"
-        ) from None
+        raise ValueError(f"{source} needs the datasets library: pip install -e '.[hub]'") from None
     name, config, split = ([*source.removeprefix("hub:").split(":"), "", ""])[:3]
     try:
         rows = load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as error:
         raise ValueError(f"{source}: the hub gave no such data set: {error}") from None
     yield from (row[column] for row in rows if row[column])
+
+
+READERS = {".txt": _txt, ".raw": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
 
 
 def prepare(
@@ -132,6 +139,8 @@ def prepare(
     """Tokenize `sources` into `out.bin`; nothing appears under that name until all is written."""
     if not sources:
         raise ValueError("nothing to prepare: name at least one file")
+    for source in sources:  # before a tokenizer is asked of the hub
+        check_source(source)
     stem = Path(str(out).removesuffix(".bin"))
     tok = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     tok.no_truncation()

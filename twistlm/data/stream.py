@@ -57,12 +57,13 @@ class Batches:
         """The batch that was leased out as `slot`: int64 [batch, seq_len]."""
         return self.file.sequences(self.rows_at(slot), self.seq_len)
 
-    def illegal(self, slots: Sequence[Slot]) -> tuple[int, ...]:
-        """The places in these slots whose sequences hold an id that the file rules out."""
+    def read(self, slots: Sequence[Slot]) -> tuple[np.ndarray, tuple[int, ...]]:
+        """Ids [n_slots, batch, seq_len], and the places whose sequences hold an illegal one."""
         places = [place for slot in slots for place in slot]
         rows = self.rows_at(places)
-        bad = set(self.file.illegal(rows, self.seq_len))
-        return tuple(p for p, row in zip(places, rows.tolist(), strict=True) if row in bad)
+        ids, illegal = self.file.read(rows, self.seq_len)
+        bad = tuple(p for p, row in zip(places, rows.tolist(), strict=True) if row in illegal)
+        return ids.reshape(len(slots), -1, self.seq_len), bad
 
     def name(self, place: int) -> str:
         """The name of the sequence at a place of the stream."""
@@ -115,14 +116,19 @@ def take(leases: Leases, n: int, batch: int) -> tuple[tuple[Slot, ...], Leases]:
     return slots, replace(leases, next=end, returned=leases.returned[n_old:])
 
 
-def take_legal(batches: Batches, leases: Leases, n: int) -> tuple[tuple[Slot, ...], Leases]:
-    """n slots as from `take`, in which the next legal sequences stand for those with an illegal id."""
+def take_legal(
+    batches: Batches, leases: Leases, n: int
+) -> tuple[tuple[Slot, ...], np.ndarray, Leases]:
+    """n slots as from `take`, in which the next legal sequences stand for those with an illegal id.
+
+    With them come their ids [n, batch, seq_len], which were read to see that they are legal.
+    """
     n_skipped = len(leases.skipped)
     while True:
         slots, after = take(leases, n, batches.batch)
-        bad = batches.illegal(slots)
+        ids, bad = batches.read(slots)
         if not bad:
-            return slots, after
+            return slots, ids, after
         good = tuple(place for slot in slots for place in slot if place not in bad)
         leases = replace(give_back(after, (good,)), skipped=(*leases.skipped, *bad))
         if len(leases.skipped) - n_skipped > batches.n_sequences:

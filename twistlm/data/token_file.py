@@ -74,14 +74,17 @@ class TokenFile:
 
     def sequences(self, rows: np.ndarray | list[int], seq_len: int) -> Tensor:
         """Non-overlapping windows by number: int64 [len(rows), seq_len]; damaged ones are refused."""
-        ids = self._cut(rows, seq_len)
-        if bad := self._illegal(ids, rows):
+        ids, bad = self.read(rows, seq_len)
+        if bad:
             raise ValueError(f"{self.describe(bad[0], seq_len)}: the file is damaged")
         return torch.from_numpy(ids.astype(np.int64))
 
-    def illegal(self, rows: np.ndarray | list[int], seq_len: int) -> list[int]:
-        """Which of these windows hold an id that the file's description rules out."""
-        return self._illegal(self._cut(rows, seq_len), rows)
+    def read(self, rows: np.ndarray | list[int], seq_len: int) -> tuple[np.ndarray, list[int]]:
+        """Windows [len(rows), seq_len] as they are, and which of them hold an id that is illegal."""
+        ids = self._cut(rows, seq_len)
+        worst = ids.max(axis=1, initial=0)
+        bad = [int(row) for row, top in zip(rows, worst, strict=True) if top > self.meta.max_id]
+        return ids, bad
 
     def describe(self, row: int, seq_len: int) -> str:
         """The name of a sequence, and its largest id."""
@@ -96,10 +99,6 @@ class TokenFile:
             self.hashed.raise_damage()
         starts = np.asarray(rows, dtype=np.int64)[:, None] * seq_len
         return self.tokens[starts + np.arange(seq_len)]
-
-    def _illegal(self, ids: np.ndarray, rows: np.ndarray | list[int]) -> list[int]:
-        worst = ids.max(axis=1, initial=0)
-        return [int(row) for row, top in zip(rows, worst, strict=True) if top > self.meta.max_id]
 
     def check(self, seq_len: int, vocab_size: int, tokenizer_sha256: str | None = None) -> None:
         """The file must hold a sequence, and its ids must mean something to the model."""

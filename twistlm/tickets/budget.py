@@ -164,7 +164,7 @@ def impossible(budget: Budget, least: float, unit: str) -> ValueError:
     )
 
 
-def spend(block_map: BlockMap, widths: Widths, limit: float, cost: Cost) -> Widths:
+def add_blocks(block_map: BlockMap, widths: Widths, limit: float, cost: Cost) -> Widths:
     """Add blocks while any fits: first where the kept share is smallest, then spread over depth."""
     widths = dict(widths)
 
@@ -246,7 +246,7 @@ def fit(budget: Budget, costs: Costs, legal: list[Widths] | None = None) -> list
     rungs = climb(steps, budget, cost, unit)
     if budget.kind == "latency":
         return rungs[::-1]
-    return [spend(costs.block_map, rungs[-1], budget.limit, cost)]
+    return [add_blocks(costs.block_map, rungs[-1], budget.limit, cost)]
 
 
 def predicted(costs: Costs, even: Widths) -> Cost:

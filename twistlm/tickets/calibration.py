@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..config import Config
 from ..data.token_file import TokenFile
 from ..model import huggingface
-from .parent import Parent, open_text
+from .parent import Parent, open_text_of
 
 MOST_SEQUENCES = 128  # unless more are asked for
 
@@ -39,7 +40,8 @@ def calibrate(
     n_all = file.n_sequences(seq_len)
     if not 1 <= n <= n_all:
         raise ValueError(
-            f"{file.stem} is too short for {options[1]} {n}: it has {n_all} sequences of data.seq_len = {seq_len}"
+            f"{file.stem} is too short for {options[1]} {n}: it has {n_all} sequences of "
+            f"data.seq_len = {seq_len}"
             if n > 0
             else f"{options[1]} {n}: calibration needs at least one sequence"
         )
@@ -47,17 +49,24 @@ def calibrate(
 
 
 def calibrate_on_tokens(parent: Parent, data: str | None, tokens: int, seed: int) -> Calibration:
-    """About `tokens` tokens (0: no limit) in random windows: at least one, at most `MOST_SEQUENCES`."""
+    """About `tokens` tokens (0: no limit) in random windows: 1 to `MOST_SEQUENCES` of them."""
     file, seq_len = _open_text(parent, data, "--data"), parent.cfg.data.seq_len
     n = max(1, tokens // seq_len) if tokens else MOST_SEQUENCES
     return _draw(file, seq_len, min(n, MOST_SEQUENCES, file.n_sequences(seq_len)), seed)
 
 
+def check_calibration(
+    source: str, cfg: Config, data: str | None, option: str = "--data"
+) -> TokenFile:
+    """The text to calibrate on: `data`, or the training tokens of the run."""
+    if not (data or cfg.data.train):
+        raise ValueError(f"{source} has no tokens to calibrate on: give {option} STEM")
+    return open_text_of(source, cfg, data, "train")
+
+
 def _open_text(parent: Parent, data: str | None, option: str) -> TokenFile:
     cfg = parent.cfg.data
-    if not (data or cfg.train):
-        raise ValueError(f"{parent.source} has no tokens to calibrate on: give {option} STEM")
-    file = open_text(parent, data, "train")
+    file = check_calibration(parent.source, parent.cfg, data, option)
     file.check(cfg.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
     huggingface.check_positions(parent.template, cfg.seq_len)
     return file

@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..model import families, huggingface
 from ..model.blocks import Blueprint
+from ..model.central import cut_subnet
 from ..model.subnet import add_means_, build, fold_
 from ..system import manifest
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
 from ..training.checkpoint import MANIFEST
-from ..training.dispatcher import cut
 from . import card, hf_folder, stock
 from .budget import weights_bytes
 from .parent import Parent
@@ -40,7 +40,7 @@ def cut_ticket(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     block_map.check_blueprint(blueprint)
     widths = block_map.widths(blueprint)
     where = central.layout.narrowed(block_map, widths)
-    weights = cut(central, blueprint, rows=1)[0]
+    weights = cut_subnet(central, blueprint, rows=1)[0]
     params, factors = where.views(weights), parent.scales(widths)
     fold_(params, block_map, factors)
     add_means_(params, block_map, blueprint, factors, parent.means)
@@ -67,7 +67,7 @@ def save_model(
     folder: Path,
     notes: dict[str, Any],
 ) -> None:
-    """Write the folder of an extracted ticket, whole or not at all: this very model, in its own dtype."""
+    """Write the folder of a ticket, whole or not at all: this very model, in its own dtype."""
     state = huggingface.state(model)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder, foreign_files(folder, TICKET)) as draft:
@@ -79,7 +79,8 @@ def save_model(
             "n_params": sum(t.numel() for t in state.values()),
             "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in groups},
             "blueprint": blueprint,
-            "stock": stock.described(parent.template, huggingface.shapes(model)),
+            "stock": notes.get("stock")
+            or stock.described(parent.template, huggingface.shapes(model)),
             **notes,
             **describe_run(),
         }
@@ -133,7 +134,7 @@ def load_ticket(folder: str | Path) -> PreTrainedModel:
 
 
 def _check_promise(folder: Path) -> None:
-    """The config must not promise more than the weights hold: nothing of that size is built before."""
+    """The config must not promise more than the weights hold: nothing that large is built."""
     held = huggingface.header(folder / "model.safetensors")
     most = sum(map(math.prod, held.values()))
     what = f"{folder} holds {most:,} weights"
@@ -150,7 +151,8 @@ def _check_fits(folder: Path, ticket: dict[str, Any], model: PreTrainedModel) ->
     found = sum(param.numel() for param in model.parameters())
     if found != ticket["n_params"]:
         raise ValueError(
-            f"{folder}: ticket.json tells of {ticket['n_params']:,} parameters, the weights have {found:,}"
+            f"{folder}: ticket.json tells of {ticket['n_params']:,} parameters, the weights have "
+            f"{found:,}"
         )
     family, config = families.family(model), model.config
     fields = config.to_dict()
@@ -170,7 +172,7 @@ def _check_fits(folder: Path, ticket: dict[str, Any], model: PreTrainedModel) ->
 
 
 def verify_ticket(folder: Path) -> dict[str, Any]:
-    """The record of a ticket whose every file is as it was written; a card may be edited, which is said."""
+    """The record of a ticket whose files are as they were written; an edited card is said."""
     ticket = read_ticket(folder)
     for sentence in manifest.check_folder(folder, TICKET, editable=(card.NAME,)):
         console.print(f"the model card was changed: {sentence}", style="yellow")

@@ -1,4 +1,4 @@
-"""A parent: the full model that tickets are cut from, out of a checkpoint or any Hugging Face model."""
+"""A parent: the full model that tickets are cut from, of a run or any Hugging Face model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ..model import families, huggingface
 from ..model.blocks import BlockMap, Widths
 from ..model.central import Central, create
 from ..model.subnet import Means, scales
+from ..system import manifest
 from ..system.device import pick_device
 from ..training import checkpoint
 from ..training.progress import Progress
@@ -36,9 +37,15 @@ class Parent:
     tokenizer: Path | None  # a tokenizer.json
     tokenizer_sha256: str | None
     progress: Progress = field(default_factory=Progress)  # of its run, when it was saved
-    means: Means = field(
-        default_factory=dict
-    )  # of absent blocks, which its tickets' biases make up for
+    means: Means = field(default_factory=dict)  # of absent blocks: tickets' biases hold them
+
+    def __repr__(self) -> str:
+        n_blocks = {group.kind: group.n_blocks for group in self.block_map.groups}
+        blocks = ", ".join(f"{n} {kind} blocks" for kind, n in n_blocks.items())
+        layers = len({group.layer for group in self.block_map.groups})
+        order = ", nested" if self.progress.order else ""
+        n_params = f"{self.central.layout.n_params:,} parameters"
+        return f"Parent({self.source}: {n_params}, {blocks} in each of {layers} layers{order})"
 
     @property
     def scale(self) -> ActivationScale:
@@ -57,16 +64,23 @@ class Parent:
 
 def open_text(parent: Parent, data: str | None, split: Literal["train", "valid"]) -> TokenFile:
     """The token file `data`, or the run's own: found from here, or from a folder above the run."""
+    return open_text_of(parent.source, parent.cfg, data, split)
+
+
+def open_text_of(
+    source: str, cfg: Config, data: str | None, split: Literal["train", "valid"]
+) -> TokenFile:
+    """The same of a parent that is not open, by its config."""
     if data:
         return open_tokens(resolve(data, split))
-    stem = getattr(parent.cfg.data, split)
+    stem = getattr(cfg.data, split)
     if not stem:
-        raise ValueError(f"{parent.source} has no tokens of its own: give --data STEM")
-    found = resolve(stem, split, Path(parent.source))
+        raise ValueError(f"{source} has no tokens of its own: give --data STEM")
+    found = resolve(stem, split, Path(source))
     if not Path(f"{found}.bin").is_file():
         raise ValueError(
             f"the run's own tokens, data.{split} = {stem!r}, are neither here nor in a folder above "
-            f"{parent.source}: give --data STEM"
+            f"{source}: give --data STEM"
         )
     return open_tokens(found)
 
@@ -76,7 +90,8 @@ def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:
     path = Path(source)
     if (path / "ticket.json").is_file():
         return "ticket"
-    is_model = str(source).startswith("gguf:") or (path / "config.json").is_file()
+    is_gguf = str(source).startswith("gguf:") or path.suffix == ".gguf"
+    is_model = is_gguf or (path / "config.json").is_file()
     is_ours = (path / checkpoint.MANIFEST).is_file() or checkpoint.is_numbered(path)
     if is_ours or (path.exists() and not is_model):
         return "checkpoint"
@@ -89,7 +104,7 @@ IS_CUT = "is a ticket, which is cut already: give the parent it came from"
 def open_parent(
     source: str | Path | PreTrainedModel, device: str = "auto", overrides: Sequence[str] = ()
 ) -> Parent:
-    """Open a run folder, a checkpoint, a Hugging Face folder or hub id, gguf:FILE, or a model in memory.
+    """Open a run folder, a checkpoint, a Hugging Face folder or hub id, gguf:FILE, or a model.
 
     `overrides` are `section.key=value`: `blocks.*` cuts the model otherwise than it was trained.
     """
@@ -103,6 +118,24 @@ def open_parent(
     if kind == "checkpoint":
         return _from_checkpoint(Path(source), device, overrides)
     return _from_hugging_face(str(source), device, overrides)
+
+
+def config_of(source: str | Path, overrides: Sequence[str] = ()) -> Config | None:
+    """The config that a parent would be opened with, without reading its weights.
+
+    None where nothing can be said: the source is a ticket, or no checkpoint can be read.
+    """
+    kind, path = what_is(source), Path(source)
+    if kind == "ticket":
+        return None
+    cfg = Config(data=DataConfig(train="", valid=""))
+    if kind == "checkpoint":
+        newest = [path, *checkpoint.numbered(path / "checkpoints")][-1]
+        try:
+            cfg = config.from_record(manifest.read_json(newest / checkpoint.MANIFEST)["config"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return config.override(cfg, overrides)
 
 
 def recut(parent: Parent, setting: Setting) -> Parent:
@@ -146,7 +179,7 @@ def _from_hugging_face(source: str, device: str, overrides: Sequence[str]) -> Pa
     try:
         model = huggingface.pretrained(source)
     except ValueError as error:
-        if source.startswith("gguf:"):
+        if source.startswith("gguf:") or source.endswith(".gguf"):
             raise
         raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
     return _from_model(model, source, source, device, overrides)

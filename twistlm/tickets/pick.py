@@ -1,4 +1,4 @@
-"""Which blocks a ticket keeps: the first of the parent's order, random ones, the best of N, or the highest scores."""
+"""Which blocks a ticket keeps: the first of the order, random ones, the best of N, or by scores."""
 
 from __future__ import annotations
 
@@ -36,15 +36,6 @@ class Pick:
         return self.method in NEEDS_TEXT
 
 
-@dataclass(frozen=True, kw_only=True)
-class Basis:
-    """What a pick may go by; `evaluator` for the best of N, `calibration` for scores on text."""
-
-    seed: int = 0
-    evaluator: Evaluator | None = None
-    calibration: Calibration | None = None
-
-
 RANDOM, NESTED, AUTO = Pick("random"), Pick("nested"), Pick("auto")
 
 
@@ -55,8 +46,8 @@ def pick_for(parent: Parent, how: Pick) -> Pick:
         return NESTED if has_order else RANDOM
     if how == NESTED and not has_order:
         raise ValueError(
-            f"--pick nested: {parent.source} was trained without an order of blocks (blocks.nested = 0); "
-            f"use importance:mask-fisher, which scores them now, or random"
+            f"--pick nested: {parent.source} was trained without an order of blocks "
+            "(blocks.nested = 0); use importance:mask-fisher, which scores them now, or random"
         )
     return how
 
@@ -79,40 +70,41 @@ def parse_pick(text: str) -> Pick:
 
 
 def pick_blocks(
-    parent: Parent, widths: Widths, how: Pick, basis: Basis, bar: Progress
+    parent: Parent,
+    widths: Widths,
+    how: Pick,
+    *,
+    seed: int = 0,
+    evaluator: Evaluator | None = None,
+    calibration: Calibration | None = None,
+    bar: Progress | None = None,
 ) -> tuple[Blueprint, dict[str, Any]]:
-    """A blueprint of these widths, and what it was chosen by."""
+    """A blueprint of these widths, and what it was chosen by.
+
+    `best-of:N` needs the `evaluator`, scores that go by text need the `calibration`.
+    """
     if how == NESTED:
         return prefixes(parent.block_map, parent.progress.order, widths), {}
+    bar = bar or Progress(disable=True)
     if how.method is not None:
-        return _highest_scores(parent, widths, how, basis, bar)
-    drawn = draws(parent.block_map, widths, seed=basis.seed, n=how.n_draws)
+        ids = None if calibration is None else calibration.ids
+        task = bar.add_task(f"pick {how.asked}", total=1 if ids is None else len(ids), note="")
+        scores = importance.score(parent, how.method, ids, seed, lambda: bar.advance(task))
+        bar.update(task, completed=1 if ids is None else len(ids))
+        based_on: dict[str, Any] = {"method": how.method}
+        if calibration is not None:
+            n, seq_len = calibration.ids.shape
+            based_on |= {"data": calibration.stem, "n_sequences": n, "seq_len": seq_len}
+        return importance.keep_best(parent.block_map, scores, widths), based_on
+    drawn = draws(parent.block_map, widths, seed=seed, n=how.n_draws)
     if how.n_draws == 1:
         return next(iter(drawn)), {}
-    ready = basis.evaluator
-    assert ready is not None
+    assert evaluator is not None
     task = bar.add_task(f"pick {how.asked}", total=how.n_draws, note="")
     found: list[float] = []
     for blueprint in drawn:  # one at a time, however many are asked for
-        value = ready.subnet_perplexity(blueprint)
-        if not found or value < min(found):
+        found.append(evaluator.subnet_perplexity(blueprint))
+        if found[-1] == min(found) and found.count(found[-1]) == 1:
             best = blueprint
-        found.append(value)
         bar.update(task, advance=1, note=f"best perplexity {min(found):.2f}")
-    return best, {"data": ready.text.file.stem, "perplexities": found}
-
-
-def _highest_scores(
-    parent: Parent, widths: Widths, how: Pick, basis: Basis, bar: Progress
-) -> tuple[Blueprint, dict[str, Any]]:
-    assert how.method is not None
-    text = basis.calibration
-    ids = text.ids if text else None
-    task = bar.add_task(f"pick {how.asked}", total=1 if ids is None else len(ids), note="")
-    scores = importance.score(parent, how.method, ids, basis.seed, lambda: bar.advance(task))
-    bar.update(task, completed=1 if ids is None else len(ids))
-    based_on: dict[str, Any] = {"method": how.method}
-    if text:
-        n, seq_len = text.ids.shape
-        based_on |= {"data": text.stem, "n_sequences": n, "seq_len": seq_len}
-    return importance.keep_best(parent.block_map, scores, widths), based_on
+    return best, {"data": evaluator.text.file.stem, "perplexities": found}

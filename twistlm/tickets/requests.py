@@ -63,6 +63,11 @@ class TicketRequest:
 
     def __post_init__(self) -> None:
         fields.fill_tuples_(self)
+        for kind in KINDS:  # numbers are natural in Python: params=90_000, ratio=0.5
+            object.__setattr__(self, kind, tuple(map(str, getattr(self, kind))))
+        for name in ("context", "data"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, str(getattr(self, name)))
         fields.check(self)
 
     @property

@@ -24,8 +24,8 @@ from ..model.masks import prefixes
 from ..system import provenance, terminal
 from ..system.device import pick_device
 from ..system.terminal import progress
-from .deploy import load_ticket
-from .parent import Parent, open_text
+from .deploy import load_ticket, read_ticket
+from .parent import Parent, config_of, open_text, open_text_of, what_is
 
 
 @dataclass(frozen=True)
@@ -130,25 +130,40 @@ def score_parent(
 def score_ticket(
     folder: Path,
     *,
-    data: str | None,
+    data: str | None = None,
     tokens: int = 0,
     device: str = "auto",
     overrides: Sequence[str] = (),
 ) -> Scores:
-    """The perplexity of a ticket folder."""
-    if data is None:
-        raise ValueError(f"{folder} is a ticket and has no tokens of its own: give --data STEM")
+    """The perplexity of a ticket folder, on `data` or on the validation text of its parent's run."""
+    own = None if data else _parents_text(folder, read_ticket(folder))
     model = load_ticket(folder)
     most = getattr(model.config, "max_position_embeddings", None) or 1024
-    default = Config(data=DataConfig(seq_len=min(1024, most)))
+    default = Config(data=DataConfig(seq_len=own[1] if own else min(1024, most)))
     cfg = config.override(default, overrides)
     huggingface.check_positions(model, cfg.data.seq_len)
-    file = open_tokens(resolve(data, "valid"))
+    file = own[0] if own else open_tokens(resolve(data or "", "valid"))
     file.check(cfg.data.seq_len, huggingface.vocab_size(model))
     check_same_tokenizer(file, folder / "tokenizer.json")
     torch.nn.Module.to(model, pick_device(device))
     return score_model(
         model, Text(file, cfg.data.seq_len, tokens), folder.name, cfg.train.precision
+    )
+
+
+def _parents_text(folder: Path, record: dict[str, Any]) -> tuple[TokenFile, int]:
+    """The validation tokens of the run that a ticket was cut out of, and its sequence length."""
+    source = record["parent"]
+    source = source["source"] if isinstance(source, dict) else source  # of a ticket with a proof
+    cfg = config_of(source) if what_is(source) == "checkpoint" else None
+    try:
+        if cfg is not None:
+            return open_text_of(source, cfg, None, "valid"), cfg.data.seq_len
+    except ValueError:  # the run is here, its text is not
+        pass
+    raise ValueError(
+        f"{folder} is a ticket and has no tokens of its own, nor has its parent {source} any that "
+        "are here: give --data STEM"
     )
 
 

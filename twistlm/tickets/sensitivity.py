@@ -1,9 +1,10 @@
-"""Widths by measured sensitivity: blocks stay where losing them would cost the most loss per unit of budget.
+"""Widths by measured sensitivity: blocks stay where losing them would cost the most loss.
 
-From widths that spend a budget evenly, every layer is tried with a quarter of its blocks fewer and more,
-the others as they are. That gives each layer two slopes, loss per block. The budget is then spent anew,
-greedily by slope / cost, within the tried range; one more pass starts from there with half the step. Of
-all widths that were measured the best are kept, so that they are never worse than even ones on this text.
+From widths that spend a budget evenly, every layer is tried with a quarter of its blocks fewer and
+more, the others as they are. That gives each layer two slopes, loss per block. The budget is then
+spent anew, greedily by slope / cost, within the tried range; one more pass starts from there with
+half the step. Of all widths that were measured the best are kept, so that they are never worse than
+even ones on this text.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ N_RANDOM = 2  # nested random choices of blocks behind a loss, where blocks are 
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What a budget bought, and the mean loss of even and of these widths on the calibration text."""
+class MeasuredWidths:
+    """What a budget bought, and the mean loss of even and of these widths on the text."""
 
     widths: Widths
     even: float
@@ -42,7 +43,9 @@ class Spent:
         return {"how": "measured", "loss": self.loss, "loss_of_even_widths": self.even}
 
 
-def spend(block_map: BlockMap, even: Widths, limit: float, cost: Cost, loss: Loss) -> Spent:
+def measured_widths(
+    block_map: BlockMap, even: Widths, limit: float, cost: Cost, loss: Loss
+) -> MeasuredWidths:
     """The best measured widths of at most `limit`, found from `even` ones."""
     best = even
     found = {_key(even): loss(even)}
@@ -57,11 +60,11 @@ def spend(block_map: BlockMap, even: Widths, limit: float, cost: Cost, loss: Los
             found[_key(centre)] = loss(centre)
         if found[_key(centre)] < found[_key(best)]:
             best = centre
-    return Spent(best, found[_key(even)], found[_key(best)])
+    return MeasuredWidths(best, found[_key(even)], found[_key(best)])
 
 
 def n_losses(block_map: BlockMap) -> int:
-    """At most so many losses are measured."""
+    """How many losses `measured_widths` measures, at most."""
     return 1 + len(STEPS) * (1 + 2 * len(block_map.groups))
 
 
@@ -103,7 +106,7 @@ def _greedy(
         widths[name] += 1
         if widths[name] == prices[name][0][-1]:
             growing.remove(name)
-    return budget.spend(block_map, widths, limit, cost)  # what is left
+    return budget.add_blocks(block_map, widths, limit, cost)  # what is left
 
 
 class Sensitivity:

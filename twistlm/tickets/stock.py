@@ -1,7 +1,8 @@
 """Stock tickets: with the same widths in every layer, a ticket is a plain model of its family.
 
-Any program that loads the family loads it then: no code of its own, no width per layer. The family's own
-class decides: it is built without memory from the narrowed config, and must come out in the ticket's shapes.
+Any program that loads the family loads it then: no code of its own, no width per layer. The
+family's own class decides: it is built without memory from the narrowed config, and must come out
+in the ticket's shapes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ..config import BlocksConfig
 from ..model import families, huggingface
 from ..model.blocks import KINDS, Kind, Shapes, Widths
 from ..model.count import layer_widths, sublayers
@@ -92,6 +94,14 @@ def demand(parent: Parent, widths: Widths | None) -> list[Widths]:
     return legal
 
 
+def shared_layers(blocks: BlocksConfig) -> str:
+    """Why a parent with shared layers has no stock tickets."""
+    return (
+        f"blocks.shared_first={blocks.shared_first} blocks.shared_last={blocks.shared_last} leave "
+        "layers whole: train a parent with both at 0, or cut this one so by giving both here"
+    )
+
+
 def _legal(parent: Parent) -> str:
     """What a user can ask for instead."""
     block_map, blocks = parent.block_map, parent.cfg.blocks
@@ -106,8 +116,5 @@ def _legal(parent: Parent) -> str:
         )
         return f"--ratio {shares} would do"
     if blocks.shared_first or blocks.shared_last:
-        return (
-            f"blocks.shared_first={blocks.shared_first} blocks.shared_last={blocks.shared_last} leave layers "
-            "whole: train a parent with both at 0, or cut this one so by giving both here"
-        )
+        return shared_layers(blocks)
     return "no cut of this parent is stock" + ("; blocks.setting=ffn may be" * ("attn" in found))

@@ -38,33 +38,54 @@ class Result:
     stats: Stats
 
 
+class Mean:
+    """The mean over those who bring a copy of each central parameter and moment, worker by worker.
+
+    `holders` (of `layout.holders`) is about the workers whose results are added. They come in worker
+    order everywhere, so one process and many give the same bits. A parameter that nobody held keeps
+    weight, moments and outer momentum.
+    """
+
+    def __init__(self, central: Central, holders: Tensor, outer: tuple[float, float] | None = None):
+        if central.sums is None:
+            central.sums = torch.empty_like(central.buffer)
+        self.central, self.holders, self.outer = central, holders, outer
+        self.mean = central.buffer if outer is None else central.sums
+        self.n, self.stats = 0, Stats(0.0, 0, 0)
+
+    def add(self, result: Result) -> None:
+        """Take in one worker's result; its buffer is free afterwards."""
+        sums, segments = self.central.sums, self.central.segments
+        assert sums is not None
+        mean_(self.mean, sums, result.buffer, segments, result.index, self.holders, self.n)
+        self.n += 1
+        self.stats += result.stats
+
+    def commit_(self) -> Stats:
+        """The central model takes the mean, or the outer optimizer's step towards it."""
+        if self.outer is not None:
+            central = self.central
+            assert central.velocity is not None
+            held = self.holders[central.segments.block_of, 2:] > 0  # [n_segments, 1]
+            grain = central.segments.grain
+            old, new = (buffer.unflatten(1, (-1, grain)) for buffer in (central.buffer, self.mean))
+            velocity = central.velocity.view(-1, grain)
+            new[0] = nesterov_(old[0], new[0], velocity, held, *self.outer)
+            torch.where(held, new, old, out=old)
+        return self.stats
+
+
 def aggregate_(
     central: Central,
     results: Iterable[Result],
     holders: Tensor,
     outer: tuple[float, float] | None = None,
 ) -> Stats:
-    """Set every central parameter (and moment) to the mean of the copies that came back.
-
-    `holders` (of `layout.holders`) is about the workers that bring a result. Copies are added in the order of
-    `results`, which is worker order everywhere, so one process and many give the same bits. A
-    parameter that nobody held keeps weight, moments and outer momentum.
-    """
-    if central.sums is None:
-        central.sums = torch.empty_like(central.buffer)
-    mean = central.buffer if outer is None else central.sums
-    stats = Stats(0.0, 0, 0)
-    for place, result in enumerate(results):
-        mean_(mean, central.sums, result.buffer, central.segments, result.index, holders, place)
-        stats += result.stats
-    if outer is not None:
-        assert central.velocity is not None
-        held = holders[central.segments.block_of, 2:] > 0  # [n_segments, 1]
-        grain = central.segments.grain
-        old, sums = central.buffer.unflatten(1, (-1, grain)), mean.unflatten(1, (-1, grain))
-        sums[0] = nesterov_(old[0], sums[0], central.velocity.view(-1, grain), held, *outer)
-        torch.where(held, sums, old, out=old)
-    return stats
+    """`Mean` over results that are all there."""
+    mean = Mean(central, holders, outer)
+    for result in results:
+        mean.add(result)
+    return mean.commit_()
 
 
 def nesterov_(

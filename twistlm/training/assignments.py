@@ -1,10 +1,11 @@
-"""What the workers of a round get: blueprints, activation scales and sequences, and what that costs."""
+"""(2), (3) What each worker of a round gets: blocks, their weights, batches, masks and scales."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,27 +14,117 @@ from ..data import stream
 from ..data.stream import Leases, Slot
 from ..model import generator, masks
 from ..model.blocks import Blueprint
-from ..model.masks import Order, WorkerRound
+from ..model.central import SubnetBuffer, subnet_buffer
+from ..model.layout import Segments, holders
+from ..model.masks import WorkerRound
 from ..model.subnet import Rho, gate_values, measure_rho, scale_of, scales
 from ..system.device import to_device
 from ..system.terminal import console
+from ..transport.ranks import TrainerKind
 from ..transport.traffic import Bytes, Traffic, other_counts, subnet_bytes
-from . import dispatcher
-from .aggregator import Result
-from .dispatcher import Deal, SubnetBuffer
 from .progress import Progress
 from .run import Run
 
 RHO_DECAY = 0.9  # of the running rho per layer
 
-Present = Sequence[
-    tuple[int, Mapping[Kind, int]]
-]  # a worker's place, and K of its own if it has one
+# the workers of a round: each one's number among the S of the run, and K of its own if it has one
+Present = Sequence[tuple[int, Mapping[Kind, int]]]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which blocks each worker of a round holds; it follows from the round's number alone."""
+
+    round: int
+    blueprints: list[Blueprint]
+    indices: list[Tensor]  # each worker's `Segments.index`
+    holders: Tensor
+
+
+def deal_of(segments: Segments, round: int, blueprints: list[Blueprint]) -> Deal:
+    """These blueprints, and where their blocks lie in the central buffer."""
+    indices = [segments.index(blueprint) for blueprint in blueprints]
+    return Deal(round, blueprints, indices, holders(segments, blueprints))
+
+
+@dataclass(frozen=True)
+class Assignments:
+    """A round's work, worker by worker; a worker is counted among those of the round."""
+
+    run: Run
+    progress: Progress  # before the round
+    deal: Deal
+    numbers: tuple[int, ...]  # [worker]: its number among the S of the run
+    slots: tuple[Slot, ...]  # batches of all workers and steps
+    ids: np.ndarray  # [slots, batch, T], the token file's own dtype
+    leases: Leases  # once all of them are trained
+    rho: Rho  # for the measured scale
+
+    def kind(self, worker: int) -> TrainerKind:
+        return self.run.cluster.placement.kinds[self.numbers[worker]]
+
+    def subnet(self, worker: int, source: Tensor) -> SubnetBuffer:
+        """Its weights and moments, out of the central buffer or of what came over a wire."""
+        blueprint, index = self.deal.blueprints[worker], self.deal.indices[worker]
+        return subnet_buffer(self.run.segments, worker, blueprint, source, index)
+
+    def slots_of(self, worker: int) -> tuple[Slot, ...]:
+        return stream.of_worker(self.slots, worker, len(self.numbers))
+
+    def tokens(self, worker: int) -> Tensor:
+        """Its batches: int64 [interval, batch, T]."""
+        return torch.from_numpy(self.ids[worker :: len(self.numbers)].astype(np.int64))
+
+    def teacher_topk(self, worker: int) -> Tensor | None:
+        """What a teacher's cache holds for them: uint8 [interval, batch, T - 1, bytes]."""
+        slots = self.slots_of(worker)
+        found = self.run.batches.teacher_topk(tuple(place for slot in slots for place in slot))
+        return None if found is None else found.unflatten(0, (len(slots), -1))
+
+    def gates(self, worker: int) -> Tensor:
+        """Masks times activation scales: [steps, rows, held blocks]; [1, 1, held blocks] for all."""
+        run, held = self.run, self.deal.blueprints[worker]
+        if run.cfg.blocks.masks == "round":
+            widths = run.block_map.widths(held)
+            factors = scales(run.block_map, widths, run.cfg.train.scale, self.rho)
+            return gate_values(run.block_map, held, factors)[None]
+        return drawn_gates(run, self.progress, held, self.numbers[worker], self.rho)
+
+    def committed(
+        self, leases: Leases | None = None, back: Sequence[Blueprint] | None = None
+    ) -> Progress:
+        """The progress once the results, of the blueprints `back`, are in the central model."""
+        progress, back = self.progress, self.deal.blueprints if back is None else back
+        return replace(
+            progress,
+            round=progress.round + 1,
+            leases=self.leases if leases is None else leases,
+            held=generator.counted(progress.held, back),
+            rho={**progress.rho, **self.rho},
+        )
+
+    def traffic(self, wired: int = 0, back: Sequence[Blueprint] | None = None) -> Traffic:
+        """What the subnets cost both ways, and what of it went over a network."""
+        run, dealt = self.run, self.deal.blueprints
+        back = dealt if back is None else back
+
+        def size(blueprint: Blueprint) -> int:
+            return run.full.narrowed(run.block_map, run.block_map.widths(blueprint)).n_params
+
+        def cost(blueprints: Sequence[Blueprint], way: int) -> Bytes:
+            fixed = (run.rows, run.cfg.run.wire, run.cut.dtype)
+            parts = (subnet_bytes(run.full.n_shared, size(b), *fixed) for b in blueprints)
+            return sum((part[way] for part in parts), Bytes())
+
+        other = other_counts(run.full.n_params, [size(b) for b in dealt], run.cfg.train.interval)
+        if n_bytes := teacher_cache_bytes(run, len(dealt)):
+            other["teacher"] = n_bytes
+        return Traffic(cost(dealt, 0), cost(back, 1), wired, other)
 
 
 def everyone(run: Run) -> Present:
     """All S workers, each with the round's usual K."""
-    return [(place, {}) for place in range(run.cluster.placement.n_workers)]
+    return [(number, {}) for number in range(run.cluster.placement.n_workers)]
 
 
 def deal(run: Run, progress: Progress, present: Present) -> Deal:
@@ -47,87 +138,32 @@ def deal(run: Run, progress: Progress, present: Present) -> Deal:
         held=progress.held,
         present=present,
     )
-    return dispatcher.prepare(run.segments, progress.round, blueprints)
-
-
-@dataclass(frozen=True)
-class Assignments:
-    """A deal, and the sequences and scales that go with it."""
-
-    deal: Deal
-    places: tuple[int, ...]  # [worker]: its place among the S of the run
-    slots: tuple[Slot, ...]  # of all workers and steps
-    leases: Leases  # once all of them are trained
-    rho: Rho  # for the measured scale
-    order: Order  # of blocks, for nested masks
-
-    def tokens(self, run: Run, worker: int) -> Tensor:
-        """A worker's batches: int64 [interval, batch, T]."""
-        slots = stream.of_worker(self.slots, worker, len(self.places))
-        return torch.stack([run.batches.slot(slot) for slot in slots])
-
-    def teacher_topk(self, run: Run, worker: int) -> Tensor | None:
-        """What a teacher's cache holds for them: uint8 [interval, batch, T - 1, bytes]."""
-        slots = stream.of_worker(self.slots, worker, len(self.places))
-        teacher_topk = run.batches.teacher_topk(tuple(place for slot in slots for place in slot))
-        return None if teacher_topk is None else teacher_topk.unflatten(0, (len(slots), -1))
-
-    def factors(self, run: Run, worker: int) -> dict[str, float]:
-        """The activation scale of each layer of all that a worker holds."""
-        widths = run.block_map.widths(self.deal.blueprints[worker])
-        return scales(run.block_map, widths, run.cfg.train.scale, self.rho)
-
-    def gates(self, run: Run, worker: int) -> Tensor:
-        """Masks times activation scales: [steps, rows, held blocks], or [1, 1, held blocks] for all steps."""
-        t, blocks, held = run.cfg.train, run.cfg.blocks, self.deal.blueprints[worker]
-        if blocks.masks == "round":
-            return gate_values(run.block_map, held, self.factors(run, worker))[None]
-        rows = masks.n_rows(blocks, t.batch)
-        place = self.places[worker]
-        turn = WorkerRound(run.cfg.run.seed, self.deal.round, place, t.interval, rows)
-        factor = scale_of(t.scale, self.rho)
-        return masks.draw(run.block_map, held, blocks, turn, self.order, t.method, factor)
-
-
-def take(run: Run, progress: Progress, n: int) -> tuple[tuple[Slot, ...], Leases]:
-    """The next n slots of legal sequences; those that are set aside on the way are named."""
-    slots, after = stream.take_legal(run.batches, progress.leases, n)
-    if run.cluster.is_central:
-        for place in after.skipped[len(progress.leases.skipped) :]:
-            console.print(f"set aside: {run.batches.describe(place)}", style="yellow")
-    return slots, after
+    return deal_of(run.segments, progress.round, blueprints)
 
 
 def assign(run: Run, progress: Progress, dealt: Deal, present: Present, rho: Rho) -> Assignments:
-    """Sequences from the stream and activation scales for everyone in a deal."""
-    t = run.cfg.train
-    slots, after = take(run, progress, t.interval * len(present))
-    places = tuple(place for place, _ in present)
-    return Assignments(dealt, places, slots, after, rho, progress.order)
+    """The blocks of a deal, with sequences and scales for everyone in it."""
+    slots, ids, after = take(run, progress, run.cfg.train.interval * len(present))
+    numbers = tuple(number for number, _ in present)
+    return Assignments(run, progress, dealt, numbers, slots, ids, after, rho)
 
 
-def train_here(run: Run, work: Assignments, worker: int, part: SubnetBuffer) -> Result:
-    """(4) A worker's local steps in one of this process's trainers."""
-    return run.trainers.train(
-        run.cluster.placement.kinds[work.places[worker]],
-        part,
-        work.gates(run, worker),
-        work.tokens(run, worker),
-        work.deal.round,
-        run.total_steps,
-        work.teacher_topk(run, worker),
-    )
+def take(run: Run, progress: Progress, n: int) -> tuple[tuple[Slot, ...], np.ndarray, Leases]:
+    """The next n slots of legal sequences, with their ids; those that are skipped are named."""
+    slots, ids, after = stream.take_legal(run.batches, progress.leases, n)
+    if run.cluster.is_central:
+        for place in after.skipped[len(progress.leases.skipped) :]:
+            console.print(f"set aside: {run.batches.describe(place)}", style="yellow")
+    return slots, ids, after
 
 
-def committed(progress: Progress, after: Leases, back: Sequence[Blueprint], rho: Rho) -> Progress:
-    """The progress after a round whose results, of these blueprints, are in the central model."""
-    return replace(
-        progress,
-        round=progress.round + 1,
-        leases=after,
-        held=generator.counted(progress.held, back),
-        rho={**progress.rho, **rho},
-    )
+def drawn_gates(run: Run, progress: Progress, held: Blueprint, number: int, rho: Rho) -> Tensor:
+    """Fresh masks for a worker's local steps of a round: [steps, rows, held blocks]."""
+    t, blocks = run.cfg.train, run.cfg.blocks
+    rows = masks.n_rows(blocks, t.batch)
+    steps = WorkerRound(run.cfg.run.seed, progress.round, number, t.interval, rows)
+    scale, order = scale_of(t.scale, rho), progress.order
+    return masks.draw(run.block_map, held, blocks, steps, order, t.method, scale)
 
 
 def measured_rho(run: Run, progress: Progress) -> Rho:
@@ -138,8 +174,9 @@ def measured_rho(run: Run, progress: Progress) -> Rho:
     names = [group.name for group in run.block_map.groups]
     if run.central is not None:
         assert run.evaluator is not None
-        ids = run.batches.slot(stream.take_legal(run.batches, progress.leases, 1)[0][0][:1])
-        fresh = measure_rho(run.evaluator.full, to_device(ids, run.cluster.device))
+        ids = stream.take_legal(run.batches, progress.leases, 1)[1][0, :1]
+        first = torch.from_numpy(ids.astype(np.int64))
+        fresh = measure_rho(run.evaluator.full, to_device(first, run.cluster.device))
         for name in names:
             rho[name] = RHO_DECAY * rho.get(name, fresh[name]) + (1 - RHO_DECAY) * fresh[name]
     values = run.cluster.broadcast([rho.get(name, 1.0) for name in names])
@@ -151,21 +188,3 @@ def teacher_cache_bytes(run: Run, n_workers: int) -> int:
     cache, t = run.batches.teacher_cache, run.cfg.train
     n_sequences = n_workers * t.interval * t.batch
     return 0 if cache is None else n_sequences * cache.meta.sequence_bytes
-
-
-def traffic(run: Run, dealt: list[Blueprint], back: list[Blueprint], wired: int) -> Traffic:
-    """What a round's subnets cost both ways, and what of it went over a network."""
-    kind = run.cfg.run.wire
-
-    def size(blueprint: Blueprint) -> int:
-        return run.full.narrowed(run.block_map, run.block_map.widths(blueprint)).n_params
-
-    def cost(blueprints: list[Blueprint], way: int) -> Bytes:
-        n_shared, dtype = run.full.n_shared, run.cut.dtype
-        parts = (subnet_bytes(n_shared, size(b), run.rows, kind, dtype) for b in blueprints)
-        return sum((part[way] for part in parts), Bytes())
-
-    other = other_counts(run.full.n_params, [size(b) for b in dealt], run.cfg.train.interval)
-    if teacher_topk := teacher_cache_bytes(run, len(dealt)):
-        other["teacher"] = teacher_topk
-    return Traffic(cost(dealt, 0), cost(back, 1), wired, other)

@@ -193,6 +193,7 @@ def template(checkpoint: Checkpoint) -> PreTrainedModel:
     held = huggingface.header(checkpoint.path / "model.safetensors")
     try:
         hf_config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+        huggingface.drop_code_(hf_config)
     except Exception as error:  # a damaged one fails in many ways
         raise ValueError(
             f"{checkpoint.path}: config.json cannot be read: {huggingface.one_line(error)}"

@@ -21,7 +21,7 @@ from ..system.files import alone
 from ..system.signals import Ended, on_signals, stopped
 from ..system.terminal import console
 from . import checkpoint, engines
-from .engines.protocol import Engine, Outcome
+from .engines.engine import Engine, Outcome
 from .metrics import Metrics
 from .progress import Progress
 from .run import Run

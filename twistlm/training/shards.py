@@ -22,11 +22,10 @@ from torch import Tensor
 from ..config import Wire
 from ..model.central import Central
 from ..model.layout import Layout, Segments, gather_
-from ..system.signals import Stop
 from ..transport import wire
 from ..transport.ranks import Cluster
 from .aggregator import Result, Stats, aggregate_
-from .dispatcher import Deal, SubnetBuffer
+from .assignments import Deal
 
 AHEAD = 6  # exchanges under way: a link that has little to carry in one goes on with the next
 PIECE = 1 << 20  # bytes to one peer at a time (docs/log.md)
@@ -48,20 +47,6 @@ class Tile:
     def size(self, segments: Segments) -> int:
         """Its elements."""
         return sum(span.stop - span.start for span in self.spans(segments))
-
-
-@dataclass
-class Shard:
-    """This rank's part of the central model; lives as long as the run."""
-
-    segments: Segments
-    tiles: list[list[Tile]]  # [chunk][owner]
-    centrals: list[Central]  # [chunk]: its own tiles, each a small central model
-    wire: Wire
-
-    @property
-    def rows(self) -> int:
-        return self.centrals[0].buffer.shape[0]
 
 
 @dataclass(frozen=True)
@@ -133,122 +118,121 @@ def spread(
         centrals.append(Central(small, whole[:rows].clone(), velocity))
 
     _exchange(cluster, len(tiles), send, take)
-    return Shard(segments, tiles, centrals, kind)
+    return Shard(cluster, segments, tiles, centrals, kind)
 
 
-def collect_(central: Central | None, shard: Shard, cluster: Cluster) -> None:
-    """Bring all shards to the central rank's copy of the model: to evaluate it and to save it."""
-    segments, dtype = shard.segments, shard.centrals[0].buffer.dtype
-    nothing = torch.empty(0, dtype=torch.uint8, device=cluster.device)
-    rows = shard.rows + (shard.centrals[0].velocity is not None)
+@dataclass
+class Shard:
+    """This rank's part of the central model; lives as long as the run."""
 
-    def send(c: int) -> tuple[list[Tensor], list[int]]:
-        mine = shard.centrals[c]
-        whole = mine.buffer
-        if mine.velocity is not None:
-            whole = torch.cat([whole, mine.velocity[None]])
-        sizes = [wire.n_bytes("fp32", rows * tile.size(segments), dtype) for tile in shard.tiles[c]]
-        parts = [wire.encode("fp32", whole)] + [nothing] * (cluster.world_size - 1)
-        return parts, sizes if central is not None else [0] * cluster.world_size
+    cluster: Cluster
+    segments: Segments
+    tiles: list[list[Tile]]  # [chunk][owner]
+    centrals: list[Central]  # [chunk]: its own tiles, each a small central model
+    wire: Wire
+    _of: tuple[Deal, list[Cut]] | None = None  # the round under way
 
-    def take(c: int, payloads: list[Tensor]) -> None:
-        if central is not None:
-            for tile, payload in zip(shard.tiles[c], payloads, strict=True):
-                whole = wire.decode("fp32", payload, (rows, tile.size(segments)), dtype)
-                _place_(central, segments, tile, whole)
+    @property
+    def rows(self) -> int:
+        return self.centrals[0].buffer.shape[0]
 
-    _exchange(cluster, len(shard.tiles), send, take)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.centrals[0].buffer.dtype
 
+    def send_down(self, deal: Deal) -> Tensor:
+        """What this rank's worker trains, [rows, n_subnet], tile by tile from all owners."""
+        segments, rank, cuts = self.segments, self.cluster.rank, self._cuts(deal)
+        widths = segments.block_map.widths(deal.blueprints[rank])
+        n = segments.full.narrowed(segments.block_map, widths).n_params
+        buffer = torch.empty(self.rows, n, dtype=self.dtype, device=self.cluster.device)
 
-@dataclass(frozen=True)
-class Exchanged:
-    """A round's losses over all workers, and the signal that any of the ranks was sent."""
+        def shapes(c: int) -> list[tuple[int, int]]:
+            """Of this worker's part of each owner's tile."""
+            places = [(c, owner) for owner in range(len(self.tiles[c]))]
+            return [
+                (self.rows, cuts[rank].size(segments, tile, place))
+                for tile, place in zip(self.tiles[c], places, strict=True)
+            ]
 
-    stats: Stats
-    signal: int
+        def send(c: int) -> tuple[list[Tensor], list[int]]:
+            tile, central = self.tiles[c][rank], self.centrals[c]
+            parts = [_gather(central, cut.inside(tile, (c, rank))) for cut in cuts]
+            sizes = [wire.down_bytes(self.wire, shape, self.dtype) for shape in shapes(c)]
+            return [wire.down(self.wire, part) for part in parts], sizes
 
+        def take(c: int, payloads: list[Tensor]) -> None:
+            for owner, shape in enumerate(shapes(c)):
+                part = wire.read_down(self.wire, payloads[owner], shape, self.dtype)
+                pieces = cuts[rank].pieces(segments, self.tiles[c][owner], (c, owner))
+                _set(buffer, pieces, part)
 
-def round_(
-    shard: Shard,
-    deal: Deal,
-    cluster: Cluster,
-    train: Callable[[SubnetBuffer], Result],
-    outer: tuple[float, float] | None,
-    stop: Stop,
-) -> Exchanged:
-    """One round: parcels come from all owners, the worker trains, results go to all owners.
+        _exchange(self.cluster, len(self.tiles), send, take)
+        return buffer
 
-    A signal that reached any rank by the end of its local steps is known to all afterwards.
-    """
-    cuts = [_cut(shard, index) for index in deal.indices]
-    part = _dispatch(shard, deal, cuts, cluster)
-    result = train(part)
-    stats, signal = share_stats(result.stats, stop.signal, cluster)
-    _aggregate(shard, deal, cuts, cluster, part.source, result.buffer, outer)
-    return Exchanged(stats, signal)
+    def send_up_(
+        self, deal: Deal, sent: Tensor, trained: Tensor, outer: tuple[float, float] | None
+    ) -> None:
+        """This rank's result to all owners, and all results into its own tiles, in worker order."""
+        segments, rank, cuts = self.segments, self.cluster.rank, self._cuts(deal)
+        exact = self.wire == "fp32"  # values come up, not changes: what went down is not needed
 
+        def shapes(c: int) -> list[tuple[int, int]]:
+            """Of each worker's part of this owner's tile."""
+            mine = self.tiles[c][rank]
+            return [(self.rows, cut.size(segments, mine, (c, rank))) for cut in cuts]
 
-def _dispatch(shard: Shard, deal: Deal, cuts: list[Cut], cluster: Cluster) -> SubnetBuffer:
-    """This rank's part, tile by tile."""
-    segments, rank = shard.segments, cluster.rank
-    blueprint, dtype = deal.blueprints[rank], shard.centrals[0].buffer.dtype
-    where = segments.full.narrowed(segments.block_map, segments.block_map.widths(blueprint))
-    source = torch.empty(shard.rows, where.n_params, dtype=dtype, device=cluster.device)
+        def send(c: int) -> tuple[list[Tensor], list[int]]:
+            parts = []
+            for owner, tile in enumerate(self.tiles[c]):
+                pieces = cuts[rank].pieces(segments, tile, (c, owner))
+                came = sent[0] if exact else _get(sent[:1], pieces)[0]
+                parts.append(wire.up(self.wire, _get(trained, pieces), came))
+            return parts, [wire.up_bytes(self.wire, shape, self.dtype) for shape in shapes(c)]
 
-    def send(c: int) -> tuple[list[Tensor], list[int]]:
-        tile = shard.tiles[c][rank]
-        parts = [_gather(shard.centrals[c], cut.inside(tile, (c, rank))) for cut in cuts]
-        shapes = [
-            (shard.rows, cuts[rank].size(segments, tile, (c, owner)))
-            for owner, tile in enumerate(shard.tiles[c])
-        ]
-        sizes = [wire.down_bytes(shard.wire, shape, dtype) for shape in shapes]
-        return [wire.down(shard.wire, part) for part in parts], sizes
+        def take(c: int, payloads: list[Tensor]) -> None:
+            central, tile, results = self.centrals[c], self.tiles[c][rank], []
+            for worker, shape in enumerate(shapes(c)):
+                index = cuts[worker].inside(tile, (c, rank))
+                went = central.weights if exact else _gather(central, index, 1)[0]
+                buffer = wire.read_up(self.wire, payloads[worker], shape, went)
+                results.append(Result(worker, buffer, index, Stats(0.0, 0, 0)))
+            aggregate_(central, results, deal.holders, outer)
 
-    def take(c: int, payloads: list[Tensor]) -> None:
-        for owner, (tile, payload) in enumerate(zip(shard.tiles[c], payloads, strict=True)):
-            shape = (shard.rows, cuts[rank].size(segments, tile, (c, owner)))
-            part = wire.read_down(shard.wire, payload, shape, dtype)
-            _set(source, cuts[rank].pieces(segments, tile, (c, owner)), part)
+        _exchange(self.cluster, len(self.tiles), send, take)
 
-    _exchange(cluster, len(shard.tiles), send, take)
-    return SubnetBuffer(rank, blueprint, where, deal.indices[rank], source, segments)
+    def collect_(self, central: Central | None) -> None:
+        """Bring all shards to the central rank's copy of the model: to evaluate and to save it."""
+        segments, n_ranks = self.segments, self.cluster.world_size
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.cluster.device)
+        rows = self.rows + (self.centrals[0].velocity is not None)
 
+        def send(c: int) -> tuple[list[Tensor], list[int]]:
+            mine = self.centrals[c]
+            whole = mine.buffer
+            if mine.velocity is not None:
+                whole = torch.cat([whole, mine.velocity[None]])
+            parts = [wire.encode("fp32", whole)] + [nothing] * (n_ranks - 1)
+            counts = [rows * tile.size(segments) for tile in self.tiles[c]]
+            sizes = [wire.n_bytes("fp32", n, self.dtype) for n in counts]
+            return parts, sizes if central is not None else [0] * n_ranks
 
-def _aggregate(
-    shard: Shard,
-    deal: Deal,
-    cuts: list[Cut],
-    cluster: Cluster,
-    sent: Tensor,
-    trained: Tensor,
-    outer: tuple[float, float] | None,
-) -> None:
-    """Send this rank's result to all owners, and take all results for its own tiles, in worker order."""
-    segments, rank, dtype = shard.segments, cluster.rank, trained.dtype
-    exact = shard.wire == "fp32"  # values come up, not changes: what went down is not needed
+        def take(c: int, payloads: list[Tensor]) -> None:
+            if central is not None:
+                for tile, payload in zip(self.tiles[c], payloads, strict=True):
+                    shape = (rows, tile.size(segments))
+                    whole = wire.decode("fp32", payload, shape, self.dtype)
+                    _place_(central, segments, tile, whole)
 
-    def send(c: int) -> tuple[list[Tensor], list[int]]:
-        parts = []
-        for owner, tile in enumerate(shard.tiles[c]):
-            pieces = cuts[rank].pieces(segments, tile, (c, owner))
-            came = sent[0] if exact else _get(sent[:1], pieces)[0]
-            parts.append(wire.up(shard.wire, _get(trained, pieces), came))
-        mine = shard.tiles[c][rank]
-        shapes = [(shard.rows, cut.size(segments, mine, (c, rank))) for cut in cuts]
-        return parts, [wire.up_bytes(shard.wire, shape, dtype) for shape in shapes]
+        _exchange(self.cluster, len(self.tiles), send, take)
 
-    def take(c: int, payloads: list[Tensor]) -> None:
-        central, tile, results = shard.centrals[c], shard.tiles[c][rank], []
-        for worker, (cut, payload) in enumerate(zip(cuts, payloads, strict=True)):
-            index = cut.inside(tile, (c, rank))
-            shape = (shard.rows, cut.size(segments, tile, (c, rank)))
-            went = central.weights if exact else _gather(central, index, 1)[0]
-            buffer = wire.read_up(shard.wire, payload, shape, went)
-            results.append(Result(worker, buffer, index, Stats(0.0, 0, 0)))
-        aggregate_(central, results, deal.holders, outer)
-
-    _exchange(cluster, len(shard.tiles), send, take)
+    def _cuts(self, deal: Deal) -> list[Cut]:
+        """Where each worker's segments lie in the tiles."""
+        if self._of is None or self._of[0] is not deal:
+            bounds = np.array([[tile.blocks for tile in chunk] for chunk in self.tiles])
+            found = [np.searchsorted(index.cpu().numpy(), bounds) for index in deal.indices]
+            self._of = deal, [Cut(*pair) for pair in zip(deal.indices, found, strict=True)]
+        return self._of[1]
 
 
 def _exchange(
@@ -265,26 +249,6 @@ def _exchange(
             under_way.append(cluster.exchange(*send(n_sent)))
             n_sent += 1
         take(c, under_way.popleft()())
-
-
-def share_stats(stats: Stats, signal: int, cluster: Cluster) -> tuple[Stats, int]:
-    """The sum over workers, in worker order, and any rank's signal; on every rank."""
-    mine = [stats.loss_sum, stats.n_steps, stats.n_tokens, signal]
-    told = torch.tensor(mine, dtype=torch.float64, device=cluster.device)
-    payload, n = wire.encode("fp32", told), cluster.world_size
-    total, signal = Stats(0.0, 0, 0), 0
-    for heard in cluster.exchange([payload] * n, [payload.numel()] * n)():
-        loss_sum, n_steps, n_tokens, number = wire.decode(
-            "fp32", heard, (4,), torch.float64
-        ).tolist()
-        total += Stats(loss_sum, int(n_steps), int(n_tokens))
-        signal = signal or int(number)
-    return total, signal
-
-
-def _cut(shard: Shard, index: Tensor) -> Cut:
-    bounds = np.array([[tile.blocks for tile in chunk] for chunk in shard.tiles])
-    return Cut(index, np.searchsorted(index.cpu().numpy(), bounds))
 
 
 def _small(segments: Segments, tile: Tile) -> Segments:

@@ -1,4 +1,4 @@
-"""(4) A worker: its trainer (model, flat buffers, optimizer) and its local steps."""
+"""(4) A worker's local steps: its model, flat buffers and optimizer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from ..compute.gradient import gradient_of
 from ..compute.loss import AnyTeacher, loss_for
 from ..compute.optimizer import AdamW
 from ..config import Config, TrainConfig
+from ..model.central import SubnetBuffer
 from ..model.layout import CutModel, Layout, gather_, scatter_
 from ..model.subnet import Gates, build, spread
 from ..system.device import is_bf16, to_device
 from ..transport.ranks import TrainerKind
 from .aggregator import Result, Stats
-from .dispatcher import SubnetBuffer
 
 
 class LocalTrainer:
-    """One place to train subnets of one shape; it is loaded anew in every round.
+    """Trains subnets of one shape; it is loaded anew in every round.
 
-    The optimizer always works on compact buffers of the subnet's own size. A masked or central trainer
-    runs the full model, gathers the gradient of its blocks, and scatters the new weights: absent
-    blocks cannot move, whatever Adam's moments or the weight decay say.
+    The optimizer always works on compact buffers of the subnet's own size. A physical trainer's model
+    is the subnet itself; a masked or central one runs the full model (`FullModel`).
 
     In bf16 the model reads rounded weights (`work`) and writes a bf16 gradient; master weights and
     moments stay in float32.
@@ -45,26 +44,23 @@ class LocalTrainer:
         fresh: bool = False,
     ):
         device, dtype = cut.device, cut.dtype
-        self.kind, self.layout, self.device = kind, layout, device
-        self.fast = graphs.is_on(cfg.compile, device)
+        self.cfg, self.device, self.fast = cfg, device, graphs.is_on(cfg.compile, device)
         low = torch.bfloat16 if is_bf16(cfg.precision, device) else dtype
-        self.buffer = torch.zeros(3, layout.n_params, dtype=dtype, device=device)  # weights, m, v
-        self.grad = self._zeros(layout, low if self.fast else dtype)
-        self.work = self.buffer[0] if low == dtype else self._zeros(layout, low)
-        where, self.model_weights, self.model_grad = layout, self.work, self.grad
+        # weights, m, v
+        self.buffer = torch.zeros(3, layout.n_params, dtype=dtype, device=device)
+        self.grad = torch.zeros_like(self.buffer[0], dtype=low if self.fast else dtype)
+        self.work = self.buffer[0] if low == dtype else torch.zeros_like(self.grad, dtype=low)
+        self.full: FullModel | None = None
+        where, weights, grad = layout, self.work, self.grad
         if kind != "physical":
-            where, self.model_grad = cut.full, self._zeros(cut.full, self.grad.dtype)
-            if kind == "central" and low == dtype:
-                assert central_weights is not None
-                self.model_weights = central_weights
-            else:
-                self.model_weights = self._zeros(cut.full, low)
-        gates: Gates = "all" if kind != "physical" or fresh else "cut"
-        self.subnet = build(cut.template, cut.block_map, where, self.model_weights, gates=gates)
+            shared = central_weights if kind == "central" and low == dtype else None
+            self.full = FullModel(cut, low, self.grad.dtype, shared, restores=kind == "central")
+            where, weights, grad = cut.full, self.full.weights, self.full.grad
+        gates: Gates = "all" if self.full or fresh else "cut"
+        self.subnet = build(cut.template, cut.block_map, where, weights, gates=gates)
         causal_(self.subnet.model)
         self.subnet.model.requires_grad_()
-        views = where.views(self.model_grad)
-        loss = loss_for(cut.template, teacher)
+        loss, views = loss_for(cut.template, teacher), where.views(grad)
         self.gradient = gradient_of(self.subnet.model, loss, views, self.fast, teacher)
         self.optimizer = AdamW(self.buffer, self.grad, self.work, layout, cfg, self.fast)
         self.losses = torch.zeros((), dtype=torch.float64, device=device)  # sum over steps
@@ -74,44 +70,54 @@ class LocalTrainer:
         self.share, self.n_rows = 1.0, 1
         self._recorded: tuple = ()  # what the graphs below were recorded for
         self._coming: Iterator[tuple[Tensor, ...]] = iter(())
-        self._backward = graphs.Replayed(self._differentiate, device, self.fast)
-        self._apply = graphs.Replayed(self._optimize, device, self.fast)
-        self._both = graphs.Replayed(self._step, device, self.fast)
+        self._optimize = graphs.Replayed(self.optimizer.step_, device, self.fast)
 
-    def _zeros(self, layout: Layout, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(layout.n_params, dtype=dtype, device=self.device)
+    def train(
+        self,
+        part: SubnetBuffer,
+        gates: Tensor,
+        ids: Tensor,
+        teacher_topk: Tensor | None,
+        round: int,
+        total_steps: int,
+    ) -> Result:
+        """`interval` local steps on ids [interval, batch, T]; the result lies here until the next.
+
+        `gates` [steps, rows, held blocks] are masks times scales, `teacher_topk` [interval, batch,
+        T - 1, bytes] is what a teacher's cache holds. Nothing here waits for a GPU: while it works
+        on one worker's steps, the host prepares the next.
+        """
+        first, n = round * self.cfg.interval, self.cfg.interval
+        self.load(part, gates, first)
+        batches = to_device(ids, self.device)
+        topk = [None] * n if teacher_topk is None else to_device(teacher_topk, self.device)
+        for batch, lesson, step in zip(batches, topk, range(first, first + n), strict=True):
+            self.step(batch, learning_rate(self.cfg, step, total_steps), lesson)
+        stats = Stats(self.losses.clone(), n, ids.numel())
+        return Result(part.worker, self.result(), part.index, stats)
 
     def load(self, part: SubnetBuffer, gates: Tensor, step: int) -> None:
-        """Take a part: weights, and the moments if they travel; `step` is Adam's count so far.
-
-        `gates` [steps, rows, held blocks] are the factors of every local step, or one for all of them.
-        """
+        """Take a subnet's weights, and moments if they came; `step` is Adam's count so far."""
         self.part = part
         low = None if self.work.data_ptr() == self.buffer.data_ptr() else self.work
-        part.unpack_(self.buffer[: part.rows], low)
+        part.copy_to_(self.buffer[: part.rows], low)
         self.buffer[part.rows :].zero_()
         self.optimizer.start_(step if part.rows > 1 else 0)
         self.losses.zero_()
         self.gate(gates)
-        if self.kind != "physical":
-            self.before = self.buffer[0].clone() if self.kind == "central" else None
-            self._to_model()
+        if self.full is not None:
+            self.full.load_(self.work, self.buffer[0], part)
 
     def gate(self, gates: Tensor) -> None:
         """Bring the factors of all coming steps to the device at once."""
-        if self.kind != "physical":
+        if self.full is not None:
             gates = spread(self.subnet.block_map, self.part.blueprint, gates)
         self.n_rows = gates.shape[1]
         self._coming = zip(*self.subnet.split(gates[:, :, None]), strict=True)
 
-    def _next_gates(self) -> None:
-        """Refill the gates for this step, on the device; where no more come, the last ones stay."""
-        if (values := next(self._coming, None)) is not None:
-            torch._foreach_copy_(self.subnet.gate_tensors(self.n_rows), values)
-
     def step(self, ids: Tensor, lr: float, teacher_topk: Tensor | None = None) -> None:
         """One local step, with what a teacher's cache holds for it; nothing is read back."""
-        if self.kind != "physical":
+        if self.full is not None:
             self.backward(ids, teacher_topk=teacher_topk)
             self.apply(lr)
             return
@@ -119,60 +125,91 @@ class LocalTrainer:
         self.optimizer.set_(lr)
         self._both()
 
-    def _step(self) -> None:
-        self._differentiate()
-        self._optimize()
-
-    def _place(self, ids: Tensor, share: float, teacher_topk: Tensor | None) -> None:
-        """Put a batch where recorded graphs read it; another shape means other graphs."""
-        shape = (
-            ids.shape,
-            share,
-            self.n_rows,
-            None if teacher_topk is None else teacher_topk.shape,
-        )
-        if self._recorded != shape:
-            self._recorded = shape
-            self.ids, self.share = torch.empty_like(ids, device=self.device), share
-            self.teacher_topk = (
-                None if teacher_topk is None else torch.empty_like(teacher_topk, device=self.device)
-            )
-            self._backward = graphs.Replayed(self._differentiate, self.device, self.fast)
-            self._both = graphs.Replayed(self._step, self.device, self.fast)
-        self._next_gates()
-        self.ids.copy_(ids, non_blocking=True)
-        if self.teacher_topk is not None and teacher_topk is not None:
-            self.teacher_topk.copy_(teacher_topk, non_blocking=True)
-
     def backward(self, ids: Tensor, share: float = 1.0, teacher_topk: Tensor | None = None) -> None:
         """Set the gradient to that of `share` times the loss, and add the loss to `losses`."""
         self._place(ids, share, teacher_topk)
         self._backward()
 
+    def apply(self, lr: float) -> None:
+        """Clip the gradient that lies in the buffer and make one AdamW step."""
+        if self.full is not None:
+            self.full.read_grad_(self.grad, self.part)
+        self.optimizer.set_(lr)
+        self._optimize()
+        if self.full is not None:
+            self.full.write_(self.work, self.part)
+
+    def result(self) -> Tensor:
+        """The trained buffer, with as many rows as came; central weights are as they were."""
+        if self.full is not None:
+            self.full.restore_(self.part)
+        return self.buffer[: self.part.rows]
+
+    def _place(self, ids: Tensor, share: float, teacher_topk: Tensor | None) -> None:
+        """Put a batch where recorded graphs read it; another shape means other graphs."""
+        topk_shape = None if teacher_topk is None else teacher_topk.shape
+        shape = (ids.shape, share, self.n_rows, topk_shape)
+        if self._recorded != shape:
+            self._recorded, self.share = shape, share
+            self.ids = torch.empty_like(ids, device=self.device)
+            self.teacher_topk = None
+            if teacher_topk is not None:
+                self.teacher_topk = torch.empty_like(teacher_topk, device=self.device)
+            self._backward = graphs.Replayed(self._differentiate, self.device, self.fast)
+            self._both = graphs.Replayed(self._whole_step, self.device, self.fast)
+        # the gates of this step; where no more come, the last ones stay
+        if (values := next(self._coming, None)) is not None:
+            torch._foreach_copy_(self.subnet.gate_tensors(self.n_rows), values)
+        self.ids.copy_(ids, non_blocking=True)
+        if self.teacher_topk is not None and teacher_topk is not None:
+            self.teacher_topk.copy_(teacher_topk, non_blocking=True)
+
     def _differentiate(self) -> None:
         self.losses += self.gradient(self.ids, self.share, self.teacher_topk)
 
-    def apply(self, lr: float) -> None:
-        """Clip the gradient that lies in the buffer and make one AdamW step."""
-        if self.kind != "physical":
-            gather_(self.grad[None], self.model_grad[None], self.part.segments, self.part.index)
-        self.optimizer.set_(lr)
-        self._apply()
-        if self.kind != "physical":
-            self._to_model()
-
-    def _optimize(self) -> None:
+    def _whole_step(self) -> None:
+        self._differentiate()
         self.optimizer.step_()
 
-    def result(self) -> Tensor:
-        """The trained buffer, with as many rows as came. A central trainer puts the central weights back."""
-        if self.kind == "central" and self.before is not None:
-            self._to_model(self.before)
-        return self.buffer[: self.part.rows]
 
-    def _to_model(self, weights: Tensor | None = None) -> None:
-        part = self.work if weights is None else weights.to(self.model_weights.dtype)
-        scatter_(self.model_weights[None], part[None], self.part.segments, self.part.index)
+class FullModel:
+    """The full model that a masked subnet is trained in: its own copy, or the central weights.
+
+    Gradients of the subnet's blocks are gathered from it, new weights scattered to it: absent blocks
+    cannot move, whatever Adam's moments or the weight decay say.
+    """
+
+    def __init__(
+        self,
+        cut: CutModel,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        central_weights: Tensor | None,
+        *,
+        restores: bool,
+    ):
+        n, device = cut.full.n_params, cut.device
+        self.grad = torch.zeros(n, dtype=grad_dtype, device=device)
+        own = torch.zeros(n, dtype=dtype, device=device) if central_weights is None else None
+        self.weights = central_weights if own is None else own
+        self.restores = restores
+        self.before: Tensor | None = None  # the subnet's weights at the start of the round
+
+    def load_(self, weights: Tensor, exact: Tensor, part: SubnetBuffer) -> None:
+        self.before = exact.clone() if self.restores else None
+        self.write_(weights, part)
+
+    def write_(self, weights: Tensor, part: SubnetBuffer) -> None:
+        """The subnet's weights [n_subnet] into the model."""
+        scatter_(self.weights[None], weights[None], part.segments, part.index)
+
+    def read_grad_(self, out: Tensor, part: SubnetBuffer) -> None:
+        gather_(out[None], self.grad[None], part.segments, part.index)
+
+    def restore_(self, part: SubnetBuffer) -> None:
+        """Central weights as they were: the aggregator alone changes them."""
+        if self.before is not None:
+            self.write_(self.before.to(self.weights.dtype), part)
 
 
 class TrainerPool:
@@ -190,54 +227,16 @@ class TrainerPool:
         self.teacher, self.fresh = teacher, cfg.blocks.masks != "round"
         self.made = {} if made is None else made
 
-    def get(self, where: Layout, kind: TrainerKind, *, fresh: bool) -> LocalTrainer:
+    def get(self, where: Layout, kind: TrainerKind, *, fresh: bool | None = None) -> LocalTrainer:
         """A trainer of subnets of this layout; `fresh` masks need gates in whole layers, too."""
-        t = self.cfg
+        t, fresh = self.cfg, self.fresh if fresh is None else fresh
         of_config = (t.betas, t.eps, t.weight_decay, t.clip, t.precision, t.compile, t.distil)
         key = (kind, fresh, tuple(where.shapes.values()), of_config)
         if key not in self.made:
             weights, teacher = self.central_weights, self.teacher
             self.made[key] = LocalTrainer(self.cut, where, kind, t, weights, teacher, fresh=fresh)
+        self.made[key].cfg = t  # rate and interval may be another run's
         return self.made[key]
-
-    def train(
-        self,
-        kind: TrainerKind,
-        part: SubnetBuffer,
-        gates: Tensor,
-        ids: Tensor,
-        round: int,
-        total_steps: int,
-        teacher_topk: Tensor | None = None,
-    ) -> Result:
-        """Load a part and train it; the result lies in the trainer until its next part."""
-        trainer = self.get(part.layout, kind, fresh=self.fresh)
-        trainer.load(part, gates, step=round * self.cfg.interval)
-        return train(trainer, ids, self.cfg, round, total_steps, teacher_topk)
-
-
-def train(
-    trainer: LocalTrainer,
-    ids: Tensor,
-    cfg: TrainConfig,
-    round: int,
-    total_steps: int,
-    teacher_topk: Tensor | None = None,
-) -> Result:
-    """`interval` local steps of one worker on ids [interval, batch, T]; all are in what it returns.
-
-    `teacher_topk` [interval, batch, T - 1, bytes] is what a teacher's cache holds for them.
-    Nothing here waits for a GPU: while it works on one worker's steps, the host prepares the next.
-    """
-    part = trainer.part
-    first = round * cfg.interval
-    steps = range(first, first + cfg.interval)
-    batches = to_device(ids, trainer.device)
-    lessons = [None] * len(ids) if teacher_topk is None else to_device(teacher_topk, trainer.device)
-    for batch, lesson, step in zip(batches, lessons, steps, strict=True):
-        trainer.step(batch, learning_rate(cfg, step, total_steps), lesson)
-    stats = Stats(trainer.losses.clone(), cfg.interval, ids.numel())
-    return Result(part.worker, trainer.result(), part.index, stats)
 
 
 def learning_rate(cfg: TrainConfig, step: int, total_steps: int) -> float:

@@ -110,6 +110,17 @@ def read_up(kind: Wire, payload: Tensor, shape: tuple[int, int], sent: Tensor) -
     return result
 
 
+def received(kind: Wire, buffer: Tensor) -> Tensor:
+    """A subnet's buffer as a worker would receive it over a wire of this kind."""
+    shape = (buffer.shape[0], buffer.shape[1])
+    return read_down(kind, down(kind, buffer), shape, buffer.dtype)
+
+
+def returned(kind: Wire, result: Tensor, sent: Tensor, own: Tensor) -> Tensor:
+    """A result as the centre would read it; `sent` and `own` are its weights there and here."""
+    return read_up(kind, up(kind, result, sent), (result.shape[0], result.shape[1]), own)
+
+
 def down_bytes(kind: Wire, shape: tuple[int, int], dtype: torch.dtype = FLOAT32) -> int:
     """Bytes of a buffer [rows, n] to a worker."""
     return sum(_sizes(_down(kind), shape, dtype))

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Partition
-from ...model.central import Central, create
+from ...model.central import Central, create, cut_subnet
 from ...model.layout import Segments, cut_segments, layout
-from ...system.signals import Stop
-from ...training import dispatcher, shards
+from ...training import shards
 from ...training.aggregator import Result, Stats, aggregate_
-from ...training.dispatcher import Deal, SubnetBuffer
+from ...training.assignments import Deal, deal_of
 from ...transport import wire
 from ...transport.ranks import Cluster
 
@@ -55,16 +54,12 @@ def make(megabytes: float) -> tuple[Central, Segments]:
 
 def deal(whole: Segments, n_workers: int, r: int) -> Deal:
     hands = generator.deal(random.Random(r), N_BLOCKS, [K] * n_workers)
-    return dispatcher.prepare(whole, r, [{"blocks": hand} for hand in hands])
+    return deal_of(whole, r, [{"blocks": hand} for hand in hands])
 
 
 def n_subnet(whole: Segments) -> int:
     n_shared = whole.full.n_shared
     return n_shared + (whole.full.n_params - n_shared) * K // N_BLOCKS
-
-
-def untrained(part: SubnetBuffer) -> Result:
-    return Result(part.worker, part.source, part.index, Stats(0.0, 1, 1))
 
 
 class Sharded:
@@ -80,7 +75,8 @@ class Sharded:
 
     def exchange(self, r: int) -> None:
         there = deal(self.segments, self.cluster.world_size, r)
-        shards.round_(self.shard, there, self.cluster, untrained, None, Stop())
+        sent = self.shard.send_down(there)
+        self.shard.send_up_(there, sent, sent, None)
 
 
 class Bare:
@@ -121,7 +117,7 @@ class Star:
             )()
             return
         there = deal(self.segments, n - 1, r)
-        cuts = [dispatcher.cut(self.central, blueprint) for blueprint in there.blueprints]
+        cuts = [cut_subnet(self.central, blueprint) for blueprint in there.blueprints]
         self.cluster.exchange([nothing, *(wire.down(self.kind, c) for c in cuts)], [0] * n)()
         came = self.cluster.exchange([nothing] * n, [0] + [n_up] * (n - 1))()[1:]
         add_up(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import config
-from ...training import dispatcher
+from ...model.central import cut_subnet
 from ...training.engines.actor import as_tensor
 from ...transport import checks, ray_cluster, wire
 from ...transport.protocol import RoundResult, checksum
@@ -66,7 +66,7 @@ class Exchange:
         kind, there = self.cfg.run.wire, deal(self.segments, self.n_workers, r)
         asked = {}
         for i, actor in enumerate(self.actors):
-            cut = dispatcher.cut(self.central, there.blueprints[i])
+            cut = cut_subnet(self.central, there.blueprints[i])
             payload = wire.down(kind, cut)
             weights = ray.put(payload.numpy())
             asked[actor.checked.remote(kind, self.n, weights, checksum(payload))] = (i, cut)

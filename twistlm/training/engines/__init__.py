@@ -9,9 +9,9 @@ from ...transport.ranks import Cluster
 from ..progress import Progress
 from ..run import Run
 from .dataparallel import DataParallel
+from .engine import Engine
 from .local import Local
 from .parameter_server import ParameterServer
-from .protocol import Engine
 from .sharded import Sharded
 
 

@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ... import config
 from ...config import Kind
+from ...model.central import subnet_buffer
 from ...model.layout import cut_model
 from ...system.device import pick_device
 from ...system.provenance import version
 from ...transport import wire
 from ...transport.protocol import RoundOrder, RoundResult, RunDescription, WorkerInfo, checksum
 from ...transport.ray_cluster import K_LABELS, ray
-from .. import dispatcher, teacher
+from .. import teacher
 from ..aggregator import Result
 from ..worker import TrainerPool
 
@@ -83,9 +84,9 @@ class Worker:
         """A round's local steps; weights are uint8 [n_bytes], tokens int32 [interval, batch, T], and what
         a teacher's cache holds for them uint8 [interval, batch, T - 1, bytes] or None."""
         self.heard = time.monotonic()
-        lessons = None if teacher_topk is None else as_tensor(teacher_topk)
-        sent, ids = self.receive(order, as_tensor(weights), as_tensor(tokens), lessons)
-        result = self.steps(order, sent, ids, lessons)
+        topk = None if teacher_topk is None else as_tensor(teacher_topk)
+        sent, ids = self.receive(order, as_tensor(weights), as_tensor(tokens), topk)
+        result = self.steps(order, sent, ids, topk)
         self.heard = time.monotonic()
         update = wire.up(self.cfg.run.wire, result.buffer.to("cpu"), sent[0])
         return self.send(order, update, float(result.stats.loss_sum))
@@ -112,20 +113,11 @@ class Worker:
         self, order: RoundOrder, sent: Tensor, ids: Tensor, teacher_topk: Tensor | None
     ) -> Result:
         assert self.run is not None
-        segments, blueprint = self.trainers.cut.segments, order.blueprint
-        where = segments.full.narrowed(segments.block_map, segments.block_map.widths(blueprint))
-        part = dispatcher.SubnetBuffer(
-            order.worker,
-            blueprint,
-            where,
-            segments.index(blueprint),
-            sent.to(self.trainers.cut.device),
-            segments,
-        )
-        gates, total = as_tensor(order.gates), self.run.total_steps
-        return self.trainers.train(
-            order.trainer, part, gates, ids, order.round, total, teacher_topk
-        )
+        cut, gates = self.trainers.cut, as_tensor(order.gates)
+        source = sent.to(cut.device)
+        part = subnet_buffer(cut.segments, order.worker, order.blueprint, source)
+        trainer = self.trainers.get(part.layout, order.trainer)
+        return trainer.train(part, gates, ids, teacher_topk, order.round, self.run.total_steps)
 
     def send(self, order: RoundOrder, update: Tensor, loss_sum: float) -> RoundResult:
         return RoundResult(order.round, update.numpy(), checksum(update), loss_sum)

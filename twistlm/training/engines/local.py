@@ -4,72 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...model.central import cut_subnet
 from ...transport import wire
-from .. import aggregator, dispatcher
-from ..aggregator import Result
-from ..assignments import (
-    Assignments,
-    assign,
-    committed,
-    deal,
-    everyone,
-    measured_rho,
-    traffic,
-    train_here,
-)
-from ..dispatcher import Deal
+from ..aggregator import Mean
 from ..progress import Progress
-from ..run import Run
-from .protocol import Outcome
+from .engine import Engine, Outcome
 
 
-class Local:
-    """Rounds in one process; the next round is dealt while a GPU still works on this one."""
-
-    is_whole, events = True, None
-
-    def __init__(self, run: Run):
-        self.run = run
-        self._ahead: Deal | None = None
+class Local(Engine):
+    """Rounds in one process: the reference that all other engines equal bit for bit."""
 
     def round(self, progress: Progress) -> Outcome:
         """One round of the paper: generate, dispatch, train, aggregate."""
-        run, present = self.run, everyone(self.run)
+        run, kind = self.run, self.run.cfg.run.wire
         assert run.central is not None
-        rho = measured_rho(run, progress)
-        dealt = self._ahead
-        if dealt is None or dealt.round != progress.round:
-            dealt = deal(run, progress, present)
-        work = assign(run, progress, dealt, present, rho)
-        # trained as they are added up: workers may share a trainer
-        results = (self._trained(work, i) for i in range(len(present)))
-        outer = run.cfg.train.nesterov()
-        stats = aggregator.aggregate_(run.central, results, dealt.holders, outer)
-        after = committed(progress, work.leases, dealt.blueprints, rho)
-        self._ahead = deal(run, after, present)
-        return Outcome(stats, traffic(run, dealt.blueprints, dealt.blueprints, 0), after)
-
-    def _trained(self, work: Assignments, worker: int) -> Result:
-        """A worker's result, rounded on both ways as `run.wire` would."""
-        run, dealt, kind = self.run, work.deal, self.run.cfg.run.wire
-        assert run.central is not None
-        if kind == "fp32":  # cut into the trainer itself, without a copy between
-            part = dispatcher.subnet_buffer(dealt, worker, run.segments, run.central.buffer)
-            return train_here(run, work, worker, part)
-        own = dispatcher.cut(run.central, dealt.blueprints[worker])
-        shape = (own.shape[0], own.shape[1])
-        sent = wire.read_down(kind, wire.down(kind, own), shape, own.dtype)
-        part = dispatcher.subnet_buffer(dealt, worker, run.segments, sent)
-        result = train_here(run, work, worker, part)
-        update = wire.up(kind, result.buffer, sent[0])
-        return replace(result, buffer=wire.read_up(kind, update, shape, own[0]))
-
-    def collect_(self) -> None:
-        pass
-
-    @property
-    def stops(self) -> bool:
-        return self.run.stop.requested
-
-    def close(self, crashed: bool) -> None:
-        pass
+        work = self.assign(progress)
+        mean = Mean(run.central, work.deal.holders, run.cfg.train.nesterov())
+        for worker, blueprint in enumerate(work.deal.blueprints):
+            if kind == "fp32":  # cut into the trainer itself, without a copy between
+                result = self.train(work, worker, run.central.buffer)
+            else:  # rounded on both ways as a wire of this kind would
+                own = cut_subnet(run.central, blueprint)
+                sent = wire.received(kind, own)
+                result = self.train(work, worker, sent)
+                back = wire.returned(kind, result.buffer, sent[0], own[0])
+                result = replace(result, buffer=back)
+            mean.add(result)
+        stats = mean.commit_()
+        after = work.committed()
+        self.deal_ahead(after)
+        return Outcome(stats, work.traffic(), after)
