@@ -26,8 +26,11 @@ class Ended(Exception):
     """A run that ended before its last round, in good order."""
 
     def __init__(self, sentence: str, code: int):
-        super().__init__(sentence)
-        self.code = code  # of the process
+        super().__init__(sentence, code)  # all of them: it travels between processes
+        self.sentence, self.code = sentence, code  # the code of the process
+
+    def __str__(self) -> str:
+        return self.sentence
 
 
 @dataclass
