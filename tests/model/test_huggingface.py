@@ -10,12 +10,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from conftest import tiny
 from families_table import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from twistlm.config import ModelConfig
-from twistlm.model import huggingface
+from twistlm.model import generator, huggingface
+from twistlm.model.blocks import widths_of_ratio
 from twistlm.model.tokenizer import load_tokenizer
+from twistlm.tickets import deploy
+from twistlm.tickets.parent import open_parent
+from twistlm.training import rounds
 
 
 def write_gguf(path: Path, model) -> None:
@@ -202,14 +207,24 @@ def test_the_hub_is_asked_once_for_what_may_be_a_name(name, monkeypatch):
     assert [url.rsplit("/")[-1] for url in asked] == ["config.json", "tokenizer.json"]
 
 
-def test_references_to_foreign_code_are_dropped(tmp_path):
-    """Neither a checkpoint nor a ticket of a model carries the code that its folder names."""
-    tiny_model("gpt2").save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    config["auto_map"] = {"AutoConfig": "attacker/repo--evil.EvilConfig"}
-    file.write_text(json.dumps(config))
-    model = huggingface.pretrained(str(tmp_path))
-    assert "attacker" not in model.config.to_json_string(use_diff=False)
-    model.save_pretrained(tmp_path / "again")
-    assert "attacker" not in (tmp_path / "again/config.json").read_text()
+def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
+    """Neither a checkpoint nor a stock ticket of a model carries the code that its folder names."""
+    folder = tmp_path / "attackers"
+    tiny_model("gpt2").save_pretrained(folder)
+    for file in ("config.json", "tokenizer_config.json"):
+        path = folder / file
+        table = json.loads(path.read_text()) if path.exists() else {}
+        table["auto_map"] = {"AutoConfig": "attacker/repo--evil.EvilConfig"}
+        path.write_text(json.dumps(table))
+    start = {"weights": str(folder), "config": {}}
+    rounds.train(tiny(tokens, tmp_path / "run", model=start, train={"rounds": 1}), quiet=True)
+    parent = open_parent(str(folder), "cpu", ["blocks.n_ffn=4", "blocks.shared_first=0"])
+    widths = widths_of_ratio(parent.block_map, "attn=4/4,ffn=2/4")
+    blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
+    deploy.save_ticket(parent, blueprint, tmp_path / "ticket")
+    configs = [
+        path for name in ("run", "ticket") for path in (tmp_path / name).rglob("*config.json")
+    ]
+    assert len(configs) > 1
+    for path in configs:
+        assert "attacker/" not in path.read_text(), path
