@@ -57,15 +57,15 @@ def play(
     """
     changes = known(overrides)
     from ..play import page
-    from ..play.host import Host
+    from ..play.process import ModelProcess
     from ..system.terminal import console, progress
 
     if not page.installed():
-        raise ValueError("the page needs gradio: pip install 'twistlm[play]'")
+        raise ValueError("the page needs gradio: pip install -e '.[play]'")
     run = next(
         (p for p in (Path(source), *Path(source).parents[:2]) if (p / "run.json").is_file()), None
     )
-    models = Host(source, device, changes, data)
+    models = ModelProcess(source, device, changes, data)
     try:
         with progress() as bar:
             bar.add_task(f"open {source}", total=None, note="")

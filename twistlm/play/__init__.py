@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-PICKS = ("random", "nested", "best of 4")
+PICKS = ("nested", "random", "best of 4")
