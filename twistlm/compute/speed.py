@@ -72,13 +72,6 @@ def measure_all(
     ]
 
 
-@torch.inference_mode()
-def glance(model: PreTrainedModel, n_steps: int = 4) -> float:
-    """Milliseconds of a decoded token by a few of them after a prompt of one: for an eye that waits."""
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    return 1000 * statistics.median(_seconds(model, ids, n_steps)[1:])
-
-
 def _seconds(model: Any, ids: Tensor, n_steps: int) -> list[float]:
     """Seconds of the prompt and of every greedy step after it."""
     seconds, past = [], None

@@ -198,7 +198,10 @@ class _Writer:
         self, model: PreTrainedModel, tokenizer: Any, ids: list[int], temperature: float, seed: int
     ):
         self.model, self.tokenizer, self.temperature = model, tokenizer, temperature
-        self.cache, self.decoder = DynamicCache(), DecodeStream(skip_special_tokens=True)
+        self.cache = DynamicCache()
+        self.decoder = DecodeStream(
+            ids[-8:], skip_special_tokens=True
+        )  # a space may depend on them
         self.rng = torch.Generator().manual_seed(seed)
         self.ids, self.text, self.ended = torch.tensor([ids], device=model.device), "", False
         eos = getattr(model.generation_config, "eos_token_id", None)

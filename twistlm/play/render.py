@@ -35,10 +35,8 @@ SIZE_COLUMNS = ["blocks", "parameters", "time per token", "perplexity", "measure
 def title(about: dict[str, Any]) -> str:
     parts = [p for p in Path(about["source"]).parts if p not in ("/", "checkpoints")]
     model = f"{about['family']} model of {about['parameters'][-1]:,} parameters"
-    return (
-        f"<h2>{escape('/'.join(parts[-2:]))} and its tickets</h2>"
-        f'<p class="faint">A {escape(model)}. Move the slider, and a smaller dense model is cut out '
-        "of it and writes beside it.</p>"
+    return f"<h2>{escape('/'.join(parts[-2:]))} and its tickets</h2>" + faint(
+        f"A {model}. Move the slider: a smaller dense model is cut out and writes beside it."
     )
 
 
