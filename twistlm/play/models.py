@@ -18,12 +18,11 @@ from ..compute.perplexity import Evaluator, perplexity
 from ..model import huggingface
 from ..model.blocks import Blueprint, Widths, widths_of_ratio
 from ..model.tokenizer import load_tokenizer
-from ..system.terminal import progress
 from ..tickets import deploy, stock
 from ..tickets.budget import ladder, weights_bytes
 from ..tickets.card import last_evaluation
 from ..tickets.parent import Parent, open_parent
-from ..tickets.pick import AUTO, NESTED, RANDOM, Basis, parse_pick, pick_blocks, pick_for
+from ..tickets.pick import AUTO, NESTED, RANDOM, parse_pick, pick_blocks, pick_for
 from ..tickets.score import evaluator
 from . import PICKS
 
@@ -107,8 +106,8 @@ class Models:
             for each, measured in zip(found.values(), speeds, strict=True):
                 each["ms"] = min(each.get("ms", math.inf), measured.fastest_decode_ms)
         yield found
-        for name, model in models.items() if self.evaluator is not None else ():
-            if "perplexity" not in found[name]:
+        for name, model in models.items():
+            if self.evaluator is not None and "perplexity" not in found[name]:
                 precision = self.parent.cfg.train.precision
                 found[name]["perplexity"] = perplexity(model, self.evaluator.text, precision)
         yield found
@@ -166,10 +165,8 @@ class Models:
         }[choice.pick]
         if how.needs_perplexity and self.evaluator is None:
             raise ValueError(f"the {choice.pick} is chosen by perplexity; {self.measured_on}")
-        widths = self.sizes[choice.size - 1]
-        basis = Basis(seed=choice.seed, evaluator=self.evaluator)
-        with progress(True) as bar:
-            return pick_blocks(self.parent, widths, how, basis, bar)[0]
+        widths, seed = self.sizes[choice.size - 1], choice.seed
+        return pick_blocks(self.parent, widths, how, seed=seed, evaluator=self.evaluator)[0]
 
     def _checked(self, choice: TicketChoice) -> TicketChoice:
         """A legal choice; only random blocks depend on the seed."""
