@@ -147,9 +147,9 @@ def table(drops: list[Drops], n_nodes: int, n_lost: int) -> Table:
     heads = (f"{row.name} ({row.method})" if row.method else row.name for row in drops)
     result = terminal.table(title, "lost nodes", *heads)
 
-    def add(name: str, values: list[float], **more: bool) -> None:
-        each = zip(values, drops, strict=True)
-        result.add_row(name, *(f"{v:.2f} ({v / row.full:.2f}x)" for v, row in each), **more)
+    def add(name: str, values: list[float], end_section: bool = False) -> None:
+        cells = (f"{v:.2f} ({v / row.full:.2f}x)" for v, row in zip(values, drops, strict=True))
+        result.add_row(name, *cells, end_section=end_section)
 
     result.add_row("none", *(f"{row.full:.2f}" for row in drops), end_section=True)
     for lost in drops[0].losses:

@@ -6,7 +6,7 @@ Imports no torch: `--help` reads this module.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import fields
 from ..fields import option, seed_of, words
@@ -96,11 +96,8 @@ class TicketRequest:
 
     def each(self) -> list[TicketRequest]:
         """A request of its own for every budget."""
+        alone: Any = dict.fromkeys(KINDS, ())
         return [
-            replace(
-                self,
-                **{kind: (b.asked,) if kind == b.kind else () for kind in KINDS},
-                context=self.context if b.context else None,
-            )
+            replace(self, **alone | {b.kind: b.asked}, context=self.context if b.context else None)
             for b in self.budgets
         ]
