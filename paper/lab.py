@@ -1,7 +1,7 @@
 """The lab: parents and points of one scale in one folder, and the time that is left.
 
 FOLDER/
-  parents/SLUG-HASH/     run folders, named by what they follow from; trained in as many pieces as needed
+  parents/SLUG-HASH/     run folders, named by what they follow from, trained in pieces
   points.jsonl           a line for each finished point; none is measured twice
   points.metrics.jsonl   a line for each trained parent: its config and its metrics
 """
@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 
 from twistlm import config
-from twistlm.compute.perplexity import Evaluator
 from twistlm.config import Config, Setting
 from twistlm.data.builtin import NAME, place, resolve
 from twistlm.data.stream import Batches
@@ -56,29 +55,6 @@ class Point:
     measure: Callable[[], dict[str, Any]]
 
 
-class OpenParent:
-    """A parent in memory, with all that was built of it: both are let go together."""
-
-    def __init__(self, recipe: Recipe | None, parent: Parent):
-        self.recipe, self.parent = recipe, parent
-        self._built: dict[Hashable, Any] = {}
-
-    def once(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """What `build` returns, called only the first time that this key is asked for."""
-        if key not in self._built:
-            self._built[key] = build()
-        return self._built[key]
-
-    def cut(self, setting: Setting, tokens: int) -> tuple[Parent, Evaluator]:
-        """The parent cut as `setting` says, and an evaluator on the first `tokens` tokens (0: all)."""
-        mine, ready = self.once(setting, lambda: self._cut(setting))
-        return mine, replace(ready, text=replace(ready.text, max_tokens=tokens))
-
-    def _cut(self, setting: Setting) -> tuple[Parent, Evaluator]:
-        mine = parent.recut(self.parent, setting)
-        return mine, score.evaluator(mine)
-
-
 class Lab:
     """Opens parents, trains those that are missing, and keeps the last one at hand."""
 
@@ -101,10 +77,11 @@ class Lab:
         self.overrides = [o for o in overrides if not o.startswith(START)]
         if scale.start is None and self.start_overrides:
             raise ValueError(
-                f"{START}{self.start_overrides[0]}: scale {name} starts from the weights that are given"
+                f"{START}{self.start_overrides[0]}: scale {name} starts from weights that are given"
             )
         self.deadline = time.monotonic() + seconds
-        self._open: OpenParent | None = None
+        self._open: tuple[Recipe | None, Parent] | None = None
+        self._built: dict[Hashable, Any] = {}  # of the open parent
         self._hashes: dict[Recipe | None, str] = {}
         # teacher -> trainers of runs that leave no checkpoint
         self.kept: dict[str, dict[tuple, Any]] = {}
@@ -120,7 +97,7 @@ class Lab:
         return self._order
 
     def _texts(self) -> dict[str, Any]:
-        """Which text a point is of: the same path may hold another one tomorrow. Empty where none is there."""
+        """Which text a point is of, by hash: the same path may hold another one tomorrow."""
         data = self.base.data
         for part, stem in (("train", data.train), ("valid", data.valid)):
             if part not in self._sha256:
@@ -210,35 +187,40 @@ class Lab:
         batches = Batches(data, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed)
         return batches.n_rounds(t.epochs, t.interval)
 
-    def open(
+    def scales(
         self, recipe: Recipe | None, setting: Setting, tokens: int | None = None
-    ) -> tuple[Parent, Evaluator]:
-        """A trained parent, cut as `setting` says, and an evaluator on `tokens` tokens (None: the scale's)."""
-        return self._at_hand(recipe).cut(setting, self.scale.tokens if tokens is None else tokens)
+    ) -> TicketScales:
+        """Evaluates a trained parent and its tickets, cut as `setting` says, on `tokens` tokens.
 
-    def treatments(self, recipe: Recipe | None, setting: Setting, tokens: int) -> TicketScales:
-        """What tickets of a parent can be scaled by, tried on text behind the first `tokens` tokens."""
-        mine, ready = self.open(recipe, setting, tokens)
-        choice = choice_text(ready.text, mine.cfg.data)
-        made = lambda: TicketScales(mine, ready.text, choice)  # noqa: E731
-        return self.once(recipe, ("treatments", setting, tokens), made)
+        None: the scale's number of them. Activation scales are tried on the text behind these.
+        """
+        tokens = self.scale.tokens if tokens is None else tokens
+
+        def build() -> TicketScales:
+            mine = parent.recut(self._opened(recipe), setting)
+            text = score.text_of(mine, None, tokens)
+            return TicketScales(mine, text, choice_text(text, mine.cfg.data))
+
+        return self.once(recipe, (setting, tokens), build)
 
     def once(self, recipe: Recipe | None, key: Hashable, build: Callable[[], Built]) -> Built:
-        """What `build` makes of a trained parent, once per key, kept as long as the parent is open."""
-        return self._at_hand(recipe).once(key, build)
+        """What `build` makes of a trained parent, kept by its key as long as the parent is open."""
+        self._opened(recipe)
+        if key not in self._built:
+            self._built[key] = build()
+        return self._built[key]
 
-    def _at_hand(self, recipe: Recipe | None) -> OpenParent:
+    def _opened(self, recipe: Recipe | None) -> Parent:
         """The parent that was asked for last stays open; another one takes its place."""
-        if self._open is None or self._open.recipe != recipe:
+        if self._open is None or self._open[0] != recipe:
             source = self.trained(recipe)
             self.close()
-            self._open = OpenParent(
-                recipe, parent.open_parent(source, self.base.run.device, self._cuts(recipe))
-            )
-        return self._open
+            cuts = self._cuts(recipe)
+            self._open = recipe, parent.open_parent(source, self.base.run.device, cuts)
+        return self._open[1]
 
     def _cuts(self, recipe: Recipe | None) -> list[str]:
-        """How a parent is opened: a pretrained model brings no config of ours, so it gets this lab's."""
+        """How a parent is opened: a pretrained model has no config of ours and gets this lab's."""
         if recipe is not None or self.scale.start is not None:
             return ["blocks.setting=both"]
         data, blocks = self.base.data, self.base.blocks
@@ -255,6 +237,7 @@ class Lab:
         """Let go of the parent at hand: training needs the memory."""
         if self._open is not None:
             self._open = None
+            self._built.clear()
             _forget()
 
     def about(self, experiment: str, recipe: Recipe | None = None, **more: Any) -> dict[str, Any]:

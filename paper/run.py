@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from twistlm.lab.points import name_of
 from twistlm.system.terminal import console
 
 from . import NAMES
+from .experiments import points
 from .lab import Lab, Point, TimeIsUp
 from .scales import SCALES, Scale
 from .ways import WAYS
 
-HIDDEN = {
-    "before",
-    "experiment",
-    "scale",
-    "slug",
-    "parent_hash",
-    "changes",
-    "start",
-}  # in the line of a point
-
-
-def module_of(name: str) -> ModuleType:
-    """The file of an experiment."""
-    if name not in NAMES:
-        raise ValueError(f"experiment {name!r}: use {', '.join(NAMES)}, or all")
-    return importlib.import_module(f"{__package__}.{name}")
+# of a point's config, in the line that says it is finished
+HIDDEN = {"before", "experiment", "scale", "slug", "parent_hash", "changes", "start"}
 
 
 def run(
@@ -46,9 +31,12 @@ def run(
     only: Sequence[str] = (),
 ) -> bool:
     """Measure every point that is not on disk; False when the time was up before the last."""
-    modules = [module_of(n) for n in (NAMES if "all" in names else dict.fromkeys(names))]
+    for name in names:
+        if name not in (*NAMES, "all"):
+            raise ValueError(f"experiment {name!r}: use {', '.join(NAMES)}, or all")
     lab = Lab(out, scale, _scale(scale, only), overrides, seconds=60 * minutes or math.inf)
-    every = [point for each in modules for point in each.points(lab)]
+    wanted = NAMES if "all" in names else dict.fromkeys(names)
+    every = [point for name in wanted for point in points(name, lab)]
     # some experiments share points
     todo = _by_parent(list({name_of(point.config): point for point in every}.values()))
     n_done = sum(lab.is_done(point) for point in todo)
@@ -74,19 +62,19 @@ def _by_parent(todo: list[Point]) -> list[Point]:
 
 
 def _scale(name: str, only: Sequence[str]) -> Scale:
-    """The scale of this name, with those of its settings, ways, seeds and rates that are wished for."""
+    """The scale of this name, with the settings, ways, seeds and rates of `only`."""
     if name not in SCALES:
         raise ValueError(f"--scale {name!r}: use {', '.join(SCALES)}")
     scale = SCALES[name]
     ways, seeds = scale.ways or tuple(WAYS), {f"seed {seed}": seed for seed in scale.seeds}
     rates = {f"rate {i}": i for i in scale.rates}
-    wishes = {wish: [wish] if wish in WAYS else wish.split(",") for wish in only}
-    only = [part for parts in wishes.values() for part in parts]
-    for wish, parts in wishes.items():
+    asked = {word: [word] if word in WAYS else word.split(",") for word in only}
+    only = [part for parts in asked.values() for part in parts]
+    for word, parts in asked.items():
         if not {*parts} <= {*scale.settings, *seeds, *rates, *ways}:
             words = ", ".join((*scale.settings, *seeds, *rates))
             legal = f"{words}, or ways of the recipe: {'; '.join(ways)}"
-            raise ValueError(f"--only {wish!r}: scale {name} has {legal}")
+            raise ValueError(f"--only {word!r}: scale {name} has {legal}")
     settings = tuple(s for s in scale.settings if s in only) or scale.settings
     return replace(
         scale,

@@ -45,20 +45,18 @@ DENSE = Recipe("dense")
 DROPOUT = Recipe("dropout")
 TWIST = Recipe("twist")
 TWIST_FRESH = Recipe("twist", (N,), fresh=True)  # the presets' recipe
-TWIN = Recipe(
-    "dropout", (N,), fresh=True
-)  # the same with a gradient that all workers share in every step
-# for the setting `both`
-PARENTS = (DENSE, DROPOUT, TWIST, TWIST_FRESH)
+# the same with a gradient that all workers share in every step
+TWIN = Recipe("dropout", (N,), fresh=True)
+PARENTS = (DENSE, DROPOUT, TWIST, TWIST_FRESH)  # of the setting `both`
 
 
-def only(setting: Setting) -> tuple[Recipe, ...]:
+def parents_of(setting: Setting) -> tuple[Recipe, ...]:
     """The parents of a setting of its own: training cuts what deployment cuts, as in the paper."""
     return PARENTS if setting == "both" else (DENSE, Recipe("twist", setting=setting))
 
 
 def trained_at(k: int, setting: Setting) -> Recipe:
-    """The paper's mean, trained with k of 12 blocks in every subnet; whole subnets are the same in every setting."""
+    """TwIST with k of 12 blocks in every subnet; whole subnets are the same in every setting."""
     return Recipe("twist", (k,), setting="both" if k == N else setting)
 
 
@@ -66,7 +64,7 @@ def trained_at(k: int, setting: Setting) -> Recipe:
 class Scale:
     """Sizes of everything; `changes` are `section.key=value` on a preset."""
 
-    title: str  # what the page calls it
+    title: str  # of its tables
     preset: str
     changes: tuple[str, ...]
     start: tuple[str, ...] | None  # the dense start's own changes; None: the weights are pretrained
@@ -138,7 +136,7 @@ _LARGE: dict[str, Any] = {
 }
 
 SCALES: dict[str, Scale] = {
-    "smoke": Scale(  # the demo's model on a CPU: all experiments in minutes, most of them in seconds
+    "smoke": Scale(  # the demo's model on a CPU: all experiments in minutes
         title="A tiny GPT-2 on a CPU",
         preset="demo",
         changes=(

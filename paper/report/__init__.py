@@ -1,1 +1,0 @@
-"""The page, its figures and the markdown that come out of points and run folders."""
