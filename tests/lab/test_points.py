@@ -1,9 +1,10 @@
-"""A finished point is never run again, whoever finished it; one that was cut short does no harm."""
+"""A finished point is never run again, whoever finished it; a damaged one is named and not used."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +18,11 @@ from twistlm.lab.points import (
     keep_training,
     kept_trainings,
     name_of,
-    parse_line,
     place_of,
 )
 from twistlm.system.provenance import describe_run, git_hash
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 
 
 def points_in(folder: Path) -> Points:
@@ -34,25 +34,21 @@ def never() -> dict:
 
 
 def test_a_finished_point_is_read_and_not_measured_again(tmp_path: Path) -> None:
-    calls = []
-
-    def measure() -> dict:
-        calls.append(1)
-        return {"perplexity": 12.5}
-
-    points = points_in(tmp_path)
-    first = points.measure({"a": 1, "b": [2, 3]}, measure)
-    again = points.measure({"b": [2, 3], "a": 1}, measure)  # the order of keys is no matter
-    assert len(calls) == 1
-    assert first == again == points_in(tmp_path).measure({"a": 1, "b": [2, 3]}, measure)
+    first = points_in(tmp_path).measure({"a": 1, "b": [2, 3]}, lambda: {"perplexity": 12.5})
+    again = points_in(tmp_path).measure({"b": [2, 3], "a": 1}, never)  # whatever the order of keys
+    assert first == again
     assert first["result"] == {"perplexity": 12.5}
     assert {"command", "git", "versions", "device"} <= set(first["run"])
-    points.measure({"a": 2, "b": [2, 3]}, measure)
-    assert len(calls) == 2
+    points_in(tmp_path).measure({"a": 2, "b": [2, 3]}, lambda: {"perplexity": 1.0})
     assert [p["config"]["a"] for p in points_in(tmp_path).all()] == sorted(
         [1, 2], key=lambda a: name_of({"a": a, "b": [2, 3]})
     )
     assert [path.name for path in tmp_path.iterdir()] == ["points.jsonl"]
+
+
+def test_the_name_of_a_config_is_that_of_before() -> None:
+    """By hand: the first 16 digits of sha256 of `{"a": 1, "b": [2.5, "x"]}`."""
+    assert name_of({"b": [2.5, "x"], "a": 1}) == "d8d7111d14e08d03"
 
 
 def test_a_number_names_its_command_and_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,9 +56,8 @@ def test_a_number_names_its_command_and_the_code(monkeypatch: pytest.MonkeyPatch
     assert describe_run()["command"] == "twistlm train 'run.out=a b'"
 
     def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], cwd=DOCS.parent, capture_output=True, text=True
-        ).stdout.strip()
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip()
 
     if head := git("rev-parse", "HEAD"):  # else this is no clone
         changed = bool(git("status", "--porcelain", "--untracked-files=no"))
@@ -70,11 +65,8 @@ def test_a_number_names_its_command_and_the_code(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_failed_point_leaves_nothing(tmp_path: Path) -> None:
-    def fail() -> dict:
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError):
-        points_in(tmp_path).measure({"a": 1}, fail)
+    with pytest.raises(AssertionError):
+        points_in(tmp_path).measure({"a": 1}, never)
     with pytest.raises(TypeError):  # not JSON: found out only while writing
         points_in(tmp_path).measure({"a": 1}, lambda: {"x": object()})
     assert list(tmp_path.iterdir()) == []
@@ -90,7 +82,7 @@ def test_a_point_that_another_process_finished_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_line_that_was_cut_short_is_measured_again(tmp_path: Path, share: float) -> None:
-    """Nothing of the line, half of it, or all of it but its end: the lines around it stay whole."""
+    """Nothing of the line, half of it, or all of it but its end: the lines around stay whole."""
     points_in(tmp_path).measure({"a": 1}, lambda: {"x": 1})
     points_in(tmp_path).measure({"a": 2}, lambda: {"x": 2})
     file = tmp_path / "points.jsonl"
@@ -103,6 +95,37 @@ def test_a_line_that_was_cut_short_is_measured_again(tmp_path: Path, share: floa
     assert again == {"x": 2 if share == 1 else 4}
     assert len(points_in(tmp_path).all()) == 3
     assert points_in(tmp_path).measure({"a": 2}, never)["result"] == again
+
+
+def test_damage_is_named_once_and_never_used(tmp_path: Path, capsys) -> None:
+    """60 random bytes changed, one at a time, in the second of three points."""
+    for a in (1, 2, 3):
+        points_in(tmp_path).measure({"a": a}, lambda a=a: {"x": a + 0.5})
+    file, rng = tmp_path / "points.jsonl", random.Random(0)
+    one, two, three = file.read_bytes().splitlines(keepends=True)
+    for _ in range(60):
+        at = rng.randrange(len(two) - 1)
+        byte = bytes([rng.choice([b for b in range(32, 127) if b != two[at]])])
+        file.write_bytes(one + two[:at] + byte + two[at + 1 :] + three)
+        points = points_in(tmp_path)
+        found = {point["config"]["a"]: point["result"]["x"] for point in points.all()}
+        assert points.find({"a": 2}) is None
+        assert found == {1: 1.5, 3: 3.5}
+        assert capsys.readouterr().err == f"{file}, line 2 is damaged and left out\n"
+
+
+@pytest.mark.parametrize("line", ['{"result": 1}', '{"config": 1, "result": 1}', "[1]", "[" * 9999])
+def test_a_line_that_is_no_point_is_named(tmp_path: Path, capsys, line: str) -> None:
+    (tmp_path / "points.jsonl").write_text(f"{line}\n")
+    assert points_in(tmp_path).all() == []
+    assert "points.jsonl, line 1 is damaged" in capsys.readouterr().err
+
+
+def test_lines_of_before_have_no_hash_and_count(tmp_path: Path, capsys) -> None:
+    made = {"config": {"a": 1}, "result": {"x": 1}, "seconds": 0.5, "run": {}}
+    (tmp_path / "points.jsonl").write_text(json.dumps(made) + "\n")
+    assert points_in(tmp_path).measure({"a": 1}, never) == made
+    assert not capsys.readouterr().err
 
 
 def _append(file: Path, who: int) -> None:
@@ -119,52 +142,9 @@ def test_processes_append_whole_lines(tmp_path: Path) -> None:
     for worker in workers:
         worker.join()
     found = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {(line["who"], line["i"]) for line in found} == {
-        (who, i) for who in range(3) for i in range(50)
-    }
+    expected = {(who, i) for who in range(3) for i in range(50)}
+    assert {(line["who"], line["i"]) for line in found} == expected
     assert len(found) == 150
-
-
-def test_a_line_that_is_no_point_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "points.jsonl").write_text('{"result": 1}\n')
-    with pytest.raises(ValueError, match=r'points.jsonl: the line {"result": 1}.*not a finished'):
-        points_in(tmp_path).all()
-
-
-def old_point(folder: Path, config: dict) -> Path:
-    """A point as earlier versions wrote it: a file of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name_of(config)}.json"
-    path.write_text(json.dumps({"config": config, "result": {"x": 1}, "seconds": 0.5, "run": {}}))
-    return path
-
-
-def test_points_in_files_of_their_own_are_still_found(tmp_path: Path) -> None:
-    """Those of a lab, and those of Table 1's cells, which lay below it."""
-    before = [
-        old_point(tmp_path / "points", {"a": 1}),
-        old_point(tmp_path / "compare/points", {"a": 2}),
-    ]
-    texts = [path.read_text() for path in before]
-    points = points_in(tmp_path)
-    for a in (1, 2):
-        assert points.measure({"a": a}, never)["result"] == {"x": 1}
-    points.measure({"a": 3}, lambda: {"x": 3})
-    assert [path.read_text() for path in before] == texts
-    assert len((tmp_path / "points.jsonl").read_text().splitlines()) == 1
-    assert len(points_in(tmp_path).all()) == 3
-
-
-@pytest.mark.parametrize("damage", ["cut", "config", "list"])
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
-    path = old_point(tmp_path / "points", {"a": 1})
-    text = path.read_text()
-    changed = json.loads(text) | {"config": {"a": 2}}
-    path.write_text(
-        {"cut": text[: len(text) // 2], "config": json.dumps(changed), "list": "[]"}[damage]
-    )
-    with pytest.raises(ValueError, match=f"{path.name} is not a finished point: delete it"):
-        points_in(tmp_path)
 
 
 def test_a_training_is_kept_once(tmp_path: Path) -> None:
@@ -177,23 +157,15 @@ def test_a_training_is_kept_once(tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) == 2
 
 
-def test_the_points_of_this_repository_are_sorted_and_whole() -> None:
+def test_the_points_of_this_repository_are_sorted_and_whole(capsys) -> None:
     """Sorted as `LC_ALL=C sort -u` does, every line a point or a training, no config twice."""
-    files = sorted((DOCS / "labs").glob("*.jsonl"))
+    files = sorted((ROOT / "paper/points").glob("*.jsonl"))
     assert files
     for file in files:
         lines = file.read_bytes().splitlines(keepends=True)
         assert lines == sorted(set(lines)), f"LC_ALL=C sort -u {file.name} -o {file.name}"
-        records = [parse_line(line) for line in lines]
-        if file.name.endswith(".metrics.jsonl"):
-            assert len(kept_trainings(file)) == len(records)
-            assert all(training.rows for training in kept_trainings(file))
-        else:
-            assert len(Points(place_of(file)).all()) == len(records)
-            assert all({"experiment", "what"} & set(record["config"]) for record in records)
-
-
-def test_the_figures_of_the_results_are_there_and_no_others() -> None:
-    text = (DOCS / "results.md").read_text()
-    shown = {part.split(")")[0] for part in text.split("](figures/")[1:]}
-    assert shown == {path.name for path in (DOCS / "figures").iterdir()}
+        assert all(b'"sha256": "' in line[-30:] for line in lines)
+        is_training = file.name.endswith(".metrics.jsonl")
+        records = kept_trainings(file) if is_training else Points(place_of(file)).all()
+        assert len(records) == len(lines)
+    assert not capsys.readouterr().err

@@ -1,7 +1,8 @@
 """Points of an experiment: one line of JSON for each, and a finished one is never measured again.
 
 FILE.jsonl is only ever appended to, a whole line at a time: several processes may share it, an
-interrupted one loses the point it was at, and `sort -u` merges two such files.
+interrupted one loses the point it was at, and `sort -u` merges two such files. Every line ends in
+a short hash of the rest, so that damage is found; lines of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,14 @@ from ..system.terminal import clean
 
 SUFFIX = ".jsonl"
 METRICS = ".metrics.jsonl"
+HASH = "sha256"  # the key of a line's own hash
+POINT = ("config", "result", "seconds", "run")  # the keys of a point's line
 MOST_LOSS = 1e6  # nats per token: more than any model of ours can be wrong
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a lab or a comparison keeps what it measures and trains."""
+    """Where experiments or a comparison keep what they measure and train."""
 
     folder: Path  # for everything that is not a line of a file
     points: Path
@@ -36,17 +40,12 @@ class Place:
         """A line for every model that was trained here, with its metrics."""
         return self.points.with_suffix(METRICS)
 
-    @property
-    def old_points(self) -> tuple[Path, ...]:
-        """Folders of one JSON file per point, as earlier versions wrote them: read, never written."""
-        return self.folder / "points", self.folder / "compare" / "points"
-
     def exists(self) -> bool:
-        return self.points.is_file() or any(folder.is_dir() for folder in self.old_points)
+        return self.points.is_file()
 
 
 def place_of(path: Path) -> Place:
-    """A folder keeps its points in points.jsonl; FILE.jsonl is the points, with FILE/ for the rest."""
+    """A folder keeps its points in points.jsonl; FILE.jsonl is the points, with FILE/ beside it."""
     if path.suffix == SUFFIX:
         return Place(path.with_suffix(""), path)
     return Place(path, path / f"points{SUFFIX}")
@@ -61,17 +60,14 @@ def name_of(config: dict[str, Any]) -> str:
 class Points:
     """The finished points of a place, by their configs.
 
-    A point is {config, result, seconds, run}; `run` is the command, commit, versions and device that
-    made it, and what `about` says besides. What other processes append meanwhile is found as well.
+    A point is {config, result, seconds, run}; `run` is the command, commit, versions and device
+    that made it, and what `about` says besides. What other processes append is found as well.
     """
 
     def __init__(self, place: Place, about: Callable[[], dict[str, Any]] = dict):
         self.file, self._about = place.points, about
         self._end = 0  # bytes of the file that were read
         self._found: dict[str, dict[str, Any]] = {}  # by `name_of` the config
-        for folder in place.old_points:
-            for path in sorted(folder.glob("*.json")):
-                self._found[path.stem] = _read_old(path)
 
     def find(self, config: dict[str, Any]) -> dict[str, Any] | None:
         """The point of this config, if it is finished."""
@@ -87,10 +83,9 @@ class Points:
         if (found := self.find(config)) is not None:
             return found
         began = time.perf_counter()
-        result = measure()
         made = {
             "config": config,
-            "result": result,
+            "result": measure(),
             "seconds": time.perf_counter() - began,
             "run": describe_run() | self._about(),
         }
@@ -104,23 +99,24 @@ class Points:
 
     def _read_on(self) -> None:
         """Read what was appended since the last time; of equal configs the first point counts."""
-        if not self.file.is_file():
-            return
-        with self.file.open("rb") as file:
-            file.seek(self._end)
-            for line in file:
-                if (made := parse_line(line)) is not None:
-                    if not _is_point(made):
-                        shown = line[:60].decode(errors="replace").rstrip()
-                        raise _not_finished(f"{self.file}: the line {shown}...")
-                    self._found.setdefault(name_of(made["config"]), made)
-                if line.endswith(b"\n"):
-                    self._end += len(line)
+        for end, made in read_lines(self.file, self._end, POINT):
+            self._end = end
+            if made is not None:
+                self._found.setdefault(name_of(made["config"]), made)
+
+
+def line_of(record: dict[str, Any]) -> str:
+    """The record as a line, with its hash at the end."""
+    return json.dumps({**record, HASH: _hash(record)}) + "\n"
+
+
+def _hash(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def append_line(file: Path, record: dict[str, Any]) -> None:
-    """Append a record as one line, in one write, so that no other process can write in between."""
-    text = json.dumps(record) + "\n"
+    """Append a record as one line, in one write, so that no other process writes in between."""
+    text = line_of(record)
     file.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
@@ -133,28 +129,41 @@ def append_line(file: Path, record: dict[str, Any]) -> None:
         os.close(handle)
 
 
-def parse_line(line: bytes) -> Any:
-    """The record of a line; None where it is empty, cut short or still being written."""
+def read_lines(
+    file: Path, start: int = 0, keys: tuple[str, ...] = ()
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """The records of a file from byte `start` on, each with the byte behind its line.
+
+    A damaged line, or one with other keys, is named on stderr and is None; of a last line that is
+    still being written nothing is said.
+    """
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        lines.seek(start)
+        end = start
+        for line in lines:
+            end += len(line)
+            record, is_whole = _parse(line, keys), line.endswith(b"\n")
+            if record is None and is_whole and line.strip():
+                number = file.read_bytes()[:end].count(b"\n")
+                said = f"{file}, line {number} is damaged and left out"
+                print(clean(said), file=sys.stderr)
+            if is_whole or record is not None:
+                yield end if is_whole else end - len(line), record
+
+
+def _parse(line: bytes, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    """The record of a line; None where it is damaged."""
     try:
-        return parse_json(line, "a point")
+        record = parse_json(line, "a line")
     except ValueError:
         return None
-
-
-def _read_old(path: Path) -> dict[str, Any]:
-    """A point in a file of its own, refused when it is cut short or was renamed."""
-    made = parse_line(path.read_bytes())
-    if not _is_point(made) or name_of(made["config"]) != path.stem:
-        raise _not_finished(str(path))
-    return made
-
-
-def _is_point(made: Any) -> bool:
-    return isinstance(made, dict) and isinstance(made.get("config"), dict) and "result" in made
-
-
-def _not_finished(what: str) -> ValueError:
-    return ValueError(f"{what} is not a finished point: delete it, and it is measured again")
+    if not isinstance(record, dict) or not isinstance(record.get("config", {}), dict):
+        return None
+    said = record.pop(HASH, None)
+    has_keys = not keys or set(record) == set(keys)
+    return record if has_keys and said in (None, _hash(record)) else None
 
 
 @dataclass(frozen=True)
@@ -174,25 +183,24 @@ class Training:
 
 def read_training(folder: Path) -> Training:
     """A run folder; a last line that is still being written is left out."""
-    record: dict[str, Any] = {}
-    if (folder / "run.json").is_file():
-        record = read_json(folder / "run.json")
+    file = folder / "run.json"
+    record: dict[str, Any] = read_json(file) if file.is_file() else {}
     metrics = folder / "metrics.jsonl"
-    rows = _lines(metrics) if metrics.is_file() else []
+    rows = [row for _, row in read_lines(metrics) if row is not None]
     for row in rows:
-        loss = row.get("loss", 0.0)
-        is_loss = isinstance(loss, int | float) and (0 <= loss <= MOST_LOSS or loss != loss)
-        if not is_loss:  # NaN is one: it diverged
-            raise ValueError(f"{metrics}, round {row.get('round')}: a loss of {loss!r:.20} is none")
+        loss, where = row.get("loss", 0.0), f"{metrics}, round {row.get('round')}"
+        # NaN is a loss: the run diverged
+        if not isinstance(loss, int | float) or not (0 <= loss <= MOST_LOSS or loss != loss):
+            raise ValueError(f"{where}: a loss of {loss!r:.20} is none")
         if not isinstance(n := row.get("n_tokens", 0), int):
-            raise ValueError(f"{metrics}, round {row.get('round')}: {n!r:.20} tokens are none")
+            raise ValueError(f"{where}: {n!r:.20} tokens are none")
     return Training(clean(folder.name), record.pop("config", {}), record, rows)
 
 
 def kept_trainings(file: Path) -> list[Training]:
-    """The finished trainings that a lab keeps in one file, by name."""
-    lines = _lines(file) if file.is_file() else []
-    found = {line["name"]: Training(**line) for line in lines}
+    """The finished trainings that are kept in one file, by name."""
+    lines = read_lines(file, keys=("name", "config", "run", "rows"))
+    found = {line["name"]: Training(**line) for _, line in lines if line}
     return [found[name] for name in sorted(found)]
 
 
@@ -200,8 +208,3 @@ def keep_training(file: Path, training: Training) -> None:
     """Add a finished training to the file, unless it is there already."""
     if training.name not in {kept.name for kept in kept_trainings(file)}:
         append_line(file, asdict(training))
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    records = map(parse_line, file.read_bytes().splitlines())
-    return [record for record in records if isinstance(record, dict)]
