@@ -1,304 +1,302 @@
-"""How each kind of cell is measured: in memory, on models that share parents, text and calibration."""
+"""How each cell is measured, and what its number follows from; finished cells are kept as points."""
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...baselines import repair, walk
+from ...baselines import STRUCTURED, repair, walk
 from ...baselines.methods import METHODS, prune_
 from ...baselines.pattern import Pattern
 from ...compute import speed
 from ...compute.attention import causal_
-from ...compute.perplexity import Evaluator, Spread, Text, perplexity
+from ...compute.perplexity import Spread, Text, perplexity
 from ...config import Setting
+from ...model import huggingface
 from ...model.blocks import BlockMap, Blueprint, Shapes, shares_of_ratio, widths_of_ratio
-from ...model.generator import draws, for_deployment
+from ...model.generator import for_deployment
 from ...model.masks import prefixes
 from ...model.subnet import build
 from ...tickets import budget, deploy, importance
 from ...tickets.healing import HealRequest, heal
 from ...tickets.parent import Parent, recut
-from ...tickets.ticket_scale import N_DRAWS, TicketScale, TicketScales
-from .rivals import Rival
+from ...tickets.ticket_scale import TicketScale, TicketScales, random_tickets, score_tickets
+from ..points import Points, name_of
+from .cells import (
+    DECODE,
+    HEALED,
+    NESTED,
+    NESTED_HEALED,
+    RANDOM,
+    SCORED_BY,
+    SCRATCH,
+    WHOLE,
+    ZEROS,
+    Cell,
+    Sweep,
+)
+from .parents import ComparedParent
+from .ratios import exact
 
 REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
+BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
+COMMON = ("common_attn", "common_ffn")  # named where there are some: older points have none
+# of the parent's training: what healing takes from there
+HEALS = ("lr", "betas", "eps", "weight_decay", "clip", "moments", "distil")
 Note = Callable[[str], None]  # says where a long measurement stands
 Result = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Healing:
-    """How a size is trained for itself."""
+class Comparison:
+    """Measures cells of a sweep; one parent is cut at a time, and stays so for its next cell.
 
-    teacher: Rival  # its settings count, too
-    tokens: int  # of all sizes of a setting; in a cell, of its size
-    data: str  # stem of the training tokens
-    work: Path  # a folder for all sizes; in a cell, its own, removed when it is measured
+    `find(cell)` is the result of a finished cell, `fill(cell)` measures it if there is none. Both
+    go by `config(cell)`, everything that the number follows from: weights by their sha256, tokens
+    by theirs, so that another sweep, parent folder or spelling of a ratio finds it, too.
+    """
 
+    def __init__(self, parents: Sequence[ComparedParent], sweep: Sweep, points: Points):
+        self.sweep, self.points, first = sweep, points, parents[0].parent
+        self.device, self.precision = first.central.weights.device, first.cfg.train.precision
+        self.text = _tokens_of(sweep.text) | {
+            "seq_len": sweep.text.seq_len,
+            "precision": f"{self.precision} on {self.device.type}",
+        }
+        self.choice = None if sweep.choice is None else _tokens_of(sweep.choice)
+        self._held: tuple[tuple[str, Setting], TicketScales] | None = None
 
-@dataclass
-class CutParent:
-    """A parent in one setting, ready to be evaluated; lives while its cells are measured."""
+    def find(self, cell: Cell) -> Result | None:
+        """The result, if the cell was measured before."""
+        found = self.points.find(self.config(cell))
+        return None if found is None else found["result"]
 
-    parent: Parent
-    treatments: TicketScales
-    scratch: tuple[Tensor, PreTrainedModel] | None = None
+    def fill(self, cell: Cell, note: Note = lambda where: None) -> Result:
+        """The result, measured now if the cell was not measured before."""
+        return self.points.measure(self.config(cell), lambda: self._measure(cell, note))["result"]
 
-    @property
-    def ready(self) -> Evaluator:
-        return self.treatments.ready
+    # ---------------------------------------------------------------- what a number follows from
 
-    def fresh(self) -> PreTrainedModel:
-        """The whole parent in weights of its own, to be pruned; the one before is overwritten."""
-        central = self.parent.central
-        if self.scratch is None:
-            weights = torch.empty_like(central.weights)
-            model = build(
-                self.parent.template, self.parent.block_map, central.layout, weights
-            ).model
-            causal_(model)
-            self.scratch = weights, model
-        self.scratch[0].copy_(central.weights)
-        return self.scratch[1]
+    def config(self, cell: Cell) -> dict[str, Any]:
+        """Everything that the number of a cell follows from."""
+        what, parent, sweep = cell.what, cell.parent.parent, self.sweep
+        if what == WHOLE:
+            return {"what": what, "weights": cell.parent.sha256, "text": self.text}
+        assert cell.setting is not None
+        made = {"what": what, "blocks": _blocks(parent, cell.setting), "ratio": exact(cell.ratio)}
+        if what in (DECODE, ZEROS):
+            template = parent.template
+            shapes = {name: list(s) for name, s in huggingface.shapes(template).items()}
+            model = {"type": template.config.model_type, "shapes": shapes}
+            cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
+            return made | {"model": name_of(model), "cpu": cpu}
+        made |= {"weights": cell.parent.sha256, "text": self.text}
+        if what in METHODS or what.startswith(STRUCTURED) or what == SCRATCH:
+            made["calibration"] = self._calibration() if reads_text(what) else None
+        if what in METHODS:
+            return made
+        how, scale = cell.repair, parent.scale
+        made |= {
+            "scale": {scale: parent.progress.rho} if scale == "measured" else scale,
+            "chosen_on": self.choice,
+            "repair": None if how is None else {how: self._calibration(REPAIR_SEQUENCES)},
+        }
+        if what == RANDOM:
+            made |= {"n": sweep.n, "seed": sweep.seed}
+        if what in (NESTED, NESTED_HEALED):
+            order = parent.progress.order
+            made["order"] = name_of({group: list(blocks) for group, blocks in order.items()})
+        if what in (HEALED, NESTED_HEALED, SCRATCH):
+            assert sweep.healing is not None
+            teacher = sweep.healing.teacher
+            train = teacher.parent.cfg.train
+            made |= {
+                "tokens": sweep.healing.tokens // len(sweep.ratios_in(cell.setting)),
+                "data": sweep.healing.data,
+                "train": {key: getattr(train, key) for key in HEALS}
+                | {"batch": train.batch * train.n_workers},
+            }
+            if what == NESTED_HEALED:
+                made["teacher"] = teacher.sha256
+        return made
 
-    def narrow(self, ratio: str) -> Shapes:
-        """Shapes of a ticket's weights."""
-        block_map = self.parent.block_map
-        widths = widths_of_ratio(block_map, ratio)
-        return block_map.narrowed(self.parent.central.layout.shapes, widths)
+    def _calibration(self, n: int | None = None) -> dict[str, Any]:
+        assert self.sweep.ids is not None
+        ids = self.sweep.ids[:n].contiguous()
+        return {"sha256": hashlib.sha256(ids.numpy().data).hexdigest(), "shape": list(ids.shape)}
 
+    # ---------------------------------------------------------------- how it is measured
 
-class Stand:
-    """Lives as long as the comparison; one parent is cut at a time, and stays so for its next cell."""
-
-    def __init__(
-        self,
-        text: Text,
-        choice: Text | None,
-        ids: Tensor | None,
-        precision: str,
-        device: torch.device,
-    ):
-        self.text, self.precision, self.device = text, precision, device
-        self.choice = choice  # what activation scales are chosen on
-        self.ids = ids  # calibration [n, seq_len]; None where nothing needs it
-        self._cut: tuple[tuple[str, Setting], CutParent] | None = None
-
-    def whole(self, rival: Rival) -> Result:
-        cut = self._of(rival, rival.parent.cfg.blocks.setting)
+    def _measure(self, cell: Cell, note: Note) -> Result:
+        if cell.what in (DECODE, ZEROS):
+            return _speed(cell)
+        cut = self._cut(cell)
         shapes = cut.parent.central.layout.shapes
-        return self._result(rival, [cut.ready.full_perplexity()], 0.0, 0, shapes)
+        if cell.what == WHOLE:
+            return self._result(cell, shapes, [cut.ready.full_perplexity()], 0.0)
+        if cell.what in METHODS:
+            return self._result(cell, shapes, *self._single_weights(cell, cut, note))
+        block_map = cut.parent.block_map
+        shapes = block_map.narrowed(shapes, widths_of_ratio(block_map, cell.ratio))
+        if cell.what in (HEALED, NESTED_HEALED, SCRATCH):
+            return self._healed(cell, cut, shapes, note)
+        return self._tickets(cell, cut, shapes, note)
 
-    def random(
-        self,
-        rival: Rival,
-        setting: Setting,
-        ratio: str,
-        how: str | None,
-        n: int,
-        seed: int,
-        note: Note,
-    ) -> Result:
-        """n random tickets, repaired if a repair is named; their scale is chosen on other ones."""
-        cut = self._of(rival, setting)
-        block_map, values, seconds = cut.parent.block_map, [], 0.0
-        widths = widths_of_ratio(block_map, ratio)
+    def _tickets(self, cell: Cell, cut: TicketScales, shapes: Shapes, note: Note) -> Result:
+        """Random tickets, whose scale is chosen on other ones; else the one that is picked."""
+        began, held_out = self._now(), list[Blueprint]()
+        if cell.what == RANDOM:
+            n, seed, block_map = self.sweep.n, self.sweep.seed, cut.parent.block_map
+            widths = widths_of_ratio(block_map, cell.ratio)
+            tickets, held_out = random_tickets(block_map, widths, n=n, seed=seed)
+            seconds = [(self._now() - began) / n]
+        else:
+            ticket, picking = self._pick(cell, cut, note)
+            tickets, seconds = [ticket], [picking]
+        times: list[float] = []  # of every ticket, until it is there
+
+        def measure(scale: TicketScale, blueprint: Blueprint) -> float:
+            note(f"{len(times)}/{len(tickets)}")
+            began = self._now()
+            if cell.repair is None:
+                model = cut.evaluator(scale).refill_(blueprint).model
+            else:
+                assert self.sweep.ids is not None
+                ids, parent = self.sweep.ids[:REPAIR_SEQUENCES], cut.parent_with(scale)
+                repaired = repair.repair_parent(parent, blueprint, cell.repair, ids)
+                model = deploy.cut_ticket(repaired, blueprint)
+                causal_(model)
+            times.append(self._now() - began)
+            return perplexity(model, self.sweep.text, self.precision, cut.ready.loss)
+
         note("scale")
-        others = draws(block_map, widths, seed=seed, n=n + N_DRAWS, first=n)
-        treatment, chosen = cut.treatments.best(list(others))
-        began = time.perf_counter()
-        for number, blueprint in enumerate(draws(block_map, widths, seed=seed, n=n)):
-            note(f"{number}/{n}")
-            value, took = self._ticket(cut, blueprint, treatment, how, began)
-            values.append(value)
-            seconds += took / n
-            began = time.perf_counter()
-        found = self._result(rival, values, seconds, self._n_tokens(how=how), cut.narrow(ratio))
-        return found | {"treatment": chosen}
+        scores = score_tickets(cut, tickets, held_out, measure)
+        spent = seconds[0] + sum(times) / len(times)
+        found = self._result(cell, shapes, list(scores.values), spent)
+        return found | {"treatment": scores.record}
 
-    def nested(
-        self, rival: Rival, setting: Setting, ratio: str, how: str | None, note: Note
-    ) -> Result:
-        """The ticket of the first blocks of the parent's own order; its scale is chosen on other text."""
-        cut = self._of(rival, setting)
-        began = time.perf_counter()
-        blueprint = _chosen(cut.parent, ratio)
-        value, took, chosen = self._scaled(cut, blueprint, how, self._now() - began)
-        found = self._result(rival, [value], took, self._n_tokens(how=how), cut.narrow(ratio))
-        return found | {"treatment": chosen}
+    def _pick(self, cell: Cell, cut: TicketScales, note: Note) -> tuple[Blueprint, float]:
+        """The nested blocks, or those of the highest scores, and the seconds that they took."""
+        parent, block_map = cut.parent, cut.parent.block_map
+        widths, name = widths_of_ratio(block_map, cell.ratio), _importance(cell.what)
+        if name is None:
+            began = self._now()
+            return prefixes(block_map, parent.progress.order, widths), self._now() - began
+        found = self._scores(cell.parent, name, note)
+        began = self._now()
+        scores = {g: torch.tensor(v, dtype=torch.float64) for g, v in found["scores"].items()}
+        blueprint = importance.keep_best(block_map, scores, widths)
+        return blueprint, found["seconds"] + self._now() - began
 
-    def scores(self, rival: Rival, name: str, seed: int, note: Note) -> Result:
-        """Scores of all blocks that any setting cuts."""
-        ids = self.ids if name in importance.NEEDS_TEXT else None
-        began = time.perf_counter()
-        tick = _counter(note, 0 if ids is None else len(ids))
-        found = importance.score(rival.parent, name, ids, seed, tick)
-        return {
-            "scores": {group: values.tolist() for group, values in found.items()},
-            "seconds": self._now() - began,
+    def _scores(self, compared: ComparedParent, name: str, note: Note) -> Result:
+        """Scores of all blocks: a point of their own, since all settings and ratios share them."""
+        parent, reads = compared.parent, name in importance.NEEDS_TEXT
+        config = {
+            "what": f"scores {name}",
+            "weights": compared.sha256,
+            "blocks": _blocks(parent, parent.cfg.blocks.setting),
+            "calibration": self._calibration() if reads else None,
+            "device": self.device.type,
         }
 
-    def blocks(
-        self,
-        rival: Rival,
-        setting: Setting,
-        ratio: str,
-        how: str | None,
-        scored: Result,
-        needs: bool,
-    ) -> Result:
-        """The ticket of the highest scores; its seconds contain those of the scores."""
-        cut = self._of(rival, setting)
-        began = time.perf_counter()
-        blueprint = _chosen(cut.parent, ratio, scored)
-        value, took, chosen = self._scaled(cut, blueprint, how, self._now() - began)
-        n_tokens = self._n_tokens(needs, how)
-        seconds = scored["seconds"] + took
-        found = self._result(rival, [value], seconds, n_tokens, cut.narrow(ratio))
-        return found | {"treatment": chosen}
+        def measure() -> Result:
+            ids = self.sweep.ids if reads else None
+            began = self._now()
+            tick = _counter(note, 0 if ids is None else len(ids))
+            found = importance.score(parent, name, ids, self.sweep.seed, tick)
+            scores = {group: values.tolist() for group, values in found.items()}
+            return {"scores": scores, "seconds": self._now() - began}
 
-    def healed(
-        self,
-        cell: tuple[Rival, Setting, str],
-        scored: Result | None,
-        by: Healing,
-        scratch: bool,
-        note: Note,
-    ) -> Result:
-        """The ticket of the highest scores, without scores the nested one, or its shape with random weights, trained."""
-        rival, setting, ratio = cell
-        cut = self._of(rival, setting)
-        blueprint = _chosen(cut.parent, ratio, scored)
-        treatment, chosen = cut.treatments.best([blueprint])
-        parent, folder = cut.treatments.parent_with(treatment), by.work
-        if not (folder / "ticket" / deploy.TICKET).is_file():  # or one that was stopped goes on
-            pruned = folder / ("shape" if scratch else "ticket")
+        return self.points.measure(config, measure)["result"]
+
+    def _single_weights(
+        self, cell: Cell, cut: TicketScales, note: Note
+    ) -> tuple[list[float], float]:
+        """Pruned to a sparsity of 1 - ratio in each layer: perplexity and seconds."""
+        central, block_map = cut.parent.central, cut.parent.block_map
+        method, ids = METHODS[cell.what], self.sweep.ids
+        model = build(
+            cut.parent.template, block_map, central.layout, central.weights.clone()
+        ).model
+        causal_(model)
+        shares = _sparsities(block_map, cell.ratio)
+        wanted = {name: Pattern(share) for name, share in shares.items()}
+        n_all = 0 if ids is None else len(ids) * walk.n_layers(block_map)
+        began = self._now()
+        prune_(model, block_map, method, wanted, ids, _counter(note, n_all))
+        seconds = self._now() - began
+        return [perplexity(model, self.sweep.text, self.precision, cut.ready.loss)], seconds
+
+    def _healed(self, cell: Cell, cut: TicketScales, shapes: Shapes, note: Note) -> Result:
+        """A ticket, or its shape with random weights, trained as the data-parallel parent was."""
+        healing, config = self.sweep.healing, self.config(cell)
+        assert healing is not None
+        teacher, scratch = healing.teacher.parent, cell.what == SCRATCH
+        folder = healing.folder / name_of(config)  # one that was stopped goes on there
+        blueprint, picking = self._pick(cell, cut, note)
+        scale, chosen = cut.best([blueprint])
+        if not (folder / "ticket" / deploy.TICKET).is_file():
+            parent, pruned = cut.parent_with(scale), folder / ("shape" if scratch else "ticket")
             deploy.save_ticket(parent, blueprint, pruned)
             if scratch:
                 _start_anew(parent, blueprint, pruned, folder / "ticket")
+        note(f"{config['tokens']:,} tokens")
         request = HealRequest(
             ticket=folder / "ticket",
             out=folder / "healed",
-            tokens=by.tokens,
-            teacher="none" if scratch else by.teacher.parent.source,
-            data=by.data,
-            valid=by.data,  # it is measured here, on the table's own text
+            tokens=config["tokens"],
+            teacher="none" if scratch else teacher.source,
+            data=healing.data,
+            valid=healing.data,  # it is measured here, on the table's own text
             device=str(self.device),
-            like=by.teacher.parent.cfg,
+            like=teacher.cfg,
         )
         if not (request.out / deploy.TICKET).is_file():  # or it was stopped while it was measured
             heal(request, quiet=True, note=note)
         record = deploy.read_ticket(request.out)["healed"][-1]
-        model = deploy.load_ticket(folder / "healed")
+        model = deploy.load_ticket(request.out)
         nn.Module.to(model, self.device)
-        value = perplexity(model, self.text, self.precision, cut.ready.loss)
+        value = perplexity(model, self.sweep.text, self.precision, cut.ready.loss)
         shutil.rmtree(folder)
-        n_tokens, seconds = record["n_tokens"], record["seconds"]
-        if scored is not None and not scratch:
-            n_tokens, seconds = n_tokens + self._n_tokens(needs=True), seconds + scored["seconds"]
-        found = self._result(rival, [value], seconds, n_tokens, cut.narrow(ratio))
+        seconds = record["seconds"] + (0.0 if scratch else picking)
+        found = self._result(cell, shapes, [value], seconds)
+        found["calibration_tokens"] += record["n_tokens"]
         return found | ({} if scratch else {"treatment": chosen}) | {"healed": record}
 
-    def unstructured(
-        self, rival: Rival, setting: Setting, ratio: str, method: str, note: Note
-    ) -> Result:
-        """Single weights pruned to a sparsity of 1 - ratio in each layer; no byte is saved by that."""
-        cut = self._of(rival, setting)
-        model, block_map = cut.fresh(), cut.parent.block_map
-        ids = self.ids if METHODS[method].observe else None
-        wanted = {name: Pattern(share) for name, share in _sparsities(block_map, ratio).items()}
-        n_all = 0 if ids is None else len(ids) * len({g.layer for g in block_map.groups})
-        began = time.perf_counter()
-        prune_(model, block_map, METHODS[method], wanted, ids, _counter(note, n_all))
-        seconds = self._now() - began
-        value = perplexity(model, self.text, self.precision, cut.ready.loss)
-        shapes = cut.parent.central.layout.shapes
-        return self._result(rival, [value], seconds, self._n_tokens(ids is not None), shapes)
+    def _cut(self, cell: Cell) -> TicketScales:
+        """The cell's parent in its setting, ready to be evaluated; the one before makes room."""
+        parent, sweep = cell.parent.parent, self.sweep
+        setting = cell.setting or parent.cfg.blocks.setting
+        key = cell.parent.sha256, setting
+        if self._held is None or self._held[0] != key:
+            self._held = None
+            cut = TicketScales(recut(parent, setting), sweep.text, sweep.choice, self.precision)
+            self._held = key, cut
+        return self._held[1]
 
-    def decode(self, rival: Rival, setting: Setting, ratio: str, zeros: bool) -> Result:
-        """How much faster than its parent a ticket, or a parent with zeros, decodes on the CPU."""
-        cut = recut(rival.parent, setting)
-        kept = whole = cut.block_map.full()
-        if not zeros:
-            widths = widths_of_ratio(cut.block_map, ratio)
-            kept = for_deployment(cut.block_map, widths, seed=0)  # any blocks: equal shapes
-        full, other = (deploy.cut_ticket(cut, blueprint) for blueprint in (whole, kept))
-        for model in (full, other):
-            nn.Module.to(model, "cpu")
-        if zeros:
-            _drop_(other, cut, ratio)
-        slow, fast = speed.measure_all([full, other])
-        return {
-            "speedup": slow.fastest_decode_ms / fast.fastest_decode_ms,
-            "parent": asdict(slow),
-            "pruned": asdict(fast),
-        }
-
-    def _of(self, rival: Rival, setting: Setting) -> CutParent:
-        """The parent in one setting; the one before makes room."""
-        key = rival.sha256, setting
-        if self._cut is None or self._cut[0] != key:
-            self._cut = None
-            cut = recut(rival.parent, setting)
-            self._cut = (
-                key,
-                CutParent(cut, TicketScales(cut, self.text, self.choice, self.precision)),
-            )
-        return self._cut[1]
-
-    def _scaled(
-        self, cut: CutParent, blueprint: Blueprint, how: str | None, picked: float
-    ) -> tuple[float, float, dict[str, Any]]:
-        """A ticket that took `picked` seconds to choose, at its best scale: perplexity, seconds, what was tried."""
-        treatment, chosen = cut.treatments.best([blueprint])
-        return *self._ticket(cut, blueprint, treatment, how, self._now() - picked), chosen
-
-    def _ticket(
-        self,
-        cut: CutParent,
-        blueprint: Blueprint,
-        treatment: TicketScale,
-        how: str | None,
-        began: float,
-    ) -> tuple[float, float]:
-        """Perplexity of a ticket, and the seconds from `began` until it was there."""
-        if how is None:
-            model = cut.treatments.evaluator(treatment).refill_(blueprint).model
-        else:
-            assert self.ids is not None
-            ids, parent = self.ids[:REPAIR_SEQUENCES], cut.treatments.parent_with(treatment)
-            model = deploy.cut_ticket(repair.repair_parent(parent, blueprint, how, ids), blueprint)
-            causal_(model)
-        seconds = self._now() - began
-        return perplexity(model, self.text, self.precision, cut.ready.loss), seconds
-
-    def _n_tokens(self, needs: bool = False, how: str | None = None) -> int:
-        """Calibration tokens behind a method that needs them, a repair, or both."""
-        if self.ids is None or not (needs or how):
-            return 0
-        return self.ids.numel() if needs else self.ids[:REPAIR_SEQUENCES].numel()
-
-    def _result(
-        self, rival: Rival, values: list[float], seconds: float, n_tokens: int, shapes: Shapes
-    ) -> Result:
+    def _result(self, cell: Cell, shapes: Shapes, values: list[float], seconds: float) -> Result:
         if not np.isfinite(values).all():
-            raise ValueError(f"{rival.parent.source} has no perplexity: its logits are not finite")
+            source = cell.parent.parent.source
+            raise ValueError(f"{source} has no perplexity: its logits are not finite")
+        n_tokens, ids = 0, self.sweep.ids
+        if ids is not None and (reads_text(cell.what) or cell.repair):
+            n_tokens = (ids if reads_text(cell.what) else ids[:REPAIR_SEQUENCES]).numel()
         return {
             **Spread("", 0, tuple(values)).summary(),
             "values": values,
             "seconds": seconds,
-            "calibration_tokens": n_tokens,
+            "calibration_tokens": 0 if cell.what == SCRATCH else n_tokens,
             "bytes": budget.weights_bytes(shapes),
         }
 
@@ -306,6 +304,37 @@ class Stand:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def _importance(what: str) -> str | None:
+    """What the blocks of a cell are scored by, if they are."""
+    if what in (HEALED, SCRATCH):
+        return SCORED_BY
+    return what.removeprefix(STRUCTURED) if what.startswith(STRUCTURED) else None
+
+
+def reads_text(what: str) -> bool:
+    """Whether what is measured needs calibration text."""
+    if what in METHODS:
+        return METHODS[what].observe is not None
+    return _importance(what) in importance.NEEDS_TEXT
+
+
+def _blocks(parent: Parent, setting: Setting) -> dict[str, Any]:
+    """How a setting cuts a parent's layers."""
+    blocks = parent.cfg.blocks
+    common: dict[str, Any] = {key: c for key in COMMON if (c := list(getattr(blocks, key)))}
+    if common and blocks.common_by != "index":  # the same numbers mean other blocks
+        common["common_by"] = blocks.common_by
+    return {"setting": setting, **{key: getattr(blocks, key) for key in BLOCKS}, **common}
+
+
+def _tokens_of(text: Text) -> dict[str, Any]:
+    """The tokens that a perplexity follows from."""
+    first = text.first * text.seq_len
+    used = text.file.tokens[first : first + text.n_sequences * text.seq_len]
+    sha256 = hashlib.sha256(np.ascontiguousarray(used).data).hexdigest()
+    return {"sha256": sha256, "n_tokens": len(used)}
 
 
 def _counter(note: Note, n_all: int) -> Callable[[], None]:
@@ -317,15 +346,6 @@ def _counter(note: Note, n_all: int) -> Callable[[], None]:
         note(f"{n}/{n_all}")
 
     return tick
-
-
-def _chosen(parent: Parent, ratio: str, scored: Result | None = None) -> Blueprint:
-    """The blocks of the highest scores or, without scores, the first ones of the parent's own order."""
-    block_map, widths = parent.block_map, widths_of_ratio(parent.block_map, ratio)
-    if scored is None:
-        return prefixes(block_map, parent.progress.order, widths)
-    scores = {g: torch.tensor(v, dtype=torch.float64) for g, v in scored["scores"].items()}
-    return importance.keep_best(block_map, scores, widths)
 
 
 def _start_anew(parent: Parent, blueprint: Blueprint, ticket: Path, out: Path) -> None:
@@ -341,6 +361,27 @@ def _sparsities(block_map: BlockMap, ratio: str) -> dict[str, Fraction]:
     """1 - ratio for each group, exactly: single weights need no whole number of blocks."""
     said = shares_of_ratio(block_map, ratio)
     return {name: 1 - Fraction(text) for name, text in said.items()}
+
+
+def _speed(cell: Cell) -> Result:
+    """How much faster than its parent a ticket, or a parent with zeros, decodes on the CPU."""
+    assert cell.setting is not None
+    cut = recut(cell.parent.parent, cell.setting)
+    kept = whole = cut.block_map.full()
+    if cell.what == DECODE:
+        widths = widths_of_ratio(cut.block_map, cell.ratio)
+        kept = for_deployment(cut.block_map, widths, seed=0)  # any blocks: equal shapes
+    full, other = (deploy.cut_ticket(cut, blueprint) for blueprint in (whole, kept))
+    for model in (full, other):
+        nn.Module.to(model, "cpu")
+    if cell.what == ZEROS:
+        _drop_(other, cut, cell.ratio)
+    slow, fast = speed.measure_all([full, other])
+    return {
+        "speedup": slow.fastest_decode_ms / fast.fastest_decode_ms,
+        "parent": asdict(slow),
+        "pruned": asdict(fast),
+    }
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The parents of a comparison: opened, told apart, and refused where they cannot stand side by side."""
+"""The parents of a comparison: opened, and refused where their numbers cannot be compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABELS: dict[Method, str] = {"dense": "dense", "dropout": "dropout", "twist": "T
 
 
 @dataclass(frozen=True)
-class Rival:
+class ComparedParent:
     """One parent, cut in the widest setting that is asked for."""
 
     label: str  # what tables call it
@@ -47,12 +47,12 @@ def open_all(
     settings: Sequence[Setting],
     device: str,
     overrides: Sequence[str],
-) -> list[Rival]:
+) -> list[ComparedParent]:
     """Open the parents in order; the first one's text, precision and blocks hold for all."""
     if not sources:
         raise ValueError("give at least one of --parent-dense, --parent-dropout and --parent-twist")
     widest = _widest(settings)
-    found: list[Rival] = []
+    found: list[ComparedParent] = []
     for method, source in sources:
         opened = open_parent(source, device, overrides)
         trained = opened.cfg.train.method
@@ -66,14 +66,14 @@ def open_all(
         shown = tuple(s for s in settings if set(SETTINGS[s]) <= set(learnt))
         alone = sum(other == method for other, _ in sources) == 1
         label = LABELS[method] if alone else f"{LABELS[method]} {_name(source)}"
-        if label in (rival.label for rival in found):
-            label += f" #{1 + sum(rival.method == method for rival in found)}"
-        rival = Rival(
+        if label in (other.label for other in found):
+            label += f" #{1 + sum(other.method == method for other in found)}"
+        made = ComparedParent(
             label, method, recut(opened, widest), huggingface.weights_sha256(opened.template), shown
         )
         if found:
-            _check_alike(found[0].parent, rival.parent, source)
-        found.append(rival)
+            _check_alike(found[0].parent, made.parent, source)
+        found.append(made)
     return found
 
 
@@ -88,7 +88,8 @@ def _check_alike(one: Parent, other: Parent, source: str) -> None:
 
     def refuse(what: str, values: Sequence[Any], advice: str = "") -> None:
         raise ValueError(
-            f"{source} cannot be compared with {one.source}: {what} {values[0]}, not {values[1]}{advice}"
+            f"{source} cannot be compared with {one.source}: {what} {values[0]}, not {values[1]}"
+            f"{advice}"
         )
 
     n_tokens = [huggingface.vocab_size(p.template) for p in (other, one)]
