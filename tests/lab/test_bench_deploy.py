@@ -11,8 +11,9 @@ import pytest
 import torch
 from families_table import TABLE, build, tiny_model
 
-from twistlm.lab.bench.deploy import DeployBench, DeployRequest, _lengths, bench, table
+from twistlm.lab.bench.deploy import DeployBench, _lengths, bench, table
 from twistlm.lab.bench.measure import RUNTIMES, in_a_process, peak_bytes
+from twistlm.lab.bench.request import DeployRequest
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import Parent, open_parent
 
@@ -26,7 +27,7 @@ def parent(tmp_path_factory) -> Parent:
     return open_parent(folder, "cpu", CUT)
 
 
-FEW: dict = {"prefill": [4, 9], "n_decode": 3, "n_repeats": 2, "threads": 1}
+FEW: dict = {"prefill": (4, 9), "decode": 3, "repeats": 2, "threads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,7 @@ def made(parent, tmp_path_factory) -> tuple[DeployBench, Path]:
         for name in ("onnx", "onnx-q8"):
             patch.delitem(RUNTIMES, name)
         patch.setattr("twistlm.lab.bench.deploy.in_a_process", here)
-        return bench(
-            parent, DeployRequest(ratios=["attn=2/4,ffn=1/4"], **FEW), out, quiet=True
-        ), out
+        return bench(parent, DeployRequest(ratio=["attn=2/4,ffn=1/4"], **FEW), out, quiet=True), out
 
 
 PEAK = 12_345_678
@@ -112,7 +111,7 @@ def test_a_family_without_a_home_is_left_out_with_the_reason(parent, made, tmp_p
     result, out = made
     assert "llama.cpp" in result.left_out["llama.cpp-q8_0"]
     assert sorted(path.name for path in out.iterdir()) == ["deploy.json", "torch"]
-    request = DeployRequest(ratios=[], runtimes=["llama.cpp-q8_0"], **FEW)
+    request = DeployRequest(ratio=[], runtime=["llama.cpp-q8_0"], **FEW)
     with pytest.raises(ValueError, match=r"llama\.cpp"):
         bench(parent, request, tmp_path / "out", quiet=True)
     assert not list(tmp_path.iterdir())
@@ -151,10 +150,10 @@ def test_prompts_that_fit(parent):
 
 def test_nothing_is_left_of_a_bench_that_failed(parent, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="legal"):
-        bench(parent, DeployRequest(ratios=["5/12"]), tmp_path / "out", quiet=True)
+        bench(parent, DeployRequest(ratio=["5/12"]), tmp_path / "out", quiet=True)
     monkeypatch.setattr(
         deploy, "save_ticket", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
     )
     with pytest.raises(OSError, match="No space"):
-        bench(parent, DeployRequest(ratios=["2/4"], n_decode=4), tmp_path / "out", quiet=True)
+        bench(parent, DeployRequest(ratio=["2/4"], decode=4), tmp_path / "out", quiet=True)
     assert not list(tmp_path.iterdir())

@@ -148,7 +148,7 @@ def test_kernels_fall_into_groups():
         "triton_poi_fused_add_pow_rsub_sqrt_sub_0",
         "cudnn_sdpa_flash_bprop",
     ]
-    assert profile.table([("12/12", 2.0, made)]).row_count == len(profile.GROUPS) + 3
+    assert profile.kernel_table([("12/12", 2.0, made)]).row_count == len(profile.GROUPS) + 3
 
 
 # ---------------------------------------------------------------- bench comm

@@ -31,7 +31,7 @@ from twistlm.baselines.request import PruneRequest
 from twistlm.baselines.write import write
 from twistlm.compute.perplexity import Text
 from twistlm.data import token_file
-from twistlm.lab.compare import cells, measure, table
+from twistlm.lab.compare import measure, ratios, table
 from twistlm.lab.points import name_of
 from twistlm.model import generator
 from twistlm.model.blocks import widths_of_ratio
@@ -422,8 +422,8 @@ def test_single_weights_need_no_whole_blocks(here, monkeypatch, capsys):
 )
 def test_a_ratio_in_a_setting(ratio, setting, wanted):
     """What it says there, its one name among all ways to write it, and how large it is."""
-    mine = cells.in_setting(ratio, setting)
-    assert (mine, cells.exact(mine), float(cells.mean_share(mine))) == pytest.approx(wanted)
+    mine = ratios.in_setting(ratio, setting)
+    assert (mine, ratios.exact(mine), float(ratios.mean_share(mine))) == pytest.approx(wanted)
 
 
 UNEVEN = ("data.seq_len=16", "data.train=tokens", "data.valid=tokens", "blocks.n_ffn=12",
@@ -619,7 +619,7 @@ BAD = {
     "kinds and a list": (
         None,
         (*ONE, "--ratios", "2/4,attn=2/4,ffn=1/4"),
-        ("--ratios '2/4,attn=2/4,ffn=1/4': '2/4' is out of place", "a --ratios of their own"),
+        ("--ratios '2/4,attn=2/4,ffn=1/4': '2/4' is out of place", "in their own --ratios"),
     ),
     "no kind": (None, (*ONE, "--ratios", "attn=1/4,mlp=1/4"), ("'mlp=1/4' is out of place",)),
     "no layer": (None, (*ONE, "--ratios", "attn=1/4,ffn=1/4,ffn.x=1"), ("'ffn.x=1' is out of",)),

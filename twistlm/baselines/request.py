@@ -1,28 +1,38 @@
-"""What `twistlm lab prune` is asked for."""
+"""What `twistlm lab prune` is asked for; imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import NAMES, STRUCTURED
+from .. import fields
+from ..fields import option, seed_of, words
+from . import NAMES, REPAIRS, SINGLE_WEIGHTS, STRUCTURED, WHOLE_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneRequest:
     """How a parent is pruned: the method, how much goes, and the text that it goes by."""
 
-    method: str  # one of `baselines.NAMES`
-    sparsity: str | None = None  # one of these three says how much
-    ratio: str | None = None
-    nm: str | None = None
-    data: str | None = None  # calibration text; None: the training tokens of the parent's run
-    n: int = 128  # calibration sequences
-    seed: int = 0
-    repair: str | None = None  # of whole blocks: one of `baselines.REPAIRS`
+    method: str = option(
+        f"{words(SINGLE_WEIGHTS)} (single weights); {words(WHOLE_BLOCKS)} (whole blocks).",
+        choices=NAMES,
+    )
+    sparsity: str | None = option("Share of weights that go from every matrix: 0.667.", None)
+    ratio: str | None = option(
+        "Share of blocks that stay: 4/12; of single weights 1 - 4/12 go.", None
+    )
+    nm: str | None = option("N of every M weights in a row go: 2:4.", None, "--nm")
+    data: str | None = option("Token file to calibrate on; default: the run's data.train.", None)
+    n: int = option("Calibration sequences.", 128, "--n", least=1)
+    seed: int = seed_of("the sequences and of block:random")
+    repair: str | None = option(
+        "Fit what is left of each block:* layer to what it wrote when whole, without gradients: "
+        f"{words(REPAIRS)} (a constant, a factor per block, the output projection).",
+        None,
+    )
 
     def __post_init__(self) -> None:
-        if self.method not in NAMES:
-            raise ValueError(f"--method {self.method!r}: use one of {', '.join(NAMES)}")
+        fields.check(self)
         if self.importance is None:
             if self.repair is not None:
                 raise ValueError(

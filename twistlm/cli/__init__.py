@@ -8,13 +8,11 @@ from collections.abc import Callable
 from ..system.compat import quiet_transformers
 from ..system.signals import Ended
 from . import (  # noqa: F401  (they join the app)
-    bench,
-    compare,
     export,
     extract,
     look,
+    measure,
     node,
-    prune,
     tickets,
     training,
 )

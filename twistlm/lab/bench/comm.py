@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from rich.table import Table
 
@@ -24,6 +24,7 @@ from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...training.plan import busiest
 from ...transport.traffic import subnet_bytes
+from .request import CommRequest
 
 LONGEST = 1800  # seconds for one set of processes
 
@@ -77,29 +78,23 @@ class CommReport:
         return asdict(self) | {"ratios": self.ratios()}
 
 
-def bench(
-    *,
-    loopback: int,
-    megabytes: float,
-    slow: Sequence[int],
-    slow_megabytes: float,
-    gbit: float,
-    repeats: int,
-    wire: Wire,
-) -> CommReport:
-    """S = `loopback` workers on this machine; S in `slow` on hosts with links of `gbit` Gbit/s."""
+def bench(request: CommRequest) -> CommReport:
+    """S = `workers` on this machine; S in `slow` on hosts with links of `gbit` Gbit/s."""
     rows, left_out, about = [], {}, describe_run()
+    repeats, slow = request.repeats, request.slow
+    wire = cast(Wire, request.wire)
     about |= {"cores": os.cpu_count(), "load before": os.getloadavg()[0]}
     if slow and (why := why_not()):
         left_out["slow links"], slow = f"not measured: {why}", ()
     with progress(False) as bar:
         task = bar.add_task("exchanges", total=3 + 3 * len(slow), note="")
         for engines in (("bare", "star"), ("sharded",), ENGINES):
-            rows += _measure(Job("loopback", engines, loopback, megabytes, repeats, wire))
+            rows += _measure(Job("loopback", engines, request.workers, request.mb, repeats, wire))
             bar.advance(task)
         for n in slow:
             for engines in (("star",), ("sharded",), ENGINES):
-                rows += _measure(Job("slow", engines, n, slow_megabytes, repeats, wire, gbit))
+                job = Job("slow", engines, n, request.slow_mb, repeats, wire, request.gbit)
+                rows += _measure(job)
                 bar.advance(task)
     about["load after"] = os.getloadavg()[0]
     return CommReport(tuple(rows), left_out, about)

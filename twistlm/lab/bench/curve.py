@@ -1,4 +1,4 @@
-"""bench curve: the same steps with our local step and with stock Hugging Face in float32.
+"""bench train --curve: the same steps with our local step and with stock Hugging Face in float32.
 
 Both start from the same weights and read the same batches; what differs is rounding. Single losses
 scatter, so they are compared as means over the last `SMOOTH` steps.
@@ -50,7 +50,7 @@ def curve(cfg: Config, n_steps: int, quiet: bool = False) -> Curve:
     file.check(cfg.data.seq_len, huggingface.vocab_size(template))
     batches = Batches(file, cfg.data.seq_len, 1, cfg.train.batch, cfg.run.seed)
     with progress(quiet) as bar:
-        task = bar.add_task("bench curve", total=2 * n_steps, note="ours")
+        task = bar.add_task("bench train", total=2 * n_steps, note="ours")
         trainer = _trainer(template, cfg, device)
         ours = []
         for step in range(n_steps):
@@ -101,6 +101,14 @@ def _stock(
         adamw.step()
         adamw.zero_grad()
         yield float(loss.detach())
+
+
+def sentence(made: Curve) -> str:
+    """The last losses, and how far the smoothed ones are apart."""
+    return (
+        f"{len(made.ours)} steps: loss {made.ours[-1]:.4f}, stock {made.stock[-1]:.4f}; smoothed "
+        f"over {SMOOTH} steps they differ by at most {made.difference:.3%}"
+    )
 
 
 def _smooth(values: list[float]) -> list[float]:

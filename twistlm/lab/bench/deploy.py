@@ -26,6 +26,7 @@ from ...system.terminal import progress
 from ...tickets import deploy
 from ...tickets.parent import Parent
 from .measure import MEMORY, RUNTIMES, Workload, in_a_process, peak_bytes, times
+from .request import DeployRequest
 
 FULL = "full"
 PREFILL = (128, 512)  # tokens
@@ -76,58 +77,35 @@ class DeployBench:
         return {**asdict(self), "rows": rows, "memory": MEMORY}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeployRequest:
-    """Which tickets are measured beside the full parent, where, and how often."""
-
-    ratios: Sequence[str]  # a random ticket of each
-    runtimes: Sequence[str] = ()  # none: all that are installed and can run the model
-    prefill: Sequence[int] = ()  # prompt lengths; none: those of 128 and 512 that fit
-    n_decode: int = 32  # tokens after the prompt
-    n_repeats: int = 5
-    threads: int = 0  # 0: torch's choice
-    seed: int = 0
-
-    def check(self) -> None:
-        if unknown := set(self.runtimes) - set(RUNTIMES):
-            raise ValueError(f"--runtime {unknown.pop()}: use {', '.join(RUNTIMES)}")
-
-    def chosen(self) -> list[str]:
-        """Torch is always there: the others' logits are compared with its own."""
-        asked = {"torch", *self.runtimes} if self.runtimes else RUNTIMES
-        return [name for name in RUNTIMES if name in asked]
-
-    def blueprints(self, parent: Parent) -> dict[str, Blueprint]:
-        """The full model, and a random ticket of every ratio."""
-        cut, seed = parent.block_map, self.seed
-        widths = {ratio: widths_of_ratio(cut, ratio) for ratio in self.ratios}
-        tickets = {r: generator.for_deployment(cut, w, seed=seed) for r, w in widths.items()}
-        return {FULL: cut.full(), **tickets}
-
-    def workload(self, parent: Parent) -> Workload:
-        return Workload(
-            prefill=_lengths(parent, self.prefill, self.n_decode),
-            n_decode=self.n_decode,
-            n_repeats=self.n_repeats,
-            threads=self.threads or torch.get_num_threads(),
-            vocab_size=huggingface.vocab_size(parent.template),
-        )
+def blueprints(parent: Parent, ratios: Sequence[str], seed: int) -> dict[str, Blueprint]:
+    """The full model, and a random ticket of every ratio."""
+    cut = parent.block_map
+    widths = {ratio: widths_of_ratio(cut, ratio) for ratio in ratios}
+    tickets = {r: generator.for_deployment(cut, w, seed=seed) for r, w in widths.items()}
+    return {FULL: cut.full(), **tickets}
 
 
 def bench(
     parent: Parent, request: DeployRequest, folder: Path | None = None, *, quiet: bool = False
 ) -> DeployBench:
     """Measure the full parent and one random ticket per ratio; `folder` keeps the models too."""
-    request.check()
     if folder is not None and folder.exists():
         raise ValueError(f"--out {folder} exists already: choose another folder")
-    blueprints, plan = request.blueprints(parent), request.workload(parent)
-    chosen = request.chosen()
+    chosen_blocks = blueprints(parent, request.ratio, request.seed)
+    plan = Workload(
+        prefill=_lengths(parent, request.prefill, request.decode),
+        n_decode=request.decode,
+        n_repeats=request.repeats,
+        threads=request.threads or torch.get_num_threads(),
+        vocab_size=huggingface.vocab_size(parent.template),
+    )
+    # torch is always there: the others' logits are compared with its own
+    chosen = [r for r in RUNTIMES if not request.runtime or r in ("torch", *request.runtime)]
     before, rows, left_out = os.getloadavg()[0], list[ModelTimes](), dict[str, str]()
     with _place(folder) as place, progress(quiet) as bar:
         task = bar.add_task("bench", total=2 * len(chosen), note="extract")
         tickets = {}
-        for ratio, blueprint in blueprints.items():
+        for ratio, blueprint in chosen_blocks.items():
             tickets[ratio] = place / "torch" / ratio.replace("/", "-")
             deploy.save_ticket(parent, blueprint, tickets[ratio])
         files = {}
@@ -136,7 +114,7 @@ def bench(
             try:
                 files[name] = _write(name, tickets, place / name)
             except ValueError as error:  # a library is missing, or the family has no home there
-                if name in request.runtimes:
+                if name in request.runtime:
                     raise
                 left_out[name] = str(error)
                 shutil.rmtree(place / name)

@@ -148,9 +148,7 @@ def _load_onnx(path: Path, threads: int, n_context: int) -> Runner:
 def _as_gguf(type_: str) -> Callable[[Path, Path], tuple[Path, ...]]:
     def write(ticket: Path, folder: Path) -> tuple[Path, ...]:
         if not llamacpp.installed():
-            raise ValueError(
-                "llama.cpp is not installed: pip install 'twistlm[llama]' (it compiles)"
-            )
+            raise ValueError("llama.cpp is not installed: pip install -e '.[llama]' (it compiles)")
         path = folder / "ticket.gguf"
         gguf.export(deploy.load_ticket(ticket), path, type_)
         return (path,)

@@ -63,7 +63,7 @@ def _group(name: str) -> str:
     return next(fits, REST)
 
 
-def table(rows: list[tuple[str, float, Profile]]) -> Table:
+def kernel_table(rows: list[tuple[str, float, Profile]]) -> Table:
     """One column per size: (title, ms of a step, profile)."""
     heads = (title for title, _, _ in rows)
     result = terminal.table("where a step's milliseconds go", "", *heads)

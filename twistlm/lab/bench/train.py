@@ -10,12 +10,13 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,6 +29,7 @@ from ...model.blocks import BlockMap, Widths, widths_of_ratio
 from ...model.central import create
 from ...model.count import flops_per_token
 from ...model.layout import Layout, cut_model
+from ...system import terminal
 from ...system.device import is_bf16
 from ...system.provenance import describe_run
 from ...system.terminal import progress
@@ -36,11 +38,10 @@ from ...training.progress import beginning
 from ...training.run import Run
 from ...training.worker import LocalTrainer
 from ...transport.ranks import Cluster
-from .profile import Profile, profile
+from .profile import Profile, kernel_table, profile
+from .request import TrainBenchRequest
 
 FULL = "12/12"
-SIZES = ("12/12", "10/12", "8/12", "6/12", "4/12", "3/12")
-SETTINGS = ("both", "attn", "ffn")
 REPEATS = 7
 SEQUENCES = 256  # random ones; rounds walk through them
 
@@ -96,11 +97,8 @@ class TrainBench:
 
 def bench(
     cfg: Config,
-    sizes: Sequence[str] = SIZES,
-    settings: Sequence[str] = SETTINGS,
+    request: TrainBenchRequest,
     *,
-    n_steps: int = 0,
-    references: bool = True,
     quiet: bool = False,
     save: Callable[[TrainBench], object] = lambda made: None,
 ) -> TrainBench:
@@ -108,15 +106,16 @@ def bench(
 
     `save` gets what there is after every row: a run that is cut off loses nothing.
     """
-    cluster = Cluster("local", cfg.train.n_workers, "physical", cfg.run.device)
+    sizes, settings = request.sizes.split(","), request.settings.split(",")
+    n_steps, t = request.steps, cfg.train
+    cluster = Cluster("local", t.n_workers, "physical", cfg.run.device)
     device = cluster.device
     template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
     points = [(s, r) for s in settings for r in sizes if r != FULL or s == settings[0]]
     for setting, ratio in points:  # a mistake is told before minutes are spent
         blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
         widths_of_ratio(families.partition(template, blocks), ratio)
-    names = ("Hugging Face, float32, eager", "Hugging Face, compiled") if references else ()
-    t = cfg.train
+    names = ("Hugging Face, float32, eager", "Hugging Face, compiled") if request.references else ()
     made = TrainBench(
         rows=(),
         references=(),
@@ -336,3 +335,53 @@ def _peak(device: torch.device, run: Run | None = None) -> int | None:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def tables(made: TrainBench) -> list[Table]:
+    """The sizes, and what stock tools take in the same run."""
+    title = (
+        f"a local step: batch {made.batch} x {made.seq_len} tokens, AdamW included (faster: than the full "
+        f"model; ideal: by FLOPs; ceiling: share of {made.ceiling_tflops:.3g} TFLOP/s; overhead: share of a "
+        f"round of {made.n_workers} workers x {made.interval} steps)"
+    )
+    result = terminal.table(
+        title,
+        *("blocks", "params", "ms", "tok/s", "TFLOP/s", "ceiling"),
+        *("faster", "ideal", "state MB", "peak MB", "overhead"),
+    )
+    full = made.full()
+    for row in made.rows:
+        result.add_row(
+            f"{row.ratio} {row.setting}",
+            f"{row.n_params / 1e6:.1f}M",
+            f"{row.ms:.2f}",
+            f"{row.tokens_per_s / 1e3:.0f}k",
+            f"{row.tflops:.3g}",
+            f"{row.tflops / made.ceiling_tflops:.1%}",
+            f"{full.ms / row.ms:.2f}x" if full else "",
+            f"{full.flops / row.flops:.2f}x" if full else "",
+            f"{row.state_bytes / 1e6:,.0f}",
+            _megabytes(row.peak_bytes),
+            f"{row.overhead:.1%}",
+        )
+    profiles = [
+        (f"{row.ratio} {row.setting}", row.ms, row.profile)
+        for row in made.rows
+        if row.profile is not None and row.setting == made.rows[0].setting
+    ]
+    where = [kernel_table(profiles)] if profiles else []
+    if not made.references:
+        return [result, *where]
+    beside = terminal.table(
+        "the same step with stock parts", "", "ms/step", "peak MB", "ours at full width"
+    )
+    for reference in made.references:
+        faster = f"{reference.ms / full.ms:.1f}x faster" if full else ""
+        beside.add_row(
+            reference.name, f"{reference.ms:.2f}", _megabytes(reference.peak_bytes), faster
+        )
+    return [result, *where, beside]
+
+
+def _megabytes(n_bytes: int | None) -> str:
+    return "" if n_bytes is None else f"{n_bytes / 1e6:,.0f}"

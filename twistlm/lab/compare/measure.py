@@ -155,15 +155,14 @@ class Comparison:
 
     def _tickets(self, cell: Cell, cut: TicketScales, shapes: Shapes, note: Note) -> Result:
         """Random tickets, whose scale is chosen on other ones; else the one that is picked."""
-        began, held_out = self._now(), list[Blueprint]()
         if cell.what == RANDOM:
             n, seed, block_map = self.sweep.n, self.sweep.seed, cut.parent.block_map
             widths = widths_of_ratio(block_map, cell.ratio)
             tickets, held_out = random_tickets(block_map, widths, n=n, seed=seed)
-            seconds = [(self._now() - began) / n]
+            picking = 0.0
         else:
             ticket, picking = self._pick(cell, cut, note)
-            tickets, seconds = [ticket], [picking]
+            tickets, held_out = [ticket], []
         times: list[float] = []  # of every ticket, until it is there
 
         def measure(scale: TicketScale, blueprint: Blueprint) -> float:
@@ -182,8 +181,8 @@ class Comparison:
 
         note("scale")
         scores = score_tickets(cut, tickets, held_out, measure)
-        spent = seconds[0] + sum(times) / len(times)
-        found = self._result(cell, shapes, list(scores.values), spent)
+        seconds = picking + sum(times) / len(times)
+        found = self._result(cell, shapes, list(scores.values), seconds)
         return found | {"treatment": scores.record}
 
     def _pick(self, cell: Cell, cut: TicketScales, note: Note) -> tuple[Blueprint, float]:
@@ -226,9 +225,7 @@ class Comparison:
         """Pruned to a sparsity of 1 - ratio in each layer: perplexity and seconds."""
         central, block_map = cut.parent.central, cut.parent.block_map
         method, ids = METHODS[cell.what], self.sweep.ids
-        model = build(
-            cut.parent.template, block_map, central.layout, central.weights.clone()
-        ).model
+        model = build(cut.parent.template, block_map, central.layout, central.weights.clone()).model
         causal_(model)
         shares = _sparsities(block_map, cell.ratio)
         wanted = {name: Pattern(share) for name, share in shares.items()}

@@ -1,20 +1,32 @@
-"""A comparison as one table: for the terminal, as CSV, Markdown and JSON, from the points on disk."""
+"""A comparison as one table: for the terminal, and as CSV, Markdown and JSON in files."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from ...system import terminal
-from ..points import Points
-from .cells import NESTED, NESTED_HEALED, SCRATCH, Cell, mean_share
+from ...system.files import whole_file
+from ...system.provenance import describe_run
+from .cells import DECODE, NESTED, NESTED_HEALED, RANDOM, SCRATCH, WHOLE, ZEROS, Cell, Sweep
+from .ratios import mean_share
 
 Lines = list[tuple[str, ...]]  # the header first
-OWN = ("random", NESTED, NESTED_HEALED)  # tickets as a parent gives them: rows go by its name
+FILES = ("compare.csv", "compare.md", "compare.json")
+OWN = (RANDOM, NESTED, NESTED_HEALED)  # tickets as a parent gives them: rows go by its name
+LEGEND = """\
+Scale: the activation scale of tickets, with `+ mean` where biases make up for absent blocks; the
+best of some, chosen on other text (`chosen_on` in compare.json). Seconds: after training, for one
+ticket. Tokens: those that were read to prune. MB: the weights on disk in float32. Decode: measured
+speed on the CPU (the fastest token) against the whole parent, of tickets by their shapes, of single
+zeros once, where there are most.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,73 +60,80 @@ class ComparisonRow:
             return ""
         return _number(self.perplexity) + (f" ± {_number(self.sd)}" if self.sd is not None else "")
 
+    def costs(self) -> tuple[str, ...]:
+        """Seconds, tokens, MB and speed."""
+        if self.perplexity is None or self.bytes is None:
+            return ("",) * 4
+        decode = "" if self.speedup is None else f"{self.speedup:.2f}x"
+        spent = "" if self.method == WHOLE else f"{self.seconds:.3g}"
+        return spent, f"{self.calibration_tokens:,}", f"{self.bytes / 1e6:,.1f}", decode
+
 
 def is_smaller(method: str) -> bool:
     """Whether whole blocks go, and with them bytes and time; else single weights become zeros."""
     return method in OWN or ":" in method or method.startswith(SCRATCH)
 
 
-def rows(cells: list[Cell], points: Points) -> list[ComparisonRow]:
-    """What is measured so far, in the order of the cells."""
-    zeros = next((_found(c, points) for c in cells if c.what == "zeros"), {}).get("speedup")
-    decode = {
-        (c.setting, c.ratio): _found(c, points).get("speedup") for c in cells if c.what == "decode"
-    }
-    several = len({c.rival.label for c in cells if c.is_pruned and c.what not in OWN})
+def rows(measured: list[tuple[Cell, dict[str, Any]]]) -> list[ComparisonRow]:
+    """A row for every cell but the speeds, in order; the result of an unfinished one is empty."""
+    speeds = {(c.what, c.setting, c.ratio): r.get("speedup") for c, r in measured}
+    zeros = next((r.get("speedup") for c, r in measured if c.what == ZEROS), None)
+    several = len({c.parent.label for c, _ in measured if c.is_pruned and c.what not in OWN}) > 1
     made = []
-    for cell in cells:
-        if cell.what in ("decode", "zeros"):
+    for cell, result in measured:
+        what = cell.what
+        if what in (DECODE, ZEROS):
             continue
-        found = _found(cell, points)
-        speedup = decode.get((cell.setting, cell.ratio)) if is_smaller(cell.what) else zeros
-        method = cell.what
-        if several > 1 and cell.is_pruned and cell.what not in OWN:
-            method += f" ({cell.rival.label})"
+        speed = speeds.get((DECODE, cell.setting, cell.ratio)) if is_smaller(what) else zeros
+        by_parent = several and cell.is_pruned and what not in OWN
         made.append(
             ComparisonRow(
                 setting=cell.setting or "",
-                ratio=cell.ratio or "",
-                parent=cell.rival.label,
-                method=method,
+                ratio=cell.ratio,
+                parent=cell.parent.label,
+                method=f"{what} ({cell.parent.label})" if by_parent else what,
                 repair=cell.repair or "",
-                scale=found.get("treatment", {}).get("chosen", ""),
-                perplexity=found.get("mean"),
-                sd=found.get("sd"),
-                n=found.get("n"),
-                seconds=found.get("seconds"),
-                calibration_tokens=found.get("calibration_tokens"),
-                bytes=found.get("bytes"),
-                speedup=1.0 if cell.what == "whole" else speedup,
-                values=tuple(found.get("values", ())),
+                perplexity=result.get("mean"),
+                sd=result.get("sd"),
+                n=result.get("n"),
+                seconds=result.get("seconds"),
+                calibration_tokens=result.get("calibration_tokens"),
+                bytes=result.get("bytes"),
+                speedup=1.0 if what == WHOLE else speed,
+                values=tuple(result.get("values", ())),
+                scale=result.get("treatment", {}).get("chosen", ""),
             )
         )
     return made
 
 
-def _found(cell: Cell, points: Points) -> dict[str, Any]:
-    return cell.find(points) or {}
+def title(sweep: Sweep, setting: Any) -> str:
+    """What stands above the table of one setting."""
+    n_tokens = sweep.text.n_sequences * sweep.text.seq_len
+    spread = f" (random: mean ± sd of {sweep.n})" if sweep.n > 1 else ""
+    least = size_name(min(sweep.ratios_in(setting), key=mean_share))
+    return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; costs at {least}"
 
 
 def summary(made: list[ComparisonRow], setting: str) -> Lines:
-    """One setting: a line per rival, perplexity at every ratio, and costs at its smallest one."""
+    """One setting: a line per row, perplexity at every ratio, and costs at its smallest one."""
     mine = [row for row in made if row.setting == setting]
     ratios = list(dict.fromkeys(row.ratio for row in mine))
     heads = (size_name(ratio) for ratio in ratios)
     lines: Lines = [("", "whole", *heads, "scale", "seconds", "tokens", "MB", "decode")]
-    for row in (row for row in made if row.method == "whole"):
-        blank = ("",) * len(ratios)
-        lines.append((row.parent, row.shown(), *blank, "", *_costs(row)))
+    for row in (row for row in made if row.method == WHOLE):
+        lines.append((row.parent, row.shown(), *("",) * len(ratios), "", *row.costs()))
     for name in dict.fromkeys(row.name for row in mine):
         by_ratio = {row.ratio: row for row in mine if row.name == name}
         shown = (by_ratio[ratio].shown() if ratio in by_ratio else "" for ratio in ratios)
         chosen = by_size([by_ratio[ratio].scale for ratio in ratios if ratio in by_ratio])
         least = min(by_ratio, key=mean_share)  # of a stopped comparison not the smallest of all
-        lines.append((name, "", *shown, chosen, *_costs(by_ratio[least])))
+        lines.append((name, "", *shown, chosen, *by_ratio[least].costs()))
     return unless_blank(lines, "scale")
 
 
 def size_name(ratio: str) -> str:
-    """How tables call a size: `attn=2/3 ffn=6/12`, where a narrow column may break between the kinds."""
+    """A size as `attn=2/3 ffn=6/12`, where a narrow column may break between the kinds."""
     return ratio.replace(",", " ")
 
 
@@ -129,16 +148,6 @@ def unless_blank(lines: Lines, column: str) -> Lines:
 def by_size(scales: list[str]) -> str:
     """One scale for all sizes, or one after the other in their order."""
     return scales[0] if len(set(scales)) == 1 else "; ".join(scale or "?" for scale in scales)
-
-
-def _costs(row: ComparisonRow) -> tuple[str, ...]:
-    if row.perplexity is None:
-        return ("",) * 4
-    assert row.seconds is not None
-    assert row.bytes is not None
-    decode = "" if row.speedup is None else f"{row.speedup:.2f}x"
-    spent = "" if row.method == "whole" else f"{row.seconds:.3g}"
-    return spent, f"{row.calibration_tokens:,}", f"{row.bytes / 1e6:,.1f}", decode
 
 
 def everything(made: list[ComparisonRow]) -> Lines:
@@ -159,18 +168,28 @@ def to_rich(lines: Lines, title: str) -> Table:
 
 
 def to_markdown(lines: Lines) -> str:
+    """A table in which names of parents are text."""
     ruled = [lines[0], ("---", *("---:",) * (len(lines[0]) - 1)), *lines[1:]]
     return "\n".join("| " + " | ".join(map(terminal.markdown_cell, line)) + " |" for line in ruled)
 
 
-def to_csv(lines: Lines) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue()
-
-
-def to_dict(made: list[ComparisonRow]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in made]
+def write(
+    folder: Path, made: list[ComparisonRow], summaries: dict[str, Lines], record: dict[str, Any]
+) -> None:
+    """The rows as CSV, the summaries and all rows as Markdown, everything as JSON."""
+    run, lines = describe_run(), everything(made)
+    as_csv = io.StringIO()
+    csv.writer(as_csv, lineterminator="\n").writerows(lines)
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    parts = ["# Comparison"]
+    parts += [f"## {title}\n\n{to_markdown(shown)}" for title, shown in summaries.items()]
+    parts += [LEGEND, f"## All rows\n\n{to_markdown(lines)}"]
+    command = terminal.markdown_code(run["command"])
+    parts.append(f"{command}, twistlm {run['git']}, {run['device']}, {versions}\n")
+    as_json = json.dumps({"rows": [asdict(row) for row in made], **record, **run}, indent=1)
+    texts = (as_csv.getvalue(), "\n\n".join(parts), as_json + "\n")
+    for name, content in zip(FILES, texts, strict=True):
+        whole_file(folder / name, content)
 
 
 def _number(value: float) -> str:
