@@ -281,7 +281,7 @@ def table2(lab: Lab) -> list[Point]:
 def memory(lab: Lab) -> list[Point]:
     """What half the blocks keep of GPT-2 small to XL, counted: the same at every scale."""
     about = {"experiment": "memory", "scale": lab.name, "share": "6/12"}
-    return [Point(about, lambda: {"half": printed.plan().half})]
+    return [Point(about, lambda: {"half": printed.half_shares()})]
 
 
 def shift(lab: Lab) -> list[Point]:

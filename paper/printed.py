@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from twistlm.config import Config, load
+from twistlm.model import families, huggingface
+from twistlm.model.count import gpt2_params
 from twistlm.training.plan import Plan, make
 
 SETUP = "GPT-2 124M pretrained, fine-tuned on WikiText-103, test perplexity, four P100"
@@ -79,3 +81,21 @@ def config() -> Config:
 def plan() -> Plan:
     """Parameters, rounds and bytes of the paper's set-up, counted from shapes."""
     return make(config())
+
+
+def half_shares() -> dict[str, dict[str, float]]:
+    """Model -> the share of its parameters in a subnet with half the blocks, by the appendix."""
+    blocks, found = config().blocks, {}
+    first, last = blocks.shared_first, blocks.shared_last
+    for name, size in families.GPT2_SIZES.items():
+        c = huggingface.planned_config(size)
+        n = c.num_hidden_layers
+        shape = (n, c.hidden_size, c.vocab_size, c.max_position_embeddings)
+        n_cut = {f"first {first} and last {last} layers shared": n - first - last}
+        n_cut["all layers cut"] = n
+        full = gpt2_params(*shape)
+        found[name] = {
+            way: gpt2_params(*shape, n_cut=layers, share=0.5) / full
+            for way, layers in n_cut.items()
+        }
+    return found

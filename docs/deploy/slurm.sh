@@ -31,7 +31,7 @@ case "$mode" in
   ray)
     # the command behind -- runs on the first node; requeued, the job goes on from the checkpoint
     srun ray symmetric-run --address "$first:6379" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
-      twistlm train "$what" --resume run.variant=ray ray.address="$first:6379" train.n_workers="$n_gpus"
+      twistlm train "$what" --auto-resume run.variant=ray ray.address="$first:6379" train.n_workers="$n_gpus"
     ;;
   join)
     srun --kill-on-bad-exit=0 twistlm node --join "$what"
@@ -40,7 +40,7 @@ case "$mode" in
     # --max-restarts=0: torchrun launches, and does not try to mend
     srun torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$gpus" --max-restarts=0 \
       --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first:29400" \
-      -m twistlm train "$what" --resume run.variant=sharded train.n_workers="$n_gpus"
+      -m twistlm train "$what" --auto-resume run.variant=sharded train.n_workers="$n_gpus"
     ;;
   *)
     echo "use ray, join or torchrun, not $mode" >&2

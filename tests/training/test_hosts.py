@@ -239,7 +239,7 @@ def test_a_run_among_failing_hosts_ends_by_itself(hosts, tmp_path):
         if driver.poll() is not None:
             hosts.nodes[0].wait()
             hosts.start(0)
-            driver = hosts.drive("demo", *more, "--resume")
+            driver = hosts.drive("demo", *more, "--auto-resume")
         elif n_heads == 0 and len(events(out, "round")) > 30:
             n_heads += 1
             hosts.signal(0, signal.SIGKILL, spare=driver.pid)

@@ -6,7 +6,6 @@ import io
 import json
 import re
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
@@ -22,8 +21,7 @@ from twistlm.data.token_file import open_tokens
 from twistlm.model import count, families, huggingface
 from twistlm.model.subnet import Gate
 from twistlm.system import terminal
-from twistlm.training import memory, plan, rounds
-from twistlm.training.here import forecast
+from twistlm.training import plan, rounds
 from twistlm.training.teacher import write_cache
 from twistlm.transport import traffic
 
@@ -72,14 +70,6 @@ def test_subnet_counts_follow_the_appendix(paper):
         assert row.n_params == rest + 8 * layer, row
 
 
-def test_asymptotic_memory_tends_to_a_half(paper):
-    for column in zip(*(shares.values() for shares in paper.half.values()), strict=True):
-        assert list(column) == sorted(column, reverse=True)
-        assert 0.5 < column[-1] < 0.57
-    small = paper.half["GPT-2 small"]
-    assert list(small.values()) == pytest.approx([0.772, 0.658], abs=5e-4)
-
-
 def test_the_formula_agrees_with_the_block_map_where_half_is_whole():
     """GPT-2 medium has 16 heads: 8 of them, and 8 of 16 FFN chunks, counted on real shapes."""
     size = families.GPT2_SIZES["GPT-2 medium"]
@@ -112,7 +102,7 @@ def test_the_command_prints_and_writes_it(tmp_path, monkeypatch, capsys):
         cli.main()
     assert done.value.code == 0
     printed = capsys.readouterr().out
-    for word in ("124,439,808", "11,427", "2,856", "45.50", "GPT-2 XL"):
+    for word in ("124,439,808", "11,427", "2,856", "45.50", "take sharded"):
         assert word in printed
     assert json.loads(target.read_text())["n_params"] == 124_439_808
 
@@ -148,28 +138,24 @@ def test_a_teacher_s_parameters_bytes_and_share_of_the_time(tokens, tmp_path, ca
     n_logits = cfg.train.batch * 15 * 64
     added = taught["gpu_bytes"]["worker"] - alone["gpu_bytes"]["worker"]
     assert added == 2 * (n_params + n_logits)
-    here = forecast(config.override(cfg, [f"train.teacher={tmp_path / 'teacher'}"]), 10)
-    assert here.teacher_share / (1 - here.teacher_share) > 2 * n_params / (6 * small)
+    share = taught["here"]["teacher_share"]
+    assert share / (1 - share) > 2 * n_params / (6 * small)
     t = cfg.train
-    n_told = t.n_workers * t.interval * t.batch * 15  # predictions
+    n_predictions = t.n_workers * t.interval * t.batch * 15  # predictions
     cached, _ = plan_of(tmp_path, capsys, made, "train.teacher=cache")
-    assert cached["teacher"] == {"n_params": 0, "round_bytes": n_told * 64 * 4}
+    assert cached["teacher"] == {"n_params": 0, "round_bytes": n_predictions * 64 * 4}
     write_cache(open_tokens(tokens), str(tmp_path / "teacher"), 5, 16, "cpu", quiet=True)
     cached, printed = plan_of(tmp_path, capsys, made, "train.teacher=cache")
-    assert cached["teacher"] == {"n_params": 0, "round_bytes": n_told * 5 * 4}
+    assert cached["teacher"] == {"n_params": 0, "round_bytes": n_predictions * 5 * 4}
     assert "the teacher's cache: " in printed
 
 
-def test_links_carry_what_workers_hold(tmp_path, capsys):
+def test_links_carry_what_workers_hold():
     """The recipe's workers hold all blocks; the paper's half of them, or what is asked for."""
-    links = {}
-    for ratio in ((), ("--ratio", "12/12"), ("--ratio", "4/12")):
-        made, _ = plan_of(tmp_path, capsys, "demo", *ratio)
-        links[ratio] = [link["n_bytes"]["sharded"] for link in made["links"]]
-    assert links[()] == links["--ratio", "12/12"] > links["--ratio", "4/12"]
-    held = plan.make(config.load("paper"))
-    assert held.links == plan.make(config.load("paper"), "1/2").links
-    assert "50% of the blocks" in held.links_say
+    demo, paper = config.load("demo"), config.load("paper")
+    held = {ratio: plan.make(demo, ratio).links.n_bytes["sharded"] for ratio in (None, "1", "4/12")}
+    assert held[None] == held["1"] > held["4/12"]
+    assert plan.make(paper).links == plan.make(paper, "1/2").links
 
 
 def test_hours_are_those_of_the_rounds_where_epochs_do_not_count(tmp_path, capsys):
@@ -199,73 +185,47 @@ def test_without_tokens_a_plan_asks_how_many_there_will_be(tmp_path, capsys, mon
 def test_a_plan_for_any_family_and_config():
     made = plan.make(config.load("smollm2", ["train.rounds=10"]))
     assert made.n_params == 134_515_008  # SmolLM2-135M
-    assert made.half == {}
     assert ("both", "6/12") not in {(row.setting, row.ratio) for row in made.rows}  # 1.5 kv groups
 
 
-THIRD = Fraction(1, 3)
-
-
-@pytest.fixture(scope="module")
-def sizes() -> dict[str, plan.Size]:
-    return {of.name: of for of in plan.sizes(config.load("paper"), THIRD)}
+def third(*overrides: str, gbit: float = 1, tflops: float = 100) -> plan.Links:
+    """Links of GPT-2 small with a third of the blocks."""
+    return plan.make(config.load("paper", overrides), "1/3", gbit, tflops).links
 
 
 @pytest.mark.parametrize(
     ("n_workers", "ray", "sharded", "ddp"),
     [(4, 2.77, 0.52, 11.2), (16, 11.1, 0.65, 14.0), (64, 44.4, 0.68, 14.7)],
 )
-def test_gpt2_small_at_a_third_in_float32(sizes, n_workers, ray, sharded, ddp):
-    cfg = config.load("paper", ["train.moments=reset"])
-    made = plan.forecast(cfg, sizes["GPT-2 small"], n_workers, gbit=1, tflops=100)
+def test_gpt2_small_at_a_third_in_float32(n_workers, ray, sharded, ddp):
+    made = third("train.moments=reset", f"train.n_workers={n_workers}")
     gigabytes = {engine: n / 1e9 for engine, n in made.n_bytes.items()}
     assert gigabytes == pytest.approx({"ray": ray, "sharded": sharded, "ddp": ddp}, rel=0.008)
     assert made.seconds["ray"] == pytest.approx(8 * made.n_bytes["ray"] / 1e9)
 
 
-def test_llama_7b_in_bf16(sizes):
-    of = sizes["Llama 7B"]
-    assert of.n_params == 6_738_415_616
-    made = [
-        plan.busiest(e, 64, 4 * of.n_subnet, 2 * of.n_params, 15) for e in ("ray", "sharded", "ddp")
-    ]
-    assert [n / 1e9 for n in made] == pytest.approx([758, 11.7, 398], rel=0.004)  # fmt: skip
+def test_llama_7b_in_bf16():
+    """6.74e9 parameters, 2.96e9 of them in a subnet with a third of the blocks."""
+    made = [plan.busiest(e, 64, 4 * 2_961_000_000, 2 * 6_738_415_616, 15) for e in plan.ENGINES]
+    assert [n / 1e9 for n in made] == pytest.approx([758, 11.7, 398], rel=0.004)
 
 
-def test_llama_70b_has_its_parameters(sizes):
-    assert sizes["Llama 70B"].n_params == 68_976_648_192
-
-
-def test_a_whole_number_of_blocks_is_counted_as_the_plan_counts_it(sizes):
-    from twistlm.training import plan
-
-    rows = {(row.setting, row.ratio): row for row in plan.make(config.load("paper")).rows}
-    assert sizes["GPT-2 small"].n_subnet == rows["both", "4/12"].n_params
-
-
-def test_which_engine_to_take(sizes):
+def test_which_engine_to_take():
     """Ray beside slow workers; shards beside fast ones; a ring where three rows meet one step."""
-    cfg, of = config.load("paper"), sizes["GPT-2 small"]
-    assert plan.forecast(cfg, of, 4, gbit=10, tflops=0.01).take == "ray"
-    assert plan.forecast(cfg, of, 4, gbit=1, tflops=100).take == "sharded"
-    fast = plan.forecast(cfg, of, 4, gbit=100, tflops=1)  # the object store does not keep up
+    assert third(gbit=10, tflops=0.01).take == "ray"
+    assert third().take == "sharded"
+    fast = third(gbit=100, tflops=1)  # the object store does not keep up
     assert fast.seconds["ray"] == pytest.approx(8 * fast.n_bytes["ray"] / 5e9)
-    every_step = replace(cfg, train=replace(cfg.train, interval=1))
-    assert plan.forecast(every_step, of, 4, gbit=1, tflops=100).take == "ddp"
+    assert third("train.interval=1").take == "ddp"
 
 
-def test_carried_moments_triple_the_bytes_and_a_narrow_wire_takes_them_back(sizes):
-    of = sizes["GPT-2 small"]
-
-    def sharded(*overrides: str) -> int:
-        cfg = config.load("paper", overrides)
-        return plan.forecast(cfg, of, 4, gbit=1, tflops=100).n_bytes["sharded"]
-
-    plain = sharded("train.moments=reset")
-    assert sharded() == pytest.approx(3 * plain)
+def test_carried_moments_triple_the_bytes_and_a_narrow_wire_takes_them_back():
+    plain = third("train.moments=reset").n_bytes["sharded"]
+    assert third().n_bytes["sharded"] == pytest.approx(3 * plain)
     # down 4 + 2 + 2, up 2 + 2 + 2 bytes of 8; down 4 + 1 + 2, up 1 + 1 + 2, and scales
-    assert sharded("run.wire=bf16") == pytest.approx(12 / 8 * plain)
-    assert sharded("run.wire=int8") == pytest.approx((7 + 5 * 4 / 256) / 8 * plain, rel=1e-6)
+    assert third("run.wire=bf16").n_bytes["sharded"] == pytest.approx(12 / 8 * plain)
+    narrow = third("run.wire=int8").n_bytes["sharded"]
+    assert narrow == pytest.approx((7 + 5 * 4 / 256) / 8 * plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("ratio", ["0", "5/4", "x", "1/0"])
@@ -303,20 +263,21 @@ def test_a_round_writes_its_bytes(tokens, tmp_path):
     assert row["bytes_wire"] == 0
 
 
-def test_the_table_is_whole_in_80_characters(monkeypatch):
-    monkeypatch.setattr(terminal, "console", Console(width=80, file=io.StringIO()))
-    made = plan.forecasts(config.load("paper", []), Fraction(1, 2), 1.0, 100.0)
-    terminal.console.print(plan.forecast_table(made, "links"))
-    shown = terminal.console.file.getvalue()
-    for row in made:
-        numbers = (
-            *(n / 1e9 for n in row.n_bytes.values()),
-            *row.seconds.values(),
-            row.train_seconds,
-        )
-        line = {f"{v:,.2f}" if v < 100 else f"{v:,.0f}" for v in numbers}
-        line |= {str(row.n_workers), row.take}
-        assert any(line <= set(text.split()) for text in shown.splitlines()), row
+def test_the_run_that_was_asked_for_in_80_characters(monkeypatch):
+    """All numbers of the links are readable, and nobody else's model is spoken of."""
+    narrow = Console(width=80, file=io.StringIO())
+    for module in (terminal, plan):
+        monkeypatch.setattr(module, "console", narrow)
+    cfg = config.load("paper")
+    made = plan.make(cfg)
+    plan.show(made, cfg)
+    shown = narrow.file.getvalue()
+    for engine in plan.ENGINES:
+        line = {plan._short(made.links.n_bytes[engine] / 1e9)}
+        line |= {plan._short(made.links.seconds[engine])}
+        assert any(line <= set(text.split()) for text in shown.splitlines()), engine
+    assert "Llama" not in shown
+    assert "XL" not in shown
 
 
 SHAPES = {
@@ -324,6 +285,10 @@ SHAPES = {
     "medium": ("n_layer=24", "n_embd=1024", "n_head=16"),
     "large": ("n_layer=36", "n_embd=1280", "n_head=20"),
 }
+
+
+def gpu_bytes(cfg: config.Config) -> plan.Memory:
+    return plan.gpu_bytes(plan.counted(cfg), plan.teacher_cost(cfg))
 
 
 @pytest.mark.parametrize(
@@ -340,14 +305,14 @@ def test_memory_of_a_worker_beside_an_h200(shape, batch, n_ffn, measured):
     own = [f"model.config.{key}" for key in SHAPES[shape]] + [f"blocks.n_ffn={n_ffn}"]
     whole = [f"blocks.k_attn={n_ffn}", f"blocks.k_ffn={n_ffn}", f"train.batch={batch}"]
     cfg = config.load("paper", ["model.weights=random", *own, *whole])
-    assert memory.gpu_bytes(cfg).worker == pytest.approx(measured, rel=0.05)
+    assert gpu_bytes(cfg).worker == pytest.approx(measured, rel=0.05)
 
 
 def test_memory_of_the_recipe_beside_an_h200():
     """`peak_bytes` of SmolLM2's 250 rounds with masks for every sequence and a teacher (docs/results.md)."""
-    found = memory.gpu_bytes(config.load("smollm2"))
+    found = gpu_bytes(config.load("smollm2"))
     assert found.process == pytest.approx(11_926_939_136, rel=0.05)
-    alone = memory.gpu_bytes(config.load("smollm2", ["train.teacher=none"]))
+    alone = gpu_bytes(config.load("smollm2", ["train.teacher=none"]))
     n_logits, n_params = 8 * 1023 * 49_152, 134_515_008
     assert found.process - alone.process == 2 * (n_logits + n_params)  # its weights, its logits
     assert found.process - found.worker == 2 * 3 * 4 * n_params
@@ -363,10 +328,10 @@ HAND = [
 ]
 
 
-def hand_memory(*changes: str) -> memory.Memory:
+def hand_memory(*changes: str) -> plan.Memory:
     """Of the demo's GPT-2 (4 layers of d = 48, 12 heads, FFN 192), whose inner two layers are cut."""
     own = [f"blocks.{change}" for change in HAND]
-    return memory.gpu_bytes(config.load("demo", [*own, "train.batch=2", *changes]))
+    return gpu_bytes(config.load("demo", [*own, "train.batch=2", *changes]))
 
 
 def test_memory_by_hand():
@@ -382,12 +347,12 @@ def test_memory_by_hand():
     whole = hand_memory()
     n_logits = 2 * 63 * 512
     kept = 2 * ((4 * layer + 2 * 48) * n_tokens + n_logits)
-    assert whole.worker == 16 * n_full + memory.REST + kept
+    assert whole.worker == 16 * n_full + plan.REST + kept
     assert whole.process - whole.worker == 2 * 3 * 4 * n_full  # the central buffer and its sums
     half = hand_memory("blocks.k_attn=6", "blocks.k_ffn=6")  # gated: a third output of attention
     less = 2 * 2 * n_tokens * (5 * 48 - (3 + 3) * 24 + 192)
     assert whole.worker - half.worker == 16 * (n_full - subnet[6, 6]) + less
-    # a seat for every width that comes up, activations of the largest alone
+    # a trainer for every width that comes up, activations of the largest alone
     both = hand_memory("blocks.k_attn=[6, 3]", "blocks.k_ffn=6")
     assert both.worker - half.worker == 16 * subnet[3, 6]
     four = hand_memory("blocks.k_attn=[6, 3]", "blocks.k_ffn=[6, 4, 4]")  # 6 rounds, 4 pairs
@@ -443,6 +408,6 @@ def test_what_compiled_layers_keep_is_counted(name, gated):
         model.base_model(input_ids=ids, use_cache=False)
     n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     names = {group.name for group in every.groups} if gated else set()
-    kept = memory.values_per_token(every, huggingface.shapes(model), every.full_widths(), names)
+    kept = plan.values_per_token(every, huggingface.shapes(model), every.full_widths(), names)
     # left out: numbers per token and head or norm, cosines and sines, one float32 state at the end
     assert 2 * kept * ids.numel() == pytest.approx(n_bytes, rel=0.05)

@@ -12,7 +12,7 @@ import pytest
 import ranks
 import torch
 from checkpoints import FILES
-from commands import toml
+from commands import in_process, toml
 from conftest import make_tokens, tiny, tiny_table
 
 from twistlm.data.stream import Leases
@@ -57,6 +57,41 @@ def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
     assert saved.leases == Leases(2 * 3 * 3 * 2 + 3 * 4 * 1)
     rounds.train(cfg, resume=True)  # nothing left to do, nothing to tell
     assert len((tmp_path / "run/resumes.jsonl").read_text().splitlines()) == 1
+
+
+def test_resume_needs_a_checkpoint_and_something_to_train(tmp_path, monkeypatch, capsys):
+    """What can have no effect is refused and leaves nothing behind; a finished run says that it is."""
+    tokens, out = make_tokens(tmp_path / "tokens"), tmp_path / "run"
+    path = toml(tmp_path / "run.toml", tiny_table(tokens, out, train={"rounds": 2}))
+
+    def train(*args: str) -> tuple[int, str, str]:
+        return in_process(monkeypatch, capsys, "train", path, *args)
+
+    code, _, err = train("--resume")
+    assert code == 2
+    assert all(part in err for part in (str(out), "no checkpoint to resume", "--auto-resume"))
+    assert not out.exists()
+    assert train("--auto-resume")[0] == 0
+    code, said, _ = train("--resume")
+    assert code == 0
+    said = " ".join(said.split())
+    assert all(part in said for part in ("finished after round 2", "nothing was trained"))
+    assert "train.rounds=N" in said
+    code, said, err = train("--resume", "train.lr=1")
+    assert code == 2
+    assert all(part in err for part in ("finished after round 2", "train.lr = 1.0", "train.rounds"))
+    assert "is now" not in said
+    assert train("--resume", "train.rounds=3", "train.lr=1e-4")[0] == 0
+    assert checkpoint.open_(out).round == 3
+
+
+def test_a_start_that_is_a_run_of_yours_says_how_to_make_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = in_process(monkeypatch, capsys, "train", "wiki-gpt2")
+    assert code == 2
+    assert "twistlm train wiki-gpt2 model.weights=random train.method=dense" in err
+    assert "run.out=runs/wiki-start" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_stopped_command_says_how_it_goes_on(tmp_path: Path):
@@ -115,7 +150,7 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):
         assert attempt or victim.is_alive(), "the run ended before it could be killed"
         victim.kill()
         victim.join()
-        victim = ranks.twistlm(log, "train", configs["killed"], "--resume")
+        victim = ranks.twistlm(log, "train", configs["killed"], "--auto-resume")
     for process, output in ((reference, straight), (victim, log)):
         process.join(300)
         assert process.exitcode == 0, output.read_text()
@@ -136,7 +171,7 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):
     )
 
 
-def test_one_signal_is_a_wish_and_a_later_one_stops_at_once():
+def test_one_signal_is_a_request_and_a_later_one_stops_at_once():
     """Schedulers send the same one twice within a second; afterwards the handlers are as they were."""
     before = [signal.getsignal(number) for number in SIGNALS]
     with on_signals(Stop(), quiet=True) as stop:

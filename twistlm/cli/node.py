@@ -48,7 +48,7 @@ def node(
     if head == bool(join):
         raise ValueError("say either --head or --join HOST:PORT")
     if importlib.util.find_spec("ray") is None:
-        raise ValueError("twistlm node needs Ray: pip install 'twistlm[ray]'")
+        raise ValueError("twistlm node needs Ray: pip install -e '.[ray]'")
     from ..system.terminal import console
     from ..transport import ray_cluster
 

@@ -101,6 +101,13 @@ Overrides = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")]
+AutoResume = Annotated[
+    bool,
+    typer.Option(
+        "--auto-resume",
+        help="Resume, or start where there is no checkpoint: for jobs that a scheduler starts again.",
+    ),
+]
 Parent = Annotated[str, typer.Argument(help=PARENT)]
 Data = Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")]
 Tokens = Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")]

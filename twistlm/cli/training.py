@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 
 from .options import (
     ANY_MODEL,
+    AutoResume,
     Data,
     Device,
     JsonOut,
@@ -135,6 +135,7 @@ def train(
     preset: Preset,
     overrides: Overrides = None,
     resume: Resume = False,
+    auto_resume: AutoResume = False,
     minutes: Annotated[
         float, typer.Option(min=0, help="Save and stop after this time; 0: never.")
     ] = 0,
@@ -145,19 +146,34 @@ def train(
     from .. import config
 
     cfg = config.load(preset, overrides or [])  # a mistake there is told before torch is imported
+    if not (resume or auto_resume):
+        _check_start(cfg.model.weights, preset)
     from ..system import signals
 
     signals.end_with_launcher()  # also while the imports that follow take their time
     with signals.apart(NO_RAY) if cfg.run.variant == "ray" else nullcontext():
         from ..system.terminal import console
         from ..training import rounds
+        from ..training.resume import check_there
         from ..transport.ranks import on_central_rank
 
+        if resume and on_central_rank():
+            check_there(Path(cfg.run.out))
         deadline = time.monotonic() + 60 * minutes
         is_late = (lambda: time.monotonic() >= deadline) if minutes else None
-        last = rounds.train(cfg, resume=resume, is_late=is_late)
+        last = rounds.train(cfg, resume=resume or auto_resume, is_late=is_late)
         if on_central_rank():
             console.print(f"checkpoint: {last}")
+
+
+def _check_start(weights: str, preset: str) -> None:
+    """A start that a preset takes from a run of yours, which is not there yet: say how to make it."""
+    if weights.startswith("runs/") and not Path(weights).exists():
+        raise ValueError(
+            f"model.weights = {weights!r}: there is no such run yet; make this start with `twistlm "
+            f"train {preset} model.weights=random train.method=dense train.teacher=none "
+            f"run.out={weights}`, or take a pretrained model of the same type"
+        )
 
 
 @app.command(
@@ -274,18 +290,8 @@ def plan(
     from .. import config
 
     cfg = config.load(preset, overrides or [])
-    from ..system.terminal import console
-    from ..training.here import forecast
-    from ..training.memory import gpu_bytes, teacher_cost
     from ..training.plan import make, show
 
     made = make(cfg, ratio, gbit, tflops)
-    passes = 1 if cfg.train.rounds else cfg.train.epochs
-    console.print(str(forecast(cfg, round(made.n_sequences * passes))))
-    memory, teacher = gpu_bytes(cfg), teacher_cost(cfg)
-    console.print(str(memory))
-    if teacher:
-        console.print(str(teacher))
-    show(made)
-    costs = {"gpu_bytes": asdict(memory), "teacher": asdict(teacher) if teacher else None}
-    write_json(json_out, made.to_dict() | costs)
+    show(made, cfg)
+    write_json(json_out, made.to_dict())

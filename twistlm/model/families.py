@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import BlocksConfig, ModelConfig, Setting
-from . import huggingface
 from .blocks import KINDS, BlockGroup, BlockMap, Kind, Partition, Shapes
 
 ATTN_BY = ("auto", "head", "group", "query")
@@ -81,24 +79,6 @@ GPT2_SIZES = {
         ("GPT-2 medium", 24, 1024, 16),
         ("GPT-2 large", 36, 1280, 20),
         ("GPT-2 XL", 48, 1600, 25),
-    )
-}
-LLAMA_SIZES = {  # the shapes of Llama 2
-    name: ModelConfig(
-        type="llama",
-        config={
-            "num_hidden_layers": n_layers,
-            "hidden_size": d,
-            "intermediate_size": d_ffn,
-            "num_attention_heads": n_heads,
-            "num_key_value_heads": n_kv,
-            "vocab_size": 32000,
-        },
-    )
-    for name, n_layers, d, d_ffn, n_heads, n_kv in (
-        ("Llama 7B", 32, 4096, 11008, 32, 32),
-        ("Llama 13B", 40, 5120, 13824, 40, 40),
-        ("Llama 70B", 80, 8192, 28672, 64, 8),
     )
 }
 
@@ -325,13 +305,3 @@ def _check_no_norm_over_heads(
                 f"attn layers of {model_type} cannot be cut: {name} has shape {shape}, which spans more "
                 f"than one head of {dh}; try blocks.setting = 'ffn'"
             )
-
-
-@cache
-def known_sizes() -> dict[str, PreTrainedModel]:
-    """GPT-2 and Llama from small to large, without weights."""
-    planned = GPT2_SIZES | LLAMA_SIZES
-    return {
-        name: huggingface.on_meta(huggingface.planned_config(size))
-        for name, size in planned.items()
-    }

@@ -28,7 +28,16 @@ REFUSED = (
 )
 
 
-def find(folder: Path, cfg: Config, quiet: bool) -> Checkpoint | None:
+def check_there(out: Path) -> None:
+    """Refuse a folder without a checkpoint: whoever says --resume has named one by mistake."""
+    if not checkpoint.numbered(out / "checkpoints"):
+        raise ValueError(
+            f"run.out = {str(out)!r}: there is no checkpoint to resume; to start the run, leave out "
+            f"--resume, or say --auto-resume, which starts it where there is none"
+        )
+
+
+def find(folder: Path, cfg: Config) -> Checkpoint | None:
     """The newest valid checkpoint to go on from, refusing one of another run."""
     found, broken = checkpoint.newest(folder)
     for sentence in broken:
@@ -42,21 +51,36 @@ def find(folder: Path, cfg: Config, quiet: bool) -> Checkpoint | None:
         outer_appears = name == "train.outer" and "none" in (was, now)
         if name in REFUSED or name.split(".")[0] in REFUSED or outer_appears:
             raise ValueError(
-                f"cannot resume {found.path}: {name} was {was!r} and is now {now!r}; to go on with the run's "
-                f"own config: twistlm train {cfg.run.out} --resume"
+                f"cannot resume {found.path}: {name} was {was!r} and is now {now!r}; to go on with "
+                f"the run's own config: twistlm train {cfg.run.out} --resume"
             )
-    if not quiet:
-        for name, (was, now) in changed.items():
-            console.print(f"{name} was {was!r} and is now {now!r}", style="yellow")
-        console.print(f"resuming from {found.path}")
+    return found
+
+
+def announce(found: Checkpoint, cfg: Config) -> None:
+    """Say where a run goes on, and what is not as it was."""
+    for name, (was, now) in changes(found, cfg).items():
+        console.print(f"{name} was {was!r} and is now {now!r}", style="yellow")
+    console.print(f"resuming from {found.path}")
     was, now = found.manifest["device"], provenance.describe_run()["device"]
-    if was != now and not quiet:
+    if was != now:
         console.print(
-            f"the device was {was!r} and is now {now!r} (run.device, run.threads): the run goes on, but not bit "
-            f"for bit as it would have there",
+            f"the device was {was!r} and is now {now!r} (run.device, run.threads): the run goes on, "
+            f"but not bit for bit as it would have there",
             style="yellow",
         )
-    return found
+
+
+def finished(found: Checkpoint, cfg: Config, quiet: bool) -> None:
+    """Say that nothing is left to train; a changed key that can have no effect is refused."""
+    key = "train.rounds" if cfg.train.rounds else "train.epochs"
+    more = f"to train more, say {key}=N with N > {getattr(cfg.train, key[6:])}"
+    sentence = f"{cfg.run.out} is finished after round {found.round}"
+    if changed := changes(found, cfg):
+        name, (_, now) = next(iter(changed.items()))
+        raise ValueError(f"{sentence}: {name} = {now!r} would change nothing; {more}")
+    if not quiet:
+        console.print(f"{sentence}: nothing was trained; {more}")
 
 
 def changes(found: Checkpoint, cfg: Config) -> dict[str, tuple[Any, Any]]:

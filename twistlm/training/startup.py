@@ -48,7 +48,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
         raise ValueError(
             f"run.out = {cfg.run.out!r} already holds a run: add --resume, or choose another folder"
         )
-    saved = resume.find(folder, cfg, quiet) if resumes and cluster.is_central else None
+    saved = resume.find(folder, cfg) if resumes and cluster.is_central else None
     cut = _cut(cfg, saved, cluster.device)
     train, valid = _open_data(cfg, cluster)
     _check_data(cfg, cut.template, saved, [train, valid])
@@ -78,7 +78,11 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
     evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)
     run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator, frozen)
-    if saved is not None and saved.round < run.end(progress):
+    if saved is not None and saved.round >= run.end(progress):
+        resume.finished(saved, cfg, quiet)
+    elif saved is not None:
+        if not quiet:
+            resume.announce(saved, cfg)
         resume.log_(out, saved, cfg)
     return run, share(progress, cut.block_map, cluster)
 

@@ -22,7 +22,7 @@ def join(cfg: Config) -> Cluster:
             raise ValueError(f"train.method = {cfg.train.method!r}: use run.variant = 'local'")
         if importlib.util.find_spec("ray") is None:
             raise ValueError(
-                "run.variant = 'ray' needs Ray, which is not installed: pip install 'twistlm[ray]'"
+                "run.variant = 'ray' needs Ray, which is not installed: pip install -e '.[ray]'"
             )
         from ...transport import ray_cluster
 
