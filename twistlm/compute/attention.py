@@ -1,8 +1,8 @@
 """Causal attention on whole sequences, with no mask tensor.
 
-transformers cannot see, inside a compiled graph, that a batch holds no packed sequences, and builds a mask
-[batch, 1, T, T]; the flash kernels refuse masks, and attention then takes three times as long. Our training
-and evaluation sequences are never padded or packed, so `is_causal` says it all.
+transformers cannot see, inside a compiled graph, that a batch holds no packed sequences, and builds
+a mask [batch, 1, T, T]; the flash kernels refuse masks, and attention then takes three times as
+long. Our training and evaluation sequences are never padded or packed, so `is_causal` says it all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAME = "causal"
 
 
 def _mask(*, kv_length: int, local_size: int | None = None, **kwargs: Any) -> Any:
-    """None where plain causal attention is meant; sliding windows shorter than the text keep theirs."""
+    """None for plain causal attention; a sliding window shorter than the text keeps its mask."""
     if local_size is None or local_size >= kv_length:
         return None
     return sdpa_mask(kv_length=kv_length, local_size=local_size, **kwargs)

@@ -1,7 +1,8 @@
 """The gradient of a model's loss, written into the views of one flat buffer.
 
-`plain` asks autograd for everything and copies. `direct` lets the head's matrix products write into the buffer
-and adds the embeddings' gradients there as rows: for GPT-2 124M that is a third of all parameters.
+`plain` asks autograd for everything and copies. `direct` lets the head's matrix products write into
+the buffer and adds the embeddings' gradients there as rows: for GPT-2 124M that is a third of all
+parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ..model.blocks import State
 from . import graphs
 from .loss import AnyTeacher, HeadGrads, Loss, chunked_loss
 
-# (ids [batch, seq_len], share, teacher_topk=None) -> loss; the views then hold the gradient of share * loss
+# (ids [batch, seq_len], share, teacher_topk=None) -> loss; the views then hold the gradient of
+# share * loss
 Gradient = Callable[..., Tensor]
 
 
@@ -103,7 +105,7 @@ class Lookup:
 
 
 def intercept_(model: nn.Module) -> list[Lookup]:
-    """Put lookups into all plain embeddings of a model that is to be trained by `torch.autograd.grad`."""
+    """Put lookups into all plain embeddings of a model that `torch.autograd.grad` trains."""
     lookups = [
         Lookup(f"{name}.weight", module)
         for name, module in model.named_modules()
@@ -115,7 +117,7 @@ def intercept_(model: nn.Module) -> list[Lookup]:
 
 
 def add_rows_(grad: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """grad[ids] += rows; in low precision the rows of one id are summed in float32 and rounded once."""
+    """grad[ids] += rows; in low precision each id's rows are summed in float32, rounded once."""
     if grad.element_size() >= 4:
         grad.index_add_(0, ids, rows)
         return

@@ -52,8 +52,8 @@ def compile_layers_(model: PreTrainedModel) -> bool:
 
     Layers of one shape share one graph, so another width costs seconds, however deep the model is.
     """
-    # by default torch does not look whether a layer has hooks: a gated one would take the graph of a
-    # shared one of the same shapes, and run without its mask and scale
+    # by default torch does not look whether a layer has hooks: a gated one would take the graph of
+    # a shared one of the same shapes, and run without its mask and scale
     torch._dynamo.config.skip_nnmodule_hook_guards = False
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -61,7 +61,8 @@ def compile_layers_(model: PreTrainedModel) -> bool:
     # torch's own tracer looks at the .grad of a layer's input, and torch then warns about it
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     for layer in layers:
-        # a dozen small kernels are tried in several shapes each: seconds, for 1.5% of a step at batch 2
+        # a dozen small kernels are tried in several shapes each: seconds, for 1.5% of a step at
+        # batch 2
         layer.compile(dynamic=False, options={"max_autotune_pointwise": True})
     return bool(layers)
 
@@ -75,7 +76,7 @@ def _pool(device: torch.device) -> Any:
 
 
 class Replayed:
-    """A function of fixed tensors; on a GPU it is recorded once as a CUDA graph and then replayed."""
+    """A function of fixed tensors; a GPU records it once as a CUDA graph and replays that."""
 
     def __init__(self, function: Callable[[], None], device: torch.device, enabled: bool):
         self.function, self.device = function, device

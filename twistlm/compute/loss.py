@@ -1,10 +1,12 @@
 """Next-token loss without all the logits: head, softmax and loss in chunks of tokens.
 
-The loss is the cross-entropy of the text, or with a teacher (1 - a) of it plus a KL(teacher || model), both
-at temperature 1 over the whole vocabulary; of a teacher's cache, over its k likeliest tokens and the rest as one.
+The loss is the cross-entropy of the text, or with a teacher (1 - a) of it plus a KL(teacher ||
+model), both at temperature 1 over the whole vocabulary; of a teacher's cache, over its k likeliest
+tokens and the rest as one.
 
-The logits of 32 x 1024 tokens of GPT-2 are 6.6 GB in float32. Here one chunk's live in the model's precision, and
-both gradients are made on the way forward; torch's own chunked loss (2.13) does the same but cannot be compiled.
+The logits of 32 x 1024 tokens of GPT-2 are 6.6 GB in float32. Here one chunk's live in the model's
+precision, and both gradients are made on the way forward; torch's own chunked loss (2.13) does the
+same but cannot be compiled.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ ALIGN = 64  # rows of the head on a GPU: with 50,257 its products run at a sixth
 
 @dataclass(frozen=True)
 class HeadGrads:
-    """Buffers that take the head's gradients, of `share` times the loss, straight from the products."""
+    """Buffers for the gradient of `share` times the loss by the head's weight and bias."""
 
     weight: Tensor
     bias: Tensor | None
@@ -41,7 +43,7 @@ class HeadGrads:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A frozen model whose predictions are learned, and the weight of KL(teacher || model) in the loss."""
+    """A frozen model to learn from, and the weight of KL(teacher || model) in the loss."""
 
     model: PreTrainedModel
     weight: float
@@ -58,7 +60,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class TeacherLogits:
-    """A teacher's last hidden states [tokens, d] and head: its logits are made a chunk at a time."""
+    """A teacher's last hidden states [tokens, d] and head, which make logits by the chunk."""
 
     hidden: Tensor
     head: Tensor
@@ -88,17 +90,18 @@ class CachedTeacher:
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """A teacher's k likeliest tokens and their log-probs, [tokens, k]; of the rest only the sum is known."""
+    """A teacher's k likeliest tokens and their log-probs, [tokens, k]; the rest is one sum."""
 
     ids: Tensor
     log_probs: Tensor
     weight: float  # of KL in the loss
 
     def logits(self, at: slice, mine: Tensor) -> Tensor:
-        """log p of the k, and for the others the model's own logits `mine` with what p leaves to them.
+        """log p of the k; for the others the model's own logits `mine`, shifted to what p leaves.
 
-        With p_rest = 1 - sum p, KL to this distribution has the value and the gradient of the KL over k + 1
-        outcomes, sum p log(p / s) + p_rest log(p_rest / s_rest): inside the rest both are alike.
+        With p_rest = 1 - sum p, KL to this distribution has the value and the gradient of the KL
+        over k + 1 outcomes, sum p log(p / s) + p_rest log(p_rest / s_rest): inside the rest both
+        are alike.
         """
         mine, ids = _exact(mine.detach()), self.ids[at]
         log_probs = self.log_probs[at].to(mine.dtype)
@@ -120,7 +123,7 @@ def linear_cross_entropy(
     chunk: int = CHUNK,
     prediction: Prediction | None = None,
 ) -> Tensor:
-    """Mean loss of `hidden @ weight.T + bias` [tokens, vocab] against `targets` [tokens] and a teacher."""
+    """Mean loss of the logits `hidden @ weight.T + bias` against `targets` and a teacher."""
     leaves = (hidden, weight) if bias is None else (hidden, weight, bias)
     # a Function's `needs_input_grad` is true of parameters under no_grad, too
     if not (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)):
@@ -137,8 +140,8 @@ def chunked_loss(
 ) -> Tensor:
     """`next_token_loss` through the base model and the head, a chunk of tokens at a time.
 
-    With `head_grads`, autograd sees the hidden states alone, this loss must be the root of its graph, and what lies
-    behind `head_grads.weight` in memory must be written after it (`_aligned`).
+    With `head_grads`, autograd sees the hidden states alone, this loss must be the root of its
+    graph, and what lies behind `head_grads.weight` in memory must be written after it (`_aligned`).
     """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     head: Any = model.get_output_embeddings()
@@ -181,7 +184,7 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _mean_loss(logits: Tensor, targets: Tensor, teacher_logits: Tensor, share: float) -> Tensor:
-    """Mean over tokens of (1 - a) cross-entropy + a KL(softmax(teacher) || softmax(logits)), a = `share`."""
+    """Mean over tokens of (1 - a) cross-entropy + a KL(teacher || model), a = `share`."""
     mine = _exact(logits).log_softmax(-1)
     teacher_log_probs = _exact(teacher_logits[:, : logits.shape[1]]).log_softmax(-1)
     plain = F.nll_loss(mine, targets, reduction="none")
@@ -195,9 +198,10 @@ def _exact(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def loss_for(model: PreTrainedModel, teacher: AnyTeacher | None = None) -> Loss:
-    """The chunked loss where the logits are the head's alone, the plain one where more is done to them.
+    """The chunked loss where logits are the head's product, else the plain one.
 
-    (Some families cap or scale their logits.) `model` is tried on a few tokens, and so is a teacher.
+    (Some families cap or scale their logits.) `model` is tried on a few tokens, and so is a
+    teacher.
     """
     if isinstance(teacher, Teacher) and loss_for(teacher.model) is next_token_loss:
         return next_token_loss
@@ -208,7 +212,7 @@ def loss_for(model: PreTrainedModel, teacher: AnyTeacher | None = None) -> Loss:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """mean over tokens of logsumexp(h W^T + b) - (h W^T + b)[target], mixed with KL to a teacher."""
+    """mean of logsumexp(h W^T + b) - (h W^T + b)[target], mixed with KL to a teacher."""
 
     @staticmethod
     def forward(
@@ -257,7 +261,7 @@ def _forward(
     head_grads: HeadGrads | None = None,
     prediction: Prediction | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mean loss, and with `head_grads` the gradient of its share by `hidden`; those of the head are there."""
+    """The mean loss and, with `head_grads`, which it fills, its gradient by `hidden`."""
     n_tokens, vocab = len(targets), len(weight)
     head = _aligned(weight)
     d_head = None if head_grads is None else _aligned(head_grads.weight)
@@ -298,8 +302,9 @@ def _aligned_rows(weight: Tensor) -> int:
 def _aligned(weight: Tensor) -> Tensor:
     """The head, or its gradient, with a multiple of `ALIGN` rows on a GPU.
 
-    In a flat buffer the rows beyond its own are the next parameter's, and nothing is copied. As weights they
-    are multiplied by zeros; as gradients they become zeros before the next parameter's are written.
+    In a flat buffer the rows beyond its own are the next parameter's, and nothing is copied. As
+    weights they are multiplied by zeros; as gradients they become zeros before the next parameter's
+    are written.
     """
     n_rows, (vocab, d) = _aligned_rows(weight), weight.shape
     assert weight.is_contiguous()
@@ -338,7 +343,7 @@ def _distil_(
     vocab: int,
     n_tokens: float,
 ) -> Tensor:
-    """The same with a teacher's logits t, `at` these tokens: gradient softmax(s) - (1 - a) onehot - a softmax(t)."""
+    """The same with a teacher's logits t: gradient softmax(s) - (1 - a) onehot - a softmax(t)."""
     share = prediction.weight
     if _has_kernels(logits) and isinstance(prediction, TeacherTopK):
         named = prediction.ids[at], prediction.log_probs[at]

@@ -87,8 +87,8 @@ def perplexity(
 class Evaluator:
     """Evaluates a central model, as it is now, and subnets of it.
 
-    One model per width is built and then refilled; `dataclasses.replace(evaluator, text=...)` is another
-    evaluator over the same models.
+    One model per width is built and then refilled; `dataclasses.replace(evaluator, text=...)` is
+    another evaluator over the same models.
     """
 
     template: PreTrainedModel
@@ -125,7 +125,8 @@ class Evaluator:
     def refill_(self, blueprint: Blueprint) -> Subnet:
         """A physical subnet of the central model as it is now, with its activation scale.
 
-        It is this evaluator's own model of these widths: the next call with equal widths overwrites it.
+        It is this evaluator's own model of these widths: the next call with equal widths overwrites
+        it.
         """
         self.block_map.check_blueprint(blueprint)
         widths = self.block_map.widths(blueprint)

@@ -1,6 +1,7 @@
 """How the loss changes when a block is turned down: the gradient by a mask on every block.
 
-A mask m_b multiplies what block b feeds into its layer's output projection; m = 1 is the whole model.
+A mask m_b multiplies what block b feeds into its layer's output projection; m = 1 is the whole
+model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def mask_slopes(
 ) -> Iterator[dict[str, Tensor]]:
     """For every sequence of ids [n, seq_len] and every group dl/dm: float64 [seq_len, n_blocks].
 
-    Each token has a mask of its own; one mask for all tokens has the sum over tokens as its gradient.
+    Each token has a mask of its own; one mask for all tokens has the sum over tokens as its
+    gradient.
     """
     weights = central.weights
     full = build(template, block_map, central.layout, weights, gates="all")

@@ -94,8 +94,8 @@ def build(folder: Path, quiet: bool = False) -> dict[str, TokenFile]:
 def resolve(stem: str, split: str, near: Path | None = None) -> str:
     """A token file's stem; the built-in corpus is made on first use.
 
-    A run names its tokens as they were seen from the folder it was started in. `near` is the run's own
-    folder: what is not found from here is looked for from each folder above the run.
+    A run names its tokens as they were seen from the folder it was started in. `near` is the run's
+    own folder: what is not found from here is looked for from each folder above the run.
     """
     if not stem.startswith("builtin:"):
         return _found_above(stem, near) if near is not None else stem

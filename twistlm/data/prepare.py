@@ -188,7 +188,7 @@ def prepare(
 
 
 def _amount(source: str) -> tuple[bool, int | None]:
-    """What a bar counts of a source, for its time left: bytes of a text, else documents; None is unknown."""
+    """Whether a progress bar counts bytes (else documents), and how many; None is unknown."""
     path = Path(source)
     if path.suffix in (".txt", ".raw"):
         return True, path.stat().st_size if path.is_file() else None

@@ -1,11 +1,11 @@
-"""The stream of training sequences: batches as a pure function, and the ledger behind exactly-once data.
+"""Batches as a pure function of seed and step, and the ledger that trains each sequence once.
 
-The data is an endless stream of shuffled sequences, counted from 0. A slot is one batch: the places of
-`batch` sequences in that stream. A round of n live workers and I steps takes I * n slots; step j of the
-w-th live worker gets slots[j * n + w]. What a lost worker held is given back and is the first to go out
-again. The ledger (`Leases`) counts sequences, not batches, so that S and the batch may change at any round
-boundary: nothing is lost, nothing is seen twice. A sequence that holds an illegal id never goes out, and
-one that fails with two workers is set aside: the ledger names both.
+The data is an endless stream of shuffled sequences, counted from 0. A slot is one batch: the places
+of `batch` sequences in that stream. A round of n live workers and I steps takes I * n slots; step j
+of the w-th live worker gets slots[j * n + w]. What a lost worker held is given back and is the
+first to go out again. The ledger (`Leases`) counts sequences, not batches, so that S and the batch
+may change at any round boundary: nothing is lost, nothing is seen twice. A sequence that holds an
+illegal id never goes out, and one that fails with two workers is set aside: the ledger names both.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Batches:
         return self.file.describe(int(self.rows_at([place])[0]), self.seq_len)
 
     def teacher_topk(self, slot: Slot) -> Tensor | None:
-        """A teacher's predictions for that batch: uint8 [batch, seq_len - 1, bytes], `teacher_cache.unpack` reads them."""
+        """A teacher's packed predictions for that batch: uint8 [batch, seq_len - 1, bytes]."""
         return (
             None if self.teacher_cache is None else self.teacher_cache.sequences(self.rows_at(slot))
         )
@@ -145,10 +145,11 @@ def give_back(leases: Leases, slots: tuple[Slot, ...]) -> Leases:
 
 
 def fail(leases: Leases, slots: tuple[Slot, ...], worker: int) -> Leases:
-    """The ledger after this worker could not train these slots: what fails with a second one is set aside.
+    """The ledger after a worker could not train these slots; a second failure skips a sequence.
 
-    For errors and for results that are not believed; a sequence that fails twice with one worker may be
-    that worker's fault, and those of a worker that is merely gone are given back, however often.
+    For errors and for results that are not believed; a sequence that fails twice with one worker
+    may be that worker's fault, and those of a worker that is merely gone are given back, however
+    often.
     """
     places = {place for slot in slots for place in slot}
     twice = {place for place, other in leases.failed if place in places and other != worker}

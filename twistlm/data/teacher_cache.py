@@ -1,8 +1,9 @@
 """Lessons: a teacher's k likeliest tokens and their log-probs for every prediction in a token file.
 
-The windows are those of training: without overlap, seq_len tokens, seq_len - 1 predictions in each. In
-`STEM.teacher.bin` a prediction is k token ids (little-endian uint16; uint32 for vocabularies beyond 65,536),
-likeliest first, and k log-probs (float16). `STEM.teacher.json` says whose they are, and for which tokens.
+The windows are those of training: without overlap, seq_len tokens, seq_len - 1 predictions in each.
+In `STEM.teacher.bin` a prediction is k token ids (little-endian uint16; uint32 for vocabularies
+beyond 65,536), likeliest first, and k log-probs (float16). `STEM.teacher.json` says whose they are,
+and for which tokens.
 """
 
 from __future__ import annotations
@@ -122,10 +123,10 @@ def unpack(told: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 def write_teacher_cache(
     tokens: TokenFile, meta: TeacherCacheMeta, pieces: Callable[[int], Iterable[Tensor]]
 ) -> TeacherCache:
-    """Write packed predictions, window after window; `pieces(first)` makes those from window `first` on.
+    """Write packed predictions; `pieces(first)` makes those from window `first` on.
 
-    The cache appears whole or not at all. What a stopped process had written stays in `STEM.teacher.part`, and
-    the next one for the same tokens, teacher and k goes on with it.
+    The cache appears whole or not at all. What a stopped process had written stays in
+    `STEM.teacher.part`, and the next one for the same tokens, teacher and k goes on with it.
     """
     path, about = _paths(tokens.stem)
     with _growing(path, meta) as part:
@@ -181,7 +182,7 @@ class _Part:
 
 @contextmanager
 def _growing(path: Path, meta: TeacherCacheMeta) -> Iterator[_Part]:
-    """The part that becomes `path` at the end; what is written when an error comes stays for the next process."""
+    """The part that becomes `path` at the end; after an error it stays for the next process."""
     growing, about = path.with_suffix(".part"), path.with_suffix(".part.json")
     with naming(path), growing.open("a+b") as file:
         opened = os.fstat(file.fileno())  # renamed since, it is another process's finished cache
@@ -212,13 +213,14 @@ def open_teacher_cache(tokens: TokenFile, seq_len: int, vocab_size: int) -> Teac
         )
     if meta.vocab_size != vocab_size:
         raise ValueError(
-            f"{about} is of a teacher that knows {meta.vocab_size} tokens, the model {vocab_size}: a "
-            f"teacher needs the same tokenizer"
+            f"{about} is of a teacher that knows {meta.vocab_size} tokens, the model {vocab_size}: "
+            "a teacher needs the same tokenizer"
         )
     manifest.check_size(path, file)
     if meta.n_bytes != file.n_bytes:
         raise ValueError(
-            f"{path} has {file.n_bytes} bytes, {about.name} needs {meta.n_bytes}: both are not of one cache"
+            f"{path} has {file.n_bytes} bytes, {about.name} needs {meta.n_bytes}: both are not of "
+            "one cache"
         )
     mine = (tokens.n_sequences(seq_len), tokens.meta.tokenizer_sha256, tokens_sha256(tokens))
     if (meta.n_sequences, meta.tokenizer_sha256, meta.tokens_sha256) != mine:

@@ -1,4 +1,4 @@
-"""Token files: `STEM.bin` (little-endian ids, memory-mapped) beside what describes and vouches for them.
+"""Token files: `STEM.bin` (little-endian ids, memory-mapped) and what describes them.
 
 `STEM.json` holds counts, where the text came from, and bytes and sha256 of the other two files;
 `STEM.tokenizer.json` is the tokenizer that made the ids.
@@ -73,14 +73,14 @@ class TokenFile:
         return self.meta.n_tokens // seq_len
 
     def sequences(self, rows: np.ndarray | list[int], seq_len: int) -> Tensor:
-        """Non-overlapping windows by number: int64 [len(rows), seq_len]; damaged ones are refused."""
+        """Non-overlapping windows by number: int64 [len(rows), seq_len], refusing illegal ids."""
         ids, bad = self.read(rows, seq_len)
         if bad:
             raise ValueError(f"{self.describe(bad[0], seq_len)}: the file is damaged")
         return torch.from_numpy(ids.astype(np.int64))
 
     def read(self, rows: np.ndarray | list[int], seq_len: int) -> tuple[np.ndarray, list[int]]:
-        """Windows [len(rows), seq_len] as they are, and which of them hold an id that is illegal."""
+        """Windows [len(rows), seq_len] as they are, and which of them hold an illegal id."""
         ids = self._cut(rows, seq_len)
         worst = ids.max(axis=1, initial=0)
         bad = [int(row) for row, top in zip(rows, worst, strict=True) if top > self.meta.max_id]
@@ -89,12 +89,13 @@ class TokenFile:
     def describe(self, row: int, seq_len: int) -> str:
         """The name of a sequence, and its largest id."""
         return (
-            f"{self.stem}.bin: sequence {row} (tokens {row * seq_len}..{(row + 1) * seq_len - 1}) holds id "
-            f"{int(self._cut([row], seq_len).max())}, the largest legal one is {self.meta.max_id}"
+            f"{self.stem}.bin: sequence {row} (tokens {row * seq_len}..{(row + 1) * seq_len - 1}) "
+            f"holds id {int(self._cut([row], seq_len).max())}, the largest legal one is "
+            f"{self.meta.max_id}"
         )
 
     def _cut(self, rows: np.ndarray | list[int], seq_len: int) -> np.ndarray:
-        """[len(rows), seq_len] of the file's own dtype; a file known to be damaged gives nothing."""
+        """[len(rows), seq_len] of the file's own dtype; a file known to be damaged is refused."""
         if self.hashed is not None:
             self.hashed.raise_damage()
         starts = np.asarray(rows, dtype=np.int64)[:, None] * seq_len
@@ -109,18 +110,19 @@ class TokenFile:
             )
         if self.meta.max_id >= vocab_size:
             raise ValueError(
-                f"{self.stem}: token id {self.meta.max_id} does not exist in the model's vocabulary of "
-                f"{vocab_size}: the tokenizer does not match the model"
+                f"{self.stem}: token id {self.meta.max_id} does not exist in the model's "
+                f"vocabulary of {vocab_size}: the tokenizer does not match the model"
             )
         if tokenizer_sha256 and tokenizer_sha256 != self.meta.tokenizer_sha256:
             raise ValueError(
                 f"{self.stem} was made with another tokenizer (sha256 "
-                f"{self.meta.tokenizer_sha256[:12]}...) than this run's ({tokenizer_sha256[:12]}...)"
+                f"{self.meta.tokenizer_sha256[:12]}...) than this run's "
+                f"({tokenizer_sha256[:12]}...)"
             )
 
 
 def open_tokens(stem: str) -> TokenFile:
-    """Open a token file, refusing parts that do not belong together: sizes now, the hash as it comes."""
+    """Open a token file: sizes are compared now, the hash in the background."""
     stem = stem.removesuffix(".bin").removesuffix(".json")
     meta, files = _read(stem)
     ids = Path(f"{stem}.bin")
@@ -138,7 +140,8 @@ def verify_tokens(stem: str) -> str:
     for first in range(0, file.meta.n_tokens, step):
         if (top := int(file.tokens[first : first + step].max())) > file.meta.max_id:
             raise ValueError(
-                f"{file.stem}.bin is damaged: it holds id {top}, the largest legal one is {file.meta.max_id}"
+                f"{file.stem}.bin is damaged: it holds id {top}, the largest legal one is "
+                f"{file.meta.max_id}"
             )
     what = f"token file {file.stem}: {file.meta.n_tokens:,} ids are legal"
     if not files:
@@ -151,7 +154,8 @@ def _read(stem: str) -> tuple[TokenMeta, dict[str, Vouched]]:
     meta_path, bin_path = Path(f"{stem}.json"), Path(f"{stem}.bin")
     if not meta_path.is_file() or not bin_path.is_file():
         raise ValueError(
-            f"no token file {stem}.bin + {stem}.json: make one with `twistlm prepare FILE... -o {stem}`"
+            f"no token file {stem}.bin + {stem}.json: make one with `twistlm prepare FILE... -o "
+            f"{stem}`"
         )
     try:
         record = manifest.read_json(meta_path)

@@ -73,9 +73,9 @@ class BlockMap:
         n_layers = 1 + max(group.layer for group in self.groups)
         if shared_first < 0 or shared_last < 0 or shared_first + shared_last >= n_layers:
             raise ValueError(
-                f"blocks.shared_first = {shared_first} and blocks.shared_last = {shared_last} leave "
-                f"no layer to partition: their sum must lie in 0..{n_layers - 1} "
-                f"(the model has {n_layers} layers)"
+                f"blocks.shared_first = {shared_first} and blocks.shared_last = {shared_last} "
+                f"leave no layer to partition: their sum must lie in 0..{n_layers - 1} (the model "
+                f"has {n_layers} layers)"
             )
         layers = range(shared_first, n_layers - shared_last)
         return BlockMap(
@@ -90,8 +90,9 @@ class BlockMap:
                 return group
             if n_blocks < 1 or group.n_blocks % n_blocks:
                 raise ValueError(
-                    f"{group.name}: {group.n_blocks} {kind} blocks cannot be merged into {n_blocks} "
-                    f"equal ones (blocks.n_{kind} = {n_blocks}); legal: {_short(_divisors(group.n_blocks))}"
+                    f"{group.name}: {group.n_blocks} {kind} blocks cannot be merged into "
+                    f"{n_blocks} equal ones (blocks.n_{kind} = {n_blocks}); legal: "
+                    f"{_short(_divisors(group.n_blocks))}"
                 )
             factor = group.n_blocks // n_blocks
             parts = tuple(replace(part, chunk=part.chunk * factor) for part in group.parts)
@@ -109,7 +110,7 @@ class BlockMap:
         )
 
     def with_ranks(self, blocks: BlocksConfig, order: Mapping[str, tuple[int, ...]]) -> BlockMap:
-        """The common blocks where `blocks.common_by` is rank: those ranks of each layer's own order.
+        """The common blocks where `blocks.common_by` is rank, by each layer's own order.
 
         A layer that has no place in `order` was never trained with common blocks and has none.
         """
@@ -155,13 +156,13 @@ class BlockMap:
                 or not 0 <= kept[0] <= kept[-1] < group.n_blocks
             ):
                 raise ValueError(
-                    f"blueprint[{group.name!r}] = {kept}: needs 1..{group.n_blocks} sorted, distinct "
-                    f"block ids out of 0..{group.n_blocks - 1}"
+                    f"blueprint[{group.name!r}] = {kept}: needs 1..{group.n_blocks} sorted, "
+                    f"distinct block ids out of 0..{group.n_blocks - 1}"
                 )
             if not set(group.common) <= set(kept):
                 raise ValueError(
-                    f"blueprint[{group.name!r}] = {kept} lacks common blocks: every subnet of this model "
-                    f"keeps {group.common} (blocks.common_{group.kind})"
+                    f"blueprint[{group.name!r}] = {kept} lacks common blocks: every subnet of this "
+                    f"model keeps {group.common} (blocks.common_{group.kind})"
                 )
 
     def widths(self, blueprint: Blueprint) -> Widths:
@@ -200,7 +201,7 @@ def check_common(kind: Kind, common: tuple[int, ...], n_blocks: int) -> None:
 
 
 def parse_ratio(text: str, n_blocks: int, kind: Kind, n_common: int = 0) -> int:
-    """K for a ratio such as `6/12`, `0.5` or `1`: a whole number of blocks that holds the common ones."""
+    """K for a ratio such as `6/12`, `0.5` or `1`: whole blocks, with room for common ones."""
     try:
         k = Fraction(text.strip()) * n_blocks
     except (ValueError, ZeroDivisionError):
@@ -210,14 +211,14 @@ def parse_ratio(text: str, n_blocks: int, kind: Kind, n_common: int = 0) -> int:
         raise ValueError(f"ratio {text!r} is no whole number of {kind} blocks; legal: {legal}")
     if k < n_common:
         raise ValueError(
-            f"ratio {text!r} has no room for the {n_common} common {kind} blocks, which every subnet of "
-            f"this model keeps (blocks.common_{kind}); legal: {legal}"
+            f"ratio {text!r} has no room for the {n_common} common {kind} blocks, which every "
+            f"subnet of this model keeps (blocks.common_{kind}); legal: {legal}"
         )
     return int(k)
 
 
 def shares_of_ratio(block_map: BlockMap, ratio: str) -> dict[str, str]:
-    """What `6/12` (everywhere), `attn=2/3,ffn=6/12` (each kind) or `..., ffn.0=1` (one layer) says of each group."""
+    """Each group's ratio in `6/12`, `attn=2/3,ffn=6/12` or `..., ffn.0=1` (one layer)."""
     pairs = [pair.partition("=") for pair in ratio.split(",")] if "=" in ratio else []
     shares = {key.strip(): text for key, _, text in pairs}
     layers = {f"{group.kind}.{group.layer}" for group in block_map.groups}
@@ -225,7 +226,8 @@ def shares_of_ratio(block_map: BlockMap, ratio: str) -> dict[str, str]:
         if key not in (*KINDS, *layers):
             raise ValueError(
                 f"ratio {ratio!r}: {key!r} names nothing; the kinds are attn and ffn, as in "
-                f"attn=2/3,ffn=6/12, and a layer that is cut is added as ffn.{block_map.groups[0].layer}=1"
+                "attn=2/3,ffn=6/12, and a layer that is cut is added as "
+                f"ffn.{block_map.groups[0].layer}=1"
             )
     said = {}
     for group in block_map.groups:
@@ -239,7 +241,7 @@ def shares_of_ratio(block_map: BlockMap, ratio: str) -> dict[str, str]:
 
 
 def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
-    """Widths for a ratio as in `shares_of_ratio`: whole numbers of blocks that hold the common ones."""
+    """Widths for a ratio as in `shares_of_ratio`."""
     said = shares_of_ratio(block_map, ratio)
     return {
         group.name: parse_ratio(said[group.name], group.n_blocks, group.kind, len(group.common))

@@ -63,7 +63,7 @@ def traffic(n_params: int, n_workers: int, n_rounds: int, rows: int = 1) -> int:
 def layer_widths(
     model: PreTrainedModel, shapes: Shapes, layer: int, subs: dict[Kind, Sublayer]
 ) -> dict[str, int]:
-    """The widths of one layer by their names in the config, as the shapes of its weights tell them."""
+    """The widths of one layer by their names in the config, read off its weights' shapes."""
     prefix = f"{families.family(model).layers}.{layer}"
     dh, widths = families.head_dim(model.config), {}
     for kind, sub in subs.items():

@@ -91,8 +91,9 @@ def family(model: PreTrainedModel) -> Family:
     plan = getattr(model.config, "base_model_tp_plan", None)
     if not plan:
         raise ValueError(
-            f"model type {model_type!r} cannot be cut: it has no row in twistlm/model/families.py and "
-            f"publishes no tensor-parallel plan; known: {', '.join(ROWS)} and Llama-like families"
+            f"model type {model_type!r} cannot be cut: it has no row in twistlm/model/families.py "
+            f"and publishes no tensor-parallel plan; known: {', '.join(ROWS)} and Llama-like "
+            "families"
         )
     return Family(
         layers=f"{model.base_model_prefix}.layers",
@@ -201,7 +202,7 @@ def n_features(layer: nn.Module, name: str, side: Literal["in", "out"]) -> int:
 
 
 def n_cached(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], context: int) -> int:
-    """Numbers in the cached keys and values of `context` tokens, for weights of these (narrowed) shapes.
+    """Numbers in the KV cache of `context` tokens, for weights of these (narrowed) shapes.
 
     A layer with a sliding window keeps no more tokens than that.
     """
@@ -249,8 +250,8 @@ def _attn_group(
         attn_by = "head" if n_kv == n_query else "group" if n_kv > 1 else "query"
     if attn_by == "head" and n_kv != n_query:
         raise ValueError(
-            f"blocks.attn_by = 'head', but {n_query} query heads share {n_kv} kv heads: use 'group' "
-            f"({n_kv} blocks) or 'query' ({n_query // n_kv} blocks)"
+            f"blocks.attn_by = 'head', but {n_query} query heads share {n_kv} kv heads: use "
+            f"'group' ({n_kv} blocks) or 'query' ({n_query // n_kv} blocks)"
         )
     per_kv = n_query // n_kv
     if attn_by == "query":  # kv heads are shared; block i is the i-th query head of every kv head
@@ -302,6 +303,6 @@ def _check_no_norm_over_heads(
     for name, shape in shapes.items():
         if name.startswith(module) and not name.startswith(projections) and shape != (dh,):
             raise ValueError(
-                f"attn layers of {model_type} cannot be cut: {name} has shape {shape}, which spans more "
-                f"than one head of {dh}; try blocks.setting = 'ffn'"
+                f"attn layers of {model_type} cannot be cut: {name} has shape {shape}, which spans "
+                f"more than one head of {dh}; try blocks.setting = 'ffn'"
             )

@@ -30,7 +30,7 @@ def deal(
     *,
     partial: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Deal blocks to workers: all get `common`, every block goes to someone, worker s gets widths[s].
+    """Deal widths[s] blocks to worker s: all get `common`, and every block goes to someone.
 
     Extra slots are filled uniformly, or, where `held` gives the counts so far, with the blocks held
     least. In a `partial` deal to few workers some blocks may go to nobody.
@@ -88,8 +88,8 @@ def check(block_map: BlockMap, blocks: BlocksConfig, n_workers: int) -> None:
         if blocks.widths == "worker":
             if len(ks) != n_workers:
                 raise ValueError(
-                    f"blocks.k_{kind} = {list(ks)} with blocks.widths = 'worker' needs one K per worker: "
-                    f"{n_workers} of them"
+                    f"blocks.k_{kind} = {list(ks)} with blocks.widths = 'worker' needs one K per "
+                    f"worker: {n_workers} of them"
                 )
             room = sum(k - len(common) for k in ks)
             low = max(1, len(common))
@@ -128,8 +128,8 @@ def check_dropout(block_map: BlockMap, blocks: BlocksConfig) -> None:
         least = max(1, len(common))
         if bad := [k for k in ks if not least <= k <= n_blocks]:
             raise ValueError(
-                f"blocks.k_{kind} = {bad[0]} is infeasible for structured dropout of N = {n_blocks} "
-                f"{kind} blocks, |C| = {len(common)}: legal K are {least}..{n_blocks}"
+                f"blocks.k_{kind} = {bad[0]} is infeasible for structured dropout of N = "
+                f"{n_blocks} {kind} blocks, |C| = {len(common)}: legal K are {least}..{n_blocks}"
             )
 
 
@@ -156,8 +156,8 @@ def for_training(
 ) -> list[Blueprint]:
     """One blueprint per worker for this round; `held` is read by the `balanced` deal only.
 
-    `present` are the workers that are there, as places in 0..n_workers-1 and K of their own. When all
-    are there and bring none, this is the same deal.
+    `present` are the workers that are there, as places in 0..n_workers-1 and K of their own. When
+    all are there and bring none, this is the same deal.
     """
     if present is None:
         present = [(place, {}) for place in range(n_workers)]
@@ -189,7 +189,7 @@ def counted(held: Held, blueprints: Sequence[Blueprint]) -> Held:
 
 
 def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int = 0) -> Blueprint:
-    """The common blocks and uniformly random ones, of these widths: the paper's random extraction (SE)."""
+    """The common blocks and uniformly random ones: the paper's random extraction (SE)."""
     blueprint = {}
     for group in block_map.groups:
         rng = random.Random(f"ticket/{seed}/{draw}/{group.name}")
@@ -202,6 +202,6 @@ def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int 
 def draws(
     block_map: BlockMap, widths: Widths, *, seed: int, n: int, first: int = 0
 ) -> Iterator[Blueprint]:
-    """Random subnets of these widths, from number `first` up to n: each depends on its number alone."""
+    """Random subnets number `first` to n - 1; each depends on its number alone."""
     for draw in range(first, n):
         yield for_deployment(block_map, widths, seed=seed, draw=draw)

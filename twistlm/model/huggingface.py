@@ -66,7 +66,7 @@ def on_meta(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def pretrained(weights: str, key: str = "") -> PreTrainedModel:
-    """A model by the name of its weights (`gguf:FILE`, a folder or a hub id), which a `key` or option gave."""
+    """A model from `gguf:FILE`, a folder or a hub id; errors name the `key` that gave it."""
     if weights.startswith("gguf:"):
         return from_gguf(gguf_path(weights))
     return from_folder_or_hub(weights, key)
@@ -89,18 +89,20 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
         model = pretrained(cfg.weights, "model.weights")
     if model.config.model_type != cfg.type:
         raise ValueError(
-            f"model.weights = {cfg.weights!r} is a {model.config.model_type}, but model.type = {cfg.type!r}"
+            f"model.weights = {cfg.weights!r} is a {model.config.model_type}, but model.type = "
+            f"{cfg.type!r}"
         )
     return model.eval()
 
 
 def _check_memory(config: PretrainedConfig) -> None:
-    """Weights that this machine cannot hold are refused before the system ends the process for it."""
+    """Refuse weights that this machine cannot hold before the system kills the process."""
     n_bytes = 4 * sum(param.numel() for param in on_meta(config).parameters())
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if n_bytes > room:
         raise ValueError(
-            f"model.config makes {n_bytes / 1e9:,.1f} GB of weights, this machine has {room / 1e9:,.1f} GB"
+            f"model.config makes {n_bytes / 1e9:,.1f} GB of weights, this machine has "
+            f"{room / 1e9:,.1f} GB"
         )
 
 
@@ -139,7 +141,7 @@ def drop_code_(config: PretrainedConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of a library's error; a wish to run code from the folder is refused plainly."""
+    """The first line of a library's error, or what it means where we know better."""
     if "trust_remote_code" in str(error):
         return "it needs code of its own, and twistlm runs no code from a model's folder"
     if "per_layer_config" in str(error):
@@ -148,7 +150,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_folder(folder: Path) -> None:
-    """What vouches for the folder must hold; a config must not promise far more than the weights hold."""
+    """Hashes must match, and a config must not promise far more than the weights hold."""
     manifest.check_model_folder(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     n_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS)
@@ -157,7 +159,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def check_size(config: PretrainedConfig, most: int, most_layers: int, what: str) -> PreTrainedModel:
-    """The model on meta, if it has at most so many parameters and layers: nothing is allocated before.
+    """The model on meta, refused where it has more parameters or layers than these.
 
     `what` is the beginning of the sentence that refuses it.
     """
@@ -238,7 +240,8 @@ def _tie_(config: PretrainedConfig, tensors: State, n_bytes: dict[str, int]) -> 
     """Tie embedding and head again where a file holds one matrix twice, quantised differently.
 
     GGUF does not say whether they are tied. Two that differ by less than 4 bits of precision, a
-    tenth of their norm, are one; the copy of more bytes stays. Others are at least their norm apart.
+    tenth of their norm, are one; the copy of more bytes stays. Others are at least their norm
+    apart.
     """
     table, head = "model.embed_tokens.weight", "lm_head.weight"
     if not {table, head} <= tensors.keys() or tensors[table].shape != tensors[head].shape:

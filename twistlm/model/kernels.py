@@ -1,6 +1,7 @@
-"""Triton kernels for what torch does in several passes: softmax with its gradient, gather and mean of segments.
+"""Triton kernels: softmax with its gradient, gather and mean of segments, in one pass each.
 
-Each has a torch twin (in `compute/loss.py` and `model/layout.py`) that says what it computes; these are for GPUs.
+Each has a torch twin (in `compute/loss.py` and `model/layout.py`) that says what it computes; these
+are for GPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wante
 def distil_(
     logits: Tensor, teacher: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: float
 ) -> Tensor:
-    """Each row's cross-entropy mixed with KL to a teacher; `logits` become the gradient: `loss._distil_`."""
+    """Each row's loss with KL to a teacher; `logits` become the gradient: `loss._distil_`."""
     losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
     _distil[(len(targets),)](
         logits, teacher, targets, losses, logits.stride(0), teacher.stride(0), vocab,
@@ -53,7 +54,7 @@ def distil_topk_(
     n_tokens: float,
     share: float,
 ) -> Tensor:
-    """The same for a teacher of which k tokens [tokens, k] and the rest as one are known: `loss._distil_`."""
+    """The same for a teacher's k tokens [tokens, k], with the rest as one: `loss._distil_`."""
     n, top = ids.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     mine, chosen = logits.gather(1, ids).float(), logits.gather(1, targets[:, None]).float()
@@ -142,7 +143,8 @@ if triton is not None:
         logits, teacher, targets, losses, stride, teacher_stride, vocab, width, scale, share,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
-        # one program per row: both softmaxes and <p, t>, <p, s> in one pass, p the teacher's probabilities
+        # one program per row: both softmaxes and <p, t>, <p, s> in one pass, p the teacher's
+        # probabilities
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         teacher += row * teacher_stride
@@ -183,11 +185,11 @@ if triton is not None:
 
     @triton.jit
     def _distil_topk(
-        logits, ids, log_probs, mine, chosen, targets, losses, stride, top, vocab, width, scale, share,
-        LEAST, TOP: tl.constexpr, BLOCK: tl.constexpr,
+        logits, ids, log_probs, mine, chosen, targets, losses, stride, top, vocab, width, scale,
+        share, LEAST, TOP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        # one program per row: the rest's logits twice, the k tokens' once; s is the model's softmax, p the
-        # teacher's probabilities
+        # one program per row: the rest's logits twice, the k tokens' once; s is the model's
+        # softmax, p the teacher's probabilities
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         target = tl.load(targets + row)

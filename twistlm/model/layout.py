@@ -85,7 +85,7 @@ def layout(block_map: BlockMap, shapes: Shapes) -> Layout:
 
 @dataclass(frozen=True)
 class Segments:
-    """A full buffer as segments of `grain` elements that no cut breaks: what is gathered and averaged.
+    """A full buffer as segments of `grain` elements, none of which a cut breaks.
 
     GPT-2's heads and FFN chunks are stretches of 64 elements or more, so an index of segments is a
     64th of an index of elements.
@@ -95,7 +95,8 @@ class Segments:
     block_map: BlockMap
     grain: int  # a power of two
     numbers: dict[str, int]  # group name -> number of its first block; 0 is "shared"
-    # parameter -> its group's name and segments, as [outer, sections, n_blocks, segments of a block's stretch]
+    # parameter -> its group's name and segments, as [outer, sections, n_blocks, segments of a
+    # block's stretch]
     ids: dict[str, tuple[str, np.ndarray]]
     block_of: Tensor  # int32 [n_segments]: the number of the block that a run belongs to
 
@@ -105,7 +106,7 @@ class Segments:
         return 1 + sum(group.n_blocks for group in self.block_map.groups)
 
     def index(self, blueprint: Blueprint) -> Tensor:
-        """Segments of a subnet's blocks, counted from the first partitioned one, in the subnet's order."""
+        """Segments of a subnet's blocks in its order, counted from the first partitioned one."""
         pieces = [ids[:, :, list(blueprint[group])].reshape(-1) for group, ids in self.ids.values()]
         return _send(np.concatenate(pieces or [np.empty(0, np.int32)]), self.block_of.device)
 
@@ -186,16 +187,17 @@ def mean_(
 ) -> None:
     """Take one worker's result into the mean over holders; workers come in order.
 
-    On a GPU the first holder of a block sets its sum in `total`, others add to it, and the last one writes
-    sum / count to `central`: whoever is dealt a block later has read it before. A block that nobody holds
-    is never touched.
+    On a GPU the first holder of a block sets its sum in `total`, others add to it, and the last one
+    writes sum / count to `central`: whoever is dealt a block later has read it before. A block that
+    nobody holds is never touched.
     """
     n_shared = segments.full.n_shared
     if _fast(central):
         where = (n_shared, segments.grain, index, segments.block_of, holders)
         kernels.mean_(central, total, part, *where, worker)
         return
-    # on a CPU a plain sum and one pass at the end: picking first and last holders out of short segments costs more
+    # on a CPU a plain sum and one pass at the end: picking first and last holders out of short
+    # segments costs more
     if worker == 0:
         total.zero_()
     total[:, :n_shared] += part[:, :n_shared]

@@ -1,9 +1,9 @@
 """Masks inside a round: which of the blocks that a worker holds each local step, or sequence, uses.
 
-A worker holds its K blocks for a round; with `blocks.masks` it trains smaller subnets inside them, so no
-block gets used to the same neighbours. A share of the masks are prefixes of one order of blocks, so that
-tickets cut along this order are trained more than random ones. All draws are pure functions of
-(seed, round, place).
+A worker holds its K blocks for a round; with `blocks.masks` it trains smaller subnets inside them,
+so no block gets used to the same neighbours. A share of the masks are prefixes of one order of
+blocks, so that tickets cut along this order are trained more than random ones. All draws are pure
+functions of (seed, round, place).
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def draw(
 ) -> Tensor:
     """Factors for all gates of a subnet: float64 [n_steps, n_rows, held blocks of all groups].
 
-    A mask of width w keeps the common blocks and w - |C| others: random ones, or, in a share `nested` of
-    all masks, the first of `order` that are held. `scale(group, w)` is what kept ones are multiplied by.
+    A mask of width w keeps the common blocks and w - |C| others: random ones, or, in a share
+    `nested` of all masks, the first of `order` that are held. `scale(group, w)` is what kept ones
+    are multiplied by.
     """
     shape = (turn.n_steps, turn.n_rows)
     random = _random(f"masks/{turn.seed}/{turn.round}/{turn.place}")
@@ -84,7 +85,7 @@ def draw(
 
 
 def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
-    """The nested subnet of these widths: the common blocks, then the first of the order in every layer."""
+    """The nested subnet of these widths: common blocks, then the first of each layer's order."""
     nested = {}
     for group in block_map.groups:
         rest = [block for block in order[group.name] if block not in group.common]

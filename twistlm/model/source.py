@@ -1,4 +1,4 @@
-"""What a user's name for a model or tokenizer means: a path on this machine, or a name on the hub."""
+"""Whether a name of a model or tokenizer means a path on this machine or one on the hub."""
 
 from __future__ import annotations
 

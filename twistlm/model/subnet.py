@@ -25,7 +25,9 @@ from .families import refit_
 from .layout import Layout
 
 Gates = Literal["cut", "all", "none"]  # which layers of a subnet have one
-Rho = dict[str, float]  # group name -> running |sum y_b|^2 / sum |y_b|^2
+# group name -> |sum_b y_b|^2 / sum_b |y_b|^2, a running mean, where y_b is what block b adds to the
+# layer's output: 1 if blocks are uncorrelated, the number of blocks if all say the same
+Rho = dict[str, float]
 Means = dict[
     str, Tensor
 ]  # group name -> what each block adds to the output on average: [n_blocks, d]
@@ -34,9 +36,9 @@ Means = dict[
 class Gate:
     """A hook before one output projection: `y = W (g * x) + b`, with a factor g for every block.
 
-    A factor is the mask (0 or 1) times the activation scale; what a layer adds without its blocks, the
-    bias, stays as it is. `values` [rows, steps, blocks] has a row for every sequence of a batch, or one for
-    all; it is refilled, not replaced, so a captured graph stays valid.
+    A factor is the mask (0 or 1) times the activation scale; what a layer adds without its blocks,
+    the bias, stays as it is. `values` [rows, steps, blocks] has a row for every sequence of a
+    batch, or one for all; it is refilled, not replaced, so a captured graph stays valid.
     """
 
     def __init__(self, module: nn.Module, part: Partition, values: Tensor):
@@ -45,7 +47,8 @@ class Gate:
 
     def __call__(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         x, n_rows = args[0], len(self.values)
-        # some families flatten [batch, tokens] before the projection: rows of a batch still lie together
+        # some families flatten [batch, tokens] before the projection: rows of a batch still lie
+        # together
         cut = x.reshape(n_rows, -1, self.part.sections, self.values.shape[-1], self.part.chunk)
         return ((cut * self.values[:, :, None, :, None]).to(x.dtype).reshape(x.shape),)
 
@@ -60,7 +63,7 @@ class Subnet:
     gates: dict[str, Gate]
 
     def keep_(self, blueprint: Blueprint, factors: dict[str, float] | None = None) -> None:
-        """Let these blocks through, each layer's times its factor; full weights need the others masked."""
+        """Let these blocks through, each layer's times its factor, and mask the others."""
         whole = dict.fromkeys(blueprint, 1.0)
         values = gate_values(self.block_map, blueprint, factors or whole)
         if self.widths == self.block_map.full_widths():
@@ -69,7 +72,7 @@ class Subnet:
             torch._foreach_copy_(self.gate_tensors(1), self.split(values[:, None]))
 
     def gate_tensors(self, n_rows: int) -> list[Tensor]:
-        """What the gates read, with so many rows; another number than before means other tensors."""
+        """The gates' factors with so many rows; another number than before makes new tensors."""
         for gate in self.gates.values():
             if len(gate.values) != n_rows:
                 gate.values = gate.values.new_ones(n_rows, 1, gate.values.shape[-1])
@@ -84,13 +87,13 @@ class Subnet:
 
 
 def gate_values(block_map: BlockMap, blueprint: Blueprint, factors: dict[str, float]) -> Tensor:
-    """What a subnet's gates read when all its blocks are there: float64 [1, kept blocks of all groups]."""
+    """Factors of a subnet whose blocks are all there: float64 [1, kept blocks of all groups]."""
     kept = [[factors[group.name]] * len(blueprint[group.name]) for group in block_map.groups]
     return torch.tensor([list(chain(*kept))], dtype=torch.float64)
 
 
 def spread(block_map: BlockMap, blueprint: Blueprint, values: Tensor) -> Tensor:
-    """Factors of a subnet's blocks [..., kept] in their places of the full model [..., all]; others are 0."""
+    """Factors [..., kept] at their places of the full model [..., all]; others are 0."""
     places, first = [], 0
     for group in block_map.groups:
         places += [first + block for block in blueprint[group.name]]
@@ -111,8 +114,8 @@ def build(
 ) -> Subnet:
     """A model with `layout`'s widths whose parameters are views of `weights`.
 
-    Gates stand where a layer is `cut`, since a whole one has scale 1; in `all` layers for masks inside them;
-    or `none`, where the scale is in the weights.
+    Gates stand where a layer is `cut`, since a whole one has scale 1; in `all` layers for masks
+    inside them; or `none`, where the scale is in the weights.
     """
     model = huggingface.clone_structure(template)
     huggingface.bind_(
@@ -170,7 +173,7 @@ def scale_of(mode: str, rho: Rho | None = None) -> Callable[[BlockGroup, int], f
 
 
 def fold_(params: State, block_map: BlockMap, factors: dict[str, float]) -> None:
-    """Multiply output projections by their scale, not their biases: a deployed model needs no gate."""
+    """Multiply output projections (not biases) by their scale, so that no gate is needed."""
     for group in block_map.groups:
         params[group.out[0]].mul_(factors[group.name])
 
@@ -183,7 +186,7 @@ def add_means_(
     factors: dict[str, float],
     means: Means,
 ) -> None:
-    """Let output biases make up for absent blocks: b += sum_b mean_b - factor * sum of the kept ones' means."""
+    """Output biases make up for absent blocks: b += sum mean_b - factor * sum of kept mean_b."""
     for group in block_map.groups:
         if group.name in means and len(group.out) > 1:
             mean = means[group.name].to(params[group.out[1]])
@@ -193,7 +196,7 @@ def add_means_(
 
 @torch.no_grad()
 def measure_means(full: Subnet, ids: Tensor) -> tuple[Rho, Means]:
-    """rho of every layer, and the mean of what each block adds where a bias could make up for it."""
+    """rho of every layer and, where it has a bias, the mean of what each block adds."""
     squares: dict[str, list[float]] = {}
     means: Means = {}
 
@@ -214,7 +217,7 @@ def measure_means(full: Subnet, ids: Tensor) -> tuple[Rho, Means]:
 
 @torch.no_grad()
 def measure_rho(full: Subnet, ids: Tensor) -> Rho:
-    """rho = |sum_b y_b|^2 / sum_b |y_b|^2 per layer, y_b = block b's share of the output projection."""
+    """rho of every layer on these ids [batch, seq_len]."""
     rho: Rho = {}
 
     def measure(group: BlockGroup, shares: Tensor) -> None:
@@ -226,7 +229,7 @@ def measure_rho(full: Subnet, ids: Tensor) -> Rho:
 
 
 def rho_of(shares: Tensor) -> float:
-    """|sum_b y_b|^2 / sum_b |y_b|^2 of a layer, from the shares of its blocks [tokens, n_blocks, d]."""
+    """How aligned a layer's blocks are: |sum_b y_b|^2 / sum_b |y_b|^2, shares [tokens, n, d]."""
     return float(shares.sum(1).square().sum() / shares.square().sum())
 
 
@@ -234,7 +237,7 @@ def rho_of(shares: Tensor) -> float:
 def block_shares(
     model: PreTrainedModel, block_map: BlockMap, add: Callable[[BlockGroup, Tensor], None]
 ) -> Iterator[None]:
-    """Within, every forward pass calls `add(group, shares [tokens, n_blocks, d])` for each layer that is cut.
+    """Within, forward passes call `add(group, shares [tokens, n_blocks, d])` for cut layers.
 
     A block's share is what its inputs alone write through the output projection, without the bias.
     """
