@@ -30,26 +30,33 @@ def page_names(pages: list[Path]) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in pages]
 
 
-def prose(page: Path) -> str:
+def prose(text: str) -> str:
     """The text without its code blocks."""
-    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of the headings."""
-    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose(page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.replace("`", "").lower()).replace(" ", "-") for h in headings}
 
 
+def commands(text: str) -> list[list[str]]:
+    """The words of every command in shell blocks, and of those in prose that have options."""
+    inline = re.findall(r"`((?:twistlm|python -m paper) [^`\n]*--[\w-]+ [^`\n]+)`", prose(text))
+    return [
+        words for block in (*code_blocks(text, "sh"), *inline) for words in shell_commands(block)
+    ]
+
+
 def twistlm_commands(text: str) -> list[list[str]]:
-    blocks = code_blocks(text, "sh", "bash", "console")
-    return [words for block in blocks for words in shell_commands(block) if is_twistlm(words)]
+    return [words for words in commands(text) if is_twistlm(words)]
 
 
 @pytest.mark.parametrize("name", page_names(PAGES))
 def test_links_and_pictures_lead_somewhere(name):
     page, broken = ROOT / name, []
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
@@ -69,18 +76,43 @@ def test_every_figure_is_shown():
 def test_what_a_page_names_exists(name):
     """Modules, make's targets, commands with their options and keys, and keys in prose."""
     text, known = (ROOT / name).read_text(), config.to_dict(config.Config())
-    for path in re.findall(r"`((?:\w+/)+\w+\.py)`", prose(ROOT / name)):
+    for path in re.findall(r"`((?:\w+/)+\w+\.py)`", prose(text)):
         assert any((ROOT / top / path).is_file() for top in ("", "twistlm")), path
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)) <= targets
     for words in twistlm_commands(text):
         check_twistlm(words)
-    for code in re.findall(r"`([^`\n]+)`", prose(ROOT / name)):
+    for code in re.findall(r"`([^`\n]+)`", prose(text)):
         if match := re.fullmatch(r"(blocks|train|run|ray)\.(?!py$)([a-z_]+)", code):
             assert match[2] in known[match[1]], code
         for word in code.split():
             if re.match(rf"({'|'.join(known)})\.[a-z_.]+=", word) and word.count("=") == 1:
                 check_override(word)
+
+
+def test_experiments_that_are_named_exist():
+    """`python -m paper NAME... --scale S --only WAY` on pages: names, scales, keys, and ways."""
+    from paper import NAMES
+    from paper.scales import SCALES
+
+    lines = "".join(path.read_text() for path in (ROOT / "paper/points").glob("*recipe.jsonl"))
+    ways = set(re.findall(r'"way": "(.*?)"', lines.encode().decode("unicode_escape")))
+    seen = set()
+    for words in (words for page in PRESENT for words in commands(page.read_text())):
+        if words[1:3] != ["-m", "paper"] or words[3] in ("report", "--help", "--list"):
+            continue
+        options, given = ("--scale", "--only", "--minutes"), iter(words[3:])
+        for word in given:
+            value = next(given) if word in options else word
+            if word == "--only":
+                assert value in ways or re.fullmatch(r"(seed|rate) \d|both|attn|ffn", value), value
+            elif word == "--scale":
+                assert value in SCALES, value
+            elif "=" in word:
+                check_override(word)
+            elif word not in options:
+                seen.add(value)
+    assert {"recipe", "table1"} <= seen <= {*NAMES, "all"}
 
 
 def test_examples_of_help_parse():
