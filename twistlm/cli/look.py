@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+import twistlm
+
 from ..system.compat import check_transformers
 from .options import Data, Device, Overrides, Parent, app, known
 
@@ -87,9 +89,12 @@ def doctor() -> None:
 
     versions = table("versions", "", "", words=2)
     versions.add_row("python", f"{platform.python_version()} on {platform.platform()}")
-    versions.add_row("twistlm", f"{version('twistlm')} ({git_hash()})")
+    commit = git_hash()
+    versions.add_row(
+        "twistlm", twistlm.__version__ + ("" if commit == "unknown" else f" ({commit})")
+    )
     for name in ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy"):
-        versions.add_row(name, version(name))
+        versions.add_row(name, _version(name))
     console.print(versions)
     try:
         check_transformers()
@@ -104,7 +109,7 @@ def doctor() -> None:
         here = importlib.util.find_spec(name) is not None
         extras.add_row(name, "here" if here else "missing", enables)
     console.print(extras)
-    console.print("install an extra with: pip install 'twistlm[NAME]'")
+    console.print("install an extra with: pip install -e '.[NAME]'")
 
 
 def _devices():
@@ -135,12 +140,7 @@ def _memory() -> str:
     return f", {n_bytes / 1e9:,.0f} GB memory"
 
 
-def version(package: str) -> str:
-    """The installed version; for twistlm itself, of this very code."""
-    if package == "twistlm":
-        import twistlm
-
-        return twistlm.__version__
+def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -29,7 +30,9 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file(copies, path, {"format": "pt"})
     except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(f"{path.name}: {error}") from None
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code) if number else str(error), str(path)) from None
 
 
 @contextmanager
@@ -69,7 +72,7 @@ def whole_folder(target: Path, keep: Iterable[Path] = ()) -> Iterator[Path]:
 
 
 def whole_file(path: Path, write: Callable[[Path], Any] | str) -> None:
-    """Write a text, or let `write` fill a draft; the file appears (or is replaced) whole, or the draft is gone."""
+    """Write a text, or let `write` fill a draft; the file appears whole, or the draft is gone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with draft_folder(path) as place:
         draft = place / path.name
@@ -84,16 +87,16 @@ def whole_file(path: Path, write: Callable[[Path], Any] | str) -> None:
 def draft_folder(target: Path) -> Iterator[Path]:
     """A hidden folder beside `target` that is gone at the end, however that comes.
 
-    What a killed process left there goes when the next one starts. An error of the disk names `target`.
+    What a killed process left there goes when the next one starts. An error names `target`.
     """
-    remove_dead_drafts(target.parent)
     name = f"{DRAFT}{socket.gethostname()}-{os.getpid()}-"
-    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=name))
-    try:
-        with naming(target):
+    with naming(target):
+        remove_dead_drafts(target.parent)
+        draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=name))
+        try:
             yield draft
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextmanager
@@ -102,14 +105,13 @@ def naming(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or str(error)
-        raise OSError(
-            error.errno or errno.EIO, f"could not be written: {why}", str(target)
-        ) from None
+        why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        code = error.errno or errno.EIO
+        raise OSError(code, f"could not be written: {why}", str(target)) from None
 
 
 def remove_dead_drafts(folder: Path) -> None:
-    """Remove the drafts of this machine's processes that are gone; those of others are not ours to judge."""
+    """Remove the drafts of this machine's processes that are gone; others are not ours to judge."""
     for path in folder.glob(f"{DRAFT}*"):
         host, _, rest = path.name.removeprefix(DRAFT).rpartition("-")[0].rpartition("-")
         if host == socket.gethostname() and rest.isdigit() and not _lives(int(rest)):
@@ -167,13 +169,13 @@ def alone(folder: Path) -> Iterator[None]:
     with (folder / LOCK).open("a") as file:
         if not is_locked(file):
             raise InUse(
-                f"run.out = {str(folder)!r}: another process trains there; wait for it, or choose another folder"
+                f"run.out = {str(folder)!r}: another process trains there; wait for it, or choose "
+                "another folder"
             )
         try:
             yield
         finally:
-            if [path.name for path in folder.iterdir()] == [
-                LOCK
-            ]:  # refused before anything was written
+            left = [path.name for path in folder.iterdir()]
+            if left == [LOCK]:  # refused before anything was written
                 (folder / LOCK).unlink()
                 folder.rmdir()

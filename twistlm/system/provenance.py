@@ -33,7 +33,9 @@ def describe_run() -> dict[str, Any]:
 @cache  # of the code that runs: a clone may change while a long process has its modules in memory
 def git_hash() -> str:
     """Commit of the twistlm source, with `-dirty` when it was changed; `unknown` outside a clone."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[2]
+    if not (here / ".git").exists():  # an installed wheel, perhaps in somebody else's clone
+        return "unknown"
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-# a name or a model's text may hold codes that move the cursor, change titles or hide what was printed
+# a name or a model's text may hold codes that move the cursor or hide what was printed
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -46,7 +46,7 @@ def markdown_cell(text: str) -> str:
 
 
 def markdown_code(text: str) -> str:
-    """The text as code in a line of markdown: between more backticks than follow each other in it."""
+    """The text as code in a line of markdown: between more backticks than it has in a row."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{clean(text)}{fence}" if len(fence) == 1 else f"{fence} {clean(text)} {fence}"
 
@@ -76,7 +76,7 @@ waiting = _Console(stderr=True, markup=False, soft_wrap=True)
 
 
 def table(title: str, *heads: str, words: int = 1) -> Table:
-    """An empty table: the first columns are words, the others numbers; narrow, it folds and cuts nothing off."""
+    """An empty table: first columns of words, then of numbers; narrow, it folds, cuts nothing."""
     gap = 0 if console.width < ROOMY else 1  # beside the one space between columns
     made = Table(
         title=f"\n{title}",
@@ -122,7 +122,7 @@ class _Bar(Progress):
         self._tell()
 
     def _tell(self) -> None:
-        """A line for every task that goes on, side by side with others or not; for a finished one, once."""
+        """A line for every task that goes on; for a finished one, once."""
         if self.told is None or time.monotonic() < self.told + EVERY:
             return
         self.told = time.monotonic()
@@ -139,7 +139,7 @@ class _Bar(Progress):
 
 
 def progress(quiet: bool = False, below: RenderableType | None = None) -> Progress:
-    """A bar whose tasks have a free `note` field; lines without a terminal. Silent ranks pass `quiet`."""
+    """A bar whose tasks have a `note`; lines without a terminal. Silent ranks pass `quiet`."""
     bar = _Bar(
         SpinnerColumn(),
         _Words("{task.description}", markup=False),
