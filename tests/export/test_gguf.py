@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,48 +36,70 @@ gguf = pytest.importorskip("gguf")
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(VOCAB, size=16)]
 TIED = {"tie_word_embeddings": True}
-TICKETS = [
-    ("llama", "head", {}),
-    ("llama-biases", "head", TIED),
-    ("llama-gqa", "group", TIED),
-    ("llama-gqa", "query", {}),
-    ("llama-mqa", "query", {}),
-    ("mistral", "group", {"sliding_window": None}),
-    ("qwen2", "group", TIED),
-    ("qwen2", "query", TIED),
-    ("qwen3", "group", TIED),
-    ("qwen3", "query", TIED),
-]
-NAMES = [f"{name}-{attn_by}" for name, attn_by, _ in TICKETS]
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
-
-
 SIZES = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-EVEN = [  # a stock ticket's row, how it is cut, changes to its config, llama.cpp's name
-    ("llama", "head", "both", {}, "llama"),
-    ("llama-biases", "head", "both", TIED, "llama"),
-    ("llama-gqa", "group", "both", TIED, "llama"),
-    ("mistral", "query", "both", {"sliding_window": None}, "llama"),
-    ("qwen2", "group", "ffn", TIED, "qwen2"),  # llama.cpp's takes all heads
-    ("qwen3", "group", "both", {}, "qwen3"),
-    ("gemma3_text", "group", "both", {"layer_types": ["sliding_attention"] * 3}, "gemma3"),
-    ("smollm3", "group", "both", {"no_rope_layers": [1, 1, 1]}, "smollm3"),
-    ("gpt2", "head", "ffn", {}, "gpt2"),
+
+
+@dataclass(frozen=True)
+class Row:
+    """A ticket: another width in every layer, or (`stock`) the same two blocks of three in all."""
+
+    name: str
+    attn_by: str
+    arch: str  # llama.cpp's name
+    config: dict = field(default_factory=dict)  # changes
+    stock: str = ""  # the setting that is cut alike
+
+    def make(self, folder: Path):
+        if not self.stock:
+            return tiny_ticket(self.name, self.attn_by, folder, **self.config)
+        words = [f"blocks.setting={self.stock}"]
+        opened, blueprint = open_parent(self.name, self.attn_by, folder, *words, **self.config)
+        deploy.save_ticket(opened, dict.fromkeys(blueprint, (0, 2)), folder / "ticket")
+        return deploy.load_ticket(folder / "ticket")
+
+    def sizes(self) -> list:
+        """Heads, kv heads and neurons in the file, counted by hand."""
+        row = TABLE[self.name]
+        if self.stock:
+            both = self.stock == "both"
+            heads = 2 * row.n_query // row.n_attn(self.attn_by) if both else row.n_query
+            n_kv = 2 if both and self.attn_by != "query" else row.n_kv
+            return [heads, n_kv, 2 * N_NEURONS // CUT_FFN]
+        kept, by_query = [len(blocks) for blocks in KEPT_ATTN], self.attn_by == "query"
+        heads = [k * (row.n_kv if by_query else row.n_query // row.n_kv) for k in kept]
+        ffn = [len(blocks) * N_NEURONS // CUT_FFN for blocks in KEPT_FFN]
+        return [heads, [row.n_kv] * 3 if by_query else kept, ffn]
+
+
+ROWS = [
+    Row("llama", "head", "deci"),
+    Row("llama", "head", "deci", {"rope_parameters": LLAMA3_ROPE}),
+    Row("llama-biases", "head", "deci", TIED),
+    Row("llama-gqa", "group", "deci", TIED),
+    Row("llama-gqa", "query", "deci"),
+    Row("llama-mqa", "query", "deci"),
+    Row("mistral", "group", "deci", {"sliding_window": None}),
+    Row("qwen2", "group", "deci", TIED),
+    Row("qwen2", "query", "deci", TIED),
+    Row("qwen3", "group", "openelm", TIED),
+    Row("qwen3", "query", "openelm", TIED),
+    Row("llama", "head", "llama", stock="both"),
+    Row("llama-biases", "head", "llama", TIED, stock="both"),
+    Row("llama-gqa", "group", "llama", TIED, stock="both"),
+    Row("mistral", "query", "llama", {"sliding_window": None}, stock="both"),
+    Row("qwen2", "group", "qwen2", TIED, stock="ffn"),
+    Row("qwen2", "group", "deci", TIED, stock="both"),  # llama.cpp's qwen2 takes all heads
+    Row("qwen3", "group", "qwen3", stock="both"),
+    Row("gemma3_text", "group", "gemma3", {"layer_types": ["sliding_attention"] * 3}, "both"),
+    Row("smollm3", "group", "smollm3", {"no_rope_layers": [1, 1, 1]}, "both"),
+    Row("gpt2", "head", "gpt2", stock="ffn"),
 ]
 ROUGH = {"gemma3": 5e-3, "gpt2": 5e-3}  # llama.cpp looks GELU up in a table of half precision
-EVEN_NAMES = [f"{name}-{attn_by}" for name, attn_by, *_ in EVEN]
-
-
-def stock_ticket(name: str, attn_by: str, setting: str, folder: Path, **config):
-    """The same two blocks of three in every layer, loaded from its own folder."""
-    words = [f"blocks.setting={setting}"]
-    opened, blueprint = open_parent(name, attn_by, folder, *words, **config)
-    kept = dict.fromkeys(blueprint, (0, 2))
-    deploy.save_ticket(opened, kept, folder / "ticket")
-    return deploy.load_ticket(folder / "ticket")
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.name}-{r.attn_by}-{r.arch}")
 
 
 def fields(path: Path) -> dict:
@@ -167,58 +191,23 @@ def logits(model, ids=IDS) -> np.ndarray:
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].numpy()
 
 
-@pytest.mark.parametrize(("name", "attn_by", "config"), TICKETS, ids=NAMES)
-def test_the_file_holds_the_ticket(name, attn_by, config, tmp_path):
-    """Another width in every layer: arrays counted by hand, logits of the graph = torch's."""
-    row = TABLE[name]
-    model = tiny_ticket(name, attn_by, tmp_path / "parent", **config)
-    path = tmp_path / "ticket.gguf"
+@each_row
+def test_the_file_holds_the_ticket(row, tmp_path):
+    """Sizes are those counted by hand, logits of the graph are torch's."""
+    model, path = row.make(tmp_path / "parent"), tmp_path / "ticket.gguf"
     exporter.export(model, path, "f32")
-    meta, arch = fields(path), "openelm" if row.type == "qwen3" else "deci"
-    assert meta["general.architecture"] == arch
-    kept = [len(blocks) for blocks in KEPT_ATTN]
-    per_kv = row.n_query // row.n_kv
-    query = [k * row.n_kv if attn_by == "query" else k * per_kv for k in kept]
-    assert meta[f"{arch}.attention.head_count"] == query
-    n_kv = [row.n_kv] * 3 if attn_by == "query" else kept
-    assert meta[f"{arch}.attention.head_count_kv"] == n_kv
-    ffn = [len(blocks) * N_NEURONS // CUT_FFN for blocks in KEPT_FFN]
-    assert meta[f"{arch}.feed_forward_length"] == ffn
-    assert meta[f"{arch}.rope.dimension_count"] == row.head_dim
-    assert meta[f"{arch}.context_length"] == model.config.max_position_embeddings
+    meta = fields(path)
+    assert meta["general.architecture"] == row.arch
+    want = row.sizes()
+    if row.arch == "deci" and row.stock:
+        want = [[n] * 3 for n in want]
+    assert [meta[f"{row.arch}.{key}"] for key in SIZES] == want
+    assert meta[f"{row.arch}.attention.key_length"] == TABLE[row.name].head_dim
+    assert meta[f"{row.arch}.context_length"] == model.config.max_position_embeddings
     assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4
     assert json.loads(Path(f"{path}.json").read_text())["max_weight_delta"] == 0.0
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "parent",
-        "ticket.gguf",
-        "ticket.gguf.Modelfile",
-        "ticket.gguf.json",
-    ]
-
-
-@pytest.mark.parametrize(("name", "attn_by", "setting", "config", "arch"), EVEN, ids=EVEN_NAMES)
-def test_a_stock_ticket_has_its_familys_own_architecture(
-    name, attn_by, setting, config, arch, tmp_path
-):
-    """One number for all layers, and logits of the graph = torch's."""
-    model = stock_ticket(name, attn_by, setting, tmp_path / "parent", **config)
-    path = tmp_path / "ticket.gguf"
-    exporter.export(model, path, "f32")
-    meta, row = fields(path), TABLE[name]
-    assert meta["general.architecture"] == arch
-    heads = row.n_query if setting == "ffn" else 2 * row.n_query // row.n_attn(attn_by)
-    n_kv = 2 if attn_by in ("head", "group") and setting == "both" else row.n_kv
-    assert [meta[f"{arch}.{key}"] for key in SIZES] == [heads, n_kv, 2 * N_NEURONS // CUT_FFN]
-    assert meta[f"{arch}.attention.key_length"] == row.head_dim
-    assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4
-
-
-def test_scaled_rope(tmp_path):
-    """Llama 3's frequencies travel as factors."""
-    model = tiny_ticket("llama", "head", tmp_path / "parent", rope_parameters=LLAMA3_ROPE)
-    path = tmp_path / "ticket.gguf"
-    exporter.export(model, path, "f32")
-    assert np.abs(run_graph(path, IDS) - logits(model)).max() < 1e-4
+    names = ["parent", "ticket.gguf", "ticket.gguf.Modelfile", "ticket.gguf.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
 def test_types(tmp_path):
@@ -245,40 +234,27 @@ def test_types(tmp_path):
     assert {name: "F16" if kind == "Q8_0" else kind for name, kind in seen.items()} == found
 
 
-def refused(name: str, **config) -> str:
-    model = tiny_model(name)
+REFUSED = [  # a model, changes to its config, what the sentence says
+    (tiny_model, "opt", {}, "--to onnx"),
+    (tiny_model, "phi", {}, "--to onnx"),
+    (tiny_model, "gemma3_text", {}, "--to onnx"),
+    (tiny_model, "smollm3", {}, "--to onnx"),
+    (tiny_model, "mistral", {}, "sliding_window = 5"),
+    (tiny_model, "llama", {"hidden_act": "gelu"}, "gelu"),
+    (tiny_model, "gpt2", {"scale_attn_by_inverse_layer_idx": True}, "root of the head"),
+    (Row("gpt2", "head", ""), "", {}, "extract --stock"),  # one width for all layers
+    (Row("gpt2", "head", "", stock="attn"), "", {}, "this ticket lost some"),
+    (Row("qwen3", "group", ""), "", {}, "no place for lm_head"),  # tied embeddings alone
+]
+
+
+@pytest.mark.parametrize(("make", "name", "config", "what"), REFUSED)
+def test_models_without_an_architecture_are_refused(make, name, config, what, tmp_path):
+    model = make.make(tmp_path / "parent") if isinstance(make, Row) else make(name)
     for key, value in config.items():
         setattr(model.config, key, value)
-    with pytest.raises(ValueError, match="no GGUF for") as error:
-        architectures.home(model)
-    return str(error.value)
-
-
-def test_models_without_a_home_are_refused():
-    for name in ("opt", "phi", "gemma3_text", "smollm3"):
-        assert "--to onnx" in refused(name)
-    assert "sliding_window = 5" in refused("mistral")
-    assert "gelu" in refused("llama", hidden_act="gelu")
-    assert "root of the head" in refused("gpt2", scale_attn_by_inverse_layer_idx=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "what"),
-    [("gpt2", {}, "extract --stock"), ("qwen3", {}, "no place for lm_head")],
-)
-def test_uneven_tickets_without_a_home_are_refused(name, config, what, tmp_path):
-    """GPT-2's graph has one width for all layers, openelm's tied embeddings alone."""
-    model = tiny_ticket(name, TABLE[name].ways[0], tmp_path / "parent", **config)
-    with pytest.raises(ValueError, match=what):
-        architectures.home(model)
-
-
-def test_a_family_that_takes_all_heads(tmp_path):
-    """Fewer of Qwen2's go to `deci`, fewer of GPT-2's nowhere."""
-    even = stock_ticket("qwen2", "group", "both", tmp_path / "a", **TIED)
-    assert architectures.home(even).name == "deci"
-    with pytest.raises(ValueError, match="this ticket lost some"):
-        architectures.home(stock_ticket("gpt2", "head", "attn", tmp_path / "b"))
+    with pytest.raises(ValueError, match=f"no GGUF for.*{what}"):
+        architectures.architecture_of(model)
 
 
 TEXT = "In 1984, the city's 12,345 people weren't\n\n  there:   naïve 東京 days."
@@ -302,7 +278,7 @@ SPLITS = {
 }
 
 
-def make_tokenizer(path: Path, split) -> Tokenizer:
+def make_tokenizer(path: Path, split, *added: str) -> Tokenizer:
     """A byte-level BPE of 320 tokens, with one special token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = split
@@ -311,6 +287,7 @@ def make_tokenizer(path: Path, split) -> Tokenizer:
         vocab_size=320, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
     )
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    tokenizer.add_tokens(list(added))
     tokenizer.save(str(path))
     return tokenizer
 
@@ -321,9 +298,7 @@ def word_ticket(tmp_path: Path, vocab_size: int = 330):
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_tokenizer(name, tmp_path):
-    tokenizer = make_tokenizer(tmp_path / "tokenizer.json", SPLITS[name])
-    tokenizer.add_tokens(["<mark>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = make_tokenizer(tmp_path / "tokenizer.json", SPLITS[name], "<mark>")
     exporter.export(word_ticket(tmp_path), tmp_path / "t.gguf", "f16", tmp_path / "tokenizer.json")
     meta = fields(tmp_path / "t.gguf")
     assert meta["tokenizer.ggml.pre"] == name
@@ -437,43 +412,27 @@ def test_bad_input(tmp_path, monkeypatch):
         result = CliRunner().invoke(app, ["export", *arguments])
         assert isinstance(result.exception, ValueError)
         assert what in str(result.exception)
-    monkeypatch.setattr(exporter.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["export", str(tmp_path / "ticket"), *target])
-    assert "twistlm[gguf]" in str(result.exception)
-    with pytest.raises(ValueError, match=r"twistlm\[llama\]"):
+    assert "pip install -e '.[gguf]'" in str(result.exception)
+    with pytest.raises(ValueError, match=r"\.\[llama\]"):
         llamacpp.load(tmp_path / "t.gguf", 8)
     assert [p.name for p in tmp_path.iterdir() if "gguf" in p.name] == []
 
 
 @pytest.mark.runtime
-@pytest.mark.parametrize(("name", "attn_by", "config"), TICKETS, ids=NAMES)
-def test_llama_cpp_computes_the_ticket(name, attn_by, config, tmp_path):
+@each_row
+def test_llama_cpp_computes_the_ticket(row, tmp_path):
     """Prompt and decoding through the cache: torch's logits and greedy tokens."""
     pytest.importorskip("llama_cpp")
-    model = tiny_ticket(name, attn_by, tmp_path / "parent", **config)
+    model, near = row.make(tmp_path / "parent"), ROUGH.get(row.arch, 1e-4)
     exporter.export(model, tmp_path / "t.gguf", "f32")
     runner = llamacpp.load(tmp_path / "t.gguf", 40, threads=1, all_logits=True, exact=True)
     want = logits(model)
-    assert np.abs(runner.prefill(IDS, len(IDS)) - want).max() < 1e-4
+    assert np.abs(runner.prefill(IDS, len(IDS)) - want).max() < near
     runner.prefill(IDS[:5])
     found = np.array([runner.decode(token) for token in IDS[5:]])
-    assert np.abs(found - want[5:]).max() < 1e-4
-    greedy = model.generate(torch.tensor([IDS]), max_new_tokens=16, do_sample=False)[0, 16:]
-    assert verify.greedy(runner, IDS, 16) == greedy.tolist()
-
-
-@pytest.mark.runtime
-@pytest.mark.parametrize(("name", "attn_by", "setting", "config", "arch"), EVEN, ids=EVEN_NAMES)
-def test_llama_cpp_computes_the_stock_ticket(name, attn_by, setting, config, arch, tmp_path):
-    pytest.importorskip("llama_cpp")
-    model = stock_ticket(name, attn_by, setting, tmp_path / "parent", **config)
-    exporter.export(model, tmp_path / "t.gguf", "f32")
-    runner = llamacpp.load(tmp_path / "t.gguf", 40, threads=1, all_logits=True, exact=True)
-    want = logits(model)
-    assert np.abs(runner.prefill(IDS, len(IDS)) - want).max() < ROUGH.get(arch, 1e-4)
-    runner.prefill(IDS[:5])
-    found = np.array([runner.decode(token) for token in IDS[5:]])
-    assert np.abs(found - want[5:]).max() < ROUGH.get(arch, 1e-4)
+    assert np.abs(found - want[5:]).max() < near
     greedy = model.generate(torch.tensor([IDS]), max_new_tokens=16, do_sample=False)[0, 16:]
     assert verify.greedy(runner, IDS, 16) == greedy.tolist()
 
@@ -482,9 +441,7 @@ def test_llama_cpp_computes_the_stock_ticket(name, attn_by, setting, config, arc
 @pytest.mark.parametrize("name", SPLITS)
 def test_llama_cpp_tokenizes_as_we_do(name, tmp_path):
     pytest.importorskip("llama_cpp")
-    tokenizer = make_tokenizer(tmp_path / "tokenizer.json", SPLITS[name])
-    tokenizer.add_tokens(["<mark>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = make_tokenizer(tmp_path / "tokenizer.json", SPLITS[name], "<mark>")
     exporter.export(word_ticket(tmp_path), tmp_path / "t.gguf", "f16", tmp_path / "tokenizer.json")
     runner = llamacpp.load(tmp_path / "t.gguf", 40, threads=1)
     assert runner.tokenize(TEXT) == tokenizer.encode(TEXT).ids

@@ -1,7 +1,7 @@
-"""llama.cpp's graphs: which of them computes what a model computes, and where it expects which tensor.
+"""llama.cpp's graphs: which of them computes what a model computes, and its names of tensors.
 
-Where all layers have the same widths, that is the family's own. Of the others two take widths of their own
-in every layer: `deci` is Llama's graph and `openelm` is Qwen3's with tied embeddings.
+Where all layers have the same widths, that is the family's own. Two others take other widths in
+every layer: `deci` is Llama's graph and `openelm` is Qwen3's with tied embeddings.
 """
 
 from __future__ import annotations
@@ -89,20 +89,15 @@ GPT2 = Architecture(
     all_heads=True,
 )
 OWN = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "smollm3": SMOLLM3,
-    "gemma3_text": GEMMA3,
-    "gpt2": GPT2,
-}
+    "llama": LLAMA, "mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "smollm3": SMOLLM3,
+    "gemma3_text": GEMMA3, "gpt2": GPT2,
+}  # fmt: skip
 DECI = replace(LLAMA, name="deci", per_layer=True)
 OPENELM = Architecture("openelm", SHARED, LAYER | NORMS, fused=QKV, per_layer=True, biases=False)
 UNEVEN = {"llama": DECI, "mistral": DECI, "qwen2": DECI, "qwen3": OPENELM}
 
 
-def home(model: PreTrainedModel) -> Architecture:
+def architecture_of(model: PreTrainedModel) -> Architecture:
     """The architecture that computes what this model computes, or the reason why none does."""
     config = model.config
     family = config.model_type
@@ -110,24 +105,26 @@ def home(model: PreTrainedModel) -> Architecture:
         raise ValueError(
             f"no GGUF for {family}: twistlm writes it for {', '.join(OWN)} models; {OTHER}"
         )
-    is_even = all(layer == widths(model)[0] for layer in widths(model))
+    first, *others = widths(model)
+    is_even = all(layer == first for layer in others)
     if not is_even and family not in UNEVEN:
         raise ValueError(
-            f"no GGUF for this {family}: its layers have widths of their own, which llama.cpp takes for "
-            f"{', '.join(UNEVEN)} models only; cut all layers alike (`extract --stock`), or {OTHER}"
+            f"no GGUF for this {family}: its layers have different widths, which llama.cpp takes "
+            f"for {', '.join(UNEVEN)} models only; cut all layers alike (`extract --stock`), or "
+            f"{OTHER}"
         )
     found = (OWN if is_even else UNEVEN)[family]
-    heads = widths(model)[0][sublayers(model)["attn"].width]
+    heads = first[sublayers(model)["attn"].width]
     if found.all_heads and heads * families.head_dim(config) != config.hidden_size:
         if family not in UNEVEN:
             raise ValueError(
-                f"no GGUF for this {family}: llama.cpp takes all of its heads, and this ticket lost some "
-                f"(blocks.setting=ffn leaves them alone); {OTHER}"
+                f"no GGUF for this {family}: llama.cpp takes all of its heads, and this ticket "
+                f"lost some (blocks.setting=ffn leaves them alone); {OTHER}"
             )
         found = UNEVEN[family]
     if (reason := _other_graph(found, model)) is not None:
         raise ValueError(f"no GGUF for this {family}: llama.cpp's {found.name} {reason}; {OTHER}")
-    _check_places(found, model)
+    _check_tensors(found, model)
     return found
 
 
@@ -176,7 +173,7 @@ def _other_gemma(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _check_places(found: Architecture, model: PreTrainedModel) -> None:
+def _check_tensors(found: Architecture, model: PreTrainedModel) -> None:
     """Every parameter must have its place in the file."""
     known = {*found.shared, *found.layer, *found.fused}
     depth = found.layers.count(".") + 2
@@ -185,8 +182,8 @@ def _check_places(found: Architecture, model: PreTrainedModel) -> None:
         inner = module.split(".", depth)[depth] if module.startswith(f"{found.layers}.") else module
         if inner not in known or (leaf == "bias" and not found.biases):
             raise ValueError(
-                f"no GGUF for this {model.config.model_type}: llama.cpp's {found.name} has no place for "
-                f"{name}; {OTHER}"
+                f"no GGUF for this {model.config.model_type}: llama.cpp's {found.name} has no "
+                f"place for {name}; {OTHER}"
             )
 
 
@@ -207,8 +204,9 @@ def add_rope_(writer: Any, found: Architecture, model: PreTrainedModel) -> Tenso
         )
         writer.add_sliding_window(config.sliding_window)
         return None
-    writer.add_rope_freq_base(_rope_base(model))
-    factors = _rope_factors(model)
+    base = float(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(base)
+    factors = _rope_factors(model, base)
     if torch.allclose(factors, torch.ones_like(factors), rtol=1e-6):
         return None
     if not found.scales_rope:
@@ -216,19 +214,16 @@ def add_rope_(writer: Any, found: Architecture, model: PreTrainedModel) -> Tenso
     return factors
 
 
-def _rope_base(model: PreTrainedModel) -> float:
-    return float(model.config.rope_parameters["rope_theta"])
-
-
-def _rope_factors(model: PreTrainedModel) -> Tensor:
+def _rope_factors(model: PreTrainedModel, base: float) -> Tensor:
     """What llama.cpp divides theta^(-2i/dh) by: 1 without RoPE scaling."""
     rope: Any = model.get_submodule("model.rotary_emb")
     dh = families.head_dim(model.config)
     kind = model.config.rope_parameters.get("rope_type", "default")
     if kind not in ("default", "linear", "llama3") or 2 * len(rope.inv_freq) != dh:
         raise ValueError(
-            f"no GGUF for this model: rope_type {kind!r} with {2 * len(rope.inv_freq)} of {dh} head "
-            f"dimensions turned is not written; default, linear and llama3 of all dimensions are"
+            f"no GGUF for this model: rope_type {kind!r} with {2 * len(rope.inv_freq)} of {dh} "
+            "head dimensions turned is not written; default, linear and llama3 of all dimensions "
+            "are"
         )
-    plain = _rope_base(model) ** -(torch.arange(0, dh, 2, dtype=torch.float64) / dh)
+    plain = base ** -(torch.arange(0, dh, 2, dtype=torch.float64) / dh)
     return (plain / rope.inv_freq.double().cpu()).float()

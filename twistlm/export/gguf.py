@@ -1,8 +1,7 @@
-"""GGUF for llama.cpp: the file with its tensors, sizes and vocabulary, read back and run where it can be."""
+"""GGUF for llama.cpp: tensors, sizes and vocabulary in a file, read back and run if it can be."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ from ..compute.perplexity import Text
 from ..model import families, huggingface
 from ..model.count import kv_name, sublayers
 from ..system.files import draft_folder
-from . import GGUF_TYPES, llamacpp, ollama, verify
-from .architectures import QKV, Architecture, add_rope_, home, widths
+from . import GGUF_TYPES, installed, llamacpp, need, ollama, verify
+from .architectures import QKV, Architecture, add_rope_, architecture_of, widths
 
 
 def export(
@@ -31,18 +30,23 @@ def export(
     tokenizer: Path | None = None,
     text: Text | None = None,
     prompt: str = verify.PROMPT,
-    tell: verify.Tell = verify.SILENT,
+    tell: verify.Tell = verify.silent,
 ) -> list[verify.Verified]:
-    """Write a GGUF file, PATH.json and PATH.Modelfile for Ollama, compare it with torch in llama.cpp where that is installed.
+    """Write a GGUF file, PATH.json and PATH.Modelfile (Ollama), and compare it with torch.
 
-    Matrices get `type_`; vectors stay float32, and rows that q8_0 cannot hold (no multiple of 32) f16.
+    It is run in llama.cpp where that is installed.
+    Matrices get `type_`; vectors stay float32, and rows that q8_0 cannot hold (no multiple of 32)
+    f16.
     q4_k_m is llama.cpp's own mixture of types, made by llama.cpp.
     """
     if type_ not in GGUF_TYPES:
         raise ValueError(f"--type {type_}: GGUF is written as {', '.join(GGUF_TYPES)}")
-    gguf, found = _library(), home(model)
-    if type_ in llamacpp.QUANTIZES and not llamacpp.installed():
-        raise ValueError(f"--type {type_} is made by llama.cpp: pip install 'twistlm[llama]'")
+    need("a GGUF file", "gguf", "gguf")
+    if type_ in llamacpp.QUANTIZES:
+        need(f"--type {type_}, which llama.cpp makes,", "llama", "llama_cpp")
+    import gguf
+
+    found = architecture_of(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     with draft_folder(path) as folder:
         draft = folder / path.name
@@ -58,7 +62,7 @@ def export(
         goal = verify.reference(model, tokenizer, prompt)
         rows = [verify.torch_row(model, goal, text)]
         tell("run llama.cpp")
-        if llamacpp.installed():
+        if installed("llama_cpp"):
             n_ctx = max(len(goal.logits), text.seq_len if text else 0)
             runner = llamacpp.load(draft, n_ctx, all_logits=True, exact=type_ == "f32")
             if goal.tokenizer and (ids := runner.tokenize(prompt)) != goal.prompt:
@@ -92,12 +96,11 @@ def _write(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_vocab_size(n_tokens)
-    heads, sizes = sublayers(model), widths(model)
-    names = heads["attn"].width, kv_name(config, heads["attn"]), heads["ffn"].width
-    for add, name in zip(
-        (writer.add_head_count, writer.add_head_count_kv, writer.add_feed_forward_length),
-        names,
-        strict=True,
+    subs, sizes = sublayers(model), widths(model)
+    for add, name in (
+        (writer.add_head_count, subs["attn"].width),
+        (writer.add_head_count_kv, kv_name(config, subs["attn"])),
+        (writer.add_feed_forward_length, subs["ffn"].width),
     ):
         each = [layer[name] for layer in sizes]
         add(each if found.per_layer else each[0])
@@ -124,16 +127,8 @@ def _write(
     writer.close()
 
 
-def _library() -> Any:
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError("a GGUF file needs the gguf library: pip install 'twistlm[gguf]'")
-    import gguf
-
-    return gguf
-
-
 def _tensors(model: PreTrainedModel, found: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """GGUF name and value of every tensor; rows of q and k in the order that llama.cpp turns them."""
+    """GGUF name and value of every tensor; rows of q and k in the order of llama.cpp's RoPE."""
     state = {name: p.detach().float().cpu() for name, p in huggingface.state(model).items()}
     dh = families.head_dim(model.config)
 
@@ -149,7 +144,7 @@ def _tensors(model: PreTrainedModel, found: Architecture) -> Iterator[tuple[str,
         halves = rows.reshape(-1, 2, dh // 2, *rows.shape[1:])
         return halves.transpose(1, 2).reshape(rows.shape)
 
-    places = [(module, target) for module, target in found.shared.items()]
+    places = list(found.shared.items())
     for i in range(model.config.num_hidden_layers):
         layer = f"{found.layers}.{i}"
         places += [(f"{layer}.{m}", f"blk.{i}.{t}") for m, t in found.layer.items()]
@@ -169,7 +164,7 @@ def _stored(tensor: Tensor, type_: str) -> str:
 
 
 def _read_back(gguf: Any, path: Path, tensors: dict[str, Tensor], found: Architecture) -> float:
-    """The largest |Δweight| of the file against the tensors it was made of; other contents raise."""
+    """The largest |Δweight| of the file against what it was made of; other contents raise."""
     reader = gguf.GGUFReader(path)
     if (names := {t.name for t in reader.tensors}) != set(tensors):
         raise OSError(f"{path}: written tensors differ: {sorted(names ^ set(tensors))[:3]}")
@@ -251,7 +246,7 @@ def _split(plain: dict[str, Any], path: Path) -> str:
     model = plain["model"]["type"]
     if model != "BPE" or plain.get("normalizer") or tuple(words) not in SPLITS:
         raise ValueError(
-            f"{path}: this tokenizer ({model}, split by {', '.join(words)}) has no name in llama.cpp "
-            f"that twistlm knows ({', '.join(SPLITS.values())}); use `--to onnx`"
+            f"{path}: this tokenizer ({model}, split by {', '.join(words)}) has no name in "
+            f"llama.cpp that twistlm knows ({', '.join(SPLITS.values())}); use `--to onnx`"
         )
     return SPLITS[tuple(words)]

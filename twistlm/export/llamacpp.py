@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+
+from . import need
+from .verify import Runner
 
 QUANTIZES = ("q4_k_m",)  # types that llama.cpp itself makes, out of float32
 
@@ -43,26 +45,21 @@ def _quiet() -> Iterator[None]:
         llama_cpp.llama_log_set(llama_log_callback, ctypes.c_void_p(0))
 
 
-def installed() -> bool:
-    return importlib.util.find_spec("llama_cpp") is not None
-
-
 def load(
     path: Path, n_ctx: int, *, threads: int = 0, all_logits: bool = False, exact: bool = False
-) -> LlamaTicket:
+) -> LlamaRunner:
     """Open a GGUF file; `exact` keeps the KV cache in float32, where llama.cpp's own way is f16."""
-    if not installed():
-        raise ValueError("llama.cpp is not installed: pip install 'twistlm[llama]' (it compiles)")
-    return LlamaTicket(path, n_ctx, threads, all_logits, exact)
+    need("llama.cpp (it compiles)", "llama", "llama_cpp")
+    return LlamaRunner(path, n_ctx, threads, all_logits, exact)
 
 
-class LlamaTicket:
-    """A model in llama.cpp with the cache of one sequence; `all_logits` for prefill's n_logits > 1."""
+class LlamaRunner(Runner):
+    """A model in llama.cpp; `all_logits` for prefill's n_logits > 1."""
 
     def __init__(self, path: Path, n_ctx: int, threads: int, all_logits: bool, exact: bool):
         import llama_cpp
 
-        # flash attention keeps widths of their own in the V cache, but rounds keys and values to f16
+        # flash attention takes other widths in every layer, but rounds keys and values to f16
         cache = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
         self._llm = llama_cpp.Llama(
             str(path),
@@ -78,20 +75,14 @@ class LlamaTicket:
         self._last = llama_cpp.llama_get_logits_ith
         self._all_logits = all_logits
 
-    def prefill(self, ids: Sequence[int], n_logits: int = 1) -> np.ndarray:
-        """Forget everything and read `ids`: logits of the last positions, [n_logits, vocab]."""
+    def _forget(self) -> None:
         self._llm.reset()
-        return self._step(ids, n_logits)
-
-    def decode(self, token: int) -> np.ndarray:
-        """Read one more token: [vocab]."""
-        return self._step([token], 1)[0]
 
     def tokenize(self, text: str) -> list[int]:
         """llama.cpp's own tokens of a text."""
         return self._llm.tokenize(text.encode(), special=True)
 
-    def _step(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+    def _read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
         self._llm.eval(list(ids))
         if self._all_logits:
             return self._llm.scores[self._llm.n_tokens - n_logits : self._llm.n_tokens].copy()

@@ -11,11 +11,14 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 ROLES = ("system", "user", "assistant")
-ELSEWHERE = "# the tokenizer's chat template says more than a TEMPLATE can: Ollama looks for it in its own list"
+ELSEWHERE = (
+    "# the tokenizer's chat template says more than a TEMPLATE can: Ollama looks for it in its own "
+    "list"
+)
 
 
 def modelfile(gguf: str, tokenizer: Path | None) -> str:
-    """The Modelfile of a GGUF file; a chat format stands in it only if it says what the tokenizer's own says."""
+    """The Modelfile of a GGUF file, with a chat format if it can say what the tokenizer's says."""
     lines = [f"FROM ./{gguf}"]
     template = tokenizer.parent / "chat_template.jinja" if tokenizer else None
     if template is not None and template.is_file():
@@ -30,9 +33,9 @@ def modelfile(gguf: str, tokenizer: Path | None) -> str:
 def _chat(template: str, special: dict[str, str], added: str) -> list[str]:
     """TEMPLATE, SYSTEM and the stop word, found by rendering a talk whose words are known.
 
-    Ollama writes a turn as system, prompt and answer, each between two strings. They are read off the
-    rendered talk; a template that does more than that is left to Ollama's own list. `added` is what the
-    runtime puts before a text by itself.
+    Ollama writes a turn as system, prompt and answer, each between two strings. They are read off
+    the rendered talk; a template that does more than that is left to Ollama's own list. `added` is
+    what the runtime puts before a text by itself.
     """
 
     def render(*talk: tuple[str, str], ask: bool = False) -> str:
@@ -63,11 +66,13 @@ def _chat(template: str, special: dict[str, str], added: str) -> list[str]:
     whole = before["system"] + default + after["system"] if default else ""
     if (made, first, alone) != (render(*talk), head + turn, whole + turn) or '"""' in made:
         return [ELSEWHERE]
-    lines = [
-        f'TEMPLATE """{{{{ if .System }}}}{before["system"]}{{{{ .System }}}}{after["system"]}{{{{ end }}}}'
-        f"{{{{ if .Prompt }}}}{before['user']}{{{{ .Prompt }}}}{after['user']}{{{{ end }}}}"
-        f'{before["assistant"]}{{{{ .Response }}}}{after["assistant"]}"""'
+    optional = (("system", ".System"), ("user", ".Prompt"))
+    parts = [
+        f"{{{{ if {field} }}}}{before[role]}{{{{ {field} }}}}{after[role]}{{{{ end }}}}"
+        for role, field in optional
     ]
+    answer = f"{before['assistant']}{{{{ .Response }}}}{after['assistant']}"
+    lines = [f'TEMPLATE """{"".join(parts)}{answer}"""']
     if default:
         lines.append(f'SYSTEM """{default}"""')
     if stop := after["assistant"].strip():

@@ -6,13 +6,13 @@ inputs   input_ids, position_ids [batch, length], attention_mask [batch, past + 
          past_key_values.I.key, past_key_values.I.value [batch, kv heads of layer I, past, head_dim]
 outputs  logits [batch, length, vocab], present.I.key, present.I.value: the past of the next call
 
-One more input has a default and may be left out: `logits_from` [1], the first position whose logits are
-computed (0; -1 is the last alone). A prompt's other logits are most of the work of a small model.
+One more input has a default and may be left out: `logits_from` [1], the first position whose
+logits are computed (0; -1 is the last alone). A prompt's other logits are most of the work of a
+small model.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import shutil
@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from ..compute.perplexity import Text
 from ..model import huggingface
 from ..system import files, manifest
-from . import ONNX_TYPES, verify
+from . import ONNX_TYPES, need, verify
 
 FILE, RECORD = "model.onnx", "export.json"
 INPUTS = ("input_ids", "attention_mask", "position_ids")  # then the caches
@@ -46,13 +46,14 @@ def export(
     tokenizer: Path | None = None,
     text: Text | None = None,
     prompt: str = verify.PROMPT,
-    tell: verify.Tell = verify.SILENT,
+    tell: verify.Tell = verify.silent,
 ) -> list[verify.Verified]:
     """Write an ONNX folder, compare it with torch on the spot, and return the comparison's rows.
 
-    q8 stores matrices as 8-bit integers in blocks of 32 (MatMulNBits): plain dynamic int8 costs quality.
+    q8 stores matrices as 8-bit integers in blocks of 32 (MatMulNBits): plain dynamic int8 costs
+    quality.
     """
-    _need("onnx", "onnxscript", "onnxruntime")
+    need("ONNX", "onnx", "onnx", "onnxscript", "onnxruntime")
     if type_ not in ONNX_TYPES:
         raise ValueError(f"--type {type_}: ONNX is written as {', '.join(ONNX_TYPES)}")
     if folder.exists() and not _is_export(folder):
@@ -68,13 +69,13 @@ def export(
         with _quiet():
             _write(model, draft / FILE, untie=type_ == "q8")
         tell("run onnxruntime")
-        rows.append(verify.check("onnxruntime f32", OnnxTicket(draft), goal, text, _size(draft)))
+        rows.append(verify.check("onnxruntime f32", OnnxRunner(draft), goal, text, _size(draft)))
         verify.demand_equal(rows[-1], goal)
         if type_ == "q8":
             tell("store eight bits and run them")
             with _quiet():
                 _quantize_(draft)
-            rows.append(verify.check("onnxruntime q8", OnnxTicket(draft), goal, text, _size(draft)))
+            rows.append(verify.check("onnxruntime q8", OnnxRunner(draft), goal, text, _size(draft)))
         model.config.save_pretrained(draft)
         if model.generation_config is not None:
             model.generation_config.to_json_file(draft / "generation_config.json")
@@ -96,16 +97,16 @@ def _is_export(folder: Path) -> bool:
     return folder.is_dir() and not any(folder.iterdir())
 
 
-def load(folder: Path, threads: int = 0) -> OnnxTicket:
+def load(folder: Path, threads: int = 0) -> OnnxRunner:
     """The runner of an exported folder; 0 threads leave onnxruntime's choice."""
-    _need("onnxruntime")
+    need("ONNX", "onnx", "onnxruntime")
     if not (folder / FILE).is_file():
         raise ValueError(f"{folder} is no ONNX export: it has no {FILE}")
-    return OnnxTicket(folder, threads)
+    return OnnxRunner(folder, threads)
 
 
-class OnnxTicket:
-    """A model in onnxruntime with the cache of one sequence."""
+class OnnxRunner(verify.Runner):
+    """A model in onnxruntime."""
 
     def __init__(self, folder: Path, threads: int = 0):
         import onnxruntime
@@ -121,16 +122,10 @@ class OnnxTicket:
         self._empty = [np.zeros((1, c.shape[1], 0, c.shape[3]), np.float32) for c in caches]
         self._past = self._empty
 
-    def prefill(self, ids: Sequence[int], n_logits: int = 1) -> np.ndarray:
-        """Forget everything and read `ids`: logits of the last positions, [n_logits, vocab]."""
+    def _forget(self) -> None:
         self._past = self._empty
-        return self._step(ids, n_logits)
 
-    def decode(self, token: int) -> np.ndarray:
-        """Read one more token: [vocab]."""
-        return self._step([token], 1)[0]
-
-    def _step(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+    def _read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
         n_past = self._past[0].shape[2]
         inputs = {
             "input_ids": np.array([ids], np.int64),
@@ -144,7 +139,7 @@ class OnnxTicket:
         return logits[0]
 
 
-class _Times(nn.Module):
+class _MatMul(nn.Module):
     """x W + b with W as [in, out], so that the graph has one MatMul on a constant."""
 
     def __init__(self, layer: nn.Linear | Conv1D):
@@ -158,8 +153,8 @@ class _Times(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class _Late(nn.Module):
-    """The head on the positions from `logits_from` on: a Slice whose start stays an input of the graph."""
+class _HeadFrom(nn.Module):
+    """The head on the positions from `logits_from` on: a Slice whose start is an input."""
 
     def __init__(self, head: nn.Module):
         super().__init__()
@@ -183,8 +178,8 @@ class _Graph(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
-        self.late = _Late(model.get_output_embeddings())
-        model.set_output_embeddings(self.late)
+        self.head = _HeadFrom(model.get_output_embeddings())
+        model.set_output_embeddings(self.head)
 
     def forward(
         self,
@@ -194,7 +189,7 @@ class _Graph(nn.Module):
         past: tuple[Tensor, ...],
         logits_from: Tensor,
     ) -> Any:
-        self.late.start = logits_from
+        self.head.start = logits_from
         # without the config, so that a sliding layer keeps all of its past and masks it
         cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
         out: Any = self.model(
@@ -220,11 +215,13 @@ def _names(model: PreTrainedModel, what: str) -> list[str]:
 @torch.no_grad()
 def _write(model: PreTrainedModel, path: Path, untie: bool) -> None:
     """Trace with example shapes; a tied head shares the embedding unless it is to be quantized."""
+    import onnx_ir
+
     plain = huggingface.clone_structure(model)
     tied = plain.get_input_embeddings().weight
     for name, module in list(plain.named_modules()):
         if isinstance(module, nn.Linear | Conv1D) and (untie or module.weight is not tied):
-            plain.set_submodule(name, _Times(module))
+            plain.set_submodule(name, _MatMul(module))
     ids = torch.arange(10).view(2, 5) % huggingface.vocab_size(model)
     cache = DynamicCache()
     model(input_ids=ids[:, :3], past_key_values=cache, use_cache=True)
@@ -261,15 +258,9 @@ def _write(model: PreTrainedModel, path: Path, untie: bool) -> None:
                 cut.add(value)
                 assert value.shape is not None
                 value.shape[1] = "kept"
-    start.const_value = _tensor(np.zeros(1, np.int64))
+    start.const_value = onnx_ir.tensor(np.zeros(1, np.int64))
     graph.register_initializer(start)  # a default: sessions list it apart from their inputs
     program.save(path, external_data=True)
-
-
-def _tensor(array: np.ndarray) -> Any:
-    import onnx_ir
-
-    return onnx_ir.tensor(array)
 
 
 def _quantize_(folder: Path) -> None:
@@ -304,9 +295,3 @@ def _quiet() -> Iterator[None]:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob(f"{FILE}*"))
-
-
-def _need(*libraries: str) -> None:
-    for name in libraries:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"ONNX needs the {name} library: pip install 'twistlm[onnx]'")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedModel
 
-from ..compute.perplexity import Text, perplexity
+from ..compute.perplexity import Text
 from ..model import huggingface
 from ..model.tokenizer import load_tokenizer
 from ..system import provenance, terminal
@@ -25,22 +26,32 @@ N_NEW = 24
 EXACT = 1e-3  # largest |Δlogit| of a float32 export, as a share of the largest |logit|
 
 
-def _silent(step: str) -> None:
+Tell = Callable[[str], None]  # what an export does next, for a bar
+
+
+def silent(step: str) -> None:
     """Nobody waits."""
 
 
-Tell = Callable[[str], None]  # what an export does next, for a bar
-SILENT: Tell = _silent
-
-
-class Runner(Protocol):
+class Runner(ABC):
     """A model in some runtime, with the cache of one sequence."""
 
     def prefill(self, ids: Sequence[int], n_logits: int = 1) -> np.ndarray:
         """Forget everything and read `ids`: logits of the last positions, [n_logits, vocab]."""
+        self._forget()
+        return self._read(ids, n_logits)
 
     def decode(self, token: int) -> np.ndarray:
         """Read one more token: [vocab]."""
+        return self._read([token], 1)[0]
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Empty the cache."""
+
+    @abstractmethod
+    def _read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+        """Logits of the last positions, with what was read before in the cache."""
 
 
 @dataclass(frozen=True)
@@ -72,22 +83,18 @@ class Verified:
     prefill_speed: float | None = None  # with all logits, as perplexity needs them
 
 
-class TorchTicket:
-    """The runner of a Hugging Face model."""
+class TorchRunner(Runner):
+    """A Hugging Face model."""
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
         self._cache = DynamicCache()
 
-    def prefill(self, ids: Sequence[int], n_logits: int = 1) -> np.ndarray:
+    def _forget(self) -> None:
         self._cache = DynamicCache()
-        return self._step(ids, n_logits)
-
-    def decode(self, token: int) -> np.ndarray:
-        return self._step([token], 1)[0]
 
     @torch.no_grad()
-    def _step(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+    def _read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
         out: Any = self._model(
             input_ids=torch.tensor([list(ids)]),
             past_key_values=self._cache,
@@ -117,7 +124,7 @@ def reference(model: PreTrainedModel, tokenizer: Path | None, prompt: str = PROM
     else:
         rng = np.random.default_rng(0)
         ids = rng.integers(huggingface.vocab_size(model), size=min(16, most // 2)).tolist()
-    tokens = greedy(TorchTicket(model), ids, min(N_NEW, most - len(ids)))
+    tokens = greedy(TorchRunner(model), ids, min(N_NEW, most - len(ids)))
     out: Any = model(input_ids=torch.tensor([ids + tokens]), use_cache=False)
     return Reference(ids, tokens, out.logits[0].float().numpy(), words)
 
@@ -128,35 +135,31 @@ def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes
     prompt_logits = runner.prefill(goal.prompt, n)
     start = time.perf_counter()
     after = np.array([runner.decode(token) for token in goal.tokens])
-    speed = len(goal.tokens) / (time.perf_counter() - start)
-    guesses = [int(prompt_logits[-1].argmax()), *(int(row.argmax()) for row in after[:-1])]
-    n_equal = sum(a == b for a, b in zip(guesses, goal.tokens, strict=True))
-    own = goal.text(greedy(runner, goal.prompt, len(goal.tokens)))
-    found, reading = (
-        (None, None) if text is None else _timed(lambda: _perplexity(runner, text), text)
-    )
+    decode_speed = len(goal.tokens) / (time.perf_counter() - start)
+    guesses = np.array([prompt_logits[-1], *after[:-1]]).argmax(axis=1)
+    found = speed = None
+    if text is not None:
+        start = time.perf_counter()
+        found = _perplexity(runner, text)
+        speed = text.n_sequences * text.seq_len / (time.perf_counter() - start)
     return Verified(
         name=name,
         n_bytes=n_bytes,
         prefill_delta=_delta(prompt_logits, goal.logits[:n]),
         decode_delta=_delta(after, goal.logits[n:]),
-        n_equal=n_equal,
+        n_equal=int((guesses == goal.tokens).sum()),
         n_tokens=len(goal.tokens),
-        decode_speed=speed,
-        text=own,
+        decode_speed=decode_speed,
+        text=goal.text(greedy(runner, goal.prompt, len(goal.tokens))),
         perplexity=found,
-        prefill_speed=reading,
+        prefill_speed=speed,
     )
 
 
 def torch_row(model: PreTrainedModel, goal: Reference, text: Text | None) -> Verified:
-    """torch itself with a cache, and its perplexity as `twistlm eval` measures it."""
+    """torch itself, through its cache."""
     n_bytes = sum(t.numel() * t.element_size() for t in huggingface.state(model).values())
-    row = asdict(check("torch f32", TorchTicket(model), goal, None, n_bytes))
-    if text is not None:
-        found, speed = _timed(lambda: perplexity(model, text, "float32"), text)
-        row |= {"perplexity": found, "prefill_speed": speed}
-    return Verified(**row)
+    return check("torch f32", TorchRunner(model), goal, text, n_bytes)
 
 
 def demand_equal(row: Verified, goal: Reference) -> None:
@@ -164,17 +167,14 @@ def demand_equal(row: Verified, goal: Reference) -> None:
     worst, largest = max(row.prefill_delta, row.decode_delta), float(np.abs(goal.logits).max())
     if not worst <= EXACT * max(1.0, largest):
         raise ValueError(
-            f"{row.name} does not compute what torch computes (max |Δlogit| {worst:.2g} at logits up "
-            f"to {largest:.2g}): nothing was written"
+            f"{row.name} does not compute what torch computes (max |Δlogit| {worst:.2g} at logits "
+            f"up to {largest:.2g}): nothing was written"
         )
 
 
 def record(rows: list[Verified]) -> dict[str, Any]:
     """The comparison as JSON, with command, code and machine."""
-    return {
-        "verified": [asdict(row) for row in rows],
-        **provenance.describe_run(),
-    }
+    return {"verified": [asdict(row) for row in rows], **provenance.describe_run()}
 
 
 def table(rows: list[Verified]) -> Table:
@@ -194,12 +194,6 @@ def table(rows: list[Verified]) -> Table:
 
 def _delta(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a.astype(np.float64) - b).max())
-
-
-def _timed(measure: Callable[[], float], text: Text) -> tuple[float, float]:
-    start = time.perf_counter()
-    value = measure()
-    return value, text.n_sequences * text.seq_len / (time.perf_counter() - start)
 
 
 def _perplexity(runner: Runner, text: Text) -> float:

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...export import gguf, llamacpp, onnx
-from ...export.verify import Runner, TorchTicket
+from ...export import gguf, llamacpp, need, onnx
+from ...export.verify import Runner, TorchRunner
 from ...tickets import deploy
 
 MEMORY = (
@@ -130,7 +130,7 @@ def _ticket_itself(ticket: Path, folder: Path) -> tuple[Path, ...]:
 
 def _load_ticket(path: Path, threads: int, n_context: int) -> Runner:
     torch.set_num_threads(threads)
-    return TorchTicket(deploy.load_ticket(path.parent))
+    return TorchRunner(deploy.load_ticket(path.parent))
 
 
 def _as_onnx(type_: str) -> Callable[[Path, Path], tuple[Path, ...]]:
@@ -147,8 +147,7 @@ def _load_onnx(path: Path, threads: int, n_context: int) -> Runner:
 
 def _as_gguf(type_: str) -> Callable[[Path, Path], tuple[Path, ...]]:
     def write(ticket: Path, folder: Path) -> tuple[Path, ...]:
-        if not llamacpp.installed():
-            raise ValueError("llama.cpp is not installed: pip install -e '.[llama]' (it compiles)")
+        need("llama.cpp (it compiles)", "llama", "llama_cpp")
         path = folder / "ticket.gguf"
         gguf.export(deploy.load_ticket(ticket), path, type_)
         return (path,)
