@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -153,8 +153,8 @@ def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = 
             sub = _cuttable(described.ffn, "ffn")
             dim = 0 if sub.transposed else 1
             n_neurons = shapes[f"{prefix}.{sub.out}.weight"][dim]
-            chunks = dict.fromkeys(sub.ins, 1)
-            groups.append(_group(shapes, sub, prefix, "ffn", layer, Chunks(n_neurons, chunks, 1)))
+            name, ins = f"{prefix}.ffn", dict.fromkeys(sub.ins, 1)
+            groups.append(_group(name, "ffn", layer, shapes, sub, n_neurons, ins, 1))
     result = BlockMap(tuple(groups))
     result.check(shapes)
     return result
@@ -245,6 +245,7 @@ def _attn_group(
     n_query = config.num_attention_heads
     n_kv = getattr(config, "num_key_value_heads", None) or n_query
     dh = head_dim(config)
+    name = f"{prefix}.attn"
     _check_no_norm_over_heads(sub, prefix, shapes, dh, config.model_type)
     if attn_by == "auto":
         attn_by = "head" if n_kv == n_query else "group" if n_kv > 1 else "query"
@@ -259,39 +260,34 @@ def _attn_group(
             raise ValueError(
                 f"blocks.attn_by = 'query': {config.model_type} has fused q, k, v; use 'head'"
             )
-        chunks = Chunks(per_kv, {sub.ins[0]: dh}, dh, sections=n_kv)
-        return _group(shapes, sub, prefix, "attn", layer, chunks)
+        ins = {sub.ins[0]: dh}
+        return _group(name, "attn", layer, shapes, sub, per_kv, ins, dh, sections=n_kv)
     ins = dict.fromkeys(sub.ins, dh) | {sub.ins[0]: per_kv * dh}
-    return _group(shapes, sub, prefix, "attn", layer, Chunks(n_kv, ins, per_kv * dh))
-
-
-class Chunks(NamedTuple):
-    """How many blocks a layer has, and how many features of each projection are one block's."""
-
-    n_blocks: int
-    ins: dict[str, int]  # only these of `Sublayer.ins` are cut
-    out: int
-    sections: int = 1
+    return _group(name, "attn", layer, shapes, sub, n_kv, ins, per_kv * dh)
 
 
 def _group(
-    shapes: Shapes,
-    sub: Sublayer,
-    prefix: str,
+    group: str,
     kind: Kind,
     layer: int,
-    chunks: Chunks,
+    shapes: Shapes,
+    sub: Sublayer,
+    n_blocks: int,
+    ins: dict[str, int],  # projection -> features of one block; others of `sub.ins` are not cut
+    out_chunk: int,
+    sections: int = 1,
 ) -> BlockGroup:
+    prefix = group.removesuffix(f".{kind}")
     in_dim, out_dim = (1, 0) if sub.transposed else (0, 1)
-    parts, sections = [], chunks.sections * sub.fused
-    for name, chunk in chunks.ins.items():
-        parts.append(Partition(f"{prefix}.{name}.weight", in_dim, chunk, sections))
+    parts = []
+    for name, chunk in ins.items():
+        parts.append(Partition(f"{prefix}.{name}.weight", in_dim, chunk, sections * sub.fused))
         if f"{prefix}.{name}.bias" in shapes:
-            parts.append(Partition(f"{prefix}.{name}.bias", 0, chunk, sections))
+            parts.append(Partition(f"{prefix}.{name}.bias", 0, chunk, sections * sub.fused))
     out = f"{prefix}.{sub.out}"
-    parts.append(Partition(f"{out}.weight", out_dim, chunks.out, chunks.sections))
+    parts.append(Partition(f"{out}.weight", out_dim, out_chunk, sections))
     scaled = (f"{out}.weight",) + ((f"{out}.bias",) if f"{out}.bias" in shapes else ())
-    return BlockGroup(f"{prefix}.{kind}", kind, layer, chunks.n_blocks, tuple(parts), scaled)
+    return BlockGroup(group, kind, layer, n_blocks, tuple(parts), scaled)
 
 
 def _check_no_norm_over_heads(

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import BlocksConfig
-from .blocks import BlockMap, Blueprint, Kind, Widths, check_common
+from .blocks import KINDS, BlockMap, Blueprint, Kind, Widths, check_common
 
 Held = Mapping[str, Sequence[int]]  # group name -> how often each block was dealt so far
 
@@ -78,30 +78,22 @@ def widths_in_round(blocks: BlocksConfig, kind: Kind, n_workers: int, round: int
 
 def check(block_map: BlockMap, blocks: BlocksConfig, n_workers: int) -> None:
     """Refuse settings that no deal can satisfy, with the legal range."""
-    for kind in ("attn", "ffn"):
-        n_blocks = block_map.n_blocks(kind)
-        if n_blocks == 0:
+    for kind, n_blocks, ks, n_common in _kinds(block_map, blocks):
+        least, most = legal_range(n_blocks, n_workers, n_common)
+        what = f"N = {n_blocks} {kind} blocks, S = {n_workers} workers, |C| = {n_common}"
+        if blocks.widths != "worker":
+            _check_range(kind, ks, least, most, what)
             continue
-        ks, common = _checked(blocks, kind, n_blocks)
-        least, most = legal_range(n_blocks, n_workers, len(common))
-        where = f"N = {n_blocks} {kind} blocks, S = {n_workers} workers, |C| = {len(common)}"
-        if blocks.widths == "worker":
-            if len(ks) != n_workers:
-                raise ValueError(
-                    f"blocks.k_{kind} = {list(ks)} with blocks.widths = 'worker' needs one K per "
-                    f"worker: {n_workers} of them"
-                )
-            room = sum(k - len(common) for k in ks)
-            low = max(1, len(common))
-            if any(not low <= k <= n_blocks for k in ks) or room < n_blocks - len(common):
-                raise ValueError(
-                    f"blocks.k_{kind} = {list(ks)} is infeasible for {where}: each K must lie in "
-                    f"{low}..{n_blocks} and their sum must be at least "
-                    f"{n_blocks + (n_workers - 1) * len(common)}, or a block is left out"
-                )
-        elif bad := [k for k in ks if not least <= k <= most]:
+        if len(ks) != n_workers:
             raise ValueError(
-                f"blocks.k_{kind} = {bad[0]} is infeasible for {where}: legal K are {least}..{most}"
+                f"blocks.k_{kind} = {list(ks)} with blocks.widths = 'worker' needs one K per "
+                f"worker: {n_workers} of them"
+            )
+        low, need = max(1, n_common), n_blocks + (n_workers - 1) * n_common
+        if any(not low <= k <= n_blocks for k in ks) or sum(ks) < need:
+            raise ValueError(
+                f"blocks.k_{kind} = {list(ks)} is infeasible for {what}: each K must lie in "
+                f"{low}..{n_blocks} and their sum must be at least {need}, or a block is left out"
             )
 
 
@@ -120,28 +112,29 @@ def check_dropout(block_map: BlockMap, blocks: BlocksConfig) -> None:
         raise ValueError(
             "blocks.widths = 'worker': structured dropout has one mask for all workers of a step"
         )
-    for kind in ("attn", "ffn"):
-        n_blocks = block_map.n_blocks(kind)
-        if n_blocks == 0:
-            continue
-        ks, common = _checked(blocks, kind, n_blocks)
-        least = max(1, len(common))
-        if bad := [k for k in ks if not least <= k <= n_blocks]:
-            raise ValueError(
-                f"blocks.k_{kind} = {bad[0]} is infeasible for structured dropout of N = "
-                f"{n_blocks} {kind} blocks, |C| = {len(common)}: legal K are {least}..{n_blocks}"
-            )
+    for kind, n_blocks, ks, n_common in _kinds(block_map, blocks):
+        what = f"structured dropout of N = {n_blocks} {kind} blocks, |C| = {n_common}"
+        _check_range(kind, ks, max(1, n_common), n_blocks, what)
 
 
-def _checked(
-    blocks: BlocksConfig, kind: Kind, n_blocks: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """K and common blocks of a kind: some K, and distinct blocks that exist."""
-    ks, common = blocks.k(kind), blocks.common(kind)
-    if not ks:
-        raise ValueError(f"blocks.k_{kind} is empty: give at least one K in 1..{n_blocks}")
-    check_common(kind, common, n_blocks)
-    return ks, common
+def _check_range(kind: Kind, ks: Sequence[int], least: int, most: int, what: str) -> None:
+    if bad := [k for k in ks if not least <= k <= most]:
+        raise ValueError(
+            f"blocks.k_{kind} = {bad[0]} is infeasible for {what}: legal K are {least}..{most}"
+        )
+
+
+def _kinds(
+    block_map: BlockMap, blocks: BlocksConfig
+) -> Iterator[tuple[Kind, int, tuple[int, ...], int]]:
+    """Kind, N, all K and |C| of what is cut: some K, and common blocks that exist."""
+    for kind in KINDS:
+        if n_blocks := block_map.n_blocks(kind):
+            ks, common = blocks.k(kind), blocks.common(kind)
+            if not ks:
+                raise ValueError(f"blocks.k_{kind} is empty: give at least one K in 1..{n_blocks}")
+            check_common(kind, common, n_blocks)
+            yield kind, n_blocks, ks, len(common)
 
 
 def for_training(
