@@ -25,7 +25,8 @@ from twistlm.data.token_file import open_tokens
 from twistlm.demo import best_scaled, train_side_by_side
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
-from twistlm.tickets.score import ScoreRequest, evaluator, score_parent
+from twistlm.tickets.requests import ScoreRequest
+from twistlm.tickets.score import evaluator, score_parent
 from twistlm.training import checkpoint
 
 SMALL = ["train.rounds=3", "train.interval=2", "model.config.n_layer=2", "run.eval_tokens=640"]

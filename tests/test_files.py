@@ -42,8 +42,8 @@ from twistlm.model.tokenizer import load_tokenizer
 from twistlm.system import files, manifest, terminal
 from twistlm.tickets import deploy, score
 from twistlm.tickets.parent import open_parent
+from twistlm.tickets.requests import ScoreRequest
 from twistlm.tickets.runnable import verify
-from twistlm.tickets.score import ScoreRequest
 from twistlm.training import checkpoint, rounds
 from twistlm.transport.checks import reason_to_reject
 

@@ -29,7 +29,8 @@ from twistlm.play.models import PROMPT_WORDS, Models, TicketChoice
 from twistlm.play.process import ModelEnded, ModelProcess
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
-from twistlm.tickets.score import ScoreRequest, score_parent
+from twistlm.tickets.requests import ScoreRequest
+from twistlm.tickets.score import score_parent
 from twistlm.training import rounds
 
 PLENTY = 60  # seconds: machines of tests are busy

@@ -18,8 +18,8 @@ from .system.terminal import progress
 from .tickets import extract, parent
 from .tickets.extract import Ticket
 from .tickets.parent import what_is
-from .tickets.requests import TicketRequest
-from .tickets.score import ScoreRequest, Scores, score_parent, score_ticket
+from .tickets.requests import ScoreRequest, TicketRequest
+from .tickets.score import Scores, score_parent, score_ticket
 from .training import rounds
 
 Overrides = str | Mapping[str, Any]  # "train.lr=1e-3" or {"train.lr": 1e-3}

@@ -27,8 +27,8 @@ from .system.terminal import console, progress
 from .tickets import deploy
 from .tickets.extract import write
 from .tickets.parent import Parent, open_parent
-from .tickets.requests import TicketRequest
-from .tickets.score import ScoreRequest, Scores, score_parent, table, text_of
+from .tickets.requests import ScoreRequest, TicketRequest
+from .tickets.score import Scores, score_parent, table, text_of
 from .tickets.ticket_scale import TicketScales, choice_text, random_tickets
 from .training import checkpoint, rounds
 

@@ -36,8 +36,9 @@ from twistlm.lab.points import name_of
 from twistlm.model import generator
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.tickets import deploy
-from twistlm.tickets.healing import HealRequest, heal
+from twistlm.tickets.healing import heal
 from twistlm.tickets.parent import Parent, open_parent
+from twistlm.tickets.requests import HealRequest
 from twistlm.tickets.ticket_scale import N_DRAWS, TicketScales, choice_text
 from twistlm.training import rounds
 

@@ -16,9 +16,10 @@ from conftest import make_tokens
 from families_table import tiny_model
 
 from twistlm.model import generator
-from twistlm.tickets import certify, deploy, score
-from twistlm.tickets.certify import Certificate, CertificateRequest, reading, table
+from twistlm.tickets import bounds, certify, deploy, score
+from twistlm.tickets.certify import Certificate, reading, table
 from twistlm.tickets.parent import Parent, open_parent
+from twistlm.tickets.requests import CertificateRequest
 
 SEQ_LEN = 16
 CUT = ("blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0", f"data.seq_len={SEQ_LEN}")
@@ -35,12 +36,12 @@ def test_rank_is_that_of_the_binomial_sum(coverage, confidence):
         mass = [math.comb(n, i) * coverage**i * (1 - coverage) ** (n - i) for i in range(n + 1)]
         legal = [r for r in range(1, n + 1) if math.fsum(mass[:r]) >= confidence - 1e-12]
         if legal:
-            assert certify.rank(n, coverage, confidence) == min(legal), n
+            assert bounds.rank(n, coverage, confidence) == min(legal), n
         else:
             with pytest.raises(
                 ValueError, match=f"n = {n} .* at least {fewest(coverage, confidence)}"
             ):
-                certify.rank(n, coverage, confidence)
+                bounds.rank(n, coverage, confidence)
 
 
 def fewest(coverage: float, confidence: float) -> int:
@@ -53,9 +54,9 @@ def fewest(coverage: float, confidence: float) -> int:
 def test_published_sample_sizes():
     """One-sided, distribution-free: 59 for 95/95, 90 for 95/99, 299 for 99/95, 22 for 90/90."""
     cases = {(0.95, 0.95): 59, (0.95, 0.99): 90, (0.99, 0.95): 299, (0.9, 0.9): 22}
-    assert {case: certify.smallest_n(*case) for case in cases} == cases
-    assert certify.smallest_n(0.5, 0.75) == 2  # 1 - 0.5 ** 2 is 0.75 to the last bit
-    assert certify.rank(2, 0.5, 0.75) == 2
+    assert {case: bounds.smallest_n(*case) for case in cases} == cases
+    assert bounds.smallest_n(0.5, 0.75) == 2  # 1 - 0.5 ** 2 is 0.75 to the last bit
+    assert bounds.rank(2, 0.5, 0.75) == 2
 
 
 POPULATIONS = {
@@ -81,7 +82,7 @@ def test_the_bound_holds_at_its_stated_rate(name, n, coverage, confidence):
     held = 0
     for _ in range(n_certificates):
         values = population[rng.integers(population.size, size=n)].tolist()
-        bound = certify.bound(values, coverage, confidence)
+        bound = bounds.bound(values, coverage, confidence)
         assert bound.value in values
         below = np.searchsorted(population, bound.value, side="right") / population.size
         held += below >= coverage
@@ -97,19 +98,19 @@ def test_the_bound_holds_at_its_stated_rate(name, n, coverage, confidence):
 def test_share_below_the_worst():
     """(the share p whose n-th power is 1 - confidence) = the coverage for which rank n suffices."""
     for n in (20, 100, 200):
-        share = certify.covered_by_worst(n, 0.99)
+        share = bounds.covered_by_worst(n, 0.99)
         assert share**n == pytest.approx(0.01)
-        assert certify.rank(n, round(share - 1e-4, 6), 0.99) == n
+        assert bounds.rank(n, round(share - 1e-4, 6), 0.99) == n
         with pytest.raises(ValueError, match="at least"):
-            certify.rank(n, round(share + 1e-4, 6), 0.99)
+            bounds.rank(n, round(share + 1e-4, 6), 0.99)
 
 
 @pytest.mark.parametrize("bad", [0.0, 1.0, -0.1, 95.0])
 def test_shares_lie_between_0_and_1(bad):
     with pytest.raises(ValueError, match=f"coverage = {bad}"):
-        certify.rank(100, bad, 0.99)
+        bounds.rank(100, bad, 0.99)
     with pytest.raises(ValueError, match=f"confidence = {bad}"):
-        certify.rank(100, 0.95, bad)
+        bounds.rank(100, 0.95, bad)
 
 
 # ---------------------------------------------------------------- a model's certificate

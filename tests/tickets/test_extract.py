@@ -33,11 +33,10 @@ from twistlm.model.layout import cut_segments
 from twistlm.tickets import budget, certify, deploy, extract, importance, lost_nodes, sensitivity
 from twistlm.tickets.budget import Budget, Costs, parse_budget
 from twistlm.tickets.calibration import calibrate, calibrate_on_tokens
-from twistlm.tickets.certify import CertificateRequest
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.tickets.pick import Pick, parse_pick
-from twistlm.tickets.requests import TicketRequest
-from twistlm.tickets.score import ScoreRequest, score_parent
+from twistlm.tickets.requests import CertificateRequest, ScoreRequest, TicketRequest
+from twistlm.tickets.score import score_parent
 from twistlm.training import rounds
 
 SEQ_LEN = 16

@@ -21,8 +21,8 @@ from twistlm.model import generator
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.system import manifest
 from twistlm.tickets import deploy, healing
-from twistlm.tickets.healing import HealRequest
 from twistlm.tickets.parent import open_parent
+from twistlm.tickets.requests import HealRequest
 from twistlm.training import rounds
 
 STEPS = (

@@ -106,8 +106,9 @@ def heal(
     from ..system.terminal import console
     from ..tickets import healing
     from ..tickets.budget import amount
+    from ..tickets.requests import HealRequest
 
-    request = healing.HealRequest(
+    request = HealRequest(
         ticket=ticket,
         out=out,
         tokens=int(amount("tokens", tokens)),

@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from rich.table import Table
 
 from ..compute.perplexity import Evaluator, Spread
-from ..model.blocks import BlockGroup, Widths, widths_of_ratio
+from ..model.blocks import Widths, widths_of_ratio
 from ..model.generator import draws
 from ..model.masks import prefixes
 from ..system import terminal
@@ -33,40 +32,12 @@ from ..system.manifest import parse_json
 from ..system.provenance import describe_run
 from ..system.terminal import console, progress
 from . import score
+from .bounds import Bound, bound, covered_by_worst, percent
 from .parent import Parent
+from .requests import CertificateRequest
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
 N_BINS = 24
-
-
-@dataclass(frozen=True, kw_only=True)
-class CertificateRequest:
-    """How many random tickets of which size are measured, on what, and what they should promise."""
-
-    ratio: str
-    n: int
-    data: str | None = None  # None: the validation tokens of the parent's run
-    tokens: int = 0  # 0 takes all
-    seed: int = 0
-    coverage: float = 0.95
-    confidence: float = 0.99
-
-    def __post_init__(self) -> None:
-        rank(self.n, self.coverage, self.confidence)  # refuses an n that promises nothing
-
-
-@dataclass(frozen=True)
-class Bound:
-    """At least `coverage` of all tickets lie at or below `value`, said with this confidence."""
-
-    coverage: float
-    confidence: float
-    rank: int  # `value` is the rank-th smallest draw
-    value: float
-
-    def __str__(self) -> str:
-        share, confidence = (_percent(x) for x in (self.coverage, self.confidence))
-        return f"{share} of tickets are at or below {self.value:.2f}, with {confidence} confidence"
 
 
 @dataclass(frozen=True)
@@ -102,7 +73,7 @@ class Certificate:
 def certify(
     parent: Parent, request: CertificateRequest, out: Path | None = None, quiet: bool = False
 ) -> Certificate:
-    """Measure n random tickets, going on from those that the folder `out` holds, and write it there.
+    """Measure n random tickets, going on from those that the folder `out` holds.
 
     Of a parent with an order the nested ticket is measured, too: it is the only one of its kind.
     """
@@ -154,22 +125,20 @@ def _identity(parent: Parent, ready: Evaluator, widths: Widths, seed: int) -> di
     text, cut = ready.text, parent.block_map
     ids = text.file.tokens[: text.n_sequences * text.seq_len]
     weights = parent.central.weights.detach().cpu().view(torch.uint8).numpy()
+    tickets = {g.name: f"{widths[g.name]}/{g.n_blocks}" for g in cut.groups}
+    for group in cut.groups:
+        if group.common:
+            tickets[group.name] += f" with {', '.join(map(str, group.common))}"
     return {
         "weights_sha256": hashlib.sha256(weights.data).hexdigest(),
         "tokens_sha256": hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest(),
         "seq_len": text.seq_len,
         "precision": f"{ready.precision} on {parent.central.buffer.device.type}",
-        "tickets": {g.name: _size(g, widths[g.name]) for g in cut.groups},
+        "tickets": tickets,
         "attn_by": parent.cfg.blocks.attn_by,
         "scales": parent.scales(widths),
         "seed": seed,
     }
-
-
-def _size(group: BlockGroup, width: int) -> str:
-    """`6/12`, or `6/12 with 0, 1` where blocks are common."""
-    always = f" with {', '.join(map(str, group.common))}" if group.common else ""
-    return f"{width}/{group.n_blocks}{always}"
 
 
 def _open_draws(
@@ -247,58 +216,6 @@ def reading(made: Certificate) -> str:
     )
 
 
-def bound(values: Sequence[float], coverage: float, confidence: float) -> Bound:
-    """The tightest upper bound on a share of all tickets that these draws allow."""
-    r = rank(len(values), coverage, confidence)
-    return Bound(coverage, confidence, r, sorted(values)[r - 1])
-
-
-def rank(n: int, coverage: float, confidence: float) -> int:
-    """The smallest r with P(Binomial(n, coverage) >= r) <= 1 - confidence, in exact integers."""
-    p, wrong = _share(coverage, "coverage"), 1 - _share(confidence, "confidence")
-    if n < (least := smallest_n(coverage, confidence)):
-        raise ValueError(
-            f"n = {n} draws bound no {_percent(coverage)} of tickets with {_percent(confidence)} "
-            f"confidence: n must be at least {least}"
-        )
-    hits, misses = p.numerator, p.denominator - p.numerator
-    allowed = wrong * p.denominator**n  # in units of p.denominator ** -n
-    tail, r = 0, n + 1
-    while r > 1:
-        tail += math.comb(n, r - 1) * hits ** (r - 1) * misses ** (n - r + 1)
-        if tail > allowed:
-            break
-        r -= 1
-    return r
-
-
-def smallest_n(coverage: float, confidence: float) -> int:
-    """How few draws can bound that share: the smallest n with coverage ** n <= 1 - confidence."""
-    p, wrong = _share(coverage, "coverage"), 1 - _share(confidence, "confidence")
-    n = max(1, round(math.log(wrong) / math.log(p)))
-    while p**n > wrong:  # the logarithms round
-        n += 1
-    while n > 1 and p ** (n - 1) <= wrong:
-        n -= 1
-    return n
-
-
-def covered_by_worst(n: int, confidence: float) -> float:
-    """The share of all tickets that lies at or below the worst of n, with this confidence."""
-    return float(1 - _share(confidence, "confidence")) ** (1 / n)
-
-
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Sample quantiles, linear between draws."""
-    return {_percent(share): float(np.quantile(values, share)) for share in SHARES}
-
-
-def _share(value: float, name: str) -> Fraction:
-    """The decimal that was typed, exactly: 0.95 is 19/20."""
-    if not 0 < value < 1:
-        raise ValueError(f"{name} = {value}: must lie between 0 and 1")
-    return Fraction(str(value))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.10g}%"
+    return {percent(share): float(np.quantile(values, share)) for share in SHARES}

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +34,12 @@ from ..training import checkpoint, rounds
 from .deploy import TICKET, foreign_files, load_ticket, read_ticket
 from .extract import check_target
 from .parent import what_is
+from .requests import HealRequest
 
 STEPS = 10  # in a round: between two looks at the clock, the metrics and signals
 WARMUP = 0.05  # of all steps
 # of a ticket, once its weights have moved; files and seal are made anew
 UNTRUE = ("perplexity", "max_logit_difference", manifest.FILES, manifest.OWN)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HealRequest:
-    """Which ticket is trained, on how many tokens of what, and who teaches it."""
-
-    ticket: Path
-    out: Path
-    tokens: int
-    teacher: str | None = None  # None: the ticket's parent; "none": the text alone
-    data: str | None = None  # None: the training tokens of the teacher's run, or of the parent's
-    valid: str | None = None  # None: the validation tokens of that run
-    valid_tokens: int = 0  # 0 takes all
-    device: str = "auto"
-    overrides: Sequence[str] = ()
-    like: Config | None = (
-        None  # a run whose settings are taken; None: the teacher's or the parent's, where they have one
-    )
 
 
 def heal(
@@ -92,25 +75,23 @@ def heal(
 
 
 def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any]) -> Config:
-    """The run that heals a ticket: what its teacher's run had, one worker, cosine, a short warm-up."""
+    """The run that heals a ticket: its teacher's settings, one worker, cosine, a short warm-up."""
     cut_from = ticket["parent"]  # of a ticket with a proof, with what was measured of it
     cut_from = cut_from["source"] if isinstance(cut_from, dict) else cut_from
     teacher = cut_from if request.teacher is None else request.teacher
-    known, near = None, None
     path = Path(teacher)
     if teacher == "start" and not path.exists():
         raise ValueError(
-            "--teacher start: a ticket starts as itself, which teaches nothing; give a run, a model or none"
+            "--teacher start: a ticket starts as itself, which teaches nothing; give a run, a "
+            "model or none"
         )
-    if (
-        request.teacher is None
-        and not path.exists()
-        and (path.is_absolute() or len(path.parts) > 2)
-    ):
+    is_path = path.is_absolute() or len(path.parts) > 2
+    if request.teacher is None and is_path and not path.exists():
         raise ValueError(
-            f"{request.ticket} was cut out of {teacher}, which is not here: give --teacher RUN or MODEL, or "
-            "--teacher none to learn from text alone"
+            f"{request.ticket} was cut out of {teacher}, which is not here: give --teacher RUN or "
+            "MODEL, or --teacher none to learn from text alone"
         )
+    known, near = None, None
     if teacher != "none" and what_is(teacher) == "checkpoint":
         found = checkpoint.open_(path)
         teacher, known, near = str(found.path), found.config, found.path
@@ -122,8 +103,8 @@ def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any
     data = request.data or (known.data.train if known else "")
     if not data:
         raise ValueError(
-            f"nothing is known to train {request.ticket} on, since neither its teacher ({teacher}) nor its parent "
-            f"({cut_from}) is a run that is here: give --data STEM"
+            f"nothing is known to train {request.ticket} on, since neither its teacher ({teacher}) "
+            f"nor its parent ({cut_from}) is a run that is here: give --data STEM"
         )
     valid = request.valid or (known.data.valid if known else "") or data
     if near is not None:  # a run's tokens may be seen from its folder, not from here
@@ -131,11 +112,7 @@ def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any
     most = getattr(model.config, "max_position_embeddings", None) or 1024
     cfg = Config(
         model=ModelConfig(weights=str(request.ticket), type=model.config.model_type),
-        data=DataConfig(
-            train=data,
-            valid=valid,
-            seq_len=min(run.data.seq_len, most),
-        ),
+        data=DataConfig(train=data, valid=valid, seq_len=min(run.data.seq_len, most)),
         # nothing is cut any more: one block in every FFN layer
         blocks=BlocksConfig(setting="ffn", n_ffn=1, k_ffn=(1,), shared_first=0, shared_last=0),
         train=replace(
@@ -151,10 +128,7 @@ def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any
             epochs=0.0,
         ),
         run=RunConfig(
-            out=f"{request.out}.healing",
-            device=request.device,
-            eval_every=-1,
-            eval_ratios=("1",),
+            out=f"{request.out}.healing", device=request.device, eval_every=-1, eval_ratios=("1",)
         ),
     )
     cfg = config.override(cfg, request.overrides)
@@ -179,8 +153,8 @@ def _goes_on(work: Path, cfg: Config) -> bool:
         for key, value in now[section].items():
             if was[section][key] != value:
                 raise ValueError(
-                    f"{work} is a run that healed with {section}.{key} = {was[section][key]!r}, not {value!r}: "
-                    "call it as then, choose another --out or remove that folder"
+                    f"{work} is a run that healed with {section}.{key} = {was[section][key]!r}, "
+                    f"not {value!r}: call it as then, choose another --out or remove that folder"
                 )
     return True
 
@@ -240,7 +214,7 @@ def _notes(cfg: Config, work: Path, measured: dict[str, Any] | None) -> dict[str
 
 
 def _write(request: HealRequest, model: PreTrainedModel, notes: dict[str, Any]) -> dict[str, Any]:
-    """The old folder with new weights; record and card say what was done, and no more what is untrue."""
+    """The old folder with new weights; record and card lose what is no longer true."""
     old = read_ticket(request.ticket)
     kept = {key: value for key, value in old.items() if key not in UNTRUE}
     healed = {"from": str(request.ticket), **notes, **describe_run()}
@@ -267,23 +241,21 @@ def _write(request: HealRequest, model: PreTrainedModel, notes: dict[str, Any]) 
 
 def _card(text: str, healed: dict[str, Any]) -> str:
     """The card with a section about healing; numbers of the unhealed weights leave its table."""
-    lines = [
-        line for line in text.splitlines() if not line.startswith(tuple(f"| {u}" for u in UNTRUE))
-    ]
+    untrue = tuple(f"| {name}" for name in UNTRUE)
+    lines = [line for line in text.splitlines() if not line.startswith(untrue)]
+    data, teacher = (markdown_code(Path(healed[key]).name) for key in ("data", "teacher"))
+    how = f"with {teacher} as a frozen teacher (KL weight {healed['distil']:g})."
+    if healed["teacher"] == "none":
+        how = "(cross-entropy with the text)."
     said = [
-        "## Healing",
-        "",
-        f"Trained after the cut on {healed['n_tokens']:,} tokens of {markdown_code(Path(healed['data']).name)} "
-        + (
-            "(cross-entropy with the text)."
-            if healed["teacher"] == "none"
-            else f"with {markdown_code(Path(healed['teacher']).name)} as a frozen teacher (KL weight {healed['distil']:g})."
-        ),
+        "## Healing\n",
+        f"Trained after the cut on {healed['n_tokens']:,} tokens of {data} {how}",
     ]
     if found := healed.get("perplexity"):
         said.append(
-            f"Perplexity on {found['n_tokens']:,} tokens: {found['before']:.2f} before, {found['after']:.2f} after."
+            f"Perplexity on {found['n_tokens']:,} tokens: {found['before']:.2f} before, "
+            f"{found['after']:.2f} after."
         )
-    said += [f"Made by `{healed['command']}`, twistlm {healed['git']}.", ""]
+    said.append(f"Made by `{healed['command']}`, twistlm {healed['git']}.\n")
     at = lines.index("## Loading") if "## Loading" in lines else len(lines)
     return "\n".join([*lines[:at], *said, *lines[at:]]) + "\n"

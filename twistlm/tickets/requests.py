@@ -5,17 +5,23 @@ Imports no torch: `--help` reads this module.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import fields
+from ..config import Config
 from ..fields import option, seed_of, words
 from . import DTYPES, IMPORTANCES, SPENDS
+from .bounds import rank
 
 if TYPE_CHECKING:
     from .budget import Budget
     from .pick import Pick
 
+TEXT = "Token file; default: the run's data.valid."
+ALL = "Use this many tokens; 0 takes all."
 KINDS = ("ratio", "params", "size", "latency", "memory")  # of a budget
 
 
@@ -55,7 +61,7 @@ class TicketRequest:
         False,
     )
     seed: int = seed_of("the pick")
-    data: str | None = option("Token file; default: the run's data.valid.", None)
+    data: str | None = option(TEXT, None)
     tokens: int = option(
         "Tokens for each perplexity and for calibration; 0 takes all.", 4096, least=0
     )
@@ -101,3 +107,56 @@ class TicketRequest:
             replace(self, **alone | {b.kind: b.asked}, context=self.context if b.context else None)
             for b in self.budgets
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """How many random subnets of which sizes are measured, and on what."""
+
+    ratios: tuple[str, ...] = option(
+        "Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable.", ("6/12",), "--ratio"
+    )
+    n: int = option("Random subnets behind each number.", 20, least=1, most=10**6)
+    data: str | None = option(TEXT, None)
+    tokens: int = option(ALL, 0, least=0)
+    seed: int = seed_of("the random subnets")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateRequest:
+    """How many random tickets of which size are measured, and what they should promise."""
+
+    ratio: str = option("Share of blocks, as 6/12 or attn=2/3,ffn=6/12.", "6/12")
+    n: int = option("Random tickets to measure.", 200, least=1, most=10**6)
+    data: str | None = option(TEXT, None)
+    tokens: int = option(ALL, 0, least=0)
+    seed: int = seed_of("the random tickets")
+    coverage: float = option("Share of all tickets to bound.", 0.95)
+    confidence: float = option("How sure the bound must be.", 0.99)
+
+    def __post_init__(self) -> None:
+        rank(self.n, self.coverage, self.confidence)  # refuses an n that promises nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealRequest:
+    """Which ticket is trained, on how many tokens of what, and who teaches it."""
+
+    ticket: Path
+    out: Path
+    tokens: int
+    teacher: str | None = option(
+        "Whose predictions it learns: a run, a checkpoint, a Hugging Face folder or hub id with "
+        "the same tokenizer; none: the text alone. Default: the ticket's parent.",
+        None,
+    )
+    data: str | None = option(
+        "Token file to train on; default: data.train of the teacher or parent.", None
+    )
+    valid: str | None = option(
+        "Token file to measure on; default: data.valid of the same run.", None
+    )
+    valid_tokens: int = option("Use this many tokens of it; 0 takes all.", 0, least=0)
+    device: str = "auto"
+    overrides: Sequence[str] = ()
+    like: Config | None = None  # a run whose settings are taken, instead of the teacher's

@@ -26,6 +26,7 @@ from ..system.device import pick_device
 from ..system.terminal import progress
 from .deploy import load_ticket, read_ticket
 from .parent import Parent, config_of, open_text, open_text_of, what_is
+from .requests import ScoreRequest
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,6 @@ def text_of(parent: Parent, data: str | None, tokens: int) -> Text:
     file = open_text(parent, data, "valid")
     file.check(cfg.data.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
     return Text(file, cfg.data.seq_len, tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreRequest:
-    """How many random subnets of which sizes are measured, and on what."""
-
-    ratios: tuple[str, ...] = ("6/12",)
-    n: int = 20  # random subnets of each ratio
-    data: str | None = None  # None: the validation tokens of the parent's run
-    tokens: int = 0  # 0 takes all
-    seed: int = 0
 
 
 def score_parent(

@@ -30,8 +30,9 @@ from ...model.generator import for_deployment
 from ...model.masks import prefixes
 from ...model.subnet import build
 from ...tickets import budget, deploy, importance
-from ...tickets.healing import HealRequest, heal
+from ...tickets.healing import heal
 from ...tickets.parent import Parent, recut
+from ...tickets.requests import HealRequest
 from ...tickets.ticket_scale import TicketScale, TicketScales, random_tickets, score_tickets
 from ..points import Points, name_of
 from .cells import (
