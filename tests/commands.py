@@ -1,4 +1,6 @@
-"""The command as a user runs it: a config file, a process or its entry point, and what a refusal looks like."""
+"""The command as a user runs it: a config file, a process or its entry point, and what a refusal
+looks like.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ def code_blocks(text: str, *languages: str) -> list[str]:
 
 
 def shell_commands(script: str) -> list[list[str]]:
-    """The words of every single command: continued lines joined, comments gone, `&&` and `;` split."""
+    """The words of every command: continued lines joined, no comments, split at `&&` and `;`."""
     found: list[list[str]] = []
     for line in script.replace("\\\n", " ").splitlines():
         line = re.sub(r"(^|\s)#.*", "", line)

@@ -1,4 +1,4 @@
-"""Small things to train on: tiny random models of every family, and token files made on the spot."""
+"""Small things to train on: tiny random models of every family, token files made on the spot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ VOCAB = 64
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """A test that leaves another number of threads fails, not the one that is compared bit for bit after it."""
+    """A test that leaves another number of threads fails, not the one that is compared bit for bit
+    after it.
+    """
     yield
     left = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,6 @@
-"""Every knob can be set, read back and got wrong: an error names the field, the value, what is legal."""
+"""Every knob can be set, read back and got wrong: an error names the field, the value, what is
+legal.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,8 @@ def test_configs_are_frozen():
         ("run.eval_ratios=attn=2/3,ffn=6/12", ("attn=2/3,ffn=6/12",)),
         ('run.eval_ratios=["8/12", "attn=2/3,ffn=6/12"]', ("8/12", "attn=2/3,ffn=6/12")),
         ("run.eval_ratios=0.5", ("0.5",)),
-        ("model.config={n_layer = 4, activation_function = 'relu'}", {"n_layer": 4, "activation_function": "relu"}),
+        ("model.config={n_layer = 4, activation_function = 'relu'}",
+         {"n_layer": 4, "activation_function": "relu"}),
     ],
 )  # fmt: skip
 def test_override_is_parsed(tmp_path, override, value):
@@ -328,7 +331,8 @@ def test_outer_legal(outer, want):
         "nesterov", "nesterov()", "nesterov(0.7)", "nesterov(0.7, 0.6, 0.5)", "nesterov(0.7; 0.6)",
         "nesterov(0, 0.6)", "nesterov(-0.7, 0.6)", "nesterov(0.7, 1)", "nesterov(0.7, -0.1)",
         "nesterov(0.7, 0.6", "nesterov(a, b)", "nesterov(1e, 0.6)", "nesterov(1e999, 0.6)",
-        "Nesterov(0.7, 0.6)", "adam(0.7, 0.6)", "", "None", "none ", "x nesterov(0.7, 0.6)", "nesterov(0.7, 0.6) x",
+        "Nesterov(0.7, 0.6)", "adam(0.7, 0.6)", "", "None", "none ", 
+        "x nesterov(0.7, 0.6)", "nesterov(0.7, 0.6) x",
     ],
 )  # fmt: skip
 def test_outer_illegal(outer):

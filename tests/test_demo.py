@@ -76,7 +76,9 @@ def test_a_mistake_is_told_by_the_training_that_found_it(demo, tmp_path, change,
 
 
 def test_no_document_is_in_both_of_its_texts(demo):
-    """One in twenty of the shuffled documents is kept for validation, and the others are trained on."""
+    """One in twenty of the shuffled documents is kept for validation, and the others are trained
+    on.
+    """
     out, _ = demo
     texts = sorted(builtin.topics.topics.values())
     random.Random(0).shuffle(texts)

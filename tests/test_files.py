@@ -1,4 +1,6 @@
-"""Files: old ones are read as they were, no damage is silent, and nothing that is read or written does harm."""
+"""Files: old ones are read as they were, no damage is silent, and nothing that is read or written
+does harm.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,15 @@ from twistlm.tickets.runnable import verify
 from twistlm.training import checkpoint, rounds
 from twistlm.transport.checks import reason_to_reject
 
-# ---------------------------------------------------------------- files of version 0.1 (commit 80de057, before the rooms)
+# ---------------------------------------------------------------- files of version 0.1 (commit
+# 80de057, before the rooms)
 
 
 FILES = Path(__file__).parent / "fixtures/before_rooms.zip"
-# What that commit printed, with a tiny GPT-2, carried moments, outer momentum and a measured scale; where a
-# subnet is in it, with the bias of its output projections left alone, as the gates do now. Then it was
+# What that commit printed, with a tiny GPT-2, carried moments, outer momentum and a measured scale;
+# where a
+# subnet is in it, with the bias of its output projections left alone, as the gates do now. Then it
+# was
 # 361.01389, 361.35856; 5.84851, 5.61049; 211.80745, 212.22237.
 TOKENS, FULL, HALF, WORST = 3648, 361.67711106680815, 361.4246931447369, 361.9547104585102
 RESUMED = {
@@ -117,7 +122,8 @@ def test_a_ticket_loads_and_is_what_extract_cuts_today(old):
         torch.testing.assert_close(ticket(ids).logits, today(ids).logits, rtol=0, atol=1e-6)
 
 
-# ---------------------------------------------------------------- 200 random damages each (those of checkpoints: training/test_checkpoint.py)
+# ---------------------------------------------------------------- 200 random damages each (those of
+# checkpoints: training/test_checkpoint.py)
 
 
 N = 200
@@ -197,7 +203,9 @@ def test_load_ticket_asks_for_the_hash(tmp_path, ticket):
 
 @pytest.mark.parametrize("kind", ["checkpoint", "ticket"])
 def test_no_damage_to_what_a_run_starts_from_is_silent(tmp_path, kind):
-    """model.weights and train.teacher: a checkpoint or stock ticket is a Hugging Face folder, and verified as one."""
+    """model.weights and train.teacher: a checkpoint or stock ticket is a Hugging Face folder, and
+    verified as one.
+    """
     if kind == "ticket":
         parent, _ = families_table.open_parent("llama", "head", tmp_path / "parent")
         deploy.save_ticket(parent, parent.block_map.full(), tmp_path / "whole")
@@ -365,7 +373,9 @@ def seal(folder: Path, record: str) -> None:
 
 
 def test_no_call_into_transformers_may_run_code_from_a_folder():
-    """Every Auto class is told trust_remote_code=False: left alone, it asks, and a piped `y` answers."""
+    """Every Auto class is told trust_remote_code=False: left alone, it asks, and a piped `y`
+    answers.
+    """
     seen = 0
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -689,7 +699,9 @@ def test_names_are_text_on_the_page_in_markdown_and_on_a_terminal(tmp_path, monk
 
 
 def test_long_work_says_in_a_log_how_far_it_is(monkeypatch, capsys):
-    """Without a terminal a line every EVERY seconds for each task, once for a finished one; none of silent ranks."""
+    """Without a terminal a line every EVERY seconds for each task, once for a finished one; none of
+    silent ranks.
+    """
     clock = iter([0.0, 10.0, 31.0, 31.0, 40.0, 62.0, 62.0])
     monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
     with terminal.progress() as bar:

@@ -30,8 +30,8 @@ class ModelConfig:
     """Which model is trained."""
 
     weights: str = "random"
-    """`random`, a run folder (its newest checkpoint), a Hugging Face folder or hub id, `gguf:FILE`, or
-    `gguf:PACKAGE/FILE` for a file that an installed Python package ships."""
+    """`random`, a run folder (its newest checkpoint), a Hugging Face folder or hub id, `gguf:FILE`,
+    or `gguf:PACKAGE/FILE` for a file that an installed Python package ships."""
     type: str = "gpt2"
     """Hugging Face model_type; with `random` weights it is built, otherwise it is checked."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -73,26 +73,28 @@ class BlocksConfig:
     common_ffn: tuple[int, ...] = ()
     """C: FFN blocks that every worker and every ticket holds."""
     common_by: Literal["index", "rank"] = "index"
-    """C names the same blocks in every layer, or ranks in each layer's own order of importance (mask-Fisher,
-    scored once before the first round): with `rank`, `[0, 1]` are the two blocks that matter most."""
+    """C names the same blocks in every layer, or ranks in each layer's own order of importance
+    (mask-Fisher, scored once before the first round): with `rank`, `[0, 1]` are the two blocks
+    that matter most."""
     shared_first: int = 2
     """First layers that are not partitioned."""
     shared_last: int = 2
     """Last layers that are not partitioned."""
     deal: Literal["random", "balanced", "fixed"] = "random"
-    """Where workers hold more blocks than there are, the rest are random ones, or those held least so far
-    (`balanced`). `fixed` is a control: every round repeats the first one's random deal."""
+    """Where workers hold more blocks than there are, the rest are random ones, or those held least
+    so far (`balanced`). `fixed` is a control: every round repeats the first one's random deal."""
     masks: Literal["round", "step", "sequence"] = "round"
-    """A worker trains all blocks that it holds for the whole `round`, or a part of them that is drawn anew
-    for every local `step` or for every `sequence`."""
+    """A worker trains all blocks that it holds for the whole `round`, or a part of them that is
+    drawn anew for every local `step` or for every `sequence`."""
     mask_attn: tuple[int, ...] = ()
-    """Attention blocks in such a part: widths that steps or sequences take in turn. A worker that holds
-    fewer uses all."""
+    """Attention blocks in such a part: widths that steps or sequences take in turn. A worker that
+    holds fewer uses all."""
     mask_ffn: tuple[int, ...] = ()
     """FFN blocks in such a part, in the same way: as many widths as for attention, pair by pair."""
     nested: float = limited(0.0, least=0, most=1)
-    """Share of these masks that keep the first blocks of one order instead of random ones. The order is
-    scored once, before the first round (mask-Fisher), and `--pick nested` cuts tickets along it."""
+    """Share of these masks that keep the first blocks of one order instead of random ones. The
+    order is scored once, before the first round (mask-Fisher), and `--pick nested` cuts tickets
+    along it."""
 
     def k(self, kind: Kind) -> tuple[int, ...]:
         return self.k_attn if kind == "attn" else self.k_ffn
@@ -109,8 +111,8 @@ class TrainConfig:
     """The optimization."""
 
     method: Method = "twist"
-    """TwIST rounds, or a control on the same tokens: data parallel, plain (`dense`) or with a fresh random
-    mask of K blocks in every step, or as `blocks.masks` says (`dropout`)."""
+    """TwIST rounds, or a control on the same tokens: data parallel, plain (`dense`) or with a fresh
+    random mask of K blocks in every step, or as `blocks.masks` says (`dropout`)."""
     n_workers: int = limited(4, above=0)
     """S: workers, each of which trains one subnet in a round."""
     rounds: int = limited(0, least=0)
@@ -142,15 +144,19 @@ class TrainConfig:
     scale: ActivationScale = "sqrt"
     """What a subnet's layer output is multiplied by: sqrt(N/K), 1, N/K, or the measured ratio."""
     teacher: str = "none"
-    """`none`, or a frozen model whose predictions are learned beside the text: `start` (the weights that
-    training starts from), a run folder, a Hugging Face folder or hub id, with the same tokenizer; `cache` reads what
-    `twistlm prepare --teacher` has stored beside the tokens."""
+    """`none`, or a frozen model whose predictions are learned beside the text: `start` (the weights
+    that training starts from), a run folder, a Hugging Face folder or hub id, with the same
+    tokenizer; `cache` reads what `twistlm prepare --teacher` has stored beside the tokens."""
     distil: float = limited(0.9, least=0, most=1)
-    """With a teacher: the weight of KL(teacher || subnet); the text's own cross-entropy gets the rest."""
+    """With a teacher: the weight of KL(teacher || subnet); the text's own cross-entropy gets the
+    rest.
+    """
     precision: Literal["auto", "float32", "bf16", "float64"] = "auto"
     """`bf16` trains a rounded copy of float32 weights; `auto` takes it on a GPU that has it."""
     compile: Literal["auto", "true", "false"] = "auto"
-    """Compile the local step (once per subnet width) and record it as a CUDA graph; `auto`: on a GPU."""
+    """Compile the local step (once per subnet width) and record it as a CUDA graph; `auto`: on a
+    GPU.
+    """
 
     def nesterov(self) -> tuple[float, float] | None:
         """(lr, momentum) of the outer optimizer, None for the plain mean."""
@@ -164,7 +170,8 @@ class TrainConfig:
             lr, momentum = 0.0, -1.0
         if not 0 < lr < math.inf or not 0 <= momentum < 1:
             raise ValueError(
-                f"train.outer = {self.outer!r}: use 'none' or 'nesterov(lr, momentum)' with lr > 0 and "
+                f"train.outer = {self.outer!r}: use 'none' or 'nesterov(lr, momentum)' with lr > "
+                "0 and "
                 f"0 <= momentum < 1, for example 'nesterov(0.7, 0.6)'"
             )
         return lr, momentum
@@ -179,13 +186,14 @@ class RunConfig:
     seed: int = limited(0, least=0)
     """Initial weights, the blocks of every round, batches and random subnets follow from it."""
     variant: Literal["local", "ray", "masked", "true", "hybrid", "sharded"] = "local"
-    """`local`: one process plays all workers. `ray`: workers are actors of a Ray cluster, and may come and go.
-    Under torchrun every rank is a worker: `masked` trains full models with masks, `hybrid` smaller dense ones
-    (rank 0 masks the central model), `true` smaller ones with a rank more that only hosts the central model;
-    in `sharded` each rank owns an equal part of it."""
+    """`local`: one process plays all workers. `ray`: workers are actors of a Ray cluster, and may
+    come and go. Under torchrun every rank is a worker: `masked` trains full models with masks,
+    `hybrid` smaller dense ones (rank 0 masks the central model), `true` smaller ones with a rank
+    more that only hosts the central model; in `sharded` each rank owns an equal part of it."""
     wire: Wire = "fp32"
-    """What weights and moments travel as between processes: `fp32` is exact; `bf16`; with `int8` weights go to
-    workers in bf16, and changes and moments travel in 8 bits. `local` sends nothing and rounds alike."""
+    """What weights and moments travel as between processes: `fp32` is exact; `bf16`; with `int8`
+    weights go to workers in bf16, and changes and moments travel in 8 bits. `local` sends
+    nothing and rounds alike."""
     seat: Literal["physical", "masked"] = "physical"
     """What `local` workers train: a smaller dense model, or the full one with masks."""
     device: str = "auto"
@@ -193,7 +201,9 @@ class RunConfig:
     threads: int = limited(0, least=0)
     """CPU threads; 0 leaves torch's choice. Bitwise equal runs need equal threads."""
     silence: float = limited(60.0, above=0)
-    """Seconds without a sign of life from a rank of torchrun after which the others name it and end."""
+    """Seconds without a sign of life from a rank of torchrun after which the others name it and
+    end.
+    """
     eval_every: int = limited(0, least=-1)
     """Rounds between evaluations; 0 evaluates at the end only, -1 never."""
     eval_ratios: tuple[str, ...] = ("6/12",)
@@ -213,19 +223,25 @@ class RayConfig:
     """`run.variant = "ray"`: workers that come and go, as actors of a Ray cluster."""
 
     address: str = ""
-    """host:port of the cluster's head. Empty: the variable RAY_ADDRESS, or else a Ray of this machine alone
-    that ends with the run."""
+    """host:port of the cluster's head. Empty: the variable RAY_ADDRESS, or else a Ray of this
+    machine alone that ends with the run."""
     open: bool = False
-    """Accept a cluster beyond loopback that asks for no token: whoever reaches it can run code on it."""
+    """Accept a cluster beyond loopback that asks for no token: whoever reaches it can run code on
+    it.
+    """
     min_workers: int = limited(1, above=0)
     """A round with fewer results is not committed."""
     wait: float = limited(60.0, least=0)
-    """Seconds that a run waits at its start for all S workers before it begins with those who are in."""
+    """Seconds that a run waits at its start for all S workers before it begins with those who are
+    in.
+    """
     floor: float = limited(30.0, above=0)
     """Least seconds of a round's deadline, which is 3 times the median of the last rounds; 10 times
     this for the first round."""
     patience: float = limited(600.0, least=0)
-    """Seconds below `min_workers` after which the run ends, and without a run after which a worker does."""
+    """Seconds below `min_workers` after which the run ends, and without a run after which a worker
+    does.
+    """
 
 
 @dataclass(frozen=True)
@@ -240,13 +256,14 @@ class Config:
     ray: RayConfig = field(default_factory=RayConfig)
 
     def check(self) -> Config:
-        """Refuse values that no model could make sense of; model-dependent ones are checked later."""
+        """Refuse values that no model could make sense of; a model's limits are checked later."""
         for section in dataclasses.fields(self):
             check(getattr(self, section.name), partial(_say, section.name))
         t = self.train
         if (n := t.n_workers * t.interval * t.batch) > MOST_SEQUENCES:  # dealt out as a list
             raise ValueError(
-                f"train.n_workers x train.interval x train.batch = {n:,} sequences in a round: legal are at most "
+                f"train.n_workers x train.interval x train.batch = {n:,} sequences in a round: "
+                "legal are at most "
                 f"{MOST_SEQUENCES:,}"
             )
         for name, model, other in (
@@ -257,7 +274,8 @@ class Config:
                 raise ValueError(f"{name} = {model!r}: name a folder, a hub id or {other!r}")
         if self.train.teacher == "start" and self.model.weights == "random":
             raise ValueError(
-                "train.teacher = 'start' with model.weights = 'random': untrained weights teach nothing; "
+                "train.teacher = 'start' with model.weights = 'random': untrained weights teach "
+                "nothing; "
                 "give a trained start, another teacher or 'none'"
             )
         if self.ray.min_workers > self.train.n_workers:
@@ -270,7 +288,9 @@ class Config:
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> Config:
-    """The config of a preset, a TOML file or a run folder, with `section.key=value` overrides applied."""
+    """The config of a preset, a TOML file or a run folder, with `section.key=value` overrides
+    applied.
+    """
     return from_dict(overridden(read_table(source), overrides))
 
 
@@ -285,7 +305,7 @@ def from_dict(table: dict[str, Any]) -> Config:
 
 
 def from_record(table: dict[str, Any]) -> Config:
-    """The config in a checkpoint or report; a section `hub`, of engines that are gone, is left out."""
+    """The config in a checkpoint or report; a section `hub`, of engines of before, is left out."""
     return from_dict({name: values for name, values in table.items() if name != "hub"})
 
 

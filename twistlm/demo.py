@@ -46,7 +46,7 @@ SAVE_EVERY = 25  # rounds: what a stopped demo loses at most
 
 
 def run(out: Path, n: int, overrides: list[str]) -> None:
-    """Text, a start, two trainings from it side by side, the table, a ticket, a line of its text."""
+    """Text, a start, two trainings from it side by side, the table, a ticket, a line of text."""
     began = time.perf_counter()
     cfg = config.load("demo", overrides)
     if cfg.train.rounds < 1 or not cfg.run.eval_ratios:

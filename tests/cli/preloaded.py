@@ -1,7 +1,8 @@
 """`python -m twistlm ...` in fresh processes, without waiting for torch and transformers each time.
 
-Run as a script it imports those two, and nothing of twistlm, then forks a child for every line of JSON on
-its standard input and answers with its process id. The child imports twistlm and runs it as `__main__`.
+Run as a script it imports those two, and nothing of twistlm, then forks a child for every line of
+JSON on its standard input and answers with its process id. The child imports twistlm and runs it as
+`__main__`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 
 class Forked:
-    """One command; the files are in a folder of its own: `stdout`, `stderr`, and at the end `code`."""
+    """One command; in a folder of its own are `stdout`, `stderr`, and at the end `code`."""
 
     def __init__(self, pid: int, logs: Path):
         self.pid, self.logs = pid, logs

@@ -429,7 +429,11 @@ CASES = {
     "no ratio for a ticket": Case(
         ("eval", "ticket", "--ratio", "2/4"), ("ticket", "cut already"), make_ticket
     ),
-    "a ticket has no tokens": Case(("eval", "ticket"), ("ticket", "--data"), make_ticket),
+    "a ticket has no tokens": Case(
+        ("eval", "ticket"),
+        ("ticket", "--data"),
+        lambda here: (make_ticket(here), shutil.rmtree(here / "run")),
+    ),
     "a ticket and another tokenizer": Case(
         ("eval", "ticket", "--data", "other"), ("other", "another tokenizer"), make_ticket
     ),
@@ -708,7 +712,9 @@ def test_no_write_permission(here, monkeypatch, capsys, command):
 
 
 def test_resume_falls_back_and_says_so(here):
-    """The newest checkpoint is refused by name, the one before it serves, the bits come out the same."""
+    """The newest checkpoint is refused by name, the one before it serves, the bits come out the
+    same.
+    """
     good = (here / LAST_RUN / "model.safetensors").read_bytes()
     flip_bit(here / LAST_RUN / "model.safetensors")
     code, out, err = as_process("train", "c.toml", "--resume", cwd=here)
@@ -721,7 +727,9 @@ def test_resume_falls_back_and_says_so(here):
 
 
 def test_a_run_folder_is_a_start_and_a_teacher(here, monkeypatch, capsys):
-    """It stands for its newest checkpoint that verifies: the same bits as that checkpoint's own path."""
+    """It stands for its newest checkpoint that verifies: the same bits as that checkpoint's own
+    path.
+    """
     flip_bit(here / LAST_RUN / "model.safetensors")
     made = []
     for i, start in enumerate(("run", "run/checkpoints/round-000002")):
@@ -795,7 +803,9 @@ def test_json_of_a_single_subnet_is_json(here, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["odd[red]name", "odd[/red]name", "/".join(["long" * 20] * 3)])
 def test_paths_are_printed_as_they_are(here, monkeypatch, capsys, name):
-    """A path is data: no markup in it, and on one line, or it cannot be copied into the next command."""
+    """A path is data: no markup in it, and on one line, or it cannot be copied into the next
+    command.
+    """
     code, out, err = in_process(
         monkeypatch, capsys, "train", "c.toml", f"run.out={name}", "train.rounds=1"
     )
@@ -831,7 +841,9 @@ def test_a_loss_that_explodes_is_no_user_error(here, monkeypatch, capsys):
 
 
 def test_no_memory_left(here, monkeypatch, capsys):
-    """One sentence that says how much was missing and what makes it less; a GPU's error is told apart."""
+    """One sentence that says how much was missing and what makes it less; a GPU's error is told
+    apart.
+    """
 
     def fill(*args, **kwargs):
         return torch.empty(1 << 60, dtype=torch.uint8)  # no machine has it

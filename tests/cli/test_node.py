@@ -1,4 +1,6 @@
-"""Ray that is missing, unreachable, open, of another version, too small or gone: one sentence each, in time."""
+"""Ray that is missing, unreachable, open, of another version, too small or gone: one sentence each,
+in time.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,8 @@ def test_workers_that_find_no_place(ray_address, tmp_path, monkeypatch, capsys):
     """Each asks for more cores than any machine has."""
     table = tiny_table(
         make_tokens(tmp_path / "tokens"), tmp_path / "run",
-        run={"variant": "ray", "threads": 13}, ray={"address": ray_address, "wait": 0.5, "patience": 1.5},
+        run={"variant": "ray", "threads": 13},
+        ray={"address": ray_address, "wait": 0.5, "patience": 1.5},
     )  # fmt: skip
     path = toml(tmp_path / "c.toml", table)
     code, _, err = in_process(monkeypatch, capsys, "train", path)

@@ -19,9 +19,10 @@ from .. import config
 
 TITLE = f"""# Config keys
 
-Made from `twistlm/config.py` by `make docs`; a test holds it up to date. Give any key on the command line as
-`section.key=value` (a value is TOML, a bare word a string), or in a TOML file as a table of its section.
-What is not given keeps its default. Presets: {", ".join(f"`{name}`" for name in config.preset_names())}
+Made from `twistlm/config.py` by `make docs`; a test holds it up to date. Give any key on the
+command line as `section.key=value` (a value is TOML, a bare word a string), or in a TOML file as a
+table of its section. What is not given keeps its default.
+Presets: {", ".join(f"`{name}`" for name in config.preset_names())}
 ([how to train](train.md)).
 """
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..export import FORMATS
-from .options import ANY_MODEL, Tokens, app, words
+from .options import ANY_MODEL, Tokens, app, out_option, words
 
 STEPS = {("gguf", ""): 4, ("onnx", ""): 3, ("onnx", "q8"): 4}  # that an export tells of
 
@@ -23,7 +23,7 @@ STEPS = {("gguf", ""): 4, ("onnx", ""): 3, ("onnx", "q8"): 4}  # that an export 
 def export(
     source: Annotated[str, typer.Argument(help=ANY_MODEL)],
     to: Annotated[str, typer.Option(help=f"{words(FORMATS)}: for llama.cpp, for onnxruntime.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="GGUF file or ONNX folder to write.")],
+    out: Annotated[Path, out_option("GGUF file or ONNX folder to write.")],
     type_: Annotated[
         str | None,
         typer.Option(
@@ -40,7 +40,9 @@ def export(
         str | None, typer.Option(help="Text that torch and the runtime both continue.")
     ] = None,
 ) -> None:
-    """Write a ticket, or the whole model of a run, as GGUF or ONNX, and compare it with torch on the spot."""
+    """Write a ticket, or the whole model of a run, as GGUF or ONNX, and compare it with torch on
+    the spot.
+    """
     if to not in FORMATS:
         raise ValueError(f"--to {to}: a ticket is exported to {words(FORMATS)}")
     from ..compute.perplexity import Text
@@ -72,7 +74,7 @@ def export(
         bar.update(task, completed=total)
     console.print(verify.table(rows))
     if to == "gguf" and len(rows) == 1:
-        console.print("not run in llama.cpp, which is not installed: pip install 'twistlm[llama]'")
+        console.print("not run in llama.cpp, which is not installed: pip install -e '.[llama]'")
     if rows[-1].text:
         console.print(rows[-1].text)
     console.print(f"written: {out}")
@@ -95,7 +97,7 @@ def push(
         bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")
     ] = False,
 ) -> None:
-    """Send a ticket to the Hugging Face hub, with its card; it is loaded once before, as a check."""
+    """Send a ticket to the Hugging Face hub, with its card; it is loaded once, as a check."""
     from huggingface_hub import HfApi, ModelCard
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils import validate_repo_id
@@ -115,7 +117,8 @@ def push(
         shown.add_row(str(path.relative_to(ticket)), f"{path.stat().st_size:,}")
     console.print(shown)
     console.print(
-        f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters; card: licence "
+        f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters; "
+        "card: licence "
         f"{data.license or 'not given'}, base model {data.base_model or 'not given'}"
     )
     if dry_run:

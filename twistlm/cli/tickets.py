@@ -18,6 +18,7 @@ from .options import (
     Tokens,
     app,
     lab,
+    out_option,
     seed_of,
     write_json,
 )
@@ -31,7 +32,8 @@ MaxNewTokens = Annotated[
 @lab.command(
     epilog="Examples:\n\n"
     "twistlm lab drop runs/demo/dense runs/demo/twist --nodes 4 --lose 1\n\n"
-    "twistlm lab drop gpt2 --nodes 4 --lose 2 --data data/wiki-test --tokens 16384 blocks.shared_first=0"
+    "twistlm lab drop gpt2 --nodes 4 --lose 2 --data data/wiki-test --tokens 16384 "
+    "blocks.shared_first=0"
 )
 def drop(
     sources: Annotated[
@@ -49,9 +51,9 @@ def drop(
 ) -> None:
     """Spread a parent's blocks over nodes, lose some of them in every possible way.
 
-    Each node holds a contiguous run of each layer's blocks, as in tensor-parallel serving (the first
-    nodes one block more where they do not divide evenly), and all that is not cut; blocks of a parent
-    with an order are striped over nodes. What is left is rescaled.
+    Each node holds a contiguous run of each layer's blocks, as in tensor-parallel serving (the
+    first nodes one block more where they do not divide evenly), and all that is not cut; blocks of
+    a parent with an order are striped over nodes. What is left is rescaled.
     """
     from ..system.terminal import console
     from ..tickets import lost_nodes
@@ -69,20 +71,21 @@ def drop(
 @app.command(
     epilog="Examples:\n\n"
     "twistlm heal runs/demo/ticket -o runs/demo/healed --tokens 200k\n\n"
-    "twistlm heal ticket -o healed --tokens 20M --teacher gpt2 --data data/wiki/train --valid data/wiki/test "
+    "twistlm heal ticket -o healed --tokens 20M --teacher gpt2 --data data/wiki/train --valid "
+    "data/wiki/test "
     "train.lr=2e-4 train.batch=16\n\n"
     "twistlm heal ticket -o healed --tokens 20M --teacher none --data data/wiki/train"
 )
 def heal(
     ticket: Annotated[Path, typer.Argument(help="The folder of a ticket.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the healed ticket.")],
+    out: Annotated[Path, out_option("Folder of the healed ticket.")],
     tokens: Annotated[str, typer.Option(help="Tokens to train on: 20M.")],
     overrides: Overrides = None,
     teacher: Annotated[
         str | None,
         typer.Option(
-            help="Whose predictions it learns: a run, a checkpoint, a Hugging Face folder or hub id with the same "
-            "tokenizer; none: the text alone. Default: the ticket's parent."
+            help="Whose predictions it learns: a run, a checkpoint, a Hugging Face folder or hub "
+            "id with the same tokenizer; none: the text alone. Default: the ticket's parent."
         ),
     ] = None,
     data: Annotated[
@@ -100,8 +103,9 @@ def heal(
 ) -> None:
     """Train a ticket for itself, with its parent as a frozen teacher, and write it anew.
 
-    A stopped one goes on where it was when the same command is called again. Learning rate, batch and all
-    else are keys of the training config; those of the teacher's run, or of the parent's, are taken where there is one.
+    A stopped one goes on where it was when the same command is called again. Learning rate, batch
+    and all else are keys of the training config; those of the teacher's run, or of the parent's,
+    are taken where there is one.
     """
     from ..system.terminal import console
     from ..tickets import healing
@@ -163,7 +167,8 @@ def generate(
 @lab.command(
     epilog="Examples:\n\n"
     'twistlm lab draft runs/demo/twist runs/demo/ticket --prompt "Return the"\n\n'
-    "twistlm lab draft runs/demo/twist runs/demo/ticket --data runs/demo/text/valid --n 8 --draft-tokens 3"
+    "twistlm lab draft runs/demo/twist runs/demo/ticket --data runs/demo/text/valid --n 8 "
+    "--draft-tokens 3"
 )
 def draft(
     parent: Annotated[str, typer.Argument(help=f"The model whose text is written. {PARENT}")],

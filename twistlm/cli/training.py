@@ -21,18 +21,21 @@ from .options import (
     app,
     draws_of,
     known,
+    out_option,
     seed_of,
     write_json,
 )
 
 NO_RAY = (  # it ends a process whose node or head is lost, without a word
-    "Ray is gone: its head, or its process on this machine, died; start them again, and the run with --resume; "
+    "Ray is gone: its head, or its process on this machine, died; start them again, and the run "
+    "with --resume; "
     "the last checkpoint is unharmed"
 )
 
 
 @app.command(
-    epilog="Examples:\n\ntwistlm demo\n\ntwistlm demo --out runs/tiny train.rounds=20 model.config.n_layer=2"
+    epilog="Examples:\n\ntwistlm demo\n\ntwistlm demo --out runs/tiny train.rounds=20 "
+    "model.config.n_layer=2"
 )
 def demo(
     overrides: Overrides = None,
@@ -57,18 +60,17 @@ def demo(
     epilog="Examples:\n\n"
     "twistlm prepare wiki/*.parquet -o data/wiki-train --tokenizer gpt2\n\n"
     "twistlm prepare book.txt -o data/book --tokenizer path/to/tokenizer.json\n\n"
-    "twistlm prepare hub:Salesforce/wikitext:wikitext-103-raw-v1:train -o data/wt103 --tokenizer gpt2\n\n"
+    "twistlm prepare hub:Salesforce/wikitext:wikitext-103-raw-v1:train -o data/wt103 --tokenizer "
+    "gpt2\n\n"
     "twistlm prepare -o data/wiki-train --teacher gpt2-medium --top 64   # then train.teacher=cache"
 )
 def prepare(
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Stem of the token file to write, or to teach from.")
-    ],
+    out: Annotated[Path, out_option("Stem of the token file to write, or to teach from.")],
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            help=".txt, .jsonl or .parquet files, or hub:NAME[:CONFIG[:SPLIT]]; none with --teacher: the "
-            "token file is there.",
+            help=".txt, .jsonl or .parquet files, or hub:NAME[:CONFIG[:SPLIT]]; none with "
+            "--teacher: the token file is there.",
             show_default=False,
         ),
     ] = None,
@@ -93,8 +95,8 @@ def prepare(
 ) -> None:
     """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json).
 
-    With --teacher also STEM.teacher.bin and .json: what train.teacher = "cache" learns from. Stopped while it
-    makes them, the same command with -o and --teacher alone goes on.
+    With --teacher also STEM.teacher.bin and .json: what train.teacher = "cache" learns from.
+    Stopped while it makes them, the same command with -o and --teacher alone goes on.
     """
     if not sources and not teacher:
         raise ValueError(
@@ -108,7 +110,8 @@ def prepare(
     if sources:
         file = prepare(sources, out, tokenizer, column=column, eos=eos)
         console.print(
-            f"{file.stem}.bin: {file.meta.n_tokens:,} tokens of {file.meta.n_documents:,} documents, "
+            f"{file.stem}.bin: {file.meta.n_tokens:,} tokens of {file.meta.n_documents:,} "
+            "documents, "
             f"vocabulary {file.meta.vocab_size:,}"
         )
     else:
@@ -167,7 +170,7 @@ def train(
 
 
 def _check_start(weights: str, preset: str) -> None:
-    """A start that a preset takes from a run of yours, which is not there yet: say how to make it."""
+    """A start that a preset takes from a run of yours, not there yet: say how to make it."""
     if weights.startswith("runs/") and not Path(weights).exists():
         raise ValueError(
             f"model.weights = {weights!r}: there is no such run yet; make this start with `twistlm "
@@ -180,7 +183,8 @@ def _check_start(weights: str, preset: str) -> None:
     name="eval",
     epilog="Examples:\n\n"
     "twistlm eval runs/demo/twist --ratio 6/12 --ratio 3/12 --n 20\n\n"
-    "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12 --data data/wiki-test\n\n"
+    "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12 --data "
+    "data/wiki-test\n\n"
     "twistlm eval runs/demo/ticket --data runs/demo/text/valid\n\n"
     "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512 blocks.setting=ffn\n\n"
     "twistlm eval runs/demo/twist --certify --ratio 6/12 --n 200 -o runs/certificate",
@@ -217,10 +221,8 @@ def eval_(
     ] = 0.99,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="With --certify: folder for JSON and histogram; every ticket's number is kept "
+        out_option(
+            "With --certify: folder for JSON and histogram; every ticket's number is kept "
             "there as it comes, so the same command goes on after a stop, or with a larger --n.",
         ),
     ] = None,
@@ -286,7 +288,9 @@ def plan(
     ] = 100.0,
     json_out: JsonOut = None,
 ) -> None:
-    """Hours and memory here, parameters, bytes, rounds and the busiest link, before anything is trained."""
+    """Hours and memory here, parameters, bytes, rounds and the busiest link, before anything is
+    trained.
+    """
     from .. import config
 
     cfg = config.load(preset, overrides or [])

@@ -1,6 +1,7 @@
 """Configs as text: the TOML files beside this one, a user's own, and `section.key=value` words.
 
-Nothing here knows a key by name: `build` reads any dataclass, and says what is legal where a value is not.
+Nothing here knows a key by name: `build` reads any dataclass, and says what is legal where a value
+is not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def preset_names() -> list[str]:
 
 
 def read_table(source: str) -> dict[str, Any]:
-    """The table of a preset, of a TOML file, or of a run folder: what its newest checkpoint was trained with."""
+    """The table of a preset, of a TOML file, or of a run folder: what its newest checkpoint was
+    trained with.
+    """
     if source not in preset_names() and Path(source).is_dir():
         return _run_table(Path(source))
     if source in preset_names():
@@ -38,7 +41,8 @@ def read_table(source: str) -> dict[str, Any]:
         data = Path(source).read_bytes()
     else:
         raise ValueError(
-            f"{source!r} is neither a TOML file nor a preset, nor a run folder; presets: {', '.join(preset_names())}"
+            f"{source!r} is neither a TOML file nor a preset, nor a run folder; presets: "
+            f"{', '.join(preset_names())}"
         )
     try:
         return _parse(data.decode(), source)
@@ -47,7 +51,9 @@ def read_table(source: str) -> dict[str, Any]:
 
 
 def _parse(text: str, what: str) -> dict[str, Any]:
-    """TOML whose values can be reckoned with: no deeper than Python reaches, no longer than 63 bits."""
+    """TOML whose values can be reckoned with: no deeper than Python reaches, no longer than 63
+    bits.
+    """
     try:
         table = tomllib.loads(text)
     except RecursionError:
@@ -77,7 +83,7 @@ def _run_table(folder: Path) -> dict[str, Any]:
 
 
 def overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The table with `section.key=value` words written into it; a value is TOML, or else a string."""
+    """The table with `section.key=value` words written into it; a value is TOML, or a string."""
     for override in overrides:
         path, equals, value = override.partition("=")
         keys = path.strip().split(".")

@@ -1,4 +1,5 @@
-"""Where twistlm reaches into torch and transformers beyond their public interface: one place to look.
+"""Where twistlm reaches into torch and transformers beyond their public interface: one place to
+look.
 
 Nothing happens at import, and neither library is imported before a function here is called.
 """
@@ -18,7 +19,9 @@ ChooseClass = Callable[[type, dict[str, Any]], type]
 
 
 def check_transformers() -> None:
-    """A version of transformers that twistlm cannot work with is one sentence, before anything is imported."""
+    """A version of transformers that twistlm cannot work with is one sentence, before anything is
+    imported.
+    """
     least, below = TRANSFORMERS
     try:
         found = importlib.metadata.version("transformers")
@@ -33,11 +36,12 @@ def check_transformers() -> None:
 
 
 def choose_config_class(choose: ChooseClass) -> None:
-    """Let `choose` replace the class that transformers picks for a config.json; a second call does nothing.
+    """Let `choose` replace the class that transformers picks for a config.json; a second call does
+    nothing.
 
-    transformers finds config classes by `model_type` alone, and `AutoConfig.register` can only replace
-    the class of a type for all models of it. Two classes that share a type need this patch of
-    `PreTrainedConfig.from_dict`.
+    transformers finds config classes by `model_type` alone, and `AutoConfig.register` can only
+    replace the class of a type for all models of it. Two classes that share a type need this patch
+    of `PreTrainedConfig.from_dict`.
     """
     from transformers.configuration_utils import PreTrainedConfig
 

@@ -23,7 +23,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"run.device = {name!r}: use auto, cpu, cuda or cuda:N")
     if device.type == "cpu" and platform.machine() in ("aarch64", "arm64"):
-        # oneDNN's path for a transposed matrix is 14x slower than OpenBLAS at small sizes on ARM and
+        # oneDNN's path for a transposed matrix is 14x slower than OpenBLAS at small sizes on ARM
+        # and
         # no faster at large ones (docs/log.md); every backward pass has one per linear
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment,unused-ignore]
     if device.type == "cuda":
@@ -37,7 +38,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 @contextmanager
 def cpu_threads(n: int) -> Iterator[None]:
-    """torch computes with n CPU threads inside, and with as many as before afterwards; 0 changes nothing.
+    """torch computes with n CPU threads inside, and with as many as before afterwards; 0 changes
+    nothing.
 
     Another number adds up in another order, so whoever computes next must not inherit it.
     """
@@ -81,7 +83,9 @@ def to_device(ids: Tensor, device: torch.device) -> Tensor:
 
 @dataclass
 class BufferPool:
-    """Buffers by name, used again and grown: the first touch of fresh memory costs more than its transfer."""
+    """Buffers by name, used again and grown: the first touch of fresh memory costs more than its
+    transfer.
+    """
 
     kept: dict[str, Tensor] = field(default_factory=dict)
 

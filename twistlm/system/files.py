@@ -164,7 +164,7 @@ def is_locked(file: IO[Any]) -> bool:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, or raise `InUse`. A record lock: forked children do not inherit it."""
+    """Hold the folder's lock, or raise `InUse`. Forked children do not inherit a record lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as file:
         if not is_locked(file):

@@ -165,7 +165,9 @@ def folder_files(folder: Path) -> dict[str, Path]:
 
 
 def foreign_files(folder: Path, ours: Collection[str]) -> list[Path]:
-    """What else lies in a folder, as paths in it: files, links wherever they lead, and empty folders."""
+    """What else lies in a folder, as paths in it: files, links wherever they lead, and empty
+    folders.
+    """
     found = (
         path.relative_to(folder)
         for path in sorted(folder.rglob("*"))
@@ -175,7 +177,8 @@ def foreign_files(folder: Path, ours: Collection[str]) -> list[Path]:
 
 
 def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> list[str]:
-    """Compare a folder with its record, every byte; sentences about `editable` files that were changed.
+    """Compare a folder with its record, every byte; sentences about `editable` files that were
+    changed.
 
     Foreign files in the folder are nobody's business. A folder of before manifests passes unread.
     """
@@ -192,7 +195,9 @@ def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> l
 
 
 def check_model_folder(folder: Path) -> None:
-    """A Hugging Face folder that is a checkpoint or a ticket must be as it was written; others pass unread."""
+    """A Hugging Face folder that is a checkpoint or a ticket must be as it was written; others pass
+    unread.
+    """
     for record, editable in BESIDE_MODELS.items():
         if (folder / record).is_file():
             said = read_json(folder / record)

@@ -32,7 +32,7 @@ def describe_run() -> dict[str, Any]:
 
 @cache  # of the code that runs: a clone may change while a long process has its modules in memory
 def git_hash() -> str:
-    """Commit of the twistlm source, with `-dirty` when it was changed; `unknown` outside a clone."""
+    """Commit of the twistlm source, `-dirty` when it was changed; `unknown` outside a clone."""
     here = Path(__file__).parents[2]
     if not (here / ".git").exists():  # an installed wheel, perhaps in somebody else's clone
         return "unknown"

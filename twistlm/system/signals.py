@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM as a wish that a loop reads, and a parent that speaks for a process that was ended."""
+"""SIGINT and SIGTERM as a wish that a loop reads, and a parent that speaks for a process that was
+ended.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def end_with_parent(number: int) -> None:
 
 
 def end_with_launcher() -> None:
-    """Under torchrun: no rank outlives it, to train on where nobody looks and hold ports and the run's folder."""
+    """Under torchrun: no rank outlives it, to train on where nobody looks and hold ports and the
+    run's folder.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # in good order, with a checkpoint
 
@@ -113,10 +117,11 @@ def _end_children() -> None:
 
 @contextmanager
 def apart(sentence: str) -> Iterator[None]:
-    """Go on in a child process, for libraries that end their process without a word (`_exit(1)`, `abort`).
+    """Go on in a child process, for libraries that end their process without a word (`_exit(1)`,
+    `abort`).
 
-    The parent passes signals on, ends as the child does, and leaves nothing behind that the child has started;
-    where the child was ended by such a library, it ends with `sentence` and TOO_FEW.
+    The parent passes signals on, ends as the child does, and leaves nothing behind that the child
+    has started; where the child was ended by such a library, it ends with `sentence` and TOO_FEW.
     """
     if not hasattr(os, "fork"):
         yield
