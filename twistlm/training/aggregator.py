@@ -41,9 +41,9 @@ class Result:
 class Mean:
     """The mean over those who bring a copy of each central parameter and moment, worker by worker.
 
-    `holders` (of `layout.holders`) is about the workers whose results are added. They come in worker
-    order everywhere, so one process and many give the same bits. A parameter that nobody held keeps
-    weight, moments and outer momentum.
+    `holders` (of `layout.holders`) is about the workers whose results are added. They come in
+    worker order everywhere, so one process and many give the same bits. A parameter that nobody
+    held keeps weight, moments and outer momentum.
     """
 
     def __init__(self, central: Central, holders: Tensor, outer: tuple[float, float] | None = None):
@@ -91,7 +91,7 @@ def aggregate_(
 def nesterov_(
     old: Tensor, mean: Tensor, velocity: Tensor, held: Tensor, lr: float, momentum: float
 ) -> Tensor:
-    """One outer step on the pseudo-gradient g = old - mean: u = mu*u + g, new = old - lr*(g + mu*u).
+    """One outer step on g = old - mean: u = mu*u + g, new = old - lr*(g + mu*u).
 
     Written as a correction of the mean, so that lr = 1, momentum = 0 is the mean bit for bit.
     """

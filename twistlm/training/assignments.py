@@ -82,7 +82,7 @@ class Assignments:
         return None if found is None else found.unflatten(0, (len(slots), -1))
 
     def gates(self, worker: int) -> Tensor:
-        """Masks times activation scales: [steps, rows, held blocks]; [1, 1, held blocks] for all."""
+        """Masks times scales: [steps, rows, held blocks], or [1, 1, held blocks] for all steps."""
         run, held = self.run, self.deal.blueprints[worker]
         if run.cfg.blocks.masks == "round":
             widths = run.block_map.widths(held)

@@ -57,7 +57,7 @@ class Checkpoint:
 
     @property
     def leases(self) -> Leases:
-        """What of the data has been trained; before leases existed, all workers lived in all rounds."""
+        """What of the data has been trained; old checkpoints: by all workers, in all rounds."""
         if "leases" in self.manifest:
             return stream.from_dict(self.manifest["leases"])
         t = self.config.train
@@ -149,7 +149,7 @@ def open_(path: str | Path) -> Checkpoint:
 
 
 def weights_of(name: str) -> str:
-    """A name of weights; a run folder stands for its newest valid checkpoint, which is a Hugging Face folder."""
+    """A name of weights; a run folder stands for its newest valid checkpoint."""
     is_run = (Path(name) / "checkpoints").is_dir() or is_numbered(Path(name))
     return str(open_(name).path) if is_run else name
 
@@ -228,8 +228,8 @@ def restore(
     if want != found:
         odd = next(n for n in sorted(want.keys() | found.keys()) if want.get(n) != found.get(n))
         raise ValueError(
-            f"{checkpoint.path} is a checkpoint of another model: {odd} has shape {found.get(odd)} there "
-            f"and {want.get(odd)} here"
+            f"{checkpoint.path} is a checkpoint of another model: {odd} has shape {found.get(odd)} "
+            f"there and {want.get(odd)} here"
         )
     files = checkpoint.manifest["files"]
     carry, outer = "moments.safetensors" in files, "outer.safetensors" in files

@@ -1,4 +1,4 @@
-"""What a run tells about its rounds: a line of JSON for each, and TensorBoard where it is installed."""
+"""A line of JSON for each round, and TensorBoard where it is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ..system.manifest import parse_json
 
 
 class Metrics:
-    """`metrics.jsonl`: one line per round; on resume, lines of rounds that will run again are dropped.
+    """`metrics.jsonl`: one line per round; on resume, lines of rounds that will run again are
+    dropped.
 
     Where TensorBoard is installed, the same numbers go to `tensorboard/` in the run folder.
     """

@@ -8,7 +8,7 @@ activations   2 for what compiled layers keep for the backward pass of every tok
               3 d (both normed inputs, the residual) + outputs of the projections into a layer's
               blocks + inputs of those out of them: once in FFN layers; in attention twice, three
               times if gated
-logits        2, a chunk of tokens at a time: the model's, of several chunks two at once, a teacher's
+logits        2, a chunk of tokens at a time: the model's (two of several chunks), a teacher's
 rest          library workspaces and what a backward pass holds for a moment
 """
 
@@ -93,7 +93,7 @@ class Counted:
         return [{g.name: min(g.n_blocks, ks[g.kind == "ffn"]) for g in groups} for ks in pairs]
 
     def held_share(self) -> Fraction:
-        """The share of all parameters in blocks that a worker holds, over the widths that come up."""
+        """The share of the blocks' parameters that a worker holds, over all widths."""
         held = [self.n_params(widths) - self.n_shared for widths in self.subnets]
         return Fraction(sum(held), (self.n_params() - self.n_shared) * len(held))
 
@@ -153,8 +153,8 @@ class TeacherCost:
             n_bytes = self.round_bytes / 1e6
             return f"the teacher's cache: {n_bytes:,.1f} MB to all workers in a round"
         return (
-            f"the teacher: {self.n_params:,} parameters beside every worker; run.variant = ray sends "
-            f"them once to each, {FULL * self.n_params / 1e6:,.1f} MB in float32"
+            f"the teacher: {self.n_params:,} parameters beside every worker; run.variant = ray "
+            f"sends them once to each, {FULL * self.n_params / 1e6:,.1f} MB in float32"
         )
 
 
@@ -380,7 +380,7 @@ def busiest(engine: Engine, n_workers: int, subnet: int, full: int, interval: in
 
 
 def links(run: Counted, share: Fraction, gbit: float, tflops: float) -> Links:
-    """Bytes and seconds of a round over links of `gbit` Gbit/s, with workers of `tflops` TFLOP/s."""
+    """Bytes and seconds of a round, by the speed of links and workers."""
     cfg, t, n_params = run.cfg, run.cfg.train, run.n_params()
     n_subnet = run.n_shared + int(share * (n_params - run.n_shared))
     rows = 3 if t.moments == "carry" else 1

@@ -33,15 +33,15 @@ def beginning(block_map: BlockMap) -> Progress:
 
 
 def share(progress: Progress, block_map: BlockMap, cluster: Cluster) -> Progress:
-    """The central rank's progress on every rank; rho and what was set aside stay where they are kept."""
+    """The central rank's progress on every rank; rho and skipped sequences stay there."""
     counts = [float(count) for group in block_map.groups for count in progress.held[group.name]]
     leases = progress.leases
-    told = cluster.broadcast([progress.round, leases.next, len(leases.returned), *counts])
-    done, next_, n_returned = (int(value) for value in told[:3])
+    values = cluster.broadcast([progress.round, leases.next, len(leases.returned), *counts])
+    done, next_, n_returned = (int(value) for value in values[:3])
     returned = [float(place) for place in leases.returned] or [0.0] * n_returned
     if returned:
         returned = cluster.broadcast(returned)
-    rest = iter(told[3:])
+    rest = iter(values[3:])
     held = {
         group.name: tuple(int(next(rest)) for _ in range(group.n_blocks))
         for group in block_map.groups
@@ -54,6 +54,6 @@ def share(progress: Progress, block_map: BlockMap, cluster: Cluster) -> Progress
 def _share_order(progress: Progress, block_map: BlockMap, cluster: Cluster) -> Order:
     """The central rank's order of blocks, where it has one."""
     ranked = [progress.order.get(g.name, (-1,) * g.n_blocks) for g in block_map.groups]
-    told = iter(cluster.broadcast([float(block) for blocks in ranked for block in blocks]))
-    order = {g.name: tuple(int(next(told)) for _ in range(g.n_blocks)) for g in block_map.groups}
+    values = iter(cluster.broadcast([float(block) for blocks in ranked for block in blocks]))
+    order = {g.name: tuple(int(next(values)) for _ in range(g.n_blocks)) for g in block_map.groups}
     return order if all(block >= 0 for blocks in order.values() for block in blocks) else {}

@@ -1,7 +1,7 @@
 """Going on after a stop: which checkpoint, what may have changed since, and a line that says so.
 
-The model, the data and the seed must be the same. S, K, the batch and all other knobs may change, since
-a checkpoint is always a round boundary and the data's ledger counts sequences (`leases`).
+The model, the data and the seed must be the same. S, K, the batch and all other knobs may change,
+since a checkpoint is always a round boundary and the data's ledger counts sequences (`leases`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def check_there(out: Path) -> None:
     """Refuse a folder without a checkpoint: whoever says --resume has named one by mistake."""
     if not checkpoint.numbered(out / "checkpoints"):
         raise ValueError(
-            f"run.out = {str(out)!r}: there is no checkpoint to resume; to start the run, leave out "
-            f"--resume, or say --auto-resume, which starts it where there is none"
+            f"run.out = {str(out)!r}: there is no checkpoint to resume; to start the run, leave "
+            f"out --resume, or say --auto-resume, which starts it where there is none"
         )
 
 
@@ -65,8 +65,8 @@ def announce(found: Checkpoint, cfg: Config) -> None:
     was, now = found.manifest["device"], provenance.describe_run()["device"]
     if was != now:
         console.print(
-            f"the device was {was!r} and is now {now!r} (run.device, run.threads): the run goes on, "
-            f"but not bit for bit as it would have there",
+            f"the device was {was!r} and is now {now!r} (run.device, run.threads): the run goes "
+            f"on, but not bit for bit as it would have there",
             style="yellow",
         )
 

@@ -1,4 +1,4 @@
-"""(1)-(5) The loop: a round, its commit, a line of metrics, now and then an evaluation and a checkpoint."""
+"""(1)-(5) The loop: a round, its commit, metrics, now and then an evaluation and a checkpoint."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _loop(
     is_late: Callable[[], bool] | None,
     note: Callable[[str], None] | None,
 ) -> Path:
-    """Rounds until the end, a signal or a late hour; every rank runs it, the central one keeps the books."""
+    """Rounds until the end, a signal or a late hour; the central rank records them."""
     with ExitStack() as open_:
         recorder = open_.enter_context(RunRecorder(run, progress, engine, quiet))
         while progress.round < run.end(progress):
@@ -197,7 +197,7 @@ def _row(run: Run, outcome: Outcome, seconds: float) -> dict[str, Any]:
 def evaluate(
     run: Run, progress: Progress, advance: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, Any], str]:
-    """Full model and random subnets of the configured ratios, now: for the metrics and for a person."""
+    """Perplexities of the full model and of random subnets, and a line for a person."""
     assert run.evaluator is not None
     ready = replace(run.evaluator, rho=progress.rho)
     full = ready.full_perplexity()
@@ -217,7 +217,7 @@ def evaluate(
 
 
 def _peak(device: torch.device) -> dict[str, int]:
-    """The most bytes that tensors took on a GPU since the last call: in a round, with what follows it."""
+    """The most bytes that tensors took on a GPU since the last call."""
     if device.type != "cuda":
         return {}
     most = torch.cuda.max_memory_allocated(device)

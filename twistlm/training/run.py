@@ -72,7 +72,8 @@ class Run:
     def end(self, progress: Progress) -> int:
         """How many rounds there will be, seen from `progress`.
 
-        Epochs last until their sequences are trained: results that were lost take rounds of their own.
+        Epochs last until their sequences are trained: results that were lost take rounds of their
+        own.
         """
         t, leases = self.cfg.train, progress.leases
         if t.rounds:

@@ -1,10 +1,10 @@
 """Shards: every rank owns 1/S of the central model and trains a worker too.
 
-The central buffer is cut into tiles, a stretch of the shared segments and one of the blocks' segments each, and
-every rank owns as many. A subnet's segments are sorted, so a tile is also two slices of every subnet's buffer.
-One all-to-all a tile brings each worker its part of it (down) or its owner all results for it (up); the
-owner then does what the central rank does elsewhere, in worker order, so the bits are the same. Bytes
-per link do not grow with S.
+The central buffer is cut into tiles, a stretch of the shared segments and one of the blocks'
+segments each, and every rank owns as many. A subnet's segments are sorted, so a tile is also two
+slices of every subnet's buffer. One all-to-all a tile brings each worker its part of it (down) or
+its owner all results for it (up); the owner then does what the central rank does elsewhere, in
+worker order, so the bits are the same. Bytes per link do not grow with S.
 
 A rank that dies takes its shard with it: the others stop, and the run resumes from its checkpoint.
 """
@@ -33,7 +33,7 @@ PIECE = 1 << 20  # bytes to one peer at a time (docs/log.md)
 
 @dataclass(frozen=True)
 class Tile:
-    """What one owner handles at a time: [start, end) of the shared segments and of the blocks' segments."""
+    """What one owner handles at a time: [start, end) of shared and of block segments."""
 
     shared: tuple[int, int]
     blocks: tuple[int, int]  # counted from the first partitioned run
@@ -86,7 +86,8 @@ def cut_tiles(segments: Segments, n_ranks: int, row_bytes: int) -> list[list[Til
     def tile(i: int) -> Tile:
         return Tile(ends(n_shared, i), ends(n_blocks, i))
 
-    # neighbours have different owners: so a worker's blocks, wherever they lie, come from all of them
+    # neighbours have different owners: so a worker's blocks, wherever they lie, come from all of
+    # them
     return [[tile(c * n_ranks + owner) for owner in range(n_ranks)] for c in range(n_chunks)]
 
 

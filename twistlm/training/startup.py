@@ -38,8 +38,8 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     """Everything checked before the first step: the run, and where it stands."""
     if cfg.train.method != "twist" and cfg.run.variant in ("true", "sharded"):
         raise ValueError(
-            f"train.method = {cfg.train.method!r} trains one model on every rank: use run.variant local, "
-            f"masked or hybrid"
+            f"train.method = {cfg.train.method!r} trains one model on every rank: use run.variant "
+            f"local, masked or hybrid"
         )
     cfg = checkpoint.resolved(cfg)
     out = Path(cfg.run.out)
@@ -141,7 +141,8 @@ def _n_rounds(cfg: Config, batches: Batches, saved: Checkpoint | None) -> int:
         )
     if saved is not None and t.rounds and saved.round > t.rounds:
         raise ValueError(
-            f"{saved.path} has done {saved.round} rounds already, more than train.rounds = {n_rounds}"
+            f"{saved.path} has done {saved.round} rounds already, more than train.rounds = "
+            f"{n_rounds}"
         )
     return n_rounds
 

@@ -1,4 +1,4 @@
-"""The frozen teacher of a run, or the cache of its predictions: which it is, and that it speaks of the same tokens."""
+"""The frozen teacher of a run, or the cache of its predictions."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ AT_ONCE = {
 
 
 def load(
-    cfg: Config, cut: CutModel, tokens: TokenFile, told: TeacherCache | None, resumes: bool
+    cfg: Config, cut: CutModel, tokens: TokenFile, cached: TeacherCache | None, resumes: bool
 ) -> tuple[AnyTeacher | None, str]:
-    """What `train.teacher` names, ready on the device of the run, and a name of its weights; None without one.
+    """What `train.teacher` names, ready on the run's device, and a name of its weights.
 
-    A run that begins has just read its start, which a GGUF file takes long for: it is not read again.
+    A run that begins has just read its start, which may take long: it is not read again.
     """
     t = cfg.train
     if t.teacher == "none" or t.distil == 0:
         return None, ""
-    if told is not None:
-        return _cached(cfg, cut), f"{told.meta.weights_sha256} top {told.meta.top}"
+    if cached is not None:
+        return _cached(cfg, cut), f"{cached.meta.weights_sha256} top {cached.meta.top}"
     is_start = t.teacher == "start"
     if is_start and not resumes and cut.dtype == torch.float32:
         model = copy.deepcopy(cut.template)
@@ -54,8 +54,8 @@ def load(
     mine, its = (huggingface.vocab_size(m) for m in (cut.template, model))
     if mine != its:
         raise ValueError(
-            f"train.teacher = {t.teacher!r} knows {its} tokens, the model {mine}: a teacher needs the "
-            f"same tokenizer"
+            f"train.teacher = {t.teacher!r} knows {its} tokens, the model {mine}: a teacher needs "
+            f"the same tokenizer"
         )
     huggingface.check_positions(model, cfg.data.seq_len, f"train.teacher = {t.teacher!r}")
     source = cfg.model.weights if is_start else t.teacher
@@ -66,13 +66,14 @@ def load(
 
 
 def check_same(was: str, now: str, cfg: Config) -> None:
-    """A run goes on with the teacher that it began with; checkpoints of older versions do not name theirs."""
+    """A run goes on with the teacher it began with; old checkpoints do not name theirs."""
     if was and was != now:
         what = "model.weights" if cfg.train.teacher == "start" else "train.teacher"
         what = "the cache beside data.train" if cfg.train.teacher == "cache" else what
         raise ValueError(
-            f"cannot resume {cfg.run.out}: its teacher has other weights than when the run began (train.teacher "
-            f"= {cfg.train.teacher!r}); bring back what {what} was, or begin a new run with this one"
+            f"cannot resume {cfg.run.out}: its teacher has other weights than when the run began "
+            f"(train.teacher = {cfg.train.teacher!r}); bring back what {what} was, or begin a new "
+            f"run with this one"
         )
 
 
@@ -104,7 +105,7 @@ def cache(cfg: Config, cut: CutModel, tokens: TokenFile) -> TeacherCache | None:
 def write_cache(
     tokens: TokenFile, name: str, top: int, seq_len: int, device: str = "auto", quiet: bool = False
 ) -> TeacherCache:
-    """Store the `top` likeliest tokens of the model `name`, with their log-probs, beside a token file."""
+    """Store the `top` likeliest tokens of a model, with log-probs, beside a token file."""
     name = checkpoint.weights_of(name)
     model = huggingface.pretrained(name, "--teacher")
     vocab = huggingface.vocab_size(model)
@@ -140,7 +141,7 @@ def write_cache(
 def _predictions(
     model: PreTrainedModel, tokens: TokenFile, meta: TeacherCacheMeta, first: int, quiet: bool
 ) -> Iterator[Tensor]:
-    """What the model predicts for all windows from `first` on, some at a time, packed for the cache."""
+    """What the model predicts for all windows from `first` on, packed for the cache."""
     batch = max(1, AT_ONCE[model.device.type] // (meta.vocab_size * meta.seq_len))
     with progress(quiet) as bar:
         task = bar.add_task("teacher's cache, sequences", total=meta.n_sequences, note="")
@@ -161,7 +162,7 @@ Packed = tuple[
 
 
 def pack(teacher: AnyTeacher | None) -> Packed | None:
-    """A teacher on its way to workers in other processes; what a cache holds goes with the tokens."""
+    """A teacher on its way to other processes; what a cache holds goes with the tokens."""
     if not isinstance(teacher, Teacher):
         return None
     weights = {name: param.detach().cpu() for name, param in teacher.model.named_parameters()}

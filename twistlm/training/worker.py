@@ -25,8 +25,8 @@ from .aggregator import Result, Stats
 class LocalTrainer:
     """Trains subnets of one shape; it is loaded anew in every round.
 
-    The optimizer always works on compact buffers of the subnet's own size. A physical trainer's model
-    is the subnet itself; a masked or central one runs the full model (`FullModel`).
+    The optimizer always works on compact buffers of the subnet's own size. A physical trainer's
+    model is the subnet itself; a masked or central one runs the full model (`FullModel`).
 
     In bf16 the model reads rounded weights (`work`) and writes a bf16 gradient; master weights and
     moments stay in float32.
@@ -175,8 +175,8 @@ class LocalTrainer:
 class FullModel:
     """The full model that a masked subnet is trained in: its own copy, or the central weights.
 
-    Gradients of the subnet's blocks are gathered from it, new weights scattered to it: absent blocks
-    cannot move, whatever Adam's moments or the weight decay say.
+    Gradients of the subnet's blocks are gathered from it, new weights scattered to it: absent
+    blocks cannot move, whatever Adam's moments or the weight decay say.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ from .progress import Progress
 class Writer:
     """Saves the central model in a thread of its own; at most one checkpoint is in flight.
 
-    A disk that takes no more is said at once, with path and bytes, and is no reason to stop: `failure`
-    asks for another try after the next round. Only at the end it is an error.
+    A disk that takes no more is said at once, with path and bytes, and is no reason to stop:
+    `failure` asks for another try after the next round. Only at the end it is an error.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Writer:
         except OSError:
             free = "unknown"
         return (
-            f"checkpoint {self.folder / checkpoint.folder_name(done)} ({n_bytes:,} bytes, {free} free) could "
-            f"not be written: {error}; older checkpoints are unharmed"
+            f"checkpoint {self.folder / checkpoint.folder_name(done)} ({n_bytes:,} bytes, {free} "
+            f"free) could not be written: {error}; older checkpoints are unharmed"
         )
 
 

@@ -23,10 +23,10 @@ class RejectedResult(ValueError):
 
 
 def check_result(cfg: Config, result: RoundResult, payload: Tensor, sent: Tensor) -> Tensor:
-    """The buffer [rows, n] of a result that came as `payload` (uint8); `sent` [rows, n] is what went down.
+    """The buffer [rows, n] of a result that came as `payload` (uint8); `sent` [rows, n] went down.
 
-    It is read where it lies; every byte of it is looked at three times, which takes a core as long as a
-    fast link takes to bring it: several threads do it.
+    It is read where it lies; every byte of it is looked at three times, which takes a core as long
+    as a fast link takes to bring it: several threads do it.
     """
     shape = (sent.shape[0], sent.shape[1])
     wanted = wire.up_bytes(cfg.run.wire, shape, sent.dtype)
@@ -52,7 +52,7 @@ def longest_step(cfg: TrainConfig, n: int, norm: float) -> float:
 
 
 def length(pieces: Iterable[Tensor]) -> float:
-    """L2 norm of a vector that comes in pieces; NaN or Inf if a value is, or overflows when squared."""
+    """L2 norm of a vector in pieces; NaN or Inf if a value is, or overflows squared."""
     return math.sqrt(sum(float(torch.dot(piece, piece)) for piece in pieces))
 
 

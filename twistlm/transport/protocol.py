@@ -1,4 +1,4 @@
-"""What the run tells a worker in another process, and what it answers: frozen records beside raw bytes."""
+"""What a run and its workers in other processes exchange: frozen records, raw bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROW = 64  # words of 8 bytes that a checksum adds up
 
 
 def checksum(payload: Tensor) -> str:
-    """32 hex digits that change with any bit of `payload` (uint8): sha256 over sums of 512 bytes each."""
+    """32 hex digits that change with any bit of `payload`: sha256 over sums of 512 bytes."""
     whole = payload.numel() // (8 * ROW) * 8 * ROW
     digest = hashlib.sha256()  # processors have instructions for it
     if whole:
@@ -48,7 +48,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class RoundOrder:
-    """What one worker trains in a round; its weights, tokens and a teacher's predictions come beside it."""
+    """What one worker trains in a round; weights, tokens and predictions come beside it."""
 
     round: int
     worker: int  # among those of the round

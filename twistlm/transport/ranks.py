@@ -1,7 +1,7 @@
 """Which rank of torchrun plays which worker, and what these ranks exchange as one group.
 
-`run.variant` chooses a seating table: which rank hosts which worker, and whether that worker trains a
-physical subnet, a masked copy of the full model, or the central weights themselves behind a mask.
+`run.variant` chooses which rank hosts which worker, and whether that worker trains a physical
+subnet, a masked copy of the full model, or the central weights themselves behind a mask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ TrainerKind = Literal["physical", "masked", "central"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Worker -> rank and kind of trainer. Rank 0 hosts the central model (or speaks for its shards)."""
+    """Worker -> rank and kind of trainer.
+
+    Rank 0 hosts the central model (or speaks for its shards).
+    """
 
     ranks: tuple[int, ...]
     kinds: tuple[TrainerKind, ...]
@@ -59,9 +62,9 @@ def place_workers(
     if n_workers != trainers:
         need = n_workers + 1 if variant == "true" else n_workers
         raise ValueError(
-            f"run.variant = {variant!r} with train.n_workers = {n_workers} needs {need} ranks, but there "
-            f"{'is' if world_size == 1 else 'are'} {world_size}: start it with "
-            f"torchrun --nproc-per-node {need} -m twistlm train ..."
+            f"run.variant = {variant!r} with train.n_workers = {n_workers} needs {need} ranks, but "
+            f"there {'is' if world_size == 1 else 'are'} {world_size}: start it with torchrun "
+            f"--nproc-per-node {need} -m twistlm train ..."
         )
     same = variant in ("true", "sharded")
     first: TrainerKind = "physical" if same else "masked" if variant == "masked" else "central"
@@ -95,18 +98,18 @@ def _alive(peer: int | None = None) -> Iterator[None]:
     except RuntimeError as error:
         who = "another rank" if peer is None else f"rank {peer}"
         raise ConnectionError(
-            f"{who} of this run is gone: start the run again with --resume, its newest checkpoint is "
-            f"unharmed ({str(error).splitlines()[0].split('. ')[0]})"
+            f"{who} of this run is gone: start the run again with --resume, its newest checkpoint "
+            f"is unharmed ({str(error).splitlines()[0].split('. ')[0]})"
         ) from None
 
 
 class Heartbeat:
-    """Signs of life in torchrun's store: a rank that is stopped or cut off says nothing, and gloo would wait.
+    """Signs of life in torchrun's store: a stopped rank says nothing, and gloo would wait for it.
 
-    A rank may take as long as it likes for its set-up or its steps: this thread goes on beside them. When a
-    rank has been silent for too long, the others name it and end, since no wait for it can be broken off.
-    Silence is counted in seconds that this process has lived: one that was itself stopped, as all ranks of a
-    job that its scheduler suspends, accuses nobody when it goes on.
+    A rank may take as long as it likes for its set-up or its steps: this thread goes on beside
+    them. When a rank has been silent for too long, the others name it and end, since no wait for
+    it can be broken off. Silence is counted in seconds that this process has lived: one that was
+    itself stopped, as all ranks of a suspended job, accuses nobody when it goes on.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, silence: float):
@@ -151,21 +154,22 @@ class Heartbeat:
                 late = [_store_host()]
             if late and not self.ended.is_set():
                 print(
-                    f"error: no sign of life from {' and '.join(late)} for {self.silence:g} s (run.silence): "
-                    f"start the run again with --resume, its newest checkpoint is unharmed",
+                    f"error: no sign of life from {' and '.join(late)} for {self.silence:g} s "
+                    f"(run.silence): start the run again with --resume, its newest checkpoint is "
+                    f"unharmed",
                     file=sys.stderr,
                     flush=True,
                 )
                 os._exit(2)
 
     def close(self) -> None:
-        """Leave in good order: nobody waits for another beat, nor this process for a store that is stopped."""
+        """Leave in good order: nobody waits for another beat or a stopped store."""
         self.ended.set()
         self._beating.join(LEAVE)
 
 
 class Cluster:
-    """This process's place in the run; torchrun's ranks are one process group, which ends when one of them dies."""
+    """This process's place in the run; torchrun's ranks are one process group."""
 
     def __init__(
         self, variant: str, n_workers: int, kind: TrainerKind, device: str, silence: float = 60.0
@@ -203,13 +207,14 @@ class Cluster:
         return self.placement.workers_of(self.rank)
 
     def exchange(self, parts: list[Tensor], sizes: list[int]) -> Callable[[], list[Tensor]]:
-        """Start sending part i (bytes) to rank i; the call returned waits for theirs, of these sizes."""
+        """Start sending part i (bytes) to rank i; the call returned waits for theirs."""
         if self._heartbeat is None:
             return lambda: parts
         got = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         got[self.rank] = parts[self.rank]
         self._n_exchanges += 1  # a tag: every rank counts the same
-        # not an all-to-all: gloo has no more than two of them under way, and each waits for its slowest link
+        # not an all-to-all: gloo has no more than two of them under way, and each waits for its
+        # slowest link
         moves, peers = [], []
         for peer in range(self.world_size):
             if peer != self.rank:

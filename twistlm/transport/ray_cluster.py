@@ -1,4 +1,4 @@
-"""A Ray cluster: whether it is there and may be trusted, how this process enters it, what it has room for."""
+"""A Ray cluster: whether it may be trusted, how this process enters it, its room."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..system.signals import Stop, end_with_parent, on_signals
 
 
 def token() -> str:
-    """The cluster's token as Ray finds it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token; or nothing."""
+    """The cluster's token: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token; or none."""
     if word := os.environ.get("RAY_AUTH_TOKEN"):
         return word.strip()
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray/auth_token"))
@@ -35,9 +35,11 @@ os.environ.setdefault("RAY_enable_infeasible_task_early_exit", "0")  # workers w
 for name, value in {
     "health_check_period_ms": 1000,  # silent for 5 x (1 + 3) s is dead; Ray's own: 5 x (3 + 10)
     "health_check_timeout_ms": 3000,
-    "raylet_liveness_self_check_interval_ms": 10000,  # a node that was taken for dead ends; own: 60 s
+    # a node that was taken for dead ends; own: 60 s
+    "raylet_liveness_self_check_interval_ms": 10000,
     "gcs_rpc_server_reconnect_timeout_s": 20,  # processes that lost their head end; own: 60
-    "GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": 0,  # SIGTERM ends a node at once; own: 30 s of waiting for its workers
+    # SIGTERM ends a node at once; own: 30 s of waiting for its workers
+    "GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": 0,
 }.items():
     os.environ.setdefault(f"RAY_{name}", str(value))
 if token():  # Ray reads this once, when it is imported: others import it from here
@@ -66,7 +68,7 @@ def address_of(cfg: Config) -> str:
 
 
 def host_and_port(address: str, key: str) -> str:
-    """The address of a head as it was given; `key` is what the sentence that refuses it begins with."""
+    """The address of a head as given; `key` begins the sentence that refuses it."""
     host, _, port = address.rpartition(":")
     if "/" in address or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{key}{address!r}: use host:port of the head, as in 10.0.0.1:6379")
@@ -86,7 +88,7 @@ def is_near(address: str) -> bool:
 
 
 def check(address: str, is_open: bool) -> None:
-    """Refuse a head that does not answer, another version of Ray or Python, a wrong token, or an open door."""
+    """Refuse a silent head, another version, a wrong token, or an open door."""
     if address in ("", "auto") or os.environ.get("RAY_USE_TLS") == "1":
         return
     near, mine = is_near(address), token()
@@ -94,18 +96,19 @@ def check(address: str, is_open: bool) -> None:
     if code == grpc.StatusCode.UNAUTHENTICATED:
         if not mine:
             raise ValueError(
-                f"the Ray cluster at {address} asks for a token: put it in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+                f"the Ray cluster at {address} asks for a token: put it in ~/.ray/auth_token or "
+                f"RAY_AUTH_TOKEN"
             )
         code, said = _ask(address, mine)
         if code == grpc.StatusCode.UNAUTHENTICATED:
             raise ValueError(
-                f"the Ray cluster at {address} does not accept this token: it must be the head's own, in "
-                f"~/.ray/auth_token or RAY_AUTH_TOKEN"
+                f"the Ray cluster at {address} does not accept this token: it must be the head's "
+                f"own, in ~/.ray/auth_token or RAY_AUTH_TOKEN"
             )
     elif code is None and not near and not is_open:
         raise ValueError(
-            f"the Ray cluster at {address} asks for no token, so whoever reaches it can run code on it: start "
-            f"its head with `twistlm node --head`, or say ray.open=true"
+            f"the Ray cluster at {address} asks for no token, so whoever reaches it can run code "
+            f"on it: start its head with `twistlm node --head`, or say ray.open=true"
         )
     if code is not None:
         raise ValueError(f"no Ray head answers at {address} within {PROBE:g} s: {said}")
@@ -116,7 +119,8 @@ def check(address: str, is_open: bool) -> None:
     for name, version in mine_are.items():
         if theirs.get(name, version) != version:
             raise ValueError(
-                f"the Ray cluster at {address} has version {theirs[name]} of {name.capitalize()}, this process "
+                f"the Ray cluster at {address} has version {theirs[name]} of "
+                f"{name.capitalize()}, this process "
                 f"{version}: install the same on all machines"
             )
 
@@ -135,7 +139,7 @@ def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCo
 
 @dataclass
 class Head:
-    """Whether a head still answers: without it Ray ends this process after some seconds, with no word to us."""
+    """Whether a head still answers: without it Ray ends this process after some seconds."""
 
     address: str
     asked: float = 0.0
@@ -154,7 +158,7 @@ class Head:
 
 
 def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:
-    """Connect this process, or start a Ray of this machine; `n_bytes` is what a round puts in the store.
+    """Connect this process, or start a Ray here; a round puts `n_bytes` in its store.
 
     Returns what Ray says of the place: `address`, `node_id`, `webui_url`.
     """
@@ -188,9 +192,10 @@ def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:
 
 def _too_small(cfg: Config, n_bytes: int, where: str, room: int) -> str:
     return (
-        f"a round of train.n_workers = {cfg.train.n_workers} puts {n_bytes / 1e6:,.0f} MB in Ray's object store, "
-        f"and {where} has {room / 1e6:,.0f} MB: start Ray with --object-store-memory={n_bytes * 5 // 4}, or "
-        f"take run.wire=int8, train.moments=reset or run.variant=sharded"
+        f"a round of train.n_workers = {cfg.train.n_workers} puts {n_bytes / 1e6:,.0f} MB in Ray's "
+        f"object store, and {where} has {room / 1e6:,.0f} MB: start Ray with "
+        f"--object-store-memory={n_bytes * 5 // 4}, or take run.wire=int8, train.moments=reset or "
+        f"run.variant=sharded"
     )
 
 
@@ -215,10 +220,11 @@ def room() -> str:
 
 
 def keep_node(command: Sequence[str], head: str = "") -> int:
-    """Run `ray start --block ...` until a signal comes, and start it anew whenever it ends by itself.
+    """Run `ray start --block ...` until a signal comes; start it anew whenever it ends by itself.
 
-    A node that does not hear `head` for some seconds is ended, and begun anew as soon as it does: Ray's own
-    connections need a minute or more to find out that they are broken, and may never come back.
+    A node that does not hear `head` for some seconds is ended, and begun anew as soon as it does:
+    Ray's own connections need a minute or more to find out that they are broken, and may never
+    come back.
     """
     stop, pause = Stop(), 1.0
     with on_signals(stop, quiet=True):

@@ -69,8 +69,8 @@ def other_counts(n_params: int, subnets: Sequence[int], interval: int) -> dict[s
     """The same round by other counts, in float32 and without moments, over all links.
 
     paper: every subnet once down and once up. ddp: a ring over the full model's gradient in every
-    step, 2 (S - 1) M. least: each block is added up at one of its holders and goes back to the others,
-    2 (sum of subnets - M), when all blocks are dealt.
+    step, 2 (S - 1) M. least: each block is added up at one of its holders and goes back to the
+    others, 2 (sum of subnets - M), when all blocks are dealt.
     """
     return {
         "paper": 2 * FLOAT32 * sum(subnets),

@@ -1,13 +1,14 @@
 """What travels: values or changes of a subnet's buffer as bytes.
 
-With `fp32` everything travels as it is, so one process and many give the same bits. With `bf16` and `int8`:
+With `fp32` everything travels as it is, so one process and many give the same bits. With `bf16` and
+`int8`:
 
-    weights   down  in bf16; the centre keeps its own and adds changes to them, so nothing is lost there
+    weights   down  in bf16; the centre keeps its own and adds changes to them: nothing is lost
               up    the change since they came down, in the kind
-    v         both  values in bf16, or in 8 bits of its logarithm: the error is relative, so a small v neither
-                    vanishes nor turns negative
-    m         both  values in bf16, or 8 bits of m / sqrt(v), which is what Adam multiplies its rate with: neurons with
-                    gradients of very different sizes lie side by side, and those shares are all alike
+    v         both  values in bf16, or in 8 bits of its logarithm: the error is relative, so a small
+                    v neither vanishes nor turns negative
+    m         both  values in bf16, or 8 bits of m / sqrt(v), which is what Adam multiplies its rate
+                    with: those shares are alike in neurons with gradients of very different sizes
 """
 
 from __future__ import annotations
@@ -96,14 +97,14 @@ def read_down(
 
 
 def up(kind: Wire, result: Tensor, sent: Tensor) -> Tensor:
-    """A trained buffer [rows, n] on its way back; `sent` [n] are the weights that came down (unread in fp32)."""
+    """A trained buffer [rows, n] on its way back; `sent` [n] are the weights that came."""
     if kind == "fp32":
         return encode(kind, result)
     return _write(_up(kind), [result[0] - sent, *result[1:]])
 
 
 def read_up(kind: Wire, payload: Tensor, shape: tuple[int, int], sent: Tensor) -> Tensor:
-    """What the centre makes of it; `sent` [n] are its own weights, before they were rounded on the way down."""
+    """What the centre makes of it; `sent` [n] are its own weights, not rounded."""
     result = _read(_up(kind), payload, shape, sent.dtype)
     if kind != "fp32":
         result[0] += sent
@@ -218,7 +219,7 @@ def _values(kind: Code, scales: Tensor, steps: Tensor) -> Tensor:
 
 
 def _fused(function: Callable, near: Tensor) -> Callable:
-    """On a GPU one kernel instead of one per operation: these are bound by memory, each pass over it counts."""
+    """On a GPU one kernel instead of one per operation: each pass over memory counts."""
     return _compiled(function) if near.is_cuda and find_spec("triton") else function
 
 

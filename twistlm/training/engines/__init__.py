@@ -16,7 +16,7 @@ from .sharded import Sharded
 
 
 def join(cfg: Config) -> Cluster:
-    """This process's place in the run that a config describes; a cluster that cannot be used is refused."""
+    """This process's place in a run; a cluster that cannot be used is refused."""
     if cfg.run.variant == "ray":
         if cfg.train.method != "twist":
             raise ValueError(f"train.method = {cfg.train.method!r}: use run.variant = 'local'")

@@ -1,4 +1,4 @@
-"""(4) A worker as a Ray actor: it gets everything from the run, keeps no data, and outlives a driver's crash."""
+"""(4) A worker as a Ray actor: it keeps no data, and outlives a driver's crash."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def as_tensor(array: Any) -> Tensor:
 
 
 class Worker:
-    """Trains what it is sent; ends by itself when no run has spoken to it for `patience` seconds."""
+    """Trains what it is sent; ends when no run has spoken to it for `patience` seconds."""
 
     def __init__(self, patience: float) -> None:
         self.heard = time.monotonic()
@@ -81,8 +81,8 @@ class Worker:
         return WorkerInfo(f"{socket.gethostname()}-{os.getpid()}", context.get_node_id(), widths)
 
     def train(self, order: RoundOrder, weights: Any, tokens: Any, teacher_topk: Any) -> RoundResult:
-        """A round's local steps; weights are uint8 [n_bytes], tokens int32 [interval, batch, T], and what
-        a teacher's cache holds for them uint8 [interval, batch, T - 1, bytes] or None."""
+        """A round's local steps on weights uint8 [n_bytes], tokens int32 [interval, batch, T] and
+        what a teacher's cache holds for them, uint8 [interval, batch, T - 1, bytes] or None."""
         self.heard = time.monotonic()
         topk = None if teacher_topk is None else as_tensor(teacher_topk)
         sent, ids = self.receive(order, as_tensor(weights), as_tensor(tokens), topk)

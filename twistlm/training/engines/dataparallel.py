@@ -1,4 +1,4 @@
-"""The controls: data parallel, plain or with structured dropout, over the same workers and batches."""
+"""The controls: data parallel, plain or with structured dropout, on the same batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from .engine import Engine, Outcome
 
 
 def ring_bytes(n_bytes: int, n_workers: int, world_size: int) -> tuple[int, int]:
-    """What an all-reduce of a gradient moves: all workers together per direction, one rank both ways.
+    """What an all-reduce of a gradient moves: all workers together per direction, one rank both
+    ways.
 
     A ring scatters the sums and gathers them again; in each half every one of S workers passes on
     (S - 1) / S of the gradient: 2 (S - 1) M in all.
@@ -32,11 +33,12 @@ def ring_bytes(n_bytes: int, n_workers: int, world_size: int) -> tuple[int, int]
 
 
 class DataParallel(Engine):
-    """Every step takes the mean gradient over all workers' batches; every rank holds the whole model.
+    """Every step takes the mean gradient over all workers' batches; every rank holds the whole
+    model.
 
     With structured dropout (`train.method = "dropout"`) a fresh random mask is drawn for each step,
-    the same for all workers, or, with `blocks.masks = "sequence"`, for every sequence: then it is the
-    synchronous twin of workers that hold the whole model.
+    the same for all workers, or, with `blocks.masks = "sequence"`, for every sequence: then it is
+    the synchronous twin of workers that hold the whole model.
     """
 
     def __init__(self, run: Run, progress: Progress):
@@ -50,7 +52,7 @@ class DataParallel(Engine):
         self.trainer.load(part, gates, progress.round * run.cfg.train.interval)
 
     def round(self, progress: Progress) -> Outcome:
-        """`interval` steps of everyone together; the central rank's weights are copied at the end."""
+        """`interval` steps of everyone together; then the central model is a copy."""
         run, t = self.run, self.run.cfg.train
         rho = measured_rho(run, progress) if self.drops else progress.rho
         slots, ids, after = take(run, progress, t.interval * t.n_workers)
@@ -65,7 +67,7 @@ class DataParallel(Engine):
         return Outcome(stats, Traffic(both, both, wired * t.interval), now)
 
     def _steps(self, round: int, slots: tuple[Slot, ...], ids: np.ndarray) -> Stats:
-        """A rank's workers are one larger batch: that is what data parallel means in one process."""
+        """A rank's workers are one larger batch: that is data parallel in one process."""
         run, trainer, t, cluster = self.run, self.trainer, self.run.cfg.train, self.run.cluster
         trainer.losses.zero_()
         mine = cluster.workers
@@ -84,7 +86,7 @@ class DataParallel(Engine):
         return Stats(losses, n_steps, n_steps * run.batches.batch * run.batches.seq_len)
 
     def _gates(self, progress: Progress, rho: Rho) -> Tensor:
-        """The factors of a round's steps, as these workers would draw them if they held all blocks."""
+        """The factors of a round's steps, as workers that hold all blocks draw them."""
         run, full = self.run, self.run.block_map.full()
         mine = run.cluster.workers if run.cfg.blocks.masks == "sequence" else [0]
         return torch.cat([drawn_gates(run, progress, full, worker, rho) for worker in mine], 1)

@@ -89,7 +89,7 @@ class Elastic(Engine):
         events.write("started", round=start, address=there["address"], **more)
 
     def _store_bytes(self) -> int:
-        """What a round puts in this machine's object store: subnets both ways, a teacher's cache."""
+        """What a round puts in this machine's object store: subnets, a teacher's cache."""
         run, s, kind = self.run, self.run.cfg.train.n_workers, self.run.cfg.run.wire
         n_bytes = teacher_cache_bytes(run, s)
         for blueprint in generator.for_training(run.block_map, s, run.cfg.blocks, seed=0, round=0):

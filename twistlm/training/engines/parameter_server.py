@@ -1,4 +1,4 @@
-"""The parameter server: torchrun's ranks in one group, the central model on rank 0, subnets to others."""
+"""The parameter server: the central model on rank 0 of torchrun, subnets to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sharded engine: torchrun's ranks in one group, each a worker and the owner of 1/S of the centre."""
+"""The sharded engine: every rank is a worker and the owner of 1/S of the centre."""
 
 from __future__ import annotations
 

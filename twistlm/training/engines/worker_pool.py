@@ -1,4 +1,4 @@
-"""Who works for a run on Ray: S workers, each an actor that is started, found again, or replaced."""
+"""Who works for a run on Ray: S actors that are started, found again, or replaced."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class WorkerPool:
                     slot.actor.ping.remote()
 
     def admit(self, r: int, longest: float, first: float) -> list[WorkerSlot]:
-        """Start who is missing, take in who is ready, and replace who has been late for too long."""
+        """Start who is missing, take in who is ready, replace who has been late for long."""
         for slot in self.slots:
             if slot.actor is None and time.monotonic() >= slot.again:
                 self._start(slot)
@@ -152,7 +152,7 @@ class WorkerPool:
         slot.pause = min(LONGEST_PAUSE, max(0.5, 2 * slot.pause))
 
     def strike(self, slot: WorkerSlot, r: int, why: str) -> None:
-        """Refuse a result; a machine that brought three wrong ones gets no new workers, and loses this one."""
+        """Refuse a result; a machine that brought three wrong ones gets no new workers."""
         node = slot.info.node if slot.info else ""
         self.strikes[node] += 1
         slot.fresh = False
