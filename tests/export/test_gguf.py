@@ -1,4 +1,4 @@
-"""GGUF files against a llama.cpp graph written down here, and (mark `runtime`) against llama.cpp."""
+"""GGUF files against llama.cpp's graph written down here, and (mark `runtime`) llama.cpp itself."""
 
 from __future__ import annotations
 
@@ -319,17 +319,18 @@ def test_tokenizer(name, tmp_path):
 
 
 CHATML = (
-    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n"
-    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind"
+    "<|im_end|>\n{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ZEPHYR = (
-    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 GEMMA = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}<s>{{ m.role }}\n"
-    "{{ m.content | trim }}</s>{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    "<s>{{ m.role }}\n{{ m.content | trim }}</s>{% endfor %}"
 )
 
 

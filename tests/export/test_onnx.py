@@ -1,4 +1,4 @@
-"""ONNX exports against Hugging Face's own logits: prompt, decoding through the cache, greedy text."""
+"""ONNX exports against Hugging Face's own logits: prompt, decoding with the cache, greedy text."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
     caches = names["inputs"][3:]
     assert caches[:2] == ["past_key_values.0.key", "past_key_values.0.value"]
     assert len(caches) == 2 * layers["num_hidden_layers"]
-    past = [np.zeros((3, shapes[c][1], 0, shapes[c][3]), np.float32) for c in caches]
+    empty = [np.zeros((3, shapes[c][1], 0, shapes[c][3]), np.float32) for c in caches]
+    past = empty
     for start, stop in ((0, 7), (7, 12), (12, 24)):
         feed = {
             "input_ids": IDS[:, start:stop],
@@ -95,7 +96,6 @@ def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
         "attention_mask": mask,
         "position_ids": np.maximum(mask.cumsum(1) - 1, 0),
     }
-    empty = [np.zeros((3, shapes[c][1], 0, shapes[c][3]), np.float32) for c in caches]
     out = session.run(["logits"], feed | dict(zip(caches, empty, strict=True)))[0]
     assert np.abs(out[0] - want[0]).max() < 1e-4
     assert np.abs(out[1, 6:] - logits(model, IDS[1:2, 6:])[0]).max() < 1e-4
@@ -104,7 +104,7 @@ def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
 @pytest.mark.runtime
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
 def test_the_graph_of_a_stock_ticket_writes_the_same_text(name, tmp_path):
-    """Windows of attention and norms around every projection: two layers alike, a longer text than a window."""
+    """Windows of attention, norms around every projection; the text is longer than a window."""
     config = {**TWO_LAYERS, "sliding_window": 5}
     if name == "gemma3_text":
         config["layer_types"] = ["sliding_attention", "full_attention"]
@@ -156,10 +156,16 @@ def test_bad_input(tmp_path, monkeypatch):
     model = tiny_ticket("gpt2", "head", tmp_path / "parent")
     with pytest.raises(ValueError, match="f32, q8"):
         exporter.export(model, tmp_path / "out", "q4")
+    kept = tmp_path / "thesis"  # a folder of something else is left alone
+    kept.mkdir()
+    (kept / "export.json").write_text('{"goods": "wine"}')
+    with pytest.raises(ValueError, match="is no ONNX export"):
+        exporter.export(model, kept)
+    assert [p.name for p in kept.iterdir()] == ["export.json"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"\.\[onnx\]"):
         exporter.export(model, tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["parent"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["parent", "thesis"]
 
 
 def test_a_wrong_graph_gets_no_name(tmp_path):
@@ -176,7 +182,7 @@ def test_a_wrong_graph_gets_no_name(tmp_path):
 
 
 def test_the_rows_of_a_check(tmp_path, monkeypatch):
-    """A clock that is a second later at every look: speeds are tokens per second, sizes are millions of bytes."""
+    """A clock that is a second later at every look: tokens per second, millions of bytes."""
     model = tiny_ticket("gpt2", "head", tmp_path / "parent")
     text = Text(open_tokens(make_tokens(tmp_path / "tokens", 400)), 16, first=3)
     goal = verify.reference(model, None)
@@ -199,14 +205,3 @@ def test_the_rows_of_a_check(tmp_path, monkeypatch):
 
     row = verify.check("forgetful", Forgetful(model), goal, None, 0)
     assert row.prefill_delta < 1e-5 < 0.01 < row.decode_delta
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    kept = tmp_path / "thesis" / "chapter.txt"
-    kept.parent.mkdir()
-    kept.write_text("years of work")
-    (kept.parent / "export.json").write_text('{"goods": "wine"}')
-    model = tiny_ticket("gpt2", "head", tmp_path / "parent")
-    with pytest.raises(ValueError, match="is no ONNX export"):
-        exporter.export(model, kept.parent)
-    assert kept.read_text() == "years of work"

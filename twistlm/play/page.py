@@ -47,6 +47,7 @@ def build(model: ModelProcess, run: Path | None) -> Any:
     ) -> Iterator[tuple[str, str, str]]:
         texts = "", ""
         try:
+            prompt = prompt or ""  # an emptied box may be None
             words = {"prompt": prompt[-MOST_CHARACTERS:], "n_new": int(n_new)}
             sampling = {"temperature": float(temperature), "choice": _choice(size, pick, seed)}
             begins = prompt if len(prompt) <= MOST_SHOWN else f"…{prompt[-MOST_SHOWN:]}"
