@@ -9,8 +9,6 @@ from twistlm.model import families, huggingface
 from twistlm.model.count import gpt2_params
 from twistlm.training.plan import Plan, make
 
-SETUP = "GPT-2 124M pretrained, fine-tuned on WikiText-103, test perplexity, four P100"
-
 # setting -> K of 12 -> method -> perplexity; `twist` is trained at K, `twist-6` at 6 of 12
 _METHODS = ("sparsegpt", "wanda", "zpruner", "block", "dense", "twist", "twist-6")
 _TABLE1 = {
@@ -69,7 +67,6 @@ ROBUSTNESS = {
     "both": {(10, 4): 60.05, (10, 10): 17.97},
     "ffn": {(10, 4): 36.86, (10, 10): 17.16},
 }
-ROBUSTNESS_ON_4 = {"both": (21.76, 23.14), "ffn": (19.69, 22.04)}  # trained on 4, at every size
 
 
 def config() -> Config:

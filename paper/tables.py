@@ -39,7 +39,6 @@ RANDOM, NESTED = "random blocks of ", "nested blocks of "  # before a parent's n
 AT_SIZE = f"{RANDOM}TwIST trained at that size"  # one parent for each size, as in the paper
 CLOSE = 0.05  # relative error of a formula, and growth of a perplexity, that still count as none
 SHARP = 1.5  # ratio of perplexities that is a sharp degradation
-STATE = 16  # bytes per parameter: weight, gradient and two moments in float32
 
 
 @dataclass(frozen=True)
@@ -309,11 +308,10 @@ def stability(points: Points) -> Section:
 
 
 def stability_claims(setting: str, found: dict[str, Sizes]) -> Iterator[Claim]:
-    sds = [
+    twist, dense = (
         {k: r["sd"] for k, r in found.get(recipe.label, {}).items() if r["sd"]}
         for recipe in (TWIST, DENSE)
-    ]
-    twist, dense = sds
+    )
     sizes = sorted(set(twist) & set(dense))
     if not sizes:
         return
@@ -420,8 +418,11 @@ def nodeloss(points: Points) -> Section:
     }
     shown = Section([Table("nodeloss", title, head, tuple(map(tuple, rows)))])
     shown.figures.append(Figure("nodeloss", title, "bars", factors, y="times worse than whole"))
-    pairs = {c: (f.get(TWIST.label), f.get(DENSE.label)) for c, f in factors.items()}
-    pairs = {case: pair for case, pair in pairs.items() if None not in pair}
+    pairs = {
+        case: (found[TWIST.label], found[DENSE.label])
+        for case, found in factors.items()
+        if {TWIST.label, DENSE.label} <= set(found)
+    }
     if pairs:
         shown.claims.append(
             Claim(
@@ -492,15 +493,11 @@ def table2(points: Points) -> Section:
         gb, tb, clock = printed.TABLE2.get(setting, {}).get(k, (None, None, ""))
         if tb is not None:
             errors.append(abs(row["paper_bytes"] / 1e12 - tb))
-        ours = ("", "", "")
+        state = per_round = hours = ""
         if found := measured.get((setting, k)):
+            state = number(found["state_bytes"] / 1e9, 3)
+            per_round = number(found["round_bytes"] / 1e6, 1)
             hours = _clock(found["round_ms"] / 1e3 * plan["true_rounds"])
-            ours = (
-                number(found["state_bytes"] / 1e9, 3),
-                number(found["round_bytes"] / 1e6, 1),
-                hours,
-            )
-        state, per_round, hours = ours
         rows.append(
             (
                 "whole" if k == N else setting,
@@ -552,10 +549,9 @@ def latency(points: Points) -> Section:
             if about["k"] == 4:
                 faster[setting] = gain
         cells = (gain, ideal, printed.LATENCY["whole"] / known if known else None)
-        shown = ("" if x is None else f"{x:.2f}x" for x in cells)
-        rows.append(
-            (size, setting, f"{result['ms']:.2f}", *shown, f"{result['tokens_per_s']:,.0f}")
-        )
+        times = ("" if x is None else f"{x:.2f}x" for x in cells)
+        speed = f"{result['tokens_per_s']:,.0f}"
+        rows.append((size, setting, f"{result['ms']:.2f}", *times, speed))
     head = ("blocks", "setting", "ms per step", "faster", "ideal by FLOPs", "the paper", "tokens/s")
     about = points[0]["config"]
     title = f"Latency of a local step, batch {about['batch']} of {about['seq_len']} tokens"

@@ -1,4 +1,4 @@
-"""Experiments: every one end to end in `smoke`, points that resume, measurements held to references."""
+"""Experiments: all end to end in `smoke`, points that resume, measurements by hand."""
 
 from __future__ import annotations
 
@@ -301,6 +301,7 @@ def test_names_follow_from_what_matters(tmp_path, lab):
     for recipe in (None, DENSE, TWIST_FRESH):
         assert lab.hash_of(recipe) == elsewhere.hash_of(recipe) == saved.hash_of(recipe)
         assert len({x.hash_of(recipe) for x in (lab, hotter, longer)}) == 3
+    assert (hotter.config(TWIST).train.lr, longer.config(None).train.rounds) == (1e-2, 4)
     every = [*PARENTS, *(Recipe("twist", (k,)) for k in (3, 12)), Recipe("twist", setting="attn")]
     assert (
         len({lab.hash_of(recipe) for recipe in every}) == len({r.slug for r in every}) == len(every)
@@ -324,7 +325,7 @@ def test_a_start_that_is_given_is_named_by_its_weights(tmp_path):
     ("scale", "file", "least"), [("gpu", "gpu-recipe", 22), ("gpu-60m", "gpu-60m", 5)]
 )
 def test_what_was_measured_is_found_again(scale, file, least, tmp_path):
-    """Points of the recipe in paper/points answer to today's ways; older ones' tickets had sqrt(N/K), and say nothing of it."""
+    """Points of the recipe in paper/points answer to today's ways; older ones name no scale."""
     lab = Lab(tmp_path, scale, SCALES[scale], ["model.weights=runs/start"])
     told = Path(__file__, f"../../../paper/points/{file}.jsonl").resolve().read_text().splitlines()
     known = [json.loads(line)["config"] for line in told]
@@ -346,7 +347,7 @@ def test_what_was_measured_is_found_again(scale, file, least, tmp_path):
 
 
 def test_a_point_names_its_text(tmp_path, monkeypatch):
-    """By the bytes of the ids themselves; what is not there yet has no name, the built-in text gets one once made."""
+    """By the bytes of the ids; the built-in text has a name as soon as it is made."""
     monkeypatch.chdir(tmp_path)
     about = itertools.count()
     stems = {"train": make_tokens(tmp_path / "a"), "valid": make_tokens(tmp_path / "b", 500)}
@@ -385,8 +386,11 @@ def test_one_rate_of_a_way_alone(tmp_path):
 
 
 def test_a_way_that_trains_the_whole_model_first(lab):
-    """By hand: 41 rounds of 15 steps and 205 of 6 are 123 of 15; and on a tiny model the teacher is the model after
-    the dense part, the rest goes on with the sequences behind it, and bytes are those of both parts."""
+    """By hand: 41 rounds of 15 steps and 205 of 6 are 123 of 15.
+
+    On a tiny model the teacher is the model after the dense part, the rest goes on with the
+    sequences behind it, and bytes are those of both parts.
+    """
     way, scale = WAYS["TwIST, dense first"], SCALES["gpu-60m"]
     t = Lab(lab.folder, "gpu-60m", scale, ["model.weights=x"]).base.train
     assert {"train.rounds=41", "train.method=dense"} < set(dense_changes(scale, t, way))
@@ -479,10 +483,3 @@ def test_tensorboard_gets_every_round(tmp_path, tokens):
     assert [e.step for e in seen.Scalars("train/loss")] == [1, 2, 3, 4]
     assert [e.value for e in seen.Scalars("train/loss")] == pytest.approx([r["loss"] for r in rows])
     assert [e.step for e in seen.Scalars("perplexity/2/4")] == [2, 4]
-
-
-def test_overrides_reach_the_training_config(lab):
-    lab = Lab(lab.folder, "smoke", TINY, ["train.lr=7e-3", "start.train.lr=9e-3"])
-    assert lab.config(TWIST).train.lr == 7e-3
-    assert lab.config(None).train.lr == 9e-3
-    assert config.load("demo").train.lr not in (7e-3, 9e-3)

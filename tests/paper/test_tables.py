@@ -1,4 +1,4 @@
-"""Tables and claims follow from the points: small ones by hand, the stored ones by their numbers."""
+"""Tables and claims follow from the points: small ones by hand, stored ones by their lines."""
 
 from __future__ import annotations
 
