@@ -135,106 +135,104 @@ def test_positions_against_a_loop():
     assert fused.view(3, 4).tolist() == [[2, 3, 6, 7], [10, 11, 14, 15], [18, 19, 22, 23]]
 
 
+SELECTED = {
+    ("attn", 0, 0): ["h.0.attn", "h.1.attn", "h.2.attn"],
+    ("ffn", 0, 0): ["h.0.ffn", "h.1.ffn", "h.2.ffn"],
+    ("both", 1, 1): ["h.1.attn", "h.1.ffn"],
+    ("ffn", 2, 0): ["h.2.ffn"],
+    ("ffn", 0, 2): ["h.0.ffn"],
+}
+
+
 def test_select_keeps_kinds_and_middle_layers():
-    whole = gpt2_like()
-    names = [[group.name for group in whole.select(s).groups] for s in ("attn", "ffn", "both")]
-    assert names[0] == ["h.0.attn", "h.1.attn", "h.2.attn"]
-    assert names[1] == ["h.0.ffn", "h.1.ffn", "h.2.ffn"]
-    assert names[2] == ["h.0.attn", "h.0.ffn", "h.1.attn", "h.1.ffn", "h.2.attn", "h.2.ffn"]
-    assert [g.name for g in whole.select("attn", 1, 1).groups] == ["h.1.attn"]
-    assert [g.name for g in whole.select("ffn", 2).groups] == ["h.2.ffn"]
-    assert [g.name for g in whole.select("ffn", shared_last=2).groups] == ["h.0.ffn"]
-    assert whole.select("both").n_blocks("attn") == 4
-    assert whole.select("ffn").n_blocks("attn") == 0  # shared
-
-
-def test_select_refuses_with_the_legal_values():
-    with pytest.raises(ValueError, match=r"blocks\.setting = 'all': use one of attn, ffn, both"):
-        gpt2_like().select("all")
-    for first, last in ((3, 0), (2, 1), (0, 3), (-1, 0), (0, -1), (9, 9)):
-        with pytest.raises(ValueError, match=r"0\.\.2 .*3 layers") as caught:
-            gpt2_like().select("both", first, last)
-        assert f"blocks.shared_first = {first}" in str(caught.value)
-        assert f"blocks.shared_last = {last}" in str(caught.value)
+    for arguments, names in SELECTED.items():
+        assert [group.name for group in gpt2_like().select(*arguments).groups] == names
+    assert gpt2_like().select("both") == gpt2_like()
+    assert gpt2_like().select("ffn").n_blocks("attn") == 0  # shared
 
 
 def test_coarsen_merges_neighbours():
-    """R blocks of N/R neurons: the same slices as the neurons one by one."""
-    fine, coarse = gpt2_like(), gpt2_like().coarsen("ffn", 5)
+    """R blocks of N/R neurons: the same slices as the neurons one by one, in each section."""
+    fine, coarse = gpt2_like(), gpt2_like().coarsen("ffn", 5).coarsen("attn", 2)
     coarse.check(SHAPES)
-    assert (coarse.n_blocks("ffn"), coarse.n_blocks("attn")) == (5, 4)
+    assert (coarse.n_blocks("ffn"), coarse.n_blocks("attn")) == (5, 2)
     for before, after in zip(fine.groups, coarse.groups, strict=True):
-        if before.kind == "attn":
-            assert before == after
-            continue
         assert (before.name, before.layer, before.out) == (after.name, after.layer, after.out)
+        factor = before.n_blocks // after.n_blocks
         for part, merged in zip(before.parts, after.parts, strict=True):
-            neurons = [4 * block + j for block in (0, 3) for j in range(4)]
-            assert torch.equal(positions(after, merged, (0, 3)), positions(before, part, neurons))
+            small = [factor * block + j for block in (0, 1) for j in range(factor)]
+            assert torch.equal(positions(after, merged, (0, 1)), positions(before, part, small))
 
 
-def test_coarsen_merges_inside_each_section():
-    coarse = gpt2_like().coarsen("attn", 2)["h.0.attn"]
-    kept = positions(coarse, coarse.parts[0], (1,)).tolist()
-    assert kept == [*range(6, 12), *range(18, 24), *range(30, 36)]
+def with_parts(*parts: Partition, n_blocks: int = N_HEADS) -> BlockMap:
+    return BlockMap((BlockGroup("h.0.attn", "attn", 0, n_blocks, parts, ()),))
 
 
-@pytest.mark.parametrize("n_blocks", [0, -4, 3, 8, 40])
-def test_coarsen_refuses_with_the_legal_values(n_blocks):
-    said = rf"h\.0\.ffn: 20 ffn .* {n_blocks} .*legal: 1, 2, 4, 5, 10, 20"
+SHARED = r"shared_first = {} and blocks.shared_last = {} .*0\.\.2 .*3 layers"
+BLOCKS_OF = r"blueprint\['h\.1\.attn'\] = .*1\.\.4 .*0\.\.3"
+TEN = gpt2_like().select("both", 1).coarsen("ffn", 10)
+REFUSED = [  # a call, and what is said about it
+    (lambda: gpt2_like().select("all"), r"blocks\.setting = 'all': use one of attn, ffn, both"),
+    *(
+        (lambda f=f, n=n: gpt2_like().select("both", f, n), SHARED.format(f, n))
+        for f, n in ((3, 0), (2, 1), (0, 3), (-1, 0), (0, -1), (9, 9))
+    ),
+    *(
+        (lambda n=n: gpt2_like().coarsen("ffn", n), rf"20 ffn .* {n} .*legal: 1, 2, 4, 5, 10, 20")
+        for n in (0, -4, 3, 8, 40)
+    ),
+    # a wrong map would cut wrong weights
+    (
+        lambda: with_parts(Partition("h.0.c_attn.weight", 1, HEAD_DIM)).check(SHAPES),
+        r"1 is 36, but 1 sections .* 3 make 12",
+    ),
+    (
+        lambda: with_parts(Partition("h.0.c_attn.weight", 0, HEAD_DIM, 3)).check(SHAPES),
+        r"0 is 12, but 3 sections .* make 36",
+    ),
+    (
+        lambda: with_parts(Partition("h.0.q_proj.weight", 0, HEAD_DIM)).check(SHAPES),
+        r"no parameter 'h\.0\.q_proj\.weight'",
+    ),
+    (lambda: with_parts(*gpt2_like()["h.0.attn"].parts, n_blocks=3).check(SHAPES), "3 blocks"),
+    # blueprints
+    *(
+        (lambda k=k: cut_map().check_blueprint(BLUEPRINT | {"h.1.attn": k}), BLOCKS_OF)
+        for k in ((), (2, 0), (1, 1), (0, 4), (-1, 2), (4,))
+    ),
+    (lambda: cut_map().check_blueprint({}), "does not fit this model.*h.1.attn"),
+    (
+        lambda: cut_map().check_blueprint(BLUEPRINT | {"h.0.attn": (1,)}),
+        "does not fit this model.*h.0.attn",
+    ),
+    # ratios
+    *(
+        (lambda t=t: parse_ratio(t, 4, "ffn"), r"ffn blocks; legal: 1/4, 2/4, 3/4, 4/4")
+        for t in ("5/12", "0.33", "0", "-1/4", "5/4", "2")
+    ),
+    *(
+        (lambda t=t: parse_ratio(t, 4, "ffn"), rf"{t!r} is not a fraction such as 6/12")
+        for t in ("half", "", "1/0", "1/2/3", "nan")
+    ),
+    (lambda: widths_of_ratio(TEN, "3/4"), r"ffn blocks; legal: 1/10"),  # fits attention alone
+    (lambda: widths_of_ratio(TEN, "attn=3/4"), "says nothing about ffn"),
+    (lambda: widths_of_ratio(TEN, "attn=3/4,mlp=1/2"), "kinds are attn and ffn"),
+    (lambda: widths_of_ratio(TEN, "attn=1/3,ffn=1/2"), r"attn blocks; legal: 1/4"),
+    (lambda: widths_of_ratio(TEN, "attn=3/4,"), "attn and ffn|attn=2/3,ffn=6/12"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_refused_with_the_legal_values(call, said):
     with pytest.raises(ValueError, match=said):
-        gpt2_like().coarsen("ffn", n_blocks)
-
-
-# check, check_blueprint
-
-
-def test_check_passes_the_right_map():
-    gpt2_like().check(SHAPES)
-    cut_map().check(SHAPES)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (Partition("h.0.c_attn.weight", 1, HEAD_DIM), r"1 is 36, but 1 sections .* 3 make 12"),
-        (Partition("h.0.c_attn.weight", 0, HEAD_DIM, 3), r"0 is 12, but 3 sections .* make 36"),
-        (Partition("h.0.c_proj.weight", 0, HEAD_DIM + 1), r"0 is 12, but .* make 16"),
-        (Partition("h.0.q_proj.weight", 0, HEAD_DIM), r"no parameter 'h\.0\.q_proj\.weight'"),
-    ],
-)
-def test_check_catches_a_wrong_map(wrong, said):
-    group = BlockGroup("h.0.attn", "attn", 0, N_HEADS, (wrong,), ())
-    with pytest.raises(ValueError, match=said):
-        BlockMap((group,)).check(SHAPES)
-    fewer = BlockGroup("h.0.attn", "attn", 0, 3, gpt2_like()["h.0.attn"].parts, ())
-    with pytest.raises(ValueError, match="3 blocks"):
-        BlockMap((fewer,)).check(SHAPES)
-
-
-def test_check_blueprint_passes_legal_ones():
-    cut_map().check_blueprint(BLUEPRINT)
-    cut_map().check_blueprint(cut_map().full())
-
-
-@pytest.mark.parametrize("kept", [(), (2, 0), (1, 1), (0, 4), (-1, 2), (4,)])
-def test_check_blueprint_refuses_bad_blocks(kept):
-    with pytest.raises(ValueError, match=r"'h\.1\.attn'.*1\.\.4 .*0\.\.3") as caught:
-        cut_map().check_blueprint(BLUEPRINT | {"h.1.attn": kept})
-    assert str(kept) in str(caught.value)
-
-
-def test_check_blueprint_refuses_other_groups():
-    short = {name: kept for name, kept in BLUEPRINT.items() if name != "h.2.ffn"}
-    long = BLUEPRINT | {"h.0.attn": (1,)}
-    for blueprint, odd in ((short, "h.2.ffn"), (long, "h.0.attn"), ({}, "h.1.attn")):
-        with pytest.raises(ValueError, match="does not fit this model") as caught:
-            cut_map().check_blueprint(blueprint)
-        assert odd in str(caught.value)
+        call()
 
 
 def test_widths_and_narrowed_shapes():
     block_map = cut_map()
+    block_map.check(SHAPES)
+    for blueprint in (BLUEPRINT, block_map.full()):
+        block_map.check_blueprint(blueprint)
     assert block_map.widths(BLUEPRINT) == {"h.1.attn": 2, "h.1.ffn": 3, "h.2.attn": 1, "h.2.ffn": 2}
     assert block_map.full_widths() == block_map.widths(block_map.full())
     assert block_map.narrowed(SHAPES, block_map.full_widths()) == SHAPES
@@ -242,70 +240,24 @@ def test_widths_and_narrowed_shapes():
     for name, tensor in numbered().items():
         assert narrow[name] == tuple(take(tensor, kept_by_hand(name)).shape), name
     assert SHAPES["h.1.c_attn.weight"] == (12, 36)  # not changed in place
+    assert block_map["h.1.attn"].out_part == Partition("h.1.c_proj.weight", 0, HEAD_DIM)
+    assert block_map["h.1.ffn"].out_part == Partition("h.1.proj.weight", 0, 5)
 
 
-def test_out_part_is_the_output_projection():
-    assert cut_map()["h.1.attn"].out_part == Partition("h.1.c_proj.weight", 0, HEAD_DIM)
-    assert cut_map()["h.1.ffn"].out_part == Partition("h.1.proj.weight", 0, 5)
+RATIOS = {("6/12", 12): 6, ("0.5", 12): 6, ("1", 12): 12, ("1/3", 12): 4, (" 2/4 ", 4): 2}
 
 
-# ratios
-
-
-@pytest.mark.parametrize(
-    ("text", "n_blocks", "k"),
-    [
-        ("6/12", 12, 6),
-        ("0.5", 12, 6),
-        ("1", 12, 12),
-        ("1/3", 12, 4),
-        ("3/12", 4, 1),
-        (" 2/4 ", 4, 2),
-    ],
-)
-def test_parse_ratio(text, n_blocks, k):
-    assert parse_ratio(text, n_blocks, "ffn") == k
-
-
-@pytest.mark.parametrize("text", ["5/12", "0.33", "0", "-1/4", "5/4", "2"])
-def test_parse_ratio_refuses_parts_of_blocks(text):
-    with pytest.raises(ValueError, match=r"ffn blocks; legal: 1/4, 2/4, 3/4, 4/4"):
-        parse_ratio(text, 4, "ffn")
-
-
-@pytest.mark.parametrize("text", ["half", "", "1/0", "1/2/3", "nan"])
-def test_parse_ratio_refuses_what_is_no_fraction(text):
-    with pytest.raises(ValueError, match=r"is not a fraction such as 6/12") as caught:
-        parse_ratio(text, 4, "ffn")
-    assert repr(text) in str(caught.value)
-
-
-def test_widths_of_ratio():
-    block_map = gpt2_like().select("both", 1).coarsen("ffn", 10)
+def test_ratios():
+    for (text, n_blocks), k in RATIOS.items():
+        assert parse_ratio(text, n_blocks, "ffn") == k
     half = {"h.1.attn": 2, "h.1.ffn": 5, "h.2.attn": 2, "h.2.ffn": 5}
-    assert widths_of_ratio(block_map, "1/2") == half
+    assert widths_of_ratio(TEN, "1/2") == half
     by_kind = {"h.1.attn": 3, "h.1.ffn": 1, "h.2.attn": 3, "h.2.ffn": 1}
-    assert widths_of_ratio(block_map, "attn=3/4,ffn=0.1") == by_kind
-    assert widths_of_ratio(block_map, "ffn=0.1,attn=3/4") == by_kind
-    only = block_map.select("ffn")
-    assert widths_of_ratio(only, "3/10") == {"h.1.ffn": 3, "h.2.ffn": 3}  # no attention to be asked
-
-
-@pytest.mark.parametrize(
-    ("ratio", "said"),
-    [
-        ("3/4", r"ffn blocks; legal: 1/10"),  # fits attention, not the FFN
-        ("attn=3/4", "says nothing about ffn"),
-        ("attn=3/4,mlp=1/2", "kinds are attn and ffn"),
-        ("attn=1/3,ffn=1/2", r"attn blocks; legal: 1/4"),
-        ("attn=3/4,1/2", "attn and ffn|attn=2/3,ffn=6/12"),
-        ("attn=3/4,", "attn and ffn|attn=2/3,ffn=6/12"),
-    ],
-)
-def test_widths_of_ratio_refuses(ratio, said):
-    block_map = gpt2_like().select("both", 1).coarsen("ffn", 10)
-    with pytest.raises(ValueError, match=said):
-        widths_of_ratio(block_map, ratio)
+    for ratio in ("attn=3/4,ffn=0.1", "ffn=0.1,attn=3/4"):
+        assert widths_of_ratio(TEN, ratio) == by_kind
+    assert widths_of_ratio(TEN, "attn=3/4,ffn=0.1,ffn.2=1") == by_kind | {"h.2.ffn": 10}
+    only = TEN.select("ffn")
+    assert widths_of_ratio(only, "3/10") == {"h.1.ffn": 3, "h.2.ffn": 3}  # no attention is cut
 
 
 # the flat buffer
@@ -367,22 +319,16 @@ def test_shared_first_and_matrices_apart_from_vectors(n_cut):
         assert len(spans) <= 2
 
 
-def test_the_order_does_not_hang_on_the_widths():
-    """A subnet's shared part is one slice of the central buffer, so both must agree on it."""
-    block_map = cut_map()
-    narrow = layout.layout(block_map, block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT)))
-    full = layout.layout(block_map, SHAPES)
-    assert list(narrow.shapes) == list(full.shapes)
-    assert narrow.n_shared == full.n_shared
-
-
 @pytest.fixture
 def pair() -> tuple[layout.Layout, layout.Layout, layout.Segments, Tensor]:
-    """Layouts of the whole model and of BLUEPRINT's subnet, the segments, and the index between them."""
+    """Layouts of the whole model and of BLUEPRINT's subnet, and what leads from one to the other."""
     block_map = cut_map()
     full = layout.layout(block_map, SHAPES)
     narrow = layout.layout(block_map, block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT)))
     segments = layout.cut_segments(full, block_map, CPU)
+    # a subnet's shared part is one slice of the central buffer, so both agree on it
+    assert list(narrow.shapes) == list(full.shapes)
+    assert narrow.n_shared == full.n_shared
     return full, narrow, segments, segments.index(BLUEPRINT)
 
 
@@ -435,16 +381,8 @@ def test_scatter_writes_the_blocks_and_nothing_else(pair):
     whole = filled(full, numbered())[None]
     assert layout.scatter_(whole, part, segments, index) is whole
     assert torch.equal(whole[0], by_hand_back(full, narrow, part[0]))
-
-
-def test_gather_then_scatter_is_the_identity(pair):
-    full, narrow, segments, index = pair
-    whole = filled(full, numbered()).repeat(3, 1)
-    empty = torch.empty(3, narrow.n_params, dtype=torch.float64)
-    part = layout.gather_(empty, whole, segments, index)
-    assert torch.equal(layout.scatter_(whole.clone(), part, segments, index), whole)
-    back = layout.scatter_(torch.zeros_like(whole), part, segments, index)
-    assert torch.equal(layout.gather_(torch.empty_like(part), back, segments, index), part)
+    again = layout.gather_(torch.empty_like(part), whole, segments, index)
+    assert torch.equal(again, part)
 
 
 def test_an_empty_map_has_an_empty_index():
