@@ -111,7 +111,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     types = r"gpt2|llama|mistral|qwen|gemma|smollm|\bopt\b|\bphi\b"
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
-        "cli.training", "cli.tickets", "cli.extract", "cli.export", "cli.measure",
+        "cli.training", "cli.tickets", "cli.measure",
         "cli.look", "lab.bench.measure", "config", "model.count",
         "model.huggingface", "training.plan", "transport.traffic",
     }  # fmt: skip

@@ -7,15 +7,7 @@ from collections.abc import Callable
 
 from ..system.compat import quiet_transformers
 from ..system.signals import Ended
-from . import (  # noqa: F401  (they join the app)
-    export,
-    extract,
-    look,
-    measure,
-    node,
-    tickets,
-    training,
-)
+from . import look, measure, node, tickets, training  # noqa: F401  (they join the app)
 from .options import app, lab, sort_into_panels_
 
 app.add_typer(lab, name="lab")

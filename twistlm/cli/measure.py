@@ -1,4 +1,4 @@
-"""lab compare, prune and bench: what users measure on their model."""
+"""lab compare, prune, bench, drop and draft: what users measure on their model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from ..baselines.request import PruneRequest
 from ..lab.bench.request import CommRequest, DeployRequest, TrainBenchRequest
 from ..lab.compare.request import CompareRequest
 from .options import (
+    ANY_MODEL,
+    PARENT,
+    Data,
     Device,
     JsonOut,
+    MaxNewTokens,
     Overrides,
     Parent,
     Preset,
+    Tokens,
     known,
     lab,
     out_option,
@@ -196,4 +201,76 @@ def comm(request: CommRequest, json_out: JsonOut = None) -> None:
         console.print(f"{name}: {ratio:.2f}")
     for name, why in made.left_out.items():
         console.print(f"{name}: {why}")
+    write_json(json_out, made.to_dict())
+
+
+@lab.command(
+    epilog="Examples:\n\n"
+    "twistlm lab drop runs/demo/dense runs/demo/twist --nodes 4 --lose 1\n\n"
+    "twistlm lab drop gpt2 --nodes 4 --lose 2 --data data/wiki-test --tokens 16384 "
+    "blocks.shared_first=0"
+)
+def drop(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE... [SECTION.KEY=VALUE]...", help=f"Parents, side by side. {PARENT}"
+        ),
+    ],
+    nodes: Annotated[int, typer.Option(min=2, help="Nodes that serve the parent.")] = 4,
+    lose: Annotated[int, typer.Option(min=1, help="Nodes that die.")] = 1,
+    data: Data = None,
+    tokens: Tokens = 0,
+    device: Device = "auto",
+    json_out: JsonOut = None,
+) -> None:
+    """Spread a parent's blocks over nodes, lose some of them in every possible way.
+
+    Each node holds a contiguous run of each layer's blocks, as in tensor-parallel serving (the
+    first nodes one block more where they do not divide evenly), and all that is not cut; blocks of
+    a parent with an order are striped over nodes. What is left is rescaled.
+    """
+    from ..system.terminal import console
+    from ..tickets import lost_nodes
+    from ..tickets.parent import open_parent
+
+    overrides = [source for source in sources if "=" in source and not Path(source).exists()]
+    opened = {s: open_parent(s, device, overrides) for s in sources if s not in overrides}
+    if not opened:
+        raise ValueError("give at least one parent")
+    made = lost_nodes.drop(opened, nodes, lose, data=data, tokens=tokens)
+    console.print(lost_nodes.table(made, nodes, lose))
+    write_json(json_out, lost_nodes.record(made, nodes, lose))
+
+
+@lab.command(
+    epilog="Examples:\n\n"
+    'twistlm lab draft runs/demo/twist runs/demo/ticket --prompt "Return the"\n\n'
+    "twistlm lab draft runs/demo/twist runs/demo/ticket --data runs/demo/text/valid --n 8 "
+    "--draft-tokens 3"
+)
+def draft(
+    parent: Annotated[str, typer.Argument(help=f"The model whose text is written. {PARENT}")],
+    ticket: Annotated[str, typer.Argument(help=f"The model that drafts. {ANY_MODEL}")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to go on from; repeatable.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Token file to take prompts from.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Prompts taken from --data.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 16,
+    max_new_tokens: MaxNewTokens = None,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted at a time.")] = 5,
+    device: Device = "auto",
+    json_out: JsonOut = None,
+) -> None:
+    """Let a ticket draft for its own parent: drafts accepted, tokens per second, the same text."""
+    from ..system.terminal import console
+    from ..tickets import speculate
+    from ..tickets.runnable import open_runnable
+
+    pair = open_runnable(parent, device), open_runnable(ticket, device)
+    prompts = speculate.prompts(pair[0], prompt or [], data, n, prompt_tokens)
+    made = speculate.draft(*pair, prompts, max_new_tokens=max_new_tokens, n_draft=draft_tokens)
+    console.print(speculate.table(made))
+    console.print(speculate.reading(made))
     write_json(json_out, made.to_dict())

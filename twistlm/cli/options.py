@@ -67,8 +67,8 @@ def with_requests(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(**given: Any) -> Any:
         made = {}
         for name, request in requests.items():
-            mine = {f.name for f in dataclasses.fields(request)} & given.keys()
-            values = {key: given.pop(key) for key in sorted(mine)}
+            mine = [f.name for f in dataclasses.fields(request) if f.metadata]
+            values = {key: given.pop(key) for key in mine}
             several = {key: tuple(v) for key, v in values.items() if isinstance(v, list)}
             made[name] = request(**values | several)
         return command(**given, **made)
@@ -76,6 +76,11 @@ def with_requests(command: Callable[..., Any]) -> Callable[..., Any]:
     run.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
     run.__annotations__ = {given.name: given.annotation for given in plain}
     return run
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was typed, or has its default."""
+    return context.get_parameter_source(name).name == "COMMANDLINE"  # type: ignore[union-attr]
 
 
 def _options(request: type) -> Iterator[inspect.Parameter]:
@@ -91,6 +96,8 @@ def _options(request: type) -> Iterator[inspect.Parameter]:
         names = about["names"] or ((f"--{field.name.replace('_', '-')}",) if hint is bool else ())
         said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
         said |= {"min": about["range"].least, "max": about["range"].most}
+        if "--out" in names:
+            said["callback"] = _writable
         said["show_default"] = about["shown"] or not (default is False or default in (None, [], ""))
         kind = inspect.Parameter.KEYWORD_ONLY
         yield inspect.Parameter(
@@ -129,6 +136,10 @@ Parent = Annotated[str, typer.Argument(help=PARENT)]
 Data = Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")]
 Tokens = Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens to write; default: 100, or what the model's positions leave."),
+]
 JsonOut = Annotated[
     Path | None, typer.Option("--json", help="Write the numbers here too.", callback=_writable)
 ]

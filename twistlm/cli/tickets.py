@@ -1,71 +1,65 @@
-"""certify, drop, generate, draft, verify: what tickets promise and what they do."""
+"""extract, heal, generate, verify, export, push: what is done with tickets."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..export import FORMATS
+from ..fields import words
+from ..tickets.requests import HealRequest, TicketRequest
 from .options import (
     ANY_MODEL,
-    PARENT,
-    Data,
     Device,
-    JsonOut,
+    MaxNewTokens,
     Overrides,
+    Parent,
     Tokens,
     app,
-    lab,
+    known,
     out_option,
     seed_of,
-    write_json,
+    with_requests,
 )
 
-MaxNewTokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens to write; default: 100, or what the model's positions leave."),
-]
 
-
-@lab.command(
+@app.command(
     epilog="Examples:\n\n"
-    "twistlm lab drop runs/demo/dense runs/demo/twist --nodes 4 --lose 1\n\n"
-    "twistlm lab drop gpt2 --nodes 4 --lose 2 --data data/wiki-test --tokens 16384 "
-    "blocks.shared_first=0"
+    "twistlm extract runs/demo/twist -o ticket --ratio 4/12\n\n"
+    "twistlm extract runs/wiki -o ticket --params 85M --pick best-of:16 --data data/wiki-test\n\n"
+    "twistlm extract runs/wiki -o ticket --size 60MB --dtype bfloat16 --pick importance\n\n"
+    "twistlm extract runs/wiki -o ticket --latency 12ms --device cpu\n\n"
+    "twistlm extract runs/wiki -o tickets --memory 300MB --memory 200MB --context 1k --dtype "
+    "float16\n\n"
+    "twistlm extract runs/smollm2-stock -o ticket --params 100M --stock\n\n"
+    "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.5=1 blocks.setting=both"
 )
-def drop(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE... [SECTION.KEY=VALUE]...", help=f"Parents, side by side. {PARENT}"
-        ),
+@with_requests
+def extract(
+    source: Parent,
+    out: Annotated[
+        Path,
+        out_option("Folder of the ticket; of several budgets, each has one in it."),
     ],
-    nodes: Annotated[int, typer.Option(min=2, help="Nodes that serve the parent.")] = 4,
-    lose: Annotated[int, typer.Option(min=1, help="Nodes that die.")] = 1,
-    data: Data = None,
-    tokens: Tokens = 0,
+    request: TicketRequest,
+    overrides: Overrides = None,
     device: Device = "auto",
-    json_out: JsonOut = None,
 ) -> None:
-    """Spread a parent's blocks over nodes, lose some of them in every possible way.
-
-    Each node holds a contiguous run of each layer's blocks, as in tensor-parallel serving (the
-    first nodes one block more where they do not divide evenly), and all that is not cut; blocks of
-    a parent with an order are striped over nodes. What is left is rescaled.
-    """
+    """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
+    changes = known(overrides)
     from ..system.terminal import console
-    from ..tickets import lost_nodes
-    from ..tickets.parent import open_parent
+    from ..tickets.extract import kind_of, table, write_tickets
 
-    overrides = [source for source in sources if "=" in source and not Path(source).exists()]
-    opened = {s: open_parent(s, device, overrides) for s in sources if s not in overrides}
-    if not opened:
-        raise ValueError("give at least one parent")
-    made = lost_nodes.drop(opened, nodes, lose, data=data, tokens=tokens)
-    console.print(lost_nodes.table(made, nodes, lose))
-    write_json(json_out, lost_nodes.record(made, nodes, lose))
+    for folder, ticket in write_tickets(source, out, request, device, changes):
+        console.print(table(ticket))
+        if ticket.proof["whole"]:
+            console.print("the budget has room for the whole parent: this ticket is all of it")
+        console.print(f"ticket: {folder}, {kind_of(ticket)}")
 
 
 @app.command(
@@ -76,55 +70,21 @@ def drop(
     "train.lr=2e-4 train.batch=16\n\n"
     "twistlm heal ticket -o healed --tokens 20M --teacher none --data data/wiki/train"
 )
-def heal(
-    ticket: Annotated[Path, typer.Argument(help="The folder of a ticket.")],
-    out: Annotated[Path, out_option("Folder of the healed ticket.")],
-    tokens: Annotated[str, typer.Option(help="Tokens to train on: 20M.")],
-    overrides: Overrides = None,
-    teacher: Annotated[
-        str | None,
-        typer.Option(
-            help="Whose predictions it learns: a run, a checkpoint, a Hugging Face folder or hub "
-            "id with the same tokenizer; none: the text alone. Default: the ticket's parent."
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Token file to train on; default: data.train of the teacher or parent."),
-    ] = None,
-    valid: Annotated[
-        str | None,
-        typer.Option(help="Token file to measure on; default: data.valid of the same run."),
-    ] = None,
-    valid_tokens: Annotated[
-        int, typer.Option(min=0, help="Use this many tokens of it; 0 takes all.")
-    ] = 0,
-    device: Device = "auto",
-) -> None:
+@with_requests
+def heal(request: HealRequest, overrides: Overrides = None, device: Device = "auto") -> None:
     """Train a ticket for itself, with its parent as a frozen teacher, and write it anew.
 
     A stopped one goes on where it was when the same command is called again. Learning rate, batch
     and all else are keys of the training config; those of the teacher's run, or of the parent's,
     are taken where there is one.
     """
+    changes = known(overrides)
     from ..system.terminal import console
     from ..tickets import healing
-    from ..tickets.budget import amount
-    from ..tickets.requests import HealRequest
 
-    request = HealRequest(
-        ticket=ticket,
-        out=out,
-        tokens=int(amount("tokens", tokens)),
-        teacher=teacher,
-        data=data,
-        valid=valid,
-        valid_tokens=valid_tokens,
-        device=device,
-        overrides=overrides or [],
-    )
-    console.print(healing.reading(healing.heal(request)))
-    console.print(f"ticket: {out}")
+    asked = replace(request, device=device, overrides=changes)
+    console.print(healing.reading(healing.heal(asked)))
+    console.print(f"ticket: {request.out}")
 
 
 @app.command(
@@ -164,39 +124,6 @@ def generate(
     sys.stdout.write("\n")
 
 
-@lab.command(
-    epilog="Examples:\n\n"
-    'twistlm lab draft runs/demo/twist runs/demo/ticket --prompt "Return the"\n\n'
-    "twistlm lab draft runs/demo/twist runs/demo/ticket --data runs/demo/text/valid --n 8 "
-    "--draft-tokens 3"
-)
-def draft(
-    parent: Annotated[str, typer.Argument(help=f"The model whose text is written. {PARENT}")],
-    ticket: Annotated[str, typer.Argument(help=f"The model that drafts. {ANY_MODEL}")],
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="Text to go on from; repeatable.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Token file to take prompts from.")] = None,
-    n: Annotated[int, typer.Option(min=1, help="Prompts taken from --data.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 16,
-    max_new_tokens: MaxNewTokens = None,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted at a time.")] = 5,
-    device: Device = "auto",
-    json_out: JsonOut = None,
-) -> None:
-    """Let a ticket draft for its own parent: drafts accepted, tokens per second, the same text."""
-    from ..system.terminal import console
-    from ..tickets import speculate
-    from ..tickets.runnable import open_runnable
-
-    pair = open_runnable(parent, device), open_runnable(ticket, device)
-    prompts = speculate.prompts(pair[0], prompt or [], data, n, prompt_tokens)
-    made = speculate.draft(*pair, prompts, max_new_tokens=max_new_tokens, n_draft=draft_tokens)
-    console.print(speculate.table(made))
-    console.print(speculate.reading(made))
-    write_json(json_out, made.to_dict())
-
-
 @app.command(
     epilog="Examples:\n\n"
     "twistlm verify runs/demo/text/train runs/demo/twist runs/demo/ticket\n\n"
@@ -227,3 +154,129 @@ def verify(
             bar.advance(task)
     if damages:
         raise ValueError("; ".join(damages))
+
+
+STEPS = {("gguf", ""): 4, ("onnx", ""): 3, ("onnx", "q8"): 4}  # that an export tells of
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm export runs/ticket --to gguf -o ticket.gguf --data data/test\n\n"
+    "twistlm export runs/ticket --to gguf -o ticket.gguf --type q4_k_m\n\n"
+    "twistlm export runs/wiki --to onnx -o whole-onnx --type q8"
+)
+def export(
+    source: Annotated[str, typer.Argument(help=ANY_MODEL)],
+    to: Annotated[str, typer.Option(help=f"{words(FORMATS)}: for llama.cpp, for onnxruntime.")],
+    out: Annotated[Path, out_option("GGUF file or ONNX folder to write.")],
+    type_: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            help="; ".join(f"{to}: {words(types)}" for to, types in FORMATS.items())
+            + ". The default is the first.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Token file: compare perplexity and reading speed too.")
+    ] = None,
+    tokens: Tokens = 8192,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text that torch and the runtime both continue.")
+    ] = None,
+) -> None:
+    """Write a ticket, or the whole model of a run, as GGUF or ONNX, and compare it with torch on
+    the spot.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"--to {to}: a ticket is exported to {words(FORMATS)}")
+    from ..compute.perplexity import Text
+    from ..data.token_file import open_tokens
+    from ..export import gguf, onnx, verify
+    from ..model.huggingface import vocab_size
+    from ..system.terminal import console, progress
+    from ..tickets.runnable import open_runnable
+
+    opened = open_runnable(source, "cpu")
+    model = opened.model.float()  # a ticket saved in bfloat16 is compared, and written, exactly
+    text = None
+    if data is not None:
+        most = getattr(model.config, "max_position_embeddings", None) or 1024
+        text = Text(open_tokens(data), min(1024, most), tokens, batch=1)
+        text.file.check(text.seq_len, vocab_size(model))
+    write = {"gguf": gguf.export, "onnx": onnx.export}[to]
+    with tempfile.TemporaryDirectory() as folder, progress() as bar:
+        type_ = type_ or FORMATS[to][0]
+        total = STEPS.get((to, type_), STEPS[to, ""])
+        task = bar.add_task(f"export to {to}", total=total, note="")
+        done = iter(range(total))
+
+        def tell(step: str) -> None:
+            bar.update(task, completed=next(done), note=step)
+
+        tokenizer = opened.tokenizer_file(Path(folder))
+        rows = write(model, out, type_, tokenizer, text, prompt or verify.PROMPT, tell)
+        bar.update(task, completed=total)
+    console.print(verify.table(rows))
+    if to == "gguf" and len(rows) == 1:
+        console.print("not run in llama.cpp, which is not installed: pip install -e '.[llama]'")
+    if rows[-1].text:
+        console.print(rows[-1].text)
+    console.print(f"written: {out}")
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "twistlm push runs/ticket me/my-ticket --dry-run\n\n"
+    "twistlm push runs/ticket me/my-ticket --public"
+)
+def push(
+    ticket: Annotated[Path, typer.Argument(help="A ticket folder.")],
+    repo: Annotated[
+        str, typer.Argument(metavar="NAME/REPO", help="A model repository of the hub.")
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="A new repository is seen by all.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")
+    ] = False,
+) -> None:
+    """Send a ticket to the Hugging Face hub, with its card; it is loaded once, as a check."""
+    from huggingface_hub import HfApi, ModelCard
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    from ..system.terminal import console, table
+    from ..tickets.deploy import load_ticket
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(f"{repo!r} names no repository: {error}") from None
+    model = load_ticket(ticket)
+    files = sorted(path for path in ticket.rglob("*") if path.is_file())
+    data = ModelCard.load(ticket / "README.md").data
+    shown = table(f"{ticket} -> {repo} ({'public' if public else 'private'})", "file", "bytes")
+    for path in files:
+        shown.add_row(str(path.relative_to(ticket)), f"{path.stat().st_size:,}")
+    console.print(shown)
+    console.print(
+        f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters; "
+        "card: licence "
+        f"{data.license or 'not given'}, base model {data.base_model or 'not given'}"
+    )
+    if dry_run:
+        console.print("nothing was sent (--dry-run)")
+        return
+    hub = HfApi()
+    try:
+        hub.create_repo(repo, private=not public, exist_ok=True)
+        sent = hub.upload_folder(
+            repo_id=repo, folder_path=ticket, commit_message="A ticket of twistlm"
+        )
+    except LocalTokenNotFoundError:
+        raise ValueError("the hub knows you not: run `hf auth login` first") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise ValueError(f"the hub refused: {str(error).splitlines()[0]}") from None
+    console.print(f"sent: {sent.commit_url}")

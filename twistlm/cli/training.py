@@ -8,21 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
+from ..tickets.requests import CertificateRequest, ScoreRequest
 from .options import (
     ANY_MODEL,
     AutoResume,
-    Data,
     Device,
     JsonOut,
     Overrides,
     Preset,
     Resume,
-    Tokens,
     app,
     draws_of,
+    is_given,
     known,
     out_option,
-    seed_of,
+    with_requests,
     write_json,
 )
 
@@ -189,29 +189,17 @@ def _check_start(weights: str, preset: str) -> None:
     "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512 blocks.setting=ffn\n\n"
     "twistlm eval runs/demo/twist --certify --ratio 6/12 --n 200 -o runs/certificate",
 )
+@with_requests
 def eval_(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(help=ANY_MODEL)],
+    request: ScoreRequest,
     overrides: Overrides = None,
-    ratio: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Share of blocks, as 6/12 (the default) or attn=2/3,ffn=6/12; repeatable."
-        ),
-    ] = None,
-    n: Annotated[
-        int | None,
-        typer.Option(
-            "--n",
-            min=1,
-            max=10**6,
-            help="Random subnets behind each number; default: 20, and 200 with --certify.",
-        ),
-    ] = None,
-    data: Data = None,
-    tokens: Tokens = 0,
-    seed: Annotated[int, seed_of("the random subnets")] = 0,
     bound: Annotated[
-        bool, typer.Option("--certify", help="Bound almost all random tickets of one size.")
+        bool,
+        typer.Option(
+            "--certify", help="Bound almost all random tickets of one size; --n is 200 then."
+        ),
     ] = False,
     coverage: Annotated[
         float, typer.Option(help="With --certify: share of all tickets to bound.")
@@ -234,8 +222,7 @@ def eval_(
     With --certify: how good random tickets of one size are, and a bound on almost all of them
     that assumes nothing about the distribution (it is one of the measured values in order).
     """
-    more = known(overrides)
-    ratios = tuple(ratio or ["6/12"])
+    more, ratios = known(overrides), request.ratios
     if bound and len(ratios) > 1:
         raise ValueError(f"--certify takes one --ratio, not {len(ratios)}: {', '.join(ratios)}")
     if out is not None and not bound:
@@ -244,24 +231,21 @@ def eval_(
     from ..tickets import certify, score
     from ..tickets.parent import open_parent, what_is
 
-    about: dict[str, Any] = {"data": data, "tokens": tokens, "seed": seed}
+    text: dict[str, Any] = {"data": request.data, "tokens": request.tokens}
     if bound:
-        asked = certify.CertificateRequest(
-            ratio=ratios[0], n=n or 200, coverage=coverage, confidence=confidence, **about
-        )
+        sure: dict[str, Any] = {"coverage": coverage, "confidence": confidence}
+        n = request.n if is_given(context, "n") else CertificateRequest.n
+        asked = CertificateRequest(ratio=ratios[0], n=n, seed=request.seed, **text, **sure)
         made = certify.certify(open_parent(source, device, more), asked, out)
         console.print(certify.table(made))
         console.print(certify.reading(made))
         write_json(json_out, made.to_dict())
         return
     if what_is(source) == "ticket":
-        if ratio:
-            raise ValueError(f"--ratio {ratio[0]}: {source} is a ticket, which is cut already")
-        scores = score.score_ticket(
-            Path(source), data=data, tokens=tokens, device=device, overrides=more
-        )
+        if is_given(context, "ratios"):
+            raise ValueError(f"--ratio {ratios[0]}: {source} is a ticket, which is cut already")
+        scores = score.score_ticket(Path(source), **text, device=device, overrides=more)
     else:
-        request = score.ScoreRequest(ratios=ratios, n=n or 20, **about)
         scores = score.score_parent(open_parent(source, device, more), request, Path(source).name)
     console.print(score.table([scores]))
     write_json(json_out, scores.to_dict())

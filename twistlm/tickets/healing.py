@@ -50,8 +50,8 @@ def heal(
     `note` is told after every round where the training is, for a caller with a bar of its own.
     """
     check_target(request.out)
-    if request.tokens < 1:
-        raise ValueError(f"--tokens {request.tokens}: healing needs at least one, as in 20M")
+    if request.n_tokens < 1:
+        raise ValueError(f"--tokens {request.n_tokens}: healing needs at least one, as in 20M")
     if request.out.resolve() == request.ticket.resolve():
         raise ValueError(f"--out {request.out} is the ticket to heal: choose another folder")
     model = load_ticket(request.ticket)
@@ -134,7 +134,7 @@ def settings(request: HealRequest, model: PreTrainedModel, ticket: dict[str, Any
     cfg = config.override(cfg, request.overrides)
     huggingface.check_positions(model, cfg.data.seq_len)
     per_round = cfg.train.batch * cfg.data.seq_len * cfg.train.interval
-    n_rounds = max(1, math.ceil(request.tokens / per_round))
+    n_rounds = max(1, math.ceil(request.n_tokens / per_round))
     warmup = int(WARMUP * n_rounds * cfg.train.interval)
     return replace(
         cfg,

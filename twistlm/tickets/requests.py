@@ -6,7 +6,7 @@ Imports no torch: `--help` reads this module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,9 +142,9 @@ class CertificateRequest:
 class HealRequest:
     """Which ticket is trained, on how many tokens of what, and who teaches it."""
 
-    ticket: Path
-    out: Path
-    tokens: int
+    ticket: Path = option("The folder of a ticket.", argument=True)
+    out: Path = option("Folder of the healed ticket.", MISSING, "--out", "-o")
+    tokens: str = option("Tokens to train on: 20M.")
     teacher: str | None = option(
         "Whose predictions it learns: a run, a checkpoint, a Hugging Face folder or hub id with "
         "the same tokenizer; none: the text alone. Default: the ticket's parent.",
@@ -160,3 +160,10 @@ class HealRequest:
     device: str = "auto"
     overrides: Sequence[str] = ()
     like: Config | None = None  # a run whose settings are taken, instead of the teacher's
+
+    @property
+    def n_tokens(self) -> int:
+        """The amount, understood."""
+        from .budget import amount
+
+        return int(amount("tokens", str(self.tokens)))

@@ -253,7 +253,7 @@ class Comparison:
         request = HealRequest(
             ticket=folder / "ticket",
             out=folder / "healed",
-            tokens=config["tokens"],
+            tokens=str(config["tokens"]),
             teacher="none" if scratch else teacher.source,
             data=healing.data,
             valid=healing.data,  # it is measured here, on the table's own text
