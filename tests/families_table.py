@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family, the table that the family tests run over, and uneven tickets of them.
+"""Tiny random models of every supported family, their table, and uneven tickets of them.
 
 Names and head counts are written down here by hand and never read from `twistlm.model.families`: a
 reference that asks the code under test proves nothing.

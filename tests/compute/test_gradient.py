@@ -60,7 +60,7 @@ def test_rows_equal_the_dense_gradient(padding_idx):
 
 
 def test_many_small_rows_of_one_id_are_not_lost_in_bf16():
-    """256 rows of 1/256 are 1; a GPU that adds them to 1 one by one in bf16 rounds each of them away."""
+    """256 rows of 1/256 are 1; added to 1 one by one in bf16, each is rounded away."""
     ids = torch.tensor([2] * 256 + [4, 0, 4])
     rows = torch.full((259, 2), 1 / 256, dtype=torch.bfloat16)
     sums = sums_by_id(ids, rows, 5)

@@ -72,7 +72,7 @@ def test_a_teacher_and_its_gradients(chunk):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "gemma3_text"])
 def test_a_teacher_for_every_way_to_the_loss(name, monkeypatch):
-    """Few logits, chunks, and logits that are more than the head's: one loss, one gradient; from a cache, too."""
+    """Few logits, chunks, capped logits, and a cache: one loss, one gradient."""
     model, other = tiny_model(name), tiny_model(name)
     with torch.no_grad():
         for param in other.parameters():
@@ -120,7 +120,7 @@ def over_k_and_the_rest(logits: Tensor, targets: Tensor, prediction: TeacherTopK
 
 @pytest.mark.parametrize("k", [1, 10, 100, 101])
 def test_a_teacher_s_likeliest_tokens_and_their_gradients(k):
-    """Against float64 autograd of the formula; with the whole vocabulary it is the teacher itself."""
+    """Against float64 autograd of the formula; k of the whole vocabulary is the teacher itself."""
     leaves, targets = inputs(torch.float64, bias=True)
     generator = torch.Generator().manual_seed(1)
     draw = [torch.randn(n, 8, dtype=torch.float64, generator=generator) for n in (37, 101)]
@@ -139,7 +139,7 @@ def test_a_teacher_s_likeliest_tokens_and_their_gradients(k):
 
 @pytest.mark.parametrize("high", [30.0, 300.0])
 def test_a_rest_of_next_to_nothing_teaches_no_nan(high):
-    """The teacher gives everything to its k tokens (float16 rounds it up to more), or the model does."""
+    """The teacher gives everything to its k tokens (float16 even more), or the model does."""
     logits = torch.tensor(
         [[high, 0, -1, 1], [0, 1, 2, high], [high, high, 0, 0]], requires_grad=True
     )

@@ -29,7 +29,7 @@ def numbered(folder: Path, n_sequences: int, rest: int = 0, dtype: str = "uint16
 
 
 def simple_loop(seed: int, n: int, n_workers: int, batch: int, n_steps: int) -> dict:
-    """What the docstring promises, with a queue: step after step, worker after worker draws a batch."""
+    """The docstring's promise, with a queue: step by step, worker by worker draws a batch."""
     queue: list[int] = []
     epoch = 0
     drawn = {}
@@ -59,7 +59,7 @@ def test_rows_follow_the_simple_loop(tmp_path, n, n_workers, batch):
 
 @pytest.mark.parametrize(("n", "n_workers", "batch"), SIZES)
 def test_every_sequence_once_per_epoch(tmp_path, n, n_workers, batch):
-    """Also where an epoch ends inside a batch: the stream is cut every n draws, wherever that is."""
+    """Also where an epoch ends inside a batch: the stream is cut every n draws."""
     batches = Batches(numbered(tmp_path, n, rest=1), SEQ_LEN, n_workers, batch, seed=2)
     n_steps = -(-3 * n // (n_workers * batch))
     stream = [

@@ -321,7 +321,7 @@ def test_shared_first_and_matrices_apart_from_vectors(n_cut):
 
 @pytest.fixture
 def pair() -> tuple[layout.Layout, layout.Layout, layout.Segments, Tensor]:
-    """Layouts of the whole model and of BLUEPRINT's subnet, and what leads from one to the other."""
+    """Layouts of the whole model and of BLUEPRINT's subnet, segments, and the index."""
     block_map = cut_map()
     full = layout.layout(block_map, SHAPES)
     narrow = layout.layout(block_map, block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT)))
@@ -333,7 +333,7 @@ def pair() -> tuple[layout.Layout, layout.Layout, layout.Segments, Tensor]:
 
 
 def test_runs_know_their_block(pair):
-    """Fill each block with its number by hand: every run must lie in one block, the one it names."""
+    """Fill each block with its number by hand: every run lies in the block that it names."""
     full, _, segments, _ = pair
     numbers = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in SHAPES.items()}
     for name, (group, part) in cut_map().partitioned().items():

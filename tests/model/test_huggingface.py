@@ -24,7 +24,7 @@ from twistlm.training import rounds
 
 
 def write_gguf(path: Path, model) -> None:
-    """A float32 llama GGUF by the format's own rules: q and k rows interleaved for its rotary order."""
+    """A float32 llama GGUF by the format's rules: q and k rows interleaved as its rotary is."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(config.num_hidden_layers)

@@ -1,4 +1,4 @@
-"""The Triton kernels against their torch twins: on a GPU, or without one in Triton's own interpreter."""
+"""The Triton kernels against torch, on a GPU or in Triton's own interpreter."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ torch.testing.assert_close(
 torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
 assert (got[:, 101:] == 0).all()
 
-# the same with a teacher of whom k tokens and the rest as one are known, also where the k are all there are
+# the same with a teacher of whom k tokens and the rest as one are known, also where the k are all
+# there are
 from twistlm.compute import loss
 for k in (1, 6, 101):
     log_probs, ids = teacher[:, :101].log_softmax(-1).topk(k)
@@ -74,7 +75,10 @@ for name in ("gpt2", "llama-gqa"):
     segments = layout.cut_segments(where, block_map, torch.get_default_device())
     rng = random.Random(1)
     blueprints = [
-        {g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks)))) for g in block_map.groups}
+        {
+            g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks))))
+            for g in block_map.groups
+        }
         for _ in range(3)
     ]
     whole = torch.randn(3, segments.full.n_params, generator=generator)
@@ -94,8 +98,8 @@ for name in ("gpt2", "llama-gqa"):
         results[fast, "mean"] = (central,)
     for key in (0, 1, 2, "mean"):
         for mine, twin in zip(results[True, key], results[False, key], strict=True):
-            # the interpreter cuts float32 down to bf16 where a GPU rounds, and a GPU adds up its products
-            # with one rounding: a unit or two in the last place
+            # the interpreter cuts float32 down to bf16 where a GPU rounds, and a GPU adds up its
+            # products with one rounding: a unit or two in the last place
             within = 2**-7 if mine.dtype == torch.bfloat16 else 2**-22 * mine.is_cuda
             torch.testing.assert_close(mine, twin, rtol=within, atol=0)
     assert not torch.equal(results[True, "mean"][0], whole)
@@ -133,7 +137,8 @@ def test_the_cache_s_kernel_compiles_for_a_gpu():
 def test_kernels_equal_their_twins():
     pytest.importorskip("triton")
     here = Path(__file__).parents[1]
-    # Triton 3.6 interprets no loop with NumPy 2.4 (torch 2.11 brings the first): a GPU needs no interpreter
+    # Triton 3.6 interprets no loop with NumPy 2.4 (torch 2.11 brings the first): a GPU needs no
+    # interpreter
     env = os.environ | {"TRITON_INTERPRET": str(int(not torch.cuda.is_available()))}
     env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), env.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-c", TWINS], env=env, capture_output=True, text=True)

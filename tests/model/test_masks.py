@@ -35,7 +35,7 @@ def draw(turn: WorkerRound, blocks: BlocksConfig = BLOCKS, held=HELD) -> dict[st
 
 
 def test_widths_are_taken_in_turn_and_a_factor_goes_with_each():
-    """Sequence j of a worker's stream takes pair j of the lists; who holds fewer blocks uses all."""
+    """Sequence j of a worker takes pair j of the lists; who holds fewer blocks uses all."""
     for turn in (
         WorkerRound(1, 0, 0, 5, 2),
         WorkerRound(1, 2, 1, 5, 2),
@@ -100,7 +100,8 @@ def test_masks_hang_on_seed_round_and_place_alone():
     code = (
         "import test_masks as t, hashlib; "
         "x = t.draw(t.WorkerRound(1, 4, 2, 5, 2)); "
-        "print(hashlib.sha256(b''.join(v.contiguous().numpy().tobytes() for v in x.values())).hexdigest())"
+        "print(hashlib.sha256(b''.join(v.contiguous().numpy().tobytes() for v in "
+        "x.values())).hexdigest())"
     )
     import hashlib
 
