@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,18 +72,6 @@ def test_every_sequence_once_per_epoch(tmp_path, n, n_workers, batch):
     if n > 4:  # three of 120 orders or more are all different, and none is the file's
         orders = {tuple(stream[epoch * n : (epoch + 1) * n]) for epoch in range(3)}
         assert len(orders | {tuple(range(n))}) == 4
-
-
-def test_workers_are_disjoint(tmp_path):
-    """Over one epoch no sequence reaches two workers; one worker never sees it twice."""
-    batches = Batches(numbered(tmp_path, 60), SEQ_LEN, 4, 3, seed=5)
-    seen = Counter()
-    for worker in range(4):
-        mine = {row for step in range(5) for row in batches.rows(worker, step).tolist()}
-        assert len(mine) == 15
-        seen.update(mine)
-    assert set(seen) == set(range(60))
-    assert set(seen.values()) == {1}
 
 
 def test_batch_is_pure(tmp_path):
@@ -166,23 +153,6 @@ def test_n_rounds_by_hand(n, n_workers, batch, interval, epochs, rounds):
     assert Batches(file, SEQ_LEN, n_workers, batch, 0).n_rounds(epochs, interval) == rounds
 
 
-def test_n_rounds_is_what_the_loop_can_draw(tmp_path):
-    """Running n_rounds(1) rounds uses no sequence twice; one more round would."""
-    batches = Batches(numbered(tmp_path, 53), SEQ_LEN, 3, 2, seed=4)
-    n_rounds = batches.n_rounds(1.0, 4)
-
-    def drawn(rounds: int) -> list[int]:
-        return [
-            r
-            for step in range(rounds * 4)
-            for s in range(3)
-            for r in batches.rows(s, step).tolist()
-        ]
-
-    assert len(set(drawn(n_rounds))) == len(drawn(n_rounds)) == 48
-    assert len(set(drawn(n_rounds + 1))) < len(drawn(n_rounds + 1))
-
-
 @pytest.mark.parametrize("suffix", ["", ".bin", ".json"])
 def test_open_tokens_by_stem_or_either_file(tmp_path, suffix):
     stem = make_tokens(tmp_path / "walk", 100)
@@ -191,12 +161,6 @@ def test_open_tokens_by_stem_or_either_file(tmp_path, suffix):
     assert file.meta.n_tokens == len(file.tokens) == 100
     assert file.meta.max_id == int(file.tokens.max())
     assert str(file.tokenizer_path) == f"{stem}.tokenizer.json"
-
-
-def test_token_file_is_read_only(tmp_path):
-    file = open_tokens(make_tokens(tmp_path / "walk", 100))
-    with pytest.raises(ValueError, match="read-only"):
-        file.tokens[0] = 1
 
 
 def spoil_meta(stem: str, **changes) -> None:

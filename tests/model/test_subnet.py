@@ -33,11 +33,6 @@ def test_a_whole_layer_is_not_scaled(mode):
         assert subnet.activation_scale(mode, n, n, rho=0.3) == 1.0
 
 
-def test_an_unknown_mode_is_our_own_mistake():
-    with pytest.raises(AssertionError, match="cube"):
-        subnet.activation_scale("cube", 12, 6)
-
-
 @pytest.mark.parametrize("shift", [0.0, 1.0, -0.4])
 @pytest.mark.parametrize("n", [2, 5, 6])
 def test_measured_is_exact_over_all_subsets(n, shift):
