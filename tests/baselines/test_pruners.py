@@ -1,10 +1,9 @@
-"""Post-training pruning: each method against a loop written here, and one contract for all of them."""
+"""Post-training pruning: each method against a loop written here, one contract for all of them."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 import weakref
 from dataclasses import replace
 from fractions import Fraction
@@ -12,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import check_refusal, in_process
 from conftest import make_tokens, tiny, write_words
 from families_table import TABLE, VOCAB, tiny_model, ways
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from twistlm import cli
 from twistlm.baselines import sparsegpt
 from twistlm.baselines.methods import (
     METHODS,
@@ -41,6 +40,7 @@ from twistlm.training import rounds
 
 ROWS = ("gpt2", "llama", "llama-gqa")
 BY_ROW = ("wanda", "zpruner-rows")  # methods that compare within an output row
+HALF = Pattern(Fraction(1, 2))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -53,12 +53,17 @@ def correlated(n_tokens: int, n_inputs: int, seed: int = 1) -> Tensor:
     return draw(n_tokens, n_inputs, seed=seed) @ draw(n_inputs, n_inputs, seed=seed + 1)
 
 
-# ---------------------------------------------------------------- SparseGPT, one matrix
+# ---------------------------------------------------------------- one matrix
 
 
-def obs(weight: Tensor, hessian: Tensor, pattern: Pattern, columns: int, damp: float) -> Tensor:
-    """Optimal brain surgeon by brute force: an inverse of its own for every column, row by row."""
-    weight, hessian = weight.clone(), hessian.clone()
+def obs(
+    weight: Tensor, hessian: Tensor, pattern: Pattern, columns=128, damp=0.01, gone=None
+) -> Tensor:
+    """Optimal brain surgeon by brute force: an inverse of its own for every column, row by row.
+
+    `gone` are the places that another method chose.
+    """
+    weight, hessian, given = weight.clone(), hessian.clone(), gone is not None
     n_rows, n_inputs = weight.shape
     for j in range(n_inputs):
         if hessian[j, j] == 0:
@@ -74,9 +79,11 @@ def obs(weight: Tensor, hessian: Tensor, pattern: Pattern, columns: int, damp: f
             for j in range(first, end)
         }
 
-    gone: set[tuple[int, int]] = set()
+    gone = set(gone or ())
     for j in range(n_inputs):
-        if pattern.m and j % pattern.m == 0:
+        if given:
+            pass
+        elif pattern.m and j % pattern.m == 0:
             cost = costs(j, j + pattern.m)
             for r in range(n_rows):
                 row = sorted((place for place in cost if place[0] == r), key=cost.__getitem__)
@@ -97,11 +104,10 @@ def obs(weight: Tensor, hessian: Tensor, pattern: Pattern, columns: int, damp: f
 @pytest.mark.parametrize("columns", [4, 5, 128])
 @pytest.mark.parametrize("sparsity", [0.0, 0.25, Fraction(2, 3)])
 def test_sparsegpt_is_optimal_brain_surgeon(columns, sparsity, damp):
-    weight, x = draw(6, 12), correlated(40, 12)
-    ours = sparsegpt.prune(weight, sparsegpt.observe(x), Pattern(sparsity), columns, damp)
-    torch.testing.assert_close(
-        ours, obs(weight, 2 * x.T @ x, Pattern(sparsity), columns, damp), rtol=1e-9, atol=1e-9
-    )
+    weight, x, pattern = draw(6, 12), correlated(40, 12), Pattern(sparsity)
+    ours = sparsegpt.prune(weight, sparsegpt.observe(x), pattern, columns, damp)
+    want = obs(weight, 2 * x.T @ x, pattern, columns, damp)
+    torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-9)
     for start in range(0, 12, columns):
         group = ours[:, start : start + columns]
         assert int((group == 0).sum()) == int(group.numel() * sparsity) + 1
@@ -112,45 +118,24 @@ def test_sparsegpt_n_of_m(text):
     weight, x, pattern = draw(5, 12), correlated(40, 12), n_of_m(text)
     # 7 is no multiple of 4 or 3: no m neighbours may be torn apart
     ours = sparsegpt.prune(weight, 2 * x.T @ x, pattern, columns=7)
-    torch.testing.assert_close(ours, obs(weight, 2 * x.T @ x, pattern, 7, 0.01))
+    torch.testing.assert_close(ours, obs(weight, 2 * x.T @ x, pattern, 7))
     assert ((ours.view(-1, pattern.m) == 0).sum(1) == pattern.n).all()
-
-
-def test_the_factor_holds_the_inverse_of_what_is_left():
-    x = correlated(30, 9)
-    hessian = 2 * x.T @ x
-    upper = sparsegpt.inverse_factor(hessian, 0.01)
-    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(9, dtype=torch.float64)
-    for i in range(9):
-        first = torch.linalg.inv(damped[i:, i:])[0]
-        torch.testing.assert_close(upper[i, i] * upper[i, i:], first)
-
-
-def test_one_drop_is_answered_by_least_squares():
-    weight, x = draw(1, 8) + 9.0, correlated(50, 8)
-    weight[0, 0] = 1e-3
-    ours = sparsegpt.prune(weight, 2 * x.T @ x, Pattern(0.0), damp=0.0)
-    best = torch.linalg.lstsq(x[:, 1:], x @ weight[0]).solution
-    assert ours[0, 0] == 0
-    torch.testing.assert_close(ours[0, 1:], best, rtol=1e-7, atol=1e-7)
 
 
 def test_independent_inputs_make_sparsegpt_magnitude():
     weight, identity = draw(16, 24), 2 * torch.eye(24, dtype=torch.float64)
     ours = sparsegpt.prune(weight, identity, Pattern(0.6), damp=0.0)
     assert torch.equal(ours, magnitude(weight, None, Pattern(0.6)))
-    assert torch.equal(ours, torch.where(Pattern(0.6).lowest(weight.abs()), 0, weight))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_sparsegpt_rebuilds_best_where_inputs_share_a_few_causes(seed):
     causes, spread = draw(200, 6, seed=seed + 20), draw(6, 24, seed=seed + 30)
     weight, x = draw(32, 24, seed=seed), draw(200, 24, seed=seed + 10) + causes @ spread
-    pattern = Pattern(0.5)
     made = [
-        sparsegpt.prune(weight, sparsegpt.observe(x), pattern),
-        wanda(weight, input_norms(x), pattern),
-        magnitude(weight, None, pattern),
+        sparsegpt.prune(weight, sparsegpt.observe(x), HALF),
+        wanda(weight, input_norms(x), HALF),
+        magnitude(weight, None, HALF),
     ]
     errors = [float((x @ (weight - other).T).norm()) for other in made]
     assert errors[0] < 0.9 * min(errors[1:])
@@ -159,43 +144,29 @@ def test_sparsegpt_rebuilds_best_where_inputs_share_a_few_causes(seed):
 def test_dead_inputs_lose_their_weights_and_disturb_no_other():
     weight, x = draw(6, 12), correlated(40, 12)
     x[:, [3, 7]] = 0
-    for pattern in (Pattern(0.5), n_of_m("2:4")):
+    for pattern in (HALF, n_of_m("2:4")):
         ours = sparsegpt.prune(weight, sparsegpt.observe(x), pattern)
-        torch.testing.assert_close(ours, obs(weight, 2 * x.T @ x, pattern, 128, 0.01))
-        for made in (
-            ours,
-            wanda(weight, input_norms(x), pattern),
-            zpruner(weight, input_norms(x), pattern),
-        ):
-            assert not made[:, [3, 7]].any()
+        torch.testing.assert_close(ours, obs(weight, 2 * x.T @ x, pattern))
+        others = (method(weight, input_norms(x), pattern) for method in (wanda, zpruner))
+        assert not any(made[:, [3, 7]].any() for made in (ours, *others))
     nothing = torch.zeros(12, 12, dtype=torch.float64)
-    assert not sparsegpt.prune(weight, nothing, Pattern(0.5)).any()
-
-
-# ---------------------------------------------------------------- Wanda, Z-Pruner, magnitude
+    assert not sparsegpt.prune(weight, nothing, HALF).any()
 
 
 def test_wanda_is_its_loop():
-    weight, x = draw(7, 10), correlated(20, 10)
+    weight, x, pattern = draw(7, 10), correlated(20, 10), Pattern(sparsity_of("0.35"))
     a = [sum(float(v) ** 2 for v in x[:, j]) for j in range(10)]
     want = weight.clone()
     for row in want:
         order = sorted(range(10), key=lambda j: abs(float(row[j])) * a[j] ** 0.5)
         row[order[: int(10 * Fraction("0.35"))]] = 0
-    ours = wanda(weight, input_norms(x), Pattern(sparsity_of("0.35")))
+    ours = wanda(weight, input_norms(x), pattern)
     assert torch.equal(ours, want)
     assert ((ours != 0).sum(1) == 10 - 3).all()
-    larger = wanda(weight, 7.3 * input_norms(x), Pattern(sparsity_of("0.35")))
-    assert torch.equal(ours, larger)
-
-
-def test_wanda_with_equal_norms_is_magnitude_per_row_and_stable():
-    weight = draw(5, 12)
-    ours = wanda(weight, torch.full((12,), 3.0, dtype=torch.float64), Pattern(0.5))
-    for row, new in zip(weight, ours, strict=True):
-        assert torch.equal(new, torch.where(row.abs() < row.abs().sort().values[6], 0, row))
-    equal = torch.ones(3, 200, dtype=torch.float64)
-    ours = wanda(equal, torch.ones(200, dtype=torch.float64), Pattern(0.25))
+    assert torch.equal(ours, wanda(weight, 7.3 * input_norms(x), pattern))
+    # equal scores: the first go
+    ones = torch.ones(3, 200, dtype=torch.float64)
+    ours = wanda(ones, ones[0], Pattern(0.25))
     assert not ours[:, :50].any()
     assert ours[:, 50:].all()
 
@@ -230,39 +201,29 @@ def test_zpruner_is_its_loop(with_data):
     want = weight.clone()
     for n, (r, j) in enumerate(sorted(places, key=score.__getitem__)):
         want[r, j] = 0
-        sparsity = Fraction(n, len(places))
-        ours = zpruner(weight, input_norms(x) if with_data else None, Pattern(sparsity))
+        pattern = Pattern(Fraction(n, len(places)))
+        ours = zpruner(weight, input_norms(x) if with_data else None, pattern)
         assert torch.equal(ours, want), n
 
 
 def test_zpruner_by_rows_drops_the_same_number_in_each():
-    """Its own scores, sorted row by row; where the rows' scales differ, other weights go than by the matrix."""
+    """Its own scores, sorted row by row; by the matrix, others go."""
     weight, x = draw(15, 20) * torch.arange(1, 16)[:, None], correlated(20, 20)
-    scores = z_scores(weight, input_norms(x))
-    ours = zpruner(weight, input_norms(x), Pattern(Fraction(2, 5)), by_row=True)
-    for row, kept, score in zip(weight, ours, scores, strict=True):
-        gone = sorted(range(20), key=lambda j, score=score: float(score[j]))[:8]
-        want = row.clone()
-        want[gone] = 0
-        assert torch.equal(kept, want)
-    assert not torch.equal(ours, zpruner(weight, input_norms(x), Pattern(Fraction(2, 5))))
+    norms, pattern, want = input_norms(x), Pattern(Fraction(2, 5)), weight.clone()
+    for row, score in zip(want, z_scores(weight, norms), strict=True):
+        row[sorted(range(20), key=lambda j, score=score: float(score[j]))[:8]] = 0
+    assert torch.equal(zpruner(weight, norms, pattern, by_row=True), want)
+    assert not torch.equal(zpruner(weight, norms, pattern), want)
 
 
-def test_zpruner_with_repair_keeps_its_mask_and_answers_better():
+def test_zpruner_with_update_keeps_its_mask_and_answers_better():
     """The zeros are Z-Pruner's own; the rest is what optimal brain surgeon leaves for this mask."""
-    n_out, n_in = 6, 9
-    weight, x = draw(n_out, n_in), correlated(40, n_in)
-    hessian, pattern = sparsegpt.observe(x), Pattern(Fraction(1, 2))
-    plain = zpruner(weight, input_norms(x), pattern)
-    ours = zpruner(weight, hessian, pattern, update=True)
+    weight, x = draw(6, 9), correlated(40, 9)
+    plain = zpruner(weight, input_norms(x), HALF)
+    ours = zpruner(weight, sparsegpt.observe(x), HALF, update=True)
     assert torch.equal(ours == 0, plain == 0)
-    damped = hessian + sparsegpt.DAMP * hessian.diagonal().mean() * torch.eye(n_in).double()
-    want = weight.clone()
-    for j in range(n_in):
-        inverse = torch.linalg.inv(damped[j:, j:])
-        for r in range(n_out):
-            if plain[r, j] == 0:
-                want[r, j:] -= want[r, j] * inverse[0] / inverse[0, 0]
+    gone = {(int(r), int(j)) for r, j in (plain == 0).nonzero()}
+    want = obs(weight, 2 * x.T @ x, HALF, damp=sparsegpt.DAMP, gone=gone)
     torch.testing.assert_close(ours, want, rtol=0, atol=1e-9)
     error, before = (float(((w - weight) @ x.T).norm()) for w in (ours, plain))
     assert error < 0.9 * before
@@ -282,14 +243,13 @@ def test_zpruner_survives_zero_rows_zero_columns_and_equal_weights():
 
 def test_magnitude_counts_over_the_matrix():
     weight = draw(8, 10)
-    ours = magnitude(weight, None, Pattern(0.35))
     order = sorted(range(80), key=lambda i: abs(float(weight.flatten()[i])))
     want = weight.flatten().clone()
     want[order[:29]] = 0
-    assert torch.equal(ours.flatten(), want)
+    assert torch.equal(magnitude(weight, None, Pattern(0.35)).flatten(), want)
 
 
-@pytest.mark.parametrize("name", ["wanda", "zpruner", "zpruner-datafree", "magnitude"])
+@pytest.mark.parametrize("name", METHODS)
 def test_two_of_four(name):
     weight, x = draw(5, 12), correlated(20, 12)
     mean = METHODS[name].observe(x) if METHODS[name].observe else None
@@ -316,6 +276,12 @@ def small(
     return model, families.partition(model, blocks), ids
 
 
+def prune_all_(model, block_map, ids, method="sparsegpt", pattern=HALF, **more) -> dict[str, int]:
+    """Every matrix by one pattern; `more` changes the method."""
+    chosen = replace(METHODS[method], **more)
+    return prune_(model, block_map, chosen, {g.name: pattern for g in block_map.groups}, ids)
+
+
 def cut_matrices(name: str, setting: str, attn_by: str, first: int) -> list[str]:
     """Names of the weights that a setting covers, from the tests' own table."""
     row = TABLE[name]
@@ -329,10 +295,6 @@ def cut_matrices(name: str, setting: str, attn_by: str, first: int) -> list[str]
     ]
 
 
-def everywhere(block_map: BlockMap, pattern: Pattern) -> dict[str, Pattern]:
-    return {group.name: pattern for group in block_map.groups}
-
-
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
@@ -341,7 +303,7 @@ def copy_of(model: nn.Module) -> dict[str, Tensor]:
 def fed(
     model: PreTrainedModel, params: dict[str, Tensor], weight: str, ids: Tensor
 ) -> list[Tensor]:
-    """What the module of `weight` is fed by Hugging Face's own forward pass with these parameters."""
+    """What Hugging Face's own forward pass with these parameters feeds the module of `weight`."""
     seen: list[Tensor] = []
     for name, param in model.named_parameters():
         param.copy_(params[name])
@@ -353,28 +315,34 @@ def fed(
     return seen
 
 
-def check_walk(name: str, attn_by: str, method: str, setting: str = "both", first: int = 1) -> None:
-    """Every matrix is what the method makes of the inputs that the pruned layers before it give."""
+WALKS = [
+    *((name, by, method, "both", 1) for name, by in ways(*ROWS) for method in METHODS),
+    *((name, by, "wanda", "both", 0) for name, by in ways() if name not in ROWS),
+    *((name, "head", "sparsegpt", s, 2) for name in ("gpt2", "llama") for s in ("attn", "ffn")),
+]
+
+
+@pytest.mark.parametrize(("name", "attn_by", "method", "setting", "first"), WALKS)
+def test_every_matrix_is_pruned_by_what_the_pruned_layers_before_it_give(
+    name, attn_by, method, setting, first
+):
     model, block_map, ids = small(name, setting, attn_by, first)
     before = copy_of(model)
-    zeros = prune_(model, block_map, METHODS[method], everywhere(block_map, Pattern(0.6)), ids)
+    zeros = prune_all_(model, block_map, ids, method, Pattern(0.6))
     after = copy_of(model)
-    cut = cut_matrices(name, setting, attn_by, first)
+    cut, prefix = cut_matrices(name, setting, attn_by, first), f"{TABLE[name].layers}."
     assert set(zeros) == set(cut)
     for param, value in before.items():
         assert torch.equal(value, after[param]) == (param not in cut), param
     turn = (lambda w: w.T) if TABLE[name].transposed else (lambda w: w)
+
+    def layer(param: str) -> str:
+        inside = param.startswith(prefix)
+        return param.removeprefix(prefix).partition(".")[0] if inside else "9"
+
     for param in cut:
-        layer = param.removeprefix(TABLE[name].layers + ".").partition(".")[0]
-        prefix = f"{TABLE[name].layers}."
-        params = {
-            p: after[p]
-            if p.startswith(prefix) and p.removeprefix(prefix).partition(".")[0] < layer
-            else value
-            for p, value in before.items()
-        }
-        observe = METHODS[method].observe
-        mean = None
+        params = {p: (after if layer(p) < layer(param) else before)[p] for p in before}
+        mean, observe = None, METHODS[method].observe
         if observe is not None:
             mean = sum(observe(x) for x in fed(model, params, param, ids)) / len(ids)
         want = METHODS[method].prune(turn(before[param]), mean, Pattern(0.6))
@@ -382,36 +350,6 @@ def check_walk(name: str, attn_by: str, method: str, setting: str = "both", firs
         n_out, n_in = want.shape
         n_zeros = n_out * int(n_in * 0.6) if method in BY_ROW else int(n_out * n_in * 0.6) + 1
         assert int((after[param] == 0).sum()) == zeros[param] == n_zeros
-
-
-def test_which_methods_read_data():
-    needs = {name: method.observe for name, method in METHODS.items()}
-    assert needs == {
-        "sparsegpt": sparsegpt.observe,
-        "wanda": input_norms,
-        "zpruner": input_norms,
-        "zpruner-datafree": None,
-        "zpruner-rows": input_norms,
-        "zpruner-repair": sparsegpt.observe,
-        "magnitude": None,
-    }
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("name", "attn_by"), list(ways(*ROWS)))
-def test_contract(name, attn_by, method):
-    check_walk(name, attn_by, method)
-
-
-@pytest.mark.parametrize(("name", "attn_by"), [way for way in ways() if way[0] not in ROWS])
-def test_the_walk_on_every_family(name, attn_by):
-    check_walk(name, attn_by, "wanda", first=0)
-
-
-@pytest.mark.parametrize("setting", ["attn", "ffn"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_setting_limits_what_is_pruned(name, setting):
-    check_walk(name, "head", "sparsegpt", setting, first=2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -425,20 +363,13 @@ def test_conv1d_and_linear_give_the_same(method):
             linear.weight = nn.Parameter(module.weight.detach().T.clone())
             linear.bias = module.bias
             other.set_submodule(name, linear)
-    flipped = BlockMap(
-        tuple(
-            replace(
-                group,
-                parts=tuple(
-                    replace(part, dim=1 - part.dim) if part.param.endswith("weight") else part
-                    for part in group.parts
-                ),
-            )
-            for group in block_map.groups
-        )
-    )
-    for m, cut in ((model, block_map), (other, flipped)):
-        prune_(m, cut, METHODS[method], everywhere(cut, Pattern(0.5)), ids)
+
+    def flip(part):
+        return replace(part, dim=1 - part.dim) if part.param.endswith("weight") else part
+
+    groups = (replace(g, parts=tuple(map(flip, g.parts))) for g in block_map.groups)
+    prune_all_(model, block_map, ids, method)
+    prune_all_(other, BlockMap(tuple(groups)), ids, method)
     for param in cut_matrices("gpt2", "both", "head", 1):
         ours, theirs = model.get_parameter(param), other.get_parameter(param).T
         assert torch.equal(ours == 0, theirs == 0)
@@ -446,21 +377,22 @@ def test_conv1d_and_linear_give_the_same(method):
 
 
 def test_sparsity_zero_leaves_the_model_as_it_is():
-    for method in METHODS.values():
+    for method in METHODS:
         model, block_map, ids = small("llama")
         before = copy_of(model)
-        prune_(model, block_map, method, everywhere(block_map, Pattern(0)), ids)
+        prune_all_(model, block_map, ids, method, Pattern(0))
         assert all(torch.equal(value, before[name]) for name, value in copy_of(model).items())
 
 
-def test_statistics_are_means_over_sequences():
+def test_statistics_are_means_over_sequences_and_leave_no_hook():
     """The methods care for no common factor, so the recursion of the mean is checked by itself."""
     model, block_map, ids = small("llama")
-    before, seen = copy_of(model), {}
+    before, seen, ticks = copy_of(model), {}, []
     for observe in (sparsegpt.observe, input_norms):
         walk_(
             model, linears(model, block_map), ids, observe,
             lambda alike, mean: seen.update({linear.param: mean.clone() for linear in alike}),
+            lambda: ticks.append(1),
         )  # fmt: skip
         assert set(seen) == set(cut_matrices("llama", "both", "head", 1))
         for param, mean in seen.items():
@@ -469,56 +401,29 @@ def test_statistics_are_means_over_sequences():
                 h = h * (n / (n + 1))
                 h += (2 * x.T @ x if observe is sparsegpt.observe else x.norm(dim=0) ** 2) / (n + 1)
             torch.testing.assert_close(mean, h, rtol=1e-10, atol=1e-12)
-
-
-def test_the_walk_leaves_no_hook_and_ticks_for_every_sequence():
-    model, block_map, ids = small("llama")
-    ticks: list[int] = []
-    method = METHODS["wanda"]
-    wanted = everywhere(block_map, Pattern(0.5))
-    prune_(model, block_map, method, wanted, ids, lambda: ticks.append(1))
-    assert len(ticks) == 2 * 3  # layers 1 and 2
+    assert len(ticks) == 2 * 2 * 3  # statistics, layers, sequences
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "opt"])
 def test_batches_change_nothing(name, monkeypatch):
-    """Sequences one by one, two and one, or all three at once: masks and positions serve any batch."""
+    """Sequences one by one, two and one, or all at once: masks and positions serve any batch."""
     made = []
     for batch in (11, 22, 33):  # tokens, of sequences of 11
         monkeypatch.setattr("twistlm.baselines.walk.BATCH", batch)
         model, block_map, ids = small(name)
-        prune_(model, block_map, METHODS["sparsegpt"], everywhere(block_map, Pattern(0.5)), ids)
+        prune_all_(model, block_map, ids)
         made.append(copy_of(model))
     for other in made[1:]:
         torch.testing.assert_close(other, made[0], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "n_inputs"), [("gpt2", 4), ("llama", 4), ("opt", 4)])
-def test_matrices_with_one_input_share_its_statistic_and_its_factor(name, n_inputs):
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_matrices_with_one_input_share_a_statistic_and_a_layer_goes_before_the_next(name):
     """q, k, v (and gate, up) are fed one tensor: one Hessian and one Cholesky for all of them."""
-    model, block_map, ids = small(name, first=2)
-    seen: list[Tensor] = []
-    factored: list[Tensor] = []
-
-    def observe(x: Tensor) -> Tensor:
-        seen.append(x)
-        return sparsegpt.observe(x)
-
-    def factor(mean: Tensor) -> Tensor:
-        factored.append(mean)
-        return sparsegpt.inverse_factor(mean)
-
-    method = replace(METHODS["sparsegpt"], observe=observe, factor=factor)
-    prune_(model, block_map, method, everywhere(block_map, Pattern(0.5)), ids)
-    assert (
-        len(seen) == len(factored) == n_inputs
-    )  # of layer 2: attention, its output, FFN, its output
-
-
-def test_one_layers_statistics_live_at_a_time():
-    model, block_map, ids = small("llama", first=0)
+    model, block_map, ids = small(name, first=0)
     alive: list[weakref.ref] = []
+    factored: list[Tensor] = []
     most = 0
 
     def observe(x: Tensor) -> Tensor:
@@ -528,29 +433,32 @@ def test_one_layers_statistics_live_at_a_time():
         alive.append(weakref.ref(made))
         return made
 
-    method = replace(METHODS["sparsegpt"], observe=observe)
-    prune_(model, block_map, method, everywhere(block_map, Pattern(0.5)), ids)
-    assert len(alive) == 3 * 4
+    def factor(mean: Tensor) -> Tensor:
+        factored.append(mean)
+        return sparsegpt.inverse_factor(mean)
+
+    prune_all_(model, block_map, ids, observe=observe)
+    assert len(alive) == 3 * 4  # of a layer: attention, its output, FFN, its output
     assert most <= 4  # three of this layer, and the last one of the layer before
+    prune_all_(*small(name, first=0), factor=factor)
+    assert len(factored) == 3 * 4
 
 
 def test_numbers_that_are_not_finite_are_refused():
     model, block_map, ids = small("gpt2")
     with torch.no_grad():
         model.get_parameter("transformer.h.1.mlp.c_fc.weight")[0, 0] = float("nan")
-    for name, method in METHODS.items():
-        before = copy_of(model)
-        with pytest.raises(
-            ValueError, match=r"mlp.c_fc.weight holds 1 numbers that are not finite"
-        ):
-            prune_(model, block_map, method, everywhere(block_map, Pattern(0.5)), ids)
+    before = copy_of(model)
+    for name in METHODS:
+        with pytest.raises(ValueError, match=r"mlp.c_fc.weight holds 1 numbers that are not fin"):
+            prune_all_(model, block_map, ids, name)
         for param, value in copy_of(model).items():
             assert torch.equal(value.nan_to_num(), before[param].nan_to_num()), name
     model, block_map, ids = small("gpt2")
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(float("inf"))
     with pytest.raises(ValueError, match=r"feeds into .*c_attn.weight .* not finite"):
-        prune_(model, block_map, METHODS["wanda"], everywhere(block_map, Pattern(0.5)), ids)
+        prune_all_(model, block_map, ids, "wanda")
 
 
 # ---------------------------------------------------------------- the command
@@ -572,28 +480,35 @@ def home(models, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-CUT = ("data.seq_len=20", "blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0")
+CUT = "data.seq_len=20 blocks.n_ffn=4 blocks.shared_first=1 blocks.shared_last=0"
 
 
-def run(monkeypatch, capsys, source: str, *args: str, cut=CUT) -> tuple[int, str]:
-    monkeypatch.setattr(
-        sys, "argv", ["twistlm", "lab", "prune", source, *cut, *args, "--device", "cpu"]
+@pytest.fixture
+def tried(monkeypatch, capsys):
+    """`lab prune` with these words: code, output and errors."""
+    return lambda text: in_process(
+        monkeypatch, capsys, "lab", "prune", *text.split(), "--device", "cpu"
     )
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out, err = capsys.readouterr()
-    return code, err or out
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("method", METHODS)
-def test_command_writes_a_plain_model(home, monkeypatch, capsys, name, method):
-    base = (name, "--method", method, "--ratio", "1/4", "--data", "tokens", "--n", "8")
-    code, text = run(monkeypatch, capsys, *base, "-o", "out")
-    assert code == 0, text
+@pytest.fixture
+def prune(tried):
+    """The same, which ends well; what it printed."""
+
+    def prune(text: str) -> str:
+        code, out, err = tried(text)
+        assert code == 0, err
+        return out
+
+    return prune
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [*(("gpt2", m) for m in METHODS), ("llama", "sparsegpt")]
+)
+def test_command_writes_a_plain_model(home, prune, name, method):
+    asked = f"{name} {CUT} --method {method} --ratio 1/4 --data tokens --n 8"
+    text = prune(f"{asked} -o out")
     before = dict(AutoModelForCausalLM.from_pretrained(name).named_parameters())
     after = dict(AutoModelForCausalLM.from_pretrained("out").named_parameters())
     record = json.loads(Path("out/prune.json").read_text())
@@ -609,119 +524,110 @@ def test_command_writes_a_plain_model(home, monkeypatch, capsys, name, method):
     assert record["command"].startswith("twistlm lab prune")
     n_zeros, n_pruned = sum(record["zeros"].values()), sum(before[param].numel() for param in cut)
     assert f"{n_zeros:,} of {n_pruned:,} weights are zero" in text
-    # the same seed gives the same bytes; another one other sequences, which only some methods read
+    # the same seed gives the same bytes; another other sequences, which only some methods read
     weights = Path("out/model.safetensors").read_bytes()
-    assert run(monkeypatch, capsys, *base, "-o", "out")[0] == 0
+    prune(f"{asked} -o out")
     assert Path("out/model.safetensors").read_bytes() == weights
-    assert run(monkeypatch, capsys, *base, "-o", "seeded", "--seed", "1")[0] == 0
+    prune(f"{asked} -o seeded --seed 1")
     same = Path("seeded/model.safetensors").read_bytes() == weights
     assert same == (METHODS[method].observe is None)
 
 
 @pytest.mark.parametrize("method", ["fisher", "mask-fisher", "taylor", "magnitude", "random"])
-def test_command_writes_a_ticket(home, monkeypatch, capsys, method):
-    args = ("gpt2", "--method", f"block:{method}", "--ratio", "1/4", "--data", "tokens", "--n", "4")
+def test_command_writes_a_ticket(home, prune, method):
     for out in ("one", "two"):
-        code, text = run(monkeypatch, capsys, *args, "-o", out)
-        assert code == 0, text
+        prune(f"gpt2 {CUT} --method block:{method} --ratio 1/4 --data tokens --n 4 -o {out}")
     one, two = (deploy.read_ticket(Path(name)) for name in ("one", "two"))
     assert one["blueprint"] == two["blueprint"]
     assert one["method"] == f"block:{method}"
-    assert set(one["widths"].values()) == {"1/4"}
-    assert len(one["widths"]) == 4
+    assert list(one["widths"].values()) == ["1/4"] * 4
     deploy.load_ticket(Path("one"))
 
 
-def test_a_run_brings_its_own_tokens_and_tokenizer(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_repaired_ticket_is_a_ticket(home, prune, name):
+    asked = f"{name} {CUT} --method block:random --ratio 2/4 --data tokens --n 8"
+    prune(f"{asked} -o plain")
+    prune(f"{asked} -o fitted --repair lstsq")
+    plain, fitted = (deploy.read_ticket(Path(out)) for out in ("plain", "fitted"))
+    assert plain["blueprint"] == fitted["blueprint"]
+    assert "repair" not in plain
+    assert fitted["repair"] == {"how": "lstsq", "data": "tokens", "n_sequences": 8}
+    a, b = (dict(deploy.load_ticket(Path(o)).named_parameters()) for o in ("plain", "fitted"))
+    row, tails = TABLE[name], ("weight", "bias") if name == "gpt2" else ("weight",)
+    outs = [f"{row.layers}.{i}.{out}" for i in (1, 2) for out in (row.attn_out, row.ffn_out)]
+    changed = {param for param in a if not torch.equal(a[param], b[param])}
+    assert changed == {f"{out}.{tail}" for out in outs for tail in tails}
+    assert "lstsq" in Path("fitted/README.md").read_text()
+
+
+def test_a_run_brings_its_own_tokens_and_tokenizer(tmp_path, monkeypatch, prune):
     monkeypatch.chdir(tmp_path)
     write_words("tokens", [f"w{i}" for i in range(VOCAB)], 1600)
     last = rounds.train(tiny("tokens", Path("run"), train={"rounds": 1}), quiet=True)
-    args = ("--method", "wanda", "--ratio", "2/4", "--n", "9")
-    code, text = run(monkeypatch, capsys, "run", "-o", "out", *args, cut=())
-    assert code == 0, text
-    before, after = (AutoModelForCausalLM.from_pretrained(name) for name in (last, "out"))
-    found = {
-        name
-        for (name, a), b in zip(before.named_parameters(), after.parameters(), strict=True)
-        if not torch.equal(a, b)
-    }
-    assert found == set(cut_matrices("gpt2", "both", "head", 1))
+    prune("run -o out --method wanda --ratio 2/4 --n 9")
+    before, after = (copy_of(AutoModelForCausalLM.from_pretrained(name)) for name in (last, "out"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == set(cut_matrices("gpt2", "both", "head", 1))
     record = json.loads(Path("out/prune.json").read_text())
     assert record["calibration"] == {"data": "tokens", "n_sequences": 9, "seq_len": 16, "seed": 0}
     assert AutoTokenizer.from_pretrained("out").encode("w3 w5") == [3, 5]
 
 
 def test_a_ratio_is_a_sparsity_of_each_kind(home):
-    parent = open_parent("gpt2", "cpu", list(CUT))
+    parent = open_parent("gpt2", "cpu", CUT.split())
     found = patterns(parent.block_map, None, "attn=1,ffn=1/4", None)
-    assert {(name[-4:], p.sparsity) for name, p in found.items()} == {
-        ("attn", Fraction(0)),
-        (".ffn", Fraction(3, 4)),
-    }
+    shares = {(name[-4:], p.sparsity) for name, p in found.items()}
+    assert shares == {("attn", Fraction(0)), (".ffn", Fraction(3, 4))}
     weights = parent.central.weights.clone()
-    made = write(
-        parent, Path("out"), PruneRequest(method="magnitude", ratio="attn=1,ffn=1/4"), quiet=True
-    )
+    request = PruneRequest(method="magnitude", ratio="attn=1,ffn=1/4")
+    made = write(parent, Path("out"), request, quiet=True)
     assert torch.equal(weights, parent.central.weights)
     assert {n for p, n in made["zeros"].items() if "attn" in p} == {0}
     assert {n for p, n in made["zeros"].items() if "mlp" in p} == {32 * 48 * 3 // 4 + 1}
 
 
-BAD = {
-    "method": (["--method", "wands", "--ratio", "1/4"], "--method 'wands': use one of sparsegpt"),
-    "nothing": (["--method", "magnitude"], "give one of --sparsity, --ratio and --nm"),
-    "both": (["--method", "wanda", "--sparsity", "0.5", "--ratio", "2/4"], "give one of"),
-    "one": (["--method", "magnitude", "--sparsity", "1"], "sparsity 1: it must lie in [0, 1)"),
-    "minus": (["--method", "magnitude", "--sparsity=-0.1"], "it must lie in [0, 1)"),
-    "nan": (["--method", "magnitude", "--sparsity", "nan"], "--sparsity 'nan' is no number"),
-    "word": (["--method", "magnitude", "--sparsity", "half"], "--sparsity 'half' is no number"),
-    "ratio": (["--method", "wanda", "--ratio", "1/3"], "no whole number of attn blocks"),
-    "blocks": (["--method", "block:fisher", "--ratio", "1/3"], "no whole number of attn blocks"),
-    "block-sparsity": (["--method", "block:random", "--sparsity", "0.5"], "give --ratio"),
-    "nm": (["--method", "sparsegpt", "--nm", "4:2"], "--nm '4:2': use N:M with 0 < N < M"),
-    "nm-width": (["--method", "sparsegpt", "--nm", "2:5", "--data", "tokens", "--n", "2"], "of 5"),
-    "nm-other": (["--method", "wanda", "--nm", "2:4", "--ratio", "1/4"], "sparsity of 0.5, not 0.75"),
-    "no-data": (["--method", "wanda", "--ratio", "1/4"], "no tokens to calibrate on: give --data"),
-    "short": (
-        ["--method", "wanda", "--ratio", "1/4", "--data", "tokens"],
-        "tokens is too short for --n 128: it has 35 sequences of data.seq_len = 20",
-    ),
-    "short-blocks": (
-        ["--method", "block:taylor", "--ratio", "1/4", "--data", "tokens", "--n", "36"],
-        "tokens is too short for --n 36",
-    ),
-    "long": (
-        ["--method", "wanda", "--ratio", "1/4", "--data", "tokens", "--n", "2", "data.seq_len=50"],
-        "data.seq_len = 50: the model has 40 positions",
-    ),
-}  # fmt: skip
+BAD = {  # what follows `--method` -> a part of the sentence
+    "wands --ratio 1/4": "--method 'wands': use one of sparsegpt",
+    "magnitude": "give one of --sparsity, --ratio and --nm",
+    "wanda --sparsity 0.5 --ratio 2/4": "give one of",
+    "magnitude --sparsity 1": "sparsity 1: it must lie in [0, 1)",
+    "magnitude --sparsity=-0.1": "it must lie in [0, 1)",
+    "magnitude --sparsity nan": "--sparsity 'nan' is no number",
+    "magnitude --sparsity half": "--sparsity 'half' is no number",
+    "wanda --ratio 1/3": "no whole number of attn blocks",
+    "block:fisher --ratio 1/3": "no whole number of attn blocks",
+    "block:random --sparsity 0.5": "give --ratio",
+    "sparsegpt --nm 4:2": "--nm '4:2': use N:M with 0 < N < M",
+    "sparsegpt --nm 2:5 --data tokens --n 2": "of 5",
+    "wanda --nm 2:4 --ratio 1/4": "sparsity of 0.5, not 0.75",
+    "wanda --ratio 1/4": "no tokens to calibrate on: give --data",
+    "wanda --ratio 1/4 --data tokens": "tokens is too short for --n 128: it has 35 sequences of "
+    "data.seq_len = 20",
+    "block:taylor --ratio 1/4 --data tokens --n 36": "tokens is too short for --n 36",
+    "wanda --ratio 1/4 --data tokens --n 2 data.seq_len=50": "data.seq_len = 50: the model has 40",
+    "block:random --ratio 2/4 --repair ols": "use one of bias",
+    "wanda --ratio 2/4 --repair bias": "removes none",
+    "block:random --ratio 2/4 --repair bias": "has a bias",
+    "block:random --ratio 2/4 --repair lstsq": "no tokens to calibrate on: give --data",
+}
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence_and_writes_nothing(home, monkeypatch, capsys, case):
-    args, sentence = BAD[case]
+@pytest.mark.parametrize("text", BAD)
+def test_bad_input_is_one_sentence_and_writes_nothing(home, tried, text):
     before = sorted(home.rglob("*"))
-    code, text = run(monkeypatch, capsys, "gpt2", "-o", "out", *args)
-    assert code == 2
-    assert text.startswith("error: ")
-    assert sentence in text
-    assert text.count("\n") == 1
+    name = "llama" if "bias" in text else "gpt2"
+    check_refusal(*tried(f"{name} {CUT} -o out --method {text}"), (BAD[text],))
     assert sorted(home.rglob("*")) == before
 
 
-def test_folders_in_use_are_left_alone(home, monkeypatch, capsys):
+def test_folders_in_use_are_left_alone(home, tried, prune):
+    asked = f"{CUT} --method magnitude --ratio 1/4"
     for record in ("prune.json", "ticket.json"):  # their names do not make them ours
-        Path(f"orchard {record}").mkdir()
-        Path(f"orchard {record}", record).write_text('{"trees": 3}')
-    for out in ("gpt2", "llama", "orchard prune.json", "orchard ticket.json"):
-        code, text = run(
-            monkeypatch, capsys, "gpt2", "-o", out, "--method", "magnitude", "--ratio", "1/4"
-        )
-        assert code == 2
-        assert "choose another folder" in text
-    args = ("--method", "magnitude", "--ratio", "1/4")
-    assert run(monkeypatch, capsys, "gpt2", "-o", "once", *args)[0] == 0
-    code, text = run(monkeypatch, capsys, "once", "-o", "once", *args)
-    assert code == 2
-    assert "is the model to prune" in text
+        Path(f"orchard-{record}").mkdir()
+        Path(f"orchard-{record}", record).write_text('{"trees": 3}')
+    for out in ("gpt2", "llama", "orchard-prune.json", "orchard-ticket.json"):
+        check_refusal(*tried(f"gpt2 -o {out} {asked}"), ("choose another folder",))
+    prune(f"gpt2 -o once {asked}")
+    check_refusal(*tried(f"once -o once {asked}"), ("is the model to prune",))
     AutoModelForCausalLM.from_pretrained("once")

@@ -1,4 +1,4 @@
-"""`bench deploy` measures what it says: the models, their bytes, the same logits; no time is asserted."""
+"""`bench deploy` measures what it says: models, their bytes, the same logits; asserts no time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FEW: dict = {"prefill": (4, 9), "decode": 3, "repeats": 2, "threads": 1}
 
 @pytest.fixture(scope="module")
 def made(parent, tmp_path_factory) -> tuple[DeployBench, Path]:
-    """All runtimes but those that take long to write; what else needs a process of its own runs in this one."""
+    """All runtimes but those that take long to write, in this process."""
     out = tmp_path_factory.mktemp("bench") / "out"
     with pytest.MonkeyPatch.context() as patch:
         for name in ("onnx", "onnx-q8"):
@@ -107,7 +107,7 @@ def test_the_logits_are_those_of_the_ticket(made):
 
 
 def test_a_family_without_a_home_is_left_out_with_the_reason(parent, made, tmp_path):
-    """llama.cpp takes no narrow GPT-2; asked for by name, that is an error before anything is timed."""
+    """llama.cpp takes no narrow GPT-2; asked for by name, that is an error."""
     result, out = made
     assert "llama.cpp" in result.left_out["llama.cpp-q8_0"]
     assert sorted(path.name for path in out.iterdir()) == ["deploy.json", "torch"]

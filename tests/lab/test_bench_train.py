@@ -168,7 +168,7 @@ def test_all_engines_exchange(tmp_path):
     assert said["n_subnet"] * 4 == pytest.approx(0.5e6, rel=0.05)
     for engine in job["engines"]:
         assert len(said["seconds"][engine]) == 2
-    # at least what the formula says has crossed the loopback (others may use it too), counted twice there
+    # at least what the formula says has crossed the loopback, counted twice there
     for engine, n_values in (("bare", 4 + 4), ("star", 2 + 2)):
         assert min(said["link"][engine]) >= 2 * 3 * n_values * said["n_subnet"]
 

@@ -32,7 +32,7 @@ TRAIN = {"n_workers": 4, "interval": 2, "rounds": 100000, "outer": "nesterov(0.7
 class Hosts:
     """A head that trains nothing and four machines with a core each, every one with `twistlm node`."""
 
-    def __init__(self, hosts: list[comm.Host], folder: Path):
+    def __init__(self, hosts: list[comm.NetworkHost], folder: Path):
         self.hosts, self.folder = hosts, folder
         self.address = f"{hosts[0].address}:{PORT}"
         self.nodes: dict[int, subprocess.Popen] = {}

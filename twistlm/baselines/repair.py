@@ -89,11 +89,7 @@ def check_repair(parent: Parent, how: str) -> None:
 
 
 def repair_parent(
-    parent: Parent,
-    blueprint: Blueprint,
-    how: str,
-    ids: Tensor,
-    tick: Tick = lambda: None,
+    parent: Parent, blueprint: Blueprint, how: str, ids: Tensor, tick: Tick = lambda: None
 ) -> Parent:
     """A parent whose ticket `blueprint` is the repaired one; its scale is in the weights (`none`).
 

@@ -1,4 +1,4 @@
-"""Exchanges without training: bare gloo, Ray, torchrun's star and shards, on this machine and on slow links."""
+"""Exchanges without training: bare gloo, Ray, torchrun's star and shards, also on slow links."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from ...transport.traffic import subnet_bytes
 from .request import CommRequest
 
 LONGEST = 1800  # seconds for one set of processes
+RAY_PORT = 6379
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _measure(job: Job) -> list[Measured]:
     return made
 
 
-def _run(hosts: list[Host], job: Job) -> dict[str, Any]:
+def _run(hosts: list[NetworkHost], job: Job) -> dict[str, Any]:
     """A process on every host; what rank 0 says."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -150,56 +151,35 @@ def _run(hosts: list[Host], job: Job) -> dict[str, Any]:
     return _said(started)
 
 
-def _run_ray(hosts: list[Host], job: Job) -> dict[str, Any]:
-    """A driver on the first host and a raylet on each of the others; on loopback, Ray as it starts itself."""
+def _run_ray(hosts: list[NetworkHost], job: Job) -> dict[str, Any]:
+    """A driver on the first host and a raylet on each other one; on loopback Ray starts itself."""
     what = asdict(job) | {"address": ""}
-    os.environ.setdefault(
-        "RAY_memory_monitor_refresh_ms", "0"
-    )  # it would kill where memory is short
+    # it would kill where memory is short
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     if not job.gbit:
         return _said([_start(hosts[0], "peer_ray", what, {})])
-    port, nodes = 6379, []
+    head, nodes = f"{hosts[0].address}:{RAY_PORT}", []
     store = f"--object-store-memory={max(80_000_000, int(3e6 * job.megabytes * job.n_workers))}"
     try:
         for i, host in enumerate(hosts):
-            role = (
-                ["--head", "--port", str(port)]
-                if i == 0
-                else ["--join", f"{hosts[0].address}:{port}"]
-            )
-            more = [
-                "--",
-                "--num-cpus",
-                str(int(i > 0)),
-                store,
-                f"--temp-dir={tempfile.mkdtemp('tw')}",
-            ]
-            more += ["--include-dashboard=false"] if i == 0 else []
-            command = [
-                *host.prefix,
-                sys.executable,
-                "-m",
-                "twistlm",
-                "node",
-                *role,
-                "--host",
-                host.address,
-            ]
+            role = f"--join {head}" if i else f"--head --port {RAY_PORT}"
+            more = f"--num-cpus {int(i > 0)} {store} --temp-dir={tempfile.mkdtemp('tw')}"
+            more += "" if i else " --include-dashboard=false"
+            node = f"-m twistlm node {role} --host {host.address} -- {more}"
+            command = [*host.prefix, sys.executable, *node.split()]
             log = subprocess.DEVNULL
-            nodes.append(subprocess.Popen([*command, *more], stdout=log, stderr=log))
+            nodes.append(subprocess.Popen(command, stdout=log, stderr=log))
             if i == 0:
-                wait_for(host, port)
-        return _said(
-            [_start(hosts[0], "peer_ray", what | {"address": f"{hosts[0].address}:{port}"}, {})]
-        )
+                wait_for(host, RAY_PORT)
+        return _said([_start(hosts[0], "peer_ray", what | {"address": head}, {})])
     finally:
-        for node in reversed(nodes):
-            node.terminate()
-        for node in nodes:
-            node.wait()
+        for process in reversed(nodes):
+            process.terminate()
+        for process in nodes:
+            process.wait()
 
 
-def wait_for(host: Host, port: int) -> None:
+def wait_for(host: NetworkHost, port: int) -> None:
     """Until something listens there."""
     knock = f"import socket; socket.create_connection(('{host.address}', {port}), 1)"
     command, until = [*host.prefix, sys.executable, "-c", knock], time.monotonic() + 60
@@ -209,7 +189,9 @@ def wait_for(host: Host, port: int) -> None:
         time.sleep(0.2)
 
 
-def _start(host: Host, module: str, job: dict[str, Any], env: dict[str, str]) -> subprocess.Popen:
+def _start(
+    host: NetworkHost, module: str, job: dict[str, Any], env: dict[str, str]
+) -> subprocess.Popen:
     command = [*host.prefix, sys.executable, "-m", f"twistlm.lab.bench.{module}"]
     command.append(json.dumps(job | {"interface": host.interface}))
     pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -231,35 +213,20 @@ def _said(started: list[subprocess.Popen]) -> dict[str, Any]:
 
 def table(made: CommReport) -> Table:
     """For a person."""
-    result = terminal.table(
-        "one exchange of all workers, nothing trained",
-        "where",
-        "engine",
-        "S",
-        "MB a subnet",
-        "seconds",
-        "busiest link, MB",
-        "counted",
-        "MB/s",
-        words=2,
-    )
+    heads = ("where", "engine", "S", "MB a subnet", "seconds")
+    heads += ("busiest link, MB", "counted", "MB/s")
+    result = terminal.table("one exchange of all workers, nothing trained", *heads, words=2)
     for row in made.rows:
         counted = "" if row.n_counted is None else f"{row.n_counted / row.n_bytes - 1:+.1%}"
-        result.add_row(
-            row.where,
-            row.engine,
-            str(row.n_workers),
-            f"{row.megabytes:g}",
-            f"{row.median:.2f}",
-            f"{row.n_bytes / 1e6:,.0f}",
-            counted,
-            f"{row.n_bytes / row.median / 1e6:,.0f}",
-        )
+        size, speed = f"{row.n_bytes / 1e6:,.0f}", f"{row.n_bytes / row.median / 1e6:,.0f}"
+        took = f"{row.median:.2f}"
+        n = str(row.n_workers)
+        result.add_row(row.where, row.engine, n, f"{row.megabytes:g}", took, size, counted, speed)
     return result
 
 
 @dataclass(frozen=True)
-class Host:
+class NetworkHost:
     """Where a process runs."""
 
     prefix: tuple[str, ...]  # of its command
@@ -267,7 +234,7 @@ class Host:
     interface: str
 
 
-LOOPBACK = Host((), "127.0.0.1", "lo")
+LOOPBACK = NetworkHost((), "127.0.0.1", "lo")
 
 
 def why_not() -> str | None:
@@ -284,7 +251,7 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def slow_hosts(n: int, gbit: float) -> Iterator[list[Host]]:
+def slow_hosts(n: int, gbit: float) -> Iterator[list[NetworkHost]]:
     """n hosts whose links carry `gbit` Gbit/s each way; they are gone afterwards."""
     bridge = f"tw{os.getpid()}"
     names = [f"{bridge}n{i}" for i in range(n)]
@@ -304,7 +271,7 @@ def slow_hosts(n: int, gbit: float) -> Iterator[list[Host]]:
             _do(f"tc -n {name} qdisc add dev eth0 {limit}")
             _do(f"tc qdisc add dev {name} {limit}")
         yield [
-            Host(("ip", "netns", "exec", name), f"{subnet}.{i + 1}", "eth0")
+            NetworkHost(("ip", "netns", "exec", name), f"{subnet}.{i + 1}", "eth0")
             for i, name in enumerate(names)
         ]
     finally:

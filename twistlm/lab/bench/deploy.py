@@ -187,7 +187,8 @@ def table(made: DeployBench) -> Table:
     plan = made.plan
     title = (
         f"{made.source}: ms, median / minimum of {plan.n_repeats} runs in turn (x full); "
-        f"{plan.threads} threads, load average {made.load_average[0]:.1f} to {made.load_average[1]:.1f}"
+        f"{plan.threads} threads, load average {made.load_average[0]:.1f} to "
+        f"{made.load_average[1]:.1f}"
     )
     heads = ("MB on disk", "peak MB", *made.rows[0].medians(), "max |Δlogit|")
     result = terminal.table(title, "runtime", "blocks", *heads, words=2)

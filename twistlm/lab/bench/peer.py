@@ -1,6 +1,6 @@
 """One process of `bench comm`: it takes its part in every exchange and nobody trains.
 
-    python -m twistlm.lab.bench.peer JOB     (JSON; RANK, WORLD_SIZE and MASTER_ADDR as under torchrun)
+    python -m twistlm.lab.bench.peer JOB    (JSON; RANK, WORLD_SIZE, MASTER_ADDR as under torchrun)
 
 Rank 0 prints what it measured as the last line.
 """
@@ -62,7 +62,7 @@ def n_subnet(whole: Segments) -> int:
     return n_shared + (whole.full.n_params - n_shared) * K // N_BLOCKS
 
 
-class Sharded:
+class ShardedExchange:
     """A round of the sharded engine without its local steps."""
 
     def __init__(self, job: dict[str, Any], cluster: Cluster):
@@ -79,8 +79,8 @@ class Sharded:
         self.shard.send_up_(there, sent, sent, None)
 
 
-class Bare:
-    """What gloo does by itself: isend to all, irecv from all, nothing checked and nothing added up."""
+class BareExchange:
+    """What gloo does by itself: isend to all, irecv from all; nothing checked or added up."""
 
     def __init__(self, job: dict[str, Any], cluster: Cluster):
         self.cluster, central = cluster, cluster.is_central
@@ -97,7 +97,7 @@ class Bare:
                     work.wait()
 
 
-class Star:
+class StarExchange:
     """A round of torchrun's star without its local steps: cut, exchange, aggregate."""
 
     def __init__(self, job: dict[str, Any], cluster: Cluster):
@@ -138,9 +138,9 @@ def add_up(central: Central, there: Deal, buffers: list[Tensor]) -> None:
 
 
 ENGINES: dict[str, Callable[[dict[str, Any], Cluster], Any]] = {
-    "sharded": Sharded,
-    "bare": Bare,
-    "star": Star,
+    "sharded": ShardedExchange,
+    "bare": BareExchange,
+    "star": StarExchange,
 }
 
 

@@ -1,9 +1,9 @@
-"""The driver of `bench comm` on Ray: every worker gets its subnet through the object store and returns it.
+"""The driver of `bench comm` on Ray: every worker gets and returns its subnet.
 
-    python -m twistlm.lab.bench.peer_ray JOB     (JSON; `address` of the cluster, empty for one of its own)
+    python -m twistlm.lab.bench.peer_ray JOB     (JSON; `address` of the cluster, empty: its own)
 
-`ray` is the store alone, with nothing checked and nothing added up, as bare gloo; `ray, checked` is the
-engine's round without its local steps: cut, checksums both ways, the guard, the sum.
+`ray` is the store alone, with nothing checked and nothing added up, as bare gloo; `ray, checked` is
+the engine's round without its local steps: cut, checksums both ways, the guard, the sum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Echo:
         return RoundResult(0, update.numpy(), checksum(update), 0.0)
 
 
-class Exchange:
+class RayExchange:
     """Both engines over the same actors."""
 
     def __init__(self, job: dict[str, Any]):
@@ -87,12 +87,10 @@ def main(job: dict[str, Any]) -> None:
     ray_cluster.enter(
         config.from_dict({"ray": section, "train": train, "run": {"device": "cpu"}}), n_bytes
     )
-    made = Exchange(job)
+    made = RayExchange(job)
     seconds: dict[str, list[float]] = {name: [] for name in ENGINES}
     link: dict[str, list[int]] = {name: [] for name in ENGINES}
-    for r in range(
-        2 + job["repeats"]
-    ):  # the first ones warm up: the store's pages are touched once
+    for r in range(2 + job["repeats"]):  # the first ones warm up: pages are touched once
         for name, exchange in zip(ENGINES, (made.bare, made.checked), strict=True):
             before, began = on_the_link(job["interface"]), time.perf_counter()
             exchange(r)

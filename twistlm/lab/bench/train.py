@@ -252,7 +252,7 @@ def _reference(
 
 
 def _each(function: Callable[[], Any], device: torch.device, n_calls: int) -> list[float]:
-    """Seconds of one call, `REPEATS` times; `n_calls` (0: as many as take 0.2 s) lie behind each."""
+    """Seconds of one call, `REPEATS` times, each from `n_calls` (0: as many as take 0.2 s)."""
 
     def calls(_: int) -> None:
         for _ in range(n_calls):
@@ -340,9 +340,10 @@ def _wait(device: torch.device) -> None:
 def tables(made: TrainBench) -> list[Table]:
     """The sizes, and what stock tools take in the same run."""
     title = (
-        f"a local step: batch {made.batch} x {made.seq_len} tokens, AdamW included (faster: than the full "
-        f"model; ideal: by FLOPs; ceiling: share of {made.ceiling_tflops:.3g} TFLOP/s; overhead: share of a "
-        f"round of {made.n_workers} workers x {made.interval} steps)"
+        f"a local step: batch {made.batch} x {made.seq_len} tokens, AdamW included "
+        "(faster: than the full model; ideal: by FLOPs; ceiling: share of "
+        f"{made.ceiling_tflops:.3g} TFLOP/s; overhead: share of a round of {made.n_workers} "
+        f"workers x {made.interval} steps)"
     )
     result = terminal.table(
         title,

@@ -1,4 +1,4 @@
-"""How each cell is measured, and what its number follows from; finished cells are kept as points."""
+"""How each cell is measured, and what its number follows from; finished ones are kept."""
 
 from __future__ import annotations
 
