@@ -53,6 +53,21 @@ def said(folder: Path, rank: int) -> str:
     return (folder / f"rank-{rank}.txt").read_text()
 
 
+def train_all(n: int, folder: Path, jobs: list[dict[str, Any]]) -> list[BaseProcess]:
+    """Several trainings, one after the other, on the same n ranks: tables, or with `piece`, `resume`."""
+    return start(n, folder, _train_all, jobs, [_free_port() for _ in jobs])
+
+
+def _train_all(jobs: list[dict[str, Any]], ports: list[int]) -> None:
+    from twistlm import config
+    from twistlm.training import rounds, shards
+
+    for job, port in zip(jobs, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        shards.PIECE = job.get("piece", shards.PIECE)
+        rounds.train(config.from_dict(job["table"]), resume=job.get("resume", False), quiet=True)
+
+
 def train(table: dict) -> None:
     """What each rank runs; a test's own function would make it import the test."""
     from twistlm import config

@@ -103,16 +103,6 @@ def test_all_blocks_kept_is_plain_data_parallel(tokens, tmp_path):
     assert distance(made["dense"], made["dropout"], FILES[:2]) < 1e-12
 
 
-def test_dropout_ranks_equal_local(tmp_path):
-    tokens = make_tokens(tmp_path / "tokens")
-    train = FLOAT64_TRAIN | {"method": "dropout", "outer": "none", "scale": "measured"}
-    reference = rounds.train(tiny(tokens, tmp_path / "local", train=train), quiet=True)
-    table = tiny_table(tokens, tmp_path / "run", train=train, run={"variant": "hybrid"})
-    ranks.finish(ranks.start(3, tmp_path, ranks.train, table), tmp_path)
-    made = tmp_path / "run/checkpoints/round-000004"
-    assert distance(reference, made, FILES[:2]) < 1e-10
-
-
 @pytest.mark.parametrize("scale", ["sqrt", "measured"])
 def test_stop_and_resume_is_the_uninterrupted_run(tokens, tmp_path, scale):
     train = {"method": "dropout", "scale": scale, "moments": "reset"}  # a control has one optimizer
@@ -174,79 +164,6 @@ def local(tmp_path_factory) -> tuple[Path, str]:
     return rounds.train(tiny(tokens, folder / "run", train=FLOAT64_TRAIN), quiet=True), tokens
 
 
-def test_local_masked_equals_local_physical(local, tmp_path):
-    reference, tokens = local
-    cfg = tiny(tokens, tmp_path / "run", train=FLOAT64_TRAIN, run={"seat": "masked"})
-    assert distance(reference, rounds.train(cfg, quiet=True)) < 1e-10
-
-
-@pytest.mark.parametrize(("variant", "n_ranks"), [("masked", 3), ("true", 4)])
-def test_ranks_equal_local(local, tmp_path, variant, n_ranks):
-    reference, tokens = local
-    table = tiny_table(tokens, tmp_path / "run", train=FLOAT64_TRAIN, run={"variant": variant})
-    ranks.finish(ranks.start(n_ranks, tmp_path, ranks.train, table), tmp_path)
-    assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
-
-
-@pytest.mark.parametrize(
-    ("variant", "n_ranks", "seat", "wire"),
-    [
-        ("masked", 3, "masked", "fp32"),
-        ("true", 4, "physical", "fp32"),
-        ("true", 4, "physical", "int8"),
-    ],
-)
-def test_ranks_are_the_local_run_of_their_seat_bit_for_bit(
-    local, tmp_path, variant, n_ranks, seat, wire
-):
-    """In float32 with Nesterov, and rounded by a narrow wire, too (the centre adds changes to its own weights);
-    `hybrid` mixes both kinds of seat, which no local run does."""
-    _, tokens = local
-    train = FLOAT64_TRAIN | {"precision": "float32"}
-    cfg = tiny(tokens, tmp_path / "local", train=train, run={"seat": seat, "wire": wire})
-    reference = rounds.train(cfg, quiet=True)
-    table = tiny_table(
-        tokens, tmp_path / "run", train=train, run={"variant": variant, "wire": wire}
-    )
-    ranks.finish(ranks.start(n_ranks, tmp_path, ranks.train, table), tmp_path)
-    for name in FILES:
-        made = tmp_path / "run/checkpoints/round-000004" / name
-        assert made.read_bytes() == (reference / name).read_bytes(), name
-
-
-def test_the_command_under_torchrun_equals_local(local, tmp_path):
-    """The one test that starts torchrun itself: its store and its environment, with the command's own imports."""
-    reference, tokens = local
-    table = tiny_table(tokens, tmp_path / "run", train=FLOAT64_TRAIN, run={"variant": "hybrid"})
-    torchrun(3, "train", toml(tmp_path / "config.toml", table))
-    assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
-
-
-def test_data_parallel_ranks_equal_local(tmp_path):
-    """The control too is one loop: summed gradients of three ranks are those of one joint batch."""
-    tokens = make_tokens(tmp_path / "tokens")
-    train = FLOAT64_TRAIN | {"method": "dense", "outer": "none"}
-    reference = rounds.train(tiny(tokens, tmp_path / "local", train=train), quiet=True)
-    table = tiny_table(tokens, tmp_path / "run", train=train, run={"variant": "hybrid"})
-    ranks.finish(ranks.start(3, tmp_path, ranks.train, table), tmp_path)
-    made = tmp_path / "run/checkpoints/round-000004"
-    assert distance(reference, made, FILES[:2]) < 1e-10
-
-
-RECIPE = {
-    "blocks": {
-        "masks": "sequence",
-        "mask_attn": [4, 2, 1],
-        "mask_ffn": [4, 1, 3],
-        "nested": 0.5,
-        "k_attn": [4, 3, 2],
-        "k_ffn": [4, 2, 3],
-        "widths": "worker",
-    },
-    "train": FLOAT64_TRAIN | {"teacher": "start", "distil": 0.7},
-}
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> tuple[Path, dict, str]:
     """A run with masks of every sequence, an order of blocks, unlike workers and a teacher; its config."""
@@ -267,18 +184,91 @@ def cached(recipe) -> tuple[Path, dict, str]:
     return rounds.train(cfg, quiet=True), config, tokens
 
 
-def test_the_recipe_masked_equals_physical(recipe, tmp_path):
-    reference, config, tokens = recipe
+def test_the_command_under_torchrun_equals_local(local, tmp_path):
+    """The one test that starts torchrun itself: its store and its environment, with the command's own imports."""
+    reference, tokens = local
+    table = tiny_table(tokens, tmp_path / "run", train=FLOAT64_TRAIN, run={"variant": "hybrid"})
+    torchrun(3, "train", toml(tmp_path / "config.toml", table))
+    assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
+
+
+RECIPE = {
+    "blocks": {
+        "masks": "sequence",
+        "mask_attn": [4, 2, 1],
+        "mask_ffn": [4, 1, 3],
+        "nested": 0.5,
+        "k_attn": [4, 3, 2],
+        "k_ffn": [4, 2, 3],
+        "widths": "worker",
+    },
+    "train": FLOAT64_TRAIN | {"teacher": "start", "distil": 0.7},
+}
+
+
+CONTROL = {"outer": "none"}
+FLOAT32 = {"precision": "float32"}
+# what runs over ranks: variant, number of ranks, changes of `train` and `run`, the local reference's
+# `run`, and whether the bits are the same
+OVER_RANKS = {
+    "masked": ("masked", 3, {}, {}, {}, False),
+    "masked, float32": ("masked", 3, FLOAT32, {}, {"seat": "masked"}, True),
+    "true": ("true", 4, {}, {}, {}, False),
+    "true, float32": ("true", 4, FLOAT32, {}, {}, True),
+    "true, int8": ("true", 4, FLOAT32, {"wire": "int8"}, {"wire": "int8"}, True),
+    "dense": ("hybrid", 3, CONTROL | {"method": "dense"}, {}, {}, False),
+    "dropout": (
+        "hybrid", 3, CONTROL | {"method": "dropout", "scale": "measured"}, {}, {}, False,
+    ),
+    "recipe": ("sharded", 3, {"teacher": "start"}, {}, {}, False),
+    "cached teacher": ("sharded", 3, {"teacher": "cache"}, {}, {}, False),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def over_ranks(cached, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
+    """Name -> the checkpoint of the local run and that of the ranks; one job for each number of ranks."""
+    _, config, tokens = cached
+    folder, made = tmp_path_factory.mktemp("ranks"), {}
+    jobs: dict[int, list[dict]] = {3: [], 4: []}
+    for name, (variant, n, train, run, own, _) in OVER_RANKS.items():
+        sections = {"train": FLOAT64_TRAIN | train}
+        if "teacher" in train:
+            sections = config | {"train": config["train"] | train}
+        made[name] = (folder / f"{name}-local", folder / name)
+        over = tiny_table(tokens, made[name][1], **sections, run=run | {"variant": variant})
+        jobs[n].append({"table": over})
+        rounds.train(tiny(tokens, made[name][0], **sections, run=own), quiet=True)
+    started = {n: ranks.train_all(n, folder / str(n), tables) for n, tables in jobs.items()}
+    for n, processes in started.items():
+        ranks.finish(processes, folder / str(n))
+    last = "checkpoints/round-000004"
+    return {name: (a / last, b / last) for name, (a, b) in made.items()}
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_ranks_equal_local(over_ranks, name):
+    """To 1e-10 in float64; in float32, or rounded by a wire, bit for bit where trainers are alike."""
+    local, ours = over_ranks[name]
+    files = FILES if (local / FILES[2]).exists() else FILES[:2]
+    if OVER_RANKS[name][-1]:
+        assert all((ours / f).read_bytes() == (local / f).read_bytes() for f in files)
+    else:
+        assert distance(local, ours, files) < 1e-10
+
+
+@pytest.mark.parametrize("which", ["local", "recipe", "cached"])
+def test_masked_equals_physical(request, tmp_path, which):
+    """In one process: the full model behind a mask, or the subnet itself."""
+    found = request.getfixturevalue(which)
+    reference, tokens, config = found[0], found[-1], found[1] if which != "local" else {}
+    config = config or {"train": FLOAT64_TRAIN}
     cfg = tiny(tokens, tmp_path / "run", **config, run={"seat": "masked"})
     assert distance(reference, rounds.train(cfg, quiet=True)) < 1e-10
-
-
-def test_the_recipe_sharded_equals_local(recipe, tmp_path):
-    """Every rank draws its own masks and has its own teacher; the order comes from the central one."""
-    reference, config, tokens = recipe
-    table = tiny_table(tokens, tmp_path / "run", **config, run={"variant": "sharded"})
-    ranks.finish(ranks.start(3, tmp_path, ranks.train, table), tmp_path)
-    assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
+    if which == "cached":
+        row = json.loads((reference.parents[1] / "metrics.jsonl").read_text().splitlines()[0])
+        # workers, steps, batch, predictions
+        assert row["bytes"]["teacher"] == 3 * 3 * 2 * 15 * 8 * 4
 
 
 @pytest.mark.parametrize(("method", "teacher"), [("twist", "cache"), ("dropout", "start")])
@@ -311,14 +301,6 @@ def test_workers_that_hold_all_blocks_draw_the_masks_of_their_twin(cached, tmp_p
     assert distance(made["twist"], made["dropout"], FILES[:1]) < 1e-8
 
 
-def test_a_cached_teacher_masked_equals_physical(cached, tmp_path):
-    reference, config, tokens = cached
-    cfg = tiny(tokens, tmp_path / "run", **config, run={"seat": "masked"})
-    assert distance(reference, rounds.train(cfg, quiet=True)) < 1e-10
-    row = json.loads((reference.parents[1] / "metrics.jsonl").read_text().splitlines()[0])
-    assert row["bytes"]["teacher"] == 3 * 3 * 2 * 15 * 8 * 4  # workers, steps, batch, predictions
-
-
 def test_a_cache_of_everything_is_the_live_teacher(recipe, cached, tmp_path):
     """All 64 tokens of the vocabulary; what is left is float16's rounding."""
     live, config, tokens = recipe
@@ -332,13 +314,6 @@ def test_a_cache_of_everything_is_the_live_teacher(recipe, cached, tmp_path):
     made = rounds.train(tiny(str(stem), tmp_path / "run", **config), quiet=True)
     near, far = (distance(live, other, FILES[:1]) for other in (made, cached[0]))
     assert near < 0.1 * far
-
-
-def test_a_cached_teacher_sharded_equals_local(cached, tmp_path):
-    reference, config, tokens = cached
-    table = tiny_table(tokens, tmp_path / "run", **config, run={"variant": "sharded"})
-    ranks.finish(ranks.start(3, tmp_path, ranks.train, table), tmp_path)
-    assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from conftest import tiny, tiny_table
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from paper.printed import half_shares
 from twistlm import cli, config
 from twistlm.compute.attention import causal_
 from twistlm.config import BlocksConfig
@@ -68,6 +69,14 @@ def test_subnet_counts_follow_the_appendix(paper):
         d_ffn = 4 * d * k // 12 if row.setting in ("ffn", "both") else 4 * d
         layer = 4 * d_attn * d + 3 * d_attn + d + 2 * d_ffn * d + d_ffn + d
         assert row.n_params == rest + 8 * layer, row
+
+
+def test_asymptotic_memory_tends_to_a_half():
+    found = half_shares()
+    for column in zip(*(shares.values() for shares in found.values()), strict=True):
+        assert list(column) == sorted(column, reverse=True)
+        assert 0.5 < column[-1] < 0.57
+    assert list(found["GPT-2 small"].values()) == pytest.approx([0.772, 0.658], abs=5e-4)
 
 
 def test_the_formula_agrees_with_the_block_map_where_half_is_whole():

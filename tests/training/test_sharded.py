@@ -86,11 +86,17 @@ def by_formula(rows: list[dict]) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, str]:
-    """The same four rounds: `local` in this process, `sharded` on three ranks with many small tiles."""
+    """The same four rounds in this process and on three ranks, by every wire and size of tiles."""
     folder = tmp_path_factory.mktemp("sharded")
     tokens = make_tokens(folder / "tokens")
-    started = ranks.start(3, folder, train, sharded_table(tokens, folder / "sharded"))
-    rounds.train(tiny(tokens, folder / "local", train=TRAIN, blocks=BLOCKS, run=RUN), quiet=True)
+    few = {"eval_every": -1, "save_every": 0}
+    jobs = [{"table": sharded_table(tokens, folder / "one tile", run=few)}]
+    for name, own in (("sharded", {}), ("bf16", {"wire": "bf16"}), ("int8", {"wire": "int8"})):
+        jobs += [{"table": sharded_table(tokens, folder / name, run=own), "piece": PIECE}]
+    started = ranks.train_all(3, folder, jobs)
+    for name, own in (("local", {}), ("bf16", {"wire": "bf16"}), ("int8", {"wire": "int8"})):
+        out = folder / (f"{name}-local" if own else name)
+        rounds.train(tiny(tokens, out, train=TRAIN, blocks=BLOCKS, run=RUN | own), quiet=True)
     ranks.finish(started, folder)
     return folder, tokens
 
@@ -100,18 +106,12 @@ def test_sharded_is_bitwise_local(runs):
     folder, _ = runs
     for r in (1, 4):
         same(*(folder / name / f"checkpoints/round-00000{r}" for name in ("local", "sharded")))
+    same(*(folder / name / "checkpoints/round-000004" for name in ("local", "one tile")))
     ours, reference = lines(folder / "sharded"), lines(folder / "local")
     assert [row["loss"] for row in ours] == [row["loss"] for row in reference]
     assert [row.get("eval") for row in ours] == [row.get("eval") for row in reference]
     assert ours[1]["eval"]
     by_formula(ours)
-
-
-def test_one_tile_for_each(runs, tmp_path):
-    folder, tokens = runs
-    table = sharded_table(tokens, tmp_path / "run", run={"eval_every": -1, "save_every": 0})
-    ranks.finish(ranks.start(3, tmp_path, ranks.train, table), tmp_path)
-    same(*(at / "checkpoints/round-000004" for at in (folder / "local", tmp_path / "run")))
 
 
 def test_a_sharded_run_resumes_as_local_and_the_other_way_round(runs, tmp_path):
@@ -130,19 +130,14 @@ def test_a_sharded_run_resumes_as_local_and_the_other_way_round(runs, tmp_path):
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_a_narrow_wire_changes_little_and_local_rounds_alike(runs, tmp_path, wire):
+def test_a_narrow_wire_changes_little_and_local_rounds_alike(runs, wire):
     """Bit for bit with bf16; groups of 8-bit values end with a tile, so these differ a little."""
-    folder, tokens = runs
-    table = sharded_table(tokens, tmp_path / "run", run=RUN | {"variant": "sharded", "wire": wire})
-    started = ranks.start(3, tmp_path, train, table)
-    alike = tiny(tokens, tmp_path / "local", train=TRAIN, blocks=BLOCKS, run=RUN | {"wire": wire})
-    rounds.train(alike, quiet=True)
-    ranks.finish(started, tmp_path)
-    ours, exact = lines(tmp_path / "run"), lines(folder / "local")
+    folder, _ = runs
+    ours, exact = lines(folder / wire), lines(folder / "local")
     assert ours[-1]["loss"] != exact[-1]["loss"]
     if wire == "bf16":
-        same(*(tmp_path / name / "checkpoints/round-000004" for name in ("run", "local")))
-    for mine, other in zip(ours, lines(tmp_path / "local"), strict=True):
+        same(*(folder / name / "checkpoints/round-000004" for name in (wire, f"{wire}-local")))
+    for mine, other in zip(ours, lines(folder / f"{wire}-local"), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=0.003)
     for mine, reference in zip(ours, exact, strict=True):
         assert mine["loss"] == pytest.approx(reference["loss"], rel=0.01)
