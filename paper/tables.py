@@ -185,7 +185,8 @@ def table1_rows(points: Points) -> tuple[dict[str, Sizes], dict[str, str]]:
     for point in points:
         about = point["config"]
         if "method" in about:
-            add(*PRUNERS.get(about["method"], (about["method"], "")), point)
+            name, column = PRUNERS.get(about["method"], (about["method"], ""))
+            add(name, column, point)
         elif about.get("pick") == "nested":
             add(f"{NESTED}{about['parent']}", "", point)
         else:
