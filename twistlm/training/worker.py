@@ -190,8 +190,9 @@ class FullModel:
     ):
         n, device = cut.full.n_params, cut.device
         self.grad = torch.zeros(n, dtype=grad_dtype, device=device)
-        own = torch.zeros(n, dtype=dtype, device=device) if central_weights is None else None
-        self.weights = central_weights if own is None else own
+        if central_weights is None:
+            central_weights = torch.zeros(n, dtype=dtype, device=device)
+        self.weights = central_weights
         self.restores = restores
         self.before: Tensor | None = None  # the subnet's weights at the start of the round
 

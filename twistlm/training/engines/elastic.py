@@ -64,6 +64,8 @@ class Elastic(Engine):
     at all.
     """
 
+    events: Events
+
     def __init__(self, run: Run, start: int, quiet: bool):
         super().__init__(run)
         cfg, out = run.cfg, Path(run.cfg.run.out)
@@ -71,7 +73,7 @@ class Elastic(Engine):
         self.n_bytes = 0  # that went through the store
         self.durations: deque[float] = deque(maxlen=RECENT)
         self.buffers = BufferPool()
-        self.events = events = Events(out, quiet)
+        self.events = Events(out, quiet)
         there = ray_cluster.enter(cfg, self._store_bytes())
         described = RunDescription(
             version=version("twistlm"),
@@ -81,12 +83,12 @@ class Elastic(Engine):
             rows=run.rows,
         )
         self.head = ray_cluster.Head(there["address"])
-        self.pool = WorkerPool(cfg, run_id(out), described, pack(run.teacher), events)
+        self.pool = WorkerPool(cfg, run_id(out), described, pack(run.teacher), self.events)
         self.pool.check_widths = lambda own: generator.check_own(run.block_map, cfg.blocks, own)
         self.checkers = ThreadPoolExecutor(CHECKERS)
         url = there.get("webui_url") or ""
         more = {"dashboard": f"http://{url}"} if url else {}
-        events.write("started", round=start, address=there["address"], **more)
+        self.events.write("started", round=start, address=there["address"], **more)
 
     def _store_bytes(self) -> int:
         """What a round puts in this machine's object store: subnets, a teacher's cache."""
@@ -202,7 +204,7 @@ class Elastic(Engine):
             if waited >= reported + delay:
                 reported, delay = waited, 2 * delay
                 why = f"the others start, or have no place on {ray_cluster.room()}"
-                state = {"n_workers": len(team), "need": need, "seconds": waited}
+                state: dict[str, Any] = {"n_workers": len(team), "need": need, "seconds": waited}
                 self.events.write("waiting", round=r, **state, why=why)
             time.sleep(0.02)
 
