@@ -129,12 +129,7 @@ def tokens_of(parent: Parent) -> str:
 
 
 def make(parent: Parent, folder: Path | None = None, n: int = 12, **more) -> Certificate:
-    options = {
-        "data": tokens_of(parent),
-        "tokens": 64,
-        "coverage": 0.8,
-        "confidence": 0.9,
-    }
+    options = {"data": tokens_of(parent), "tokens": 64, "coverage": 0.8, "confidence": 0.9}
     request = CertificateRequest(ratio="2/4", n=n, **options | more)
     return certify.certify(parent, request, folder, quiet=True)
 

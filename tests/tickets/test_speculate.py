@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ PROMPTS = [torch.tensor([5, 1, 9]), torch.tensor([60, 2, 2, 7, 31, 8]), torch.te
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """Parents, and for each the ticket of 3/4 of one layer's blocks and the ticket of all blocks."""
+    """Parents, and for each a ticket of 3/4 of one layer's blocks and one of all blocks."""
     folder = tmp_path_factory.mktemp("home")
     for name in FAMILIES:
         tiny_model(name).save_pretrained(folder / name)
@@ -37,15 +36,6 @@ def home(tmp_path_factory) -> Path:
         deploy.save_ticket(parent, parent.block_map.full(), folder / f"{name}-all")
     make_tokens(folder / "tokens", 200)
     return folder
-
-
-@cache
-def drafts(home: Path, name: str, n_draft: int) -> speculate.Drafts:
-    pair = (
-        open_runnable(home / name, "cpu"),
-        open_runnable(home / f"{name}-ticket", "cpu"),
-    )
-    return speculate.draft(*pair, PROMPTS, max_new_tokens=17, n_draft=n_draft, quiet=True)
 
 
 def best(model, ids: list[int]) -> int:
@@ -73,91 +63,31 @@ def by_hand(parent, ticket, prompt: Tensor, n_new: int, n_draft: int) -> tuple[l
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("n_draft", [1, 4])
 def test_text_and_counts_are_those_of_a_loop_by_hand(home, name, n_draft):
-    """Sliding windows too (mistral, gemma3): a cache cropped wrongly would change text or counts."""
-    parent = open_runnable(home / name, "cpu")
-    ticket = open_runnable(home / f"{name}-ticket", "cpu")
-    made = drafts(home, name, n_draft)
+    """Sliding windows too: a cache cropped wrongly would change text or counts."""
+    pair = [open_runnable(home / each, "cpu") for each in (name, f"{name}-ticket")]
+    made = speculate.draft(*pair, PROMPTS, max_new_tokens=17, n_draft=n_draft, quiet=True)
     for prompt, row in zip(PROMPTS, made.rows, strict=True):
-        ids, n_passes, n_proposed = by_hand(parent.model, ticket.model, prompt, 17, n_draft)
-        assert speculate._continue(parent, prompt, 17, ticket).tolist() == ids
-        assert row.gap is None
-        assert (row.n_plain, row.n_new, row.n_parent) == (17, 17, n_passes)
-        assert row.n_proposed == n_proposed
-        assert row.n_accepted == 17 - n_passes
-        assert 0 <= row.n_accepted <= row.n_proposed
-        assert row.plain_s > 0 < row.drafted_s
-    assert made.acceptance == sum(r.n_accepted for r in made.rows) / sum(
-        r.n_proposed for r in made.rows
-    )
-
-
-def test_the_cases_above_accept_some_and_not_all(home):
-    """Otherwise no cache was ever cropped."""
-    rates = [drafts(home, name, 4).acceptance for name in FAMILIES]
-    assert all(0 < rate < 1 for rate in rates), rates
-
-
-def test_the_parent_as_its_own_draft_is_always_right(home):
-    pair = (
-        open_runnable(home / "llama-gqa", "cpu"),
-        open_runnable(home / "llama-gqa-all", "cpu"),
-    )
-    made = speculate.draft(*pair, PROMPTS, max_new_tokens=18, n_draft=5, quiet=True)
-    assert made.acceptance == 1
-    assert made.tokens_per_pass == 6  # 5 drafts and one of its own
-    assert "identical to the parent's own in all 3 cases" in speculate.reading(made)
-
-
-def test_a_text_that_parts_is_told_with_its_gap(home):
-    """The place where two texts part, and the parent's two best logits there."""
-    parent = open_runnable(home / "gpt2", "cpu")
-    plain = speculate._continue(parent, PROMPTS[0], 8)
-    other = plain.clone()
-    other[6] = (plain[6] + 1) % 64
-    with torch.no_grad():
-        logits = parent.model(input_ids=plain[None, :6]).logits[0, -1].sort(descending=True).values
-    assert speculate._gap(parent, plain, other) == pytest.approx(
-        float(logits[0] - logits[1]), abs=1e-5
-    )
-    row = speculate.Draft(3, 8, 8, 4, 8, 1.0, 1.0, gap=2e-6)
-    made = speculate.Drafts("p", "t", 2, (row,), {})
-    assert "0 of 1 cases; 1 of the other 1 part at a tie" in speculate.reading(made)
-
-
-def test_prompts_from_a_token_file(home):
-    parent = open_runnable(home / "gpt2", "cpu")
-    found = speculate.prompts(parent, [], str(home / "tokens"), 4, 20)
-    assert [len(prompt) for prompt in found] == [20] * 4
-    assert len({tuple(prompt.tolist()) for prompt in found}) == 4
-    assert (
-        len(speculate.prompts(parent, [], str(home / "tokens"), 99, 50)) == 4
-    )  # as many as there are
+        ids, n_passes, n_proposed = by_hand(pair[0].model, pair[1].model, prompt, 17, n_draft)
+        assert speculate.generate(pair[0], prompt, 17, pair[1]).tolist() == ids
+        assert row["same"]
+        assert (row["n_plain"], row["n_new"], row["n_parent"]) == (17, 17, n_passes)
+        assert (row["n_proposed"], row["n_accepted"]) == (n_proposed, 17 - n_passes)
+        assert row["plain_s"] > 0 < row["drafted_s"]
+    if n_draft == 4:
+        assert 0 < made.acceptance < 1  # or no cache was ever cropped
+        whole = open_runnable(home / f"{name}-all", "cpu")  # the parent as its own draft
+        sure = speculate.draft(pair[0], whole, PROMPTS, max_new_tokens=18, n_draft=5, quiet=True)
+        assert (sure.acceptance, sure.tokens_per_pass) == (1, 6)  # 5 drafts and one of its own
 
 
 def test_the_command(home, tmp_path):
-    args = [
-        "lab",
-        "draft",
-        str(home / "gpt2"),
-        str(home / "gpt2-ticket"),
-        "--data",
-        str(home / "tokens"),
-    ]
-    more = [
-        "--n",
-        "2",
-        "--max-new-tokens",
-        "9",
-        "--draft-tokens",
-        "3",
-        "--json",
-        str(tmp_path / "d.json"),
-    ]
-    done = CliRunner().invoke(cli.app, [*args, *more])
+    args = ["lab", "draft", str(home / "gpt2"), str(home / "gpt2-ticket"), "--draft-tokens", "3"]
+    text = ["--data", str(home / "tokens"), "--n", "99", "--prompt-tokens", "25"]  # 8 windows
+    more = ["--max-new-tokens", "9", "--json", str(tmp_path / "d.json")]
+    done = CliRunner().invoke(cli.app, [*args, *text, *more], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     record = json.loads((tmp_path / "d.json").read_text())
-    assert len(record["rows"]) == 2
-    assert record["n_draft"] == 3
+    assert (len(record["rows"]), record["n_draft"], record["rows"][0]["n_prompt"]) == (8, 3, 25)
     assert 0 <= record["acceptance"] <= 1
     assert {"command", "git", "versions", "device"} <= set(record["run"])
-    assert "identical" in done.stdout
+    assert "identical to the parent's own in 8 of 8" in " ".join(done.stdout.split())

@@ -13,13 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Literal, get_args
 
 from ..model.blocks import KINDS, BlockGroup, BlockMap, Shapes, Widths, widths_of_ratio
 from ..model.count import count
 from ..system.manifest import LARGEST
 
-BudgetKind = Literal["ratio", "params", "size", "latency", "memory"]
 Cost = Callable[[Widths], float]
 
 UNITS: dict[str, dict[str, int | Fraction]] = {
@@ -49,7 +47,7 @@ STORED = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 class Budget:
     """What a ticket may cost."""
 
-    kind: BudgetKind
+    kind: str  # ratio, params, size, latency or memory
     asked: str  # as it was typed
     limit: float = math.inf  # parameters, bytes or ms; a ratio has none
     context: int = 0  # tokens whose keys and values count as memory
@@ -81,18 +79,16 @@ def parse_budgets(context: str | None = None, **options: list[str] | None) -> li
         )
     if (context is None) != all(kind != "memory" for kind, _ in given):
         raise ValueError(
-            "--memory and --context go together, as in --memory 2GB --context 8k: the weights and the "
-            "cached keys and values of so many tokens"
+            "--memory and --context go together, as in --memory 2GB --context 8k: the weights and "
+            "the cached keys and values of so many tokens"
         )
     n_tokens = 0 if context is None else int(amount("context", context))
     if context is not None and not n_tokens:
         raise ValueError(f"--context {context}: must be 1 token at least")
     found = []
     for kind, text in given:
-        if kind not in get_args(BudgetKind):
-            raise ValueError(f"{kind} is no budget: use ratio, params, size, latency or memory")
         limit = math.inf if kind == "ratio" else amount(kind, text)
-        found.append(Budget(kind, text, limit, n_tokens if kind == "memory" else 0))  # type: ignore[arg-type]
+        found.append(Budget(kind, text, limit, n_tokens if kind == "memory" else 0))
     if twice := [b.slug for b in found if [o.slug for o in found].count(b.slug) > 1]:
         raise ValueError(f"{twice[0]} is asked for twice")
     return found
@@ -101,16 +97,14 @@ def parse_budgets(context: str | None = None, **options: list[str] | None) -> li
 def amount(kind: str, text: str, option: str | None = None) -> float:
     """Parameters of `85M`, bytes of `60MB` (10^6) or `60MiB` (2^20), milliseconds of `12ms`."""
     found = re.fullmatch(r"\s*(\d[\d_,]*(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    units = UNITS[kind]
+    units, option = UNITS[kind], option or f"--{kind}"
     if found is None or found[2].lower() not in units:
-        legal = ", ".join(unit for unit in units if unit)
-        raise ValueError(
-            f"{option or f'--{kind}'} {text!r} is no amount such as {EXAMPLES[kind]} (units: {legal})"
-        )
+        legal = f"(units: {', '.join(unit for unit in units if unit)})"
+        raise ValueError(f"{option} {text!r} is no amount such as {EXAMPLES[kind]} {legal}")
     digits = re.sub("[_,]", "", found[1])
     value = Fraction(digits) * units[found[2].lower()] if len(digits) <= 40 else LARGEST
     if value >= LARGEST:  # a ticket's record could not be read again
-        raise ValueError(f"{option or f'--{kind}'} {text[:40]}: legal are less than 2^63")
+        raise ValueError(f"{option} {text[:40]}: legal are less than 2^63")
     return float(value) if kind == "latency" else math.floor(value)
 
 
@@ -121,17 +115,14 @@ def weights_bytes(shapes: Shapes, dtype: str = "float32") -> int:
     end = 0
     for name in sorted(shapes):  # the file's own order: it decides how long the offsets are
         start, end = end, end + math.prod(shapes[name]) * itemsize
-        header[name] = {
-            "dtype": name_in_file,
-            "shape": list(shapes[name]),
-            "data_offsets": [start, end],
-        }
+        about = {"dtype": name_in_file, "shape": list(shapes[name]), "data_offsets": [start, end]}
+        header[name] = about
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return 8 + math.ceil(len(text) / 8) * 8 + end
 
 
 def ladder(block_map: BlockMap) -> list[Widths]:
-    """Uniform widths from the fewest blocks per layer to all: at each rung a kind gets one block more."""
+    """Uniform widths from the fewest blocks to all: at each rung a kind gets one block more."""
     shares = sorted(
         {Fraction(k, g.n_blocks) for g in block_map.groups for k in range(1, g.n_blocks + 1)}
     )
@@ -159,8 +150,8 @@ def climb(rungs: list[Widths], budget: Budget, cost: Cost, unit: str) -> list[Wi
 def impossible(budget: Budget, least: float, unit: str) -> ValueError:
     takes = f"{least:.2f}" if unit == "ms" else f"{least:,}"
     return ValueError(
-        f"--{budget.kind} {budget.asked} is impossible: the smallest ticket of this parent (one block, or "
-        f"the common ones, in every cut layer) takes {takes} {unit}"
+        f"--{budget.kind} {budget.asked} is impossible: the smallest ticket of this parent (one "
+        f"block, or the common ones, in every cut layer) takes {takes} {unit}"
     )
 
 
@@ -185,7 +176,7 @@ def add_blocks(block_map: BlockMap, widths: Widths, limit: float, cost: Cost) ->
 
 
 def most(legal: list[Widths], budget: Budget, costs: Costs) -> Widths:
-    """The largest of the legal widths that fits: the kind that is cut most decides, then all blocks."""
+    """The largest legal widths that fit: the kind that is cut most decides, then all blocks."""
     n_blocks = costs.block_map.full_widths()
     cost, unit = costs.of(budget)
     within = [widths for widths in legal if cost(widths) <= budget.limit]
@@ -250,15 +241,14 @@ def fit(budget: Budget, costs: Costs, legal: list[Widths] | None = None) -> list
 
 
 def predicted(costs: Costs, even: Widths) -> Cost:
-    """Milliseconds as a line: those of even widths, and a measured slope for the blocks of each kind."""
+    """Milliseconds as a line: those of even widths, and a measured slope for each kind."""
     base, slopes = costs.milliseconds(even), {}
     for kind in KINDS:
         groups = [g for g in costs.block_map.groups if g.kind == kind]
         n = sum(even[g.name] - g.least for g in groups)
         less = costs.milliseconds(even | {g.name: g.least for g in groups}) if n else 0.0
-        slopes[kind] = max(
-            (base - less) / max(1, n), base / 1e4
-        )  # a clock may find less to be slower
+        # a clock may find less to be slower
+        slopes[kind] = max((base - less) / max(1, n), base / 1e4)
 
     def milliseconds(widths: Widths) -> float:
         groups = costs.block_map.groups

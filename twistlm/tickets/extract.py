@@ -144,15 +144,6 @@ def check_target(folder: Path) -> None:
         raise ValueError(f"--out {folder}: {above} {what}: choose another folder")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Widths to cut, best first (a latency may need a smaller one), and how they were found."""
-
-    costs: Costs
-    widths: list[Widths]
-    measured: MeasuredWidths | None = None
-
-
 def choose(parent: Parent, request: TicketRequest, bar: Progress) -> Ticket:
     """Fit the budget, pick the blocks, cut the ticket and measure it; nothing is written."""
     how, budget = pick_for(parent, request.how), request.budget
@@ -160,12 +151,12 @@ def choose(parent: Parent, request: TicketRequest, bar: Progress) -> Ticket:
     calibration = None
     if how.needs_calibration:
         calibration = calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
-    choice = _choose_widths(parent, request, how, bar)
+    costs, candidates, measured = _choose_widths(parent, request, how, bar)
     dtype = getattr(torch, request.dtype)
     central = parent.central
     whole = build(parent.template, parent.block_map, central.layout, central.weights, gates="none")
     full = whole.model.to(dtype)  # timed beside the ticket
-    for widths in choice.widths:
+    for widths in candidates:
         blueprint, based_on = pick_blocks(
             parent,
             widths,
@@ -185,17 +176,17 @@ def choose(parent: Parent, request: TicketRequest, bar: Progress) -> Ticket:
             break
     else:  # the machine was quicker while the budget was fitted
         raise impossible(budget, took.decode_ms, "ms")
-    shapes, measured = huggingface.shapes(model), choice.measured
+    shapes = huggingface.shapes(model)
     n_params = sum(param.numel() for param in model.parameters())
     n_bytes = weights_bytes(shapes, request.dtype)
     asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
     if budget.kind != "ratio":  # which is met by construction
         spent = {"params": n_params, "size": n_bytes, "latency": took.decode_ms}
-        spent["memory"] = choice.costs.memory(widths, budget.context)
+        spent["memory"] = costs.memory(widths, budget.context)
         asked |= {"limit": budget.limit, "spent": spent[budget.kind]}
     if budget.context:
         asked["context"] = budget.context
-    by_loss = measured is not None and widths == measured.widths
+    by_loss = measured if measured is not None and widths == measured.widths else None
     proof: dict[str, Any] = {
         "parent": {
             "source": parent.source,
@@ -205,7 +196,7 @@ def choose(parent: Parent, request: TicketRequest, bar: Progress) -> Ticket:
         },
         "budget": asked,
         "pick": {"how": how.asked, "seed": request.seed, **based_on},
-        "spend": measured.to_dict() if by_loss and measured else {"how": "even"},
+        "spend": by_loss.to_dict() if by_loss else {"how": "even"},
         "whole": widths == parent.block_map.full_widths(),
         "n_params": n_params,
         "bytes": n_bytes,
@@ -240,8 +231,13 @@ def _perplexity(model: PreTrainedModel, ready: Evaluator, bar: Progress) -> dict
     return {"ticket": ticket, "parent": full, "data": text.file.stem, "n_tokens": n_tokens}
 
 
-def _choose_widths(parent: Parent, request: TicketRequest, how: Pick, bar: Progress) -> Choice:
-    """Widths that the budget buys; measured losses decide where even ones leave a choice."""
+def _choose_widths(
+    parent: Parent, request: TicketRequest, how: Pick, bar: Progress
+) -> tuple[Costs, list[Widths], MeasuredWidths | None]:
+    """What subnets cost, and widths that the budget buys: the best first, smaller ones after it.
+
+    Measured losses decide where even widths leave a choice.
+    """
     budget, block_map = request.budget, parent.block_map
     most = getattr(parent.template.config, "max_position_embeddings", None)
     if most is not None and budget.context > most:
@@ -271,16 +267,11 @@ def _choose_widths(parent: Parent, request: TicketRequest, how: Pick, bar: Progr
         measured = _where_it_hurts_least(parent, request, how, costs, even[0], bar)
     bar.update(clock, total=len(timed))  # the bisection is over: it never knew how many
     better = [] if measured is None or measured.widths in even else [measured.widths]
-    return Choice(costs, better + even, measured)
+    return costs, better + even, measured
 
 
 def _where_it_hurts_least(
-    parent: Parent,
-    request: TicketRequest,
-    how: Pick,
-    costs: Costs,
-    even: Widths,
-    bar: Progress,
+    parent: Parent, request: TicketRequest, how: Pick, costs: Costs, even: Widths, bar: Progress
 ) -> MeasuredWidths | None:
     """Widths by measured sensitivity; None, with the reason printed, where there is no text."""
     budget, block_map = request.budget, parent.block_map
@@ -296,9 +287,10 @@ def _where_it_hurts_least(
     first = sensitivity.loss(even)
     seconds = n * (time.monotonic() - began)
     if seconds > LONG:
+        span = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
         console.print(
-            f"measuring what each layer is worth: up to {n} losses, about {_span(seconds)}; "
-            "--spend even needs none of them, fewer --tokens less time"
+            f"measuring what each layer is worth: up to {n} losses, about {span}; --spend even "
+            "needs none of them, fewer --tokens less time"
         )
 
     def loss(widths: Widths) -> float:
@@ -310,10 +302,6 @@ def _where_it_hurts_least(
     found = measured_widths(block_map, even, budget.limit, cost, loss)
     bar.update(task, completed=n)
     return found
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 
 @torch.no_grad()
