@@ -347,7 +347,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def room():
-    """At most 3 GB beyond what the process has: code that takes 10 GB fails instead of taking them."""
+    """At most 3 GB beyond what the process has: code that would take 10 GB fails."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + (3 << 30)
@@ -450,7 +450,7 @@ def test_a_gguf_without_sizes(tmp_path, room):
 
 @pytest.mark.parametrize(("key", "value"), [("n_embd", 49152), ("n_layer", 10**9)])
 def test_a_config_that_promises_more_than_the_weights_hold(tmp_path, home, room, key, value):
-    """A folder, a ticket and a checkpoint whose hashes somebody updated: refused by their headers."""
+    """A folder, ticket and checkpoint whose hashes somebody updated: refused by their headers."""
     cfg = tiny(make_tokens(tmp_path / "tokens"), tmp_path / "run")
     model = huggingface.load(cfg.model, 0)
     central, progress = random_central(model, cfg), random_progress(model, cfg)
