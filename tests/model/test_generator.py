@@ -313,3 +313,30 @@ def test_deployment_draws_uniform_subsets_that_differ_and_repeat():
     draws += [generator.for_deployment(block_map, widths, seed=i) for i in (1, 2, 3)]
     assert all(a != b for a, b in combinations(draws, 2))
     assert draws[7] == generator.for_deployment(block_map, widths, seed=0, draw=7)
+
+
+@pytest.mark.parametrize("ks", [(6, 6, 6, 6), (12, 6, 6, 6), (3, 3, 3, 3)])
+def test_smaller_workers_hold_the_first_of_the_order_in_turn(ks):
+    """Every block is held in every round; the others' blocks are as random as ever."""
+    block_map = a_map(12, 12)
+    order = {
+        "layers.0.attn": tuple(range(11, -1, -1)),
+        "layers.0.ffn": (5, 3, *range(6, 12), 0, 1, 2, 4),
+    }
+    cfg = BlocksConfig(k_attn=ks, k_ffn=ks, widths="worker", deal="order", nested=0.25)
+    small, firsts, others = [s for s in range(4) if ks[s] < 12], Counter(), Counter()
+    for r in range(300):
+        dealt = generator.for_training(block_map, 4, cfg, seed=1, round=r, order=order)
+        for name, ranked in order.items():
+            hands = [blueprint[name] for blueprint in dealt]
+            assert tuple(map(len, hands)) == ks
+            assert set().union(*hands) == set(range(12))
+            first = small[r % len(small)]
+            assert set(hands[first]) == set(ranked[: ks[first]])
+            firsts[first] += 1
+            others.update(b for s in small if s != first for b in hands[s] if name.endswith("attn"))
+    assert set(firsts.values()) == {600 // len(small)}
+    if ks[0] == 12:  # a whole worker holds what is left, so that theirs are uniform
+        return
+    late = [others[b] for b in range(12) if b not in order["layers.0.attn"][: ks[0]]]
+    assert max(late) < 1.2 * min(late)

@@ -13,6 +13,7 @@ from ..config import BlocksConfig
 from .blocks import KINDS, BlockMap, Blueprint, Kind, Widths, check_common
 
 Held = Mapping[str, Sequence[int]]  # group name -> how often each block was dealt so far
+Order = Mapping[str, tuple[int, ...]]  # group name -> all its blocks, those to keep longest first
 
 
 def legal_range(n_blocks: int, n_workers: int, n_common: int) -> tuple[int, int]:
@@ -29,9 +30,11 @@ def deal(
     held: Sequence[int] | None = None,
     *,
     partial: bool = False,
+    fixed: Mapping[int, Sequence[int]] | None = None,
 ) -> list[tuple[int, ...]]:
     """Deal widths[s] blocks to worker s: all get `common`, and every block goes to someone.
 
+    Workers in `fixed` hold these blocks, and what is left goes to the others.
     Extra slots are filled uniformly, or, where `held` gives the counts so far, with the blocks held
     least. In a `partial` deal to few workers some blocks may go to nobody.
     """
@@ -44,7 +47,10 @@ def deal(
             f"{list(widths)} covers every block"
         )
     hands: list[list[int]] = [list(common) for _ in widths]
-    rest = [block for block in range(n_blocks) if block not in set(common)]
+    for s, blocks in (fixed or {}).items():
+        hands[s] = list(blocks)
+    dealt = {block for hand in hands for block in hand}
+    rest = [block for block in range(n_blocks) if block not in dealt]
     rng.shuffle(rest)  # repair 1: the printed algorithm deals in index order
     order = rng.sample(range(n_workers), n_workers)  # who is served first changes too
     for _ in range(n_blocks):  # round robin over workers with room left
@@ -146,8 +152,11 @@ def for_training(
     round: int,
     held: Held | None = None,
     present: Sequence[tuple[int, Mapping[Kind, int]]] | None = None,
+    order: Order | None = None,
 ) -> list[Blueprint]:
-    """One blueprint per worker for this round; `held` is read by the `balanced` deal only.
+    """One blueprint per worker for this round.
+
+    `held` is read by the `balanced` deal only, `order` by the deal along it.
 
     `present` are the workers that are there, as places in 0..n_workers-1 and K of their own. When
     all are there and bring none, this is the same deal.
@@ -165,10 +174,20 @@ def for_training(
         if blocks.deal == "balanced":
             so_far = held[group.name] if held else [0] * group.n_blocks
         common = blocks.common(group.kind) if blocks.common_by == "index" else group.common
-        hands = deal(rng, group.n_blocks, widths, common, so_far, partial=partial)
+        fixed = {}
+        if blocks.deal == "order" and order and (small := _smaller(widths, group.n_blocks)):
+            first = small[round % len(small)]  # every smaller worker in turn
+            ahead = [block for block in order[group.name] if block not in common]
+            fixed[first] = [*common, *ahead[: widths[first] - len(common)]]
+        hands = deal(rng, group.n_blocks, widths, common, so_far, partial=partial, fixed=fixed)
         for blueprint, hand in zip(blueprints, hands, strict=True):
             blueprint[group.name] = hand
     return blueprints
+
+
+def _smaller(widths: Sequence[int], n_blocks: int) -> list[int]:
+    """Workers that hold less than all blocks."""
+    return [s for s, k in enumerate(widths) if k < n_blocks]
 
 
 def counted(held: Held, blueprints: Sequence[Blueprint]) -> Held:

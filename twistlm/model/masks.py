@@ -9,7 +9,7 @@ functions of (seed, round, place).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ..config import BlocksConfig, Kind, Method
 from .blocks import BlockGroup, BlockMap, Blueprint, Widths
+from .generator import Order
 
-Order = Mapping[str, tuple[int, ...]]  # group name -> all its blocks, those to keep longest first
+FIRST_NESTED = 0.75  # share of masks along the order of a worker that holds its first K
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,14 @@ def draw(
 
     A mask of width w keeps the common blocks and w - |C| others: random ones, or, in a share
     `nested` of all masks, the first of `order` that are held. `scale(group, w)` is what kept ones
-    are multiplied by.
+    are multiplied by. With `blocks.deal = "order"` the worker that holds the first K takes more of
+    its masks along the order, and one that holds everything takes widths that others cannot.
     """
     shape = (turn.n_steps, turn.n_rows)
     random = _random(f"masks/{turn.seed}/{turn.round}/{turn.place}")
-    nested = random.random_sample(shape) < blocks.nested
+    by_order = blocks.deal == "order"
+    first = by_order and _holds_first(block_map, held, order)
+    nested = random.random_sample(shape) < (FIRST_NESTED if first else blocks.nested)
     steps = turn.round * turn.n_steps + np.arange(turn.n_steps)
     at = (steps + turn.place)[:, None] * turn.n_rows + np.arange(
         turn.n_rows
@@ -74,6 +78,8 @@ def draw(
             keys = np.where(nested[..., None], ranks / group.n_blocks, keys)
         keys[..., list(group.common)] = -1.0
         sizes = np.array(widths_of(blocks, group.kind, method) or (len(mine),))
+        if by_order and len(mine) == group.n_blocks and any(sizes > min(blocks.k(group.kind))):
+            sizes = sizes[sizes > min(blocks.k(group.kind))]  # what smaller workers cannot train
         sizes = np.minimum(sizes, len(mine))
         factors = np.array([scale(group, int(w)) for w in sizes])
         place = (
@@ -82,6 +88,12 @@ def draw(
         pick = at % len(sizes)
         pieces.append((place < sizes[pick][..., None]) * factors[pick][..., None])
     return torch.from_numpy(np.concatenate(pieces, -1))
+
+
+def _holds_first(block_map: BlockMap, held: Blueprint, order: Order) -> bool:
+    """Whether a worker holds the first K of the order, and not everything."""
+    widths = block_map.widths(held)
+    return widths != block_map.full_widths() and held == prefixes(block_map, order, widths)
 
 
 def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
@@ -118,6 +130,8 @@ def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
     if blocks.masks == "round" and method == "twist" and (given or blocks.nested):
         name, value = next(iter(given.items()), ("blocks.nested", blocks.nested))
         raise ValueError(f"{name} = {value} needs blocks.masks = 'step' or 'sequence'")
+    if blocks.deal == "order" and not blocks.nested:
+        raise ValueError("blocks.deal = 'order' needs an order of blocks: blocks.nested above 0")
 
 
 def _random(name: str) -> np.random.RandomState:

@@ -137,6 +137,7 @@ def deal(run: Run, progress: Progress, present: Present) -> Deal:
         round=progress.round,
         held=progress.held,
         present=present,
+        order=progress.order,
     )
     return deal_of(run.segments, progress.round, blueprints)
 
