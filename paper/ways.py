@@ -33,6 +33,10 @@ HALF_DECAY = "train.weight_decay=0.05"  # of the preset's 0.1
 # a single worker's gradient is noisier: v averages it over longer than with the preset's 0.95
 BETA2 = {beta2: f"train.betas=[0.9, {beta2}]" for beta2 in (0.98, 0.99)}
 WHOLE = (*BYTES, "blocks.nested=0.5")
+SLOWER = (HALF_DECAY, BETA2[0.98])
+# workers that hold half of the blocks, or one that holds all among them, dealt along the order
+HALF = ("blocks.deal=order", "blocks.k_attn=[6]", "blocks.k_ffn=[6]", *SLOWER)
+MIXED = ("blocks.deal=order", "blocks.widths=worker", "blocks.k_attn=[12, 6, 6, 6]", *SLOWER)
 SHARE = 0.4  # of the usual interval: six steps
 OFTEN = 4 / 15  # of it: four steps
 
@@ -53,6 +57,12 @@ WAYS: dict[str, Way] = {
     ),
     f"{OFTEN_NAME}, half the decay, beta2 0.99": Way(
         TWIST_FRESH, (4,), (*BYTES, HALF_DECAY, BETA2[0.99]), OFTEN
+    ),
+    "TwIST, half workers": Way(
+        TWIST_FRESH, (4, 3), (*BYTES, *HALF), SHARE, (6, 6, 6, 6, 4, 4, 3, 3)
+    ),
+    "TwIST, one whole, the rest half": Way(
+        TWIST_FRESH, (4, 3), (*BYTES, *MIXED, "blocks.k_ffn=[12, 6, 6, 6]"), SHARE
     ),
     TWIN_NAME: Way(TWIN, (2, 3)),
     f"{TWIN_NAME}, half the decay": Way(TWIN, (2,), (HALF_DECAY,)),
