@@ -204,7 +204,7 @@ def best_scaled(parent: Parent, request: ScoreRequest) -> tuple[Parent, str]:
 def write_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:
     """Extract the ticket that `extract` would take, load it back from disk and let it write."""
     seed = parent.cfg.run.seed
-    request = TicketRequest(ratio=TICKET, seed=seed, tokens=n_tokens)
+    request = TicketRequest(ratio=(TICKET,), seed=seed, tokens=n_tokens)
     proof = write(parent, folder, request, quiet=True).proof
     ticket: Any = deploy.load_ticket(folder)
     tok = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -55,7 +55,8 @@ def with_requests(command: Callable[..., Any]) -> Callable[..., Any]:
     A field is made by `fields.option`, or it is left to its default. The command gets the objects.
     """
     hints = typing.get_type_hints(command, include_extras=True)
-    plain, requests = [], {}
+    plain: list[inspect.Parameter] = []
+    requests: dict[str, Any] = {}
     for name, given in inspect.signature(command).parameters.items():
         if dataclasses.is_dataclass(hints[name]):
             requests[name] = hints[name]
@@ -89,9 +90,10 @@ def _options(request: type) -> Iterator[inspect.Parameter]:
     for field in dataclasses.fields(request):
         if not (about := field.metadata):
             continue
-        hint, default = hints[field.name], field.default
+        hint: Any = hints[field.name]
+        default: Any = field.default
         if typing.get_origin(hint) is tuple:
-            hint, default = list[typing.get_args(hint)[0]], list(default)  # type: ignore[misc]
+            hint, default = list[typing.get_args(hint)[0]], list(default)
         make = typer.Argument if about["argument"] else typer.Option
         names = about["names"] or ((f"--{field.name.replace('_', '-')}",) if hint is bool else ())
         said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
