@@ -93,7 +93,7 @@ def _options(request: type) -> Iterator[inspect.Parameter]:
         hint: Any = hints[field.name]
         default: Any = field.default
         if typing.get_origin(hint) is tuple:
-            hint, default = list[typing.get_args(hint)[0]], list(default)
+            hint, default = list[typing.get_args(hint)[0]], list(default)  # type: ignore[misc]
         make = typer.Argument if about["argument"] else typer.Option
         names = about["names"] or ((f"--{field.name.replace('_', '-')}",) if hint is bool else ())
         said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
