@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import itertools
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,10 +35,6 @@ def logits(model, ids) -> np.ndarray:
     return model(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
 
 
-def nodes(folder) -> list[str]:
-    return [node.op_type for node in onnx.load(folder / exporter.FILE).graph.node]
-
-
 @pytest.mark.parametrize(
     ("name", "attn_by", "layers"),
     [
@@ -57,7 +51,7 @@ def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
     if model.config.tie_word_embeddings:  # one matrix in the file, too
         stored = onnx.load(tmp_path / "out/model.onnx").graph.initializer
         assert sum(model.config.vocab_size in tensor.dims for tensor in stored) == 1
-    want, runner = logits(model, IDS), exporter.load(tmp_path / "out", threads=1)
+    want, runner = logits(model, IDS), exporter.OnnxRunner(tmp_path / "out", threads=1)
     for row, n in ((0, 1), (1, 9), (2, 23)):  # a new prompt forgets the one before
         ids = IDS[row].tolist()
         assert np.abs(runner.prefill(ids[:n], n) - want[row, :n]).max() < 1e-4
@@ -91,11 +85,8 @@ def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
     # a row with padding to its left computes what it computes alone
     mask = np.ones((3, 24), np.int64)
     mask[1, :6] = 0
-    feed = {
-        "input_ids": IDS,
-        "attention_mask": mask,
-        "position_ids": np.maximum(mask.cumsum(1) - 1, 0),
-    }
+    positions = np.maximum(mask.cumsum(1) - 1, 0)
+    feed = {"input_ids": IDS, "attention_mask": mask, "position_ids": positions}
     out = session.run(["logits"], feed | dict(zip(caches, empty, strict=True)))[0]
     assert np.abs(out[0] - want[0]).max() < 1e-4
     assert np.abs(out[1, 6:] - logits(model, IDS[1:2, 6:])[0]).max() < 1e-4
@@ -113,7 +104,7 @@ def test_the_graph_of_a_stock_ticket_writes_the_same_text(name, tmp_path):
     assert not (tmp_path / "ticket/modeling_ticket.py").exists()  # stock
     model = deploy.load_ticket(tmp_path / "ticket")
     exporter.export(model, tmp_path / "out")
-    runner, prompt = exporter.load(tmp_path / "out", threads=1), IDS[:1, :10]
+    runner, prompt = exporter.OnnxRunner(tmp_path / "out", threads=1), IDS[:1, :10]
     found = runner.prefill(IDS[0].tolist(), 24)
     assert np.abs(found - logits(model, IDS[:1])[0]).max() < 1e-4
     greedy = model.generate(torch.tensor(prompt), max_new_tokens=20, do_sample=False)[0, 10:]
@@ -126,13 +117,14 @@ def test_eight_bits_from_the_command_line(tmp_path):
     deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
     data = make_tokens(tmp_path / "tokens", 400)
     (tmp_path / "out").mkdir()  # an earlier export, with a file of the user in it
-    (tmp_path / "out/export.json").write_text('{"format": "onnx"}')
+    for name in ("export.json", "model.onnx"):
+        (tmp_path / "out" / name).touch()
     (tmp_path / "out/notes.txt").write_text("mine")
     arguments = ["export", str(tmp_path / "ticket"), "--to", "onnx", "-o", str(tmp_path / "out")]
     arguments += ["--type", "q8", "--data", data]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert "onnxruntime q8" in result.output
-    found = nodes(tmp_path / "out")
+    found = [node.op_type for node in onnx.load(tmp_path / "out/model.onnx").graph.node]
     assert found.count("MatMulNBits") == 4 + 1  # qkv, out, two of the FFN; the head
     record = json.loads((tmp_path / "out" / "export.json").read_text())
     torch_, f32, q8 = record["verified"]
@@ -146,13 +138,11 @@ def test_eight_bits_from_the_command_line(tmp_path):
     assert 1e-4 < q8["prefill_delta"] < 0.5
     assert q8["n_bytes"] < f32["n_bytes"]
     assert (tmp_path / "out/notes.txt").read_text() == "mine"
-    runner = exporter.load(tmp_path / "out")
+    runner = exporter.OnnxRunner(tmp_path / "out")
     assert np.abs(runner.prefill(IDS[0].tolist(), 24) - logits(model, IDS[:1])[0]).max() < 0.5
 
 
 def test_bad_input(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"no model\.onnx"):
-        exporter.load(tmp_path)
     model = tiny_ticket("gpt2", "head", tmp_path / "parent")
     with pytest.raises(ValueError, match="f32, q8"):
         exporter.export(model, tmp_path / "out", "q4")
@@ -168,34 +158,24 @@ def test_bad_input(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["parent", "thesis"]
 
 
-def test_a_wrong_graph_gets_no_name(tmp_path):
-    """The check that every float32 export must pass refuses what is not torch's."""
+def test_the_rows_of_a_check(tmp_path):
+    """A float32 export must pass what torch passes, and no other model, and no bad cache."""
     model = tiny_ticket("gpt2", "head", tmp_path / "parent")
+    text = Text(open_tokens(make_tokens(tmp_path / "tokens", 400)), 16, first=3)
     goal = verify.reference(model, None)
-    runner = verify.TorchRunner(tiny_ticket("gpt2", "head", tmp_path / "other", n_embd=64))
-    row = verify.check("another model", runner, goal, None, 0)
+    ours = verify.torch_row(model, goal, text)
+    verify.demand_equal(ours, goal)
+    assert ours.perplexity == pytest.approx(perplexity(model, text, "float32"), rel=1e-6)
+    console = Console(width=150, file=io.StringIO())
+    console.print(verify.table([ours, replace(ours, n_bytes=5_242_880)]))
+    assert " 5.2 " in console.file.getvalue()  # millions of bytes
+
+    other = verify.TorchRunner(tiny_ticket("gpt2", "head", tmp_path / "other", n_embd=64))
+    row = verify.check("another model", other, goal, None, 0)
     assert row.n_equal < row.n_tokens
     for less in ({}, {"prefill_delta": 0.0}, {"decode_delta": 0.0}):
         with pytest.raises(ValueError, match="nothing was written"):
             verify.demand_equal(replace(row, **less), goal)
-    verify.demand_equal(verify.torch_row(model, goal, None), goal)
-
-
-def test_the_rows_of_a_check(tmp_path, monkeypatch):
-    """A clock that is a second later at every look: tokens per second, millions of bytes."""
-    model = tiny_ticket("gpt2", "head", tmp_path / "parent")
-    text = Text(open_tokens(make_tokens(tmp_path / "tokens", 400)), 16, first=3)
-    goal = verify.reference(model, None)
-    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
-    monkeypatch.setattr(verify, "time", clock)
-    ours = verify.torch_row(model, goal, text)
-    row = verify.check("again", verify.TorchRunner(model), goal, text, 5_242_880)
-    assert row.decode_speed == len(goal.tokens)
-    assert row.prefill_speed == ours.prefill_speed == text.n_sequences * 16
-    assert row.perplexity == pytest.approx(ours.perplexity, rel=1e-6)
-    console = Console(width=150, file=io.StringIO())
-    console.print(verify.table([ours, row]))
-    assert " 5.2 " in console.file.getvalue()
 
     class Forgetful(verify.TorchRunner):
         """Right about the prompt, and every token after it is its first."""

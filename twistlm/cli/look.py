@@ -59,12 +59,12 @@ def play(
     nothing from the network and reports nothing.
     """
     changes = known(overrides)
+    from ..export import need
     from ..play import page
     from ..play.process import ModelProcess
     from ..system.terminal import console, progress
 
-    if not page.installed():
-        raise ValueError("the page needs gradio: pip install -e '.[play]'")
+    need("the page", "play", "gradio")
     run = next(
         (p for p in (Path(source), *Path(source).parents[:2]) if (p / "run.json").is_file()), None
     )

@@ -156,9 +156,6 @@ def verify(
         raise ValueError("; ".join(damages))
 
 
-STEPS = {("gguf", ""): 4, ("onnx", ""): 3, ("onnx", "q8"): 4}  # that an export tells of
-
-
 @app.command(
     epilog="Examples:\n\n"
     "twistlm export runs/ticket --to gguf -o ticket.gguf --data data/test\n\n"
@@ -194,7 +191,7 @@ def export(
     from ..data.token_file import open_tokens
     from ..export import gguf, onnx, verify
     from ..model.huggingface import vocab_size
-    from ..system.terminal import console, progress
+    from ..system.terminal import console, waiting
     from ..tickets.runnable import open_runnable
 
     opened = open_runnable(source, "cpu")
@@ -205,18 +202,9 @@ def export(
         text = Text(open_tokens(data), min(1024, most), tokens, batch=1)
         text.file.check(text.seq_len, vocab_size(model))
     write = {"gguf": gguf.export, "onnx": onnx.export}[to]
-    with tempfile.TemporaryDirectory() as folder, progress() as bar:
-        type_ = type_ or FORMATS[to][0]
-        total = STEPS.get((to, type_), STEPS[to, ""])
-        task = bar.add_task(f"export to {to}", total=total, note="")
-        done = iter(range(total))
-
-        def tell(step: str) -> None:
-            bar.update(task, completed=next(done), note=step)
-
-        tokenizer = opened.tokenizer_file(Path(folder))
-        rows = write(model, out, type_, tokenizer, text, prompt or verify.PROMPT, tell)
-        bar.update(task, completed=total)
+    with tempfile.TemporaryDirectory() as folder, waiting.status(f"export to {to}") as status:
+        tokenizer, type_ = opened.tokenizer_file(Path(folder)), type_ or FORMATS[to][0]
+        rows = write(model, out, type_, tokenizer, text, prompt or verify.PROMPT, status.update)
     console.print(verify.table(rows))
     if to == "gguf" and len(rows) == 1:
         console.print("not run in llama.cpp, which is not installed: pip install -e '.[llama]'")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,40 +22,24 @@ def quantize_(path: Path, type_: str) -> None:
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type_.upper()}")
     target = path.with_suffix(".quantized")
-    with _quiet():
-        failed = llama_cpp.llama_model_quantize(str(path).encode(), str(target).encode(), params)
-    if failed:
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # it tells of every tensor
+    if llama_cpp.llama_model_quantize(str(path).encode(), str(target).encode(), params):
         raise ValueError(f"llama.cpp cannot quantize this model to {type_}")
     os.replace(target, path)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """llama.cpp tells of every tensor on stderr."""
-    import llama_cpp
-
-    sink = llama_cpp.llama_log_callback(lambda level, text, data: None)
-    llama_cpp.llama_log_set(sink, ctypes.c_void_p(0))
-    try:
-        yield
-    finally:
-        from llama_cpp._logger import llama_log_callback
-
-        llama_cpp.llama_log_set(llama_log_callback, ctypes.c_void_p(0))
-
-
-def load(
-    path: Path, n_ctx: int, *, threads: int = 0, all_logits: bool = False, exact: bool = False
-) -> LlamaRunner:
-    """Open a GGUF file; `exact` keeps the KV cache in float32, where llama.cpp's own way is f16."""
-    need("llama.cpp (it compiles)", "llama", "llama_cpp")
-    return LlamaRunner(path, n_ctx, threads, all_logits, exact)
-
-
 class LlamaRunner(Runner):
-    """A model in llama.cpp; `all_logits` for prefill's n_logits > 1."""
+    """A GGUF file in llama.cpp; `all_logits` for n_logits > 1, `exact` for a float32 KV cache."""
 
-    def __init__(self, path: Path, n_ctx: int, threads: int, all_logits: bool, exact: bool):
+    def __init__(
+        self,
+        path: Path,
+        n_ctx: int,
+        threads: int = 0,
+        all_logits: bool = False,
+        exact: bool = False,
+    ):
+        need("llama.cpp (it compiles)", "llama", "llama_cpp")
         import llama_cpp
 
         # flash attention takes other widths in every layer, but rounds keys and values to f16
@@ -75,14 +58,14 @@ class LlamaRunner(Runner):
         self._last = llama_cpp.llama_get_logits_ith
         self._all_logits = all_logits
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self._llm.reset()
 
     def tokenize(self, text: str) -> list[int]:
         """llama.cpp's own tokens of a text."""
         return self._llm.tokenize(text.encode(), special=True)
 
-    def _read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+    def read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
         self._llm.eval(list(ids))
         if self._all_logits:
             return self._llm.scores[self._llm.n_tokens - n_logits : self._llm.n_tokens].copy()

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers import PreTrainedTokenizerFast
 
 ROLES = ("system", "user", "assistant")
 ELSEWHERE = (
@@ -20,33 +19,23 @@ ELSEWHERE = (
 def modelfile(gguf: str, tokenizer: Path | None) -> str:
     """The Modelfile of a GGUF file, with a chat format if it can say what the tokenizer's says."""
     lines = [f"FROM ./{gguf}"]
-    template = tokenizer.parent / "chat_template.jinja" if tokenizer else None
-    if template is not None and template.is_file():
-        special, words = _special(template.parent), Tokenizer.from_file(str(tokenizer))
-        bare = words.encode("a", add_special_tokens=False).ids
-        adds = words.encode("a").ids[0] != bare[0]  # then the runtime does, too
-        added = special.get("bos_token", "") if adds else ""
-        lines += _chat(template.read_text(), special, added)
+    if tokenizer is not None and (tokenizer.parent / "chat_template.jinja").is_file():
+        lines += _chat(PreTrainedTokenizerFast.from_pretrained(tokenizer.parent))
     return "\n".join(lines) + "\n"
 
 
-def _chat(template: str, special: dict[str, str], added: str) -> list[str]:
+def _chat(tokenizer: Any) -> list[str]:
     """TEMPLATE, SYSTEM and the stop word, found by rendering a talk whose words are known.
 
     Ollama writes a turn as system, prompt and answer, each between two strings. They are read off
-    the rendered talk; a template that does more than that is left to Ollama's own list. `added` is
-    what the runtime puts before a text by itself.
+    the rendered talk; a template that does more than that is left to Ollama's own list.
     """
+    adds = tokenizer("a").input_ids[0] != tokenizer("a", add_special_tokens=False).input_ids[0]
+    added = (adds and tokenizer.bos_token) or ""  # the runtime puts it before a text by itself
 
     def render(*talk: tuple[str, str], ask: bool = False) -> str:
         messages = [{"role": role, "content": words} for role, words in talk]
-        render_talks: Any = render_jinja_template  # its types know of no words for the template
-        (made,), _ = render_talks(
-            conversations=[messages],
-            chat_template=template,
-            add_generation_prompt=ask,
-            **special,
-        )
+        made = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
         return made.removeprefix(added)
 
     talk = [("system", "@S@"), ("user", "@U@"), ("assistant", "@A@"), ("user", "@V@")]
@@ -66,10 +55,9 @@ def _chat(template: str, special: dict[str, str], added: str) -> list[str]:
     whole = before["system"] + default + after["system"] if default else ""
     if (made, first, alone) != (render(*talk), head + turn, whole + turn) or '"""' in made:
         return [ELSEWHERE]
-    optional = (("system", ".System"), ("user", ".Prompt"))
     parts = [
         f"{{{{ if {field} }}}}{before[role]}{{{{ {field} }}}}{after[role]}{{{{ end }}}}"
-        for role, field in optional
+        for role, field in (("system", ".System"), ("user", ".Prompt"))
     ]
     answer = f"{before['assistant']}{{{{ .Response }}}}{after['assistant']}"
     lines = [f'TEMPLATE """{"".join(parts)}{answer}"""']
@@ -84,20 +72,6 @@ def _split(text: str, words: list[str]) -> list[str]:
     """The strings around known words, in order."""
     pieces = []
     for word in words:
-        before, found, text = text.partition(word)
-        if not found:
-            raise ValueError(f"{word} is not written as it is")
+        before, text = text.split(word, 1)  # ValueError where it is not written as it is
         pieces.append(before)
     return [*pieces, text]
-
-
-def _special(folder: Path) -> dict[str, Any]:
-    """bos and eos as text, which templates may name."""
-    path = folder / "tokenizer_config.json"
-    plain = json.loads(path.read_text()) if path.is_file() else {}
-    found = {name: plain.get(name) for name in ("bos_token", "eos_token")}
-    return {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in found.items()
-        if token
-    }

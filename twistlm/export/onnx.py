@@ -18,7 +18,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ def export(
     need("ONNX", "onnx", "onnx", "onnxscript", "onnxruntime")
     if type_ not in ONNX_TYPES:
         raise ValueError(f"--type {type_}: ONNX is written as {', '.join(ONNX_TYPES)}")
-    if folder.exists() and not _is_export(folder):
+    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_file() or (held and not {FILE, RECORD} <= held):
         raise ValueError(f"--out {folder} exists and is no ONNX export: choose another folder")
     tell("run torch")
     goal = verify.reference(model, tokenizer, prompt)
@@ -89,22 +90,6 @@ def export(
     return rows
 
 
-def _is_export(folder: Path) -> bool:
-    """An earlier export, or an empty folder."""
-    if (folder / RECORD).is_file():
-        with suppress(ValueError, TypeError):
-            return "format" in manifest.read_json(folder / RECORD)
-    return folder.is_dir() and not any(folder.iterdir())
-
-
-def load(folder: Path, threads: int = 0) -> OnnxRunner:
-    """The runner of an exported folder; 0 threads leave onnxruntime's choice."""
-    need("ONNX", "onnx", "onnxruntime")
-    if not (folder / FILE).is_file():
-        raise ValueError(f"{folder} is no ONNX export: it has no {FILE}")
-    return OnnxRunner(folder, threads)
-
-
 class OnnxRunner(verify.Runner):
     """A model in onnxruntime."""
 
@@ -120,12 +105,11 @@ class OnnxRunner(verify.Runner):
         caches = self._session.get_inputs()[len(INPUTS) :]
         self._names = [cache.name for cache in caches]
         self._empty = [np.zeros((1, c.shape[1], 0, c.shape[3]), np.float32) for c in caches]
+
+    def forget(self) -> None:
         self._past = self._empty
 
-    def _forget(self) -> None:
-        self._past = self._empty
-
-    def _read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+    def read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
         n_past = self._past[0].shape[2]
         inputs = {
             "input_ids": np.array([ids], np.int64),
@@ -163,13 +147,10 @@ class _HeadFrom(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         end, dim = torch.tensor([2**31 - 1]), torch.tensor([1])
-        kept = torch.onnx.ops.symbolic(
-            "Slice",
-            (states, self.start, end, dim),
-            dtype=states.dtype,
-            shape=states.shape,
+        at = (states, self.start, end, dim)
+        return self.head(
+            torch.onnx.ops.symbolic("Slice", at, dtype=states.dtype, shape=states.shape)
         )
-        return self.head(kept)
 
 
 class _Graph(nn.Module):
@@ -226,15 +207,10 @@ def _write(model: PreTrainedModel, path: Path, untie: bool) -> None:
     cache = DynamicCache()
     model(input_ids=ids[:, :3], past_key_values=cache, use_cache=True)
     past = _flat(cache)
-    program = torch.onnx.export(
+    mask, positions = torch.ones(2, 8).long(), torch.arange(3, 8).expand(2, -1)
+    program: Any = torch.onnx.export(
         _Graph(plain).eval(),
-        (
-            ids,
-            torch.ones(2, 8).long(),
-            torch.arange(3, 8).expand(2, -1),
-            past,
-            torch.zeros(1).long(),
-        ),
+        (ids, mask, positions, past, torch.zeros(1).long()),
         dynamo=True,
         verbose=False,
         input_names=[*_names(model, "past_key_values"), FROM],
@@ -247,7 +223,6 @@ def _write(model: PreTrainedModel, path: Path, untie: bool) -> None:
             "logits_from": None,
         },
     )
-    assert program is not None
     graph = program.model.graph
     start = graph.inputs[-1]
     cut = {start}  # and what is as short as the wanted logits
@@ -256,7 +231,6 @@ def _write(model: PreTrainedModel, path: Path, untie: bool) -> None:
         if cut.intersection(node.inputs):
             for value in node.outputs:
                 cut.add(value)
-                assert value.shape is not None
                 value.shape[1] = "kept"
     start.const_value = onnx_ir.tensor(np.zeros(1, np.int64))
     graph.register_initializer(start)  # a default: sessions list it apart from their inputs

@@ -36,22 +36,22 @@ def silent(step: str) -> None:
 class Runner(ABC):
     """A model in some runtime, with the cache of one sequence."""
 
-    def prefill(self, ids: Sequence[int], n_logits: int = 1) -> np.ndarray:
-        """Forget everything and read `ids`: logits of the last positions, [n_logits, vocab]."""
-        self._forget()
-        return self._read(ids, n_logits)
-
-    def decode(self, token: int) -> np.ndarray:
-        """Read one more token: [vocab]."""
-        return self._read([token], 1)[0]
-
     @abstractmethod
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Empty the cache."""
 
     @abstractmethod
-    def _read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
-        """Logits of the last positions, with what was read before in the cache."""
+    def read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+        """Logits of the last positions [n_logits, vocab], after what was read before."""
+
+    def prefill(self, ids: Sequence[int], n_logits: int = 1) -> np.ndarray:
+        """Forget everything and read `ids`."""
+        self.forget()
+        return self.read(ids, n_logits)
+
+    def decode(self, token: int) -> np.ndarray:
+        """Read one more token: [vocab]."""
+        return self.read([token], 1)[0]
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,6 @@ class Reference:
     tokens: list[int]
     logits: np.ndarray  # [len(prompt) + len(tokens), vocab]
     tokenizer: Tokenizer | None
-
-    def text(self, tokens: list[int]) -> str | None:
-        return self.tokenizer.decode(self.prompt + tokens) if self.tokenizer else None
 
 
 @dataclass(frozen=True)
@@ -88,13 +85,12 @@ class TorchRunner(Runner):
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
-        self._cache = DynamicCache()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self._cache = DynamicCache()
 
     @torch.no_grad()
-    def _read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+    def read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
         out: Any = self._model(
             input_ids=torch.tensor([list(ids)]),
             past_key_values=self._cache,
@@ -137,6 +133,7 @@ def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes
     after = np.array([runner.decode(token) for token in goal.tokens])
     decode_speed = len(goal.tokens) / (time.perf_counter() - start)
     guesses = np.array([prompt_logits[-1], *after[:-1]]).argmax(axis=1)
+    written = greedy(runner, goal.prompt, len(goal.tokens))
     found = speed = None
     if text is not None:
         start = time.perf_counter()
@@ -145,12 +142,12 @@ def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes
     return Verified(
         name=name,
         n_bytes=n_bytes,
-        prefill_delta=_delta(prompt_logits, goal.logits[:n]),
-        decode_delta=_delta(after, goal.logits[n:]),
+        prefill_delta=float(np.abs(prompt_logits - goal.logits[:n]).max()),
+        decode_delta=float(np.abs(after - goal.logits[n:]).max()),
         n_equal=int((guesses == goal.tokens).sum()),
         n_tokens=len(goal.tokens),
         decode_speed=decode_speed,
-        text=goal.text(greedy(runner, goal.prompt, len(goal.tokens))),
+        text=goal.tokenizer.decode(goal.prompt + written) if goal.tokenizer else None,
         perplexity=found,
         prefill_speed=speed,
     )
@@ -192,17 +189,11 @@ def table(rows: list[Verified]) -> Table:
     return result
 
 
-def _delta(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.abs(a.astype(np.float64) - b).max())
-
-
 def _perplexity(runner: Runner, text: Text) -> float:
     """exp of the mean next-token loss over the same windows as `compute.perplexity`."""
     total = 0.0
     for row in range(text.n_sequences):
-        ids = text.file.sequences([text.first + row], text.seq_len)[0].numpy()
-        logits = runner.prefill(ids.tolist(), len(ids))[:-1].astype(np.float64)
-        top = logits.max(axis=1)
-        norm = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
-        total += float((norm - logits[np.arange(len(ids) - 1), ids[1:]]).mean())
+        ids = text.file.sequences([text.first + row], text.seq_len)[0]
+        logits = torch.from_numpy(runner.prefill(ids.tolist(), len(ids))[:-1])
+        total += float(torch.nn.functional.cross_entropy(logits.double(), ids[1:]))
     return math.exp(min(total / text.n_sequences, 700.0))

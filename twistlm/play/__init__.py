@@ -2,4 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 PICKS = ("nested", "random", "best of 4")
+
+
+@dataclass(frozen=True)
+class TicketChoice:
+    """Which ticket: its place among the sizes, how its blocks are picked, the seed of a draw."""
+
+    size: int  # 1 is the smallest
+    pick: str = PICKS[0]
+    seed: int = 0

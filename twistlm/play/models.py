@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,12 @@ from ..tickets.card import last_evaluation
 from ..tickets.parent import Parent, open_parent
 from ..tickets.pick import AUTO, NESTED, RANDOM, parse_pick, pick_blocks, pick_for
 from ..tickets.score import evaluator
-from . import PICKS
+from . import TicketChoice
 
 N_TOKENS = 8192  # of text behind a perplexity, where the run does not say (run.eval_tokens)
 MOST_PROMPT = 512  # tokens that are read of a prompt
 PROMPT_WORDS = 4  # of the validation text, as the first prompt
 TOP_K = 10  # the likeliest tokens, one of which is drawn
-
-
-@dataclass(frozen=True)
-class TicketChoice:
-    """Which ticket: its place among the sizes, how its blocks are picked, the seed of a draw."""
-
-    size: int  # 1 is the smallest
-    pick: str = PICKS[0]
-    seed: int = 0
 
 
 class Models:
@@ -48,7 +39,10 @@ class Models:
         self.parent: Parent = open_parent(source, device, overrides)
         self.sizes: list[Widths] = ladder(self.parent.block_map)
         self.whole = deploy.cut_ticket(self.parent, self.parent.block_map.full())
-        self.tokenizer = _tokenizer(self.parent, source)
+        try:
+            self.tokenizer: Any = load_tokenizer(str(self.parent.tokenizer or source))
+        except ValueError:
+            self.tokenizer = None
         self.evaluator: Evaluator | None = None
         try:
             self.evaluator = evaluator(
@@ -81,7 +75,7 @@ class Models:
                 for widths in self.sizes
             ],
             "parameters": [layout.narrowed(block_map, w).n_params for w in self.sizes],
-            "known": [_known(self.parent, widths) for widths in self.sizes],
+            "known": _known(self.parent, self.sizes),
             "pick": pick_for(self.parent, AUTO).asked,
             "measured_on": self.measured_on,
             "has_text": self.evaluator is not None,
@@ -91,15 +85,14 @@ class Models:
 
     def measure(self, choice: TicketChoice) -> Iterator[dict[str, Any]]:
         """Size, speed and perplexity of the whole model and a ticket, each as soon as known."""
-        choice = self._checked(choice)
         models = {"whole": self.whole, "ticket": self.ticket(choice)}
         found = {"whole": self.of_whole, "ticket": self.of_tickets.setdefault(choice, {})}
         for name, model in models.items():
             shapes = huggingface.shapes(model)
             found[name]["parameters"] = sum(p.numel() for p in model.parameters())
             found[name]["bytes"] = weights_bytes(shapes)
-            is_stock = not isinstance(stock.stock_config(self.parent.template, shapes), str)
-            found[name]["stock"] = is_stock
+            config = stock.stock_config(self.parent.template, shapes)  # or why there is none
+            found[name]["stock"] = not isinstance(config, str)
         yield found
         if "ms" not in found["ticket"]:  # both in turn: a busy machine slows them alike
             speeds = speed.measure_all(list(models.values()), n_repeats=2, n_prompt=16, n_steps=8)
@@ -117,41 +110,27 @@ class Models:
         self, choice: TicketChoice, prompt: str, n_new: int, temperature: float
     ) -> Iterator[dict[str, str]]:
         """What the whole model and the ticket write after a prompt, token by token in turn."""
-        seed, choice = choice.seed, self._checked(choice)
         if self.tokenizer is None:
             raise ValueError(f"{self.parent.source} has no tokenizer: it can read no text")
-        if not (temperature == 0 or 0.01 <= temperature <= 10):
-            raise ValueError(
-                f"temperature {temperature}: legal are 0, which takes the likeliest token, and "
-                "0.01 to 10"
-            )
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the prompt is no text: {prompt[error.start]!a} is half of a surrogate pair"
-            ) from None
         ids = self.tokenizer.encode(prompt[-100 * MOST_PROMPT :]).ids or [0]
         room = getattr(self.whole.config, "max_position_embeddings", None) or 1 << 20
-        n_new = max(1, min(n_new, room // 2))
+        n_new = min(n_new, room // 2)
         read = ids[-min(MOST_PROMPT, room - n_new) :]
         note = f"the last {len(read):,} of {len(ids):,} tokens of the prompt were read"
+        models = {"whole": self.whole, "ticket": self.ticket(choice)}
         writers = {
-            name: _Writer(model, self.tokenizer, read, temperature, seed)
-            for name, model in (("whole", self.whole), ("ticket", self.ticket(choice)))
+            name: _texts(model, self.tokenizer, read, temperature, choice.seed)
+            for name, model in models.items()
         }
+        texts = dict.fromkeys(models, "")
         for _ in range(n_new):
-            for writer in writers.values():
-                writer.step()
-            texts = {name: writer.text for name, writer in writers.items()}
+            texts = {name: next(writer, texts[name]) for name, writer in writers.items()}
             yield {"note": note if len(read) < len(ids) else "", **texts}
-            if all(writer.ended for writer in writers.values()):
-                return
 
     def ticket(self, choice: TicketChoice) -> PreTrainedModel:
         """The chosen ticket, cut if it is not the last one."""
         if self.last is None or self.last[0] != choice:
-            self.last = None  # room for the new one
+            self.last = None  # its memory is let go
             self.last = choice, deploy.cut_ticket(self.parent, self.blueprint(choice))
         return self.last[1]
 
@@ -168,92 +147,54 @@ class Models:
         widths, seed = self.sizes[choice.size - 1], choice.seed
         return pick_blocks(self.parent, widths, how, seed=seed, evaluator=self.evaluator)[0]
 
-    def _checked(self, choice: TicketChoice) -> TicketChoice:
-        """A legal choice; only random blocks depend on the seed."""
-        if choice.pick not in PICKS or not 1 <= choice.size <= len(self.sizes):
-            raise ValueError(
-                f"size {choice.size}, blocks {choice.pick!r}: sizes are 1..{len(self.sizes)}, "
-                f"blocks {', '.join(PICKS)}"
-            )
-        if not 0 <= choice.seed < 2**63:
-            raise ValueError(f"seed {choice.seed}: legal are 0..2^63 - 1")
-        return choice if choice.pick == "random" else TicketChoice(choice.size, choice.pick)
-
     def _first_words(self) -> str:
         """A prompt that fits the parent: how its validation text begins."""
         if self.evaluator is None or self.tokenizer is None:
             return "Once upon a time"
-        text = self.evaluator.text
-        ids = text.file.sequences([0], text.seq_len)[0].tolist()
+        ids = self.evaluator.text.file.sequences([0], self.evaluator.text.seq_len)[0].tolist()
         return " ".join(self.tokenizer.decode(ids).split()[:PROMPT_WORDS])
 
 
-class _Writer:
-    """One model that writes, with its cache."""
-
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, ids: list[int], temperature: float, seed: int
-    ):
-        self.model, self.tokenizer, self.temperature = model, tokenizer, temperature
-        self.cache = DynamicCache()
-        self.decoder = DecodeStream(
-            ids[-8:], skip_special_tokens=True
-        )  # a space may depend on them
-        self.rng = torch.Generator().manual_seed(seed)
-        self.ids, self.text, self.ended = torch.tensor([ids], device=model.device), "", False
-        eos = getattr(model.generation_config, "eos_token_id", None)
-        self.eos = set(eos if isinstance(eos, list) else [eos])
-
-    def step(self) -> None:
-        if self.ended:
-            return
-        out: Any = self.model(
-            input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
-        logits = out.logits[0, -1].float().cpu()
-        values, tokens = logits.topk(min(TOP_K, len(logits)))
+def _texts(
+    model: PreTrainedModel, tokenizer: Any, ids: list[int], temperature: float, seed: int
+) -> Iterator[str]:
+    """What a model has written after the prompt `ids`: after every token, until it ends."""
+    cache, rng, text = DynamicCache(), torch.Generator().manual_seed(seed), ""
+    decoder = DecodeStream(ids[-8:], skip_special_tokens=True)  # a space may depend on them
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    ends = eos if isinstance(eos, list) else [eos]
+    while True:
+        fed = torch.tensor([ids], device=model.device)
+        out: Any = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        values, tokens = out.logits[0, -1].float().cpu().topk(TOP_K)
         chosen = 0
-        if self.temperature > 0:
-            shares = (values / self.temperature).softmax(-1)
-            chosen = int(torch.multinomial(shares, 1, generator=self.rng))
-        token = int(tokens[chosen])
-        self.ids = torch.tensor([[token]], device=self.model.device)
-        self.ended = token in self.eos
-        if not self.ended and (piece := self.decoder.step(self.tokenizer, token)):
-            self.text += piece
+        if temperature > 0:
+            shares = (values / temperature).softmax(-1)
+            chosen = int(torch.multinomial(shares, 1, generator=rng))
+        ids = [int(tokens[chosen])]
+        if ids[0] in ends:
+            return
+        text += decoder.step(tokenizer, ids[0]) or ""
+        yield text
 
 
-def _tokenizer(parent: Parent, source: str) -> Any:
-    for place in (parent.tokenizer, source):
-        if place is not None:
-            try:
-                return load_tokenizer(str(place))
-            except ValueError:
-                continue
-    return None
-
-
-def _known(parent: Parent, widths: Widths) -> str:
-    """What the run's evaluation and its certificates say about random tickets of these widths."""
+def _known(parent: Parent, sizes: list[Widths]) -> list[str]:
+    """What the run's evaluation and its certificates say about random tickets of each size."""
     run = Path(parent.source)
     run = run.parents[1] if run.name.startswith("round-") else run
-    said = []
     metrics = run / "metrics.jsonl"
-    rows = last_evaluation(metrics) if metrics.is_file() else None
-    for ratio, found in (rows or {}).items():
-        if ratio != "full" and _is_ratio(parent, ratio, widths):
-            spread = f"{found['mean']:.2f} (worst of {found['n']}: {found['worst']:.2f})"
-            said.append(f"random tickets {spread}")
+    rows = (last_evaluation(metrics) if metrics.is_file() else None) or {}
+    found = [
+        (ratio, f"random tickets {row['mean']:.2f} (worst of {row['n']}: {row['worst']:.2f})")
+        for ratio, row in rows.items()
+        if ratio != "full"
+    ]
     for path in sorted(run.glob("**/certificate.json")):
         made = json.loads(path.read_text())
-        if _is_ratio(parent, made["spread"]["ratio"], widths):
-            bound = made["bound"]
-            said.append(f"certified: {bound['coverage']:.0%} of all are ≤ {bound['value']:.2f}")
-    return "; ".join(said)
-
-
-def _is_ratio(parent: Parent, ratio: str, widths: Widths) -> bool:
-    try:
-        return widths_of_ratio(parent.block_map, ratio) == widths
-    except ValueError:
-        return False
+        said = "certified: {coverage:.0%} of all are ≤ {value:.2f}".format(**made["bound"])
+        found.append((made["spread"]["ratio"], said))
+    known: list[list[str]] = [[] for _ in sizes]
+    for ratio, said in found:
+        with suppress(ValueError):  # a ratio of other blocks, or of none of the sizes
+            known[sizes.index(widths_of_ratio(parent.block_map, ratio))].append(said)
+    return ["; ".join(said) for said in known]

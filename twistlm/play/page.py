@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import PICKS
+from . import PICKS, TicketChoice
 from .process import ModelEnded, ModelProcess
 from .render import CSS, SIZE_COLUMNS, faint, numbers, size_rows, title, training, warning
 
-MOST_CHARACTERS = 20_000  # of a prompt that are read
 MOST_SHOWN = 300  # of a prompt that stand before what is written
 MOST_SIZES = 16  # that the tab of sizes measures
-REFUSALS = (ValueError, TypeError, OverflowError, ModelEnded)  # said instead of an answer
-
-
-def installed() -> bool:
-    return importlib.util.find_spec("gradio") is not None
+REFUSALS = (ValueError, ModelEnded)  # said instead of an answer
 
 
 def build(model: ModelProcess, run: Path | None) -> Any:
@@ -34,37 +28,34 @@ def build(model: ModelProcess, run: Path | None) -> Any:
     about = next(model.ask("describe"))
     n_sizes = len(about["sizes"])
 
-    def measure(size: float, pick: str, seed: float | None) -> Iterator[str]:
+    def measure(size: int, pick: str, seed: int | None) -> Iterator[str]:
         try:
-            choice = _choice(size, pick, seed)
-            for found in model.ask("measure", choice=choice):
-                yield numbers(found, about, choice["size"])
+            for found in model.ask("measure", choice=TicketChoice(size, pick, seed or 0)):
+                yield numbers(found, about, size)
         except REFUSALS as error:
             yield warning(str(error))
 
     def write(
-        prompt: str, n_new: float, temperature: float, size: float, pick: str, seed: float | None
+        prompt: str | None, n_new: int, temperature: float, size: int, pick: str, seed: int | None
     ) -> Iterator[tuple[str, str, str]]:
-        texts = "", ""
+        texts, prompt = ("", ""), prompt or ""  # an emptied box may be None
+        begins = prompt if len(prompt) <= MOST_SHOWN else f"…{prompt[-MOST_SHOWN:]}"
+        asked = {"prompt": prompt, "n_new": n_new, "temperature": temperature}
         try:
-            prompt = prompt or ""  # an emptied box may be None
-            words = {"prompt": prompt[-MOST_CHARACTERS:], "n_new": int(n_new)}
-            sampling = {"temperature": float(temperature), "choice": _choice(size, pick, seed)}
-            begins = prompt if len(prompt) <= MOST_SHOWN else f"…{prompt[-MOST_SHOWN:]}"
-            for part in model.ask("write", **words, **sampling):
+            for part in model.ask("write", choice=TicketChoice(size, pick, seed or 0), **asked):
                 texts = begins + part["whole"], begins + part["ticket"]
                 yield *texts, faint(part["note"])
         except REFUSALS as error:
             yield *texts, warning(str(error))
 
-    def measure_sizes(pick: str, seed: float | None) -> Iterator[tuple[Any, ...]]:
+    def measure_sizes(pick: str, seed: int | None) -> Iterator[tuple[Any, ...]]:
         """One question for each size (of many sizes, some): others are answered in between."""
         sizes = range(n_sizes, 0, -math.ceil(n_sizes / MOST_SIZES))[::-1]
         found: dict[int, dict[str, Any]] = {}
         said = f"{pick} blocks; {about['measured_on']}"
         for size in sizes:
             try:
-                *_, last = model.ask("measure", choice=_choice(size, pick, seed))
+                *_, last = model.ask("measure", choice=TicketChoice(size, pick, seed or 0))
                 found[size] = last["ticket"]
                 left = f"; measured {len(found)} of {len(sizes)} sizes …"
                 note = faint(said + left * (len(found) < len(sizes)))
@@ -85,19 +76,17 @@ def build(model: ModelProcess, run: Path | None) -> Any:
                 start = max(1, n_sizes // 2)
                 size = gr.Slider(1, n_sizes, start, step=1, label=label, elem_id="size", scale=2)
                 pick = gr.Radio(PICKS, value=about["pick"], label="Blocks it keeps", scale=2)
-                seed = gr.Number(0, label="Seed", precision=0, min_width=90)
+                most = 2**53  # beyond it a browser's numbers are no longer whole
+                seed = gr.Number(
+                    0, label="Seed", precision=0, minimum=0, maximum=most, min_width=90
+                )
             shown = gr.HTML(elem_id="numbers", elem_classes="twist")
             with gr.Row():
                 can_read = about["has_tokenizer"]
                 prompt = gr.Textbox(
-                    about["prompt"],
-                    label="Prompt",
-                    max_lines=6,
-                    elem_id="prompt",
-                    scale=5,
-                    min_width=280,
-                    interactive=can_read,
-                )
+                    about["prompt"], label="Prompt", max_lines=6, interactive=can_read,
+                    elem_id="prompt", scale=5, min_width=280,
+                )  # fmt: skip
                 go = gr.Button("Write", variant="primary", elem_id="write", min_width=110)
                 stop = gr.Button("Stop", elem_id="stop", min_width=110)
             with gr.Row():
@@ -141,25 +130,11 @@ def launch(page: Any, server: str, port: int | None) -> str:
     """Serve the page; returns its address. Nothing is shared, nothing is fetched from elsewhere."""
     import gradio as gr
 
-    theme = gr.themes.Default(
-        primary_hue="teal",
-        neutral_hue="slate",
-        font=["system-ui", "sans-serif"],  # by name: gradio's own come from a web server
-        font_mono=["ui-monospace", "monospace"],
-    )
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    # fonts by name: gradio's own come from a web server
+    theme = gr.themes.Default(primary_hue="teal", neutral_hue="slate", **fonts)
     _, address, _ = page.launch(
-        server_name=server,
-        server_port=port,
-        share=False,
-        quiet=True,
-        prevent_thread_lock=True,
-        footer_links=[],
-        ssr_mode=False,
-        css=CSS,
-        theme=theme,
-    )
+        server_name=server, server_port=port, share=False, quiet=True, prevent_thread_lock=True,
+        footer_links=[], ssr_mode=False, css=CSS, theme=theme,
+    )  # fmt: skip
     return address
-
-
-def _choice(size: float, pick: str, seed: float | None) -> dict[str, Any]:
-    return {"size": int(size), "pick": str(pick), "seed": int(seed or 0)}

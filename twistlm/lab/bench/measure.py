@@ -142,7 +142,7 @@ def _as_onnx(type_: str) -> Callable[[Path, Path], tuple[Path, ...]]:
 
 
 def _load_onnx(path: Path, threads: int, n_context: int) -> Runner:
-    return onnx.load(path.parent, threads)
+    return onnx.OnnxRunner(path.parent, threads)
 
 
 def _as_gguf(type_: str) -> Callable[[Path, Path], tuple[Path, ...]]:
@@ -156,7 +156,7 @@ def _as_gguf(type_: str) -> Callable[[Path, Path], tuple[Path, ...]]:
 
 
 def _load_gguf(path: Path, threads: int, n_context: int) -> Runner:
-    return llamacpp.load(path, n_context, threads=threads)
+    return llamacpp.LlamaRunner(path, n_context, threads)
 
 
 RUNTIMES: dict[str, Runtime] = {
