@@ -57,6 +57,12 @@ def test_published_sample_sizes():
     assert {case: bounds.smallest_n(*case) for case in cases} == cases
     assert bounds.smallest_n(0.5, 0.75) == 2  # 1 - 0.5 ** 2 is 0.75 to the last bit
     assert bounds.rank(2, 0.5, 0.75) == 2
+    for n in (20, 100, 200):  # the share below the worst: its n-th power is 1 - confidence
+        assert bounds.covered_by_worst(n, 0.99) ** n == pytest.approx(0.01)
+    for bad in (0.0, 1.0, -0.1, 95.0):
+        for name, shares in (("coverage", (bad, 0.99)), ("confidence", (0.95, bad))):
+            with pytest.raises(ValueError, match=f"{name} = {bad}"):
+                bounds.rank(100, *shares)
 
 
 POPULATIONS = {
@@ -93,24 +99,6 @@ def test_the_bound_holds_at_its_stated_rate(name, n, coverage, confidence):
         exact = math.fsum(mass[: bound.rank])
         assert rate == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / n_certificates))
         assert math.fsum(mass[: bound.rank - 1]) < confidence <= exact
-
-
-def test_share_below_the_worst():
-    """(the share p whose n-th power is 1 - confidence) = the coverage for which rank n suffices."""
-    for n in (20, 100, 200):
-        share = bounds.covered_by_worst(n, 0.99)
-        assert share**n == pytest.approx(0.01)
-        assert bounds.rank(n, round(share - 1e-4, 6), 0.99) == n
-        with pytest.raises(ValueError, match="at least"):
-            bounds.rank(n, round(share + 1e-4, 6), 0.99)
-
-
-@pytest.mark.parametrize("bad", [0.0, 1.0, -0.1, 95.0])
-def test_shares_lie_between_0_and_1(bad):
-    with pytest.raises(ValueError, match=f"coverage = {bad}"):
-        bounds.rank(100, bad, 0.99)
-    with pytest.raises(ValueError, match=f"confidence = {bad}"):
-        bounds.rank(100, 0.95, bad)
 
 
 # ---------------------------------------------------------------- a model's certificate
@@ -151,7 +139,7 @@ def test_values_are_the_perplexities_of_extracted_tickets(parent):
     assert made.full == pytest.approx(make(parent, n=15).full)
 
 
-def test_record_and_table(parent, tmp_path):
+def test_record_and_table(parent, tmp_path, monkeypatch, capsys):
     made = make(parent, tmp_path / "out", n=15)
     record = json.loads((tmp_path / "out/certificate.json").read_text())
     values = record["spread"]["values"]
@@ -171,6 +159,11 @@ def test_record_and_table(parent, tmp_path):
         made
     )
     assert table(made).row_count == 1
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    make(parent, tmp_path / "bare")
+    assert "pip install -e '.[plot]'" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "bare").iterdir()}
+    assert names == {"certificate.json", "draws.jsonl"}  # only the picture is missing
 
 
 def test_goes_on_where_it_stopped(parent, tmp_path):
@@ -186,21 +179,29 @@ def test_goes_on_where_it_stopped(parent, tmp_path):
     assert made.spread.values == (1.5, *whole.spread.values[1:])
     assert len(path.read_text().splitlines()) == 1 + 15
     assert make(parent, folder, n=11).spread.values == made.spread.values[:11]
+    path.write_text('{"weights')  # killed in the first line: a beginning
+    assert make(parent, folder, n=15).spread.values == whole.spread.values
+    assert len(path.read_text().splitlines()) == 1 + 15
 
 
-def test_an_empty_file_of_draws_is_a_beginning(parent, tmp_path):
-    (tmp_path / "draws.jsonl").write_text('{"weights')  # killed in the first line
-    assert make(parent, tmp_path).spread.values == make(parent).spread.values
-    assert len((tmp_path / "draws.jsonl").read_text().splitlines()) == 1 + 12
-
-
-@pytest.mark.parametrize("more", [{"seed": 1}, {"tokens": 32}])
-def test_draws_of_something_else_are_refused(parent, tmp_path, more):
+def test_refusals(parent, tmp_path):
+    """Draws of something else stay as they are; too few promise nothing; NaN is no number."""
     make(parent, tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"something else .*choose another folder"):
-        make(parent, tmp_path, **more)
+    for more in ({"seed": 1}, {"tokens": 32}):
+        with pytest.raises(ValueError, match=r"something else .*choose another folder"):
+            make(parent, tmp_path, **more)
+    other = open_parent(parent.source, "cpu", CUT)
+    other.central.weights[0] += 1e-6
+    with pytest.raises(ValueError, match="weights_sha256"):
+        make(other, tmp_path, data=tokens_of(parent))
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(ValueError, match=r"n = 10 .*95%.*99%.* at least 90"):
+        make(parent, tmp_path / "out", n=10, coverage=0.95, confidence=0.99)
+    other.central.weights.fill_(math.nan)
+    with pytest.raises(ValueError, match="ticket 0 has no perplexity"):
+        make(other, tmp_path / "nan", data=tokens_of(parent))
+    assert not (tmp_path / "out").exists()
 
 
 def test_tickets_with_common_blocks_are_other_tickets(parent, tmp_path):
@@ -218,32 +219,3 @@ def test_tickets_with_common_blocks_are_other_tickets(parent, tmp_path):
     assert len(every) == 3**4
     for value in make(mine).spread.values:
         assert min(abs(value / other - 1) for other in every) < 1e-6
-
-
-def test_other_weights_are_refused(parent, tmp_path):
-    make(parent, tmp_path)
-    other = open_parent(parent.source, "cpu", CUT)
-    other.central.weights[0] += 1e-6
-    with pytest.raises(ValueError, match="weights_sha256"):
-        make(other, tmp_path, data=tokens_of(parent))
-
-
-def test_too_few_draws_are_refused_before_anything_happens(parent, tmp_path):
-    with pytest.raises(ValueError, match=r"n = 10 .*95%.*99%.* at least 90"):
-        make(parent, tmp_path / "out", n=10, coverage=0.95, confidence=0.99)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_model_without_numbers_is_refused(parent, tmp_path):
-    broken = open_parent(parent.source, "cpu", CUT)
-    broken.central.weights.fill_(math.nan)
-    with pytest.raises(ValueError, match="ticket 0 has no perplexity"):
-        make(broken, tmp_path, data=tokens_of(parent))
-
-
-def test_without_matplotlib_only_the_picture_is_missing(parent, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    make(parent, tmp_path)
-    assert "pip install -e '.[plot]'" in capsys.readouterr().out
-    assert (tmp_path / "certificate.json").is_file()
-    assert not (tmp_path / "histogram.png").exists()

@@ -19,8 +19,6 @@ import torch
 from families_table import (
     ALONE,
     BOTH,
-    N_FFN,
-    N_LAYERS,
     TABLE,
     VOCAB,
     as_parent,
@@ -49,7 +47,7 @@ from transformers import (
 )
 
 import twistlm
-from twistlm.model import families, huggingface
+from twistlm.model import huggingface
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.training import checkpoint
@@ -146,14 +144,24 @@ def test_the_base_model_is_narrow_too(key, root):
         assert far(base(input_ids=IDS).last_hidden_state, want) < 1e-5
     found = load_file(root / "-".join(key) / "found.safetensors")["states"]
     assert far(found, want) < 1e-5
-    made = AutoModel.from_config(AutoConfig.from_pretrained(root / "-".join(key)))
-    assert huggingface.shapes(made) == huggingface.shapes(base)
+    config = AutoConfig.from_pretrained(root / "-".join(key))
+    assert huggingface.shapes(AutoModel.from_config(config)) == huggingface.shapes(base)
+    assert config.model_type == TABLE[key[0]].type  # a ticket keeps its family's
+    assert type(config).__name__ == f"Ticket{type(case(key).model.config).__name__}"
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert type(twin) is type(config)
+        assert twin.to_dict() == config.to_dict()
 
 
 @four
 def test_generation(key, root):
-    """Caches, left padding, beams; from prompts that stock models continue in the same way."""
+    """Caches, left padding, beams, kinds of attention: as stock models go on."""
     c, ticket = case(key), ticket_of(root, key)
+    for name in ("eager", "sdpa"):
+        ticket.set_attn_implementation(name)
+        held = {m.config._attn_implementation for m in ticket.modules() if hasattr(m, "config")}
+        assert held == {name}
+        assert far(logits(ticket, IDS), logits(c.reference, IDS)) < 1e-5
     static = {"cache_implementation": "static", "disable_compile": True}
     text = greedy(c.reference, IDS)
     for more in ({"use_cache": False}, {"use_cache": True}, static):
@@ -167,16 +175,6 @@ def test_generation(key, root):
     for row, n in enumerate(LENGTHS):  # each row goes on as if it were alone
         alone = greedy(c.reference, tokens(1, n, seed=n))
         assert torch.equal(together[row, 10:], alone[0, n:])
-
-
-@four
-def test_attention_implementations(key, root):
-    ticket, want = ticket_of(root, key), logits(case(key).reference, IDS)
-    for name in ("eager", "sdpa"):
-        ticket.set_attn_implementation(name)
-        held = {m.config._attn_implementation for m in ticket.modules() if hasattr(m, "config")}
-        assert held == {name}
-        assert far(logits(ticket, IDS), want) < 1e-5
 
 
 @four
@@ -221,22 +219,6 @@ def test_the_widths_stand_in_per_layer_config(root):
         assert set(found) == {"1", "2"}
     assert widths("gpt2", "head", "attn") == {"1": {"n_head": 3}, "2": {"n_head": 2}}
     assert widths("gpt2", "head", "ffn") == {"1": {"n_inner": 24}, "2": {"n_inner": 36}}
-
-
-@every_key
-def test_a_ticket_keeps_its_familys_type(key, root):
-    config = AutoConfig.from_pretrained(root / "-".join(key))
-    assert config.model_type == TABLE[key[0]].type
-    assert type(config).__name__ == f"Ticket{type(case(key).model.config).__name__}"
-    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
-        assert type(twin) is type(config)
-        assert twin.to_dict() == config.to_dict()
-
-
-def test_a_ticket_of_all_blocks_is_the_parent(tmp_path):
-    c = case(BOTH[0])
-    deploy.save_ticket(c.parent(), c.block_map.full(), tmp_path / "ticket")
-    assert far(logits(deploy.load_ticket(tmp_path / "ticket"), IDS), logits(c.model, IDS)) < 1e-6
 
 
 def test_stock_models_stay_stock(tmp_path):
@@ -285,15 +267,6 @@ print(found.__name__, type(base).__name__, base.h[1].attn.c_attn.weight.shape[1]
         f"TicketLlamaForCausalLM {n_params}",
         f"TicketGPT2LMHeadModel TicketGPT2Model {3 * 3 * 8}",
     ]
-
-
-def test_the_plugins_entry_point_is_the_one_in_pyproject():
-    import tomllib
-
-    table = tomllib.loads((Path(twistlm.__file__).parents[1] / "pyproject.toml").read_text())
-    entry = table["project"]["entry-points"]["vllm.general_plugins"]["twistlm"]
-    module, name = entry.split(":")
-    assert callable(getattr(__import__(module, fromlist=[name]), name))
 
 
 # tokenizer, generation settings, card
@@ -418,134 +391,71 @@ def folder(root, tmp_path) -> Path:
     return shutil.copytree(root / "llama-gqa-group-both", tmp_path / "ticket")
 
 
-def edit(path: Path, change) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
 def test_load_ticket_says_what_a_folder_is_instead(tmp_path, folder):
     assert "no ticket.json" in sentence(deploy.load_ticket, tmp_path / "nowhere")
     tiny_model("gpt2").save_pretrained(tmp_path / "plain")
     assert "Hugging Face model" in sentence(deploy.load_ticket, tmp_path / "plain")
-    c = case(BOTH[0])
-    saved = checkpoint.save(
-        tmp_path / "checkpoints",
-        c.central,
-        beginning(c.block_map),
-        c.parent().cfg,
-        c.model,
-        None,
-        keep=1,
-    )
+    c, where = case(BOTH[0]), tmp_path / "checkpoints"
+    start = beginning(c.block_map)
+    saved = checkpoint.save(where, c.central, start, c.parent().cfg, c.model, None, keep=1)
     assert "is a checkpoint" in sentence(deploy.load_ticket, saved)
     assert "is a checkpoint" in sentence(deploy.load_ticket, tmp_path)
     assert "is a ticket" in sentence(open_parent, folder)
 
 
-def unsealed(folder: Path) -> None:
-    """A ticket from before tickets had a manifest: what is in its files is all there is to go by."""
-    edit(folder / "ticket.json", lambda ticket: [ticket.pop(key) for key in ("files", "sha256")])
+FFN, UP = "model.layers.1.ffn", "model.layers.1.mlp.up_proj.weight"
 
 
-def test_weights_that_do_not_fit_are_refused(folder):
-    unsealed(folder)
-    weights = load_file(folder / "model.safetensors")
-
-    def refused(change: dict) -> str:
-        changed = {name: t for name, t in (weights | change).items() if t is not None}
-        save_file(changed, folder / "model.safetensors", {"format": "pt"})
-        return sentence(deploy.load_ticket, folder)
-
-    name = "model.layers.1.mlp.up_proj.weight"
-    assert "its config promises" in refused({name: None})
-    assert "its config promises" in refused({name: weights[name][:-1].clone()})
-    assert f"missing_keys: {name}" in refused({name: None, "more": torch.ones_like(weights[name])})
-    assert name in refused({name: weights[name].T.contiguous()})
-    (folder / "model.safetensors").write_bytes(b"short")
-    assert "cannot be loaded" in sentence(deploy.load_ticket, folder)
-    (folder / "model.safetensors").unlink()
-    assert "cannot be loaded" in sentence(deploy.load_ticket, folder)
+def swapped(ticket: dict) -> None:
+    """The same number of parameters in other layers."""
+    for field in ("widths", "blueprint"):
+        one, two = FFN, "model.layers.2.ffn"
+        ticket[field][one], ticket[field][two] = ticket[field][two], ticket[field][one]
 
 
-def test_widths_that_do_not_fit_are_refused(folder):
-    unsealed(folder)
-
-    def wider(config: dict) -> None:
-        config["per_layer_config"]["1"]["intermediate_size"] = 36
-
-    edit(folder / "config.json", wider)
-    assert "its config promises" in sentence(deploy.load_ticket, folder)
-
-    def too_wide(config: dict) -> None:
-        config["per_layer_config"]["1"]["intermediate_size"] = 96
-
-    edit(folder / "config.json", too_wide)
-    assert "the full model has 48" in sentence(deploy.load_ticket, folder)
+def widened(size: int):
+    return lambda config: config["per_layer_config"]["1"].update(intermediate_size=size)
 
 
-def test_a_record_of_another_ticket_is_refused(folder):
-    unsealed(folder)
-
-    def swap(ticket: dict) -> None:  # the same number of parameters, other layers
-        for field in ("widths", "blueprint"):
-            one, two = (f"model.layers.{i}.ffn" for i in (1, 2))
-            ticket[field][one], ticket[field][two] = ticket[field][two], ticket[field][one]
-
-    edit(folder / "ticket.json", swap)
-    assert "model.layers.1.ffn 3/4" in sentence(deploy.load_ticket, folder)
-    edit(folder / "ticket.json", swap)
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("weights", lambda w: w.pop(UP), "its config promises"),
+        ("weights", lambda w: w.update({UP: w[UP][:-1].clone()}), "its config promises"),
+        ("weights", lambda w: w.update(more=w.pop(UP)), f"missing_keys: {UP}"),
+        ("weights", lambda w: w.update({UP: w[UP].T.contiguous()}), UP),
+        ("model.safetensors", b"short", "cannot be loaded"),
+        ("model.safetensors", None, "cannot be loaded"),
+        ("config.json", widened(36), "its config promises"),
+        ("config.json", widened(96), "the full model has 48"),
+        ("ticket.json", swapped, f"{FFN} 3/4"),
+        ("ticket.json", lambda t: t.update(n_params=7), "tells of 7 parameters"),
+        ("ticket.json", lambda t: t["blueprint"][FFN].pop(), "does not fit its width"),
+        ("ticket.json", b"{", "damaged"),
+    ],
+)
+def test_what_does_not_fit_is_refused(folder, file, change, words):
+    """Of a ticket from before manifests: what is in its files is all there is to go by."""
+    ticket = json.loads((folder / "ticket.json").read_text())
+    del ticket["files"], ticket["sha256"]
+    (folder / "ticket.json").write_text(json.dumps(ticket))
     deploy.load_ticket(folder)
-    edit(folder / "ticket.json", lambda ticket: ticket.update(n_params=7))
-    assert "tells of 7 parameters" in sentence(deploy.load_ticket, folder)
-    edit(folder / "ticket.json", lambda ticket: ticket["blueprint"]["model.layers.1.ffn"].pop())
-    assert "does not fit its width" in sentence(deploy.load_ticket, folder)
-    (folder / "ticket.json").write_text("{")
-    assert "damaged" in sentence(deploy.load_ticket, folder)
-
-
-def test_every_layer_is_tried():
-    """Layer 0 is shared in every case above, the last one is cut."""
-    assert {group.layer for group in case(BOTH[0]).block_map.groups} == set(range(1, N_LAYERS))
-    assert families.block_map(tiny_model("gpt2")).coarsen("ffn", N_FFN).n_blocks("ffn") == N_FFN
+    if file == "weights":
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    elif change is None:
+        (folder / file).unlink()
+    elif isinstance(change, bytes):
+        (folder / file).write_bytes(change)
+    else:
+        value = json.loads((folder / file).read_text())
+        change(value)
+        (folder / file).write_text(json.dumps(value))
+    assert words in sentence(deploy.load_ticket, folder)
 
 
 # other programs
-
-
-@pytest.mark.runtime
-def test_lm_eval_runs_on_a_ticket(bare, tmp_path):
-    """Its own loader on a task of local data; the log-likelihoods are ours."""
-    lm_eval = pytest.importorskip("lm_eval")
-    pytest.importorskip("accelerate")
-    folder = tmp_path / "ticket"
-    deploy.save_ticket(bare, case(BOTH[0]).blueprint, folder)
-    questions = [
-        {"text": f"w{i} w{i + 1}", "choices": ["w5", "w9"], "answer": 0} for i in range(10, 18)
-    ]
-    (tmp_path / "words.jsonl").write_text("\n".join(json.dumps(row) for row in questions))
-    task = {
-        "task": "words",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "words.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{text}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    done = lm_eval.simple_evaluate(
-        model="hf", model_args=f"pretrained={folder}", tasks=[task], device="cpu", batch_size=4
-    )
-    right = 0
-    for i, sample in enumerate(done["samples"]["words"]):
-        ids = torch.tensor([[int(word[1:]) for word in questions[i]["text"].split()]])
-        want = logits(case(BOTH[0]).reference, ids)[0, -1].log_softmax(-1)[[5, 9]]
-        got = torch.tensor([response[0] for response in sample["filtered_resps"]])
-        assert far(got, want) < 1e-4
-        right += int(want[0] > want[1])
-    assert done["results"]["words"]["acc,none"] == right / len(questions)
 
 
 @pytest.mark.runtime

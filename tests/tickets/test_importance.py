@@ -7,15 +7,11 @@ from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
 from families_table import CPU, N_FFN, TABLE, as_parent, case, cut_by_hand, tiny_model, tokens, ways
 from torch import Tensor
 
-from twistlm.compute.loss import next_token_loss
 from twistlm.compute.slopes import mask_slopes, order_of
 from twistlm.model import central, families, huggingface
-from twistlm.model.central import cut_subnet
-from twistlm.model.subnet import build
 from twistlm.tickets import importance
 from twistlm.tickets.parent import Parent
 
@@ -50,23 +46,15 @@ def loss_of(model, ids: Tensor) -> Tensor:
     return -sum(picked) / len(picked)
 
 
-def positions_by_hand(parent: Parent, name: str, attn_by: str, layer: int, kind: str, block: int):
-    """Parameter -> (dimension, positions) of one block, counted head by head."""
-    row = TABLE[name]
-    params = dict(parent.template.named_parameters())
-    cuts = cut_by_hand(row, attn_by, kind, (block,))
-    prefix = f"{row.layers}.{layer}"
-    return {f"{prefix}.{n}": w for n, w in cuts.items() if f"{prefix}.{n}" in params}
-
-
 def block_rows(parent: Parent, name: str, attn_by: str):
-    """(group, block, {parameter: (dim, positions)}) over the whole model."""
+    """(group, block, {parameter: (dim, positions)}) over the whole model, counted head by head."""
+    params = dict(parent.template.named_parameters())
     for group in parent.block_map.groups:
+        prefix = f"{TABLE[name].layers}.{group.layer}"
         for block in range(group.n_blocks):
-            yield (
-                group, block,
-                positions_by_hand(parent, name, attn_by, group.layer, group.kind, block),
-            )  # fmt: skip
+            cuts = cut_by_hand(TABLE[name], attn_by, group.kind, (block,))
+            rows = {f"{prefix}.{n}": w for n, w in cuts.items() if f"{prefix}.{n}" in params}
+            yield group, block, rows
 
 
 @every_way
@@ -121,12 +109,12 @@ def test_mask_gradient_is_the_output_rows_times_their_gradient(key):
             assert float(taylor[group.name][block]) == pytest.approx(sum(sizes) / len(sizes))
 
 
-@pytest.mark.parametrize("key", list(ways("gpt2", "opt", "llama-gqa", "qwen3")), ids="/".join)
+@pytest.mark.parametrize("key", list(ways("gpt2", "llama-gqa")), ids="/".join)
 def test_finite_differences_in_the_mask(key):
-    """A hand-made hook scales one block's inputs of the output projection by 1 +- h, at one token or all."""
+    """A hook scales one block's inputs of the output projection by 1 +- h, at one token or all."""
     parent = parent64(*key)
     # RMS norms round to float32 inside: there the step must be large enough to be seen
-    h, tolerance = (1e-5, 1e-5) if key[0] in ("gpt2", "opt") else (1e-2, 1e-2)
+    h, tolerance = (1e-5, 1e-5) if key[0] == "gpt2" else (1e-2, 1e-2)
     row, model, ids = TABLE[key[0]], copy.deepcopy(parent.template), IDS[:1]
     (slope,) = mask_slopes(parent.template, parent.block_map, parent.central, ids)
     for group, block, rows in block_rows(parent, *key):
@@ -156,37 +144,6 @@ def test_finite_differences_in_the_mask(key):
             assert got == pytest.approx(want, rel=tolerance, abs=1e-4 * tolerance)
 
 
-def test_the_last_token_predicts_nothing():
-    """Causality: what blocks make of the last token reaches no loss, of any other token it does."""
-    parent = parent64("gpt2", "head")
-    (slope,) = mask_slopes(parent.template, parent.block_map, parent.central, IDS[:1])
-    for values in slope.values():
-        assert (values[-1] == 0).all()
-        assert (values[:-1] != 0).all()
-
-
-@pytest.mark.parametrize("key", list(ways("gpt2", "opt", "llama-gqa", "qwen3")), ids="/".join)
-def test_masking_a_block_is_removing_it(key):
-    """The loss with m_b = 0 is that of the physically narrower model (no scale)."""
-    parent = parent64(*key)
-    layout, weights = parent.central.layout, parent.central.weights
-    masked = build(parent.template, parent.block_map, layout, weights, gates="all")
-    full = float(next_token_loss(masked.model, IDS))
-    for group in parent.block_map.groups:
-        if group.layer != 1:
-            continue
-        for block in range(group.n_blocks):
-            blueprint = parent.block_map.full()
-            blueprint[group.name] = tuple(b for b in range(group.n_blocks) if b != block)
-            masked.keep_(blueprint)
-            where = layout.narrowed(parent.block_map, parent.block_map.widths(blueprint))
-            narrow = cut_subnet(parent.central, blueprint, rows=1)[0]
-            removed = build(parent.template, parent.block_map, where, narrow)
-            zero, gone = (float(next_token_loss(s.model, IDS)) for s in (masked, removed))
-            assert zero == pytest.approx(gone, rel=1e-12 if key[0] in ("gpt2", "opt") else 1e-6)
-            assert abs(zero - full) > 1e-4
-
-
 @every_way
 def test_magnitude_is_the_norm_of_the_weights(key):
     parent = parent64(*key)
@@ -198,14 +155,6 @@ def test_magnitude_is_the_norm_of_the_weights(key):
             for name, (dim, at) in rows.items()
         ]
         assert float(got[group.name][block]) == pytest.approx(float(torch.cat(pieces).norm()))
-
-
-def test_random_scores_follow_the_seed():
-    parent = parent64("gpt2", "head")
-    one, again, other = (score(parent, "random", None, seed) for seed in (1, 1, 2))
-    name = parent.block_map.groups[0].name
-    assert torch.equal(one[name], again[name])
-    assert not torch.equal(one[name], other[name])
 
 
 @pytest.mark.parametrize("method", importance.METHODS)
@@ -224,33 +173,12 @@ def test_a_score_leaves_the_parent_alone(method):
     assert torch.equal(parent.central.weights, before)
     assert all(param.grad is None for param in parent.template.parameters())
     assert len(ticks) == (len(IDS) if method in importance.NEEDS_TEXT else 0)
-    blueprint = importance.keep_best(parent.block_map, scores, dict.fromkeys(scores, 2))
-    parent.block_map.check_blueprint(blueprint)
-
-
-def test_a_dead_block_is_the_first_to_go():
-    """A block that writes nothing has no slope; one whose weights are all zero has no magnitude."""
-    parent = parent64("gpt2", "head")
-    weights = parent.central.weights.clone()
-    views = parent.central.layout.views(parent.central.weights)
-    group = parent.block_map["transformer.h.1.attn"]
-    dead = 2
-    try:
-        with torch.no_grad():
-            dh = TABLE["gpt2"].head_dim
-            for part in group.parts:
-                rows = views[part.param].movedim(part.dim, 0)
-                for section in range(part.sections):
-                    first = (section * group.n_blocks + dead) * dh
-                    rows[first : first + dh] = 0
-        for method in ("fisher", "mask-fisher", "taylor", "magnitude"):
-            scores = score(parent, method)
-            assert scores[group.name].argmin() == dead
-            widths = parent.block_map.full_widths() | {group.name: 3}
-            kept = importance.keep_best(parent.block_map, scores, widths)
-            assert kept == parent.block_map.full() | {group.name: (0, 1, 3)}
-    finally:
-        parent.central.weights.copy_(weights)
+    other = importance.score(parent, method, IDS, 4)
+    assert (method == "random") == any(not torch.equal(scores[n], other[n]) for n in scores)
+    if method in importance.NEEDS_TEXT:
+        for ids in (None, IDS[:0]):
+            with pytest.raises(ValueError, match="needs text"):
+                score(parent, method, ids)
 
 
 def test_keep_best_sorts_and_breaks_ties_by_order():
@@ -261,22 +189,3 @@ def test_keep_best_sorts_and_breaks_ties_by_order():
     assert set(order_of(scores).values()) == {(1, 3, 2, 0)}
     tied = {"many": torch.arange(100).remainder(2).double()}  # an unstable sort would mix these
     assert order_of(tied) == {"many": (*range(1, 100, 2), *range(0, 100, 2))}
-
-
-def test_refusals():
-    parent = case(("gpt2", "head", "both")).parent()
-    with pytest.raises(
-        ValueError, match="use one of fisher, mask-fisher, taylor, magnitude, random"
-    ):
-        score(parent, "hessian")
-    for ids in (None, IDS[:0]):
-        with pytest.raises(ValueError, match="needs text"):
-            score(parent, "fisher", ids)
-
-
-@torch.no_grad()
-def test_the_reference_loss_is_the_usual_one():
-    model = parent64("gpt2", "head").template
-    logits = model(input_ids=IDS, use_cache=False).logits
-    want = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
-    assert float(loss_of(model, IDS)) == pytest.approx(float(want))

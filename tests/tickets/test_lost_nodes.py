@@ -81,30 +81,23 @@ def test_parents_side_by_side(home):
 
 
 @pytest.mark.parametrize(
-    ("n_nodes", "n_lost", "words"),
-    [(5, 1, "--nodes 5: .* 4 attn blocks"), (4, 4, "--lose 4 of --nodes 4"), (4, 0, "--lose 0")],
+    ("name", "n_nodes", "n_lost", "words"),
+    [
+        ("gpt2", 5, 1, "--nodes 5: .* 4 attn blocks"),
+        ("gpt2", 4, 4, "--lose 4 of --nodes 4"),
+        ("gpt2", 4, 0, "--lose 0"),
+        ("llama-gqa", 4, 1, r"3 attn blocks .* at most 3"),  # and 4 FFN blocks: the fewest decide
+        ("two", 4, 1, "different tokens"),  # each parent would take its own
+    ],
 )
-def test_impossible_losses(home, n_nodes, n_lost, words):
-    opened = {"gpt2": open_parent(home / "gpt2", "cpu", CUT)}
-    with pytest.raises(ValueError, match=words):
-        lost_nodes.drop(opened, n_nodes, n_lost, data=str(home / "tokens"), quiet=True)
-
-
-def test_the_layer_with_the_fewest_blocks_decides(home):
-    """3 kv groups, 4 FFN blocks: 4 nodes are one too many."""
-    opened = {"gqa": open_parent(home / "llama-gqa", "cpu", CUT)}
-    with pytest.raises(ValueError, match=r"3 attn blocks .* at most 3"):
-        lost_nodes.drop(opened, 4, 1, data=str(home / "tokens"), quiet=True)
-
-
-def test_different_tokens_are_no_comparison(home):
-    """Each parent would take its own validation tokens, or its own length of a sequence."""
+def test_impossible_losses(home, name, n_nodes, n_lost, words):
+    valid = {"two": ["tokens", "others"]}.get(name, ["tokens"])
+    model = home / ("gpt2" if name == "two" else name)
     opened = {
-        name: open_parent(home / "gpt2", "cpu", (*CUT, f"data.valid={home / name}"))
-        for name in ("tokens", "others")
+        each: open_parent(model, "cpu", (*CUT, f"data.valid={home / each}")) for each in valid
     }
-    with pytest.raises(ValueError, match="different tokens"):
-        lost_nodes.drop(opened, 4, 1, quiet=True)
+    with pytest.raises(ValueError, match=words):
+        lost_nodes.drop(opened, n_nodes, n_lost, quiet=True)
 
 
 def test_every_node_holds_the_common_blocks(home):
