@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 import ranks
 import torch
+from commands import in_process
 from conftest import tiny
 
-from twistlm import cli, config
+from twistlm import config
 from twistlm.lab.bench import comm, curve, peer, profile, train
 from twistlm.model import families, huggingface, layout
 from twistlm.model.blocks import widths_of_ratio
@@ -39,37 +39,13 @@ def test_flops_of_gpt2_by_hand(ratio, millions):
 def test_bench_train(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "REPEATS", 1)  # no time is asserted
     out = tmp_path / "bench.json"
-    overrides = [
-        "run.device=cpu",
-        "train.interval=1",
-        "data.seq_len=16",
-        "model.config.n_layer=2",
-        "model.config.vocab_size=64",
-    ]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "twistlm",
-            "lab",
-            "bench",
-            "train",
-            "demo",
-            *overrides,
-            "--sizes",
-            "12/12,6/12",
-            "--settings",
-            "both,ffn",
-            "--steps",
-            "1",
-            "--no-references",
-            "--json",
-            str(out),
-        ],
+    words = (
+        "lab bench train demo run.device=cpu train.interval=1 data.seq_len=16 "
+        "model.config.n_layer=2 model.config.vocab_size=64 --sizes 12/12,6/12 --settings both,ffn "
+        f"--steps 1 --no-references --json {out}"
     )
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code in (None, 0)
+    code, shown, err = in_process(monkeypatch, capsys, *words.split())
+    assert code == 0, err
     made = json.loads(out.read_text())
     rows = {(row["setting"], row["ratio"]): row for row in made["rows"]}
     assert list(rows) == [("both", "12/12"), ("both", "6/12"), ("ffn", "6/12")]
@@ -89,7 +65,7 @@ def test_bench_train(tmp_path, monkeypatch, capsys):
         assert row["tokens_per_s"] == pytest.approx(16e3 / row["ms"])
         assert row["overhead"] == pytest.approx(1 - row["ms"] / row["round_ms"])
     assert {"command", "git", "versions", "device", "config"} <= made["run"].keys()
-    assert "12/12" in capsys.readouterr().out
+    assert "12/12" in shown
 
 
 def test_curve_is_stock_training(tokens, tmp_path):
@@ -129,26 +105,17 @@ def test_a_compiled_run_equals_an_eager_one(tokens, tmp_path):
 
 def test_kernels_fall_into_groups():
     """By hand: every kernel counts once, unknown ones in the last group."""
-    made = profile.summary(
+    made = profile.by_group(
         [
-            ("nvjet_sm90_tst_96x128", 32.0, 0.25),
-            ("cudnn_sdpa_flash_bprop", 12.0, 0.5),
-            ("triton_poi_fused_add_pow_rsub_sqrt_sub_0", 4.0, 0.75),
-            ("triton_red_fused_sum", 24.0, 0.125),
+            ("nvjet_sm90_tst_96x128", 0.25),
+            ("cudnn_sdpa_flash_bprop", 0.5),
+            ("triton_poi_fused_add_pow_rsub_sqrt_sub_0", 0.75),
+            ("triton_red_fused_sum", 0.125),
         ]
     )
-    assert made.n_kernels == 72
-    assert made.busy_ms == 1.625
-    assert made.groups["matrix products"] == 0.25
-    assert made.groups["attention"] == 0.5
-    assert made.groups["AdamW"] == 0.75
-    assert made.groups[profile.REST] == 0.125
-    assert made.groups["softmax and loss"] == 0.0
-    assert [name for name, _, _ in made.kernels][:2] == [
-        "triton_poi_fused_add_pow_rsub_sqrt_sub_0",
-        "cudnn_sdpa_flash_bprop",
-    ]
-    assert profile.kernel_table([("12/12", 2.0, made)]).row_count == len(profile.GROUPS) + 3
+    names = "matrix products", "attention", "AdamW", "norms, GELU, sums, copies"
+    assert [made[name] for name in names] == [0.25, 0.5, 0.75, 0.125]
+    assert sum(made.values()) == 1.625
 
 
 # ---------------------------------------------------------------- bench comm

@@ -78,14 +78,19 @@ def _trainer(template: PreTrainedModel, cfg: Config, device: torch.device) -> Lo
     return trainer
 
 
+def stock_model(template: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Hugging Face's model with weights of its own, to be trained."""
+    model = huggingface.clone_structure(template)
+    huggingface.bind_(model, {n: p.detach().clone() for n, p in template.named_parameters()})
+    nn.Module.to(model, device).requires_grad_()
+    return model
+
+
 def _stock(
     template: PreTrainedModel, cfg: Config, device: torch.device, batches: Batches, n_steps: int
 ):
     """Stock model, loss, clipping and AdamW, in float32 (no tf32)."""
-    t = cfg.train
-    model = huggingface.clone_structure(template)
-    huggingface.bind_(model, {n: p.detach().clone() for n, p in template.named_parameters()})
-    nn.Module.to(model, device).requires_grad_()
+    t, model = cfg.train, stock_model(template, device)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": t.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},

@@ -25,7 +25,7 @@ from ...config import Config, override
 from ...data.stream import Batches
 from ...data.token_file import TokenFile, TokenMeta
 from ...model import families, generator, huggingface
-from ...model.blocks import BlockMap, Widths, widths_of_ratio
+from ...model.blocks import BlockMap, widths_of_ratio
 from ...model.central import create
 from ...model.count import flops_per_token
 from ...model.layout import Layout, cut_model
@@ -38,7 +38,8 @@ from ...training.progress import beginning
 from ...training.run import Run
 from ...training.worker import LocalTrainer
 from ...transport.ranks import Cluster
-from .profile import Profile, kernel_table, profile
+from .curve import stock_model
+from .profile import GROUPS, profile
 from .request import TrainBenchRequest
 
 FULL = "12/12"
@@ -63,7 +64,7 @@ class WorkerCost:
     round_ms: float  # median of a worker's round: dispatch, `interval` steps, aggregation
     overhead: float  # share of it that is not local steps
     round_bytes: int  # counted: down and up of all workers in a round, carried moments included
-    profile: Profile | None = None
+    profile: dict[str, float] | None = None  # ms of kernels, on a GPU
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,7 @@ class TrainBench:
     rows: tuple[WorkerCost, ...]
     references: tuple[StockStep, ...]
     ceiling_tflops: float  # a large matrix product in the step's precision
-    batch: int
-    seq_len: int
-    interval: int
-    n_workers: int
-    run: dict[str, Any]
+    run: dict[str, Any]  # command, versions, device, config
 
     def full(self) -> WorkerCost | None:
         return next((row for row in self.rows if row.ratio == FULL), None)
@@ -117,14 +114,7 @@ def bench(
         widths_of_ratio(families.partition(template, blocks), ratio)
     names = ("Hugging Face, float32, eager", "Hugging Face, compiled") if request.references else ()
     made = TrainBench(
-        rows=(),
-        references=(),
-        ceiling_tflops=0.0,
-        batch=t.batch,
-        seq_len=cfg.data.seq_len,
-        interval=t.interval,
-        n_workers=t.n_workers,
-        run=describe_run() | {"config": asdict(cfg)},
+        rows=(), references=(), ceiling_tflops=0.0, run=describe_run() | {"config": asdict(cfg)}
     )
     with progress(quiet) as bar:
         task = bar.add_task("bench train", total=1 + len(points) + len(names), note="ceiling")
@@ -152,8 +142,9 @@ def measure_worker(
     blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
     block_map = families.partition(template, blocks)
     widths = widths_of_ratio(block_map, ratio)
-    ks = {kind: _k(block_map, widths, kind) for kind in ("attn", "ffn")}
-    cfg = replace(cfg, blocks=replace(blocks, k_attn=(ks["attn"],), k_ffn=(ks["ffn"],)))
+    ks = {group.kind: widths[group.name] for group in block_map.groups}
+    k_attn, k_ffn = ((ks.get(kind, 1),) for kind in ("attn", "ffn"))
+    cfg = replace(cfg, blocks=replace(blocks, k_attn=k_attn, k_ffn=k_ffn))
     _forget(cluster.device)
     run = _run(cfg, template, block_map, cluster)
     generator.check(block_map, cfg.blocks, cfg.train.n_workers)
@@ -196,30 +187,20 @@ def measure_worker(
     )
 
 
-def _k(block_map: BlockMap, widths: Widths, kind: str) -> int:
-    return next((widths[group.name] for group in block_map.groups if group.kind == kind), 1)
-
-
 def _run(cfg: Config, template: PreTrainedModel, block_map: BlockMap, cluster: Cluster) -> Run:
     """A run over random tokens that lives in memory alone."""
     vocab, seq_len = huggingface.vocab_size(template), cfg.data.seq_len
     tokens = np.random.default_rng(cfg.run.seed).integers(0, vocab, SEQUENCES * seq_len)
     meta = TokenMeta(len(tokens), 1, vocab, vocab - 1, "uint32", "", None)
-    batches = Batches(
-        TokenFile("random", meta, tokens),
-        seq_len,
-        cfg.train.n_workers,
-        cfg.train.batch,
-        cfg.run.seed,
-    )
-    carry = cfg.train.moments == "carry"
+    file, t = TokenFile("random", meta, tokens), cfg.train
+    batches = Batches(file, seq_len, t.n_workers, t.batch, cfg.run.seed)
     cut = cut_model(template, cfg.blocks, cluster.device, torch.float32)
     central = create(
         huggingface.state(template),
         cut.full.shapes,
         block_map,
-        carry=carry,
-        outer=cfg.train.nesterov() is not None,
+        carry=t.moments == "carry",
+        outer=t.nesterov() is not None,
         device=cluster.device,
     )
     return Run(cfg, cluster, cut, batches, 10**6, central)
@@ -231,9 +212,7 @@ def _reference(
     """Stock model, stock loss, stock AdamW: what most people run."""
     _forget(device)
     eager = name.endswith("eager")
-    model = huggingface.clone_structure(template)
-    huggingface.bind_(model, {n: p.detach().clone() for n, p in template.named_parameters()})
-    nn.Module.to(model, device).requires_grad_()
+    model = stock_model(template, device)
     adamw = torch.optim.AdamW(model.parameters(), lr=cfg.train.lr, fused=not eager)
     loss = next_token_loss if eager else torch.compile(next_token_loss)
     low = not eager and is_bf16(cfg.train.precision, device)
@@ -281,12 +260,9 @@ def _times(
 
 def _ceiling(device: torch.device, low: bool) -> float:
     """TFLOP/s of a large square matrix product, once the clocks are up: the fastest of repeats."""
-    size, dtype = (
-        (8192 if device.type == "cuda" else 1024),
-        torch.bfloat16 if low else torch.float32,
-    )
+    size = 8192 if device.type == "cuda" else 1024
+    dtype = torch.bfloat16 if low else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-
     times = [seconds for _ in range(3) for seconds in _each(lambda: torch.mm(a, b), device, 0)]
     return 2 * size**3 / min(times) / 1e12
 
@@ -339,11 +315,12 @@ def _wait(device: torch.device) -> None:
 
 def tables(made: TrainBench) -> list[Table]:
     """The sizes, and what stock tools take in the same run."""
+    train, seq_len = made.run["config"]["train"], made.run["config"]["data"]["seq_len"]
     title = (
-        f"a local step: batch {made.batch} x {made.seq_len} tokens, AdamW included "
-        "(faster: than the full model; ideal: by FLOPs; ceiling: share of "
-        f"{made.ceiling_tflops:.3g} TFLOP/s; overhead: share of a round of {made.n_workers} "
-        f"workers x {made.interval} steps)"
+        f"a local step: batch {train['batch']} x {seq_len} tokens, AdamW included (faster: than "
+        "the full model; ideal: by FLOPs; ceiling: share of "
+        f"{made.ceiling_tflops:.3g} TFLOP/s; overhead: share of a round of {train['n_workers']} "
+        f"workers x {train['interval']} steps)"
     )
     result = terminal.table(
         title,
@@ -365,14 +342,18 @@ def tables(made: TrainBench) -> list[Table]:
             _megabytes(row.peak_bytes),
             f"{row.overhead:.1%}",
         )
-    profiles = [
-        (f"{row.ratio} {row.setting}", row.ms, row.profile)
-        for row in made.rows
-        if row.profile is not None and row.setting == made.rows[0].setting
-    ]
-    where = [kernel_table(profiles)] if profiles else []
+    found = [result]
+    shown = [r for r in made.rows if r.profile and r.setting == made.rows[0].setting]
+    if shown:
+        heads = (f"{row.ratio} {row.setting}" for row in shown)
+        kernels = terminal.table("where a step's milliseconds go", "", *heads)
+        for group in GROUPS:
+            kernels.add_row(group, *(f"{(row.profile or {})[group]:.2f}" for row in shown))
+        gaps = (row.ms - sum((row.profile or {}).values()) for row in shown)
+        kernels.add_row("gaps", *(f"{ms:.2f}" for ms in gaps))
+        found.append(kernels)
     if not made.references:
-        return [result, *where]
+        return found
     beside = terminal.table(
         "the same step with stock parts", "", "ms/step", "peak MB", "ours at full width"
     )
@@ -381,7 +362,7 @@ def tables(made: TrainBench) -> list[Table]:
         beside.add_row(
             reference.name, f"{reference.ms:.2f}", _megabytes(reference.peak_bytes), faster
         )
-    return [result, *where, beside]
+    return [*found, beside]
 
 
 def _megabytes(n_bytes: int | None) -> str:
