@@ -97,7 +97,8 @@ def _single_weights(
     """A model of the parent's shape with zeros in it."""
     block_map, central, method = parent.block_map, parent.central, METHODS[request.method]
     wanted = patterns(block_map, request.sparsity, request.ratio, request.nm)
-    ids, based_on, total = None, {}, 1
+    ids, total = None, 1
+    based_on: dict[str, Any] = {}
     if method.observe is not None:
         text, based_on = _calibrate(parent, request)
         ids, based_on = text.ids, based_on | {"seed": request.seed}
@@ -157,7 +158,8 @@ def _whole_blocks(
     widths = widths_of_ratio(parent.block_map, request.ratio)
     if how is not None:
         check_repair(parent, how)
-    ids, based_on, n_repair = None, {}, 0
+    ids, n_repair = None, 0
+    based_on: dict[str, Any] = {}
     if name in NEEDS_TEXT or how is not None:
         text, based_on = _calibrate(parent, request)
         ids = text.ids

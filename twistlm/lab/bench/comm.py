@@ -213,8 +213,8 @@ def _said(started: list[subprocess.Popen]) -> dict[str, Any]:
 
 def table(made: CommReport) -> Table:
     """For a person."""
-    heads = ("where", "engine", "S", "MB a subnet", "seconds")
-    heads += ("busiest link, MB", "counted", "MB/s")
+    heads = ["where", "engine", "S", "MB a subnet", "seconds"]
+    heads += ["busiest link, MB", "counted", "MB/s"]
     result = terminal.table("one exchange of all workers, nothing trained", *heads, words=2)
     for row in made.rows:
         counted = "" if row.n_counted is None else f"{row.n_counted / row.n_bytes - 1:+.1%}"

@@ -95,7 +95,8 @@ class Comparison:
         if what == WHOLE:
             return {"what": what, "weights": cell.parent.sha256, "text": self.text}
         assert cell.setting is not None
-        made = {"what": what, "blocks": _blocks(parent, cell.setting), "ratio": exact(cell.ratio)}
+        blocks = _blocks(parent, cell.setting)
+        made: Result = {"what": what, "blocks": blocks, "ratio": exact(cell.ratio)}
         if what in (DECODE, ZEROS):
             template = parent.template
             shapes = {name: list(s) for name, s in huggingface.shapes(template).items()}
