@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -18,12 +19,14 @@ from commands import (
     shell_commands,
 )
 
+from paper import NAMES as EXPERIMENTS
+from paper.scales import SCALES
 from twistlm import config
 from twistlm.cli import config_page
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-POINTS = ROOT / "paper/points/gpu-recipe.jsonl"
+POINTS = [json.loads(x) for x in (ROOT / "paper/points/gpu-recipe.jsonl").read_text().splitlines()]
 
 
 def prose(page: Path) -> str:
@@ -34,43 +37,34 @@ def prose(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of the headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", h.replace("`", "").lower()).replace(" ", "-") for h in headings}
-
-
-def commands(page: Path) -> list[list[str]]:
-    """The words of every command in shell blocks, and of those in prose that have options."""
-    inline = re.findall(r"`((?:twistlm|python -m paper) [^`\n]*--[\w-]+ [^`\n]+)`", prose(page))
-    blocks = (*code_blocks(page.read_text(), "sh"), *inline)
-    return [words for block in blocks for words in shell_commands(block)]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_links_and_pictures_lead_somewhere(name):
-    page, broken = ROOT / name, []
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+def test_links_lead_somewhere(name):
+    for link in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", prose(ROOT / name)):
         path, _, anchor = link.partition("#")
-        target = page.parent / path if path else page
-        if re.match(r"[a-z]+:", link):
-            continue
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
-    assert not broken
+        target = (ROOT / name).parent / path if path else ROOT / name
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "docs/log.md"])
 def test_what_a_page_names_exists(name):
     """Modules, make's targets, commands with options and keys; the log names those of its time."""
-    page, known = ROOT / name, config.to_dict(config.Config())
-    for path in re.findall(r"`((?:\w+/)+\w+\.py)`", prose(page)):
+    text, page = prose(ROOT / name), (ROOT / name).read_text()
+    for path in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
         assert any((ROOT / top / path).is_file() for top in ("", "twistlm")), path
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"(?:^|`)make (\w+)", page.read_text(), re.MULTILINE)) <= targets
-    for words in commands(page):
+    assert set(re.findall(r"(?:^|`)make (\w+)", page, re.MULTILINE)) <= targets
+    inline = re.findall(r"`((?:twistlm|python -m paper) [^`\n]*--[\w-]+ [^`\n]+)`", text)
+    for words in shell_commands("\n".join([*code_blocks(page, "sh"), *inline])):
         if is_twistlm(words):
             check_twistlm(words)
         elif words[1:3] == ["-m", "paper"] and words[3] != "report":
             check_experiment(words[3:])
-    for code in re.findall(r"`([^`\n]+)`", prose(page)):
+    known = config.to_dict(config.Config())
+    for code in re.findall(r"`([^`\n]+)`", text):
         if match := re.fullmatch(r"(blocks|train|run|ray)\.(?!py$)([a-z_]+)", code):
             assert match[2] in known[match[1]], code
         for word in code.split():
@@ -80,37 +74,30 @@ def test_what_a_page_names_exists(name):
 
 def check_experiment(words: list[str]) -> None:
     """`NAME... --scale S --only WAY`: names and scales exist, ways have points, keys are legal."""
-    from paper import NAMES as experiments
-    from paper.scales import SCALES
-
-    ways = {json.loads(line)["config"]["way"] for line in POINTS.read_text().splitlines()}
-    known = {"--scale": set(SCALES), "--only": {*ways, "both", "attn", "ffn"}, "--minutes": {"9"}}
-    given = iter(words)
-    for word in given:
-        if word in known:
-            value = next(given)
-            assert value in known[word] or re.fullmatch(r"(seed|rate) \d", value), value
-        elif "=" in word:
-            check_override(word)
-        else:
-            assert word in {*experiments, "all", "--help"}, word
+    known = {
+        "--scale": set(SCALES),
+        "--only": {point["config"]["way"] for point in POINTS} | {"both", "attn", "ffn"},
+    }
+    assert words[0] in {*EXPERIMENTS, "all", "--help"}, words[0]
+    for option, value in pairwise(words):
+        numbered = re.fullmatch(r"(seed|rate) \d", value)
+        assert option not in known or numbered or value in known[option], value
+        if "=" in value:
+            check_override(value)
 
 
-@pytest.mark.parametrize(
-    ("line", "wrong"),
-    [
-        ("twistlm trian demo", "no command trian"),
-        (".venv/bin/twistlm train demo --resum", "--resum"),
-        ("twistlm train demoo", "no preset demoo"),
-        ("twistlm train demo train.n_worker=3", "no key train.n_worker"),
-        ("twistlm train demo resume", "no section.key=value"),
-        ("twistlm export ticket -o x", "Missing parameter: to"),
-    ],
-)
-def test_checking_is_not_blind(line, wrong):
-    (words,) = shell_commands(line)
-    with pytest.raises(AssertionError, match=re.escape(wrong)):
-        check_twistlm(words)
+def test_checking_is_not_blind():
+    wrong = {
+        "twistlm trian demo": "no command trian",
+        ".venv/bin/twistlm train demo --resum": "--resum",
+        "twistlm train demoo": "no preset demoo",
+        "twistlm train demo train.n_worker=3": "no key train.n_worker",
+        "twistlm train demo resume": "no section.key=value",
+        "twistlm export ticket -o x": "Missing parameter: to",
+    }
+    for line, why in wrong.items():
+        with pytest.raises(AssertionError, match=re.escape(why)):
+            check_twistlm(*shell_commands(line))
 
 
 def test_examples_of_help_parse():
@@ -133,33 +120,31 @@ def test_lists_are_those_of_the_code():
     assert shown == {path.name for path in (ROOT / "docs/figures").glob("*")}
 
 
-ROWS = {  # README's row -> its way and rate in the points, and whether its tickets are nested
-    "data parallel, random tickets": ("data parallel", 5e-4, "mean"),
-    "structured dropout K=6, random tickets": ("dropout K=6", 5e-4, "mean"),
-    "TwIST, random tickets": ("TwIST", 2e-3, "mean"),
-    "TwIST, nested tickets": ("TwIST", 2e-3, "nested"),
-    "TwIST whole first, nested tickets": ("TwIST, whole first", 1e-3, "nested"),
-}
-
-
 def test_the_first_table_is_that_of_the_points():
     """Means over three seeds from the second start, with chosen scales; parameters by hand."""
-    points = [json.loads(line) for line in POINTS.read_text().splitlines()]
-    text, sizes = (ROOT / "README.md").read_text(), ("8", "6", "4", "3")
-    for name, (way, rate, kind) in ROWS.items():
+    ways = {  # a row's name, and its way and rate in the points
+        "data parallel": ("data parallel", 5e-4),
+        "structured dropout": ("dropout K=6", 5e-4),
+        "TwIST": ("TwIST", 2e-3),
+        "TwIST whole first": ("TwIST, whole first", 1e-3),
+    }
+    readme, _, _ = PAGES[0].read_text().partition("`make demo` shows")
+    shown = re.findall(r"^\| ([\w ]+), (\w+) tickets \| (.*) \|$", readme, re.MULTILINE)
+    assert len(shown) == 7
+    for name, kind, cells in shown:
         found = [
             point["result"]["test"]
-            for point in points
-            if (point["config"]["way"], point["config"]["rate"]) == (way, rate)
+            for point in POINTS
+            if (point["config"]["way"], point["config"]["rate"]) == ways[name]
             and point["config"]["start"].startswith("186d7a80")
             and "treatment" in point["config"]
         ]
         assert len(found) == 3
+        which = {"random": "mean", "nested": "nested"}[kind]
         columns = [[one["whole"] for one in found]]
-        columns += [[one[k][kind] for one in found] for k in sizes]
-        row = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", text, re.MULTILINE)[0]
-        assert row.replace("*", "").split(" | ") == [f"{mean(column):.1f}" for column in columns]
+        columns += [[one[k][which] for one in found] for k in "8643"]
+        assert cells.replace("*", "").split(" | ") == [f"{mean(x):.1f}" for x in columns]
     d, cut = 768, 8 * (12 * 768**2 + 7 * 768)  # a layer's blocks hold 12 d^2 weights and 7 d biases
     whole = (50257 + 1024) * d + 12 * (12 * d**2 + 13 * d) + 2 * d
-    counts = [f"{(whole - cut * (12 - int(k)) / 12) / 1e6:.1f}" for k in ("12", *sizes)]
-    assert " | ".join(["parameters, millions", *counts]) in text
+    counts = [f"{(whole - cut * (12 - k) / 12) / 1e6:.1f}" for k in (12, 8, 6, 4, 3)]
+    assert " | ".join(["parameters, millions", *counts]) in readme

@@ -146,7 +146,7 @@ class TrainConfig:
     scale: ActivationScale = "sqrt"
     """What a subnet's layer output is multiplied by: sqrt(N/K), 1, N/K, or the measured ratio."""
     teacher: str = "none"
-    """`none`, or a frozen model whose predictions are learned beside the text: `start` (the weights
+    """`none`, or a frozen model whose predictions are learned, too: `start` (the weights
     that training starts from), a run folder, a Hugging Face folder or hub id, with the same
     tokenizer; `cache` reads what `twistlm prepare --teacher` has stored beside the tokens."""
     distil: float = limited(0.9, least=0, most=1)
@@ -188,10 +188,8 @@ class RunConfig:
     seed: int = limited(0, least=0)
     """Initial weights, the blocks of every round, batches and random subnets follow from it."""
     variant: Literal["local", "ray", "masked", "true", "hybrid", "sharded"] = "local"
-    """`local`: one process plays all workers. `ray`: workers are actors of a Ray cluster, and may
-    come and go. Under torchrun every rank is a worker: `masked` trains full models with masks,
-    `hybrid` smaller dense ones (rank 0 masks the central model), `true` smaller ones with a rank
-    more that only hosts the central model; in `sharded` each rank owns an equal part of it."""
+    """`local`: one process plays all workers; `ray`: they come and go. As torchrun's ranks: `masked`
+    (full models), `hybrid` (smaller ones), `true` (and a rank for the central model), `sharded`."""
     wire: Wire = "fp32"
     """What weights and moments travel as between processes: `fp32` is exact; `bf16`; with `int8`
     weights go to workers in bf16, and changes and moments travel in 8 bits. `local` sends

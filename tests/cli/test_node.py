@@ -74,10 +74,8 @@ def own_address() -> str:
 
 def test_no_ray(refused, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    refused(parts=("run.variant = 'ray'", "pip install 'twistlm[ray]'"))
-    check_refusal(
-        *in_process(monkeypatch, capsys, "node", "--head"), ("pip install 'twistlm[ray]'",)
-    )
+    refused(parts=("run.variant = 'ray'", "pip install -e '.[ray]'"))
+    check_refusal(*in_process(monkeypatch, capsys, "node", "--head"), ("pip install -e '.[ray]'",))
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "ray://10.0.0.1:10001", "x:y", ":1", "a:70000"])
