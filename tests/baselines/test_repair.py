@@ -23,14 +23,8 @@ def parent_of(name: str, attn_by: str = "auto", scale: str = "sqrt") -> Parent:
     model = tiny_model(name).double()
     blocks = BlocksConfig(n_ffn=4, attn_by=attn_by, shared_first=1, shared_last=0)
     block_map = families.partition(model, blocks)
-    whole = central.create(
-        huggingface.state(model),
-        huggingface.shapes(model),
-        block_map,
-        carry=False,
-        outer=False,
-        device=CPU,
-    )
+    state, shapes = huggingface.state(model), huggingface.shapes(model)
+    whole = central.create(state, shapes, block_map, carry=False, outer=False, device=CPU)
     cfg = Config(blocks=blocks, train=TrainConfig(scale=scale))
     return Parent(name, cfg, model, block_map, whole, None, None)
 
@@ -86,24 +80,20 @@ def test_against_least_squares_over_all_tokens(name, attn_by, kind):
     x, weight, bias, kept, scale = pieces(parent, name, attn_by, kind)
     at = sorted(kept[0] + kept[1])  # the order of the ticket's inputs
     target = x @ weight.T + (0 if bias is None else bias)
-    errors = {}
 
-    def output(w: Tensor, b: Tensor | None) -> Tensor:
-        return x[:, at] @ w.T + (0 if b is None else b)
+    def error(w: Tensor, b: Tensor | None) -> float:
+        return float((x[:, at] @ w.T + (0 if b is None else b) - target).square().sum())
 
-    errors["none"] = float(
-        (output(scale * weight[:, at], None if bias is None else scale * bias) - target)
-        .square()
-        .sum()
-    )
+    start = scale * weight[:, at]
+    errors = {"none": error(start, None if bias is None else scale * bias)}
     for how in repair.METHODS:
         if how == "bias" and bias is None:
             continue
         w, b = repaired_out(parent, name, kind, how)
-        errors[how] = float((output(w, b) - target).square().sum())
+        errors[how] = error(w, b)
         if how == "bias":
-            torch.testing.assert_close(w, scale * weight[:, at])
-            torch.testing.assert_close(b, (target - scale * x[:, at] @ weight[:, at].T).mean(0))
+            torch.testing.assert_close(w, start)
+            torch.testing.assert_close(b, (target - x[:, at] @ start.T).mean(0))
         elif how == "rescale":
             # one unknown per kept block over [tokens * out] equations, one per output for the bias
             columns = [(x[:, block] @ weight[:, block].T).flatten() for block in kept]
@@ -124,12 +114,11 @@ def test_against_least_squares_over_all_tokens(name, attn_by, kind):
             damp = repair.DAMP * centred.square().mean()
             pull = (damp * len(x)).sqrt() * torch.eye(len(at), dtype=torch.float64)
             design = torch.cat([centred, pull])
-            goal = torch.cat([(x - mean_x) @ weight.T, pull @ (scale * weight[:, at]).T])
+            goal = torch.cat([(x - mean_x) @ weight.T, pull @ start.T])
             best = torch.linalg.lstsq(design, goal).solution.T
             torch.testing.assert_close(w, best, rtol=1e-6, atol=1e-8)
             if bias is not None:
                 torch.testing.assert_close(b, (target - x[:, at] @ w.T).mean(0))
-    assert all(error <= errors["none"] for error in errors.values())
     assert errors["lstsq"] < errors["rescale"] < errors["none"]
     if "bias" in errors:
         assert errors["rescale"] < errors["bias"] < errors["none"]
@@ -172,25 +161,14 @@ def test_what_is_whole_stays_and_so_does_the_parent():
     assert changed == set(parent.block_map.groups[0].out)
 
 
-def test_dead_inputs_are_no_trouble():
-    """A block whose neurons never fire leaves every normal matrix singular."""
+def test_inputs_that_are_dead_or_not_finite():
+    """A block whose neurons never fire leaves every normal matrix singular; NaN is refused."""
     parent = parent_of("llama")
     views = parent.central.layout.views(parent.central.weights)
     views["model.layers.1.mlp.up_proj.weight"][:12] = 0
     for how in ("rescale", "lstsq"):
         made = repair.repair_parent(parent, two_blocks(parent), how, IDS)
         assert made.central.weights.isfinite().all()
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match=r"--repair 'ridge': use one of bias, rescale, lstsq"):
-        repair.check_repair(parent_of("gpt2"), "ridge")
-    with pytest.raises(
-        ValueError, match=r"--repair bias: no output projection of this llama has a bias"
-    ):
-        repair.check_repair(parent_of("llama"), "bias")
-    repair.check_repair(parent_of("llama-biases"), "bias")
-    parent = parent_of("gpt2")
     parent.central.weights.fill_(float("nan"))
-    with pytest.raises(ValueError, match=r"feeds into .*c_proj.weight is not finite"):
+    with pytest.raises(ValueError, match=r"feeds into .*o_proj.weight is not finite"):
         repair.repair_parent(parent, two_blocks(parent), "lstsq", IDS)

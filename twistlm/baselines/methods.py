@@ -40,10 +40,8 @@ def zpruner(
     weight: Tensor,
     mean: Tensor | None,
     pattern: Pattern,
-    *,
     by_row: bool = False,
     update: bool = False,
-    factor: Tensor | None = None,
 ) -> Tensor:
     """The lowest Z-Pruner scores go; without data (`mean` is None) by weights alone.
 
@@ -54,7 +52,7 @@ def zpruner(
         return weight.masked_fill(pattern.lowest(z_scores(weight, mean), by_row), 0)
     assert mean is not None
     drop = pattern.lowest(z_scores(weight, mean.diagonal() / 2), by_row)
-    return sparsegpt.prune(weight, mean, pattern, factor=factor, drop=drop)
+    return sparsegpt.prune(weight, mean, pattern, drop=drop)
 
 
 def z_scores(weight: Tensor, mean: Tensor | None) -> Tensor:
@@ -90,20 +88,16 @@ class PruneMethod:
 
     prune: Callable[..., Tensor]
     observe: Observe | None = None  # None: it needs no data
-    # what `prune` takes as `factor`, made of the mean once for all matrices with the same inputs
-    factor: Callable[[Tensor], Tensor] | None = None
 
 
 METHODS: dict[str, PruneMethod] = {  # `baselines.SINGLE_WEIGHTS`
-    "sparsegpt": PruneMethod(sparsegpt.prune, sparsegpt.observe, sparsegpt.inverse_factor),
+    "sparsegpt": PruneMethod(sparsegpt.prune, sparsegpt.observe),
     "wanda": PruneMethod(wanda, input_norms),
     "zpruner": PruneMethod(zpruner, input_norms),
     "magnitude": PruneMethod(magnitude),
     "zpruner-datafree": PruneMethod(zpruner),
     "zpruner-rows": PruneMethod(partial(zpruner, by_row=True), input_norms),
-    "zpruner-repair": PruneMethod(
-        partial(zpruner, update=True), sparsegpt.observe, sparsegpt.inverse_factor
-    ),
+    "zpruner-repair": PruneMethod(partial(zpruner, update=True), sparsegpt.observe),
 }
 
 
@@ -127,16 +121,12 @@ def prune_(
         patterns[linear.group].check_width(linear.weight(model).shape[1])
 
     def prune_alike(alike: list[Linear], mean: Tensor | None) -> None:
-        shared = {}
         if mean is not None:
             _check_finite(mean, f"what the model feeds into {alike[0].param} has")
-            if method.factor is not None:
-                shared = {"factor": method.factor(mean)}
         for linear in alike:
             weight, pattern = linear.weight(model), patterns[linear.group]
             if pattern.sparsity > 0:  # every rule by threshold would take one weight at 0 too
-                weight.copy_(method.prune(weight, mean, pattern, **shared))
-            _check_finite(weight, f"{linear.param}, pruned, holds")
+                weight.copy_(method.prune(weight, mean, pattern))
             zeros[linear.param] = (weight == 0).sum()
 
     if method.observe is None:

@@ -26,19 +26,17 @@ def prune(
     pattern: Pattern,
     columns: int = COLUMNS,
     damp: float = DAMP,
-    factor: Tensor | None = None,
     drop: Tensor | None = None,
 ) -> Tensor:
     """`weight` [out, in] pruned and updated for the inputs that `mean` = H [in, in] tells of.
 
-    `factor` is U where other matrices with the same inputs needed it before. `drop` [out, in] is
-    True where weights go that another method chose: what is left is the update.
+    `drop` [out, in] is True where weights go that another method chose: what is left is the update.
     """
     assert mean is not None
     n_inputs = weight.shape[1]
     if pattern.m:
         columns = max(columns // pattern.m, 1) * pattern.m
-    upper = inverse_factor(mean, damp) if factor is None else factor
+    upper = _inverse_factor(mean, damp)
     # with rows of diagonal 1 a dropped weight answers for itself: w - w * 1 is exactly 0
     unit = upper / upper.diagonal()[:, None]
     # [in, out]: a column of the matrix is contiguous. Nothing below waits for the device
@@ -63,7 +61,7 @@ def prune(
     return turned.T.contiguous()
 
 
-def inverse_factor(hessian: Tensor, damp: float = DAMP) -> Tensor:
+def _inverse_factor(hessian: Tensor, damp: float) -> Tensor:
     """U, upper, with (H + damp * mean(diag H) I)^-1 = U^T U; a dead input has H_jj = 1."""
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
