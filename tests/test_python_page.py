@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs/python.md"
 
 @pytest.fixture(scope="module")
 def after(tmp_path_factory) -> tuple[Path, dict]:
-    """The folder and the variables after the page's last block; its text stands ready, so it is not made."""
+    """The folder and the variables after the page's last block; its text stands ready."""
     folder = tmp_path_factory.mktemp("page")
     for split, seed in (("train", 0), ("valid", 1)):
         place = folder / f"runs/python-docs-{platform.python_version()}-bpe512" / split
@@ -167,7 +167,8 @@ def loggers():
 def flags():
     backends = torch.backends
     return (
-        torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed(),
+        torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
+        torch.initial_seed(),
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         backends.mkldnn.enabled, backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32,
         backends.cudnn.benchmark, torch._dynamo.config.recompile_limit,
@@ -186,7 +187,8 @@ def state():
     }
 
 before = state()
-for extra in ("datasets", "pydantic", "tensorboard", "gguf", "matplotlib", "onnx", "onnxruntime", "onnxscript"):
+extras = "datasets pydantic tensorboard gguf matplotlib onnx onnxruntime onnxscript"
+for extra in extras.split():
     sys.modules[extra] = None  # as if it were not installed
 import twistlm
 assert state() == before, (before, state())

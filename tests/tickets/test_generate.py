@@ -1,4 +1,4 @@
-"""`generate` writes what Hugging Face's own generate writes, piece by piece, from any kind of folder."""
+"""`generate` writes what Hugging Face's own writes, piece by piece, from any folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """One model as a Hugging Face folder, a run with a checkpoint, and a ticket; one without words."""
+    """One model as a Hugging Face folder, a run and a ticket; one without words."""
     folder = tmp_path_factory.mktemp("home")
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 80, "n_inner": 48}
     none = {"bos_token_id": None, "eos_token_id": None}
@@ -60,9 +60,8 @@ def test_greedy_text_is_that_of_hugging_face(home, kind):
         model = deploy.load_ticket(home / "ticket")
     else:
         model = AutoModelForCausalLM.from_pretrained(home / "model")
-    want = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False, pad_token_id=0
-    )[0]  # fmt: skip
+    plain = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+    want = model.generate(prompt, max_new_tokens=30, **plain)[0]
     found, ids = pieces(home / kind, max_new_tokens=30)
     assert ids == want.tolist()
     assert "".join(found).startswith(PROMPT)

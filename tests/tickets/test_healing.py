@@ -1,4 +1,4 @@
-"""Healing: a ticket trained for itself, against a loop by hand, through a stop, and back from disk."""
+"""Healing: a ticket trained for itself, against a loop by hand, and through a stop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ask(home: Path, out: Path, *overrides: str, **more) -> HealRequest:
 
 
 def by_hand(home: Path, distil: float) -> dict[str, torch.Tensor]:
-    """Six AdamW steps on the same batches, Hugging Face's logits and a teacher from disk, float64."""
+    """Six AdamW steps on the same batches, Hugging Face's logits, a teacher, float64."""
     model = deploy.load_ticket(home / "ticket").double()
     found = next((home / "run/checkpoints").iterdir())
     teacher = (

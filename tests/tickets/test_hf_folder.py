@@ -97,7 +97,7 @@ def python(code: str, *args: str) -> str:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Every ticket of the table, and what a process without twistlm made of it; here it is registered."""
+    """Every ticket of the table, and what a process without twistlm made of it."""
     twistlm.register()
     folder = tmp_path_factory.mktemp("tickets") / "all"
     folder.mkdir()
@@ -194,7 +194,7 @@ def test_save_pretrained_round_trip(key, root, tmp_path):
 
 
 def test_the_widths_stand_in_per_layer_config(root):
-    """By their names in each family, counted by hand from the widths in `test_families.draw_kept`."""
+    """By their names in each family, counted by hand from `draw_kept`."""
 
     def widths(*key: str) -> dict:
         return json.loads((root / "-".join(key) / "config.json").read_text())["per_layer_config"]

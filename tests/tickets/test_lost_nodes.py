@@ -32,7 +32,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def reference(name: str, n_nodes: int, lost: tuple[int, ...], ids: torch.Tensor) -> float:
-    """Hugging Face's own loss of the whole model with the lost inputs zeroed and the rest scaled."""
+    """Hugging Face's own loss of the whole model, lost inputs zeroed and the rest scaled."""
     row, model = TABLE[name], tiny_model(name)
     inputs = {row.attn_out: row.n_query * row.head_dim, row.ffn_out: N_NEURONS}
     for layer, (out, size) in itertools.product(range(3), inputs.items()):
@@ -101,7 +101,7 @@ def test_impossible_losses(home, name, n_nodes, n_lost, words):
 
 
 def test_every_node_holds_the_common_blocks(home):
-    """C = {1}: three blocks are left to spread, so losing a node of three takes one, never block 1."""
+    """C = {1}: three blocks are left to spread, so losing one of three takes one, not 1."""
     common = ("blocks.common_attn=[1]", "blocks.common_ffn=[1]")
     parent = open_parent(home / "gpt2", "cpu", [*CUT, *common])
     for lost, gone in ((0, 0), (1, 2), (2, 3)):

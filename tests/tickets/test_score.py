@@ -175,7 +175,7 @@ def tried(name: str, folder: Path) -> TicketScales:
 def by_hand(
     made: TicketScales, treatment: TicketScale, kept: Blueprint, rows=range(4, 12)
 ) -> float:
-    """Hugging Face's model with other weights: rows of absent blocks are 0, biases have their means.
+    """Hugging Face's model: rows of absent blocks are 0, biases hold their means.
 
     Scales and means are measured on windows 4 to 11 (the choice), the perplexity on `rows`.
     """
@@ -234,7 +234,7 @@ def test_the_best_treatment_is_the_best_by_hand(name, tmp_path):
 
 
 def test_scored_tickets_are_those_by_hand(tmp_path):
-    """The scale of the held-out draws on other text, and every ticket's perplexity on the reported."""
+    """The scale of the held-out draws on other text, and every perplexity on the reported."""
     made = tried("gpt2", tmp_path)
     block_map = made.parent.block_map
     widths = {group.name: 2 if group.kind == "attn" else 3 for group in block_map.groups}

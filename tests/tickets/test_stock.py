@@ -1,4 +1,4 @@
-"""Stock tickets in a process that has transformers and nothing of ours, against parents cut by hand."""
+"""Stock tickets in a process that has transformers alone, against parents cut by hand."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ for folder in sorted(path for path in root.iterdir() if (path / "ticket.json").i
     with torch.no_grad():
         found = {"logits": model(input_ids=ids).logits}
     found["text"] = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    if folder.name in sys.argv[2:]:  # a classification head on the ticket learns to tell two texts apart
+    if folder.name in sys.argv[2:]:  # a classification head learns to tell two texts apart
         torch.manual_seed(0)
-        two = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, pad_token_id=1)
+        classes = {"num_labels": 2, "pad_token_id": 1}
+        two = AutoModelForSequenceClassification.from_pretrained(folder, **classes)
         with torch.no_grad():
             found["hidden"] = two.base_model(input_ids=ids).last_hidden_state
         optimizer, losses = torch.optim.AdamW(two.parameters(), 3e-3), []
@@ -125,7 +126,7 @@ def test_stock_transformers_computes_the_masked_parent(key, root):
 
 @pytest.mark.parametrize("key", CLASSIFIED, ids="/".join)
 def test_a_stock_ticket_takes_a_classification_head(key, root):
-    """Stock transformers puts the head on the masked parent's last hidden states, and both are trained."""
+    """The head sits on the masked parent's last hidden states, and both are trained."""
     found = load_file(root / f"{'-'.join(key)}.safetensors")
     with torch.no_grad():
         hidden = reference(key).base_model(input_ids=IDS).last_hidden_state
@@ -158,7 +159,7 @@ def test_the_folder_is_a_plain_model_of_the_family(key, root):
 
 
 def test_what_no_stock_config_can_say_keeps_widths_per_layer(tmp_path):
-    """GPT-2 has no name for fewer heads of the same size; Llama's refuses heads that do not divide."""
+    """GPT-2 has no name for fewer heads of that size; Llama refuses heads that do not divide."""
     for key, ratio, reason in (
         (("gpt2", "head", "attn"), "2/4", "gpt2's config cannot say it"),
         (("llama", "head", "attn"), "3/4", "not a multiple of the number of attention"),
@@ -175,14 +176,6 @@ def test_what_no_stock_config_can_say_keeps_widths_per_layer(tmp_path):
     assert "--ratio attn=K/4 with K in 1, 2, 4 would do" in sentence(stock.demand, parent, widths)
 
 
-def test_a_parent_with_whole_layers_says_what_to_do(tmp_path):
-    parent = parent_of(tmp_path / "p", STOCK[0], "blocks.shared_first=1")
-    widths = widths_of_ratio(parent.block_map, "2/4")
-    said = sentence(stock.demand, parent, widths)
-    assert "its layers differ in num_key_value_heads (2, 4)" in said
-    assert "blocks.shared_first=1 blocks.shared_last=0" in said
-
-
 @pytest.mark.parametrize("amount", [11_000, 14_000, 17_000, 10**9])
 def test_a_budget_with_stock_takes_the_largest_that_fits(tmp_path, amount):
     """Every pair of widths is counted by hand; none that fits is cut less in both kinds."""
@@ -190,13 +183,10 @@ def test_a_budget_with_stock_takes_the_largest_that_fits(tmp_path, amount):
     request = TicketRequest(params=str(amount), stock=True)
     with progress(quiet=True) as bar:
         made = choose(parent, request, bar)
-    heads, neurons = (made.model.get_submodule("model.layers.0") for _ in range(2))
-    k_attn, k_ffn = (
-        len(made.blueprint["model.layers.0.attn"]),
-        len(made.blueprint["model.layers.0.ffn"]),
-    )
-    assert heads.self_attn.q_proj.weight.shape[0] == 8 * k_attn
-    assert neurons.mlp.up_proj.weight.shape[0] == 12 * k_ffn
+    layer = made.model.get_submodule("model.layers.0")
+    k_attn, k_ffn = (len(made.blueprint[f"model.layers.0.{kind}"]) for kind in ("attn", "ffn"))
+    assert layer.self_attn.q_proj.weight.shape[0] == 8 * k_attn
+    assert layer.mlp.up_proj.weight.shape[0] == 12 * k_ffn
     assert isinstance(made.proof["stock"], dict)
     shared = 2 * 64 * 32 + 32 + 3 * 2 * 32  # embedding, head, norms
 
@@ -228,7 +218,7 @@ def test_the_command_says_what_kind_of_ticket_it_wrote(tmp_path):
 
 
 def elsewhere(module: str, code: str, *args: Path | str) -> Any:
-    """What a program prints as JSON; TWISTLM_PYTHON_<MODULE> names a Python that has it, if not this one."""
+    """What a program prints as JSON; TWISTLM_PYTHON_<MODULE> may name a Python that has it."""
     python = os.environ.get(f"TWISTLM_PYTHON_{module.upper()}")
     if python is None:
         pytest.importorskip(module)
@@ -248,7 +238,8 @@ VLLM = """
 import json, sys, vllm
 if __name__ == "__main__":
     ids = json.loads(sys.argv[2])
-    engine = vllm.LLM(sys.argv[1], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=40)
+    small = {"dtype": "float32", "enforce_eager": True, "max_model_len": 40}
+    engine = vllm.LLM(sys.argv[1], skip_tokenizer_init=True, **small)
     settings = vllm.SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
     made = engine.generate([{"prompt_token_ids": row} for row in ids], settings)
     print()
@@ -289,7 +280,8 @@ with torch.no_grad():
 LM_EVAL = """
 import json, sys, lm_eval
 task = {
-    "task": "words", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": sys.argv[2]}},
+    "task": "words", "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": sys.argv[2]}},
     "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{text}}",
     "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
@@ -297,7 +289,8 @@ task = {
 done = lm_eval.simple_evaluate(
     model="hf", model_args=f"pretrained={sys.argv[1]}", tasks=[task], device="cpu", batch_size=4
 )
-print(json.dumps([[found[0] for found in row["filtered_resps"]] for row in done["samples"]["words"]]))
+rows = done["samples"]["words"]
+print(json.dumps([[found[0] for found in row["filtered_resps"]] for row in rows]))
 """
 OPTIMUM = """
 import json, sys, torch
@@ -308,16 +301,6 @@ print(json.dumps(text.tolist()))
 """
 OTHERS = [STOCK[0], STOCK[1]]
 AS_WORDS = json.dumps(IDS.tolist())
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory) -> Path:
-    """Two Llama tickets, for programs that run nothing else here."""
-    folder = tmp_path_factory.mktemp("others")
-    for key in OTHERS:
-        parent = parent_of(folder / "parents" / "-".join(key), key)
-        deploy.save_ticket(parent, uniform(parent), folder / "-".join(key))
-    return folder
 
 
 @pytest.mark.runtime
@@ -337,8 +320,8 @@ def test_vllm_writes_the_same_text_without_the_plugin(key, tmp_path):
 
 @pytest.mark.runtime
 @pytest.mark.parametrize("key", OTHERS, ids="/".join)
-def test_peft_trains_merges_and_saves(key, others, tmp_path):
-    found = elsewhere("peft", LORA, others / "-".join(key), AS_WORDS, tmp_path / "merged")
+def test_peft_trains_merges_and_saves(key, root, tmp_path):
+    found = elsewhere("peft", LORA, root / "-".join(key), AS_WORDS, tmp_path / "merged")
     assert far(torch.tensor(found["start"]), logits(reference(key), IDS)) < 1e-5
     assert found["losses"][-1] < 0.8 * found["losses"][0]
     assert found["far"] < 1e-5
@@ -346,10 +329,10 @@ def test_peft_trains_merges_and_saves(key, others, tmp_path):
 
 @pytest.mark.runtime
 @pytest.mark.parametrize("key", OTHERS, ids="/".join)
-def test_torchao_stores_eight_bits(key, others):
+def test_torchao_stores_eight_bits(key, root):
     """As far from the exact logits as rows rounded by hand to 255 steps, within a factor of two."""
-    found = torch.tensor(elsewhere("torchao", INT8, others / "-".join(key), AS_WORDS))
-    want, rounded = logits(reference(key), IDS), deploy.load_ticket(others / "-".join(key))
+    found = torch.tensor(elsewhere("torchao", INT8, root / "-".join(key), AS_WORDS))
+    want, rounded = logits(reference(key), IDS), deploy.load_ticket(root / "-".join(key))
     for module in rounded.modules():
         if isinstance(module, torch.nn.Linear):
             weight = module.weight.detach()
@@ -360,10 +343,10 @@ def test_torchao_stores_eight_bits(key, others):
 
 
 @pytest.mark.runtime
-def test_lm_eval_scores_words(others, tmp_path):
+def test_lm_eval_scores_words(root, tmp_path):
     """A task of local data; its log-likelihoods are the masked parent's."""
     key, folder = STOCK[0], tmp_path / "ticket"
-    shutil.copytree(others / "-".join(key), folder)
+    shutil.copytree(root / "-".join(key), folder)
     names = [f"w{i}" for i in range(64)]
     words = PreTrainedTokenizerFast(
         tokenizer_object=word_level(names), eos_token="w62", pad_token="w63"

@@ -18,9 +18,9 @@ from ..compute.perplexity import Evaluator, perplexity
 from ..model import huggingface
 from ..model.blocks import Blueprint, Widths, widths_of_ratio
 from ..model.tokenizer import load_tokenizer
+from ..system.manifest import parse_json
 from ..tickets import deploy, stock
 from ..tickets.budget import ladder, weights_bytes
-from ..tickets.card import last_evaluation
 from ..tickets.parent import Parent, open_parent
 from ..tickets.pick import AUTO, NESTED, RANDOM, parse_pick, pick_blocks, pick_for
 from ..tickets.score import evaluator
@@ -183,7 +183,7 @@ def _known(parent: Parent, sizes: list[Widths]) -> list[str]:
     run = Path(parent.source)
     run = run.parents[1] if run.name.startswith("round-") else run
     metrics = run / "metrics.jsonl"
-    rows = (last_evaluation(metrics) if metrics.is_file() else None) or {}
+    rows = _last_evaluation(metrics)
     found = [
         (ratio, f"random tickets {row['mean']:.2f} (worst of {row['n']}: {row['worst']:.2f})")
         for ratio, row in rows.items()
@@ -198,3 +198,15 @@ def _known(parent: Parent, sizes: list[Widths]) -> list[str]:
         with suppress(ValueError):  # a ratio of other blocks, or of none of the sizes
             known[sizes.index(widths_of_ratio(parent.block_map, ratio))].append(said)
     return ["; ".join(said) for said in known]
+
+
+def _last_evaluation(metrics: Path) -> dict[str, Any]:
+    """The perplexities in the last line of a run's metrics that has any."""
+    for line in reversed(metrics.read_text().splitlines() if metrics.is_file() else []):
+        try:
+            row = parse_json(line, metrics)
+        except ValueError:  # a line that is being written
+            continue
+        if isinstance(row, dict) and row.get("eval"):
+            return row["eval"]
+    return {}

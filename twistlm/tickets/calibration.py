@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import Config
 from ..data.token_file import TokenFile
 from ..model import huggingface
-from .parent import Parent, open_text_of
+from .parent import Parent, open_text
 
 MOST_SEQUENCES = 128  # unless more are asked for
 
@@ -61,7 +61,7 @@ def check_calibration(
     """The text to calibrate on: `data`, or the training tokens of the run."""
     if not (data or cfg.data.train):
         raise ValueError(f"{source} has no tokens to calibrate on: give {option} STEM")
-    return open_text_of(source, cfg, data, "train")
+    return open_text(source, cfg, data, "train")
 
 
 def _open_text(parent: Parent, data: str | None, option: str) -> TokenFile:

@@ -11,7 +11,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PretrainedConfig
 
 from ..model.huggingface import gguf_path
-from ..system.manifest import parse_json
 from ..system.terminal import markdown_cell, markdown_code, markdown_text
 from .parent import Parent
 
@@ -65,7 +64,6 @@ def save(
         chosen=chosen,
         made=made,
         stock=stock,
-        curve=_curve(parent.source),
         widths=_stock_widths(record["stock"]) if stock else _widths(config),
     ).save(folder / NAME)
 
@@ -106,32 +104,6 @@ def _name(source: str) -> str:
         return source
     parts = [part for part in Path(source).parts if part != "checkpoints"]
     return "/".join(parts[-2:] if parts[-1].startswith("round-") else parts[-1:])
-
-
-def _curve(source: str) -> str:
-    """The perplexities of random tickets by size, as the parent's run last measured them."""
-    metrics = Path(source).parents[1] / "metrics.jsonl" if len(Path(source).parts) > 2 else None
-    rows = last_evaluation(metrics) if metrics is not None and metrics.is_file() else None
-    if rows is None:
-        return ""
-    lines = [("all (no ticket)", f"{rows['full']:.2f}", "")]
-    for size, found in rows.items():
-        if size != "full":
-            spread = f"{found['mean']:.2f} ± {found['sd']:.2f}"
-            lines.append((size, spread, f"{found['worst']:.2f}"))
-    return _table(("blocks that stay", "perplexity of random tickets", "worst"), lines)
-
-
-def last_evaluation(metrics: Path) -> dict[str, Any] | None:
-    """The perplexities in the last line of a run's metrics that has any."""
-    for line in reversed(metrics.read_text().splitlines()):
-        try:
-            row = parse_json(line, metrics)
-        except ValueError:  # a line that is being written
-            continue
-        if isinstance(row, dict) and row.get("eval"):
-            return row["eval"]
-    return None
 
 
 def _stock_widths(widths: dict[str, str]) -> str:

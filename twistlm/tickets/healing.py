@@ -56,20 +56,24 @@ def heal(
         raise ValueError(f"--out {request.out} is the ticket to heal: choose another folder")
     model = load_ticket(request.ticket)
     cfg = settings(request, model, read_ticket(request.ticket))
-    text = _valid(cfg, request)
-    work = Path(cfg.run.out)
+    work, text = Path(cfg.run.out), None
+    if cfg.data.valid != cfg.data.train or cfg.data.valid.startswith("builtin:"):
+        file = open_tokens(resolve(cfg.data.valid, "valid"))  # never what was trained on
+        text = Text(file, cfg.data.seq_len, request.valid_tokens)
     before = None if text is None else _measure(model, text, request.device)
     last = rounds.train(cfg, resume=_goes_on(work, cfg), quiet=quiet, note=note)
     if checkpoint.open_(last).round < cfg.train.rounds:  # a signal: the same command goes on
         raise ValueError(f"stopped after round {checkpoint.open_(last).round}: call it again")
-    _load_(model, last)
-    after = None if text is None else _measure(model, text, request.device)
-    measured = None
+    weights = load_file(last / "model.safetensors")
+    with torch.no_grad():
+        for name, param in huggingface.state(model).items():
+            param.copy_(weights[name])
+    notes = _notes(cfg, work)
     if text is not None:
-        n_tokens = text.n_sequences * text.seq_len
-        stem = text.file.stem
-        measured = {"before": before, "after": after, "data": stem, "n_tokens": n_tokens}
-    record = _write(request, model, _notes(cfg, work, measured))
+        after, n_tokens = _measure(model, text, request.device), text.n_sequences * text.seq_len
+        about = {"data": text.file.stem, "n_tokens": n_tokens}
+        notes["perplexity"] = {"before": before, "after": after, **about}
+    record = _write(request, model, notes)
     shutil.rmtree(work)
     return record
 
@@ -170,14 +174,6 @@ def reading(record: dict[str, Any]) -> str:
     return said
 
 
-def _valid(cfg: Config, request: HealRequest) -> Text | None:
-    """What perplexity before and after is measured on: never the text that was trained on."""
-    if cfg.data.valid == cfg.data.train and not cfg.data.valid.startswith("builtin:"):
-        return None
-    file = open_tokens(resolve(cfg.data.valid, "valid"))
-    return Text(file, cfg.data.seq_len, request.valid_tokens)
-
-
 def _measure(model: PreTrainedModel, text: Text, device: str) -> float:
     where = pick_device(device)
     torch.nn.Module.to(model, where)
@@ -186,17 +182,8 @@ def _measure(model: PreTrainedModel, text: Text, device: str) -> float:
     return found
 
 
-def _load_(model: PreTrainedModel, folder: Path) -> None:
-    """The trained weights into the ticket's model, in its own dtype."""
-    weights = load_file(folder / "model.safetensors")
-    with torch.no_grad():
-        for name, param in huggingface.state(model).items():
-            param.copy_(weights[name])
-
-
-def _notes(cfg: Config, work: Path, measured: dict[str, Any] | None) -> dict[str, Any]:
-    lines = (work / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+def _notes(cfg: Config, work: Path) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
     t = cfg.train
     return {
         "teacher": t.teacher,
@@ -209,7 +196,6 @@ def _notes(cfg: Config, work: Path, measured: dict[str, Any] | None) -> dict[str
         "seq_len": cfg.data.seq_len,
         "steps": t.rounds * t.interval,
         "loss": rows[-1]["loss"],
-        **({} if measured is None else {"perplexity": measured}),
     }
 
 

@@ -29,8 +29,8 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> PretrainedConfig:
     """Write what `from_pretrained` and `AutoTokenizer` read, with and without twistlm.
 
-    Where the family's own config can say it, the folder is a stock model; elsewhere it holds widths for
-    each layer and the modelling file.
+    Where the family's own config can say it, the folder is a stock model; elsewhere it holds widths
+    for each layer and the modelling file.
     """
     kinds = {group.kind for group in parent.block_map.groups}
     config = stock_config(parent.template, huggingface.shapes(ticket))
@@ -97,7 +97,7 @@ def ticket_config(
 
 
 def parent_tokenizer(parent: Parent) -> PreTrainedTokenizerBase | None:
-    """The parent's tokenizer with all that belongs to it (chat template, special tokens), if any."""
+    """The parent's tokenizer with its chat template and special tokens, if it has any."""
     config = parent.template.config
     bare = load_tokenizer(str(parent.tokenizer)) if parent.tokenizer else None
     whole = _whole_tokenizer(parent.cfg.model.weights)

@@ -2,7 +2,8 @@
 
 A score is a number per block of every group, read through the `(sections, n_blocks, chunk)` view.
 The loss of an example (one sequence) is its mean next-token loss under the full parent, float32.
-Masks on blocks (`compute.slopes`): dl/dm_b = <C_b, dl/dC_b>, C_b the block's rows of the output projection.
+Masks on blocks (`compute.slopes`): dl/dm_b = <C_b, dl/dC_b>, C_b the block's rows of the output
+projection.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ from ..model.subnet import build
 from . import NEEDS_TEXT
 from .parent import Parent
 
-BlockScores = dict[
-    str, Tensor
-]  # group name -> float64 [n_blocks]; on the parent's device until the end
+BlockScores = dict[str, Tensor]  # group name -> float64 [n_blocks]
 Tick = Callable[[], None]  # called after every example
 
 

@@ -2,8 +2,8 @@
 
 As in tensor-parallel serving every node holds one contiguous run of each layer's blocks (where they
 do not divide evenly, the first nodes one more), and everything that is not cut, the common blocks
-among it. A parent with an order of blocks is striped instead: node i of n holds places i, i + n, ...
-of it, so that no loss takes all important ones. The survivors are a subnet, with the activation
+among it. A parent with an order of blocks is striped instead: node i of n holds places i, i + n,
+... of it, so that no loss takes all important ones. The survivors are a subnet, with the activation
 scale that suits them best on other text.
 """
 

@@ -1,8 +1,8 @@
 """Hugging Face classes of a ticket: a stock model whose layers have widths of their own.
 
 This file stands beside the weights and needs torch and transformers alone. `TicketX` is the stock
-class X of transformers, built as it is and then narrowed: `config.per_layer_config` holds the widths
-of every layer, `config.ticket` says which projections have them:
+class X of transformers, built as it is and then narrowed: `config.per_layer_config` holds the
+widths of every layer, `config.ticket` says which projections have them:
 
     layers        the module list of the transformer layers, in the base model
     projections   name -> [side, width, unit]: `unit * width` features on its `in` or `out` side
@@ -77,7 +77,7 @@ def _narrow_(layer, ticket, widths):
 
 
 def __getattr__(name):
-    """`TicketX` for any X: made when asked for, so that this file serves every family and pickle."""
+    """`TicketX` for any X, made when asked for: this file serves every family, and pickle."""
     if name.startswith("Ticket"):
         stock = getattr(transformers, name.removeprefix("Ticket"), object)
         config = getattr(stock, "config_class", stock)

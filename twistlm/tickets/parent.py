@@ -62,15 +62,10 @@ class Parent:
         return scales(self.block_map, widths, self.scale, self.progress.rho)
 
 
-def open_text(parent: Parent, data: str | None, split: Literal["train", "valid"]) -> TokenFile:
-    """The token file `data`, or the run's own: found from here, or from a folder above the run."""
-    return open_text_of(parent.source, parent.cfg, data, split)
-
-
-def open_text_of(
+def open_text(
     source: str, cfg: Config, data: str | None, split: Literal["train", "valid"]
 ) -> TokenFile:
-    """The same of a parent that is not open, by its config."""
+    """The token file `data`, or the run's own: found from here, or from a folder above the run."""
     if data:
         return open_tokens(resolve(data, split))
     stem = getattr(cfg.data, split)
@@ -79,8 +74,8 @@ def open_text_of(
     found = resolve(stem, split, Path(source))
     if not Path(f"{found}.bin").is_file():
         raise ValueError(
-            f"the run's own tokens, data.{split} = {stem!r}, are neither here nor in a folder above "
-            f"{source}: give --data STEM"
+            f"the run's own tokens, data.{split} = {stem!r}, are neither here nor in a folder "
+            f"above {source}: give --data STEM"
         )
     return open_tokens(found)
 

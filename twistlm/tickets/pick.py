@@ -18,7 +18,7 @@ from .parent import Parent
 
 @dataclass(frozen=True)
 class Pick:
-    """`random` is one draw, `best-of:N` are N draws, `nested` and `importance[:METHOD]` draw nothing.
+    """`random` is one draw, `best-of:N` are N, `nested` and `importance[:METHOD]` draw nothing.
 
     `auto` is `nested` for a parent that was trained with an order of blocks, else `random`.
     """

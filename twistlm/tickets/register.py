@@ -8,10 +8,10 @@ from ..system.compat import choose_config_class
 
 
 def register() -> None:
-    """Let `AutoModelForCausalLM.from_pretrained` take ticket folders; calling it again does nothing.
+    """Let `AutoModelForCausalLM.from_pretrained` take ticket folders; twice does nothing more.
 
-    A ticket keeps its family's `model_type`, so that tokenizers and tools know it: what tells it from a
-    stock model is the section `ticket` in its config.json. vLLM calls this as a plugin.
+    A ticket keeps its family's `model_type`, so that tokenizers and tools know it: what tells it
+    from a stock model is the section `ticket` in its config.json. vLLM calls this as a plugin.
     """
     choose_config_class(_class_of)
 

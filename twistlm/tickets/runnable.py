@@ -1,4 +1,4 @@
-"""Any model that runs as it is (a ticket, a checkpoint's whole model, a Hugging Face model), and text from it."""
+"""Any model that runs as it is (ticket, whole checkpoint, Hugging Face model), and its text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Runnable:
             raise ValueError(f"{self.source} can read no text: {error}") from None
 
     def tokenizer_file(self, folder: Path) -> Path | None:
-        """Its tokenizer.json, or one written into `folder` for a model that keeps its tokens elsewhere."""
+        """Its tokenizer.json, or one written into `folder` where it keeps its tokens elsewhere."""
         beside = Path(self.source) / "tokenizer.json"
         if beside.is_file():
             return beside
@@ -69,8 +69,8 @@ def open_runnable(source: str | Path, device: str = "auto") -> Runnable:
     else:
         model = huggingface.from_folder_or_hub(name)
     torch.nn.Module.to(model, where)
-    # An author's sampling defaults would pass for ours, so only the ends of a text are kept. There is
-    # no padding token either: one sequence needs none, and assisted generation hides every such
+    # An author's sampling defaults would pass for ours, so only the ends of a text are kept. There
+    # is no padding token either: one sequence needs none, and assisted generation hides every such
     # token of a prompt from the draft model.
     ids = ("bos_token_id", "eos_token_id")
     kept = {key: getattr(model.generation_config, key) for key in ids}
@@ -85,8 +85,8 @@ def check_room(runnable: Runnable, n_prompt: int, max_new_tokens: int | None) ->
     room = runnable.n_positions - n_prompt
     if room < (max_new_tokens or 1):
         raise ValueError(
-            f"{runnable.source} has {runnable.n_positions} positions and the prompt takes {n_prompt}: "
-            f"{max(0, room)} tokens fit after it"
+            f"{runnable.source} has {runnable.n_positions} positions and the prompt takes "
+            f"{n_prompt}: {max(0, room)} tokens fit after it"
             + (f", not --max-new-tokens {max_new_tokens}" if max_new_tokens else "")
         )
     return max_new_tokens or min(100, room)
@@ -141,7 +141,7 @@ def write(
 
 
 def verify(source: str) -> list[str]:
-    """Read every byte of a token file, a ticket, a checkpoint or a run; a sentence for each found whole.
+    """Read every byte of a token file, ticket, checkpoint or run; a sentence for each whole one.
 
     The first damage is a ValueError that names the file.
     """

@@ -1,4 +1,4 @@
-"""Perplexities of a parent or a ticket as one record and one table: what `eval` and `demo` print."""
+"""Perplexities of a parent or a ticket, as one record and one table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..system import provenance, terminal
 from ..system.device import pick_device
 from ..system.terminal import progress
 from .deploy import load_ticket, read_ticket
-from .parent import Parent, config_of, open_text, open_text_of, what_is
+from .parent import Parent, config_of, open_text, what_is
 from .requests import ScoreRequest
 
 
@@ -75,7 +75,7 @@ def text_of(parent: Parent, data: str | None, tokens: int) -> Text:
     """The first tokens (0: all) of `data`, or of the run's own validation tokens."""
     cfg = parent.cfg
     huggingface.check_positions(parent.template, cfg.data.seq_len)
-    file = open_text(parent, data, "valid")
+    file = open_text(parent.source, cfg, data, "valid")
     file.check(cfg.data.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
     return Text(file, cfg.data.seq_len, tokens)
 
@@ -125,7 +125,7 @@ def score_ticket(
     device: str = "auto",
     overrides: Sequence[str] = (),
 ) -> Scores:
-    """The perplexity of a ticket folder, on `data` or on the validation text of its parent's run."""
+    """The perplexity of a ticket folder, on `data` or the validation text of its parent's run."""
     own = None if data else _parents_text(folder, read_ticket(folder))
     model = load_ticket(folder)
     most = getattr(model.config, "max_position_embeddings", None) or 1024
@@ -148,7 +148,7 @@ def _parents_text(folder: Path, record: dict[str, Any]) -> tuple[TokenFile, int]
     cfg = config_of(source) if what_is(source) == "checkpoint" else None
     try:
         if cfg is not None:
-            return open_text_of(source, cfg, None, "valid"), cfg.data.seq_len
+            return open_text(source, cfg, None, "valid"), cfg.data.seq_len
     except ValueError:  # the run is here, its text is not
         pass
     raise ValueError(

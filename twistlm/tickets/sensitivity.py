@@ -88,7 +88,7 @@ def _greedy(
     limit: float,
     cost: Cost,
 ) -> Widths:
-    """From the lowest widths up: always the block with the most loss saved per cost, while it fits."""
+    """From the lowest widths up: the block with the most loss saved per cost, while it fits."""
     widths = {name: tried[0] for name, (tried, _, _) in prices.items()}
     growing = {name for name, (tried, _, _) in prices.items() if len(tried) > 1}
     spent = cost(widths)  # blocks of a layer cost the same, but for a few bytes of a file's header
@@ -110,7 +110,7 @@ def _greedy(
 
 
 class Sensitivity:
-    """The mean loss of a parent's subnets on calibration text: one masked model serves all widths."""
+    """The mean loss of a parent's subnets on text: one masked model serves all widths."""
 
     def __init__(self, parent: Parent, ids: Tensor, scores: list[importance.BlockScores]):
         self.parent, self.ids, self.scores = parent, ids, scores

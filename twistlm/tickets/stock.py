@@ -48,7 +48,7 @@ def stock_config(full: PreTrainedModel, shapes: Shapes) -> PretrainedConfig | st
 
 
 def described(full: PreTrainedModel, shapes: Shapes) -> dict[str, str] | str:
-    """`k/n` of every width of a stock ticket by its name in the config, or why the ticket is none."""
+    """`k/n` of every width of a stock ticket by its name in the config, or why it is none."""
     found = stock_config(full, shapes)
     if isinstance(found, str):
         return found
@@ -83,7 +83,7 @@ def stock_widths(parent: Parent) -> Iterator[Widths]:
 
 
 def demand(parent: Parent, widths: Widths | None) -> list[Widths]:
-    """All stock widths of a parent; an error that says what would do if `widths`, or all, are none."""
+    """All stock widths of a parent; an error says what would do if `widths`, or all, are none."""
     legal = list(stock_widths(parent))
     if widths is not None and (reason := fits(parent, widths)) is not None:
         raise ValueError(

@@ -151,7 +151,7 @@ def _read(
     text = _text(parents, request.data, request.tokens)
     if request.heal:
         dense = next(parent for parent in parents if parent.method == "dense")
-        data = open_text(first, request.calibration, "train").stem
+        data = open_text(first.source, first.cfg, request.calibration, "train").stem
         healed = Healing(dense, int(amount("tokens", request.heal, "--heal")), data, healing)
     return Sweep(
         **chosen,
@@ -167,7 +167,7 @@ def _read(
 def _text(parents: list[ComparedParent], data: str | None, tokens: int) -> Text:
     """The text of the first parent, checked against all of them."""
     first = parents[0].parent
-    file, seq_len = open_text(first, data, "valid"), first.cfg.data.seq_len
+    file, seq_len = open_text(first.source, first.cfg, data, "valid"), first.cfg.data.seq_len
     for parent in (each.parent for each in parents):
         huggingface.check_positions(parent.template, seq_len)
         file.check(seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
