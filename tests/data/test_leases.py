@@ -7,6 +7,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -24,19 +25,16 @@ from twistlm.training.worker import LocalTrainer
 from twistlm.transport.ranks import Cluster
 
 
-@pytest.mark.parametrize(("n_workers", "batch", "interval"), [(1, 1, 1), (3, 2, 4), (4, 5, 2)])
-def test_without_faults_slots_are_the_batches_of_the_formula(tokens, n_workers, batch, interval):
-    batches = Batches(open_tokens(tokens), 16, n_workers, batch, seed=3)
+def test_without_faults_slots_are_the_batches_of_the_formula(tokens):
+    batches = Batches(open_tokens(tokens), 16, n_workers=3, batch=2, seed=3)
     ledger = Leases()
     for r in range(5):
-        slots, ledger = stream.take(ledger, interval * n_workers, batch)
-        for w in range(n_workers):
-            mine = stream.of_worker(slots, w, n_workers)
-            assert len(mine) == interval
-            for j in range(interval):
-                assert mine[j] == slots[j * n_workers + w]
-                assert torch.equal(batches.slot(mine[j]), batches(w, r * interval + j))
-    assert ledger == Leases(5 * interval * n_workers * batch)
+        slots, ledger = stream.take(ledger, 4 * 3, 2)
+        for w, j in product(range(3), range(4)):
+            mine = stream.of_worker(slots, w, 3)
+            assert mine[j] == slots[j * 3 + w]
+            assert torch.equal(batches.slot(mine[j]), batches(w, r * 4 + j))
+    assert ledger == Leases(5 * 4 * 3 * 2)
 
 
 def test_returned_go_out_first_and_in_order():
@@ -48,24 +46,14 @@ def test_returned_go_out_first_and_in_order():
     assert (again, ledger) == (((2, 3),), Leases(12, (8, 9)))
     again, ledger = stream.take(ledger, 2, 3)  # another batch: cut anew, old ones first
     assert (again, ledger) == (((8, 9, 12), (13, 14, 15)), Leases(16))
-    assert stream.take(ledger, 0, 3) == ((), ledger)
-
-
-def test_what_was_never_taken_cannot_come_back():
-    slots, ledger = stream.take(Leases(), 2, 2)
     with pytest.raises(AssertionError, match="never taken"):
-        stream.give_back(ledger, ((4, 5),))
+        stream.give_back(ledger, ((16, 17),))
     ledger = stream.give_back(ledger, slots[:1])
     with pytest.raises(AssertionError, match="twice"):
         stream.give_back(ledger, slots[:1])
 
 
-def test_json_round_trip():
-    ledger = Leases(40, (1, 2, 31))
-    assert stream.from_dict(json.loads(json.dumps(stream.to_dict(ledger)))) == ledger
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_exactly_once_by_counting(seed):
     """200 rounds of random deaths and joins, the batch and the interval changing now and then."""
     rng = random.Random(seed)
@@ -116,7 +104,7 @@ def trained_rows(tokens: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("method", ["twist", "dense", "dropout"])
+@pytest.mark.parametrize("method", ["twist", "dense"])
 def test_a_run_that_changes_s_and_batch_trains_every_sequence_once(tmp_path, monkeypatch, method):
     """One epoch of 126 sequences: S = 3, batch 2; then S = 2, batch 3; then S = 4, batch 1."""
     tokens = make_tokens(tmp_path / "tokens", 126 * 16)
@@ -129,7 +117,8 @@ def test_a_run_that_changes_s_and_batch_trains_every_sequence_once(tmp_path, mon
     assert counts == [36, 90, 126]  # rounds of 18, 18 and 12 sequences
     assert Counter(seen) == Counter(range(126))
     saved = checkpoint.open_(tmp_path / "run")
-    assert saved.manifest["leases"] == {"next": 126, "returned": []}
+    assert saved.manifest.pop("leases") == {"next": 126, "returned": []}
+    assert saved.leases == Leases(8 * 3 * 4 * 1)  # an old one: rounds, interval, S, batch of today
 
 
 def test_returned_leases_survive_a_checkpoint(tmp_path, tokens):
@@ -143,14 +132,6 @@ def test_returned_leases_survive_a_checkpoint(tmp_path, tokens):
     _, resumed = setup(tokens, tmp_path / "run", resume=True)
     assert resumed == progress
     assert stream.take(resumed.leases, 9, 2)[0][:3] == lost
-
-
-def test_a_checkpoint_without_leases_counts_its_rounds(tmp_path, tokens):
-    last = rounds.train(tiny(tokens, tmp_path / "run"), quiet=True)
-    saved = checkpoint.open_(last)
-    assert saved.leases == Leases(4 * 3 * 3 * 2)  # rounds, interval, S, batch
-    del saved.manifest["leases"]
-    assert saved.leases == Leases(4 * 3 * 3 * 2)
 
 
 def spoil(stem: str, rows: list[int]) -> None:
@@ -182,10 +163,8 @@ def test_a_sequence_with_an_illegal_id_never_goes_out(tmp_path, monkeypatch, cap
     assert set(skipped) == set(batches.rows_at(range(saved.leases.next)).tolist()) & {7, 90}
     assert saved.leases.next == 6 * 18 + len(skipped)
     told = capsys.readouterr().out
-    assert sorted(re.findall(r"set aside: .*tokens\.bin: sequence (\d+) .* id 64", told)) == sorted(
-        map(str, skipped)
-    )
-    assert skipped
+    named = re.findall(r"set aside: .*tokens\.bin: sequence (\d+) .* id 64", told)
+    assert sorted(map(int, named)) == sorted(skipped) != []
 
 
 def test_a_file_without_a_legal_sequence_is_refused(tmp_path):

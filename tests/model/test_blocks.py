@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
+from itertools import product
 
 import pytest
 import torch
@@ -106,33 +108,18 @@ def numbered() -> dict[str, Tensor]:
     return params
 
 
-def filled(where: layout.Layout, params: dict[str, Tensor]) -> Tensor:
-    buffer = torch.full((where.n_params,), math.nan, dtype=torch.float64)
-    for name, view in where.views(buffer).items():
-        view.copy_(params[name])
-    return buffer
-
-
 # positions, select, coarsen
 
 
 def test_positions_against_a_loop():
-    rng = random.Random(0)
-    for sections in (1, 2, 3, 5):
-        for n_blocks in (1, 3, 4):
-            for chunk in (1, 2, 7):
-                group = BlockGroup("g", "attn", 0, n_blocks, (), ())
-                part = Partition("p", 0, chunk, sections)
-                kept = sorted(rng.sample(range(n_blocks), rng.randint(1, n_blocks)))
-                want = []
-                for section in range(sections):
-                    for block in kept:
-                        for offset in range(chunk):
-                            want.append(section * n_blocks * chunk + block * chunk + offset)
-                assert positions(group, part, kept).tolist() == want
-    group = BlockGroup("g", "attn", 0, 4, (), ())
-    fused = positions(group, Partition("p", 0, 2, 3), (1, 3))
-    assert fused.view(3, 4).tolist() == [[2, 3, 6, 7], [10, 11, 14, 15], [18, 19, 22, 23]]
+    for sections, n_blocks, chunk in product((1, 3), (1, 4), (1, 7)):
+        group = BlockGroup("g", "attn", 0, n_blocks, (), ())
+        kept = sorted(random.Random(chunk).sample(range(n_blocks), -(-n_blocks // 2)))
+        want = [
+            section * n_blocks * chunk + block * chunk + offset
+            for section, block, offset in product(range(sections), kept, range(chunk))
+        ]
+        assert positions(group, Partition("p", 0, chunk, sections), kept).tolist() == want
 
 
 SELECTED = {
@@ -175,11 +162,11 @@ REFUSED = [  # a call, and what is said about it
     (lambda: gpt2_like().select("all"), r"blocks\.setting = 'all': use one of attn, ffn, both"),
     *(
         (lambda f=f, n=n: gpt2_like().select("both", f, n), SHARED.format(f, n))
-        for f, n in ((3, 0), (2, 1), (0, 3), (-1, 0), (0, -1), (9, 9))
+        for f, n in ((3, 0), (2, 1), (-1, 0), (0, -1))
     ),
     *(
         (lambda n=n: gpt2_like().coarsen("ffn", n), rf"20 ffn .* {n} .*legal: 1, 2, 4, 5, 10, 20")
-        for n in (0, -4, 3, 8, 40)
+        for n in (0, -4, 3, 40)
     ),
     # a wrong map would cut wrong weights
     (
@@ -208,7 +195,7 @@ REFUSED = [  # a call, and what is said about it
     # ratios
     *(
         (lambda t=t: parse_ratio(t, 4, "ffn"), r"ffn blocks; legal: 1/4, 2/4, 3/4, 4/4")
-        for t in ("5/12", "0.33", "0", "-1/4", "5/4", "2")
+        for t in ("5/12", "0.33", "0", "-1/4", "5/4")
     ),
     *(
         (lambda t=t: parse_ratio(t, 4, "ffn"), rf"{t!r} is not a fraction such as 6/12")
@@ -263,151 +250,55 @@ def test_ratios():
 # the flat buffer
 
 
-@pytest.mark.parametrize("which", ["cut", "whole", "empty", "narrow"])
-def test_views_cover_the_buffer_exactly_once(which):
-    block_map, shapes = cut_map(), SHAPES
-    if which == "whole":
-        block_map = gpt2_like()
-    elif which == "empty":
-        block_map = BlockMap(())
-    elif which == "narrow":
-        shapes = block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT))
-    where = layout.layout(block_map, shapes)
-    assert where.n_params == sum(math.prod(shape) for shape in shapes.values())
-    buffer = torch.zeros(where.n_params)
-    views = where.views(buffer)
-    assert {name: tuple(view.shape) for name, view in views.items()} == shapes
-    for view in views.values():
-        view.add_(1.0)
-    assert torch.equal(buffer, torch.ones_like(buffer))
-
-
-def spans_of(where: layout.Layout, names: list[str]) -> set[int]:
+def spans_of(where: layout.Layout, names: Iterable[str]) -> set[int]:
     """Positions of these parameters, read off marks in the buffer."""
     buffer = torch.zeros(where.n_params)
     views = where.views(buffer)
     for name in names:
-        views[name].fill_(1.0)
+        views[name].add_(1.0)
+    assert buffer.max() == 1.0  # no two share a place
     return set(buffer.nonzero().flatten().tolist())
 
 
-@pytest.mark.parametrize("n_cut", [0, 1, 2, 3])
+@pytest.mark.parametrize("n_cut", [0, 1, 3])
 def test_shared_first_and_matrices_apart_from_vectors(n_cut):
     """The optimizer decays `decayed` only, and the dispatcher copies the first `n_shared`."""
     block_map = gpt2_like().select("both", N_LAYERS - n_cut) if n_cut else BlockMap(())
     where = layout.layout(block_map, SHAPES)
-    leaves = [
-        "c_attn.weight",
-        "c_attn.bias",
-        "c_proj.weight",
-        "fc.weight",
-        "fc.bias",
-        "proj.weight",
-    ]
-    layers = range(N_LAYERS - n_cut, N_LAYERS)
-    partitioned = {f"h.{i}.{leaf}" for i in layers for leaf in leaves}
-    shared = [name for name in SHAPES if name not in partitioned]
-    assert where.n_shared == sum(math.prod(SHAPES[name]) for name in shared)
+    assert {
+        name: tuple(v.shape) for name, v in where.views(torch.zeros(where.n_params)).items()
+    } == SHAPES
+    assert spans_of(where, SHAPES) == set(range(where.n_params))
+    shared = [name for name in SHAPES if name not in block_map.partitioned()]
     assert spans_of(where, shared) == set(range(where.n_shared))
-    for spans, names in (
-        (where.decayed, [name for name, shape in SHAPES.items() if len(shape) == 2]),
-        (where.plain, [name for name, shape in SHAPES.items() if len(shape) == 1]),
-    ):
+    for spans, n_dims in ((where.decayed, 2), (where.plain, 1)):
         inside = [i for start, end in spans for i in range(start, end)]
         assert len(inside) == len(set(inside))
+        names = [name for name, shape in SHAPES.items() if len(shape) == n_dims]
         assert set(inside) == spans_of(where, names)
         assert len(spans) <= 2
 
 
-@pytest.fixture
-def pair() -> tuple[layout.Layout, layout.Layout, layout.Segments, Tensor]:
-    """Layouts of the whole model and of BLUEPRINT's subnet, segments, and the index."""
-    block_map = cut_map()
+def test_gather_takes_the_blocks_and_scatter_writes_nothing_else():
+    """Against slices by hand, and back into a buffer in which nothing else moves."""
+    block_map, params = cut_map(), numbered()
     full = layout.layout(block_map, SHAPES)
     narrow = layout.layout(block_map, block_map.narrowed(SHAPES, block_map.widths(BLUEPRINT)))
     segments = layout.cut_segments(full, block_map, CPU)
+    index = segments.index(BLUEPRINT)
     # a subnet's shared part is one slice of the central buffer, so both agree on it
-    assert list(narrow.shapes) == list(full.shapes)
-    assert narrow.n_shared == full.n_shared
-    return full, narrow, segments, segments.index(BLUEPRINT)
-
-
-def test_runs_know_their_block(pair):
-    """Fill each block with its number by hand: every run lies in the block that it names."""
-    full, _, segments, _ = pair
-    numbers = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in SHAPES.items()}
-    for name, (group, part) in cut_map().partitioned().items():
-        for block in range(group.n_blocks):
-            for place in positions(group, part, [block]).tolist():
-                numbers[name].select(part.dim, place).fill_(segments.numbers[group.name] + block)
-    flat_numbers = torch.cat([numbers[name].reshape(-1) for name in full.shapes])
-    assert torch.equal(flat_numbers, segments.block_of.repeat_interleave(segments.grain))
-    assert int(segments.block_of.max()) + 1 == segments.n_blocks
-
-
-def test_gather_takes_the_blocks(pair):
-    full, narrow, segments, index = pair
-    params = numbered()
+    assert (list(narrow.shapes), narrow.n_shared) == (list(full.shapes), full.n_shared)
     assert index.unique().numel() == index.numel()
-    assert index.numel() * segments.grain == narrow.n_params - full.n_shared
-    out = torch.full((1, narrow.n_params), math.nan, dtype=torch.float64)
-    whole = filled(full, params)[None]
-    assert layout.gather_(out, whole, segments, index) is out
-    for name, view in narrow.views(out).items():
-        assert torch.equal(view, take(params[name], kept_by_hand(name))), name
-    assert torch.equal(whole[0], filled(full, params))
-
-
-def by_hand_back(full: layout.Layout, narrow: layout.Layout, part: Tensor) -> Tensor:
-    """The whole buffer after a subnet's came back, element by element."""
-    params = {name: tensor.clone() for name, tensor in numbered().items()}
+    whole = torch.full((1, full.n_params), math.nan, dtype=torch.float64)
+    for name, view in full.views(whole).items():
+        view.copy_(params[name])
+    part = torch.full((1, narrow.n_params), math.nan, dtype=torch.float64)
+    layout.gather_(part, whole, segments, index)
     for name, view in narrow.views(part).items():
-        where = kept_by_hand(name)
-        if where is None:
-            params[name] = view
-            continue
-        dim, kept = where
-        for i, position in enumerate(kept):
-            spot = params[name][position] if dim == 0 else params[name][:, position]
-            spot.copy_(view[i] if dim == 0 else view[:, i])
-    return filled(full, params)
-
-
-def test_scatter_writes_the_blocks_and_nothing_else(pair):
-    full, narrow, segments, index = pair
-    part = torch.randn(
-        1, narrow.n_params, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    whole = filled(full, numbered())[None]
-    assert layout.scatter_(whole, part, segments, index) is whole
-    assert torch.equal(whole[0], by_hand_back(full, narrow, part[0]))
-    again = layout.gather_(torch.empty_like(part), whole, segments, index)
-    assert torch.equal(again, part)
-
-
-def test_an_empty_map_has_an_empty_index():
-    full = layout.layout(BlockMap(()), SHAPES)
-    segments = layout.cut_segments(full, BlockMap(()), CPU)
-    index = segments.index({})
-    whole = filled(full, numbered())[None]
-    assert index.numel() == 0
-    assert torch.equal(layout.gather_(torch.empty_like(whole), whole, segments, index), whole)
-
-
-def test_holders_against_a_count(pair):
-    _, _, segments, _ = pair
-    rng = random.Random(3)
-    blueprints = [
-        {
-            g.name: tuple(sorted(rng.sample(range(g.n_blocks), rng.randint(1, g.n_blocks))))
-            for g in segments.block_map.groups
-        }
-        for _ in range(3)
-    ]
-    table = layout.holders(segments, blueprints).tolist()
-    assert table[0] == [0, 2, 3]
-    for group in segments.block_map.groups:
-        for block in range(group.n_blocks):
-            who = [i for i, blueprint in enumerate(blueprints) if block in blueprint[group.name]]
-            expected = [who[0], who[-1], len(who)] if who else [-1, -1, 0]
-            assert table[segments.numbers[group.name] + block] == expected
+        assert torch.equal(view, take(params[name], kept_by_hand(name))), name
+    layout.scatter_(whole, -part, segments, index)
+    for name, view in full.views(whole).items():
+        want = params[name].clone()
+        dim, kept = kept_by_hand(name) or (0, range(len(want)))
+        want.index_copy_(dim, torch.tensor(kept), -want.index_select(dim, torch.tensor(kept)))
+        assert torch.equal(view, want), name
