@@ -173,6 +173,11 @@ Kept = dict[tuple[int, str], tuple[int, ...]]  # (layer, kind) -> block ids
 Cuts = dict[str, tuple[int, list[int]]]  # parameter -> dimension and kept positions
 
 
+def central_of(model: PreTrainedModel, block_map: BlockMap) -> central.Central:
+    state, shapes = huggingface.state(model), huggingface.shapes(model)
+    return central.create(state, shapes, block_map, carry=False, outer=False, device=CPU)
+
+
 def as_parent(model: PreTrainedModel, block_map: BlockMap, whole, scale: str) -> parent.Parent:
     cfg = config.override(config.Config(), [f"train.scale={scale}"])
     return parent.Parent("tiny", cfg, model, block_map, whole, None, None)
@@ -191,14 +196,15 @@ class Case:
     reference: PreTrainedModel
     central: central.Central
 
-    def n_blocks(self, kind: str) -> int:
-        return self.row.n_attn(self.attn_by) if kind == "attn" else N_FFN
-
     def ticket(self, scale: str = "sqrt") -> PreTrainedModel:
         return deploy.cut_ticket(self.parent(scale), self.blueprint)
 
     def parent(self, scale: str = "sqrt") -> parent.Parent:
         return as_parent(self.model, self.block_map, self.central, scale)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        return subnet.scales(self.block_map, self.block_map.widths(self.blueprint), "sqrt")
 
     def masked(self, grads: Tensor | None = None) -> subnet.Subnet:
         """The full model with masks and the scale."""
@@ -206,7 +212,7 @@ class Case:
         result = subnet.build(
             self.model, self.block_map, self.central.layout, weights, grads, gates="all"
         )
-        result.keep_(self.blueprint, self._scales())
+        result.keep_(self.blueprint, self.scales)
         return result
 
     def physical(self) -> tuple[subnet.Subnet, layout.Layout, Tensor, Tensor]:
@@ -218,11 +224,8 @@ class Case:
         weights = cut_subnet(self.central, self.blueprint)[0]
         grads = torch.zeros_like(weights)
         result = subnet.build(self.model, self.block_map, where, weights, grads)
-        result.keep_(self.blueprint, self._scales())
+        result.keep_(self.blueprint, self.scales)
         return result, where, weights, grads
-
-    def _scales(self) -> dict[str, float]:
-        return subnet.scales(self.block_map, self.block_map.widths(self.blueprint), "sqrt")
 
 
 def draw_kept(key: Key, row: Row) -> Kept:
@@ -249,12 +252,9 @@ def by_hand(model: PreTrainedModel, row: Row, attn_by: str, kept: Kept) -> PreTr
             out = model.get_submodule(f"{row.layers}.{layer}.{name}")
             n_inputs = row.n_query * row.head_dim if kind == "attn" else N_NEURONS
             assert out.weight.shape[0 if row.transposed else 1] == n_inputs
-            for i in range(n_inputs):
-                if row.block_of_input(kind, attn_by, i, N_FFN) not in blocks:
-                    if row.transposed:
-                        out.weight[i, :] = 0
-                    else:
-                        out.weight[:, i] = 0
+            owners = [row.block_of_input(kind, attn_by, i, N_FFN) for i in range(n_inputs)]
+            kept_inputs = torch.tensor([owner in blocks for owner in owners])
+            out.weight *= kept_inputs[:, None] if row.transposed else kept_inputs
             out.weight *= math.sqrt(n_blocks / len(blocks))
     return model
 
@@ -267,14 +267,6 @@ def case(key: Key) -> Case:
     block_map = block_map.select(setting, shared_first=SHARED_FIRST).coarsen("ffn", N_FFN)
     kept = draw_kept(key, row)
     assert {(group.layer, group.kind) for group in block_map.groups} == set(kept)
-    whole = central.create(
-        huggingface.state(model),
-        huggingface.shapes(model),
-        block_map,
-        carry=False,
-        outer=False,
-        device=CPU,
-    )
     return Case(
         row=row,
         attn_by=attn_by,
@@ -283,7 +275,7 @@ def case(key: Key) -> Case:
         kept=kept,
         blueprint={group.name: kept[group.layer, group.kind] for group in block_map.groups},
         reference=by_hand(model, row, attn_by, kept),
-        central=whole,
+        central=central_of(model, block_map),
     )
 
 

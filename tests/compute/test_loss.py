@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from families_table import TABLE, tiny_model
+from families_table import TABLE, tiny_model, tokens
 from torch import Tensor
 
 from twistlm.compute import loss as losses
@@ -26,11 +26,12 @@ from twistlm.data.teacher_cache import pack, unpack
 from twistlm.system.device import autocast, pick_device
 
 
-def inputs(dtype: torch.dtype, bias: bool) -> tuple[list[Tensor], Tensor]:
+def inputs(bias: bool) -> tuple[list[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(37, 16), (101, 16)] + [(101,)] * bias
-    leaves = [torch.randn(s, dtype=dtype, generator=generator).requires_grad_() for s in shapes]
-    return leaves, torch.randint(0, 101, (37,), generator=generator)
+    leaves = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+    targets = torch.randint(0, 101, (37,), generator=generator)
+    return [leaf.requires_grad_() for leaf in leaves], targets
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "gemma3_text"])
@@ -40,7 +41,7 @@ def test_a_teacher_for_every_way_to_the_loss(name, monkeypatch):
     with torch.no_grad():
         for param in other.parameters():
             param.add_(0.1 * torch.randn_like(param))
-    ids = torch.randint(1, model.config.vocab_size, (3, 9))
+    ids = tokens(3, 9)
     params = list(model.requires_grad_().parameters())
     with torch.no_grad():
         logits = other(input_ids=ids).logits[:, :-1]
@@ -60,10 +61,9 @@ def test_a_teacher_for_every_way_to_the_loss(name, monkeypatch):
             torch.testing.assert_close(value, found[0][0])
             torch.testing.assert_close(grad, found[0][1], rtol=1e-4, atol=1e-6)
         with torch.no_grad():
-            teacher_log_probs, mine = (
-                m(input_ids=ids).logits[:, :-1].double().log_softmax(-1) for m in (other, model)
-            )
-        kl = (teacher_log_probs.exp() * (teacher_log_probs - mine)).sum(-1).mean()
+            mine = model(input_ids=ids).logits[:, :-1].double().log_softmax(-1)
+        theirs = logits.double().log_softmax(-1)
+        kl = (theirs.exp() * (theirs - mine)).sum(-1).mean()
         by_hand = 0.9 * kl - 0.1 * mine.gather(2, ids[:, 1:, None]).mean()
         within = 1e-5 if isinstance(teacher, Teacher) else 1e-3  # float16
         assert float(found[0][0]) == pytest.approx(float(by_hand), rel=within)
@@ -90,7 +90,7 @@ def test_linear_cross_entropy_and_its_gradients(teacher, chunk):
     live = TeacherLogits(*draw, torch.randn(101, dtype=torch.float64, generator=generator), 0.7)
     log_probs = F.linear(*draw, live.bias).log_softmax(-1)
     for bias in (False, True):
-        leaves, targets = inputs(torch.float64, bias)
+        leaves, targets = inputs(bias)
         logits = F.linear(*leaves)
         kept, ids = log_probs.topk(101 if isinstance(teacher, str) else teacher)
         prediction = TeacherTopK(ids, kept, 0.7)
@@ -110,9 +110,8 @@ def test_linear_cross_entropy_and_its_gradients(teacher, chunk):
 @pytest.mark.parametrize("high", [30.0, 300.0])
 def test_a_rest_of_next_to_nothing_teaches_no_nan(high):
     """The teacher gives everything to its k tokens (float16 even more), or the model does."""
-    logits = torch.tensor(
-        [[high, 0, -1, 1], [0, 1, 2, high], [high, high, 0, 0]], requires_grad=True
-    )
+    logits = torch.tensor([[high, 0, -1, 1], [0, 1, 2, high], [high, high, 0, 0]])
+    logits.requires_grad_()
     teacher_log_probs = torch.tensor([[0.0, -9.0], [-1e-3, -7.0], [-0.69287, -0.69287]]).half()
     prediction = TeacherTopK(torch.tensor([[0, 2], [0, 1], [0, 1]]), teacher_log_probs, 0.9)
     teacher_logits = prediction.logits(slice(None), logits)
@@ -141,7 +140,7 @@ def test_a_teachers_predictions_survive_their_bytes(vocab, n_bytes):
 def test_bf16_logits_lose_little():
     """The softmax is exact; only the head's products and the gradients are rounded."""
     pick_device("cpu")  # without oneDNN on ARM: it warns about bf16
-    (hidden, weight), targets = inputs(torch.float64, bias=False)
+    (hidden, weight), targets = inputs(bias=False)
     expected = F.cross_entropy(hidden @ weight.T, targets)
     wanted = torch.autograd.grad(expected, (hidden, weight))
     low = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
@@ -170,9 +169,7 @@ def test_a_model_that_could_be_trained_is_scored_without_gradients(monkeypatch):
 @pytest.mark.parametrize("name", TABLE)
 def test_every_family_takes_the_chunked_loss(name, monkeypatch):
     model = tiny_model(name)
-    ids = torch.randint(
-        0, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1)
-    )
+    ids = tokens(2, 24)
     assert loss_for(model) is chunked_loss
     whole = copy.deepcopy(model)
     causal_(whole)
@@ -196,9 +193,7 @@ def test_logits_that_are_more_than_the_head_s_take_the_plain_loss():
 def test_a_sliding_window_keeps_its_mask():
     """Windows shorter than the text must not become plain causal attention."""
     model = copy.deepcopy(tiny_model("mistral"))
-    ids = torch.randint(
-        0, model.config.vocab_size, (1, 24), generator=torch.Generator().manual_seed(1)
-    )
+    ids = tokens(1, 24)
     with torch.no_grad():
         model.config.sliding_window = 4
         narrow = next_token_loss(model, ids)
@@ -212,7 +207,7 @@ def test_a_sliding_window_keeps_its_mask():
 def test_padding_rows_of_a_head_in_a_flat_buffer(room, monkeypatch):
     """As on a GPU: the rows behind the head are the next parameter's, and change nothing."""
     monkeypatch.setattr(losses, "_aligned_rows", lambda weight: 104)
-    (hidden, weight), targets = inputs(torch.float64, bias=False)
+    (hidden, weight), targets = inputs(bias=False)
     flat, grads = torch.randn(2, (104 if room else 101) * 16 + 7, dtype=torch.float64)
     flat, grads = flat[7:], grads[7:]  # the head does not begin where the storage does
     head = flat[: 101 * 16].view(101, 16)

@@ -65,19 +65,15 @@ def test_a_stopped_cache_leaves_the_older_one(tokens, teacher, tmp_path):
         yield torch.zeros(8, 15, 12, dtype=torch.uint8)
         raise KeyboardInterrupt
 
+    other = replace(first.meta, top=3, weights_sha256="0" * 64)
     with pytest.raises(KeyboardInterrupt):
-        write_teacher_cache(file, replace(first.meta, top=3), stopped)
+        write_teacher_cache(file, other, stopped)
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert {name: after.pop(name) for name in before} == before
     assert sorted(after) == ["tokens.teacher.part", "tokens.teacher.part.json"]
     assert "375 sequences match their sha256" in verify_teacher_cache(file)
     # the zeros are for the teacher that was to replace them, and for no other
-    other = GPT2LMHeadModel.from_pretrained(teacher)
-    other.lm_head.weight.data += 1
-    other.save_pretrained(tmp_path / "other")
-    write_cache(file, str(tmp_path / "other"), 3, 16, "cpu", quiet=True)
-    cache = open_teacher_cache(file, 16, 64)
-    assert cache.meta.top == 3
+    cache = write_cache(file, teacher, 3, 16, "cpu", quiet=True)
     assert cache.sequences(range(8)).any()
     assert not list(tmp_path.glob("*.part*"))
 

@@ -7,7 +7,6 @@ loops over heads and neurons. It knows nothing of block maps, gates or flat buff
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from families_table import (
     ALONE,
     BOTH,
-    CPU,
     N_FFN,
     N_LAYERS,
     SHARED_FIRST,
@@ -28,6 +26,7 @@ from families_table import (
     build,
     by_hand,
     case,
+    central_of,
     far,
     logits,
     sentence,
@@ -38,7 +37,7 @@ from torch import nn
 
 from twistlm import config
 from twistlm.compute.loss import next_token_loss
-from twistlm.model import central, families, huggingface
+from twistlm.model import families, huggingface
 from twistlm.tickets import deploy
 
 every_case = pytest.mark.parametrize("key", BOTH + ALONE, ids="/".join)
@@ -112,12 +111,7 @@ def test_gradients_of_physical_masked_and_stock_model_agree(key):
     out = stock(input_ids=ids, use_cache=False).logits[:, :-1]
     F.cross_entropy(out.reshape(-1, VOCAB), ids[:, 1:].reshape(-1)).backward()
     # the stock model's output projections are scale x ours: the chain rule gives the factor
-    factors = {}
-    for (layer, kind), blocks in c.kept.items():
-        name = c.row.attn_out if kind == "attn" else c.row.ffn_out
-        weight = f"{c.row.layers}.{layer}.{name}.weight"
-        factors[weight] = math.sqrt(c.n_blocks(kind) / len(blocks))
-
+    factors = {group.out[0]: c.scales[group.name] for group in c.block_map.groups}
     largest = float(full_grads.abs().max())
     assert largest > 1e-2
     for name, param in stock.named_parameters():
@@ -239,10 +233,7 @@ def test_a_family_whose_attention_is_refused_still_serves_ffn(model_type, layers
     kept: Kept = {(1, "ffn"): (0, 3), (2, "ffn"): (1,)}
     blueprint = {group.name: kept[group.layer, "ffn"] for group in block_map.groups}
     reference, ids = by_hand(model, row, "head", kept), tokens(2, 12)
-    state = huggingface.state(model)
-    whole = central.create(
-        state, huggingface.shapes(model), block_map, carry=False, outer=False, device=CPU
-    )
-    ticket = deploy.cut_ticket(as_parent(model, block_map, whole, "sqrt"), blueprint)
+    parent = as_parent(model, block_map, central_of(model, block_map), "sqrt")
+    ticket = deploy.cut_ticket(parent, blueprint)
     assert far(logits(ticket, ids), logits(reference, ids)) < 1e-5
     assert far(logits(ticket, ids), logits(model, ids)) > 1e-2

@@ -15,57 +15,48 @@ import random
 import torch
 import torch.nn.functional as F
 from families_table import tiny_model
+from twistlm.compute import loss
 from twistlm.model import families, huggingface, kernels, layout
 
 torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 assert kernels.usable(torch.zeros(1))
 generator = torch.Generator(torch.get_default_device()).manual_seed(0)
 
-# softmax: rows of 101 columns in a buffer of 128, gradient of the mean over 9 tokens
+# rows of 101 columns in a buffer of 128, gradient of the mean over 9 tokens
 logits, targets = torch.randn(7, 128, generator=generator), torch.tensor([0, 100, 3, 5, 5, 64, 99])
-exact = logits[:, :101].double().requires_grad_()
-losses = F.cross_entropy(exact, targets, reduction="none")
-(losses.sum() / 9).backward()
-got = logits.clone()
-torch.testing.assert_close(kernels.softmax_(got, targets, 101, 9, True), losses.detach().float())
-torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
-assert (got[:, 101:] == 0).all()
+teacher, share = torch.randn(7, 128, generator=generator), 0.7
+
+def compare(call, predict=None):
+    exact = logits[:, :101].double().requires_grad_()
+    mine = exact.log_softmax(-1)
+    losses = F.nll_loss(mine, targets, reduction="none")
+    if predict is not None:
+        log_p = predict(exact).log_softmax(-1)
+        losses = (1 - share) * losses + share * (log_p.exp() * (log_p - mine)).sum(-1)
+    (losses.sum() / 9).backward()
+    got = logits.clone()
+    torch.testing.assert_close(call(got), losses.detach().float())
+    torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
+    assert (got[:, 101:] == 0).all()
+
+compare(lambda got: kernels.softmax_(got, targets, 101, 9, True))
 kept = logits.clone()
 kernels.softmax_(kept, targets, 101, 9, False)
 assert torch.equal(kept, logits)
-
-# the same mixed with KL to a teacher
-teacher, share = torch.randn(7, 128, generator=generator), 0.7
-exact = logits[:, :101].double().requires_grad_()
-log_p, mine = teacher[:, :101].double().log_softmax(-1), exact.log_softmax(-1)
-losses = (1 - share) * F.nll_loss(mine, targets, reduction="none")
-losses = losses + share * (log_p.exp() * (log_p - mine)).sum(-1)
-(losses.sum() / 9).backward()
-got = logits.clone()
-torch.testing.assert_close(
-    kernels.distil_(got, teacher, targets, 101, 9, share), losses.detach().float()
+compare(
+    lambda got: kernels.distil_(got, teacher, targets, 101, 9, share),
+    lambda exact: teacher[:, :101].double(),
 )
-torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
-assert (got[:, 101:] == 0).all()
-
-# the same with a teacher of whom k tokens and the rest as one are known, also where the k are all
-# there are
-from twistlm.compute import loss
+# a teacher of whom k tokens and the rest as one are known, also where the k are all there are
 for k in (1, 6, 101):
     log_probs, ids = teacher[:, :101].log_softmax(-1).topk(k)
     log_probs[0] += 0.01 * (k == 6)  # as if rounding had made more than 1 of them
     log_probs[0, :k - 1] -= log_probs[0, :k - 1].logsumexp(-1) * (k == 6)
     prediction = loss.TeacherTopK(ids, log_probs.half(), share)
-    exact = logits[:, :101].double().requires_grad_()
-    log_p, mine = prediction.logits(slice(None), exact).log_softmax(-1), exact.log_softmax(-1)
-    losses = (1 - share) * F.nll_loss(mine, targets, reduction="none")
-    losses = losses + share * (log_p.exp() * (log_p - mine)).sum(-1)
-    (losses.sum() / 9).backward()
-    got = logits.clone()
-    mean = loss._distil_(got, prediction, slice(None), targets, 101, 9)
-    torch.testing.assert_close(mean, losses.detach().float())
-    torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
-    assert (got[:, 101:] == 0).all()
+    compare(
+        lambda got: loss._distil_(got, prediction, slice(None), targets, 101, 9),
+        lambda exact: prediction.logits(slice(None), exact),
+    )
 
 # gather and mean: every row of three workers' buffers, blocks that one, several or nobody holds
 for name in ("gpt2", "llama-gqa"):
@@ -122,24 +113,16 @@ assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
 
 
 @pytest.mark.runtime
-def test_the_cache_s_kernel_compiles_for_a_gpu():
+@pytest.mark.parametrize("script", [TWINS, COMPILED], ids=["twins", "compiled"])
+def test_kernels_equal_their_twins_and_compile_for_a_gpu(script):
     """The interpreter lets pass what the compiler refuses: a variable of two shapes."""
-    pytest.importorskip("triton")
-    here = Path(__file__).parents[2]
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
-    }
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.runtime
-def test_kernels_equal_their_twins():
     pytest.importorskip("triton")
     here = Path(__file__).parents[1]
     # Triton 3.6 interprets no loop with NumPy 2.4 (torch 2.11 brings the first): a GPU needs no
     # interpreter
-    env = os.environ | {"TRITON_INTERPRET": str(int(not torch.cuda.is_available()))}
-    env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), env.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", TWINS], env=env, capture_output=True, text=True)
+    interpret = script is TWINS and not torch.cuda.is_available()
+    paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    env |= {"TRITON_INTERPRET": str(int(interpret))}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
