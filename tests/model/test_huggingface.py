@@ -101,17 +101,6 @@ def test_a_folder_loads_in_float32_and_as_its_own_type(tmp_path):
         huggingface.load(ModelConfig(weights=str(tmp_path), type="gpt2"), 0)
 
 
-def test_binding_keeps_ties_and_clones_share_nothing_but_weights():
-    model = tiny_model("gpt2")
-    clone = huggingface.clone_structure(model)
-    assert clone.transformer.h[0] is not model.transformer.h[0]
-    fresh = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    huggingface.bind_(clone, fresh)
-    assert clone.lm_head.weight is clone.transformer.wte.weight
-    assert clone.lm_head.weight.data_ptr() == fresh["transformer.wte.weight"].data_ptr()
-    assert model.lm_head.weight.data_ptr() != fresh["transformer.wte.weight"].data_ptr()
-
-
 NAMES = {  # what a user may write -> what is said about it
     "/no/such/folder": "no such folder",
     "runs/mistyped": "no such folder",
@@ -137,8 +126,7 @@ def test_a_mistyped_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
             assert source in str(caught.value).replace("\\\\", "\\")
 
 
-@pytest.mark.parametrize("name", ["myrun", "nobody/nothing"])
-def test_the_hub_is_asked_once_for_what_may_be_a_name(name, monkeypatch):
+def test_the_hub_is_asked_once_for_what_may_be_a_name(monkeypatch):
     asked = []
 
     def answer(url, **_):
@@ -146,12 +134,10 @@ def test_the_hub_is_asked_once_for_what_may_be_a_name(name, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr("twistlm.model.source.get_hf_file_metadata", answer)
-    with pytest.raises(ValueError, match=f"model.weights = '{name}' .*no such folder.*the hub"):
-        huggingface.load(ModelConfig(weights=name, type="gpt2"), 0)
-    with pytest.raises(
-        ValueError, match=f"tokenizer {name}: there is no such folder here, and the hub"
-    ):
-        load_tokenizer(name)
+    with pytest.raises(ValueError, match=r"model.weights = 'my/run' .*no such folder.*the hub"):
+        huggingface.load(ModelConfig(weights="my/run", type="gpt2"), 0)
+    with pytest.raises(ValueError, match=r"tokenizer myrun: there is no such folder here.*the hub"):
+        load_tokenizer("myrun")
     assert [url.rsplit("/")[-1] for url in asked] == ["config.json", "tokenizer.json"]
 
 
@@ -159,20 +145,17 @@ def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
     """Neither a checkpoint nor a stock ticket of a model carries the code that its folder names."""
     folder = tmp_path / "attackers"
     tiny_model("gpt2").save_pretrained(folder)
-    for file in ("config.json", "tokenizer_config.json"):
-        path = folder / file
-        table = json.loads(path.read_text()) if path.exists() else {}
-        table["auto_map"] = {"AutoConfig": "attacker/repo--evil.EvilConfig"}
-        path.write_text(json.dumps(table))
+    evil = {"auto_map": {"AutoConfig": "attacker/repo--evil.EvilConfig"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(evil))
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(table | evil))
     start = {"weights": str(folder), "config": {}}
     rounds.train(tiny(tokens, tmp_path / "run", model=start, train={"rounds": 1}), quiet=True)
     parent = open_parent(str(folder), "cpu", ["blocks.n_ffn=4", "blocks.shared_first=0"])
     widths = widths_of_ratio(parent.block_map, "attn=4/4,ffn=2/4")
     blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
     deploy.save_ticket(parent, blueprint, tmp_path / "ticket")
-    configs = [
-        path for name in ("run", "ticket") for path in (tmp_path / name).rglob("*config.json")
-    ]
-    assert len(configs) > 1
-    for path in configs:
-        assert "attacker/" not in path.read_text(), path
+    for made in ("run", "ticket"):
+        configs = list((tmp_path / made).rglob("*config.json"))
+        assert configs
+        assert not any("attacker/" in path.read_text() for path in configs)
