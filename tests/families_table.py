@@ -81,9 +81,8 @@ def _llama_like(**more: Any) -> dict[str, Any]:
 
 def _gqa(**more: Any) -> dict[str, Any]:
     """9 query heads on 3 kv heads, as in SmolLM2, so that both ways to cut leave K = 1, 2 < N."""
-    return _llama_like(
-        **{"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, **more}
-    )
+    heads = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
+    return _llama_like(**heads, **more)
 
 
 GROUPED: dict[str, Any] = {"n_query": 9, "n_kv": 3, "ways": ("group", "query")}
@@ -163,11 +162,7 @@ N_FFN = 4
 SHARED_FIRST = 1
 CPU = torch.device("cpu")
 BOTH = [(name, attn_by, "both") for name, attn_by in ways()]
-ALONE = [
-    (name, attn_by, setting)
-    for name, attn_by in ways("gpt2", "llama-gqa")
-    for setting in ("attn", "ffn")
-]
+ALONE = [(*way, setting) for way in ways("gpt2", "llama-gqa") for setting in ("attn", "ffn")]
 Key = tuple[str, str, str]
 Kept = dict[tuple[int, str], tuple[int, ...]]  # (layer, kind) -> block ids
 Cuts = dict[str, tuple[int, list[int]]]  # parameter -> dimension and kept positions
@@ -208,19 +203,15 @@ class Case:
 
     def masked(self, grads: Tensor | None = None) -> subnet.Subnet:
         """The full model with masks and the scale."""
-        weights = self.central.weights.clone()
-        result = subnet.build(
-            self.model, self.block_map, self.central.layout, weights, grads, gates="all"
-        )
+        where, weights = self.central.layout, self.central.weights.clone()
+        result = subnet.build(self.model, self.block_map, where, weights, grads, gates="all")
         result.keep_(self.blueprint, self.scales)
         return result
 
     def physical(self) -> tuple[subnet.Subnet, layout.Layout, Tensor, Tensor]:
         """The narrow model with the scale; its layout, weights and gradients."""
-        widths = self.block_map.widths(self.blueprint)
-        where = layout.layout(
-            self.block_map, self.block_map.narrowed(huggingface.shapes(self.model), widths)
-        )
+        widths, shapes = self.block_map.widths(self.blueprint), huggingface.shapes(self.model)
+        where = layout.layout(self.block_map, self.block_map.narrowed(shapes, widths))
         weights = cut_subnet(self.central, self.blueprint)[0]
         grads = torch.zeros_like(weights)
         result = subnet.build(self.model, self.block_map, where, weights, grads)
@@ -262,21 +253,13 @@ def by_hand(model: PreTrainedModel, row: Row, attn_by: str, kept: Kept) -> PreTr
 @cache
 def case(key: Key) -> Case:
     name, attn_by, setting = key
-    row, model = TABLE[name], tiny_model(name)
+    row, model, kept = TABLE[name], tiny_model(name), draw_kept(key, TABLE[name])
     block_map = families.block_map(model, setting, attn_by)
     block_map = block_map.select(setting, shared_first=SHARED_FIRST).coarsen("ffn", N_FFN)
-    kept = draw_kept(key, row)
     assert {(group.layer, group.kind) for group in block_map.groups} == set(kept)
-    return Case(
-        row=row,
-        attn_by=attn_by,
-        model=model,
-        block_map=block_map,
-        kept=kept,
-        blueprint={group.name: kept[group.layer, group.kind] for group in block_map.groups},
-        reference=by_hand(model, row, attn_by, kept),
-        central=central_of(model, block_map),
-    )
+    blueprint = {group.name: kept[group.layer, group.kind] for group in block_map.groups}
+    reference, whole = by_hand(model, row, attn_by, kept), central_of(model, block_map)
+    return Case(row, attn_by, model, block_map, kept, blueprint, reference, whole)
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
