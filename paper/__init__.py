@@ -2,7 +2,7 @@
 
 experiments.py, recipe.py   what is measured: an experiment is a list of points
 scales.py, ways.py          the data: sizes of everything, and ways to train
-lab.py, run.py              trains parents, measures points, goes on where it stopped
+lab.py                      trains parents, measures points, goes on where it stopped
 tables.py, report.py        points as tables, figures and claims
 points/                     what was measured, a line of JSON for each
 """

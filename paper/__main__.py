@@ -71,7 +71,7 @@ def experiment(
         for name, what in NAMES.items():
             typer.echo(f"{name:<12}{what}")
         return
-    from .run import run
+    from .experiments import run
 
     overrides = [word for word in given if "=" in word]
     chosen = [word for word in given if "=" not in word]
@@ -92,8 +92,8 @@ def report(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders of `python -m paper NAME`, `twistlm lab compare` or `twistlm train`, "
-            "running ones too; a folder of runs; a .jsonl of points or a compare.json."
+            help="Folders of `python -m paper NAME` or `twistlm train`, running ones too; a "
+            "folder of runs; a .jsonl of points."
         ),
     ],
     out: Annotated[

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,29 +19,27 @@ from twistlm.compute.attention import causal_
 from twistlm.compute.perplexity import Spread, perplexity
 from twistlm.config import Setting
 from twistlm.lab.bench.train import FULL, measure_worker
+from twistlm.lab.points import name_of
 from twistlm.model import families, huggingface
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.model.masks import prefixes
 from twistlm.model.subnet import build
 from twistlm.system.device import pick_device, to_device
+from twistlm.system.terminal import console
 from twistlm.tickets import importance, lost_nodes
 from twistlm.tickets.calibration import calibrate
 from twistlm.tickets.ticket_scale import random_tickets, score_tickets
 from twistlm.transport.ranks import Cluster
 
-from . import printed
-from .lab import Lab, Point, summary
+from . import NAMES, printed
+from .lab import Lab, Point, TimeIsUp, summary
 from .recipe import TRIED, recipe_points
-from .scales import DENSE, PARENTS, N, Recipe, parents_of, trained_at
+from .scales import DENSE, PARENTS, SCALES, N, Recipe, Scale, parents_of, trained_at
 from .shift import shifts
+from .ways import WAYS
 
 N_SEQUENCES = 4  # that the activation shift is measured on
 INIT = "init"  # random weights, before any training
-
-
-def points(name: str, lab: Lab) -> list[Point]:
-    """The points of an experiment at the lab's scale."""
-    return EXPERIMENTS[name](lab)
 
 
 # ---------------------------------------------------------------- trained models
@@ -323,3 +323,82 @@ EXPERIMENTS: dict[str, Callable[[Lab], list[Point]]] = {  # with what they measu
     "shift": shift,
     "nodeloss": nodeloss,
 }
+
+
+# ---------------------------------------------------------------- all of them in a row
+
+# of a point's config, in the line that says it is finished
+HIDDEN = {"before", "experiment", "scale", "slug", "parent_hash", "changes", "start"}
+
+
+def run(
+    names: Sequence[str],
+    scale: str,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    minutes: float = 0,
+    only: Sequence[str] = (),
+) -> bool:
+    """Measure every point that is not on disk; False when the time was up before the last."""
+    for name in names:
+        if name not in (*NAMES, "all"):
+            raise ValueError(f"experiment {name!r}: use {', '.join(NAMES)}, or all")
+    lab = Lab(out, scale, _scale(scale, only), overrides, seconds=60 * minutes or math.inf)
+    wanted = NAMES if "all" in names else dict.fromkeys(names)
+    every = [point for name in wanted for point in EXPERIMENTS[name](lab)]
+    # some experiments share points
+    todo = _by_parent(list({name_of(point.config): point for point in every}.values()))
+    n_done = sum(lab.is_done(point) for point in todo)
+    console.print(f"{len(todo)} points in {lab.points.file}, {n_done} of them finished")
+    try:
+        for point in todo:
+            if not lab.is_done(point):
+                made = lab.measure(point)
+                n_done += 1
+                console.print(f"{n_done}/{len(todo)} {line(made)}", highlight=False)
+    except TimeIsUp:
+        console.print(f"the time is up: {n_done} of {len(todo)} points are finished; call it again")
+        return False
+    finally:
+        lab.close()
+    return True
+
+
+def _by_parent(todo: list[Point]) -> list[Point]:
+    """All points of one parent in a row: to open one takes seconds."""
+    parents = [point.config.get("parent_hash") for point in todo]
+    return [todo[i] for i in sorted(range(len(todo)), key=lambda i: parents.index(parents[i]))]
+
+
+def _scale(name: str, only: Sequence[str]) -> Scale:
+    """The scale of this name, with the settings, ways, seeds and rates of `only`."""
+    if name not in SCALES:
+        raise ValueError(f"--scale {name!r}: use {', '.join(SCALES)}")
+    scale = SCALES[name]
+    ways, seeds = scale.ways or tuple(WAYS), {f"seed {seed}": seed for seed in scale.seeds}
+    rates = {f"rate {i}": i for i in scale.rates}
+    asked = {word: [word] if word in WAYS else word.split(",") for word in only}
+    only = [part for parts in asked.values() for part in parts]
+    for word, parts in asked.items():
+        if not {*parts} <= {*scale.settings, *seeds, *rates, *ways}:
+            words = ", ".join((*scale.settings, *seeds, *rates))
+            legal = f"{words}, or ways of the recipe: {'; '.join(ways)}"
+            raise ValueError(f"--only {word!r}: scale {name} has {legal}")
+    settings = tuple(s for s in scale.settings if s in only) or scale.settings
+    return replace(
+        scale,
+        settings=settings,
+        ways=tuple(w for w in ways if w in only) or ways,
+        seeds=tuple(seed for word, seed in seeds.items() if word in only) or scale.seeds,
+        rates=tuple(i for word, i in rates.items() if word in only) or scale.rates,
+    )
+
+
+def line(made: dict[str, Any]) -> str:
+    """A finished point in one line."""
+    about = made["config"]
+    said = [str(v) for k, v in about.items() if k not in HIDDEN and not isinstance(v, dict)]
+    numbers = [f"{k} {v:.4g}" for k, v in made["result"].items() if isinstance(v, float)]
+    what = f"{about['experiment']}: {' '.join(said)}"
+    return f"{what}: {', '.join(numbers[:4])} ({made['seconds']:.1f} s)"

@@ -85,16 +85,10 @@ class Lab:
         self._hashes: dict[Recipe | None, str] = {}
         # teacher -> trainers of runs that leave no checkpoint
         self.kept: dict[str, dict[tuple, Any]] = {}
-        self._order: Order | None = None
+        self.order: Order | None = None  # of the start's blocks, scored once
         self._sha256: dict[str, str] = {}  # of the texts
         base = config.load(scale.preset, [*scale.changes, *self.overrides])
         self.base = base if scale.start is not None else checkpoint.resolved(base)
-
-    def order(self, build: Callable[[], Order]) -> Order:
-        """The order of the start's blocks, scored once."""
-        if self._order is None:
-            self._order = build()
-        return self._order
 
     def _texts(self) -> dict[str, Any]:
         """Which text a point is of, by hash: the same path may hold another one tomorrow."""

@@ -153,7 +153,10 @@ def perplexities(lab: Lab, cfg: Config, run: Run, progress: Progress) -> dict[st
     assert run.evaluator is not None
     assert run.central is not None
     text = replace(run.evaluator.text, max_tokens=lab.scale.tokens)
-    order = progress.order or lab.order(lambda: _order(cfg, run))
+    if not progress.order and lab.order is None:
+        lab.order = _order(cfg, run)
+    order = progress.order or lab.order
+    assert order is not None
     parent = Parent("", cfg, run.template, run.block_map, run.central, None, None, progress)
     scales = TicketScales(parent, text, choice_text(text, cfg.data))
     found: dict[str, Any] = {"test": {"whole": scales.ready.full_perplexity()}}

@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from twistlm.lab.compare.table import by_size
 from twistlm.tickets.ticket_scale import SCALES
 
 from .scales import N
-from .tables import Claim, Figure, Points, Section, Table, by_size, number
+from .tables import Claim, Figure, Points, Section, Table, number
 from .ways import DENSE_NAME, DROPOUT_NAME, NESTED_NAME, OFTEN_NAME, OURS, TWIN_NAME, WAYS
 
 Found = dict[str, Points]  # way -> its points at the chosen rate, one per seed

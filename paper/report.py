@@ -1,4 +1,4 @@
-"""Points, comparisons and run folders in; Markdown tables, claims and figures out."""
+"""Points and run folders in; Markdown tables, claims and figures out."""
 
 from __future__ import annotations
 
@@ -7,50 +7,39 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from twistlm import config
 from twistlm.lab.points import METRICS, Points, Training, kept_trainings, place_of, read_training
-from twistlm.model import families, generator, huggingface
 from twistlm.system.files import whole_file
-from twistlm.system.manifest import read_json
 from twistlm.system.terminal import markdown_code, markdown_text
 
 from . import figures, tables
 from .recipe_tables import recipe
 from .scales import SCALES
-from .tables import Claim, Figure, Section, Table, count, number, spread
+from .tables import Figure, Section, Table, count, number
 
-POINTS = Path(__file__).parent / "points"  # those that were measured for the paper's tables
 CURVE = 150  # points of a curve that are drawn
-DEALT = 400  # rounds whose subnets are drawn again from the seed
 
 
 @dataclass(frozen=True)
 class Source:
-    """A folder of experiments, a comparison, or all plain runs together."""
+    """A folder of experiments, or all plain runs together."""
 
     name: str
     points: list[dict[str, Any]] = field(default_factory=list)
     trainings: list[Training] = field(default_factory=list)
-    comparison: dict[str, Any] | None = None  # compare.json
 
 
 def load(paths: Sequence[Path]) -> list[Source]:
-    """Every folder of experiments and every comparison by itself, all plain runs together."""
+    """Every folder of experiments by itself, all plain runs together."""
     found: list[Source] = []
     runs: list[Training] = []
     for path in paths:
         if path.name.endswith(METRICS):  # belongs to the points beside it
             continue
-        if path.suffix == ".json" and path.is_file():
-            if not isinstance(record := read_json(path), dict) or "rows" not in record:
-                raise ValueError(f"{path} is no table of `twistlm lab compare` (compare.json)")
-            found.append(Source(path.stem, comparison=record))
-        elif some := [*_experiments(path), *_comparison(path)]:
-            found += some
+        if (source := _experiments(path)) is not None:
+            found.append(source)
         elif (path / "run.json").is_file() or (path / "metrics.jsonl").is_file():
             runs.append(read_training(path))
         elif below := sorted(path.glob("*/run.json")):  # as `twistlm demo` leaves them
@@ -58,27 +47,22 @@ def load(paths: Sequence[Path]) -> list[Source]:
         else:
             raise ValueError(
                 f"{path} holds nothing to report: give folders of `python -m paper NAME` (with "
-                "points.jsonl), of `twistlm lab compare` (with compare.json) or of `twistlm "
-                "train` (with run.json, here or one below), or such a .jsonl or .json file"
+                "points.jsonl) or of `twistlm train` (with run.json, here or one below), or such "
+                "a .jsonl file"
             )
     return found + ([Source("runs", [], runs)] if runs else [])
 
 
-def _experiments(path: Path) -> Iterator[Source]:
+def _experiments(path: Path) -> Source | None:
     place = place_of(path)
     trained = {training.name: training for training in kept_trainings(place.trainings)}
     for file in (place.folder / "parents").glob("*/run.json"):  # running ones too
         trained[file.parent.name] = read_training(file.parent)
     points = [point for point in Points(place).all() if "experiment" in point["config"]]
-    if points or trained:
-        points = sorted(_named_apart(points), key=lambda point: _order(point["config"]))
-        yield Source(place.folder.name, points, [trained[name] for name in sorted(trained)])
-
-
-def _comparison(path: Path) -> Iterator[Source]:
-    file = place_of(path).folder / "compare.json"
-    if file.is_file():
-        yield Source(file.parent.name, comparison=read_json(file))
+    if not points and not trained:
+        return None
+    points = sorted(_named_apart(points), key=lambda point: _order(point["config"]))
+    return Source(place.folder.name, points, [trained[name] for name in sorted(trained)])
 
 
 def _named_apart(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -128,52 +112,11 @@ def sections(source: Source) -> dict[str, Section]:
         wanted = {name, "latency"} if name == "table2" else {name}
         if mine := [p for p in source.points if p["config"]["experiment"] in wanted]:
             found[name] = show(mine)
-    found["parameters"] = tables.parameters(source.points)
-    if source.comparison:
-        found["compare"] = comparison(source.comparison)
     found["training"] = training([t for t in source.trainings if t.rows])
     found = {name: section for name, section in found.items() if section.tables}
     if not found:
         raise ValueError(f"{source.name} has no finished point and no finished round yet")
     return found
-
-
-def comparison(record: dict[str, Any]) -> Section:
-    """The rows of `twistlm lab compare`, and perplexity over parameters and over time."""
-    shown = Section()
-    made = [row for row in record["rows"] if row["perplexity"] is not None]
-    for setting in dict.fromkeys(row["setting"] for row in made if row["setting"]):
-        lines: dict[str, dict[str, dict[str, Any]]] = {}
-        for row in (row for row in made if row["setting"] == setting):
-            parts = (row["parent"], row["method"], row["repair"])
-            lines.setdefault(", ".join(filter(None, parts)), {})[row["ratio"]] = row
-        ratios = list(dict.fromkeys(ratio for line in lines.values() for ratio in line))
-        cells = tuple(
-            (name, *(_shown(line[ratio]) if ratio in line else "" for ratio in ratios))
-            for name, line in lines.items()
-        )
-        title = f"Comparison, {setting}: perplexity on {record['text']['n_tokens']:,} tokens"
-        shown.tables.append(Table(f"compare-{setting}", title, (setting, *ratios), cells))
-        for name, x, cost in (
-            ("parameters", "million parameters", lambda row: (row["bytes"] or 0) / 4e6),
-            ("time", "time per token, of the whole parent's", lambda row: _share(row["speedup"])),
-        ):
-            curves = {
-                label: {cost(row): row["perplexity"] for row in line.values() if cost(row)}
-                for label, line in lines.items()
-            }
-            if curves := {label: curve for label, curve in curves.items() if curve}:
-                about = f"compare-{setting}-{name}", f"Perplexity over {name}, {setting}"
-                shown.figures.append(Figure(*about, "log-lines", curves, x))
-    return shown
-
-
-def _shown(row: dict[str, Any]) -> str:
-    return spread({"mean": row["perplexity"], "sd": row["sd"]})
-
-
-def _share(speedup: float | None) -> float:
-    return 1 / speedup if speedup else 0.0
 
 
 def training(runs: list[Training]) -> Section:
@@ -195,7 +138,6 @@ def training(runs: list[Training]) -> Section:
                 f"{tokens / seconds:,.0f}",
                 number(last["loss"], 3),
                 number(moved, 1),
-                _held(run),
             )
         )
         losses[run.name] = _loss_curve(run)
@@ -205,9 +147,8 @@ def training(runs: list[Training]) -> Section:
                 scores.setdefault(f"{run.name} {size}", {})[row["round"]] = value
     if not rows:
         return Section()
-    head = "run, rounds, tokens, seconds, tokens/s, last loss, MB per round, holds of a block"
-    title = "Training (with a teacher, the loss is mostly the distance to it; holds: fewest and "
-    title += "most times a block was trained, over the mean)"
+    head = "run, rounds, tokens, seconds, tokens/s, last loss, MB per round"
+    title = "Training (with a teacher, the loss is mostly the distance to it)"
     shown = Section([Table("training", title, tuple(head.split(", ")), tuple(rows))])
     title = "Training loss"
     shown.figures.append(Figure("training", title, "lines", losses, "million tokens", "loss"))
@@ -226,27 +167,6 @@ def _loss_curve(run: Training) -> dict[float, float]:
         tokens += sum(row["n_tokens"] for row in part)
         curve[tokens / 1e6] = statistics.fmean(row["loss"] for row in part)
     return curve
-
-
-def _held(run: Training) -> str:
-    if run.config.get("train", {}).get("method") != "twist":
-        return ""
-    low, high = held(config.from_record(run.config), min(DEALT, run.rows[-1]["round"]))
-    return f"{low:.2f} to {high:.2f}"
-
-
-def held(cfg: config.Config, n_rounds: int) -> tuple[float, float]:
-    """How often the least and the most dealt block was held, over the mean of its layer."""
-    model = huggingface.on_meta(huggingface.planned_config(cfg.model))
-    block_map = families.partition(model, cfg.blocks)
-    found: generator.Held = {g.name: (0,) * g.n_blocks for g in block_map.groups}
-    for r in range(n_rounds):
-        hands = generator.for_training(
-            block_map, cfg.train.n_workers, cfg.blocks, seed=cfg.run.seed, round=r, held=found
-        )
-        found = generator.counted(found, hands)
-    ratios = [n / statistics.fmean(counts) for counts in found.values() for n in counts]
-    return min(ratios), max(ratios)
 
 
 # ---------------------------------------------------------------- the page
@@ -282,39 +202,16 @@ def _chapter(source: Source, shown: dict[str, Section], has_figures: bool) -> st
         for figure in section.figures if has_figures else ():
             parts += [f"![{markdown_text(figure.title)}]({_file(source, figure)})", ""]
     if claims := [claim for section in shown.values() for claim in section.claims]:
-        parts += ["## claims", "", claims_table(claims).markdown(), ""]
+        rows = [(c.claim, c.whose, "yes" if c.holds else "**no**", c.numbers) for c in claims]
+        head = ("claim", "whose", "holds", "numbers")
+        parts += ["## claims", "", Table("claims", "", head, tuple(rows)).markdown(), ""]
     return "\n".join(parts)
-
-
-def claims_table(claims: Sequence[Claim]) -> Table:
-    rows = tuple((c.claim, c.whose, "yes" if c.holds else "**no**", c.numbers) for c in claims)
-    return Table("claims", "Claims", ("claim", "whose", "holds", "numbers"), rows)
 
 
 def _made_by(source: Source) -> Iterator[str]:
     """The devices, commits and commands behind the numbers."""
     runs = [t.run for t in source.trainings] + [p["run"] for p in source.points]
-    runs += [source.comparison] if source.comparison else []
     for key in ("device", "git", "command"):
         found = sorted({str(run[key]) for run in runs if run.get(key)})
         more = f", and {len(found) - 8} more" if len(found) > 8 else ""
         yield f"- {key}: {', '.join(map(markdown_code, found[:8]))}{more}"
-
-
-@cache
-def _tables(folder: Path) -> dict[str, Table]:
-    found: dict[str, Table] = {}
-    for source in load(sorted(folder.glob("*.jsonl"))):
-        shown = sections(source)
-        made = [each for section in shown.values() for each in section.tables]
-        made.append(claims_table([c for section in shown.values() for c in section.claims]))
-        found |= {f"{source.name}/{each.name}": each for each in made}
-    return found
-
-
-def table(name: str, folder: Path = POINTS) -> Table:
-    """A table of the stored points by its name: `gpu-recipe/recipe`, `lab-gpu/claims`."""
-    found = _tables(folder)
-    if name not in found:
-        raise ValueError(f"table {name!r}: use {', '.join(found)}")
-    return found[name]

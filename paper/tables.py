@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from twistlm.baselines import STRUCTURED
+from twistlm.lab.compare.table import by_size
 from twistlm.system.terminal import markdown_cell
 
 from . import printed
@@ -53,11 +54,6 @@ class Table:
     def markdown(self) -> str:
         ruled = [self.head, ("---",) * len(self.head), *self.rows]
         return "\n".join(f"| {' | '.join(map(markdown_cell, row))} |" for row in ruled)
-
-    def column(self, head: str) -> dict[str, str]:
-        """The cells of one column by the name of their row."""
-        at = self.head.index(head)
-        return {row[0]: row[at] for row in self.rows}
 
 
 @dataclass(frozen=True)
@@ -119,11 +115,6 @@ def with_bold(rows: list[list[str]], values: list[list[float | None]], first: in
         if len(there) > 1:
             i = min(there)[1]
             rows[i][first + j] = f"**{rows[i][first + j]}**"
-
-
-def by_size(scales: Sequence[str]) -> str:
-    """One scale for all sizes, or one after the other in their order."""
-    return scales[0] if len(set(scales)) == 1 else "; ".join(scale or "?" for scale in scales)
 
 
 def scales_of(results: Sizes, sizes: Iterable[int]) -> str:
@@ -606,22 +597,6 @@ def parents(points: Points) -> Section:
     head = "parent, setting, tokens, seconds, tokens/s, loss, GB moved, seed, hash, commit"
     title = "Parents: all from one start, on as many tokens (loss: of the last tenth of the rounds)"
     return Section([Table("parents", title, tuple(head.split(", ")), tuple(rows))])
-
-
-def parameters(points: Points) -> Section:
-    """How many parameters a ticket of each size has: embeddings and shared layers are in all."""
-    found: dict[str, dict[int, int]] = {}
-    for point in points:
-        about, n = point["config"], point["result"].get("n_params")
-        if n and "k" in about and "setting" in about:
-            found.setdefault(about["setting"], {})[about["k"]] = n
-    sizes = sorted({k for row in found.values() for k in row}, reverse=True)
-    rows = tuple(
-        (setting, *(f"{row[k] / 1e6:.1f}M" if k in row else "" for k in sizes))
-        for setting, row in found.items()
-    )
-    head = ("setting", *("whole" if k == N else f"{k}/{N}" for k in sizes))
-    return Section([Table("parameters", "Parameters by size", head, rows)] if rows else [])
 
 
 SHOWN: dict[str, Callable[[Points], Section]] = {  # experiment -> how its points are shown

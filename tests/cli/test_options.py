@@ -19,7 +19,7 @@ from twistlm import cli, config
 from twistlm.baselines import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS, methods, repair
 from twistlm.cli.options import PANELS, app, words
 from twistlm.export import FORMATS, RUNTIMES
-from twistlm.lab.bench import measure
+from twistlm.lab.bench import deploy as bench_deploy
 from twistlm.tickets import DTYPES, IMPORTANCES, deploy, importance
 
 REPO = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def test_names_without_torch_are_those_of_the_tables():
     assert tuple(methods.METHODS) == SINGLE_WEIGHTS
     assert tuple(repair.METHODS) == REPAIRS
     assert tuple(importance.METHODS) == IMPORTANCES
-    assert tuple(measure.RUNTIMES) == RUNTIMES
+    assert tuple(bench_deploy.RUNTIMES) == RUNTIMES
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,15 @@ import pytest
 import torch
 from families_table import TABLE, build, tiny_model
 
-from twistlm.lab.bench.deploy import DeployBench, _lengths, bench, table
-from twistlm.lab.bench.measure import RUNTIMES, in_a_process, peak_bytes
+from twistlm.lab.bench.deploy import (
+    RUNTIMES,
+    DeployBench,
+    _lengths,
+    bench,
+    in_a_process,
+    peak_bytes,
+    table,
+)
 from twistlm.lab.bench.request import DeployRequest
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import Parent, open_parent

@@ -12,7 +12,7 @@ from commands import in_process
 from conftest import tiny
 
 from twistlm import config
-from twistlm.lab.bench import comm, curve, peer, profile, train
+from twistlm.lab.bench import comm, curve, peer, train
 from twistlm.model import families, huggingface, layout
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.system.device import pick_device
@@ -105,7 +105,7 @@ def test_a_compiled_run_equals_an_eager_one(tokens, tmp_path):
 
 def test_kernels_fall_into_groups():
     """By hand: every kernel counts once, unknown ones in the last group."""
-    made = profile.by_group(
+    made = train.by_group(
         [
             ("nvjet_sm90_tst_96x128", 0.25),
             ("cudnn_sdpa_flash_bprop", 0.5),
@@ -148,24 +148,6 @@ def test_ray_exchanges(ray_address, capfd):
     peer_ray.main(job | {"address": ray_address})
     said = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert [len(said["seconds"][engine]) for engine in comm.ENGINES] == [1, 1]
-
-
-def measured(where: str, engine: str, n: int, seconds: float) -> comm.Measured:
-    return comm.Measured(where, engine, n, 1.0, (9.0, seconds, 0.1), 100, None)
-
-
-def test_ratios_are_of_medians_in_the_same_place():
-    rows = [
-        measured("loopback", "bare", 4, 1.0),
-        measured("loopback", "ray", 4, 0.5),
-        measured("slow", "star", 4, 4.0),
-        measured("slow", "sharded", 4, 1.0),
-        measured("slow", "ray", 4, 5.0),
-    ]
-    made = comm.CommReport(tuple(rows), {}, {})
-    assert list(made.ratios().values()) == [0.5, 1.25, 0.25]
-    assert json.loads(json.dumps(made.to_dict()))["ratios"] == made.ratios()
-    assert comm.table(made).row_count == 5
 
 
 def test_slow_hosts_come_and_go():

@@ -192,16 +192,16 @@ def comm(request: CommRequest, json_out: JsonOut = None) -> None:
 
     A round's exchange with nothing trained; every subnet keeps a third of the blocks.
     """
+    from dataclasses import asdict
+
     from ..lab.bench.comm import bench, table
     from ..system.terminal import console
 
     made = bench(request)
     console.print(table(made))
-    for name, ratio in made.ratios().items():
-        console.print(f"{name}: {ratio:.2f}")
     for name, why in made.left_out.items():
         console.print(f"{name}: {why}")
-    write_json(json_out, made.to_dict())
+    write_json(json_out, asdict(made))
 
 
 @lab.command(

@@ -55,29 +55,6 @@ class CommReport:
     left_out: dict[str, str]  # what was not measured, and why
     about: dict[str, Any]
 
-    def ratio(self, where: str, engine: str, other: str, n_workers: int) -> float:
-        """Seconds of one engine over those of another."""
-        found = {
-            row.engine: row.median
-            for row in self.rows
-            if (row.where, row.n_workers) == (where, n_workers)
-        }
-        return found[engine] / found[other]
-
-    def ratios(self) -> dict[str, float]:
-        made = {}
-        for where, engine, other in (
-            ("loopback", "ray", "bare"),
-            ("slow", "ray", "star"),
-            ("slow", "sharded", "star"),
-        ):
-            for n in sorted({row.n_workers for row in self.rows if row.where == where}):
-                made[f"{where}: {engine} / {other}, S = {n}"] = self.ratio(where, engine, other, n)
-        return made
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ratios": self.ratios()}
-
 
 def bench(request: CommRequest) -> CommReport:
     """S = `workers` on this machine; S in `slow` on hosts with links of `gbit` Gbit/s."""

@@ -31,8 +31,10 @@ from ...transport import wire
 from ...transport.ranks import Cluster
 
 N_BLOCKS, K = 12, 4
+WARM = 2  # exchanges that are not counted: pages are touched once
 SHARED = 0.78  # of a subnet, as of GPT-2 124M with a third of the blocks
 UNIT = 1024  # elements: the grain
+Exchange = Callable[[int], None]  # of round r
 
 
 def model(megabytes: float) -> tuple[BlockMap, dict[str, tuple[int, ...]]]:
@@ -62,72 +64,57 @@ def n_subnet(whole: Segments) -> int:
     return n_shared + (whole.full.n_params - n_shared) * K // N_BLOCKS
 
 
-class ShardedExchange:
+def sharded(job: dict[str, Any], cluster: Cluster) -> Exchange:
     """A round of the sharded engine without its local steps."""
+    central, segments = make(job["megabytes"])
+    whole = central if cluster.is_central else None
+    shard = shards.spread(whole, segments, cluster, 1, False, torch.float32, job["wire"])
 
-    def __init__(self, job: dict[str, Any], cluster: Cluster):
-        self.cluster = cluster
-        central, self.segments = make(job["megabytes"])
-        whole = central if cluster.is_central else None
-        self.shard = shards.spread(
-            whole, self.segments, cluster, 1, False, torch.float32, job["wire"]
-        )
+    def exchange(r: int) -> None:
+        there = deal(segments, cluster.world_size, r)
+        sent = shard.send_down(there)
+        shard.send_up_(there, sent, sent, None)
 
-    def exchange(self, r: int) -> None:
-        there = deal(self.segments, self.cluster.world_size, r)
-        sent = self.shard.send_down(there)
-        self.shard.send_up_(there, sent, sent, None)
+    return exchange
 
 
-class BareExchange:
+def bare(job: dict[str, Any], cluster: Cluster) -> Exchange:
     """What gloo does by itself: isend to all, irecv from all; nothing checked or added up."""
+    n, central = n_subnet(make(job["megabytes"])[1]), cluster.is_central
+    buffers = {i: torch.ones(n) for i in (range(1, cluster.world_size) if central else [0])}
 
-    def __init__(self, job: dict[str, Any], cluster: Cluster):
-        self.cluster, central = cluster, cluster.is_central
-        n = n_subnet(make(job["megabytes"])[1])
-        self.peers = list(range(1, cluster.world_size)) if central else [0]
-        self.buffers = [torch.ones(n) for _ in self.peers]
-        self.moves = (dist.isend, dist.irecv) if central else (dist.irecv, dist.isend)
-
-    def exchange(self, r: int) -> None:
-        for move in self.moves:
-            works = [move(b, peer) for b, peer in zip(self.buffers, self.peers, strict=True)]
-            for work in works:
+    def exchange(r: int) -> None:
+        for move in (dist.isend, dist.irecv) if central else (dist.irecv, dist.isend):
+            for work in [move(buffer, peer) for peer, buffer in buffers.items()]:
                 if work is not None:
                     work.wait()
 
+    return exchange
 
-class StarExchange:
+
+def star(job: dict[str, Any], cluster: Cluster) -> Exchange:
     """A round of torchrun's star without its local steps: cut, exchange, aggregate."""
+    kind, n = job["wire"], cluster.world_size
+    central, segments = make(job["megabytes"])
+    shape = (1, n_subnet(segments))
+    nothing, others = torch.empty(0, dtype=torch.uint8), n - 1
 
-    def __init__(self, job: dict[str, Any], cluster: Cluster):
-        self.cluster, self.kind = cluster, job["wire"]
-        self.central, self.segments = make(job["megabytes"])
-        self.shape = (1, n_subnet(self.segments))
+    def work(r: int) -> None:
+        n_down = wire.down_bytes(kind, shape)
+        got = cluster.exchange([nothing] * n, [n_down] + [0] * others)()[0]
+        sent = wire.read_down(kind, got, shape)
+        cluster.exchange([wire.up(kind, sent, sent[0])] + [nothing] * others, [0] * n)()
 
-    def exchange(self, r: int) -> None:
-        n, rank = self.cluster.world_size, self.cluster.rank
-        nothing, empty = torch.empty(0, dtype=torch.uint8), [0] * (n - 1)
-        n_down, n_up = wire.down_bytes(self.kind, self.shape), wire.up_bytes(self.kind, self.shape)
-        if rank:
-            got = self.cluster.exchange([nothing] * n, [n_down, *empty])()[0]
-            sent = wire.read_down(self.kind, got, self.shape)
-            self.cluster.exchange(
-                [wire.up(self.kind, sent, sent[0])] + [nothing] * (n - 1), [0] * n
-            )()
-            return
-        there = deal(self.segments, n - 1, r)
-        cuts = [cut_subnet(self.central, blueprint) for blueprint in there.blueprints]
-        self.cluster.exchange([nothing, *(wire.down(self.kind, c) for c in cuts)], [0] * n)()
-        came = self.cluster.exchange([nothing] * n, [0] + [n_up] * (n - 1))()[1:]
-        add_up(
-            self.central,
-            there,
-            [
-                wire.read_up(self.kind, up, self.shape, cut[0])
-                for up, cut in zip(came, cuts, strict=True)
-            ],
-        )
+    def lead(r: int) -> None:
+        there = deal(segments, others, r)
+        cuts = [cut_subnet(central, blueprint) for blueprint in there.blueprints]
+        cluster.exchange([nothing, *(wire.down(kind, c) for c in cuts)], [0] * n)()
+        n_up = wire.up_bytes(kind, shape)
+        came = cluster.exchange([nothing] * n, [0] + [n_up] * others)()[1:]
+        pairs = zip(came, cuts, strict=True)
+        add_up(central, there, [wire.read_up(kind, up, shape, cut[0]) for up, cut in pairs])
+
+    return work if cluster.rank else lead
 
 
 def add_up(central: Central, there: Deal, buffers: list[Tensor]) -> None:
@@ -137,11 +124,7 @@ def add_up(central: Central, there: Deal, buffers: list[Tensor]) -> None:
     aggregate_(central, results, there.holders)
 
 
-ENGINES: dict[str, Callable[[dict[str, Any], Cluster], Any]] = {
-    "sharded": ShardedExchange,
-    "bare": BareExchange,
-    "star": StarExchange,
-}
+ENGINES = {"sharded": sharded, "bare": bare, "star": star}
 
 
 def on_the_link(interface: str) -> int:
@@ -153,24 +136,32 @@ def on_the_link(interface: str) -> int:
     return 0
 
 
+def measure(
+    engines: dict[str, Exchange], job: dict[str, Any], barrier: Callable[[], object]
+) -> dict[str, Any]:
+    """Seconds and the link's bytes of every engine's exchanges, in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    link: dict[str, list[int]] = {name: [] for name in engines}
+    for r in range(WARM + job["repeats"]):
+        for name, exchange in engines.items():
+            barrier()
+            before, began = on_the_link(job["interface"]), time.perf_counter()
+            exchange(r)
+            barrier()
+            if r >= WARM:
+                seconds[name].append(time.perf_counter() - began)
+                link[name].append(on_the_link(job["interface"]) - before)
+    n = n_subnet(make(job["megabytes"])[1])
+    return {"n_subnet": n, "seconds": seconds, "link": link}
+
+
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     cluster = Cluster("sharded", int(os.environ["WORLD_SIZE"]), "physical", "cpu")
     engines = {name: ENGINES[name](job, cluster) for name in job["engines"]}
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    link: dict[str, list[int]] = {name: [] for name in engines}
-    for r in range(1 + job["repeats"]):  # the first one warms up
-        for name, engine in engines.items():
-            cluster.barrier()
-            before, began = on_the_link(job["interface"]), time.perf_counter()
-            engine.exchange(r)
-            cluster.barrier()
-            if r:
-                seconds[name].append(time.perf_counter() - began)
-                link[name].append(on_the_link(job["interface"]) - before)
+    made = measure(engines, job, cluster.barrier)
     if cluster.is_central:
-        n = n_subnet(make(job["megabytes"])[1])
-        print(json.dumps({"n_subnet": n, "seconds": seconds, "link": link}), flush=True)
+        print(json.dumps(made), flush=True)
     cluster.barrier()
     cluster.close()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 import torch
@@ -22,9 +21,7 @@ from ...training.engines.actor import as_tensor
 from ...transport import checks, ray_cluster, wire
 from ...transport.protocol import RoundResult, checksum
 from ...transport.ray_cluster import ray
-from .peer import add_up, deal, make, n_subnet, on_the_link
-
-ENGINES = ("ray", "ray, checked")
+from .peer import add_up, deal, make, measure, n_subnet
 
 
 class Echo:
@@ -87,18 +84,10 @@ def main(job: dict[str, Any]) -> None:
     ray_cluster.enter(
         config.from_dict({"ray": section, "train": train, "run": {"device": "cpu"}}), n_bytes
     )
-    made = RayExchange(job)
-    seconds: dict[str, list[float]] = {name: [] for name in ENGINES}
-    link: dict[str, list[int]] = {name: [] for name in ENGINES}
-    for r in range(2 + job["repeats"]):  # the first ones warm up: pages are touched once
-        for name, exchange in zip(ENGINES, (made.bare, made.checked), strict=True):
-            before, began = on_the_link(job["interface"]), time.perf_counter()
-            exchange(r)
-            if r > 1:
-                seconds[name].append(time.perf_counter() - began)
-                link[name].append(on_the_link(job["interface"]) - before)
+    both = RayExchange(job)
+    made = measure({"ray": both.bare, "ray, checked": both.checked}, job, lambda: None)
     ray.shutdown()
-    print(json.dumps({"n_subnet": made.n, "seconds": seconds, "link": link}), flush=True)
+    print(json.dumps(made), flush=True)
 
 
 if __name__ == "__main__":

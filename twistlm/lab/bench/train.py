@@ -39,12 +39,20 @@ from ...training.run import Run
 from ...training.worker import LocalTrainer
 from ...transport.ranks import Cluster
 from .curve import stock_model
-from .profile import GROUPS, profile
 from .request import TrainBenchRequest
 
 FULL = "12/12"
 REPEATS = 7
 SEQUENCES = 256  # random ones; rounds walk through them
+N_STEPS = 3  # that are profiled
+GROUPS = {  # parts of a kernel's name; the first group that fits takes it
+    "attention": ("sdpa", "flash", "fmha", "cudnn"),
+    "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
+    "softmax and loss": ("_softmax",),
+    "AdamW": ("rsub_sqrt",),
+    "gradients into the buffer": ("multi_tensor_apply",),
+    "norms, GELU, sums, copies": ("",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +319,27 @@ def _peak(device: torch.device, run: Run | None = None) -> int | None:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def profile(step: Callable[[], object], device: torch.device) -> dict[str, float] | None:
+    """Milliseconds of a step by group of kernels; the rest of its time is gaps. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    on_gpu = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=on_gpu, acc_events=True) as made:
+        for _ in range(N_STEPS):
+            step()
+        torch.cuda.synchronize(device)
+    events = made.key_averages()
+    return by_group([(e.key, e.self_device_time_total / 1e3 / N_STEPS) for e in events])
+
+
+def by_group(kernels: list[tuple[str, float]]) -> dict[str, float]:
+    """Sums of (name, ms) over the groups."""
+    groups = dict.fromkeys(GROUPS, 0.0)
+    for name, ms in kernels:
+        groups[next(g for g, parts in GROUPS.items() if any(p in name for p in parts))] += ms
+    return groups
 
 
 def tables(made: TrainBench) -> list[Table]:
