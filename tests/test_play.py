@@ -23,7 +23,7 @@ from conftest import VOCAB, tiny_table, write_words
 
 from twistlm import config
 from twistlm.model import huggingface
-from twistlm.play import PICKS, TicketChoice, render
+from twistlm.play import PICKS, TicketChoice, page
 from twistlm.play.models import PROMPT_WORDS, Models
 from twistlm.play.process import ModelEnded, ModelProcess
 from twistlm.tickets import deploy
@@ -159,12 +159,12 @@ def test_a_model_process_outlives_bad_questions_and_users_who_leave(model):
 
 
 def test_the_training_tab_follows_a_run(run, tmp_path):
-    html, losses, evaluations = render.training(run)
+    html, losses, evaluations = page.training(run)
     assert "2 of 2 rounds" in html
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert losses == [{"round": r["round"], "loss": r["loss"]} for r in rows]
     assert evaluations[-1][1].startswith(f"full: {rows[-1]['eval']['full']:.2f}, 3/4: ")
-    assert render.training(tmp_path)[1:] == ([], [])
+    assert page.training(tmp_path)[1:] == ([], [])
 
 
 # in a browser

@@ -399,17 +399,12 @@ def test_tokenizers_that_others_would_misread(tmp_path):
 def test_bad_input(tmp_path, monkeypatch):
     opened, blueprint = open_parent("llama", "head", tmp_path / "parent")
     deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
-    target = ["-o", str(tmp_path / "t.gguf"), "--to", "gguf"]
-    for arguments, what in (
-        ([str(tmp_path / "ticket"), *target, "--type", "q4_0"], "q8_0"),
-        ([str(tmp_path / "ticket"), *target[:3], "tflite"], "gguf or onnx"),
-        ([str(tmp_path / "absent"), *target], "absent"),
-    ):
-        result = CliRunner().invoke(app, ["export", *arguments])
-        assert isinstance(result.exception, ValueError)
-        assert what in str(result.exception)
+    words = ["export", str(tmp_path / "ticket"), "-o", str(tmp_path / "t.gguf"), "--to", "gguf"]
+    result = CliRunner().invoke(app, [*words, "--type", "q4_0"])
+    assert isinstance(result.exception, ValueError)
+    assert "q8_0" in str(result.exception)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    result = CliRunner().invoke(app, ["export", str(tmp_path / "ticket"), *target])
+    result = CliRunner().invoke(app, words)
     assert "pip install -e '.[gguf]'" in str(result.exception)
     with pytest.raises(ValueError, match=r"\.\[llama\]"):
         llamacpp.LlamaRunner(tmp_path / "t.gguf", 8)

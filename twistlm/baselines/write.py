@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from ..model import huggingface
 from ..model.blocks import BlockMap, widths_of_ratio
 from ..model.subnet import build
-from ..system import manifest
 from ..system.files import save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import progress
@@ -36,17 +35,9 @@ def check_target(folder: Path) -> None:
     """An earlier pruned model or an empty folder is replaced; anything else is left alone."""
     if (folder / deploy.TICKET).is_file():  # of block:*
         return extract.check_target(folder)
-    if _is_pruned(folder / RECORD) or not folder.exists():
-        return
-    if not folder.is_dir() or any(folder.iterdir()):
+    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_file() or (held and not {RECORD, "model.safetensors"} <= held):
         raise ValueError(f"--out {folder} exists and is no pruned model: choose another folder")
-
-
-def _is_pruned(record: Path) -> bool:
-    try:
-        return "n_zeros" in manifest.read_json(record)
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def write(

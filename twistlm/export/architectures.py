@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..model import families, huggingface
 from ..model.count import layer_widths, sublayers
-
-OTHER = "use `--to onnx`, or the folder with transformers"
 
 
 @dataclass(frozen=True)
@@ -97,34 +95,40 @@ OPENELM = Architecture("openelm", SHARED, LAYER | NORMS, fused=QKV, per_layer=Tr
 UNEVEN = {"llama": DECI, "mistral": DECI, "qwen2": DECI, "qwen3": OPENELM}
 
 
+def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
+    return ValueError(
+        f"no GGUF for this {model.config.model_type}: {reason}; use `--to onnx`, or the folder "
+        "with transformers"
+    )
+
+
 def architecture_of(model: PreTrainedModel) -> Architecture:
     """The architecture that computes what this model computes, or the reason why none does."""
     config = model.config
     family = config.model_type
     if family not in OWN:
-        raise ValueError(
-            f"no GGUF for {family}: twistlm writes it for {', '.join(OWN)} models; {OTHER}"
-        )
+        raise _refusal(model, f"twistlm writes it for {', '.join(OWN)} models")
     first, *others = widths(model)
     is_even = all(layer == first for layer in others)
     if not is_even and family not in UNEVEN:
-        raise ValueError(
-            f"no GGUF for this {family}: its layers have different widths, which llama.cpp takes "
-            f"for {', '.join(UNEVEN)} models only; cut all layers alike (`extract --stock`), or "
-            f"{OTHER}"
+        raise _refusal(
+            model,
+            "its layers have different widths, which llama.cpp takes for "
+            f"{', '.join(UNEVEN)} models only; cut all layers alike (`extract --stock`)",
         )
     found = (OWN if is_even else UNEVEN)[family]
     heads = first[sublayers(model)["attn"].width]
     if found.all_heads and heads * families.head_dim(config) != config.hidden_size:
         if family not in UNEVEN:
-            raise ValueError(
-                f"no GGUF for this {family}: llama.cpp takes all of its heads, and this ticket "
-                f"lost some (blocks.setting=ffn leaves them alone); {OTHER}"
+            raise _refusal(
+                model,
+                "llama.cpp takes all of its heads, and this ticket lost some "
+                "(blocks.setting=ffn leaves them alone)",
             )
         found = UNEVEN[family]
-    if (reason := _other_graph(found, model)) is not None:
-        raise ValueError(f"no GGUF for this {family}: llama.cpp's {found.name} {reason}; {OTHER}")
-    _check_tensors(found, model)
+    reason = _other_graph(found, model) or _other_tensors(found, model)
+    if reason is not None:
+        raise _refusal(model, f"llama.cpp's {found.name} {reason}")
     return found
 
 
@@ -137,93 +141,76 @@ def widths(model: PreTrainedModel) -> list[dict[str, int]]:
 
 def _other_graph(found: Architecture, model: PreTrainedModel) -> str | None:
     """What llama.cpp's graph does otherwise than this model, if anything."""
-    config = model.config
+    config, layers = model.config, range(model.config.num_hidden_layers)
     names = ("hidden_act", "hidden_activation", "activation_function")
     used = next(getattr(config, name) for name in names if getattr(config, name, None))
     if used != found.activation:
         return f"knows {found.activation} alone, not {used}"
-    if found is GEMMA3:
-        return _other_gemma(config)
     if found is GPT2:
         plain = config.scale_attn_weights and not config.scale_attn_by_inverse_layer_idx
         return None if plain else "divides attention by the root of the head's size in every layer"
+    if found is GEMMA3:
+        expected = ["sliding_attention" if i % 6 < 5 else "full_attention" for i in layers]
+        if list(config.layer_types) != expected:
+            return "has a window in all layers but every sixth, and this model in others"
+        if config.query_pre_attn_scalar != families.head_dim(config) or len(layers) == 62:
+            return "divides attention by the root of the head's size, and this model does not"
+        if config.final_logit_softcapping or config.attn_logit_softcapping:
+            return "caps no logits, and this model does"
+        return None
     windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if config.model_type == "mistral" and config.sliding_window is not None:
         windows = {f"sliding_window = {config.sliding_window}"}
     if windows:
         return f"attends to everything, and this model has {', '.join(sorted(windows))}"
-    if found is SMOLLM3:
-        every_fourth = [int((i + 1) % 4 != 0) for i in range(config.num_hidden_layers)]
-        if list(config.no_rope_layers) != every_fourth:
-            return "leaves RoPE out in every fourth layer, and this model in others"
+    if found is SMOLLM3 and list(config.no_rope_layers) != [int(i % 4 != 3) for i in layers]:
+        return "leaves RoPE out in every fourth layer, and this model in others"
     return None
 
 
-def _other_gemma(config: PretrainedConfig) -> str | None:
-    expected = [
-        "sliding_attention" if i % 6 < 5 else "full_attention"
-        for i in range(config.num_hidden_layers)
-    ]
-    if list(config.layer_types) != expected:
-        return "has a window in all layers but every sixth, and this model in others"
-    if config.query_pre_attn_scalar != families.head_dim(config) or config.num_hidden_layers == 62:
-        return "divides attention by the root of the head's size, and this model does not"
-    if config.final_logit_softcapping or config.attn_logit_softcapping:
-        return "caps no logits, and this model does"
-    return None
-
-
-def _check_tensors(found: Architecture, model: PreTrainedModel) -> None:
-    """Every parameter must have its place in the file."""
+def _other_tensors(found: Architecture, model: PreTrainedModel) -> str | None:
+    """A parameter that has no place in the file, if there is one."""
     known = {*found.shared, *found.layer, *found.fused}
     depth = found.layers.count(".") + 2
     for name in huggingface.state(model):
         module, _, leaf = name.rpartition(".")
         inner = module.split(".", depth)[depth] if module.startswith(f"{found.layers}.") else module
         if inner not in known or (leaf == "bias" and not found.biases):
-            raise ValueError(
-                f"no GGUF for this {model.config.model_type}: llama.cpp's {found.name} has no "
-                f"place for {name}; {OTHER}"
-            )
+            return f"has no place for {name}"
+    return None
 
 
 def add_rope_(writer: Any, found: Architecture, model: PreTrainedModel) -> Tensor | None:
-    """Write how positions turn heads; returns `rope_freqs` where the frequencies are scaled."""
-    config = model.config
+    """Write how positions turn heads; returns `rope_freqs` where the frequencies are scaled.
+
+    llama.cpp divides theta^(-2i/dh) by them.
+    """
     if found is GPT2:  # it adds position embeddings
         return None
-    writer.add_rope_dimension_count(families.head_dim(config))
+    config, dh = model.config, families.head_dim(model.config)
+    writer.add_rope_dimension_count(dh)
+    rope = config.rope_parameters
     if found is GEMMA3:
-        rope = config.rope_parameters
-        for kind in ("full_attention", "sliding_attention"):
-            if rope[kind].get("rope_type", "default") != "default":
-                raise ValueError(f"no GGUF for this model: its RoPE is scaled ({rope[kind]})")
-        writer.add_rope_freq_base(float(rope["full_attention"]["rope_theta"]))
-        writer.add_float32(
-            f"{found.name}.rope.freq_base_swa", float(rope["sliding_attention"]["rope_theta"])
-        )
+        full, sliding = rope["full_attention"], rope["sliding_attention"]
+        if any(kind.get("rope_type", "default") != "default" for kind in (full, sliding)):
+            raise _refusal(model, f"its RoPE is scaled ({rope})")
+        writer.add_rope_freq_base(float(full["rope_theta"]))
+        writer.add_float32(f"{found.name}.rope.freq_base_swa", float(sliding["rope_theta"]))
         writer.add_sliding_window(config.sliding_window)
         return None
-    base = float(config.rope_parameters["rope_theta"])
+    base, kind = float(rope["rope_theta"]), rope.get("rope_type", "default")
     writer.add_rope_freq_base(base)
-    factors = _rope_factors(model, base)
+    frequencies: Any = model.get_submodule("model.rotary_emb").inv_freq
+    if kind not in ("default", "linear", "llama3") or 2 * len(frequencies) != dh:
+        raise _refusal(
+            model,
+            f"rope_type {kind!r} with {2 * len(frequencies)} of {dh} head dimensions turned is not "
+            "written; default, linear and llama3 of all dimensions are",
+        )
+    plain = base ** -(torch.arange(0, dh, 2, dtype=torch.float64) / dh)
+    factors = (plain / frequencies.double().cpu()).float()
     if torch.allclose(factors, torch.ones_like(factors), rtol=1e-6):
         return None
     if not found.scales_rope:
-        raise ValueError(f"no GGUF for this model: llama.cpp's {found.name} scales no RoPE")
+        raise _refusal(model, f"llama.cpp's {found.name} scales no RoPE")
     return factors
-
-
-def _rope_factors(model: PreTrainedModel, base: float) -> Tensor:
-    """What llama.cpp divides theta^(-2i/dh) by: 1 without RoPE scaling."""
-    rope: Any = model.get_submodule("model.rotary_emb")
-    dh = families.head_dim(model.config)
-    kind = model.config.rope_parameters.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3") or 2 * len(rope.inv_freq) != dh:
-        raise ValueError(
-            f"no GGUF for this model: rope_type {kind!r} with {2 * len(rope.inv_freq)} of {dh} "
-            "head dimensions turned is not written; default, linear and llama3 of all dimensions "
-            "are"
-        )
-    plain = base ** -(torch.arange(0, dh, 2, dtype=torch.float64) / dh)
-    return (plain / rope.inv_freq.double().cpu()).float()

@@ -69,7 +69,6 @@ class Models:
         yield {
             "source": self.parent.source,
             "family": self.parent.template.config.model_type,
-            "device": str(self.whole.device),
             "sizes": [
                 ", ".join(f"{k} {widths[g.name]}/{g.n_blocks}" for k, g in kinds.items())
                 for widths in self.sizes
