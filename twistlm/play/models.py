@@ -18,13 +18,12 @@ from ..compute.perplexity import Evaluator, perplexity
 from ..model import huggingface
 from ..model.blocks import Blueprint, Widths, widths_of_ratio
 from ..model.tokenizer import load_tokenizer
-from ..system.manifest import parse_json
 from ..tickets import deploy, stock
 from ..tickets.budget import ladder, weights_bytes
 from ..tickets.parent import Parent, open_parent
 from ..tickets.pick import AUTO, NESTED, RANDOM, parse_pick, pick_blocks, pick_for
 from ..tickets.score import evaluator
-from . import TicketChoice
+from . import TicketChoice, read_lines
 
 N_TOKENS = 8192  # of text behind a perplexity, where the run does not say (run.eval_tokens)
 MOST_PROMPT = 512  # tokens that are read of a prompt
@@ -181,8 +180,8 @@ def _known(parent: Parent, sizes: list[Widths]) -> list[str]:
     """What the run's evaluation and its certificates say about random tickets of each size."""
     run = Path(parent.source)
     run = run.parents[1] if run.name.startswith("round-") else run
-    metrics = run / "metrics.jsonl"
-    rows = _last_evaluation(metrics)
+    evaluated = [row for row in read_lines(run / "metrics.jsonl") if row.get("eval")]
+    rows = evaluated[-1]["eval"] if evaluated else {}
     found = [
         (ratio, f"random tickets {row['mean']:.2f} (worst of {row['n']}: {row['worst']:.2f})")
         for ratio, row in rows.items()
@@ -197,15 +196,3 @@ def _known(parent: Parent, sizes: list[Widths]) -> list[str]:
         with suppress(ValueError):  # a ratio of other blocks, or of none of the sizes
             known[sizes.index(widths_of_ratio(parent.block_map, ratio))].append(said)
     return ["; ".join(said) for said in known]
-
-
-def _last_evaluation(metrics: Path) -> dict[str, Any]:
-    """The perplexities in the last line of a run's metrics that has any."""
-    for line in reversed(metrics.read_text().splitlines() if metrics.is_file() else []):
-        try:
-            row = parse_json(line, metrics)
-        except ValueError:  # a line that is being written
-            continue
-        if isinstance(row, dict) and row.get("eval"):
-            return row["eval"]
-    return {}

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from . import PICKS, TicketChoice
+from . import PICKS, TicketChoice, read_lines
 from .process import ModelEnded, ModelProcess
 
 CSS = """
@@ -232,9 +232,9 @@ def training(run: Path | None) -> tuple[str, list[dict[str, Any]], list[list[str
         return faint("This model is no run folder: there is no training to follow."), [], []
     train = json.loads((run / "run.json").read_text())["config"]["train"]
     planned = train["rounds"] or "…"
-    for resumed in _lines(run / "resumes.jsonl"):
+    for resumed in read_lines(run / "resumes.jsonl"):
         planned = resumed["changed"].get("train.rounds", (planned, planned))[1]
-    rows = _lines(run / "metrics.jsonl")
+    rows = read_lines(run / "metrics.jsonl")
     done = rows[-1]["round"] if rows else 0
     how = f"{train['method']}, {train['n_workers']} workers"
     html = tile("training", f"{done:,} of {planned} rounds", how)
@@ -244,7 +244,7 @@ def training(run: Path | None) -> tuple[str, list[dict[str, Any]], list[list[str
         speed = f"{last['n_tokens'] / last['seconds']:,.0f}"
         html += tile("tokens per second", speed, f"{last['seconds']:.1f} s per round")
     html = f'<div class="tiles">{html}</div>'
-    for event in _lines(run / "events.jsonl")[-5:]:
+    for event in read_lines(run / "events.jsonl")[-5:]:
         html += faint(" ".join(f"{k} {v}" for k, v in event.items() if k != "time"))
     every = max(1, len(rows) // 400)  # of a long training
     losses = [{"round": row["round"], "loss": row["loss"]} for row in rows[::every]]
@@ -254,10 +254,3 @@ def training(run: Path | None) -> tuple[str, list[dict[str, Any]], list[list[str
         shown = ", ".join(f"{name}: {value:.2f}" for name, value in means.items())
         evaluations.append([str(row["round"]), shown])
     return html, losses, evaluations
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file that another process may be writing."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line.strip()]
