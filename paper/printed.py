@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 from twistlm.config import Config, load
-from twistlm.model import families, huggingface
-from twistlm.model.count import gpt2_params
 from twistlm.training.plan import Plan, make
 
 # setting -> K of 12 -> method -> perplexity; `twist` is trained at K, `twist-6` at 6 of 12
@@ -74,25 +72,38 @@ def config() -> Config:
     return load("paper")
 
 
+GPT2_SIZES = {  # layers and d of the published models
+    "GPT-2 small": (12, 768),
+    "GPT-2 medium": (24, 1024),
+    "GPT-2 large": (36, 1280),
+    "GPT-2 XL": (48, 1600),
+}
+
+
 @cache  # two experiments ask for it, and it takes seconds
 def plan() -> Plan:
     """Parameters, rounds and bytes of the paper's set-up, counted from shapes."""
     return make(config())
 
 
+def gpt2_params(n_layers: int, d: int, n_cut: int = 0, share: float = 1.0) -> int:
+    """GPT-2 by the appendix's formulas, with `n_cut` layers that keep `share` of their blocks."""
+
+    def layer(d_attn: int, d_ffn: int) -> int:
+        norms = 2 * 2 * d
+        return 4 * d_attn * d + 3 * d_attn + d + 2 * d_ffn * d + d_ffn + d + norms
+
+    whole, cut = layer(d, 4 * d), layer(int(share * d), int(share * 4 * d))
+    return (50257 + 1024) * d + (n_layers - n_cut) * whole + n_cut * cut + 2 * d
+
+
 def half_shares() -> dict[str, dict[str, float]]:
     """Model -> the share of its parameters in a subnet with half the blocks, by the appendix."""
     blocks, found = config().blocks, {}
     first, last = blocks.shared_first, blocks.shared_last
-    for name, size in families.GPT2_SIZES.items():
-        c = huggingface.planned_config(size)
-        n = c.num_hidden_layers
-        shape = (n, c.hidden_size, c.vocab_size, c.max_position_embeddings)
+    for name, (n, d) in GPT2_SIZES.items():
         n_cut = {f"first {first} and last {last} layers shared": n - first - last}
         n_cut["all layers cut"] = n
-        full = gpt2_params(*shape)
-        found[name] = {
-            way: gpt2_params(*shape, n_cut=layers, share=0.5) / full
-            for way, layers in n_cut.items()
-        }
+        full = gpt2_params(n, d)
+        found[name] = {way: gpt2_params(n, d, layers, 0.5) / full for way, layers in n_cut.items()}
     return found

@@ -257,7 +257,7 @@ def replay(
         slots, after = stream.take(progress.leases, t.interval * n, t.batch)
         results, there = [], []
         for i, (place, _) in enumerate(present):
-            mine = stream.of_worker(slots, i, n)
+            mine = slots[i::n]
             if place in event["lost"]:
                 failed = (r, place) in wrong
                 after = stream.fail(after, mine, place) if failed else stream.give_back(after, mine)
@@ -265,7 +265,8 @@ def replay(
             factors = scales(run.block_map, run.block_map.widths(blueprints[i]), t.scale)
             part = subnet_buffer(run.segments, i, blueprints[i], run.central.buffer)
             gates = gate_values(run.block_map, blueprints[i], factors)[None]
-            ids = torch.stack([run.batches.slot(slot) for slot in mine])
+            rows = [run.batches.rows_at(slot) for slot in mine]
+            ids = torch.stack([run.batches.file.sequences(r, run.batches.seq_len) for r in rows])
             trainer = run.trainers.get(part.layout, "physical")
             result = trainer.train(part, gates, ids, None, r, run.total_steps)
             there.append(blueprints[i])

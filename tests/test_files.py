@@ -476,7 +476,7 @@ def test_a_config_that_promises_more_than_the_weights_hold(tmp_path, home, room,
 def test_a_model_that_no_machine_holds(room, config_):
     cfg = config.from_dict({"model": {"type": "gpt2", "config": config_}})
     with pytest.raises(
-        ValueError, match=r"GB of weights|legal are at most 10,000|does not make a gpt2"
+        ValueError, match=r"GB of memory|legal are at most 10,000|does not make a gpt2"
     ):
         huggingface.load(cfg.model, 0)
 

@@ -109,7 +109,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     modules = r"[qkvo]_proj|out_proj|c_attn|c_proj|c_fc"
     may_name_types = {
         "cli.training", "cli.tickets", "cli.measure",
-        "cli.look", "lab.bench.deploy", "config", "model.count",
+        "cli.look", "lab.bench.deploy", "config",
         "model.huggingface", "training.plan", "transport.traffic",
     }  # fmt: skip
     for name, source in SOURCES.items():

@@ -192,7 +192,7 @@ def test_exactly_once_by_counting(seed):
         slots, after = stream.take(ledger, interval * n, batch)
         assert [len(slot) for slot in slots] == [batch] * (interval * n)
         for w in range(n):
-            mine = stream.of_worker(slots, w, n)
+            mine = slots[w::n]
             if rng.random() < 0.3:
                 after = stream.give_back(after, mine)
             else:

@@ -63,7 +63,6 @@ BLOCKS_OF = r"blueprint\['transformer\.h\.1\.attn'\] = .*1\.\.4 .*0\.\.3"
 FUSED = "transformer.h.0.attn.c_attn.weight"
 TWELVE = FINE.select("both", 1).coarsen("ffn", 12)
 REFUSED = [  # a call, and what is said about it
-    (lambda: FINE.select("all"), r"blocks\.setting = 'all': use one of attn, ffn, both"),
     *(
         (lambda f=f, n=n: FINE.select("both", f, n), SHARED.format(f, n))
         for f, n in ((3, 0), (2, 1), (-1, 0), (0, -1))

@@ -190,11 +190,6 @@ REFUSED = [  # a model, arguments, and what is said
         ("both", "head"),
         ["blocks.attn_by = 'head'", "'group' (3 blocks)", "'query' (3 blocks)"],
     ),
-    (
-        lambda: tiny_model("gpt2"),
-        ("both", "heads"),
-        ["'heads'", "auto", "head", "group", "query"],
-    ),
     (lambda: tiny_model("gpt2"), ("both", "query"), ["fused"]),
 ]
 

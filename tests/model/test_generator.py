@@ -90,8 +90,6 @@ BAD = {
     r"blocks\.k_attn = 2 .* 3\.\.12": {"k_attn": (6, 2)},  # every K of a cycle is looked at
     r"k_attn is empty.* 1\.\.12": {"k_attn": ()},
     r"one K per worker: 4": {"k_attn": (6, 6), "widths": "worker"},
-    r"blocks\.common_attn = \[0, 0\].* 0\.\.11": {"k_attn": (6,), "common_attn": (0, 0)},
-    r"blocks\.common_attn = \[12\].* 0\.\.11": {"k_attn": (6,), "common_attn": (12,)},
 }
 
 

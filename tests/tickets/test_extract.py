@@ -165,7 +165,7 @@ def test_a_ticket_over_the_latency_gives_way_to_a_smaller_one(home, tmp_path, mo
 def test_speed_of_every_family(name, monkeypatch):
     """Prompt and cache of each model, within its positions; however slow, one run is measured."""
     monkeypatch.setattr(speed, "LONGEST", 0.0)
-    took = speed.measure(tiny_model(name))
+    took = speed.measure_all([tiny_model(name)])[0]
     assert took.decode_ms >= took.fastest_decode_ms > 0
     assert took.prefill_ms > 0
     assert took.n_prompt + took.n_steps <= tiny_model(name).config.max_position_embeddings

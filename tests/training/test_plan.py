@@ -14,12 +14,13 @@ from conftest import tiny, tiny_table
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paper.printed import half_shares
+from paper.printed import gpt2_params, half_shares
 from twistlm import cli, config
 from twistlm.compute.attention import causal_
 from twistlm.config import BlocksConfig
 from twistlm.data.token_file import open_tokens
-from twistlm.model import count, families, huggingface
+from twistlm.model import families, huggingface
+from twistlm.model.blocks import count
 from twistlm.model.subnet import Gate
 from twistlm.system import terminal
 from twistlm.training import plan, rounds
@@ -41,7 +42,7 @@ def paper() -> plan.Plan:
 
 def test_gpt2_small_has_its_parameters(paper):
     assert paper.n_params == 124_439_808
-    assert count.gpt2_params(12, 768, 50257, 1024) == 124_439_808
+    assert gpt2_params(12, 768) == 124_439_808
 
 
 def test_all_13_communication_entries_of_table_2(paper):
@@ -81,12 +82,12 @@ def test_asymptotic_memory_tends_to_a_half():
 
 def test_the_formula_agrees_with_the_block_map_where_half_is_whole():
     """GPT-2 medium has 16 heads: 8 of them, and 8 of 16 FFN chunks, counted on real shapes."""
-    size = families.GPT2_SIZES["GPT-2 medium"]
+    size = config.ModelConfig(config={"n_layer": 24, "n_embd": 1024, "n_head": 16})
     model = huggingface.on_meta(huggingface.planned_config(size))
     blocks = config.BlocksConfig(n_ffn=16)
     cut = families.partition(model, blocks)
-    counted = count.count(cut, huggingface.shapes(model), {group.name: 8 for group in cut.groups})
-    assert counted == count.gpt2_params(24, 1024, 50257, 1024, n_cut=20, share=0.5)
+    counted = count(cut, huggingface.shapes(model), {group.name: 8 for group in cut.groups})
+    assert counted == gpt2_params(24, 1024, n_cut=20, share=0.5)
     assert counted == sum(
         t.numel() for t in _half_by_hand(AutoConfig.for_model("gpt2", **size.config))
     )  # fmt: skip

@@ -118,15 +118,10 @@ def intercept_(model: nn.Module) -> list[Lookup]:
 
 def add_rows_(grad: Tensor, ids: Tensor, rows: Tensor) -> None:
     """grad[ids] += rows; in low precision each id's rows are summed in float32, rounded once."""
-    if grad.element_size() >= 4:
-        grad.index_add_(0, ids, rows)
-        return
-    grad.index_add_(0, ids, sums_by_id(ids, rows, len(grad)).to(grad.dtype))
-
-
-def sums_by_id(ids: Tensor, rows: Tensor, n_ids: int) -> Tensor:
-    """float32 [n, d]: where an id comes first, the sum of all its rows; where it comes again, 0."""
-    places = torch.arange(len(ids), device=ids.device)
-    first = torch.full((n_ids,), len(ids), device=ids.device)
-    first = first.scatter_reduce_(0, ids, places, "amin")[ids]
-    return torch.zeros(rows.shape, device=rows.device).index_add_(0, first, rows.float())
+    if grad.element_size() < 4:  # to where an id comes first; where it comes again, 0 is added
+        places = torch.arange(len(ids), device=ids.device)
+        first = torch.full((len(grad),), len(ids), device=ids.device)
+        first = first.scatter_reduce_(0, ids, places, "amin")[ids]
+        sums = torch.zeros(rows.shape, device=rows.device).index_add_(0, first, rows.float())
+        rows = sums.to(grad.dtype)
+    grad.index_add_(0, ids, rows)

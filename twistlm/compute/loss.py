@@ -120,15 +120,16 @@ def linear_cross_entropy(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    chunk: int = CHUNK,
+    chunk: int,
     prediction: Prediction | None = None,
+    head_grads: HeadGrads | None = None,
 ) -> Tensor:
     """Mean loss of the logits `hidden @ weight.T + bias` against `targets` and a teacher."""
     leaves = (hidden, weight) if bias is None else (hidden, weight, bias)
     # a Function's `needs_input_grad` is true of parameters under no_grad, too
     if not (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)):
         return _forward(hidden, weight, bias, targets, chunk, None, prediction)[0]
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, prediction)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, prediction, head_grads)
 
 
 def chunked_loss(
@@ -152,12 +153,10 @@ def chunked_loss(
         logits = F.linear(hidden, head.weight, bias)
         if prediction is None:
             return F.cross_entropy(_exact(logits), targets)
-        return _mean_loss(
-            logits, targets, prediction.logits(slice(None), logits), prediction.weight
-        )
-    if head_grads is None:
-        return linear_cross_entropy(hidden, head.weight, bias, targets, CHUNK, prediction)
-    return _Root.apply(hidden, head.weight.detach(), bias, targets, CHUNK, head_grads, prediction)
+        teacher_logits = prediction.logits(slice(None), logits)
+        return _mean_loss(logits, targets, teacher_logits, prediction.weight)
+    weight = head.weight if head_grads is None else head.weight.detach()
+    return linear_cross_entropy(hidden, weight, bias, targets, CHUNK, prediction, head_grads)
 
 
 def next_token_loss(
@@ -212,7 +211,10 @@ def loss_for(model: PreTrainedModel, teacher: AnyTeacher | None = None) -> Loss:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """mean of logsumexp(h W^T + b) - (h W^T + b)[target], mixed with KL to a teacher."""
+    """mean of logsumexp(h W^T + b) - (h W^T + b)[target], mixed with KL to a teacher.
+
+    With `head_grads` it fills these, and its own gradient is taken to be 1.
+    """
 
     @staticmethod
     def forward(
@@ -223,33 +225,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk: int,
         prediction: Prediction | None,
+        head_grads: HeadGrads | None,
     ) -> Tensor:
-        rows = weight.new_empty(_aligned_rows(weight), weight.shape[1])
-        head_grads = HeadGrads(
-            rows[: len(weight)], None if bias is None else torch.empty_like(bias)
-        )
+        ctx.is_root = head_grads is not None
+        if head_grads is None:
+            rows = weight.new_empty(_aligned_rows(weight), weight.shape[1])
+            d_bias = None if bias is None else torch.empty_like(bias)
+            head_grads = HeadGrads(rows[: len(weight)], d_bias)
         loss, d_hidden = _forward(hidden, weight, bias, targets, chunk, head_grads, prediction)
-        ctx.save_for_backward(d_hidden, head_grads.weight, head_grads.bias)
+        of_head = (None, None) if ctx.is_root else (head_grads.weight, head_grads.bias)
+        ctx.save_for_backward(d_hidden, *of_head)
         return loss
 
     @staticmethod
     def backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if d is None else d * share.to(d.dtype) for d in ctx.saved_tensors)
-        return (*scaled, None, None, None)
-
-
-class _Root(torch.autograd.Function):
-    """The same, with the head's gradients in `head_grads` and its own gradient taken to be 1."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, *rest: Any) -> Tensor:
-        loss, d_hidden = _forward(hidden, *rest)
-        ctx.save_for_backward(d_hidden)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.saved_tensors, *(None,) * 6)
+        found = ctx.saved_tensors
+        if not ctx.is_root:
+            found = [None if d is None else d * share.to(d.dtype) for d in found]
+        return (*found, *(None,) * 4)
 
 
 def _forward(

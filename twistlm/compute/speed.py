@@ -33,11 +33,6 @@ class Speed:
     n_threads: int
 
 
-def measure(model: PreTrainedModel, n_repeats: int = 3) -> Speed:
-    """Prefill a prompt, then decode greedily; the first run only warms up."""
-    return measure_all([model], n_repeats)[0]
-
-
 @torch.inference_mode()
 def measure_all(
     models: Sequence[PreTrainedModel],
@@ -45,7 +40,7 @@ def measure_all(
     n_prompt: int = PROMPT,
     n_steps: int = STEPS,
 ) -> list[Speed]:
-    """The same of several models in turn, so that a busy machine slows all of them alike."""
+    """Prefill a prompt, then decode greedily: models in turn, as a busy machine slows all alike."""
     first = models[0]
     most = getattr(first.config, "max_position_embeddings", None) or n_prompt + n_steps
     n_prompt = min(n_prompt, most // 2)

@@ -49,23 +49,18 @@ def _txt(path: Path, column: str) -> Iterator[str]:
     """
     pending = ""
     with path.open(encoding="utf-8", newline="") as file:
-        while chunk := _read(file, path):
-            pending += chunk
-            while len(pending) > PIECE and (cut := CUT.search(pending, PIECE)):
-                yield pending[: cut.end()]
-                pending = pending[cut.end() :]
+        try:
+            while chunk := file.read(PIECE):
+                if "\0" in chunk:
+                    raise ValueError(f"{path} holds NUL bytes: it is a binary file, not text")
+                pending += chunk
+                while len(pending) > PIECE and (cut := CUT.search(pending, PIECE)):
+                    yield pending[: cut.end()]
+                    pending = pending[cut.end() :]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     if pending:
         yield pending
-
-
-def _read(file, path: Path) -> str:
-    try:
-        text = file.read(PIECE)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
-    if "\0" in text:
-        raise ValueError(f"{path} holds NUL bytes: it is a binary file, not text")
-    return text
 
 
 def _jsonl(path: Path, column: str) -> Iterator[str]:
@@ -99,9 +94,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
         names = ", ".join(file.schema_arrow.names)
         raise ValueError(f"{path} has no column {column!r}; it has {names}: use --column")
     kind = file.schema_arrow.field(column).type
-    if not (
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    ):
+    if kind not in (pa.string(), pa.large_string(), pa.string_view()):
         raise ValueError(f"{path}: column {column!r} is {kind}, not text: use --column")
     try:
         for batch in file.iter_batches(batch_size=BATCH, columns=[column]):
@@ -124,6 +117,7 @@ def _hub(source: str, column: str) -> Iterator[str]:
     yield from (row[column] for row in rows if row[column])
 
 
+WHOLE = (".txt", ".raw")  # a file is one document
 READERS = {".txt": _txt, ".raw": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
 
 
@@ -155,73 +149,41 @@ def prepare(
         max_id = -1
         with Path(f"{draft}.bin").open("wb") as file, progress(quiet) as bar:
             for source in sources:
-                by_bytes, total = _amount(source)
-                task = bar.add_task(f"tokenize {Path(source).name}", total=total, note="")
+                path = Path(source)
+                in_bytes = path.stat().st_size if path.suffix in (*WHOLE, ".jsonl") else None
+                task = bar.add_task(f"tokenize {path.name}", total=in_bytes, note="")
                 for pieces, ends in _batches(documents(source, column), source):
-                    for ids, end in zip(_encode(tok, pieces), ends, strict=True):
-                        array = np.array(
-                            [*ids, eos_id] if end and eos_id is not None else ids, dtype
-                        )
+                    encoded = tok.encode_batch(pieces, add_special_tokens=False)
+                    for encoding, end in zip(encoded, ends, strict=True):
+                        eos_ids = [eos_id] if end and eos_id is not None else []
+                        array = np.array(encoding.ids + eos_ids, dtype)
                         array.tofile(file)
                         n_tokens += array.size
                         n_documents += end
                         max_id = max(max_id, int(array.max())) if array.size else max_id
-                    done = sum(len(p.encode()) for p in pieces) if by_bytes else sum(ends)
+                    done = sum(len(piece.encode()) for piece in pieces)
                     bar.update(task, advance=done, note=f"{n_tokens:,} tokens")
-                bar.update(task, total=bar.tasks[task].completed)  # empty ones were not counted
+                bar.update(task, total=bar.tasks[task].completed)  # JSON is more than its texts
         if n_tokens == 0:
             raise ValueError(f"{', '.join(sources)}: no text in there")
         tok.save(f"{draft}.tokenizer.json")
         sha256 = file_sha256(Path(f"{draft}.tokenizer.json"))
-        names = [str(source) for source in sources]
-        meta = TokenMeta(
-            n_tokens, n_documents, vocab_size, max_id, dtype.name, sha256, eos_id, names
-        )
-        write_meta(draft, meta)
-        for suffix in (
-            ".tokenizer.json",
-            ".bin",
-            ".json",
-        ):  # the description last: it says "complete"
+        counts = n_tokens, n_documents, vocab_size, max_id
+        write_meta(draft, TokenMeta(*counts, dtype.name, sha256, eos_id, sources))
+        for suffix in (".tokenizer.json", ".bin", ".json"):  # the last one says "complete"
             os.replace(f"{draft}{suffix}", f"{stem}{suffix}")
     return open_tokens(str(stem))
 
 
-def _amount(source: str) -> tuple[bool, int | None]:
-    """Whether a progress bar counts bytes (else documents), and how many; None is unknown."""
-    path = Path(source)
-    if path.suffix in (".txt", ".raw"):
-        return True, path.stat().st_size if path.is_file() else None
-    if path.suffix == ".parquet" and path.is_file():
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            return False, pq.read_metadata(path).num_rows
-        except (pa.ArrowException, OSError):  # reading says it better
-            return False, None
-    if path.suffix == ".jsonl" and path.is_file():
-        with path.open("rb") as file:
-            return False, sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-    return False, None
-
-
 def _batches(texts: Iterable[str], source: str) -> Iterator[tuple[list[str], list[bool]]]:
     """Pieces in groups, and for each whether a document ends there (.txt is one document)."""
-    single = Path(source).suffix in (".txt", ".raw")
+    single = Path(source).suffix in WHOLE
     group: list[str] = []
-    held = None  # one piece back, to know which is the last of a single document
     for text in texts:
-        if held is not None:
-            group.append(held)
-        held = text
-        if len(group) == BATCH or sum(map(len, group)) > 8 * PIECE:
-            yield group, [not single] * len(group)
-            group = []
-    if held is not None:
-        group.append(held)
+        # the last piece is kept back until it is known whether another one follows
+        if len(group) > BATCH or (len(group) > 1 and sum(map(len, group)) > 8 * PIECE):
+            yield group[:-1], [not single] * (len(group) - 1)
+            group = group[-1:]
+        group.append(text)
+    if group:
         yield group, [not single] * (len(group) - 1) + [True]
-
-
-def _encode(tok: Tokenizer, texts: list[str]) -> list[list[int]]:
-    return [encoding.ids for encoding in tok.encode_batch(texts, add_special_tokens=False)]

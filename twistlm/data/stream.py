@@ -27,8 +27,8 @@ class Batches:
     """`batch(worker, step)`: every sequence once per epoch, disjoint between workers, no state.
 
     Place p = (step * S + worker) * batch + i of an endless stream that runs through one random
-    permutation of all sequences after another. Rounds draw from the same stream by `slot`, because
-    workers come and go (`leases`); with all of them alive it is the same batch.
+    permutation of all sequences after another. Rounds draw from the same stream by slots, because
+    workers come and go (`Leases`); with all of them alive it is the same batch.
     """
 
     file: TokenFile
@@ -53,10 +53,6 @@ class Batches:
         """Token ids, int64 [batch, seq_len]."""
         return self.file.sequences(self.rows(worker, step), self.seq_len)
 
-    def slot(self, slot: Slot) -> Tensor:
-        """The batch that was leased out as `slot`: int64 [batch, seq_len]."""
-        return self.file.sequences(self.rows_at(slot), self.seq_len)
-
     def read(self, slots: Sequence[Slot]) -> tuple[np.ndarray, tuple[int, ...]]:
         """Ids [n_slots, batch, seq_len], and the places whose sequences hold an illegal one."""
         places = [place for slot in slots for place in slot]
@@ -75,9 +71,8 @@ class Batches:
 
     def teacher_topk(self, slot: Slot) -> Tensor | None:
         """A teacher's packed predictions for that batch: uint8 [batch, seq_len - 1, bytes]."""
-        return (
-            None if self.teacher_cache is None else self.teacher_cache.sequences(self.rows_at(slot))
-        )
+        cache = self.teacher_cache
+        return None if cache is None else cache.sequences(self.rows_at(slot))
 
     def n_rounds(self, epochs: float, interval: int) -> int:
         """Whole rounds in that many epochs: rounds of S * batch * interval sequences."""
@@ -157,11 +152,6 @@ def fail(leases: Leases, slots: tuple[Slot, ...], worker: int) -> Leases:
     failed = {*leases.failed, *((place, worker) for place in places)}
     kept = tuple(sorted((place, other) for place, other in failed if place not in twice))
     return replace(rest, failed=kept, skipped=(*leases.skipped, *sorted(twice)))
-
-
-def of_worker(slots: tuple[Slot, ...], place: int, n: int) -> tuple[Slot, ...]:
-    """The slots of the `place`-th of n live workers, one per step."""
-    return slots[place::n]
 
 
 def to_dict(leases: Leases) -> dict[str, Any]:

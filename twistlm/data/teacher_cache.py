@@ -1,4 +1,4 @@
-"""Lessons: a teacher's k likeliest tokens and their log-probs for every prediction in a token file.
+"""A teacher's k likeliest tokens and their log-probs for every prediction in a token file.
 
 The windows are those of training: without overlap, seq_len tokens, seq_len - 1 predictions in each.
 In `STEM.teacher.bin` a prediction is k token ids (little-endian uint16; uint32 for vocabularies
@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from io import BufferedRandom
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 from ..system import manifest
 from ..system.files import file_sha256, is_locked, naming, whole_file
 from ..system.manifest import HashCheck, Vouched
-from .token_file import TokenFile
+from .token_file import TokenFile, check_ranges, read_description
 
 PART = "teacher.bin"  # STEM.PART is vouched for by STEM.teacher.json
 MOST = 1024  # likeliest tokens: beyond it a cache is larger than any teacher is slow
@@ -47,18 +46,8 @@ class TeacherCacheMeta:
     tokenizer_sha256: str
 
     def __post_init__(self) -> None:
-        """Refuse what no cache can say, before memory is spent on it."""
-        for name, least, most in (
-            ("vocab_size", 1, 1 << 31),
-            ("top", 1, MOST),
-            ("seq_len", 2, 1 << 31),
-            ("n_sequences", 1, 1 << 48),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise ValueError(f"{name} is {value!r}, legal are {least}..{most}")
-        if self.top > self.vocab_size:
-            raise ValueError(f"top is {self.top}, legal are 1..{self.vocab_size}")
+        check_ranges(self, vocab_size=(1, 1 << 31), seq_len=(2, 1 << 31), n_sequences=(1, 1 << 48))
+        check_ranges(self, top=(1, min(MOST, self.vocab_size)))
 
     @property
     def record(self) -> int:
@@ -129,75 +118,64 @@ def write_teacher_cache(
     `STEM.teacher.part`, and the next one for the same tokens, teacher and k goes on with it.
     """
     path, about = _paths(tokens.stem)
-    with _growing(path, meta) as part:
-        for piece in pieces(part.n_done):
-            part.add(piece)
+    growing, state = path.with_suffix(".part"), path.with_suffix(".part.json")
+    with naming(path), growing.open("a+b") as file:
+        opened = os.fstat(file.fileno())  # renamed since, it is another process's finished cache
+        if not (is_locked(file) and growing.exists() and os.path.samestat(opened, growing.stat())):
+            raise ValueError(f"{path}: another process makes this cache; wait for it")
+        n_done, digest = _kept(file, state, meta)
+        n_saved = n_done
+        try:
+            for piece in pieces(n_done):
+                digest.update(piece.numpy().data)
+                file.write(piece.numpy().data)
+                n_done += len(piece)
+                if (n_done - n_saved) * meta.sequence_bytes >= SAVE:
+                    _save(file, state, meta, n_done, digest)
+                    n_saved = n_done
+        finally:
+            if n_done > n_saved:
+                _save(file, state, meta, n_done, digest)
+            elif not n_done:
+                growing.unlink()
         about.unlink(missing_ok=True)  # of an earlier cache: now it would describe other bytes
-    files = {PART: {"bytes": path.stat().st_size, "sha256": part.digest.hexdigest()}}
+        growing.replace(path)
+    state.unlink(missing_ok=True)
+    files = {PART: {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}}
     record = manifest.sealed({**asdict(meta), manifest.FILES: files})
     whole_file(about, manifest.written(record))
     return open_teacher_cache(tokens, meta.seq_len, meta.vocab_size)
 
 
-class _Part:
-    """A cache in the making: a file that grows, and beside it how far it is safe on the disk."""
+def _kept(file: BufferedRandom, state: Path, meta: TeacherCacheMeta) -> tuple[int, Any]:
+    """Windows that an earlier process left in a part of this cache, and their sha256.
 
-    def __init__(self, file: BufferedRandom, about: Path, meta: TeacherCacheMeta):
-        self.file, self.about, self.meta = file, about, meta
-        self.n_done, self.digest = self._kept()  # windows; their sha256
-        file.truncate(self.n_done * meta.sequence_bytes)
-        self.n_saved = self.n_done
-
-    def _kept(self) -> tuple[int, Any]:
-        """What an earlier process left for this cache, if every byte of it is as it was."""
-        try:
-            told = manifest.read_json(self.about)
-            n_done = int(told["n_done"])
-            if told["meta"] == asdict(self.meta) and 0 < n_done <= self.meta.n_sequences:
-                self.file.truncate(n_done * self.meta.sequence_bytes)
-                self.file.seek(0)
-                digest = hashlib.file_digest(self.file, "sha256")
-                if digest.hexdigest() == told["sha256"]:
-                    return n_done, digest
-        except (OSError, ValueError, TypeError, KeyError):  # nothing, or nothing that can be read
-            pass
-        return 0, hashlib.sha256()
-
-    def add(self, piece: Tensor) -> None:
-        """Packed predictions [windows, seq_len - 1, bytes] of the next windows."""
-        self.digest.update(piece.numpy().data)
-        self.file.write(piece.numpy().data)
-        self.n_done += len(piece)
-        if (self.n_done - self.n_saved) * self.meta.sequence_bytes >= SAVE:
-            self.save()
-
-    def save(self) -> None:
-        """From here on a later process goes on."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        told = {"meta": asdict(self.meta), "n_done": self.n_done}
-        whole_file(self.about, manifest.written({**told, "sha256": self.digest.hexdigest()}))
-        self.n_saved = self.n_done
+    The rest is cut off, and all of it where a byte is not as it was.
+    """
+    n_done, digest = 0, hashlib.sha256()
+    try:
+        told = manifest.read_json(state)
+        n = int(told["n_done"])
+        if told["meta"] == asdict(meta) and 0 < n <= meta.n_sequences:
+            file.truncate(n * meta.sequence_bytes)
+            file.seek(0)
+            found = hashlib.file_digest(file, "sha256")
+            if found.hexdigest() == told["sha256"]:
+                n_done, digest = n, found
+    except (OSError, ValueError, TypeError, KeyError):  # nothing, or nothing that can be read
+        pass
+    file.truncate(n_done * meta.sequence_bytes)
+    return n_done, digest
 
 
-@contextmanager
-def _growing(path: Path, meta: TeacherCacheMeta) -> Iterator[_Part]:
-    """The part that becomes `path` at the end; after an error it stays for the next process."""
-    growing, about = path.with_suffix(".part"), path.with_suffix(".part.json")
-    with naming(path), growing.open("a+b") as file:
-        opened = os.fstat(file.fileno())  # renamed since, it is another process's finished cache
-        if not (is_locked(file) and growing.exists() and os.path.samestat(opened, growing.stat())):
-            raise ValueError(f"{path}: another process makes this cache; wait for it")
-        part = _Part(file, about, meta)
-        try:
-            yield part
-        finally:
-            if part.n_done > part.n_saved:
-                part.save()
-            elif not part.n_done:
-                growing.unlink()
-        growing.replace(path)
-    about.unlink(missing_ok=True)
+def _save(
+    file: BufferedRandom, state: Path, meta: TeacherCacheMeta, n_done: int, digest: Any
+) -> None:
+    """From here on a later process goes on."""
+    file.flush()
+    os.fsync(file.fileno())
+    told = {"meta": asdict(meta), "n_done": n_done, "sha256": digest.hexdigest()}
+    whole_file(state, manifest.written(told))
 
 
 def open_teacher_cache(tokens: TokenFile, seq_len: int, vocab_size: int) -> TeacherCache:
@@ -242,22 +220,16 @@ def verify_teacher_cache(tokens: TokenFile) -> str | None:
 
 def _read(about: Path) -> tuple[TeacherCacheMeta, Vouched]:
     """The description, and what it vouches for."""
-    try:
-        record = manifest.read_json(about)
-        rest = {k: v for k, v in record.items() if k not in (manifest.OWN, manifest.FILES)}
-        meta, file = TeacherCacheMeta(**rest), manifest.vouched(about, record).get(PART)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{about} is not the description of a teacher's cache: {error}") from None
-    if file is None:
-        raise ValueError(f"{about} is not the description of a teacher's cache: it names no {PART}")
+    what = "the description of a teacher's cache"
+    meta, record = read_description(about, TeacherCacheMeta, what)
+    if (file := manifest.vouched(about, record).get(PART)) is None:
+        raise ValueError(f"{about} is not {what}: it names no {PART}")
     return meta, file
 
 
 def tokens_sha256(tokens: TokenFile) -> str:
     """Of the token file's ids."""
-    if tokens.hashed is not None:
-        return tokens.hashed.sha256
-    return file_sha256(Path(f"{tokens.stem}.bin"))
+    return tokens.sha256 or file_sha256(Path(f"{tokens.stem}.bin"))
 
 
 def _paths(stem: str) -> tuple[Path, Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,14 @@ from ..system.manifest import HashCheck, Vouched
 
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 PARTS = ("bin", "tokenizer.json")  # STEM.part is vouched for by STEM.json
+
+
+def check_ranges(meta: object, **ranges: tuple[int, int]) -> None:
+    """Refuse numbers that no file can have, before memory is spent on them."""
+    for name, (least, most) in ranges.items():
+        value = getattr(meta, name)
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{name} is {value!r}, legal are {least}..{most}")
 
 
 @dataclass(frozen=True)
@@ -37,16 +46,13 @@ class TokenMeta:
         """Refuse what no token file can say; the JSON is a stranger's until its hash is known."""
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, legal are {' and '.join(DTYPES)}")
-        most = 1 << 8 * DTYPES[self.dtype].itemsize
-        for name, least, limit in (
-            ("n_tokens", 0, manifest.LARGEST),
-            ("n_documents", 0, manifest.LARGEST),
-            ("vocab_size", 1, 1 << 33),
-            ("max_id", 0, most),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value < limit:
-                raise ValueError(f"{name} is {value!r}, legal are {least}..{limit - 1}")
+        check_ranges(
+            self,
+            n_tokens=(0, manifest.LARGEST - 1),
+            n_documents=(0, manifest.LARGEST - 1),
+            vocab_size=(1, (1 << 33) - 1),
+            max_id=(0, (1 << 8 * DTYPES[self.dtype].itemsize) - 1),
+        )
         if not isinstance(self.tokenizer_sha256, str):
             raise ValueError(f"tokenizer_sha256 is {self.tokenizer_sha256!r}, not text")
 
@@ -157,12 +163,7 @@ def _read(stem: str) -> tuple[TokenMeta, dict[str, Vouched]]:
             f"no token file {stem}.bin + {stem}.json: make one with `twistlm prepare FILE... -o "
             f"{stem}`"
         )
-    try:
-        record = manifest.read_json(meta_path)
-        rest = {k: v for k, v in record.items() if k not in (manifest.OWN, manifest.FILES)}
-        meta = TokenMeta(**rest)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{meta_path} is not a token file's description: {error}") from None
+    meta, record = read_description(meta_path, TokenMeta, "a token file's description")
     size, itemsize = bin_path.stat().st_size, DTYPES[meta.dtype].itemsize
     if size != meta.n_tokens * itemsize or size == 0:
         raise ValueError(
@@ -175,6 +176,16 @@ def _read(stem: str) -> tuple[TokenMeta, dict[str, Vouched]]:
     if "tokenizer.json" in files:  # a few MB
         manifest.check_hash(Path(f"{stem}.tokenizer.json"), files["tokenizer.json"].sha256)
     return meta, files
+
+
+def read_description(path: Path, kind: type, what: str) -> tuple[Any, dict[str, Any]]:
+    """What a JSON file says as `kind`, and all of it."""
+    try:
+        record = manifest.read_json(path)
+        rest = {k: v for k, v in record.items() if k not in (manifest.OWN, manifest.FILES)}
+        return kind(**rest), record
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not {what}: {error}") from None
 
 
 def write_meta(stem: Path, meta: TokenMeta) -> None:

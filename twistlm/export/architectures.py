@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model import families, huggingface
-from ..model.count import layer_widths, sublayers
+from ..model.families import layer_widths, sublayers
 
 
 @dataclass(frozen=True)

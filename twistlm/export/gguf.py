@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..compute.perplexity import Text
 from ..model import families, huggingface
-from ..model.count import kv_name, sublayers
+from ..model.families import kv_name, sublayers
 from ..system.files import draft_folder
 from . import GGUF_TYPES, installed, llamacpp, need, ollama, verify
 from .architectures import QKV, Architecture, add_rope_, architecture_of, widths

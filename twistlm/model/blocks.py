@@ -6,6 +6,7 @@ One view carries everything: the partitioned dimension of a parameter is laid ou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -68,8 +69,6 @@ class BlockMap:
 
     def select(self, setting: Setting, shared_first: int = 0, shared_last: int = 0) -> BlockMap:
         """Keep the kinds of `setting` and drop (that is, share) the first and last layers."""
-        if setting not in SETTINGS:
-            raise ValueError(f"blocks.setting = {setting!r}: use one of {', '.join(SETTINGS)}")
         n_layers = 1 + max(group.layer for group in self.groups)
         if shared_first < 0 or shared_last < 0 or shared_first + shared_last >= n_layers:
             raise ValueError(
@@ -89,10 +88,11 @@ class BlockMap:
             if group.kind != kind:
                 return group
             if n_blocks < 1 or group.n_blocks % n_blocks:
+                legal = [n for n in range(1, group.n_blocks + 1) if group.n_blocks % n == 0]
                 raise ValueError(
                     f"{group.name}: {group.n_blocks} {kind} blocks cannot be merged into "
                     f"{n_blocks} equal ones (blocks.n_{kind} = {n_blocks}); legal: "
-                    f"{_short(_divisors(group.n_blocks))}"
+                    f"{', '.join(map(str, legal))}"
                 )
             factor = group.n_blocks // n_blocks
             parts = tuple(replace(part, chunk=part.chunk * factor) for part in group.parts)
@@ -103,8 +103,13 @@ class BlockMap:
     def with_common(self, common: Mapping[Kind, tuple[int, ...]]) -> BlockMap:
         """Blocks of each kind that every subnet keeps (the paper's C); none leaves no C."""
         for kind in KINDS:
-            if n_blocks := self.n_blocks(kind):
-                check_common(kind, common.get(kind, ()), n_blocks)
+            named, n_blocks = common.get(kind, ()), self.n_blocks(kind)
+            bad = len(set(named)) != len(named) or any(not 0 <= c < n_blocks for c in named)
+            if n_blocks and bad:
+                raise ValueError(
+                    f"blocks.common_{kind} = {list(named)}: needs distinct block ids in "
+                    f"0..{n_blocks - 1}"
+                )
         return BlockMap(
             tuple(replace(g, common=tuple(sorted(common.get(g.kind, ())))) for g in self.groups)
         )
@@ -145,9 +150,8 @@ class BlockMap:
 
     def check_blueprint(self, blueprint: Blueprint) -> None:
         """A blueprint names every group once, with sorted, distinct, existing blocks."""
-        if set(blueprint) != {group.name for group in self.groups}:
-            odd = set(blueprint) ^ {group.name for group in self.groups}
-            raise ValueError(f"the blueprint does not fit this model: {_short(sorted(odd))}")
+        if odd := set(blueprint) ^ {group.name for group in self.groups}:
+            raise ValueError(f"the blueprint does not fit this model: {', '.join(sorted(odd))}")
         for group in self.groups:
             kept = blueprint[group.name]
             if (
@@ -185,19 +189,16 @@ class BlockMap:
         return result
 
 
+def count(block_map: BlockMap, shapes: Shapes, widths: Widths) -> int:
+    """Parameters of a subnet with these widths."""
+    return sum(math.prod(shape) for shape in block_map.narrowed(shapes, widths).values())
+
+
 def positions(group: BlockGroup, part: Partition, kept: Iterable[int]) -> Tensor:
     """Indices along `part.dim` that the kept blocks occupy, section by section."""
     size = part.sections * group.n_blocks * part.chunk
     view = torch.arange(size).view(part.sections, group.n_blocks, part.chunk)
     return view[:, list(kept), :].reshape(-1)
-
-
-def check_common(kind: Kind, common: tuple[int, ...], n_blocks: int) -> None:
-    """Common blocks must be distinct blocks that exist."""
-    if len(set(common)) != len(common) or any(not 0 <= c < n_blocks for c in common):
-        raise ValueError(
-            f"blocks.common_{kind} = {list(common)}: needs distinct block ids in 0..{n_blocks - 1}"
-        )
 
 
 def parse_ratio(text: str, n_blocks: int, kind: Kind, n_common: int = 0) -> int:
@@ -247,12 +248,3 @@ def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
         group.name: parse_ratio(said[group.name], group.n_blocks, group.kind, len(group.common))
         for group in block_map.groups
     }
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _short(items: list, limit: int = 12) -> str:
-    text = ", ".join(str(item) for item in items[:limit])
-    return text + (", ..." if len(items) > limit else "")

@@ -12,13 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..config import BlocksConfig, ModelConfig, Setting
+from ..config import BlocksConfig, Setting
 from .blocks import KINDS, BlockGroup, BlockMap, Kind, Partition, Shapes
-
-ATTN_BY = ("auto", "head", "group", "query")
 
 # what an attribute of an attention module counts: heads, their features, or query heads per kv head
 Counts = Literal["heads", "features", "queries_per_kv"]
@@ -69,17 +66,6 @@ ROWS: dict[str, Family] = {
         ),
         ffn=Sublayer(ins=("fc1",), out="fc2", width="ffn_dim"),
     ),
-}
-
-# GPT-2's published sizes, for the paper's asymptotic-memory figure
-GPT2_SIZES = {
-    name: ModelConfig(type="gpt2", config={"n_layer": n_layer, "n_embd": n_embd, "n_head": n_head})
-    for name, n_layer, n_embd, n_head in (
-        ("GPT-2 small", 12, 768, 12),
-        ("GPT-2 medium", 24, 1024, 16),
-        ("GPT-2 large", 36, 1280, 20),
-        ("GPT-2 XL", 48, 1600, 25),
-    )
 }
 
 
@@ -134,8 +120,6 @@ def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = 
     Only the kinds of `setting` are looked at, so a family whose attention cannot be cut still
     serves `ffn`. Coarsen the FFN to the paper's R with `BlockMap.coarsen`.
     """
-    if attn_by not in ATTN_BY:
-        raise ValueError(f"blocks.attn_by = {attn_by!r}: use one of {', '.join(ATTN_BY)}")
     if model.config.num_hidden_layers < 1:
         raise ValueError(
             f"model.config: a model of {model.config.num_hidden_layers} layers has nothing to cut"
@@ -174,31 +158,23 @@ def refit_(model: PreTrainedModel, cut: BlockMap) -> None:
     described = family(model)
     for group in cut.groups:
         sub = _cuttable(described.attn if group.kind == "attn" else described.ffn, group.kind)
-        layer = model.get_submodule(f"{described.layers}.{group.layer}")
+        layer, sizes = model.get_submodule(f"{described.layers}.{group.layer}"), {}
         for name in (*sub.ins, sub.out):
             module: Any = layer.get_submodule(name)
-            if isinstance(module, nn.Linear):
-                module.out_features, module.in_features = module.weight.shape
-            else:  # transformers' Conv1D
-                module.nx, module.nf = module.weight.shape
+            if sub.transposed:  # transformers' Conv1D
+                n_in, n_out = module.nx, module.nf = module.weight.shape
+            else:
+                n_out, n_in = module.out_features, module.in_features = module.weight.shape
+            sizes[name] = n_in, n_out
+        features = sizes[sub.out][0]
+        found: dict[Counts, int] = {
+            "heads": features // head_dim(model.config),
+            "features": features,
+            "queries_per_kv": features // sizes[sub.ins[-1]][1],
+        }
         for name, counts in sub.follows:
             module_name, _, attribute = name.rpartition(".")
-            setattr(layer.get_submodule(module_name), attribute, _count(model, layer, sub, counts))
-
-
-def _count(model: PreTrainedModel, layer: nn.Module, sub: Sublayer, counts: Counts) -> int:
-    """How many heads, features or query heads per kv head a (narrowed) attention layer has."""
-    features = n_features(layer, sub.out, "in")
-    if counts == "queries_per_kv":
-        return features // n_features(layer, sub.ins[1], "out")
-    return features // head_dim(model.config) if counts == "heads" else features
-
-
-def n_features(layer: nn.Module, name: str, side: Literal["in", "out"]) -> int:
-    """The size of a projection as its weight tells it."""
-    module: Any = layer.get_submodule(name)
-    out, in_ = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
-    return in_ if side == "in" else out
+            setattr(layer.get_submodule(module_name), attribute, found[counts])
 
 
 def n_cached(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], context: int) -> int:
@@ -246,7 +222,15 @@ def _attn_group(
     n_kv = getattr(config, "num_key_value_heads", None) or n_query
     dh = head_dim(config)
     name = f"{prefix}.attn"
-    _check_no_norm_over_heads(sub, prefix, shapes, dh, config.model_type)
+    # anything else inside attention must act on one head alone, or heads are not independent
+    module = f"{prefix}.{sub.out.split('.')[0]}."
+    projections = tuple(f"{prefix}.{name}." for name in (*sub.ins, sub.out))
+    for param, shape in shapes.items():
+        if param.startswith(module) and not param.startswith(projections) and shape != (dh,):
+            raise ValueError(
+                f"attn layers of {config.model_type} cannot be cut: {param} has shape {shape}, "
+                f"which spans more than one head of {dh}; try blocks.setting = 'ffn'"
+            )
     if attn_by == "auto":
         attn_by = "head" if n_kv == n_query else "group" if n_kv > 1 else "query"
     if attn_by == "head" and n_kv != n_query:
@@ -290,15 +274,27 @@ def _group(
     return BlockGroup(group, kind, layer, n_blocks, tuple(parts), scaled)
 
 
-def _check_no_norm_over_heads(
-    sub: Sublayer, prefix: str, shapes: Shapes, dh: int, model_type: str
-) -> None:
-    """Anything else inside attention must act on one head alone, or heads are not independent."""
-    module = f"{prefix}.{sub.out.split('.')[0]}."
-    projections = tuple(f"{prefix}.{name}." for name in (*sub.ins, sub.out))
-    for name, shape in shapes.items():
-        if name.startswith(module) and not name.startswith(projections) and shape != (dh,):
-            raise ValueError(
-                f"attn layers of {model_type} cannot be cut: {name} has shape {shape}, which spans "
-                f"more than one head of {dh}; try blocks.setting = 'ffn'"
-            )
+def layer_widths(
+    model: PreTrainedModel, shapes: Shapes, layer: int, subs: dict[Kind, Sublayer]
+) -> dict[str, int]:
+    """The widths of one layer by their names in the config, read off its weights' shapes."""
+    prefix, dh, widths = f"{family(model).layers}.{layer}", head_dim(model.config), {}
+    for kind, sub in subs.items():
+        unit = dh if kind == "attn" else 1
+        out_dim, in_dim = (1, 0) if sub.transposed else (0, 1)
+        if kind == "attn" and (kv := kv_name(model.config, sub)) != sub.width:
+            widths[kv] = shapes[f"{prefix}.{sub.ins[1]}.weight"][out_dim] // unit
+        widths[sub.width] = shapes[f"{prefix}.{sub.out}.weight"][in_dim] // unit
+    return widths
+
+
+def kv_name(config: PretrainedConfig, attn: Sublayer) -> str:
+    """The config's name for the number of kv heads: that of heads where each has its own."""
+    fields = config.to_dict()  # of a ticket, the attribute itself may differ by layer
+    return "num_key_value_heads" if fields.get("num_key_value_heads") else attn.width
+
+
+def sublayers(model: PreTrainedModel) -> dict[Kind, Sublayer]:
+    """The kinds of layer that the family lets us cut."""
+    both = {kind: getattr(family(model), kind) for kind in KINDS}
+    return {kind: sub for kind, sub in both.items() if isinstance(sub, Sublayer)}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..config import BlocksConfig
-from .blocks import KINDS, BlockMap, Blueprint, Kind, Widths, check_common
+from ..config import BlocksConfig, Method
+from .blocks import KINDS, BlockMap, Blueprint, Kind, Widths
 
 Held = Mapping[str, Sequence[int]]  # group name -> how often each block was dealt so far
 Order = Mapping[str, tuple[int, ...]]  # group name -> all its blocks, those to keep longest first
@@ -29,23 +29,15 @@ def deal(
     common: Sequence[int] = (),
     held: Sequence[int] | None = None,
     *,
-    partial: bool = False,
     fixed: Mapping[int, Sequence[int]] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Deal widths[s] blocks to worker s: all get `common`, and every block goes to someone.
+    """Deal widths[s] blocks to worker s: all get `common`, and every block that fits to someone.
 
     Workers in `fixed` hold these blocks, and what is left goes to the others.
     Extra slots are filled uniformly, or, where `held` gives the counts so far, with the blocks held
-    least. In a `partial` deal to few workers some blocks may go to nobody.
+    least.
     """
     n_workers = len(widths)
-    room = sum(k - len(common) for k in widths)
-    covered = partial or room >= n_blocks - len(common)
-    if any(not len(common) <= k <= n_blocks for k in widths) or not covered:
-        raise ValueError(
-            f"no deal of {n_blocks} blocks with {len(common)} common ones to workers of widths "
-            f"{list(widths)} covers every block"
-        )
     hands: list[list[int]] = [list(common) for _ in widths]
     for s, blocks in (fixed or {}).items():
         hands[s] = list(blocks)
@@ -74,32 +66,43 @@ def deal(
     return [tuple(sorted(hand)) for hand in hands]
 
 
-def widths_in_round(blocks: BlocksConfig, kind: Kind, n_workers: int, round: int) -> list[int]:
-    """K of every worker: one K, a set cycled over rounds, or one per worker."""
-    ks = blocks.k(kind)
-    if blocks.widths == "worker":
-        return list(ks)
-    return [ks[round % len(ks)]] * n_workers
+def check(
+    block_map: BlockMap, blocks: BlocksConfig, n_workers: int, method: Method = "twist"
+) -> None:
+    """Refuse settings that no deal can satisfy, with the legal range.
 
-
-def check(block_map: BlockMap, blocks: BlocksConfig, n_workers: int) -> None:
-    """Refuse settings that no deal can satisfy, with the legal range."""
-    for kind, n_blocks, ks, n_common in _kinds(block_map, blocks):
-        least, most = legal_range(n_blocks, n_workers, n_common)
-        what = f"N = {n_blocks} {kind} blocks, S = {n_workers} workers, |C| = {n_common}"
-        if blocks.widths != "worker":
-            _check_range(kind, ks, least, most, what)
+    Structured dropout covers blocks over time, not over workers: any K >= |C| will do.
+    """
+    by_worker, is_dropout = blocks.widths == "worker", method == "dropout"
+    if by_worker and is_dropout:
+        raise ValueError(
+            "blocks.widths = 'worker': structured dropout has one mask for all workers of a step"
+        )
+    for kind in KINDS:
+        n_blocks, ks, n_common = block_map.n_blocks(kind), blocks.k(kind), len(blocks.common(kind))
+        if n_blocks == 0:
             continue
-        if len(ks) != n_workers:
+        if not ks:
+            raise ValueError(f"blocks.k_{kind} is empty: give at least one K in 1..{n_blocks}")
+        if by_worker and len(ks) != n_workers:
             raise ValueError(
                 f"blocks.k_{kind} = {list(ks)} with blocks.widths = 'worker' needs one K per "
                 f"worker: {n_workers} of them"
             )
-        low, need = max(1, n_common), n_blocks + (n_workers - 1) * n_common
-        if any(not low <= k <= n_blocks for k in ks) or sum(ks) < need:
+        what = f"N = {n_blocks} {kind} blocks, S = {n_workers} workers, |C| = {n_common}"
+        least = max(1, n_common)
+        if not by_worker and not is_dropout:
+            least = legal_range(n_blocks, n_workers, n_common)[0]
+        if bad := [k for k in ks if not least <= k <= n_blocks]:
             raise ValueError(
-                f"blocks.k_{kind} = {list(ks)} is infeasible for {what}: each K must lie in "
-                f"{low}..{n_blocks} and their sum must be at least {need}, or a block is left out"
+                f"blocks.k_{kind} = {bad[0]} is infeasible for {what}: legal K are "
+                f"{least}..{n_blocks}"
+            )
+        need = n_blocks + (n_workers - 1) * n_common
+        if by_worker and sum(ks) < need:
+            raise ValueError(
+                f"blocks.k_{kind} = {list(ks)} is infeasible for {what}: legal K are "
+                f"{least}..{n_blocks}, and their sum must be at least {need}, or a block is left out"
             )
 
 
@@ -110,37 +113,6 @@ def check_own(block_map: BlockMap, blocks: BlocksConfig, own: Mapping[Kind, int]
         if not least <= k <= n_blocks:
             legal = f"legal K are {least}..{n_blocks}" if n_blocks else "this run does not cut it"
             raise ValueError(f"k_{kind} = {k} of a worker: {legal}")
-
-
-def check_dropout(block_map: BlockMap, blocks: BlocksConfig) -> None:
-    """Structured dropout covers blocks over time, not over workers: any K >= |C| will do."""
-    if blocks.widths == "worker":
-        raise ValueError(
-            "blocks.widths = 'worker': structured dropout has one mask for all workers of a step"
-        )
-    for kind, n_blocks, ks, n_common in _kinds(block_map, blocks):
-        what = f"structured dropout of N = {n_blocks} {kind} blocks, |C| = {n_common}"
-        _check_range(kind, ks, max(1, n_common), n_blocks, what)
-
-
-def _check_range(kind: Kind, ks: Sequence[int], least: int, most: int, what: str) -> None:
-    if bad := [k for k in ks if not least <= k <= most]:
-        raise ValueError(
-            f"blocks.k_{kind} = {bad[0]} is infeasible for {what}: legal K are {least}..{most}"
-        )
-
-
-def _kinds(
-    block_map: BlockMap, blocks: BlocksConfig
-) -> Iterator[tuple[Kind, int, tuple[int, ...], int]]:
-    """Kind, N, all K and |C| of what is cut: some K, and common blocks that exist."""
-    for kind in KINDS:
-        if n_blocks := block_map.n_blocks(kind):
-            ks, common = blocks.k(kind), blocks.common(kind)
-            if not ks:
-                raise ValueError(f"blocks.k_{kind} is empty: give at least one K in 1..{n_blocks}")
-            check_common(kind, common, n_blocks)
-            yield kind, n_blocks, ks, len(common)
 
 
 def for_training(
@@ -167,27 +139,24 @@ def for_training(
     for group in block_map.groups:
         dealt = 0 if blocks.deal == "fixed" else round
         rng = random.Random(f"deal/{seed}/{dealt}/{group.name}")
-        usual = widths_in_round(blocks, group.kind, n_workers, round)
-        widths = [own.get(group.kind, usual[place]) for place, own in present]
-        partial = len(present) < n_workers or any(own for _, own in present)
+        ks = blocks.k(group.kind)
+        turn = None if blocks.widths == "worker" else round % len(ks)
+        usual = [ks[place if turn is None else turn] for place, _ in present]
+        widths = [own.get(group.kind, k) for (_, own), k in zip(present, usual, strict=True)]
         so_far = None
         if blocks.deal == "balanced":
             so_far = held[group.name] if held else [0] * group.n_blocks
         common = blocks.common(group.kind) if blocks.common_by == "index" else group.common
         fixed = {}
-        if blocks.deal == "order" and order and (small := _smaller(widths, group.n_blocks)):
+        small = [s for s, k in enumerate(widths) if k < group.n_blocks]
+        if blocks.deal == "order" and order and small:
             first = small[round % len(small)]  # every smaller worker in turn
             ahead = [block for block in order[group.name] if block not in common]
             fixed[first] = [*common, *ahead[: widths[first] - len(common)]]
-        hands = deal(rng, group.n_blocks, widths, common, so_far, partial=partial, fixed=fixed)
+        hands = deal(rng, group.n_blocks, widths, common, so_far, fixed=fixed)
         for blueprint, hand in zip(blueprints, hands, strict=True):
             blueprint[group.name] = hand
     return blueprints
-
-
-def _smaller(widths: Sequence[int], n_blocks: int) -> list[int]:
-    """Workers that hold less than all blocks."""
-    return [s for s, k in enumerate(widths) if k < n_blocks]
 
 
 def counted(held: Held, blueprints: Sequence[Blueprint]) -> Held:

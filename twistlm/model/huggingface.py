@@ -6,6 +6,7 @@ import copy
 import hashlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -76,15 +76,13 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
     """The model with its weights: random ones follow from the seed, others are loaded."""
     if cfg.weights == "random":
         config = planned_config(cfg)
-        _check_memory(config)
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        what = f"this machine has {room / 1e9:,.1f} GB of memory for a {cfg.type}"
+        check_size(config, room // 4, sys.maxsize, what)  # before the system kills the process
         torch.manual_seed(seed)
-        try:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=False
-            )
-        except Exception as error:
-            what = f"model.config does not make a {cfg.type}"
-            raise ValueError(f"{what}: {one_line(error)}") from None
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
     else:
         model = pretrained(cfg.weights, "model.weights")
     if model.config.model_type != cfg.type:
@@ -93,17 +91,6 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
             f"{cfg.type!r}"
         )
     return model.eval()
-
-
-def _check_memory(config: PretrainedConfig) -> None:
-    """Refuse weights that this machine cannot hold before the system kills the process."""
-    n_bytes = 4 * sum(param.numel() for param in on_meta(config).parameters())
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if n_bytes > room:
-        raise ValueError(
-            f"model.config makes {n_bytes / 1e9:,.1f} GB of weights, this machine has "
-            f"{room / 1e9:,.1f} GB"
-        )
 
 
 def from_folder_or_hub(source: str, key: str = "") -> PreTrainedModel:
@@ -221,14 +208,7 @@ def _read_once() -> Iterator[Callable[[str], Any]]:
     """
     import gguf
 
-    class Reader(gguf.GGUFReader):
-        """Reads from a plain array: slices of a memory map take three times as long."""
-
-        data = property(
-            lambda self: self.array, lambda self, data: setattr(self, "array", np.asarray(data))
-        )
-
-    read = cache(Reader)
+    read = cache(gguf.GGUFReader)
     with (
         mock.patch.object(gguf, "GGUFReader", read),
         mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),

@@ -100,11 +100,6 @@ class Segments:
     ids: dict[str, tuple[str, np.ndarray]]
     block_of: Tensor  # int32 [n_segments]: the number of the block that a run belongs to
 
-    @property
-    def n_blocks(self) -> int:
-        """How many blocks there are, with the shared part as one."""
-        return 1 + sum(group.n_blocks for group in self.block_map.groups)
-
     def index(self, blueprint: Blueprint) -> Tensor:
         """Segments of a subnet's blocks in its order, counted from the first partitioned one."""
         pieces = [ids[:, :, list(blueprint[group])].reshape(-1) for group, ids in self.ids.values()]
@@ -139,7 +134,8 @@ def cut_segments(full: Layout, block_map: BlockMap, device: torch.device) -> Seg
 def holders(segments: Segments, blueprints: Sequence[Blueprint]) -> Tensor:
     """int32 [n_blocks, 3]: the first worker that holds a block, the last, and how many do."""
     n_workers = len(blueprints)
-    table = np.full((segments.n_blocks, 3), -1, dtype=np.int32)
+    n_blocks = 1 + sum(segments.block_map.full_widths().values())  # the shared part is the first
+    table = np.full((n_blocks, 3), -1, dtype=np.int32)
     table[:, 2] = 0
     table[0] = (0, n_workers - 1, n_workers)
     for worker, blueprint in enumerate(blueprints):

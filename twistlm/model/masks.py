@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import BlocksConfig, Kind, Method
-from .blocks import BlockGroup, BlockMap, Blueprint, Widths
+from ..config import BlocksConfig, Method
+from .blocks import KINDS, BlockGroup, BlockMap, Blueprint, Widths
 from .generator import Order
 
 FIRST_NESTED = 0.75  # share of masks along the order of a worker that holds its first K
@@ -32,16 +32,6 @@ class WorkerRound:
     place: int  # of the worker among all S
     n_steps: int
     n_rows: int  # masks in a step: one for each sequence, or one for all
-
-
-def n_rows(blocks: BlocksConfig, batch: int) -> int:
-    """Masks that a step of so many sequences has."""
-    return batch if blocks.masks == "sequence" else 1
-
-
-def widths_of(blocks: BlocksConfig, kind: Kind, method: Method) -> tuple[int, ...]:
-    """Sizes that the masks of a kind take in turn; () where a mask is all that is held."""
-    return blocks.mask(kind) or (blocks.k(kind) if method == "dropout" else ())
 
 
 def draw(
@@ -61,14 +51,14 @@ def draw(
     its masks along the order, and one that holds everything takes widths that others cannot.
     """
     shape = (turn.n_steps, turn.n_rows)
-    random = _random(f"masks/{turn.seed}/{turn.round}/{turn.place}")
+    name = f"masks/{turn.seed}/{turn.round}/{turn.place}"
+    # numpy promises that the numbers of this generator never change
+    random = np.random.RandomState(list(hashlib.sha256(name.encode()).digest()))
     by_order = blocks.deal == "order"
     first = by_order and _holds_first(block_map, held, order)
     nested = random.random_sample(shape) < (FIRST_NESTED if first else blocks.nested)
     steps = turn.round * turn.n_steps + np.arange(turn.n_steps)
-    at = (steps + turn.place)[:, None] * turn.n_rows + np.arange(
-        turn.n_rows
-    )  # in the list of widths
+    at = (steps + turn.place)[:, None] * turn.n_rows + np.arange(turn.n_rows)  # in `sizes`
     pieces = []
     for group in block_map.groups:
         mine = held[group.name]
@@ -77,14 +67,13 @@ def draw(
             ranks = np.argsort(order[group.name])  # [block]: its place in the order
             keys = np.where(nested[..., None], ranks / group.n_blocks, keys)
         keys[..., list(group.common)] = -1.0
-        sizes = np.array(widths_of(blocks, group.kind, method) or (len(mine),))
+        usual = blocks.k(group.kind) if method == "dropout" else (len(mine),)
+        sizes = np.array(blocks.mask(group.kind) or usual)
         if by_order and len(mine) == group.n_blocks and any(sizes > min(blocks.k(group.kind))):
             sizes = sizes[sizes > min(blocks.k(group.kind))]  # what smaller workers cannot train
         sizes = np.minimum(sizes, len(mine))
         factors = np.array([scale(group, int(w)) for w in sizes])
-        place = (
-            keys[..., mine].argsort(-1, kind="stable").argsort(-1)
-        )  # [..., held]: 0 is kept first
+        place = keys[..., mine].argsort(-1, kind="stable").argsort(-1)  # 0 is kept first
         pick = at % len(sizes)
         pieces.append((place < sizes[pick][..., None]) * factors[pick][..., None])
     return torch.from_numpy(np.concatenate(pieces, -1))
@@ -108,32 +97,22 @@ def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
 
 def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
     """Refuse masks that no subnet can have."""
-    lists = {}
-    for kind in ("attn", "ffn"):
+    cut = [kind for kind in KINDS if block_map.n_blocks(kind)]
+    for kind in cut:
         n_blocks, least = block_map.n_blocks(kind), max(1, len(blocks.common(kind)))
-        if n_blocks == 0:
-            continue
-        for width in blocks.mask(kind):
-            if not least <= width <= n_blocks:
-                raise ValueError(
-                    f"blocks.mask_{kind} = {width}: a mask keeps {least}..{n_blocks} {kind} blocks"
-                )
-        lists[f"blocks.mask_{kind}"] = list(blocks.mask(kind))
-    given = {name: widths for name, widths in lists.items() if widths}
+        if bad := [width for width in blocks.mask(kind) if not least <= width <= n_blocks]:
+            raise ValueError(
+                f"blocks.mask_{kind} = {bad[0]}: a mask keeps {least}..{n_blocks} {kind} blocks"
+            )
+    given = {f"blocks.mask_{kind}": list(blocks.mask(kind)) for kind in cut if blocks.mask(kind)}
     if len({len(widths) for widths in given.values()}) > 1:
         both = " and ".join(f"{name} = {widths}" for name, widths in given.items())
         raise ValueError(f"{both}: give both as many widths, since a mask takes a pair of them")
     if blocks.masks != "round" and method == "twist" and not given:
-        raise ValueError(
-            f"blocks.masks = {blocks.masks!r} needs the widths of the masks: {' or '.join(lists)}"
-        )
+        keys = " or ".join(f"blocks.mask_{kind}" for kind in cut)
+        raise ValueError(f"blocks.masks = {blocks.masks!r} needs the widths of the masks: {keys}")
     if blocks.masks == "round" and method == "twist" and (given or blocks.nested):
         name, value = next(iter(given.items()), ("blocks.nested", blocks.nested))
         raise ValueError(f"{name} = {value} needs blocks.masks = 'step' or 'sequence'")
     if blocks.deal == "order" and not blocks.nested:
         raise ValueError("blocks.deal = 'order' needs an order of blocks: blocks.nested above 0")
-
-
-def _random(name: str) -> np.random.RandomState:
-    """A stream of numbers by name; numpy promises that those of this generator never change."""
-    return np.random.RandomState(list(hashlib.sha256(name.encode()).digest()))

@@ -17,17 +17,18 @@ def load_tokenizer(source: str) -> Tokenizer:
 
     It neither pads nor cuts: its file may ask for padding to any length, of gigabytes.
     """
-    tok = _load(source)
+    if source.startswith("gguf:"):
+        from .huggingface import gguf_tokenizer
+
+        tok = gguf_tokenizer(source)
+    else:
+        tok = _from_path_or_hub(source)
     tok.no_padding()
     tok.no_truncation()
     return tok
 
 
-def _load(source: str) -> Tokenizer:
-    if source.startswith("gguf:"):
-        from .huggingface import gguf_tokenizer
-
-        return gguf_tokenizer(source)
+def _from_path_or_hub(source: str) -> Tokenizer:
     try:
         check_source(source, "tokenizer.json")
     except ValueError as error:
@@ -35,8 +36,7 @@ def _load(source: str) -> Tokenizer:
     path = Path(source).expanduser()
     if not path.exists():
         return Tokenizer.from_pretrained(source)
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"no tokenizer at {source}: expected a tokenizer.json")
     try:

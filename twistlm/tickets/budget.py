@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
-from ..model.blocks import KINDS, BlockGroup, BlockMap, Shapes, Widths, widths_of_ratio
-from ..model.count import count
+from ..model.blocks import KINDS, BlockGroup, BlockMap, Shapes, Widths, count, widths_of_ratio
 from ..system.manifest import LARGEST
 
 Cost = Callable[[Widths], float]

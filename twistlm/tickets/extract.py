@@ -248,7 +248,7 @@ def _choose_widths(
     def milliseconds(widths: Widths) -> float:
         some = for_deployment(block_map, widths, seed=0)  # any blocks: equal shapes
         model = deploy.cut_ticket(parent, some).to(getattr(torch, request.dtype))
-        timed.append(speed.measure(model).decode_ms)
+        timed.append(speed.measure_all([model])[0].decode_ms)
         bar.update(clock, advance=1, note=f"{timed[-1]:.2f} ms", visible=True)
         return timed[-1]
 

@@ -15,7 +15,7 @@ from transformers import (
 
 from ..model import families, huggingface
 from ..model.blocks import Kind
-from ..model.count import kv_name, layer_widths
+from ..model.families import kv_name, layer_widths
 from ..model.tokenizer import find_eos, load_tokenizer
 from ..system.files import save_tensors
 from . import modeling_ticket

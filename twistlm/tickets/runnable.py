@@ -64,10 +64,8 @@ def open_runnable(source: str | Path, device: str = "auto") -> Runnable:
     elif kind == "checkpoint":
         found = checkpoint.open_(source)
         name, model = str(found.path), checkpoint.template(found)
-    elif name.startswith("gguf:"):
-        model = huggingface.from_gguf(huggingface.gguf_path(name))
     else:
-        model = huggingface.from_folder_or_hub(name)
+        model = huggingface.pretrained(name)
     torch.nn.Module.to(model, where)
     # An author's sampling defaults would pass for ours, so only the ends of a text are kept. There
     # is no padding token either: one sequence needs none, and assisted generation hides every such

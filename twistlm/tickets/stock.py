@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..config import BlocksConfig
 from ..model import families, huggingface
 from ..model.blocks import KINDS, Kind, Shapes, Widths
-from ..model.count import layer_widths, sublayers
+from ..model.families import layer_widths, sublayers
 from .parent import Parent
 
 

@@ -69,7 +69,7 @@ class Assignments:
         return subnet_buffer(self.run.segments, worker, blueprint, source, index)
 
     def slots_of(self, worker: int) -> tuple[Slot, ...]:
-        return stream.of_worker(self.slots, worker, len(self.numbers))
+        return self.slots[worker :: len(self.numbers)]
 
     def tokens(self, worker: int) -> Tensor:
         """Its batches: int64 [interval, batch, T]."""
@@ -161,7 +161,7 @@ def take(run: Run, progress: Progress, n: int) -> tuple[tuple[Slot, ...], np.nda
 def drawn_gates(run: Run, progress: Progress, held: Blueprint, number: int, rho: Rho) -> Tensor:
     """Fresh masks for a worker's local steps of a round: [steps, rows, held blocks]."""
     t, blocks = run.cfg.train, run.cfg.blocks
-    rows = masks.n_rows(blocks, t.batch)
+    rows = t.batch if blocks.masks == "sequence" else 1
     steps = WorkerRound(run.cfg.run.seed, progress.round, number, t.interval, rows)
     scale, order = scale_of(t.scale, rho), progress.order
     return masks.draw(run.block_map, held, blocks, steps, order, t.method, scale)

@@ -30,8 +30,16 @@ from ..config import Config
 from ..data.teacher_cache import id_bytes, open_teacher_cache
 from ..data.token_file import open_tokens
 from ..model import families, generator, huggingface
-from ..model.blocks import KINDS, SETTINGS, BlockMap, Kind, Shapes, Widths, widths_of_ratio
-from ..model.count import FLOAT32, count, paper_rounds, traffic, true_rounds
+from ..model.blocks import (
+    KINDS,
+    SETTINGS,
+    BlockMap,
+    Kind,
+    Shapes,
+    Widths,
+    count,
+    widths_of_ratio,
+)
 from ..system import terminal
 from ..system.device import pick_device
 from ..system.terminal import console
@@ -217,8 +225,10 @@ def make(cfg: Config, ratio: str | None = None, gbit: float = 1.0, tflops: float
     generator.check(run.block_map, cfg.blocks, t.n_workers)
     share = run.held_share() if ratio is None else parse_share(ratio)
     n_sequences, source, epochs = _sequences(cfg)
-    in_paper = paper_rounds(n_sequences, epochs, t.batch, t.interval)
-    in_truth = true_rounds(n_sequences, epochs, t.batch, t.interval, t.n_workers)
+    # the paper counts global batches, whoever computes them
+    in_paper = int(n_sequences * epochs / t.batch / t.interval)
+    in_truth = int(n_sequences * epochs // (t.batch * t.interval * t.n_workers))
+    per_round = FULL * 2 * t.n_workers  # bytes of a parameter, down and up
     sizes = [("full", "12/12", run.n_params())]
     for setting in SETTINGS:
         try:
@@ -233,9 +243,9 @@ def make(cfg: Config, ratio: str | None = None, gbit: float = 1.0, tflops: float
     rows = [
         PlanRow(
             *size,
-            paper_bytes=traffic(size[2], t.n_workers, in_paper),
-            true_bytes=traffic(size[2], t.n_workers, in_truth),
-            carried_bytes=traffic(size[2], t.n_workers, in_truth, rows=3),
+            paper_bytes=size[2] * per_round * in_paper,
+            true_bytes=size[2] * per_round * in_truth,
+            carried_bytes=size[2] * per_round * in_truth * 3,  # with m and v
         )
         for size in sizes
     ]
@@ -300,7 +310,7 @@ def forecast(run: Counted, n_sequences: int, teacher: TeacherCost | None) -> Her
     held = (1 + n_rows(cfg)) * n_full + 4 * n_subnet + logits + n_teacher
     flops = 6 * n_subnet + 2 * n_teacher  # per token
     hours = flops * n_sequences * cfg.data.seq_len / (EFFICIENCY * speed) / 3600
-    return Here(str(device), speed / 1e9, hours, held * FLOAT32, 2 * n_teacher / flops)
+    return Here(str(device), speed / 1e9, hours, held * FULL, 2 * n_teacher / flops)
 
 
 def _flops(device: torch.device) -> float:
@@ -385,7 +395,7 @@ def links(run: Counted, share: Fraction, gbit: float, tflops: float) -> Links:
     n_subnet = run.n_shared + int(share * (n_params - run.n_shared))
     rows = 3 if t.moments == "carry" else 1
     both = sum(part.total for part in subnet_bytes(run.n_shared, n_subnet, rows, cfg.run.wire))
-    gradient = FLOAT32 * n_params
+    gradient = FULL * n_params
     n_bytes = {e: busiest(e, t.n_workers, both, gradient, t.interval) for e in ENGINES}
     speeds: dict[Engine, float] = {"ray": min(gbit, STORE), "sharded": gbit, "ddp": gbit}
     seconds = {engine: 8 * n / (1e9 * speeds[engine]) for engine, n in n_bytes.items()}
@@ -401,7 +411,7 @@ def show(plan: Plan, cfg: Config) -> None:
     for line in (plan.here, plan.gpu_bytes, plan.teacher):
         if line is not None:
             console.print(str(line))
-    megabytes = plan.n_params * FLOAT32 / 1e6
+    megabytes = plan.n_params * FULL / 1e6
     console.print(f"{plan.model}: {plan.n_params:,} parameters, {megabytes:,.1f} MB in float32")
     for kind, (least, most) in plan.legal_k.items():
         console.print(f"legal K for {kind} with S = {plan.n_workers}: {least}..{most}")
@@ -424,7 +434,7 @@ def _show_sizes(plan: Plan) -> None:
             row.ratio,
             f"{row.n_params:,}",
             f"{row.n_params / plan.n_params:.1%}",
-            f"{row.n_params * FLOAT32 / 1e6:,.1f}",
+            f"{row.n_params * FULL / 1e6:,.1f}",
             f"{row.paper_bytes / size:,.2f}",
             f"{row.true_bytes / size:,.2f}",
             f"{row.carried_bytes / size:,.2f}",

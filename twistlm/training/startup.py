@@ -96,10 +96,8 @@ def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutMode
     exact = cfg.train.precision == "float64"
     dtype = torch.float64 if exact else torch.float32
     cut = cut_model(template.double() if exact else template, cfg.blocks, device, dtype)
-    if cfg.train.method == "twist":
-        generator.check(cut.block_map, cfg.blocks, cfg.train.n_workers)
-    elif cfg.train.method == "dropout":
-        generator.check_dropout(cut.block_map, cfg.blocks)
+    if cfg.train.method != "dense":
+        generator.check(cut.block_map, cfg.blocks, cfg.train.n_workers, cfg.train.method)
     masks.check(cut.block_map, cfg.blocks, cfg.train.method)
     for ratio in cfg.run.eval_ratios:
         try:

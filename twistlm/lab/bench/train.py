@@ -27,7 +27,6 @@ from ...data.token_file import TokenFile, TokenMeta
 from ...model import families, generator, huggingface
 from ...model.blocks import BlockMap, widths_of_ratio
 from ...model.central import create
-from ...model.count import flops_per_token
 from ...model.layout import Layout, cut_model
 from ...system import terminal
 from ...system.device import is_bf16
@@ -65,7 +64,7 @@ class WorkerCost:
     ms: float  # median of a local step, optimizer included
     ms_fastest: float
     tokens_per_s: float
-    tflops: float  # TFLOP/s by `model.count.flops_per_token`
+    tflops: float  # TFLOP/s by `_flops`
     flops: int  # of a step
     state_bytes: int  # weights, gradient and moments
     peak_bytes: int | None  # of the GPU's memory, with activations, without the central model
@@ -290,7 +289,8 @@ def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
         products += head.weight.numel()  # tied to a table
     attn = families.block_map(template, "attn").groups
     widths = [where.shapes[g.out[0]][g.out_part.dim] for g in attn]
-    return flops_per_token(products, widths, seq_len)
+    # forward 2, backward 4; scores and values over all positions, causal or not, as is usual
+    return 6 * products + 12 * seq_len * sum(widths)
 
 
 def _state_bytes(trainer: LocalTrainer) -> int:
