@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -100,13 +101,10 @@ class Evaluator:
     rho: Rho = field(default_factory=dict)  # for the measured scale
     means: Means = field(default_factory=dict)  # of absent blocks, which output biases make up for
     models: dict[tuple[int, ...], tuple[Subnet, torch.Tensor]] = field(default_factory=dict)
-    losses: list[Loss] = field(default_factory=list)  # the one in use, once it was tried
 
-    @property
+    @cached_property
     def loss(self) -> Loss:
-        if not self.losses:  # a trial costs two passes of the template, on the host
-            self.losses.append(loss_for(self.template))
-        return self.losses[0]
+        return loss_for(self.template)
 
     @property
     def full(self) -> Subnet:

@@ -59,10 +59,6 @@ class TeacherCacheMeta:
         return self.n_sequences, self.seq_len - 1, self.record
 
     @property
-    def n_bytes(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def sequence_bytes(self) -> int:
         return math.prod(self.shape[1:])
 
@@ -195,10 +191,10 @@ def open_teacher_cache(tokens: TokenFile, seq_len: int, vocab_size: int) -> Teac
             "a teacher needs the same tokenizer"
         )
     manifest.check_size(path, file)
-    if meta.n_bytes != file.n_bytes:
+    if (needed := math.prod(meta.shape)) != file.n_bytes:
         raise ValueError(
-            f"{path} has {file.n_bytes} bytes, {about.name} needs {meta.n_bytes}: both are not of "
-            "one cache"
+            f"{path} has {file.n_bytes} bytes, {about.name} needs {needed}: both are not of one "
+            "cache"
         )
     mine = (tokens.n_sequences(seq_len), tokens.meta.tokenizer_sha256, tokens_sha256(tokens))
     if (meta.n_sequences, meta.tokenizer_sha256, meta.tokens_sha256) != mine:

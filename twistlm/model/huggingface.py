@@ -179,18 +179,17 @@ def from_gguf(path: Path) -> PreTrainedModel:
             config = AutoConfig.from_pretrained(
                 str(path.parent), gguf_file=path.name, trust_remote_code=False
             )
-            held = [int(tensor.n_elements) for tensor in read(str(path)).tensors]
-            what = f"{path} holds {sum(held):,} weights"
-            model = check_size(config, sum(held), len(held), what)
+            sizes = [int(tensor.n_elements) for tensor in read(str(path)).tensors]
+            what = f"{path} holds {sum(sizes):,} weights"
+            model = check_size(config, sum(sizes), len(sizes), what)
             loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
             tensors = loaded["tensors"]
             _tie_(config, tensors, {t.name: int(t.n_bytes) for t in read(str(path)).tensors})
     except Exception as error:  # truncated files fail deep inside the reader
         raise ValueError(f"{path} could not be read as GGUF: {one_line(error)}") from None
     params = shapes(on_meta(config))
-    if missing := sorted(params.keys() - tensors.keys()):
-        raise ValueError(f"{path} holds no weights for {missing[0]} ({len(missing)} are missing)")
-    if bad := [name for name in params if params[name] != tuple(tensors[name].shape)]:
+    held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if bad := sorted(name for name, shape in params.items() if held.get(name) != shape):
         raise ValueError(f"{path} holds no weights for {bad[0]} that fit ({len(bad)} in all)")
     build: Any = type(model).from_pretrained  # without drawing random weights first
     weights = {name: tensors[name] for name in params}
