@@ -59,7 +59,7 @@ def is_dealt(n: int, ks: tuple[int, ...], common: tuple[int, ...]) -> bool:
     try:
         for hands in deals(n, len(ks), 0, 2, seed=n, **blocks):
             check_hands(hands, n, ks, common)
-    except ValueError:
+    except AssertionError:  # of what cannot be dealt, something else is
         return False
     return min(ks) > 0
 
