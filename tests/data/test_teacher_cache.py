@@ -56,28 +56,6 @@ def test_a_cache_is_what_the_teacher_predicts(tokens, teacher, monkeypatch):
     torch.testing.assert_close(log_probs.float(), expected[..., :5], rtol=1e-3, atol=1e-6)
 
 
-def test_a_stopped_cache_leaves_the_older_one(tokens, teacher, tmp_path):
-    file = open_tokens(tokens)
-    first = write_cache(file, teacher, 2, 16, "cpu", quiet=True)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def stopped(n_done):
-        yield torch.zeros(8, 15, 12, dtype=torch.uint8)
-        raise KeyboardInterrupt
-
-    other = replace(first.meta, top=3, weights_sha256="0" * 64)
-    with pytest.raises(KeyboardInterrupt):
-        write_teacher_cache(file, other, stopped)
-    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert {name: after.pop(name) for name in before} == before
-    assert sorted(after) == ["tokens.teacher.part", "tokens.teacher.part.json"]
-    assert "375 sequences match their sha256" in verify_teacher_cache(file)
-    # the zeros are for the teacher that was to replace them, and for no other
-    cache = write_cache(file, teacher, 3, 16, "cpu", quiet=True)
-    assert cache.sequences(range(8)).any()
-    assert not list(tmp_path.glob("*.part*"))
-
-
 KILLED = """
 import os, signal, sys
 from twistlm.data import teacher_cache
@@ -99,11 +77,14 @@ teacher.write_cache(open_tokens(sys.argv[1]), sys.argv[2], 5, 16, "cpu", quiet=T
 
 def test_a_killed_cache_is_gone_on_with(tokens, teacher, tmp_path, monkeypatch):
     """Killed after 200 of 375 windows: the next process makes 175, with the bytes of one go."""
+    file = open_tokens(tokens)
+    older = write_cache(file, teacher, 2, 16, "cpu", quiet=True)
     done = subprocess.run([sys.executable, "-c", KILLED, tokens, teacher], check=False)
     assert done.returncode == -signal.SIGKILL
     part, made = Path(f"{tokens}.teacher.part"), Path(f"{tokens}.teacher.bin")
     left, about = part.read_bytes(), Path(f"{part}.json").read_bytes()
     assert len(left) == 200 * 15 * 20
+    assert "375 sequences match their sha256" in verify_teacher_cache(file)  # the older one stays
     monkeypatch.setitem(AT_ONCE, "cpu", 64 * 16 * 100)
     seen, real = [], teacher_cache.pack
 
@@ -120,15 +101,25 @@ def test_a_killed_cache_is_gone_on_with(tokens, teacher, tmp_path, monkeypatch):
         (left[:-1], about, anew),
         (left, b"{", anew),
         (left, about.replace(b'"n_done": 200', b'"n_done": 400'), anew),
+        (left, about.replace(older.meta.weights_sha256.encode(), b"0" * 64), anew),
     ):
         part.write_bytes(bytes_)
         Path(f"{part}.json").write_bytes(record)
-        write_cache(open_tokens(tokens), teacher, 5, 16, "cpu", quiet=True)
+        write_cache(file, teacher, 5, 16, "cpu", quiet=True)
         assert seen == wanted
         seen.clear()
         found.add(made.read_bytes())
         assert not list(tmp_path.glob("*.part*"))
     assert len(found) == 1
+
+    def interrupted(n_done):
+        yield torch.zeros(8, 15, 8, dtype=torch.uint8)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_teacher_cache(file, older.meta, interrupted)
+    assert len(part.read_bytes()) == 8 * 15 * 8  # goes on, too
+    assert found == {made.read_bytes()}
 
 
 def test_two_processes_do_not_make_one_cache(tokens, teacher):
