@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 import json
 import math
@@ -23,7 +22,6 @@ import torch
 from commands import check_refusal, in_process
 from conftest import make_tokens, tiny, write_words
 from families_table import tiny_model
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from twistlm import cli
@@ -31,7 +29,7 @@ from twistlm.baselines.request import PruneRequest
 from twistlm.baselines.write import write
 from twistlm.compute.perplexity import Text
 from twistlm.data import token_file
-from twistlm.lab.compare import measure, ratios, table
+from twistlm.lab.compare import cells, measure, table
 from twistlm.lab.points import name_of
 from twistlm.model import generator
 from twistlm.model.blocks import widths_of_ratio
@@ -157,21 +155,6 @@ def check_pruned(row: dict, parent: Parent, method: str, repair: str = "", token
     assert int(row["bytes"]) == Path("out/model.safetensors").stat().st_size
     shutil.rmtree("out")
     return made
-
-
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("by_kind", [False, True])
-def test_no_number_loses_a_digit_in_a_narrow_terminal(width, by_kind):
-    sizes = ["8/12", "6/12", "4/12", "3/12"]
-    if by_kind:  # a head breaks between the kinds, and nowhere else
-        sizes = [table.size_name(f"attn={k}/3,ffn={n}") for k, n in zip((2, 2, 1, 1), sizes)]  # noqa: B905
-    head = ("", "whole", *sizes, "seconds", "tokens", "MB", "decode")
-    spreads = ("48.52 ± 2.41", "80.47 ± 12.22", "140.22 ± 20.40", "183.40 ± 25.33")
-    random = ("structured dropout", "38.51", *spreads, "0.00234", "131,072", "497.8", "1.61x")
-    console = Console(width=width, file=io.StringIO())
-    console.print(table.to_rich([head, random], "both"))
-    shown = console.file.getvalue().split()
-    assert set(" ".join((*head, *random[1:])).split()) <= set(shown)
 
 
 def test_every_cell_is_what_the_commands_write(here, monkeypatch, run):
@@ -364,8 +347,8 @@ def test_single_weights_need_no_whole_blocks(here, run):
 )
 def test_a_ratio_in_a_setting(ratio, setting, wanted):
     """What it says there, its one name among all ways to write it, and how large it is."""
-    mine = ratios.in_setting(ratio, setting)
-    assert (mine, ratios.exact(mine), float(ratios.mean_share(mine))) == pytest.approx(wanted)
+    mine = cells.in_setting(ratio, setting)
+    assert (mine, cells.exact(mine), float(cells.mean_share(mine))) == pytest.approx(wanted)
 
 
 UNEVEN = (
@@ -521,11 +504,6 @@ BAD = {  # case -> (what is prepared, command, parts of the sentence)
         TWO,
         (UNLIKE, "blocks.n_ffn = 8, not 4", "give blocks.n_ffn="),
     ),
-    "shared": (
-        lambda here: trained("odd", blocks={"shared_first": 0}),
-        TWO,
-        (UNLIKE, "blocks.shared_first = 0, not 1"),
-    ),
     "seq_len": (
         lambda here: trained("odd", data={"seq_len": 8}),
         TWO,
@@ -544,20 +522,10 @@ BAD = {  # case -> (what is prepared, command, parts of the sentence)
         ONE + "--ratios 2/4,attn=2/4,ffn=1/4",
         ("--ratios '2/4,attn=2/4,ffn=1/4': '2/4' is out of place", "in their own --ratios"),
     ),
-    "no kind": (None, ONE + "--ratios attn=1/4,mlp=1/4", ("'mlp=1/4' is out of place",)),
-    "no layer": (None, ONE + "--ratios attn=1/4,ffn=1/4,ffn.x=1", ("'ffn.x=1' is out of",)),
-    "kind twice": (None, ONE + "--ratios attn=1/4,ffn=1/4,attn=2/4", ("'attn=2/4' is out",)),
     "one kind": (
         None,
         ONE + "--ratios attn=1/4",
         ("--ratios 'attn=1/4' says nothing about ffn, which --settings ffn cuts",),
-    ),
-    "no share": (None, ONE + "--ratios attn=1/4,ffn=half", ("'half' is not a fraction",)),
-    "large share": (None, ONE + "--ratios attn=2,ffn=1", ("--ratios '2': it must lie in",)),
-    "ratio of a kind": (
-        None,
-        ONE + "--ratios attn=1/4,ffn=1/3 --settings both",
-        ("--ratios attn=1/4,ffn=1/3: ratio '1/3' is no whole number of ffn blocks", "1/4, 2/4"),
     ),
     "layer that is not cut": (
         None,
@@ -569,23 +537,15 @@ BAD = {  # case -> (what is prepared, command, parts of the sentence)
         ODD + TEXT + "--settings both",
         ("no whole number of attn blocks; legal: 1/3, 2/3, 3/3", "each kind can have its own"),
     ),
-    "setting": (None, ONE + "--settings mlp", ("'mlp': use some of attn, ffn, both",)),
     "settings": (None, ONE + "--settings none", ("--settings names none of attn, ffn, both",)),
     "methods": (None, ONE + "--methods wands", ("'wands': use some of sparsegpt",)),
-    "random": (None, ONE + "--methods block:random", ("'block:random': use some of",)),
     "on": (None, ONE + "--on twist", ("--on 'twist'", "give --parent-twist")),
-    "no dense": (None, "--parent-twist twist", ("--on 'dense'", "give --parent-dense")),
     "heal": (
         None,
         "--parent-twist twist --on twist --heal 1k",
         ("--heal prunes and trains a data-parallel parent: give --parent-dense",),
     ),
     "nothing": (None, ONE + "--methods none --n 0", ("nothing to compare in --settings",)),
-    "nothing learnt": (
-        None,
-        "--parent-twist attn --methods none --settings ffn,both",
-        ("nothing to compare in --settings ffn,both",),
-    ),
     "common": (
         lambda here: trained("odd", blocks={"k_attn": 3, "common_attn": [3], "common_ffn": [1]}),
         "--parent-twist odd --methods none --settings both blocks.common_ffn=[0,1,2]",
@@ -612,9 +572,7 @@ BAD = {  # case -> (what is prepared, command, parts of the sentence)
         ONE + "--calibration-sequences 99",
         ("tokens is too short for --calibration-sequences 99: it has 75 sequences",),
     ),
-    "no file": (None, ONE + "--calibration missing", ("no token file missing.bin",)),
     "folder": (None, ONE + "-o dense", ("--out dense exists and is no comparison",)),
-    "file": (None, ONE + "-o tokens.bin", ("--out tokens.bin exists and is no comparison",)),
     "nan": (nan, ODD + TEXT, ("odd has no perplexity: its logits are not finite",)),
 }
 
@@ -628,18 +586,6 @@ def test_bad_input_is_one_sentence(here, refused, case):
     check_refusal(*refused(text), parts)
     if case != "nan":  # refused before anything is written
         assert sorted(here.rglob("*")) == before
-
-
-def test_a_file_of_points_goes_on(here, run):
-    """`-o FILE.jsonl`: the points are there, the table in FILE/."""
-    asked = ONE + "--methods magnitude --settings ffn --n 0"
-    run(asked)
-    POINTS.rename("kept.jsonl")
-    before = Path("kept.jsonl").read_bytes()
-    out = run(f"{asked} -o kept.jsonl")
-    assert Path("kept.jsonl").read_bytes() == before
-    assert rows("kept") == rows()
-    assert "kept/compare.csv" in out
 
 
 def test_a_run_is_compared_from_any_folder(here, monkeypatch, capsys, run):

@@ -11,7 +11,7 @@ from conftest import tiny
 
 from paper import report, tables
 from paper.recipe_tables import recipe
-from paper.tables import Figure, Section, count, number
+from paper.tables import Section, count, number
 from twistlm.baselines import COMPARED
 from twistlm.baselines.methods import METHODS
 from twistlm.lab.points import Points, Training, keep_training, place_of, read_training
@@ -405,29 +405,6 @@ def test_the_stored_points_by_hand():
     assert " | 42.25 ± 0.08 | " in page
     says = "both, sweet spot: a middle width in training has the lowest worst case"
     assert f"| {says} | paper | **no** |" in page
-
-
-@pytest.mark.parametrize(
-    "figure",
-    [
-        Figure("f", "t", "log-lines", {"a": {3: 1e5, 12: 10.0}, "best zeros": {3: 20.0}}),
-        Figure("f", "t $x", "lines", {f"line {i}": {1: 2.0, 2: i} for i in range(12)}),
-        Figure("f", "t", "bars", {"6/12": {"both": 2.0, "attn": 1.0}, "whole": {"both": 1.0}}),
-        Figure("f", "t", "violins", {"6/12": {"a": [5.0, 9.0, 4.0], "b": [1.0]}, "4/12": {}}),
-        Figure("f", "t", "heatmap", {"3": {3: 20.0, 6: 30.0}, "6": {6: 10.0}}),
-    ],
-    ids=lambda figure: figure.kind,
-)
-def test_every_kind_of_figure_is_drawn(figure: Figure, tmp_path: Path):
-    from PIL import Image
-
-    from paper import figures
-
-    figures.save(figure, tmp_path / "one.png")
-    figures.save(figure, tmp_path / "two.png")
-    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
-    with Image.open(tmp_path / "one.png") as image:
-        assert len(image.convert("RGB").getcolors(1 << 24)) > 50  # more than an empty page
 
 
 def test_numbers_are_readable():

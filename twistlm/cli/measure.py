@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -145,11 +146,11 @@ def train(
 
         losses = curve(cfg, request.curve)
         console.print(sentence(losses))
-        write_json(json_out, losses.to_dict())
+        write_json(json_out, asdict(losses))
         return
     from ..lab.bench.train import bench, tables
 
-    made = bench(cfg, request, save=lambda made: write_json(json_out, made.to_dict()))
+    made = bench(cfg, request, save=lambda made: write_json(json_out, asdict(made)))
     for table in tables(made):
         console.print(table)
 
@@ -192,8 +193,6 @@ def comm(request: CommRequest, json_out: JsonOut = None) -> None:
 
     A round's exchange with nothing trained; every subnet keeps a third of the blocks.
     """
-    from dataclasses import asdict
-
     from ..lab.bench.comm import bench, table
     from ..system.terminal import console
 

@@ -38,9 +38,6 @@ class Curve:
     difference: float  # the largest relative one between the smoothed losses
     run: dict[str, Any]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def curve(cfg: Config, n_steps: int, quiet: bool = False) -> Curve:
     """Train the full model of a config for `n_steps`, twice."""

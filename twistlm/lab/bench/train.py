@@ -95,9 +95,6 @@ class TrainBench:
     def full(self) -> WorkerCost | None:
         return next((row for row in self.rows if row.ratio == FULL), None)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def bench(
     cfg: Config,
@@ -330,15 +327,10 @@ def profile(step: Callable[[], object], device: torch.device) -> dict[str, float
         for _ in range(N_STEPS):
             step()
         torch.cuda.synchronize(device)
-    events = made.key_averages()
-    return by_group([(e.key, e.self_device_time_total / 1e3 / N_STEPS) for e in events])
-
-
-def by_group(kernels: list[tuple[str, float]]) -> dict[str, float]:
-    """Sums of (name, ms) over the groups."""
     groups = dict.fromkeys(GROUPS, 0.0)
-    for name, ms in kernels:
-        groups[next(g for g, parts in GROUPS.items() if any(p in name for p in parts))] += ms
+    for event in made.key_averages():
+        group = next(g for g, parts in GROUPS.items() if any(p in event.key for p in parts))
+        groups[group] += event.self_device_time_total / 1e3 / N_STEPS
     return groups
 
 

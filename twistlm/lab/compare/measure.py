@@ -47,9 +47,9 @@ from .cells import (
     ZEROS,
     Cell,
     Sweep,
+    exact,
 )
 from .parents import ComparedParent
-from .ratios import exact
 
 REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut

@@ -51,7 +51,8 @@ def open_all(
     """Open the parents in order; the first one's text, precision and blocks hold for all."""
     if not sources:
         raise ValueError("give at least one of --parent-dense, --parent-dropout and --parent-twist")
-    widest = _widest(settings)
+    kinds = {kind for setting in settings for kind in SETTINGS[setting]}
+    widest = next(name for name, cut in SETTINGS.items() if set(cut) == kinds)
     found: list[ComparedParent] = []
     for method, source in sources:
         opened = open_parent(source, device, overrides)
@@ -75,12 +76,6 @@ def open_all(
             _check_alike(found[0].parent, made.parent, source)
         found.append(made)
     return found
-
-
-def _widest(settings: Sequence[Setting]) -> Setting:
-    """The setting that cuts all kinds of layer that are asked for."""
-    kinds = {kind for setting in settings for kind in SETTINGS[setting]}
-    return next(name for name, cut in SETTINGS.items() if set(cut) == kinds)
 
 
 def _check_alike(one: Parent, other: Parent, source: str) -> None:

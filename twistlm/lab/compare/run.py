@@ -29,10 +29,9 @@ from ...tickets.parent import open_text
 from ...tickets.ticket_scale import choice_text
 from ..points import Place, Points, place_of
 from . import table
-from .cells import Cell, Healing, Sweep, list_cells
+from .cells import Cell, Healing, Sweep, list_cells, named_shares, parse_ratios
 from .measure import Comparison, reads_text
 from .parents import LABELS, ComparedParent, open_all
-from .ratios import named_shares, parse_ratios
 from .request import CompareRequest
 
 TOKENS = 32768  # evaluated at once on a GPU

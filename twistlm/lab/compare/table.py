@@ -14,8 +14,18 @@ from rich.table import Table
 from ...system import terminal
 from ...system.files import whole_file
 from ...system.provenance import describe_run
-from .cells import DECODE, NESTED, NESTED_HEALED, RANDOM, SCRATCH, WHOLE, ZEROS, Cell, Sweep
-from .ratios import mean_share
+from .cells import (
+    DECODE,
+    NESTED,
+    NESTED_HEALED,
+    RANDOM,
+    SCRATCH,
+    WHOLE,
+    ZEROS,
+    Cell,
+    Sweep,
+    mean_share,
+)
 
 Lines = list[tuple[str, ...]]  # the header first
 FILES = ("compare.csv", "compare.md", "compare.json")
@@ -129,20 +139,12 @@ def summary(made: list[ComparisonRow], setting: str) -> Lines:
         chosen = by_size([by_ratio[ratio].scale for ratio in ratios if ratio in by_ratio])
         least = min(by_ratio, key=mean_share)  # of a stopped comparison not the smallest of all
         lines.append((name, "", *shown, chosen, *by_ratio[least].costs()))
-    return unless_blank(lines, "scale")
+    return lines
 
 
 def size_name(ratio: str) -> str:
     """A size as `attn=2/3 ffn=6/12`, where a narrow column may break between the kinds."""
     return ratio.replace(",", " ")
-
-
-def unless_blank(lines: Lines, column: str) -> Lines:
-    """Without a column that says nothing: points of earlier versions have no scale."""
-    at = lines[0].index(column)
-    if any(line[at] for line in lines[1:]):
-        return lines
-    return [line[:at] + line[at + 1 :] for line in lines]
 
 
 def by_size(scales: list[str]) -> str:
