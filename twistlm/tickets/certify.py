@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from .requests import CertificateRequest
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
 N_BINS = 24
+DRAWS = "draws.jsonl"
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,6 @@ class Certificate:
     run: dict[str, Any]
     nested: float | None = None  # perplexity of the nested ticket, where the parent has an order
 
-    @property
-    def covered_by_worst(self) -> float:
-        return covered_by_worst(len(self.spread.values), self.bound.confidence)
-
     def to_dict(self) -> dict[str, Any]:
         values = self.spread.values
         counts, edges = np.histogram(values, bins=N_BINS)
@@ -65,7 +62,7 @@ class Certificate:
             **asdict(self),
             "spread": {**asdict(self.spread), **self.spread.summary()},
             "quantiles": quantiles(values),
-            "covered_by_worst": self.covered_by_worst,
+            "covered_by_worst": covered_by_worst(len(values), self.bound.confidence),
             "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
         }
 
@@ -80,9 +77,8 @@ def certify(
     widths = widths_of_ratio(parent.block_map, request.ratio)
     ready = score.evaluator(parent, request.data, request.tokens)
     values: list[float] = []
-    keep: Callable[[float], None] = values.append
     if out is not None:
-        values, keep = _open_draws(out, _identity(parent, ready, widths, request.seed))
+        values = _read_draws(out, _identity(parent, ready, widths, request.seed))
     with progress(quiet) as bar:
         task = bar.add_task(f"certify {request.ratio}", total=1 + request.n, note="")
         full = ready.full_perplexity()
@@ -93,7 +89,9 @@ def certify(
             value = ready.subnet_perplexity(blueprint)
             if math.isnan(value):
                 raise ValueError(f"{parent.source}: ticket {number} has no perplexity (NaN logits)")
-            keep(value)
+            values.append(value)
+            if out is not None:  # at once: a stopped certificate goes on from here
+                _add_line(out, {"draw": number, "perplexity": value})
             bar.update(task, advance=1, note=f"worst {max(values):.2f}")
     nested = None
     if order := parent.progress.order:
@@ -126,9 +124,8 @@ def _identity(parent: Parent, ready: Evaluator, widths: Widths, seed: int) -> di
     ids = text.file.tokens[: text.n_sequences * text.seq_len]
     weights = parent.central.weights.detach().cpu().view(torch.uint8).numpy()
     tickets = {g.name: f"{widths[g.name]}/{g.n_blocks}" for g in cut.groups}
-    for group in cut.groups:
-        if group.common:
-            tickets[group.name] += f" with {', '.join(map(str, group.common))}"
+    for group in (group for group in cut.groups if group.common):
+        tickets[group.name] += f" with {', '.join(map(str, group.common))}"
     return {
         "weights_sha256": hashlib.sha256(weights.data).hexdigest(),
         "tokens_sha256": hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest(),
@@ -141,36 +138,28 @@ def _identity(parent: Parent, ready: Evaluator, widths: Widths, seed: int) -> di
     }
 
 
-def _open_draws(
-    folder: Path, identity: dict[str, Any]
-) -> tuple[list[float], Callable[[float], None]]:
-    """The draws that a folder holds, and a function that adds one to them, on disk at once."""
-    path = folder / "draws.jsonl"
-    values: list[float] = []
-    if path.is_file():
-        whole = path.read_bytes().rpartition(b"\n")[0]  # a killed process may leave half a line
-        lines = [parse_json(line, path) for line in whole.split(b"\n") if line]
-        if lines and (odd := [key for key in identity if lines[0].get(key) != identity[key]]):
-            raise ValueError(
-                f"{folder} holds a certificate of something else ({', '.join(odd)} differ): choose "
-                f"another folder or remove it"
-            )
-        values = [line["perplexity"] for line in lines[1:]]
-        os.truncate(path, len(whole) + 1 if lines else 0)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
+def _read_draws(folder: Path, identity: dict[str, Any]) -> list[float]:
+    """The draws that a folder holds of this very thing; half a line of a killed process goes."""
+    path = folder / DRAWS
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = path.read_bytes().rpartition(b"\n")[0] if path.is_file() else b""
+    lines = [parse_json(line, path) for line in whole.split(b"\n") if line]
+    if not lines:
+        path.write_bytes(b"")
+        _add_line(folder, identity)
+        return []
+    if odd := [key for key in identity if lines[0].get(key) != identity[key]]:
+        raise ValueError(
+            f"{folder} holds a certificate of something else ({', '.join(odd)} differ): choose "
+            "another folder or remove it"
+        )
+    os.truncate(path, len(whole) + 1)
+    return [line["perplexity"] for line in lines[1:]]
 
-    def add(line: dict[str, Any]) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
 
-    def keep(value: float) -> None:
-        add({"draw": len(values), "perplexity": value})
-        values.append(value)
-
-    if not path.is_file() or path.stat().st_size == 0:
-        add(identity)
-    return values, keep
+def _add_line(folder: Path, line: dict[str, Any]) -> None:
+    with (folder / DRAWS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def _draw_histogram(made: Certificate, path: Path) -> None:
@@ -209,9 +198,11 @@ def table(made: Certificate) -> Table:
 
 def reading(made: Certificate) -> str:
     """What the draws promise, in two sentences."""
-    share = int(made.covered_by_worst * 1000) / 10  # rounded down: a promise must hold
+    n = len(made.spread.values)
+    # rounded down: a promise must hold
+    share = int(covered_by_worst(n, made.bound.confidence) * 1000) / 10
     return (
-        f"{made.bound} (draw {made.bound.rank} of {len(made.spread.values)} in order). "
+        f"{made.bound} (draw {made.bound.rank} of {n} in order). "
         f"With the same confidence, {share}% are no worse than the worst one seen."
     )
 
