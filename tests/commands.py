@@ -1,10 +1,7 @@
-"""The command as a user runs it: a config file, a process or its entry point, and what a refusal
-looks like.
-"""
+"""The command as a user runs it: its config file, its entry point, and what a refusal is."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -12,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
-from html.parser import HTMLParser
 from pathlib import Path
 
 import typer
@@ -36,16 +32,7 @@ def toml(path: Path, table: dict) -> str:
 
 def torchrun(n_ranks: int, *args: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n_ranks)]
-    command += [
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        "0",
-        "--standalone",
-        "-m",
-        "twistlm",
-        *args,
-    ]
+    command += ["--standalone", "-m", "twistlm", *args]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -131,16 +118,12 @@ def _split(part: str) -> list[str]:
 
 def is_twistlm(words: list[str]) -> bool:
     """`twistlm ...`, `.venv/bin/twistlm ...` or `... -m twistlm ...`."""
-    return any(_is_program(words, i) for i in range(len(words)))
-
-
-def _is_program(words: list[str], i: int) -> bool:
-    return Path(words[i]).name == "twistlm"
+    return any(Path(word).name == "twistlm" for word in words)
 
 
 def check_twistlm(words: list[str]) -> str:
     """Refuse what the command line would refuse; returns the command's name."""
-    begin = next(i for i in range(len(words)) if _is_program(words, i)) + 1
+    begin = next(i for i, word in enumerate(words) if Path(word).name == "twistlm") + 1
     rest, command, name = words[begin:], APP, "twistlm"
     while hasattr(command, "commands"):
         assert rest, f"{name}: of what?"
@@ -181,66 +164,3 @@ def check_override(word: str) -> None:
     if not ("$" in value or value.isupper()):
         # a trained start, which some values need
         config.load("demo", ["model.weights=runs/start", f"{section}.{key}={value}"])
-
-
-VOID = {"meta", "br", "link", "img", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """Collects ids, links and the shape of every figure, and refuses wrong nesting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.figures: dict[str, int] = {}  # id -> marks drawn inside its svg
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-        if "figure" not in self.open and found.get("id"):
-            self.ids.append(str(found["id"]))
-        if tag == "figure":
-            self.figures[str(found["id"])] = 0
-            self.ids.append(str(found["id"]))
-        if "svg" in self.open and tag in ("path", "rect", "use", "text"):
-            self.figures[list(self.figures)[-1]] += 1
-        self.links += [
-            str(found[key]) for key in ("href", "src") if found.get(key) and "svg" not in self.open
-        ]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> without its start"
-        assert self.open[-1] == tag, f"</{tag}> closes <{self.open[-1]}>"
-        self.open.pop()
-
-
-def check_page(path: Path) -> set[str]:
-    """The browser-free test of a page; returns the ids of its figures."""
-    text = path.read_text()
-    found = Page()
-    found.feed(text)
-    assert not found.open
-    assert len(found.ids) == len(set(found.ids))
-    for link in found.links:
-        if link.startswith("#"):
-            assert link[1:] in found.ids, link
-        else:
-            head, _, data = link.partition(",")
-            assert head == "data:application/json;base64"
-            json.loads(base64.b64decode(data))
-    assert not re.search(r"""(href|src)=["']https?:|url\(\s*["']?https?:|@import|<script""", text)
-    assert "prefers-color-scheme: dark" in text
-    assert 'name="viewport"' in text
-    assert all(n > 10 for n in found.figures.values()), found.figures
-    for name in found.figures:
-        for suffix in (".png", ".svg", ".json"):
-            assert (path.with_suffix("") / f"{name}{suffix}").stat().st_size > 0
-    return set(found.figures)

@@ -35,9 +35,7 @@ VOCAB = 64
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """A test that leaves another number of threads fails, not the one that is compared bit for bit
-    after it.
-    """
+    """A test that leaves another number of threads fails, not the one after it."""
     yield
     left = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -51,9 +49,8 @@ def make_tokens(stem: Path, n_tokens: int = 6000, seed: int = 0, vocab: int = VO
     tokens = (np.cumsum(steps) % vocab).astype("<u2")
     stem.parent.mkdir(parents=True, exist_ok=True)
     tokens.tofile(f"{stem}.bin")
-    write_meta(
-        stem, TokenMeta(n_tokens, 1, vocab, int(tokens.max()), "uint16", "none", None, ["walk"])
-    )
+    largest = int(tokens.max())
+    write_meta(stem, TokenMeta(n_tokens, 1, vocab, largest, "uint16", "none", None, ["walk"]))
     return str(stem)
 
 
@@ -64,39 +61,16 @@ def tokens(tmp_path: Path) -> str:
 
 def tiny_table(tokens: str, out: Path, **sections: dict) -> dict:
     """A config table of a 3-layer GPT-2 with 4 heads that trains in a second."""
+    size = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 16, "n_head": 4, "n_layer": 3}
     table: dict = {
-        "model": {
-            "type": "gpt2",
-            "config": {
-                "vocab_size": VOCAB,
-                "n_positions": 16,
-                "n_embd": 16,
-                "n_head": 4,
-                "n_layer": 3,
-            },
-        },
+        "model": {"type": "gpt2", "config": size},
         "data": {"train": tokens, "valid": tokens, "seq_len": 16},
         "blocks": {"n_ffn": 4, "k_attn": 2, "k_ffn": 3, "shared_first": 1, "shared_last": 0},
-        "train": {
-            "n_workers": 3,
-            "rounds": 4,
-            "interval": 3,
-            "batch": 2,
-            "lr": 1e-2,
-            "betas": [0.9, 0.95],
-            "weight_decay": 0.1,
-            "clip": 1.0,
-        },
-        "run": {
-            "out": str(out),
-            "device": "cpu",
-            "threads": 1,
-            "eval_every": -1,
-            "eval_ratios": ["2/4"],
-            "eval_n": 2,
-            "save_every": 1,
-        },
+        "train": {"n_workers": 3, "rounds": 4, "interval": 3, "batch": 2, "lr": 1e-2},
+        "run": {"out": str(out), "device": "cpu", "threads": 1, "save_every": 1},
     }
+    table["train"] |= {"betas": [0.9, 0.95], "weight_decay": 0.1, "clip": 1.0}
+    table["run"] |= {"eval_every": -1, "eval_ratios": ["2/4"], "eval_n": 2}
     for section, values in sections.items():
         table[section] = table.get(section, {}) | values
     return table
@@ -114,16 +88,6 @@ def ray_address(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     with shared_head(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) as address:
         yield address
-
-
-@pytest.fixture(scope="session")
-def preloaded(tmp_path_factory):
-    """Starts commands in processes that have torch already (cli/preloaded.py)."""
-    from preloaded import Preloaded
-
-    made = Preloaded(tmp_path_factory.mktemp("preloaded"))
-    yield made
-    made.close()
 
 
 @pytest.fixture

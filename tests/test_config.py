@@ -1,12 +1,11 @@
-"""Every knob can be set, read back and got wrong: an error names the field, the value, what is
-legal.
-"""
+"""Every knob can be set, read back and got wrong: errors name field, value and what is legal."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import inspect
+import itertools
 import json
 import tomllib
 from pathlib import Path
@@ -36,57 +35,33 @@ def test_preset_names_are_the_files():
 
 
 @pytest.mark.parametrize("name", config.preset_names())
-def test_preset_says_what_its_file_says(name):
-    """Every key of the TOML arrives, every other one keeps its default."""
-    table = tomllib.loads((PRESETS / f"{name}.toml").read_text())
-    loaded = config.load(name)
-    default = config.Config()
+def test_preset_says_what_its_file_says_and_survives_json(name):
+    """Every key of the TOML arrives. A checkpoint stores JSON; resume compares types, too."""
+    path = PRESETS / f"{name}.toml"
+    table, loaded = tomllib.loads(path.read_text()), config.load(name)
+    assert config.load(str(path)) == loaded
     for section in SECTIONS:
-        got, usual = getattr(loaded, section), getattr(default, section)
+        got, usual = getattr(loaded, section), getattr(config.Config(), section)
         for field in dataclasses.fields(got):
             value = getattr(got, field.name)
-            if field.name not in table.get(section, {}):
-                assert value == getattr(usual, field.name)
-                continue
-            wrote = table[section][field.name]
+            wrote = table.get(section, {}).get(field.name, getattr(usual, field.name))
             if isinstance(value, tuple):
-                wrote = tuple(wrote) if isinstance(wrote, list) else (wrote,)
+                wrote = tuple(wrote) if isinstance(wrote, list | tuple) else (wrote,)
             assert value == wrote
-
-
-@pytest.mark.parametrize("name", config.preset_names())
-def test_preset_survives_json(name):
-    """A checkpoint stores the config as JSON; resume compares it field by field, types included."""
-    loaded = config.load(name, ["blocks.k_ffn=[3, 8, 4, 6]", "train.outer=nesterov(0.7, 0.6)"])
-    back = config.from_dict(json.loads(json.dumps(config.to_dict(loaded))))
-    assert back == loaded
-    assert repr(back) == repr(loaded)  # == takes 1 for 1.0 and hides a float that became an int
-    assert set(config.to_dict(loaded)) == set(SECTIONS)
-
-
-def test_a_toml_file_is_as_good_as_a_preset(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text((PRESETS / "demo.toml").read_text())
-    assert config.load(str(path)) == config.load("demo")
+    changed = config.load(name, ["blocks.k_ffn=[3, 8, 4, 6]", "train.outer=nesterov(0.7, 0.6)"])
+    back = config.from_dict(json.loads(json.dumps(config.to_dict(changed))))
+    assert back == changed
+    assert repr(back) == repr(changed)  # == takes 1 for 1.0 and hides a float that became an int
 
 
 def test_paper_preset_is_the_paper():
     """The set-up of the paper's experiments."""
     cfg = config.load("paper")
-    assert (cfg.train.n_workers, cfg.train.interval, cfg.train.batch, cfg.train.epochs) == (
-        4,
-        15,
-        2,
-        3,
-    )
+    train = cfg.train
+    assert (train.n_workers, train.interval, train.batch, train.epochs) == (4, 15, 2, 3)
     assert (cfg.train.lr, cfg.train.schedule, cfg.data.seq_len) == (1e-4, "constant", 1024)
     assert (cfg.blocks.n_ffn, cfg.blocks.shared_first, cfg.blocks.shared_last) == (12, 2, 2)
     assert cfg.blocks.common_attn == cfg.blocks.common_ffn == ()
-
-
-def test_configs_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.Config().train.lr = 1.0  # type: ignore[misc]
 
 
 # ---------------------------------------------------------------- overrides
@@ -124,9 +99,7 @@ def test_override_is_parsed(tmp_path, override, value):
     loaded = config.load(str(tmp_path / "empty.toml"), [override])
     got = getattr(getattr(loaded, section), key)
     assert got == value
-    assert type(got) is type(value)
-    if isinstance(value, tuple):
-        assert [type(item) for item in got] == [type(item) for item in value]
+    assert repr(got) == repr(value)  # of the same type
     # and nothing else moved
     rest = dataclasses.replace(
         getattr(loaded, section), **{key: getattr(getattr(config.Config(), section), key)}
@@ -134,20 +107,12 @@ def test_override_is_parsed(tmp_path, override, value):
     assert dataclasses.replace(loaded, **{section: rest}) == config.Config()
 
 
-def test_override_reaches_into_model_config():
+def test_override_reaches_into_model_config_and_the_later_wins():
     """One attribute changes, its neighbours of the preset stay; a new one is added."""
     before = config.load("demo").model.config
-    assert before["n_layer"] != 3
-    assert "resid_pdrop" not in before
-    overrides = ["model.config.n_layer=3", "model.config.resid_pdrop=0.5"]
-    assert config.load("demo", overrides).model.config == before | {
-        "n_layer": 3,
-        "resid_pdrop": 0.5,
-    }
-
-
-def test_later_override_wins():
-    assert config.load("demo", ["train.lr=1e-2", "train.lr=2e-2"]).train.lr == 2e-2
+    more = ["model.config.n_layer=2", "model.config.n_layer=3", "model.config.resid_pdrop=0.5"]
+    wanted = before | {"n_layer": 3, "resid_pdrop": 0.5}
+    assert config.load("demo", more).model.config == wanted != before
 
 
 # ---------------------------------------------------------------- mistakes
@@ -216,13 +181,6 @@ def test_a_mistake_is_named(override, parts):
     assert not [part for part in parts if part not in message], message
 
 
-def test_legal_keys_are_all_listed():
-    for section in SECTIONS:
-        fields = dataclasses.fields(getattr(config.Config(), section))
-        message = refusal("demo", f"{section}.zzzzzz=3")
-        assert all(field.name in message for field in fields)
-
-
 def test_the_edges_of_a_range_are_legal():
     edges = [f"{field}=0" for field in NOT_NEGATIVE]
     for edge in (*edges, "run.keep=2", "blocks.nested=1", "train.betas=[0, 0]", "train.clip=inf"):
@@ -265,73 +223,42 @@ def test_wrong_literal(field, legal):
     assert all(repr(word) in message for word in legal)
     section, key = field.split(".")
     for word in legal:
-        loaded = config.load("demo", [f'{field}="{word}"'])
+        loaded = config.load("demo", [f"{field}={word}"])  # true, too: the paper's True variant
         assert getattr(getattr(loaded, section), key) == word
 
 
-def test_bare_true_is_a_variant():
-    """`run.variant=true` on the command line is the paper's True variant, not TOML's boolean."""
-    assert config.load("demo", ["run.variant=true"]).run.variant == "true"
-
-
-def test_unknown_preset():
-    message = refusal("papper")
-    assert "'papper'" in message
-    assert all(name in message for name in config.preset_names())
-
-
 def test_no_negative_number_slips_through():
-    """Every int or float either refuses -7 by name or is known to be fine with it."""
-    fine = {"blocks.shared_first", "blocks.shared_last"}  # checked against the model's layers
-    loose = set()
+    """Every int or float refuses -7 by name; layers are counted when the model is known."""
     for section in SECTIONS:
         part = getattr(config.Config(), section)
         for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
-            if not isinstance(value, int | float) or f"{section}.{field.name}" in fine:
-                continue
-            try:
-                config.load("demo", [f"{section}.{field.name}=-7"])
-            except ValueError as error:
-                told = str(error)
-            else:
-                told = "nothing"
-            if f"{section}.{field.name} = -7" not in told:
-                loose.add(f"{section}.{field.name}")
-    assert loose == set()
-
-
-def test_from_dict_checks_too():
-    """A config that comes out of a checkpoint is held to the same rules."""
+            name = f"{section}.{field.name}"
+            number = isinstance(getattr(part, field.name), int | float)
+            if number and not name.startswith("blocks.shared_"):
+                assert f"{name} = -7" in refusal("demo", f"{name}=-7")
     with pytest.raises(ValueError, match=r"train\.lr = -1"):
-        config.from_dict({"train": {"lr": -1}})
+        config.from_dict({"train": {"lr": -1}})  # out of a checkpoint: the same rules
 
 
 # ---------------------------------------------------------------- train.outer
 
 
-@pytest.mark.parametrize(
-    ("outer", "want"),
-    [
-        ("none", None),
-        ("nesterov(0.7, 0.6)", (0.7, 0.6)),
-        ("nesterov(0.7,0.6)", (0.7, 0.6)),
-        ("nesterov( 1 , 0 )", (1.0, 0.0)),
-        ("nesterov(1e-1, .99)", (0.1, 0.99)),
-        ("nesterov(2, 0.0)", (2.0, 0.0)),
-    ],
-)
-def test_outer_legal(outer, want):
-    assert config.load("demo", [f"train.outer={outer}"]).train.nesterov() == want
+def test_outer_legal():
+    for outer, want in {
+        "none": None,
+        "nesterov(0.7,0.6)": (0.7, 0.6),
+        "nesterov( 1 , 0 )": (1.0, 0.0),
+        "nesterov(1e-1, .99)": (0.1, 0.99),
+    }.items():
+        assert config.load("demo", [f"train.outer={outer}"]).train.nesterov() == want
 
 
 @pytest.mark.parametrize(
     "outer",
     [
-        "nesterov", "nesterov()", "nesterov(0.7)", "nesterov(0.7, 0.6, 0.5)", "nesterov(0.7; 0.6)",
-        "nesterov(0, 0.6)", "nesterov(-0.7, 0.6)", "nesterov(0.7, 1)", "nesterov(0.7, -0.1)",
-        "nesterov(0.7, 0.6", "nesterov(a, b)", "nesterov(1e, 0.6)", "nesterov(1e999, 0.6)",
-        "Nesterov(0.7, 0.6)", "adam(0.7, 0.6)", "", "None", "none ", 
+        "nesterov", "nesterov()", "nesterov(0.7)", "nesterov(0.7, 0.6, 0.5)", "nesterov(0, 0.6)",
+        "nesterov(-0.7, 0.6)", "nesterov(0.7, 1)", "nesterov(0.7, -0.1)", "nesterov(0.7, 0.6",
+        "nesterov(a, b)", "nesterov(1e, 0.6)", "nesterov(1e999, 0.6)", "adam(0.7, 0.6)", "",
         "x nesterov(0.7, 0.6)", "nesterov(0.7, 0.6) x",
     ],
 )  # fmt: skip
@@ -348,20 +275,11 @@ def test_every_field_has_a_docstring():
     """The string below a field is its documentation: none may be missing or empty."""
     tree = ast.parse(inspect.getsource(config))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    seen = 0
     for section in SECTIONS:
-        cls = type(getattr(config.Config(), section))
-        node = classes[cls.__name__]
+        node = classes[type(getattr(config.Config(), section)).__name__]
         assert ast.get_docstring(node)
-        described = {}
-        for entry, below in zip(node.body, [*node.body[1:], None], strict=True):
+        for entry, below in itertools.pairwise([*node.body, None]):
             if isinstance(entry, ast.AnnAssign):
-                text = below.value if isinstance(below, ast.Expr) else None
-                text = text.value if isinstance(text, ast.Constant) else None
-                described[entry.target.id] = text
-        assert set(described) == {field.name for field in dataclasses.fields(cls)}
-        for name, text in described.items():
-            assert isinstance(text, str), f"{cls.__name__}.{name} has no docstring"
-            assert text.strip().endswith("."), f"{cls.__name__}.{name}: {text!r}"
-            seen += 1
-    assert seen > 40
+                text = ast.literal_eval(below.value) if isinstance(below, ast.Expr) else None
+                assert text, f"{section}.{entry.target.id} has no docstring"
+                assert text.strip().endswith("."), text

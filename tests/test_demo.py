@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import check_refusal, in_process
 from tokenizers import Tokenizer
 
 from twistlm import cli, config
@@ -47,17 +48,15 @@ def demo(tmp_path_factory) -> tuple[Path, str]:
     return out, printed.getvalue()
 
 
-def test_it_says_what_it_does(demo):
-    _, printed = demo
-    for words in (
-        "reference-manual topics and standard-library docstrings",
-        "data parallel",
-        "TwIST",
-        "3 random subnets: mean ± sd (worst)",
-        *("9/12", "6/12", "4/12", "3/12"),
-        "a ticket with 6/12 of the blocks",
-    ):
+def test_it_says_what_it_does_and_both_parents_saw_the_same_tokens(demo):
+    out, printed = demo
+    for words in ("data parallel", "TwIST", *ASKED.ratios, "a ticket with 6/12 of the blocks"):
         assert words in printed, words
+    for method in ("dense", "twist"):
+        lines = (out / method / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert [row["round"] for row in rows] == [1, 2, 3]
+        assert sum(row["n_tokens"] for row in rows) == 3 * 2 * 4 * 64
 
 
 @pytest.mark.parametrize(
@@ -75,10 +74,8 @@ def test_a_mistake_is_told_by_the_training_that_found_it(demo, tmp_path, change,
         train_side_by_side({"data parallel": cfg})
 
 
-def test_no_document_is_in_both_of_its_texts(demo):
-    """One in twenty of the shuffled documents is kept for validation, and the others are trained
-    on.
-    """
+def test_no_document_is_in_both_of_its_texts(demo, tmp_path, monkeypatch):
+    """One in twenty of the shuffled documents validates, the others train; none is there twice."""
     out, _ = demo
     texts = sorted(builtin.topics.topics.values())
     random.Random(0).shuffle(texts)
@@ -88,16 +85,12 @@ def test_no_document_is_in_both_of_its_texts(demo):
         tokenizer = Tokenizer.from_file(str(file.tokenizer_path))
         whole = tokenizer.decode(file.tokens.tolist(), skip_special_tokens=False)
         assert whole.split(builtin.EOS) == [*wanted, ""]
-
-
-def test_each_docstring_is_one_document(tmp_path, monkeypatch):
-    """A text that two modules share would be trained on and validated with."""
     long = "A docstring of more than forty characters, twice."
-    for name in ("a.py", "b.py", "test/c.py"):
+    for name, text in {"a.py": long, "b.py": long, "test/c.py": f"{long} Of a test."}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"def f():\n    {long + name[:4] * (len(name) > 4)!r}\n")
+        (tmp_path / name).write_text(f"def f():\n    {text!r}\n")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert builtin.documents() == sorted({*builtin.topics.topics.values(), long})
+    assert builtin.documents() == sorted({*texts, long})
 
 
 def test_tokens_are_looked_for_here_and_then_above_the_run(tmp_path, monkeypatch):
@@ -110,18 +103,6 @@ def test_tokens_are_looked_for_here_and_then_above_the_run(tmp_path, monkeypatch
     assert find() == str(tmp_path / "there/t")
     (tmp_path / "here/t.bin").touch()
     assert find() == "t"
-
-
-def test_both_parents_saw_the_same_tokens(demo):
-    out, _ = demo
-    sums = {}
-    for method in ("dense", "twist"):
-        rows = [
-            json.loads(line) for line in (out / method / "metrics.jsonl").read_text().splitlines()
-        ]
-        assert [row["round"] for row in rows] == [1, 2, 3]
-        sums[method] = sum(row["n_tokens"] for row in rows)
-    assert sums["dense"] == sums["twist"] == 3 * 2 * 4 * 64
 
 
 def test_the_scores_on_disk_are_those_of_eval(demo):
@@ -156,11 +137,8 @@ def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
 
 def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path, monkeypatch, capsys):
     (tmp_path / "precious.txt").write_text("keep me")
-    monkeypatch.setattr("sys.argv", ["twistlm", "demo", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 2
-    assert "not made by the demo" in capsys.readouterr().err
+    refused = in_process(monkeypatch, capsys, "demo", "--out", str(tmp_path))
+    check_refusal(*refused, ("not made by the demo",))
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
 
 

@@ -1,6 +1,4 @@
-"""Files: old ones are read as they were, no damage is silent, and nothing that is read or written
-does harm.
-"""
+"""Files: old ones are read, no damage is silent, and nothing read or written does harm."""
 
 from __future__ import annotations
 
@@ -26,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import damages, random_central, random_progress
+from commands import check_refusal, in_process
 from conftest import make_tokens, tiny, word_level
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -34,7 +33,7 @@ from typer.testing import CliRunner
 import twistlm
 from paper.report import report
 from twistlm import config
-from twistlm.cli import app, main
+from twistlm.cli import app
 from twistlm.data.prepare import prepare
 from twistlm.data.token_file import open_tokens, verify_tokens
 from twistlm.lab.compare.table import to_markdown
@@ -49,16 +48,11 @@ from twistlm.tickets.runnable import verify
 from twistlm.training import checkpoint, rounds
 from twistlm.transport.checks import reason_to_reject
 
-# ---------------------------------------------------------------- files of version 0.1 (commit
-# 80de057, before the rooms)
+# ---------------------------------------------------------------- files of version 0.1
 
 
 FILES = Path(__file__).parent / "fixtures/before_rooms.zip"
-# What that commit printed, with a tiny GPT-2, carried moments, outer momentum and a measured scale;
-# where a
-# subnet is in it, with the bias of its output projections left alone, as the gates do now. Then it
-# was
-# 361.01389, 361.35856; 5.84851, 5.61049; 211.80745, 212.22237.
+# what commit 80de057 printed, with the gates leaving output biases alone, as they do now
 TOKENS, FULL, HALF, WORST = 3648, 361.67711106680815, 361.4246931447369, 361.9547104585102
 RESUMED = {
     "losses": [5.849076271057129, 5.616579691569011],
@@ -76,24 +70,19 @@ def old(tmp_path, monkeypatch) -> Path:
     return tmp_path / "before_rooms"
 
 
-def test_a_token_file(old):
+def test_an_old_token_file_and_an_old_checkpoint_are_evaluated(old):
     tokens = open_tokens("tokens")
     assert tokens.meta.n_tokens // 32 * 32 == TOKENS
     assert len(tokens.tokens) == tokens.meta.n_tokens
     assert int(tokens.tokens.max()) == tokens.meta.max_id
-
-
-def test_a_checkpoint_is_evaluated(old):
-    found = score.score_parent(
-        open_parent("run", "cpu"), ScoreRequest(ratios=("2/4",), n=3), "old", quiet=True
-    )
+    request = ScoreRequest(ratios=("2/4",), n=3)
+    found = score.score_parent(open_parent("run", "cpu"), request, "old", quiet=True)
     (subnets,) = found.subnets
-    assert found.full == pytest.approx(FULL, rel=1e-5)
-    assert subnets.mean == pytest.approx(HALF, rel=1e-5)
-    assert subnets.worst == pytest.approx(WORST, rel=1e-5)
+    wanted = pytest.approx((FULL, HALF, WORST), rel=1e-5)
+    assert (found.full, subnets.mean, subnets.worst) == wanted
 
 
-def test_a_checkpoint_is_resumed(old):
+def test_an_old_checkpoint_is_resumed(old):
     """Moments, outer momentum, leases, counts and rho all go into the next losses."""
     cfg = checkpoint.open_("run").config
     cfg = replace(cfg, train=replace(cfg.train, rounds=4))
@@ -105,7 +94,7 @@ def test_a_checkpoint_is_resumed(old):
     assert rows[3]["eval"]["2/4"]["mean"] == pytest.approx(RESUMED["half"], rel=1e-5)
 
 
-def test_a_ticket_loads_and_is_what_extract_cuts_today(old):
+def test_an_old_ticket_loads_and_is_what_extract_cuts_today(old):
     """The same blocks of the same parent, folded: equal to the file of then."""
     ticket = deploy.load_ticket(old / "ticket")
     blueprint = json.loads((old / "ticket/ticket.json").read_text())["blueprint"]
@@ -122,8 +111,7 @@ def test_a_ticket_loads_and_is_what_extract_cuts_today(old):
         torch.testing.assert_close(ticket(ids).logits, today(ids).logits, rtol=0, atol=1e-6)
 
 
-# ---------------------------------------------------------------- 200 random damages each (those of
-# checkpoints: training/test_checkpoint.py)
+# ------------------------- 200 random damages each; of checkpoints: training/test_checkpoint.py
 
 
 N = 200
@@ -139,15 +127,15 @@ def token_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ticket(tmp_path_factory) -> Path:
-    """A ticket of a parent with a tokenizer: all files that a ticket can have."""
-    folder = tmp_path_factory.mktemp("ticket")
+def home(tmp_path_factory) -> Path:
+    """A Hugging Face folder, and a ticket of it with all files that a ticket can have."""
+    folder = tmp_path_factory.mktemp("home")
     parent, blueprint = families_table.open_parent("gpt2", "head", folder / "parent")
     words = word_level([f"w{i}" for i in range(parent.template.config.vocab_size)])
     words.save(str(folder / "tokenizer.json"))
     object.__setattr__(parent, "tokenizer", folder / "tokenizer.json")
     deploy.save_ticket(parent, blueprint, folder / "ticket", {"note": 1})
-    return folder / "ticket"
+    return folder
 
 
 def missed(whole: Path, copy: Path, use, only: str | None = None) -> list[str]:
@@ -178,7 +166,7 @@ def test_no_damage_to_a_token_file_is_silent(tmp_path, token_folder, only):
 
 
 @pytest.mark.parametrize("only", [None, "ticket.json"])
-def test_no_damage_to_a_ticket_is_silent(tmp_path, capsys, ticket, only):
+def test_no_damage_to_a_ticket_is_silent(tmp_path, capsys, home, only):
     """A card that was changed is said and loads: people edit cards. Everything else is refused."""
 
     def use(folder: Path) -> str:
@@ -186,26 +174,28 @@ def test_no_damage_to_a_ticket_is_silent(tmp_path, capsys, ticket, only):
         deploy.verify_ticket(folder)  # what load_ticket asks before it loads
         return capsys.readouterr().out
 
-    assert missed(ticket, tmp_path / "copy", use, only) == []
+    assert missed(home / "ticket", tmp_path / "copy", use, only) == []
 
 
-def test_load_ticket_asks_for_the_hash(tmp_path, ticket):
+def test_load_ticket_asks_for_the_hash_and_a_ticket_without_one_still_loads(tmp_path, home):
     """One bit of one weight: shapes, counts and widths are as they were."""
-    shutil.copytree(ticket, tmp_path / "copy")
-    assert deploy.load_ticket(tmp_path / "copy") is not None
-    path = tmp_path / "copy/model.safetensors"
-    data = bytearray(path.read_bytes())
+    copy = tmp_path / "copy"
+    shutil.copytree(home / "ticket", copy)
+    data = bytearray((copy / "model.safetensors").read_bytes())
     data[-5] ^= 1
-    path.write_bytes(data)
+    (copy / "model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged: .*sha256"):
-        deploy.load_ticket(tmp_path / "copy")
+        deploy.load_ticket(copy)
+    record = json.loads((copy / "ticket.json").read_text())
+    old = {k: v for k, v in record.items() if k not in ("files", "sha256")}
+    (copy / "ticket.json").write_text(json.dumps(old, indent=1) + "\n")
+    assert deploy.load_ticket(copy) is not None
+    assert "nothing vouches" in verify(str(copy))[0]
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "ticket"])
 def test_no_damage_to_what_a_run_starts_from_is_silent(tmp_path, kind):
-    """model.weights and train.teacher: a checkpoint or stock ticket is a Hugging Face folder, and
-    verified as one.
-    """
+    """model.weights and train.teacher: both are Hugging Face folders, and verified as such."""
     if kind == "ticket":
         parent, _ = families_table.open_parent("llama", "head", tmp_path / "parent")
         deploy.save_ticket(parent, parent.block_map.full(), tmp_path / "whole")
@@ -250,19 +240,11 @@ def test_weights_that_a_folder_lacks_are_not_made_up(tmp_path, home):
             huggingface.from_folder_or_hub(str(tmp_path / "folder"))
 
 
-def test_a_ticket_without_a_manifest_still_loads(tmp_path, ticket):
-    shutil.copytree(ticket, tmp_path / "copy")
-    record = json.loads((ticket / "ticket.json").read_text())
-    old = {k: v for k, v in record.items() if k not in ("files", "sha256")}
-    (tmp_path / "copy/ticket.json").write_text(json.dumps(old, indent=1) + "\n")
-    deploy.load_ticket(tmp_path / "copy")
-    assert "nothing vouches" in verify(str(tmp_path / "copy"))[0]
-
-
 def test_a_large_file_is_hashed_in_the_background(tmp_path, monkeypatch):
     """A small one is refused when it is opened, a large one as soon as the damage is known."""
     stem = make_tokens(tmp_path / "large")
-    data = bytearray(Path(f"{stem}.bin").read_bytes())
+    good = Path(f"{stem}.bin").read_bytes()
+    data = bytearray(good)
     data[700] ^= 1  # a legal id becomes another legal id
     Path(f"{stem}.bin").write_bytes(data)
     with pytest.raises(ValueError, match=r"large\.bin is damaged"):
@@ -278,42 +260,27 @@ def test_a_large_file_is_hashed_in_the_background(tmp_path, monkeypatch):
         use_on()
     with pytest.raises(ValueError, match=r"large\.bin is damaged: it does not match"):
         verify_tokens(stem)  # waits for the hash
-    data[700] ^= 1
-    Path(f"{stem}.bin").write_bytes(data)
+    Path(f"{stem}.bin").write_bytes(good)
     assert "1 files match" in verify_tokens(stem)  # the file is read anew
-    monkeypatch.setattr(manifest, "AT_ONCE", -1)
-    unread = manifest.HashCheck(tmp_path, "0" * 64)  # a folder cannot be read
-    while unread._damage is None:
-        assert time.monotonic() < until
-        time.sleep(0.001)
-    with pytest.raises(ValueError, match=f"{tmp_path} cannot be read: Is a directory"):
-        unread.raise_damage()
 
 
-@pytest.mark.parametrize("dtype", ["O", "int64", "uint8", "<u2", "V8", 16, None])
-def test_dtypes_come_from_a_short_list(tmp_path, dtype):
+def test_dtypes_come_from_a_short_list(tmp_path):
     stem = make_tokens(tmp_path / "t")
-    table = json.loads(Path(f"{stem}.json").read_text()) | {"dtype": dtype}
-    Path(f"{stem}.json").write_text(json.dumps(table))
-    with pytest.raises(ValueError, match="legal are uint16 and uint32"):
-        open_tokens(stem)
+    for dtype in ("O", "int64", "<u2", 16, None):
+        change(Path(f"{stem}.json"), dtype=dtype)
+        with pytest.raises(ValueError, match="legal are uint16 and uint32"):
+            open_tokens(stem)
 
 
-def test_verify_names_what_is_damaged(tmp_path, monkeypatch, capsys, token_folder, ticket):
+def test_verify_names_what_is_damaged(tmp_path, monkeypatch, capsys, token_folder, home):
     """The command: whole files of every kind are told, each damage is named, and the code is 2."""
     run = tmp_path / "run"
     rounds.train(tiny(make_tokens(tmp_path / "walk"), run, train={"rounds": 1}), quiet=True)
     shutil.copytree(token_folder, tmp_path / "tokens")
-    shutil.copytree(ticket, tmp_path / "ticket")
+    shutil.copytree(home / "ticket", tmp_path / "ticket")
     kinds = [str(tmp_path / "tokens/t"), str(tmp_path / "ticket"), str(run)]
 
-    def call() -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["twistlm", "verify", *kinds])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        return stop.value.code or 0, *capsys.readouterr()
-
-    code, out, _ = call()
+    code, out, _ = in_process(monkeypatch, capsys, "verify", *kinds)
     assert code == 0
     assert [out.count(word) for word in ("token file", "ticket /", "checkpoint /")] == [1, 1, 1]
     ids = np.fromfile(tmp_path / "tokens/t.bin", "<u2")
@@ -321,28 +288,19 @@ def test_verify_names_what_is_damaged(tmp_path, monkeypatch, capsys, token_folde
     ids.tofile(tmp_path / "tokens/t.bin")
     with (run / "checkpoints/round-000001/model.safetensors").open("ab") as file:
         file.write(b"x")
-    code, out, err = call()
+    code, out, err = in_process(monkeypatch, capsys, "verify", *kinds)
     assert code == 2
     assert "ticket /" in out
     assert "t.bin is damaged" in err
     assert "model.safetensors" in err
-    kinds[:] = [str(tmp_path)]
-    assert call()[2].count("nothing to verify") == 1
+    nothing = in_process(monkeypatch, capsys, "verify", str(tmp_path))
+    check_refusal(*nothing, ("nothing to verify",))
 
 
 # ---------------------------------------------------------------- what could do harm
 
 
 PACKAGE = Path(twistlm.__file__).parent
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    """A Hugging Face folder and a ticket of it."""
-    folder = tmp_path_factory.mktemp("home")
-    parent, blueprint = families_table.open_parent("gpt2", "head", folder / "parent")
-    deploy.save_ticket(parent, blueprint, folder / "ticket")
-    return folder
 
 
 @pytest.fixture
@@ -373,9 +331,7 @@ def seal(folder: Path, record: str) -> None:
 
 
 def test_no_call_into_transformers_may_run_code_from_a_folder():
-    """Every Auto class is told trust_remote_code=False: left alone, it asks, and a piped `y`
-    answers.
-    """
+    """Every Auto class is told so: left alone, it asks, and a piped `y` answers."""
     seen = 0
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -393,23 +349,12 @@ def test_no_call_into_transformers_may_run_code_from_a_folder():
 EVIL = 'open("ran", "w")\nfrom transformers import GPT2Config as C, GPT2LMHeadModel as M\n'
 
 
-@pytest.mark.parametrize("kind", ["model", "tokenizer"])
-def test_a_piped_y_answers_nothing(tmp_path, home, kind):
-    folder = tmp_path / "folder"
-    if kind == "model":
-        folder.mkdir()
-        auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
-        (folder / "config.json").write_text(json.dumps({"model_type": "nosuch", "auto_map": auto}))
-        args = ["generate", "folder", "--prompt", "hi"]
-    else:
-        shutil.copytree(home / "parent", folder)
-        auto = {"tokenizer_class": "C", "auto_map": {"AutoTokenizer": [None, "evil.C"]}}
-        (folder / "tokenizer_config.json").write_text(json.dumps(auto))
-        cut = ["blocks.attn_by=head", "blocks.n_ffn=3", "blocks.shared_first=0"]
-        args = ["extract", "folder", "-o", "t", "--ratio", "1/3", *cut, "blocks.shared_last=0"]
-    (folder / "evil.py").write_text(EVIL)
+def test_a_piped_y_answers_nothing(tmp_path):
+    auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nosuch", "auto_map": auto}))
+    (tmp_path / "evil.py").write_text(EVIL)
     done = subprocess.run(
-        [sys.executable, "-m", "twistlm", *args],
+        [sys.executable, "-m", "twistlm", "generate", ".", "--prompt", "hi"],
         cwd=tmp_path,
         input="y\ny\n",
         capture_output=True,
@@ -418,9 +363,8 @@ def test_a_piped_y_answers_nothing(tmp_path, home, kind):
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(tmp_path / "cache")},
     )
     assert not (tmp_path / "ran").exists(), done.stdout
-    if kind == "model":
-        assert done.returncode == 2
-        assert "runs no code from a model's folder" in done.stderr
+    assert done.returncode == 2
+    assert "runs no code from a model's folder" in done.stderr
 
 
 # ---------------------------------------------------------------- absurd sizes
@@ -461,13 +405,14 @@ def test_a_config_that_promises_more_than_the_weights_hold(tmp_path, home, room,
         change(folder / "config.json", **{key: value})
         seal(folder, record)
     change(tmp_path / "folder/config.json", **{key: value})
-    promise = "and its config promises|has shape"
-    with pytest.raises(ValueError, match=promise):
-        huggingface.from_folder_or_hub(str(tmp_path / "folder"))
-    with pytest.raises(ValueError, match=promise):
-        checkpoint.template(checkpoint.verify(saved))  # by shape, tensor by tensor
-    with pytest.raises(ValueError, match=f"{promise}|cannot be loaded as a ticket"):
-        deploy.load_ticket(tmp_path / "ticket")
+    promise = "and its config promises|has shape|cannot be loaded as a ticket"
+    for read in (
+        lambda: huggingface.from_folder_or_hub(str(tmp_path / "folder")),
+        lambda: checkpoint.template(checkpoint.verify(saved)),  # by shape, tensor by tensor
+        lambda: deploy.load_ticket(tmp_path / "ticket"),
+    ):
+        with pytest.raises(ValueError, match=promise):
+            read()
 
 
 @pytest.mark.parametrize(
@@ -482,25 +427,24 @@ def test_a_model_that_no_machine_holds(room, config_):
 
 
 NESTED = "[" * 100_000
-ABSURD = {"nested": NESTED, "digits": '{"n_tokens": ' + "9" * 400 + "}", "infinite": '{"a": 1e400}'}
 
 
-@pytest.mark.parametrize("what", ABSURD)
-def test_absurd_json_is_one_sentence(tmp_path, home, what):
+def test_absurd_json_is_one_sentence(tmp_path, home):
     stem = make_tokens(tmp_path / "t")
     shutil.copytree(home / "ticket", tmp_path / "ticket")
     (tmp_path / "round-000001").mkdir()
     (tmp_path / "run").mkdir()
-    for path in ("t.json", "ticket/ticket.json", "round-000001/checkpoint.json", "run/run.json"):
-        (tmp_path / path).write_text(ABSURD[what])
-    for read in (
-        lambda: twistlm.data.token_file.open_tokens(stem),
-        lambda: deploy.read_ticket(tmp_path / "ticket"),
-        lambda: checkpoint.verify(tmp_path / "round-000001"),
-        lambda: read_training(tmp_path / "run"),
-    ):
-        with pytest.raises(ValueError, match=r"nested too deeply|no number of ours"):
-            read()
+    readers = {
+        "t.json": lambda: open_tokens(stem),
+        "ticket/ticket.json": lambda: deploy.read_ticket(tmp_path / "ticket"),
+        "round-000001/checkpoint.json": lambda: checkpoint.verify(tmp_path / "round-000001"),
+        "run/run.json": lambda: read_training(tmp_path / "run"),
+    }
+    for text in (NESTED, '{"n_tokens": ' + "9" * 400 + "}", '{"a": 1e400}'):
+        for path, read in readers.items():
+            (tmp_path / path).write_text(text)
+            with pytest.raises(ValueError, match=r"nested too deeply|no number of ours"):
+                read()
 
 
 def test_absurd_text_and_configs(tmp_path, home):
@@ -508,55 +452,48 @@ def test_absurd_text_and_configs(tmp_path, home):
     with pytest.raises(ValueError, match=r"t\.jsonl, line 1"):
         prepare([str(tmp_path / "t.jsonl")], tmp_path / "t", word_level(["a"]), quiet=True)
     (tmp_path / "c.toml").write_text(f"[train]\nlr = {NESTED}")
-    for source, override in ((str(tmp_path / "c.toml"), []), ("demo", [f"train.lr={NESTED}"])):
-        with pytest.raises(ValueError, match="nested too deeply"):
+    for source, override, said in (
+        (str(tmp_path / "c.toml"), [], "nested too deeply"),
+        ("demo", [f"train.lr={NESTED}"], "nested too deeply"),
+        ("demo", [f"run.seed={'9' * 400}"], "400 digits"),
+    ):
+        with pytest.raises(ValueError, match=said):
             config.load(source, override)
-    for name in ("../secret", "a/../../secret", "/etc/passwd"):
+    for name in ("../secret", "/etc/passwd"):
         record = manifest.sealed({"files": {name: {"bytes": 1, "sha256": "0"}}})
         (tmp_path / "record.json").write_text(manifest.written(record))
         with pytest.raises(ValueError, match="is no file of its folder"):
             manifest.vouched(tmp_path / "record.json", record)
-    assert manifest.parse_json("[9223372036854775807]", "x") == [2**63 - 1]
-    with pytest.raises(ValueError, match=r"x is no JSON of ours: 9223372036854775808"):
-        manifest.parse_json("[9223372036854775808]", "x")
-    with pytest.raises(ValueError, match="400 digits"):
-        config.load("demo", [f"run.seed={'9' * 400}"])
     with pytest.raises(ValueError, match="to be written is no JSON of ours"):  # nor is it written
         manifest.written({"seed": 10**30})
     for command in ("extract", "eval", "lab prune", "lab compare"):
         done = CliRunner().invoke(app, [*command.split(), "x", "--seed", "9" * 30])
         assert (done.exit_code, "--seed" in done.output) == (2, True), command
-    shutil.rmtree(tmp_path / "folder", ignore_errors=True)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/config.json").write_text(NESTED)
-    with pytest.raises(ValueError, match="could not be loaded"):
-        huggingface.from_folder_or_hub(str(tmp_path / "folder"))
-    for key, value in (("n_layer", "x"), ("n_layer", -1), ("dtype", "float1"), ("n_head", [])):
-        shutil.copytree(home / "parent", tmp_path / "folder", dirs_exist_ok=True)
-        change(tmp_path / "folder/config.json", **{key: value})
+    folder = tmp_path / "folder"
+    for values in (None, {"n_layer": "x"}, {"n_layer": -1}, {"dtype": "float1"}, {"n_head": []}):
+        shutil.copytree(home / "parent", folder, dirs_exist_ok=True)
+        change(folder / "config.json", **values or {})
+        if values is None:
+            (folder / "config.json").write_text(NESTED)
         with pytest.raises(ValueError, match="folder could not be loaded: "):
-            huggingface.from_folder_or_hub(str(tmp_path / "folder"))
+            huggingface.from_folder_or_hub(str(folder))
 
 
 def test_a_loss_of_1e308_is_not_believed(tmp_path):
     """Neither from a worker nor from a metrics file, where a sum of two overflows."""
-    import torch
-
     cfg = config.from_dict({}).train
     sent = torch.ones(1, 4)
     assert reason_to_reject(cfg, sent.clone(), sent, 11.0 * cfg.interval) is None
     for loss in (1e308, -1.0, float("nan")):
         assert "loss" in reason_to_reject(cfg, sent.clone(), sent, loss)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text('{"round": 1, "loss": 1e308}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, round 1: a loss of 1e\+308"):
-        read_training(tmp_path / "run")
-    (tmp_path / "run/metrics.jsonl").write_text('[1]\n{"round": 2, "loss": "low"}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, round 2: a loss of 'low'"):
-        read_training(tmp_path / "run")
-    (tmp_path / "run/metrics.jsonl").write_text('{"round": 3, "loss": 1.0, "n_tokens": Infinity}\n')
-    with pytest.raises(ValueError, match=r"round 3: inf tokens"):
-        read_training(tmp_path / "run")
+    for text, said in {
+        '{"round": 1, "loss": 1e308}\n': r"metrics\.jsonl, round 1: a loss of 1e\+308",
+        '[1]\n{"round": 2, "loss": "low"}\n': r"metrics\.jsonl, round 2: a loss of 'low'",
+        '{"round": 3, "loss": 1.0, "n_tokens": Infinity}\n': r"round 3: inf tokens",
+    }.items():
+        (tmp_path / "metrics.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            read_training(tmp_path)
 
 
 # ---------------------------------------------------------------- writing
@@ -568,27 +505,20 @@ def test_extract_leaves_foreign_files_alone(tmp_path, home):
     deploy.save_ticket(parent, blueprint, target)
     (target / "notes").mkdir()
     (target / "notes/mine.txt").write_text("keep me")
-    (target / "eval.json").write_text("{}")
     (target / "empty").mkdir()
     links = {"to a folder": home, "to nothing": Path("nowhere")}
     for name, leads in links.items():
         (target / name).symlink_to(leads)
-    full = parent.block_map.full()
-    deploy.save_ticket(parent, full, target)
-    assert (target / "notes/mine.txt").read_text() == "keep me"
-    assert (target / "eval.json").exists()
-    assert (target / "empty").is_dir()
-    assert {name: (target / name).readlink() for name in links} == links
+    deploy.save_ticket(parent, parent.block_map.full(), target)
     assert deploy.load_ticket(target).num_parameters() == parent.central.layout.n_params
     record = deploy.read_ticket(target)
     old = {key: value for key, value in record.items() if key not in ("files", "sha256")}
     (target / "ticket.json").write_text(json.dumps(old))  # of before manifests: known by name
     deploy.save_ticket(parent, blueprint, target)
     assert (target / "notes/mine.txt").read_text() == "keep me"
-    foreign = {"notes/mine.txt", "eval.json"}
-    assert not foreign & set(
-        deploy.read_ticket(target)["files"]
-    )  # there, and nobody vouches for them
+    assert (target / "empty").is_dir()
+    assert {name: (target / name).readlink() for name in links} == links
+    assert "notes/mine.txt" not in deploy.read_ticket(target)["files"]  # nobody vouches for it
 
 
 KILLED = """
@@ -667,80 +597,60 @@ def test_a_full_disk_names_the_path(tmp_path, home):
 # ---------------------------------------------------------------- names and texts
 
 NAME = "a$\\frac$ <script>alert(1)</script> \x1b]0;title\x07\x1b[2J\x9b2J"
+CODES = {"\x1b", "\x9b"}  # ESC [ is also one character
 
 
-def test_names_are_text_on_the_page_in_markdown_and_on_a_terminal(tmp_path, monkeypatch, capsys):
+def test_names_are_text_wherever_they_are_printed(tmp_path, monkeypatch, capsys):
+    """On a page, a card and in a table, where a name may hold backticks and bars; on a terminal."""
     run = tmp_path / NAME
     run.mkdir(parents=True)
     row = {"round": 1, "loss": 2.0, "n_tokens": 10, "seconds": 1.0, "bytes_down": 1, "bytes_up": 1}
-    (run / "metrics.jsonl").write_text(
-        "".join(json.dumps(row | {"round": r}) + "\n" for r in (1, 2))
-    )
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (run / "run.json").write_text(json.dumps({"config": {}, "command": "x ``` <b>"}))
     text = report([run], tmp_path / "report")
     assert "<script>alert" not in text
     assert "```` x ``` <b> ````" in text  # code, whatever it holds
-    console = terminal._Console(file=io.StringIO(), force_terminal=False)
-    table = terminal.table(NAME, NAME)
-    table.add_row(NAME)
-    console.print(NAME, table)
-    assert isinstance(console, Console)
-    assert not {"\x1b", "\x9b"} & set(console.file.getvalue())  # ESC [ is also one character
-    assert "alert(1)" in console.file.getvalue()
-    bar, seen = terminal.progress(True), Console(file=io.StringIO(), width=300)
-    bar.add_task(NAME, total=1, note=NAME)
-    seen.print(bar.get_renderable())
-    assert not {"\x1b", "\x9b"} & set(seen.file.getvalue())
-    assert seen.file.getvalue().count("alert(1)") == 2
-    monkeypatch.setattr(sys, "argv", ["twistlm", "eval", f"./{NAME}x/y"])
-    with pytest.raises(SystemExit):
-        main()
-    assert not {"\x1b", "\x9b"} & set(capsys.readouterr().err)
-
-
-def test_long_work_says_in_a_log_how_far_it_is(monkeypatch, capsys):
-    """Without a terminal a line every EVERY seconds for each task, once for a finished one; none of
-    silent ranks.
-    """
-    clock = iter([0.0, 10.0, 31.0, 31.0, 40.0, 62.0, 62.0])
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
-    with terminal.progress() as bar:
-        task = bar.add_task("dense rounds", total=4, note="")
-        bar.advance(task)
-        bar.update(task, completed=2, note="loss 3.2\x1b[2J")
-        bar.advance(task)
-        bar.advance(task)
-    first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("dense rounds 2/4, 0:00:00 so far")
-    assert first.endswith(", loss 3.2[2J")
-    assert last.startswith("dense rounds 4/4, ")
-    monkeypatch.undo()
-    monkeypatch.setattr(terminal, "EVERY", 0.0)
-    with terminal.progress() as bar:
-        tasks = [bar.add_task(name, total=2, note="") for name in ("one", "two")]
-        bar.update(tasks[0], completed=2)
-        bar.update(tasks[0], completed=2)
-        bar.update(tasks[1], completed=1)
-    told = [line.partition(",")[0] for line in capsys.readouterr().err.splitlines()]
-    assert told == ["one 2/2", "two 0/2", "two 0/2", "two 1/2"]
-    with terminal.progress(quiet=True) as bar:
-        bar.advance(bar.add_task("dense rounds", total=4, note=""))
-    assert capsys.readouterr().err == ""
-
-
-def test_names_are_text_on_a_card_and_in_a_comparison(tmp_path, monkeypatch):
-    """A name in code may hold backticks, one in a table a bar."""
     name = "a`<i>`|" + NAME.replace("</script>", "")
     monkeypatch.setattr(sys, "argv", ["twistlm", "extract", name])
     parent, blueprint = families_table.open_parent("gpt2", "head", tmp_path / name)
     deploy.save_ticket(parent, blueprint, tmp_path / "ticket", {"note": name})
     card = (tmp_path / "ticket/README.md").read_text()
-    table = to_markdown([("parent", "perplexity"), (name, "3.0")])
-    for text in (card, table):
-        assert not {"\x1b", "\x9b"} & set(text)
+    for text in (card, to_markdown([("parent", "perplexity"), (name, "3.0")])):
+        assert not CODES & set(text)
         outside = re.sub(r"(`+) .*? \1", "", text)  # code spans
-        assert "<script>" not in outside
-        assert "<i>" not in outside
+        assert not re.search("<script>|<i>", outside)
     assert "`` twistlm extract 'a`<i>`|" in card  # the command as it was
     row = next(line for line in card.splitlines() if line.startswith("| note"))
     assert len(re.findall(r"(?<!\\)\|", row)) == 4
+    console = terminal._Console(file=io.StringIO(), force_terminal=False)
+    table = terminal.table(NAME, NAME)
+    table.add_row(NAME)
+    console.print(NAME, table)
+    bar, seen = terminal.progress(True), Console(file=io.StringIO(), width=300)
+    bar.add_task(NAME, total=1, note=NAME)
+    seen.print(bar.get_renderable())
+    _, _, err = in_process(monkeypatch, capsys, "eval", f"./{NAME}x/y")
+    for text in (console.file.getvalue(), seen.file.getvalue(), err):
+        assert not CODES & set(text)
+        assert "alert(1)" in text
+
+
+def test_long_work_says_in_a_log_how_far_it_is(monkeypatch, capsys):
+    """Without a terminal a line for each task, once for a finished one; none of silent ranks."""
+    monkeypatch.setattr(terminal, "EVERY", 0.0)
+    with terminal.progress() as bar:
+        tasks = [bar.add_task(name, total=2, note="3.2\x1b[2J") for name in ("one", "two")]
+        bar.update(tasks[0], completed=2)
+        bar.update(tasks[0], completed=2)
+        bar.update(tasks[1], completed=1)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [
+        "one 2/2",
+        "two 0/2",
+        "two 0/2",
+        "two 1/2",
+    ]
+    assert all(line.endswith(", 3.2[2J") for line in lines)
+    with terminal.progress(quiet=True) as bar:
+        bar.advance(bar.add_task("dense rounds", total=4, note=""))
+    assert capsys.readouterr().err == ""

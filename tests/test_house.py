@@ -35,12 +35,10 @@ FLOORS = [  # a room imports from rooms on lines above its own; two rooms on a l
 
 
 def imports(name: str, source: str) -> set[str]:
-    """Our own modules that a module imports: `from .x import y`, `from ..x import y`, `from .
-    import x`.
-    """
-    package = name.split(".")[:-1]
-    if name in {".".join(other.split(".")[:-1]) for other in SOURCES}:  # a folder's __init__
-        package = name.split(".")
+    """Our modules that a module imports: `from .x import y`, `from ..x import y`, `from . import x`."""
+    package = name.split(".")
+    if not any(other.startswith(f"{name}.") for other in SOURCES):  # not a folder's __init__
+        package = package[:-1]
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level > 0:
@@ -57,11 +55,8 @@ def room(module: str) -> str:
     return module.split(".")[0]
 
 
-def test_every_module_stands_in_a_room():
-    assert {room(name) for name in SOURCES} - {"__init__"} == set().union(*FLOORS)
-
-
 def test_no_room_imports_upwards_or_its_neighbour():
+    assert {room(name) for name in SOURCES} - {"__init__"} == set().union(*FLOORS)
     floor = {name: i for i, names in enumerate(FLOORS) for name in names}
     wrong = [
         f"{name} imports {other}"
@@ -81,23 +76,6 @@ def test_modules_form_no_circle():
         for name in free:
             del rest[name]
     assert not rest, {name: others & rest.keys() for name, others in rest.items()}
-
-
-def test_no_import_needs_an_alias():
-    """A name that would clash is a name that says too little."""
-    for name, source in SOURCES.items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom) and node.level > 0:
-                assert all(alias.asname is None for alias in node.names), (name, node.lineno)
-
-
-def test_rooms_of_the_lab_go_one_way():
-    floors = ["points", "bench", "compare"]
-    for name, source in SOURCES.items():
-        for other in imports(name, source) if name.startswith("lab.") else ():
-            if other.startswith("lab."):
-                mine, theirs = (floors.index(each.split(".")[1]) for each in (name, other))
-                assert theirs <= mine, f"{name} imports {other}"
 
 
 def test_model_names_stand_in_families_and_exports_alone():
@@ -142,16 +120,10 @@ def test_ray_is_an_extra():
             assert not [line for line in lines if re.search(banned, line)], name
 
 
-def test_no_pickle_on_wire_or_disk():
+def test_no_pickle_on_wire_or_disk_and_nothing_of_the_paper():
     """What unpickles runs code: torch's object collectives, torch.load and pickle itself."""
     words = r"pickle|(send|recv|gather|scatter|broadcast)_object|torch\.(load|save)\b"
-    words += r"|\bmarshal\b|shelve|joblib"
+    words += r"|\bmarshal\b|shelve|joblib|\b(from|import) paper\b"  # paper/ is not in the wheel
     for name, source in SOURCES.items():
         code = re.sub(r'"""(.|\n)*?"""|#.*', "", source)
         assert not re.findall(words, code), name
-
-
-def test_the_product_knows_nothing_of_the_paper():
-    """paper/ is not in the wheel."""
-    for name, source in SOURCES.items():
-        assert not re.findall(r"^\s*(from|import) paper\b", source, re.MULTILINE), name

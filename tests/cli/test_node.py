@@ -1,6 +1,4 @@
-"""Ray that is missing, unreachable, open, of another version, too small or gone: one sentence each,
-in time.
-"""
+"""Ray that is missing, unreachable, open, another version, too small or gone: one sentence."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def test_no_address(refused, address):
     refused(f"ray.address={address}", parts=(f"ray.address = '{address}'", "host:port"))
 
 
-def test_heads_that_cannot_be_used(refused):
+def test_heads_that_cannot_be_used(refused, monkeypatch, tmp_path):
     refused("ray.address=127.0.0.1:1", parts=("no Ray head answers at 127.0.0.1:1",))
     with head("127.0.0.1", wanted="another") as address:
         refused(f"ray.address={address}", parts=(address, "does not accept this token"))
@@ -93,9 +91,6 @@ def test_heads_that_cannot_be_used(refused):
         refused(f"ray.address={address}", parts=("has version 3.99.1 of Python, this process",))
     with head(own_address()) as address:
         refused(f"ray.address={address}", parts=(address, "asks for no token", "ray.open=true"))
-
-
-def test_a_token_that_is_not_here(refused, monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
     with head("127.0.0.1", wanted="another") as address:
