@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import typer
@@ -104,16 +104,9 @@ def shell_commands(script: str) -> list[list[str]]:
     for line in script.replace("\\\n", " ").splitlines():
         line = re.sub(r"(^|\s)#.*", "", line)
         for part in re.split(r"&&|\|\||[;|&]", line):
-            if words := _split(part):
-                found.append(words)
-    return found
-
-
-def _split(part: str) -> list[str]:
-    try:
-        return shlex.split(part)
-    except ValueError:  # a quote that ends on another line
-        return []
+            with suppress(ValueError):  # a quote that ends on another line
+                found.append(shlex.split(part))
+    return [words for words in found if words]
 
 
 def is_twistlm(words: list[str]) -> bool:
@@ -135,14 +128,9 @@ def check_twistlm(words: list[str]) -> str:
         raise AssertionError(f"{name}: {error} in: {' '.join(words)}") from None
     if "preset" in params:
         check_preset(params["preset"])
-    given = [word for key in ("overrides", "names", "sources") for word in params.get(key) or []]
-    for word in given:
-        if "=" in word:
-            check_override(word)
-        else:
-            assert "overrides" not in params, (
-                f"{word} is no section.key=value in: {' '.join(words)}"
-            )
+    mixed = [word for word in params.get("sources") or [] if "=" in word]
+    for word in [*(params.get("overrides") or []), *mixed]:
+        check_override(word)
     return name.removeprefix("twistlm ")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import json
-import os
 import re
 import resource
 import shutil
@@ -349,22 +348,15 @@ def test_no_call_into_transformers_may_run_code_from_a_folder():
 EVIL = 'open("ran", "w")\nfrom transformers import GPT2Config as C, GPT2LMHeadModel as M\n'
 
 
-def test_a_piped_y_answers_nothing(tmp_path):
+def test_a_piped_y_answers_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\n"))
     auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nosuch", "auto_map": auto}))
-    (tmp_path / "evil.py").write_text(EVIL)
-    done = subprocess.run(
-        [sys.executable, "-m", "twistlm", "generate", ".", "--prompt", "hi"],
-        cwd=tmp_path,
-        input="y\ny\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(tmp_path / "cache")},
-    )
-    assert not (tmp_path / "ran").exists(), done.stdout
-    assert done.returncode == 2
-    assert "runs no code from a model's folder" in done.stderr
+    Path("config.json").write_text(json.dumps({"model_type": "nosuch", "auto_map": auto}))
+    Path("evil.py").write_text(EVIL)
+    said = in_process(monkeypatch, capsys, "generate", ".", "--prompt", "hi")
+    check_refusal(*said, ("runs no code from a model's folder",))
+    assert not Path("ran").exists()
 
 
 # ---------------------------------------------------------------- absurd sizes

@@ -35,7 +35,7 @@ FLOORS = [  # a room imports from rooms on lines above its own; two rooms on a l
 
 
 def imports(name: str, source: str) -> set[str]:
-    """Our modules that a module imports: `from .x import y`, `from ..x import y`, `from . import x`."""
+    """Our modules that a module imports, by `from .x import y` or `from . import x`."""
     package = name.split(".")
     if not any(other.startswith(f"{name}.") for other in SOURCES):  # not a folder's __init__
         package = package[:-1]

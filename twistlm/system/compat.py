@@ -1,8 +1,4 @@
-"""Where twistlm reaches into torch and transformers beyond their public interface: one place to
-look.
-
-Nothing happens at import, and neither library is imported before a function here is called.
-"""
+"""Where twistlm reaches into transformers beyond its public interface; imports happen in calls."""
 
 from __future__ import annotations
 
@@ -14,14 +10,9 @@ from typing import Any
 
 TRANSFORMERS = ((5, 14), (6,))  # from, below: as pyproject.toml has it
 
-# (config class that transformers chose, contents of config.json) -> the class to use
-ChooseClass = Callable[[type, dict[str, Any]], type]
-
 
 def check_transformers() -> None:
-    """A version of transformers that twistlm cannot work with is one sentence, before anything is
-    imported.
-    """
+    """Refuse a version of transformers that twistlm cannot work with, before it is imported."""
     least, below = TRANSFORMERS
     try:
         found = importlib.metadata.version("transformers")
@@ -35,13 +26,11 @@ def check_transformers() -> None:
         )
 
 
-def choose_config_class(choose: ChooseClass) -> None:
-    """Let `choose` replace the class that transformers picks for a config.json; a second call does
-    nothing.
+def choose_config_class(choose: Callable[[type, dict[str, Any]], type]) -> None:
+    """Let `choose(class of transformers, config.json)` pick the config class; twice does nothing.
 
-    transformers finds config classes by `model_type` alone, and `AutoConfig.register` can only
-    replace the class of a type for all models of it. Two classes that share a type need this patch
-    of `PreTrainedConfig.from_dict`.
+    transformers finds classes by `model_type` alone, and `AutoConfig.register` replaces one for all
+    models of a type. Two classes that share a type need this patch of `PreTrainedConfig.from_dict`.
     """
     from transformers.configuration_utils import PreTrainedConfig
 
@@ -58,8 +47,7 @@ def choose_config_class(choose: ChooseClass) -> None:
 def quiet_transformers() -> None:
     """Errors only and no progress bars from transformers, in this process and those it starts.
 
-    For programs whose own output is all that should be seen: the command line. What the user set in
-    the environment stays.
+    What the user set in the environment stays.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -23,9 +23,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"run.device = {name!r}: use auto, cpu, cuda or cuda:N")
     if device.type == "cpu" and platform.machine() in ("aarch64", "arm64"):
-        # oneDNN's path for a transposed matrix is 14x slower than OpenBLAS at small sizes on ARM
-        # and
-        # no faster at large ones (docs/log.md); every backward pass has one per linear
+        # oneDNN's path for a transposed matrix, one per linear in every backward pass, is 14x
+        # slower than OpenBLAS at small sizes on ARM and no faster at large ones (docs/log.md)
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment,unused-ignore]
     if device.type == "cuda":
         n_gpus = torch.cuda.device_count()
@@ -38,8 +37,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 @contextmanager
 def cpu_threads(n: int) -> Iterator[None]:
-    """torch computes with n CPU threads inside, and with as many as before afterwards; 0 changes
-    nothing.
+    """torch computes with n CPU threads inside, and with as many as before afterwards; 0: as now.
 
     Another number adds up in another order, so whoever computes next must not inherit it.
     """
@@ -83,9 +81,7 @@ def to_device(ids: Tensor, device: torch.device) -> Tensor:
 
 @dataclass
 class BufferPool:
-    """Buffers by name, used again and grown: the first touch of fresh memory costs more than its
-    transfer.
-    """
+    """Buffers by name, used again: the first touch of fresh memory costs more than its transfer."""
 
     kept: dict[str, Tensor] = field(default_factory=dict)
 

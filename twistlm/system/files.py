@@ -127,7 +127,7 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:  # another user's
-        return True
+        pass
     return True
 
 
@@ -175,7 +175,6 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            left = [path.name for path in folder.iterdir()]
-            if left == [LOCK]:  # refused before anything was written
+            if os.listdir(folder) == [LOCK]:  # refused before anything was written
                 (folder / LOCK).unlink()
                 folder.rmdir()

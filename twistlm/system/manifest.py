@@ -165,9 +165,7 @@ def folder_files(folder: Path) -> dict[str, Path]:
 
 
 def foreign_files(folder: Path, ours: Collection[str]) -> list[Path]:
-    """What else lies in a folder, as paths in it: files, links wherever they lead, and empty
-    folders.
-    """
+    """What else lies in a folder, as paths in it: files, links, and empty folders."""
     found = (
         path.relative_to(folder)
         for path in sorted(folder.rglob("*"))
@@ -177,8 +175,7 @@ def foreign_files(folder: Path, ours: Collection[str]) -> list[Path]:
 
 
 def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> list[str]:
-    """Compare a folder with its record, every byte; sentences about `editable` files that were
-    changed.
+    """Compare a folder with its record, every byte; sentences about changed `editable` files.
 
     Foreign files in the folder are nobody's business. A folder of before manifests passes unread.
     """
@@ -195,9 +192,7 @@ def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> l
 
 
 def check_model_folder(folder: Path) -> None:
-    """A Hugging Face folder that is a checkpoint or a ticket must be as it was written; others pass
-    unread.
-    """
+    """A checkpoint or ticket must be as it was written; other Hugging Face folders pass unread."""
     for record, editable in BESIDE_MODELS.items():
         if (folder / record).is_file():
             said = read_json(folder / record)

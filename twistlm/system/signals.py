@@ -1,6 +1,4 @@
-"""SIGINT and SIGTERM as a wish that a loop reads, and a parent that speaks for a process that was
-ended.
-"""
+"""SIGINT and SIGTERM as a request that a loop reads; a parent that speaks for an ended process."""
 
 from __future__ import annotations
 
@@ -84,17 +82,9 @@ def end_with_parent(number: int) -> None:
 
 
 def end_with_launcher() -> None:
-    """Under torchrun: no rank outlives it, to train on where nobody looks and hold ports and the
-    run's folder.
-    """
+    """Under torchrun: no rank outlives it, to train on and hold ports and the run's folder."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # in good order, with a checkpoint
-
-
-def _adopt() -> None:
-    """Where Linux runs, become the parent of all that one's children leave behind."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def children(parent: int) -> list[int]:
@@ -107,18 +97,9 @@ def children(parent: int) -> list[int]:
     return found
 
 
-def _end_children() -> None:
-    """Kill what is left; with each of them its own children become ours."""
-    while left := children(os.getpid()):
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
 @contextmanager
 def apart(sentence: str) -> Iterator[None]:
-    """Go on in a child process, for libraries that end their process without a word (`_exit(1)`,
-    `abort`).
+    """Go on in a child process, for libraries that end theirs without a word (`_exit`, `abort`).
 
     The parent passes signals on, ends as the child does, and leaves nothing behind that the child
     has started; where the child was ended by such a library, it ends with `sentence` and TOO_FEW.
@@ -129,7 +110,8 @@ def apart(sentence: str) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     ends, parent = os.pipe(), os.getpid()
-    _adopt()
+    with suppress(OSError, AttributeError):  # Linux: adopt what one's children leave behind
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it cannot wait for a child
     # a signal that comes before the parent can pass it on waits
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -162,7 +144,10 @@ def _stand_by(
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         time.sleep(LOOK)
     code = os.waitstatus_to_exitcode(ended[1])
-    _end_children()
+    while left := children(os.getpid()):  # with each of them its own children become ours
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     if os.read(end, 1) or code == 0:
         return SystemExit(code if code >= 0 else 128 - code)
     if code in (1, -signal.SIGABRT):
