@@ -25,8 +25,7 @@ from twistlm.system import terminal
 from twistlm.tickets.parent import Parent
 from twistlm.tickets.ticket_scale import TicketScales, choice_text, random_tickets, score_tickets
 from twistlm.training import checkpoint, engines
-from twistlm.training.progress import Progress
-from twistlm.training.run import Run
+from twistlm.training.run import Progress, Run
 from twistlm.training.startup import scored_sequences, set_up
 from twistlm.transport.ranks import Cluster
 
@@ -111,7 +110,7 @@ def train(
         task = bar.add_task(f"{t.method} rounds", total=run.end(progress), note="")
         for outcome in _rounds(lab, run, progress):
             progress, sent, stats = outcome.progress, outcome.traffic, outcome.stats
-            n_bytes = sent.down.total + sent.up.total
+            n_bytes = sent.down + sent.up
             spent = Spent(
                 tokens=spent.tokens + stats.n_tokens,
                 bytes=spent.bytes + n_bytes,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from twistlm.data.stream import Leases
 from twistlm.model import families, huggingface
 from twistlm.model.central import Central, create
-from twistlm.training.progress import Progress
+from twistlm.training.run import Progress
 
 CPU = torch.device("cpu")
 FLOAT64_TRAIN = {  # exact enough to compare engines: 1e-10

@@ -31,8 +31,7 @@ from twistlm.model.central import subnet_buffer
 from twistlm.model.layout import holders
 from twistlm.model.subnet import gate_values, scales
 from twistlm.training import aggregator, rounds
-from twistlm.training.progress import Progress
-from twistlm.training.run import Run
+from twistlm.training.run import Progress, Run
 from twistlm.training.startup import set_up
 from twistlm.transport.ranks import Cluster
 

@@ -60,7 +60,8 @@ def train_all(n: int, folder: Path, jobs: list[dict[str, Any]]) -> list[BaseProc
 
 def _train_all(jobs: list[dict[str, Any]], ports: list[int]) -> None:
     from twistlm import config
-    from twistlm.training import rounds, shards
+    from twistlm.training import rounds
+    from twistlm.training.engines import sharded as shards
 
     for job, port in zip(jobs, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)

@@ -45,7 +45,7 @@ from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest
 from twistlm.tickets.runnable import verify
 from twistlm.training import checkpoint, rounds
-from twistlm.transport.checks import reason_to_reject
+from twistlm.transport.protocol import reason_to_reject
 
 # ---------------------------------------------------------------- files of version 0.1
 

@@ -88,7 +88,7 @@ def test_model_names_stand_in_families_and_exports_alone():
     may_name_types = {
         "cli.training", "cli.tickets", "cli.measure",
         "cli.look", "lab.bench.deploy", "config",
-        "model.huggingface", "training.plan", "transport.traffic",
+        "model.huggingface", "training.plan",
     }  # fmt: skip
     for name, source in SOURCES.items():
         if name == "model.families" or room(name) == "export":

@@ -19,7 +19,7 @@ from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.runnable import open_runnable, write
 from twistlm.training import checkpoint
-from twistlm.training.progress import beginning
+from twistlm.training.run import beginning
 
 VOCAB = 300
 PROMPT = "the café – naïve words"  # bytes that need more than one token

@@ -51,7 +51,7 @@ from twistlm.model import huggingface
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.training import checkpoint
-from twistlm.training.progress import beginning
+from twistlm.training.run import beginning
 
 KEYS = BOTH + ALONE
 every_key = pytest.mark.parametrize("key", KEYS, ids="/".join)

@@ -139,28 +139,6 @@ def test_manifest_describes_the_run(tmp_path, cfg, model):
         assert file_sha256(path / name) == sha256
 
 
-def test_restore_refuses_another_model(tmp_path, cfg, model):
-    path = checkpoint.save(
-        tmp_path, random_central(model, cfg), random_progress(model, cfg), cfg, model, None, keep=1
-    )
-    wider = huggingface.load(
-        tiny("x", tmp_path, model={"config": cfg.model.config | {"n_embd": 32}}).model, 0
-    )
-    with pytest.raises(
-        ValueError, match=r"checkpoint of another model: .* \(48,\) there and \(96,\) here"
-    ):
-        checkpoint.restore(
-            checkpoint.verify(path), wider, families.partition(wider, cfg.blocks), CPU
-        )
-    deeper = huggingface.load(
-        tiny("x", tmp_path, model={"config": cfg.model.config | {"n_layer": 4}}).model, 0
-    )
-    with pytest.raises(ValueError, match=r"another model: transformer\.h\.3.* None there"):
-        checkpoint.restore(
-            checkpoint.verify(path), deeper, families.partition(deeper, cfg.blocks), CPU
-        )
-
-
 # ---------------------------------------------------------------- which ones stay
 
 

@@ -268,7 +268,7 @@ def test_masked_equals_physical(request, tmp_path, which):
     if which == "cached":
         row = json.loads((reference.parents[1] / "metrics.jsonl").read_text().splitlines()[0])
         # workers, steps, batch, predictions
-        assert row["bytes"]["teacher"] == 3 * 3 * 2 * 15 * 8 * 4
+        assert row["bytes_teacher"] == 3 * 3 * 2 * 15 * 8 * 4
 
 
 @pytest.mark.parametrize(("method", "teacher"), [("twist", "cache"), ("dropout", "start")])

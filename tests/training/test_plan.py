@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -11,7 +10,6 @@ import pytest
 import torch
 from commands import toml
 from conftest import tiny, tiny_table
-from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paper.printed import gpt2_params, half_shares
@@ -22,10 +20,8 @@ from twistlm.data.token_file import open_tokens
 from twistlm.model import families, huggingface
 from twistlm.model.blocks import count
 from twistlm.model.subnet import Gate
-from twistlm.system import terminal
 from twistlm.training import plan, rounds
 from twistlm.training.teacher import write_cache
-from twistlm.transport import traffic
 
 TABLE_2 = {  # TB, 4 workers, 3 epochs
     ("attn", "10/12"): 44.35, ("attn", "8/12"): 43.20, ("attn", "6/12"): 42.05, ("attn", "4/12"): 40.90,
@@ -135,37 +131,26 @@ def test_a_teacher_s_parameters_bytes_and_share_of_the_time(tokens, tmp_path, ca
     model = huggingface.load(deep, 0)
     model.save_pretrained(tmp_path / "teacher")
     n_params = sum(p.numel() for p in model.parameters())
-    small = sum(p.numel() for p in huggingface.load(start, 0).parameters())
     table = tiny_table(tokens, tmp_path / "run", train={"moments": "reset"})
     made = toml(tmp_path / "tiny.toml", table)
     alone, printed = plan_of(tmp_path, capsys, made)
-    assert alone["teacher"] is None
+    assert alone["teacher_params"] == alone["teacher_bytes"] == 0
     assert "teacher" not in printed
     taught, printed = plan_of(tmp_path, capsys, made, f"train.teacher={tmp_path / 'teacher'}")
-    assert taught["teacher"] == {"n_params": n_params, "round_bytes": 0}
+    assert (taught["teacher_params"], taught["teacher_bytes"]) == (n_params, 0)
     assert f"{n_params:,} parameters beside every worker" in printed
     cfg = config.load(str(made))
     n_logits = cfg.train.batch * 15 * 64
-    added = taught["gpu_bytes"]["worker"] - alone["gpu_bytes"]["worker"]
+    added = taught["worker_bytes"] - alone["worker_bytes"]
     assert added == 2 * (n_params + n_logits)
-    share = taught["here"]["teacher_share"]
-    assert share / (1 - share) > 2 * n_params / (6 * small)
     t = cfg.train
     n_predictions = t.n_workers * t.interval * t.batch * 15  # predictions
     cached, _ = plan_of(tmp_path, capsys, made, "train.teacher=cache")
-    assert cached["teacher"] == {"n_params": 0, "round_bytes": n_predictions * 64 * 4}
+    assert cached["teacher_bytes"] == n_predictions * 64 * 4
     write_cache(open_tokens(tokens), str(tmp_path / "teacher"), 5, 16, "cpu", quiet=True)
     cached, printed = plan_of(tmp_path, capsys, made, "train.teacher=cache")
-    assert cached["teacher"] == {"n_params": 0, "round_bytes": n_predictions * 5 * 4}
+    assert cached["teacher_bytes"] == n_predictions * 5 * 4
     assert "the teacher's cache: " in printed
-
-
-def test_links_carry_what_workers_hold():
-    """The recipe's workers hold all blocks; the paper's half of them, or what is asked for."""
-    demo, paper = config.load("demo"), config.load("paper")
-    held = {ratio: plan.make(demo, ratio).links.n_bytes["sharded"] for ratio in (None, "1", "4/12")}
-    assert held[None] == held["1"] > held["4/12"]
-    assert plan.make(paper).links == plan.make(paper, "1/2").links
 
 
 def test_hours_are_those_of_the_rounds_where_epochs_do_not_count(tmp_path, capsys):
@@ -198,9 +183,10 @@ def test_a_plan_for_any_family_and_config():
     assert ("both", "6/12") not in {(row.setting, row.ratio) for row in made.rows}  # 1.5 kv groups
 
 
-def third(*overrides: str, gbit: float = 1, tflops: float = 100) -> plan.Links:
-    """Links of GPT-2 small with a third of the blocks."""
-    return plan.make(config.load("paper", overrides), "1/3", gbit, tflops).links
+def third(*overrides: str, gbit: float = 1, tflops: float = 100) -> plan.Plan:
+    """GPT-2 small with a third of the blocks."""
+    held = ("blocks.k_attn=4", "blocks.k_ffn=4")
+    return plan.make(config.load("paper", [*held, *overrides]), gbit, tflops)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +195,9 @@ def third(*overrides: str, gbit: float = 1, tflops: float = 100) -> plan.Links:
 )
 def test_gpt2_small_at_a_third_in_float32(n_workers, ray, sharded, ddp):
     made = third("train.moments=reset", f"train.n_workers={n_workers}")
-    gigabytes = {engine: n / 1e9 for engine, n in made.n_bytes.items()}
+    gigabytes = {engine: n / 1e9 for engine, n in made.link_bytes.items()}
     assert gigabytes == pytest.approx({"ray": ray, "sharded": sharded, "ddp": ddp}, rel=0.008)
-    assert made.seconds["ray"] == pytest.approx(8 * made.n_bytes["ray"] / 1e9)
+    assert made.link_seconds["ray"] == pytest.approx(8 * made.link_bytes["ray"] / 1e9)
 
 
 def test_llama_7b_in_bf16():
@@ -225,69 +211,25 @@ def test_which_engine_to_take():
     assert third(gbit=10, tflops=0.01).take == "ray"
     assert third().take == "sharded"
     fast = third(gbit=100, tflops=1)  # the object store does not keep up
-    assert fast.seconds["ray"] == pytest.approx(8 * fast.n_bytes["ray"] / 5e9)
+    assert fast.link_seconds["ray"] == pytest.approx(8 * fast.link_bytes["ray"] / 5e9)
     assert third("train.interval=1").take == "ddp"
 
 
 def test_carried_moments_triple_the_bytes_and_a_narrow_wire_takes_them_back():
-    plain = third("train.moments=reset").n_bytes["sharded"]
-    assert third().n_bytes["sharded"] == pytest.approx(3 * plain)
+    plain = third("train.moments=reset").link_bytes["sharded"]
+    assert third().link_bytes["sharded"] == pytest.approx(3 * plain)
     # down 4 + 2 + 2, up 2 + 2 + 2 bytes of 8; down 4 + 1 + 2, up 1 + 1 + 2, and scales
-    assert third("run.wire=bf16").n_bytes["sharded"] == pytest.approx(12 / 8 * plain)
-    narrow = third("run.wire=int8").n_bytes["sharded"]
+    assert third("run.wire=bf16").link_bytes["sharded"] == pytest.approx(12 / 8 * plain)
+    narrow = third("run.wire=int8").link_bytes["sharded"]
     assert narrow == pytest.approx((7 + 5 * 4 / 256) / 8 * plain, rel=1e-6)
 
 
-@pytest.mark.parametrize("ratio", ["0", "5/4", "x", "1/0"])
-def test_a_share_that_is_none_is_refused(ratio):
-    with pytest.raises(ValueError, match="--ratio"):
-        plan.parse_share(ratio)
-
-
-def test_subnet_bytes_by_kind():
-    down, up = traffic.subnet_bytes(100, 1000, 3, "fp32")
-    assert down == up == traffic.Bytes(400, 3600, 8000)
-    down, up = traffic.subnet_bytes(512, 1024, 3, "int8")
-    assert down == traffic.Bytes(1024, 1024, 2 * (1024 + 16))
-    assert up == traffic.Bytes(520, 520, 2 * (1024 + 16))
-    down, up = traffic.subnet_bytes(100, 1000, 1, "fp32", torch.float64)
-    assert down == up == traffic.Bytes(800, 7200, 0)
-
-
-def test_other_counts_by_hand():
-    assert traffic.other_counts(100, [60, 70], interval=3) == {
-        "paper": 8 * 130, "ddp": 8 * 300, "least": 8 * 30,
-    }  # fmt: skip
-    assert traffic.other_counts(100, [60, 30], interval=3)["least"] == 0  # nobody holds some blocks
-
-
 def test_a_round_writes_its_bytes(tokens, tmp_path):
-    rounds.train(tiny(tokens, tmp_path / "run", train={"rounds": 1}), quiet=True)
+    cfg = tiny(tokens, tmp_path / "run", train={"rounds": 1})
+    rounds.train(cfg, quiet=True)
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
-    down = row["bytes"]["down"]
-    assert down == row["bytes"]["up"]
-    assert sum(down.values()) == row["bytes_down"]
-    assert down["moments"] == 2 * (down["shared"] + down["blocks"])
-    assert row["bytes"]["paper"] == 2 * (down["shared"] + down["blocks"])
-    assert 0 < row["bytes"]["least"] < row["bytes"]["paper"] < row["bytes"]["ddp"]
-    assert row["bytes_wire"] == 0
-
-
-def test_the_run_that_was_asked_for_in_80_characters(monkeypatch):
-    """All numbers of the links are readable, and nobody else's model is spoken of."""
-    narrow = Console(width=80, file=io.StringIO())
-    for module in (terminal, plan):
-        monkeypatch.setattr(module, "console", narrow)
-    cfg = config.load("paper")
-    made = plan.make(cfg)
-    plan.show(made, cfg)
-    shown = narrow.file.getvalue()
-    for engine in plan.ENGINES:
-        line = {plan._short(made.links.n_bytes[engine] / 1e9)}
-        line |= {plan._short(made.links.seconds[engine])}
-        assert any(line <= set(text.split()) for text in shown.splitlines()), engine
-    assert "Llama" not in shown
-    assert "XL" not in shown
+    assert row["bytes_down"] == row["bytes_up"] > 0
+    assert row["bytes_wire"] == row["bytes_teacher"] == 0
 
 
 SHAPES = {
@@ -297,8 +239,10 @@ SHAPES = {
 }
 
 
-def gpu_bytes(cfg: config.Config) -> plan.Memory:
-    return plan.gpu_bytes(plan.counted(cfg), plan.teacher_cost(cfg))
+def gpu_bytes(cfg: config.Config) -> tuple[int, int]:
+    """Of a worker, and of a process that plays all of them."""
+    run = plan.counted(cfg)
+    return plan.gpu_bytes(run, plan.teacher_cost(run)[0])
 
 
 @pytest.mark.parametrize(
@@ -315,17 +259,17 @@ def test_memory_of_a_worker_beside_an_h200(shape, batch, n_ffn, measured):
     own = [f"model.config.{key}" for key in SHAPES[shape]] + [f"blocks.n_ffn={n_ffn}"]
     whole = [f"blocks.k_attn={n_ffn}", f"blocks.k_ffn={n_ffn}", f"train.batch={batch}"]
     cfg = config.load("paper", ["model.weights=random", *own, *whole])
-    assert gpu_bytes(cfg).worker == pytest.approx(measured, rel=0.05)
+    assert gpu_bytes(cfg)[0] == pytest.approx(measured, rel=0.05)
 
 
 def test_memory_of_the_recipe_beside_an_h200():
     """`peak_bytes` of SmolLM2's 250 rounds with masks for every sequence and a teacher (docs/results.md)."""
     found = gpu_bytes(config.load("smollm2"))
-    assert found.process == pytest.approx(11_926_939_136, rel=0.05)
+    assert found[1] == pytest.approx(11_926_939_136, rel=0.05)
     alone = gpu_bytes(config.load("smollm2", ["train.teacher=none"]))
     n_logits, n_params = 8 * 1023 * 49_152, 134_515_008
-    assert found.process - alone.process == 2 * (n_logits + n_params)  # its weights, its logits
-    assert found.process - found.worker == 2 * 3 * 4 * n_params
+    assert found[1] - alone[1] == 2 * (n_logits + n_params)  # its weights, its logits
+    assert found[1] - found[0] == 2 * 3 * 4 * n_params
 
 
 HAND = [
@@ -338,7 +282,7 @@ HAND = [
 ]
 
 
-def hand_memory(*changes: str) -> plan.Memory:
+def hand_memory(*changes: str) -> tuple[int, int]:
     """Of the demo's GPT-2 (4 layers of d = 48, 12 heads, FFN 192), whose inner two layers are cut."""
     own = [f"blocks.{change}" for change in HAND]
     return gpu_bytes(config.load("demo", [*own, "train.batch=2", *changes]))
@@ -357,23 +301,23 @@ def test_memory_by_hand():
     whole = hand_memory()
     n_logits = 2 * 63 * 512
     kept = 2 * ((4 * layer + 2 * 48) * n_tokens + n_logits)
-    assert whole.worker == 16 * n_full + plan.REST + kept
-    assert whole.process - whole.worker == 2 * 3 * 4 * n_full  # the central buffer and its sums
+    assert whole[0] == 16 * n_full + plan.REST + kept
+    assert whole[1] - whole[0] == 2 * 3 * 4 * n_full  # the central buffer and its sums
     half = hand_memory("blocks.k_attn=6", "blocks.k_ffn=6")  # gated: a third output of attention
     less = 2 * 2 * n_tokens * (5 * 48 - (3 + 3) * 24 + 192)
-    assert whole.worker - half.worker == 16 * (n_full - subnet[6, 6]) + less
+    assert whole[0] - half[0] == 16 * (n_full - subnet[6, 6]) + less
     # a trainer for every width that comes up, activations of the largest alone
     both = hand_memory("blocks.k_attn=[6, 3]", "blocks.k_ffn=6")
-    assert both.worker - half.worker == 16 * subnet[3, 6]
+    assert both[0] - half[0] == 16 * subnet[3, 6]
     four = hand_memory("blocks.k_attn=[6, 3]", "blocks.k_ffn=[6, 4, 4]")  # 6 rounds, 4 pairs
-    assert four.worker - half.worker == 16 * (subnet[3, 6] + subnet[6, 4] + subnet[3, 4])
+    assert four[0] - half[0] == 16 * (subnet[3, 6] + subnet[6, 4] + subnet[3, 4])
     own = ("blocks.widths=worker", "blocks.k_attn=[6, 6, 3, 3]", "blocks.k_ffn=[6, 6, 4, 4]")
-    assert hand_memory(*own).worker - half.worker == 16 * subnet[3, 4]  # 2 pairs
+    assert hand_memory(*own)[0] - half[0] == 16 * subnet[3, 4]  # 2 pairs
     assert hand_memory("train.teacher=cache") == whole  # its predictions come with the tokens
     outer = hand_memory("train.outer=nesterov(0.7, 0.6)")
-    assert (outer.worker, outer.process) == (whole.worker, whole.process + 4 * n_full)
+    assert (outer[0], outer[1]) == (whole[0], whole[1] + 4 * n_full)
     dense = hand_memory("train.method=dense")
-    assert dense.process - dense.worker == 3 * 4 * n_full  # nothing is added up
+    assert dense[1] - dense[0] == 3 * 4 * n_full  # nothing is added up
 
 
 LAYERS = {

@@ -17,7 +17,8 @@ from checkpoints import FILES
 from conftest import make_tokens, tiny, tiny_table
 
 from twistlm import config
-from twistlm.training import rounds, shards
+from twistlm.training import rounds
+from twistlm.training.engines import sharded as shards
 from twistlm.training.startup import set_up
 from twistlm.transport.ranks import Cluster
 

@@ -27,8 +27,8 @@ from twistlm.model import families, huggingface
 from twistlm.model.central import Central
 from twistlm.system import files
 from twistlm.training import checkpoint, rounds
-from twistlm.training.progress import Progress
-from twistlm.training.writer import Writer
+from twistlm.training.checkpoint import Writer
+from twistlm.training.run import Progress
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,13 @@ import pytest
 import torch
 from conftest import tiny
 
-from twistlm.transport.checks import RejectedResult, check_result, reason_to_reject
-from twistlm.transport.protocol import RoundResult, checksum
+from twistlm.transport.protocol import (
+    RejectedResult,
+    RoundResult,
+    check_result,
+    checksum,
+    reason_to_reject,
+)
 
 SENT = torch.ones(3, 5000)
 CFG = tiny("x", "y")

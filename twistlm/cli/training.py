@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -156,12 +157,15 @@ def train(
     signals.end_with_launcher()  # also while the imports that follow take their time
     with signals.apart(NO_RAY) if cfg.run.variant == "ray" else nullcontext():
         from ..system.terminal import console
-        from ..training import rounds
-        from ..training.resume import check_there
+        from ..training import checkpoint, rounds
         from ..transport.ranks import on_central_rank
 
-        if resume and on_central_rank():
-            check_there(Path(cfg.run.out))
+        there = checkpoint.numbered(Path(cfg.run.out) / "checkpoints")
+        if resume and on_central_rank() and not there:
+            raise ValueError(
+                f"run.out = {cfg.run.out!r}: there is no checkpoint to resume; to start the run, "
+                f"leave out --resume, or say --auto-resume, which starts it where there is none"
+            )
         deadline = time.monotonic() + 60 * minutes
         is_late = (lambda: time.monotonic() >= deadline) if minutes else None
         last = rounds.train(cfg, resume=resume or auto_resume, is_late=is_late)
@@ -255,31 +259,23 @@ def eval_(
     epilog="Examples:\n\n"
     "twistlm plan paper\n\n"
     "twistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500\n\n"
-    "twistlm plan paper run.wire=int8 train.n_workers=16 --ratio 1/4 --gbit 10 --tflops 0.1"
+    "twistlm plan paper run.wire=int8 train.n_workers=16 --gbit 10 --tflops 0.1"
 )
 def plan(
     preset: Preset,
     overrides: Overrides = None,
-    ratio: Annotated[
-        str | None,
-        typer.Option(
-            help="Share of blocks behind the forecasts of links, as 4/12; default: blocks.k_...."
-        ),
-    ] = None,
     gbit: Annotated[float, typer.Option(help="Speed of every worker's link, Gbit/s.")] = 1.0,
     tflops: Annotated[
         float, typer.Option(help="Speed of a worker, TFLOP/s (`twistlm lab bench train`).")
     ] = 100.0,
     json_out: JsonOut = None,
 ) -> None:
-    """Hours and memory here, parameters, bytes, rounds and the busiest link, before anything is
-    trained.
-    """
+    """Hours here, memory, parameters, bytes, rounds and the busiest link, before training."""
     from .. import config
 
     cfg = config.load(preset, overrides or [])
     from ..training.plan import make, show
 
-    made = make(cfg, ratio, gbit, tflops)
+    made = make(cfg, gbit, tflops)
     show(made, cfg)
-    write_json(json_out, made.to_dict())
+    write_json(json_out, asdict(made))

@@ -22,7 +22,7 @@ from ..model.subnet import Means, scales
 from ..system import manifest
 from ..system.device import pick_device
 from ..training import checkpoint
-from ..training.progress import Progress
+from ..training.run import Progress
 
 
 @dataclass(frozen=True)

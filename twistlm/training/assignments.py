@@ -20,10 +20,9 @@ from ..model.masks import WorkerRound
 from ..model.subnet import Rho, gate_values, measure_rho, scale_of, scales
 from ..system.device import to_device
 from ..system.terminal import console
+from ..transport import wire
 from ..transport.ranks import TrainerKind
-from ..transport.traffic import Bytes, Traffic, other_counts, subnet_bytes
-from .progress import Progress
-from .run import Run
+from .run import Progress, Run
 
 RHO_DECAY = 0.9  # of the running rho per layer
 
@@ -45,6 +44,16 @@ def deal_of(segments: Segments, round: int, blueprints: list[Blueprint]) -> Deal
     """These blueprints, and where their blocks lie in the central buffer."""
     indices = [segments.index(blueprint) for blueprint in blueprints]
     return Deal(round, blueprints, indices, holders(segments, blueprints))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one round."""
+
+    down: int  # subnets to all workers
+    up: int  # and from them
+    wire: int  # what crossed a process boundary, seen from the central rank
+    teacher: int = 0  # from a teacher's cache, beside the tokens
 
 
 @dataclass(frozen=True)
@@ -108,18 +117,14 @@ class Assignments:
         run, dealt = self.run, self.deal.blueprints
         back = dealt if back is None else back
 
-        def size(blueprint: Blueprint) -> int:
-            return run.full.narrowed(run.block_map, run.block_map.widths(blueprint)).n_params
+        def shape(blueprint: Blueprint) -> tuple[int, int]:
+            widths = run.block_map.widths(blueprint)
+            return run.rows, run.full.narrowed(run.block_map, widths).n_params
 
-        def cost(blueprints: Sequence[Blueprint], way: int) -> Bytes:
-            fixed = (run.rows, run.cfg.run.wire, run.cut.dtype)
-            parts = (subnet_bytes(run.full.n_shared, size(b), *fixed) for b in blueprints)
-            return sum((part[way] for part in parts), Bytes())
-
-        other = other_counts(run.full.n_params, [size(b) for b in dealt], run.cfg.train.interval)
-        if n_bytes := teacher_cache_bytes(run, len(dealt)):
-            other["teacher"] = n_bytes
-        return Traffic(cost(dealt, 0), cost(back, 1), wired, other)
+        kind, dtype = run.cfg.run.wire, run.cut.dtype
+        down = sum(wire.down_bytes(kind, shape(blueprint), dtype) for blueprint in dealt)
+        up = sum(wire.up_bytes(kind, shape(blueprint), dtype) for blueprint in back)
+        return Traffic(down, up, wired, teacher_cache_bytes(run, len(dealt)))
 
 
 def everyone(run: Run) -> Present:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .. import config
@@ -34,7 +36,7 @@ from ..system import manifest
 from ..system.files import DRAFT, file_sha256, save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
-from .progress import Progress, beginning
+from .run import Progress, beginning
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
@@ -80,9 +82,8 @@ def save(
     """Write `folder/round-NNNNNN`; it appears whole or not at all, then older ones are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / folder_name(progress.round)
-    for dead in folder.glob(
-        f"{DRAFT}*"
-    ):  # of a process that was killed; a run's folder has one writer
+    # of a process that was killed; a run's folder has one writer
+    for dead in folder.glob(f"{DRAFT}*"):
         shutil.rmtree(dead, ignore_errors=True)
     with whole_folder(target) as draft:
         views = [central.layout.views(row) for row in central.buffer]
@@ -222,18 +223,11 @@ def template(checkpoint: Checkpoint) -> PreTrainedModel:
 def restore(
     checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap, device: torch.device
 ) -> Central:
-    """The central model as it was saved; `model` must be the architecture it was saved from."""
-    want, weights = huggingface.shapes(model), _load(checkpoint, "model.safetensors")
-    found = {name: tuple(t.shape) for name, t in weights.items()}
-    if want != found:
-        odd = next(n for n in sorted(want.keys() | found.keys()) if want.get(n) != found.get(n))
-        raise ValueError(
-            f"{checkpoint.path} is a checkpoint of another model: {odd} has shape {found.get(odd)} "
-            f"there and {want.get(odd)} here"
-        )
-    files = checkpoint.manifest["files"]
+    """The central model as it was saved; `model` is the checkpoint's `template`."""
+    files, weights = checkpoint.manifest["files"], _load(checkpoint, "model.safetensors")
     carry, outer = "moments.safetensors" in files, "outer.safetensors" in files
-    central = create(weights, want, block_map, carry=carry, outer=outer, device=device)
+    shapes = huggingface.shapes(model)
+    central = create(weights, shapes, block_map, carry=carry, outer=outer, device=device)
     if carry:
         moments = _load(checkpoint, "moments.safetensors")
         for row, prefix in ((1, "m/"), (2, "v/")):
@@ -278,3 +272,93 @@ def is_numbered(path: Path) -> bool:
 
 def _round(path: Path) -> int:
     return int(path.name[6:])
+
+
+class Writer:
+    """Saves the central model in a thread of its own; at most one checkpoint is in flight.
+
+    A disk that takes no more is said at once, with path and bytes, and is no reason to stop:
+    `failure` asks for another try after the next round. Only at the end it is an error.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        cfg: Config,
+        model: PreTrainedModel,
+        tokenizer: Path | None,
+        central: Central | None,  # None on ranks that save nothing
+    ):
+        self.folder, self.cfg, self.model, self.tokenizer = folder, cfg, model, tokenizer
+        self.last: Path | None = None  # the newest checkpoint that is whole on disk
+        self.failure: str | None = None  # why the one before could not be written
+        # host memory, used again for every checkpoint; the first touch of its pages is the slow one
+        self._copy = None if central is None else _copied(central, None)
+        self._thread: threading.Thread | None = None
+        self._bug: BaseException | None = None
+
+    def save(self, central: Central, progress: Progress) -> None:
+        """Copy the central model and write it from there; it may change as soon as this returns."""
+        self.wait()
+        self.failure = None
+        self._copy = _copied(central, self._copy)
+        self._thread = threading.Thread(
+            target=self._write, args=(self._copy, progress), name="checkpoint"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is in flight."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._bug is not None:
+            bug, self._bug = self._bug, None
+            raise bug
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.wait()
+        if self.failure and kind is None:
+            raise OSError(self.failure)
+
+    def _write(self, central: Central, progress: Progress) -> None:
+        try:
+            where = (self.cfg, self.model, self.tokenizer, self.cfg.run.keep)
+            self.last = save(self.folder, central, progress, *where)
+        except OSError as error:
+            self.failure = self._sentence(central, progress.round, error)
+            console.print(self.failure, style="yellow")
+        except BaseException as bug:  # not ours to hide: it is raised where the run can see it
+            self._bug = bug
+
+    def _sentence(self, central: Central, done: int, error: OSError) -> str:
+        kept = [central.buffer] if central.velocity is None else [central.buffer, central.velocity]
+        n_bytes = sum(tensor.nbytes for tensor in kept)
+        try:
+            free = f"{shutil.disk_usage(self.folder).free:,}"
+        except OSError:
+            free = "unknown"
+        return (
+            f"checkpoint {self.folder / folder_name(done)} ({n_bytes:,} bytes, {free} "
+            f"free) could not be written: {error}; older checkpoints are unharmed"
+        )
+
+
+def _copied(central: Central, old: Central | None) -> Central:
+    """A copy in host memory; the tensors of an earlier copy are filled anew."""
+    buffer = _host(central.buffer, old.buffer if old else None)
+    velocity = None
+    if central.velocity is not None:
+        velocity = _host(central.velocity, old.velocity if old else None)
+    if central.buffer.is_cuda:
+        torch.cuda.current_stream(central.buffer.device).synchronize()
+    return replace(central, buffer=buffer, velocity=velocity, sums=None)
+
+
+def _host(tensor: Tensor, old: Tensor | None) -> Tensor:
+    if old is None:
+        old = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return old.copy_(tensor, non_blocking=True)

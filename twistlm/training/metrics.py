@@ -55,7 +55,7 @@ class Metrics:
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
     """A round's numbers by name: `train/loss`, `perplexity/6/12`."""
-    found = {f"train/{key}": row[key] for key in row if key not in ("round", "bytes", "eval")}
+    found = {f"train/{key}": row[key] for key in row if key not in ("round", "eval")}
     found["train/tokens_per_s"] = row["n_tokens"] / row["seconds"]
     for size, value in row.get("eval", {}).items():
         found[f"perplexity/{size}"] = value if size == "full" else value["mean"]

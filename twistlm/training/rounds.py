@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,12 @@ from ..system.files import alone
 from ..system.signals import Ended, on_signals, stopped
 from ..system.terminal import console
 from . import checkpoint, engines
+from .checkpoint import Writer
 from .engines.engine import Engine, Outcome
 from .metrics import Metrics
-from .progress import Progress
-from .run import Run
+from .run import Progress, Run
 from .startup import set_up
 from .worker import learning_rate
-from .writer import Writer
 
 
 def train(
@@ -190,7 +189,7 @@ def _row(run: Run, outcome: Outcome, seconds: float) -> dict[str, Any]:
         "n_tokens": stats.n_tokens,
         "seconds": seconds,
         **_peak(run.cluster.device),
-        **outcome.traffic.to_dict(),
+        **{f"bytes_{way}": n for way, n in asdict(outcome.traffic).items()},
     }
 
 

@@ -1,8 +1,9 @@
-"""What stays the same from the first round of a run to its last."""
+"""A run: what stays the same from its first round to its last, and where it stands."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from transformers import PreTrainedModel
@@ -10,14 +11,53 @@ from transformers import PreTrainedModel
 from ..compute.loss import AnyTeacher
 from ..compute.perplexity import Evaluator
 from ..config import Config
-from ..data.stream import Batches
+from ..data import stream
+from ..data.stream import Batches, Leases
 from ..model.blocks import BlockMap
 from ..model.central import ROWS, Central
+from ..model.generator import Held
 from ..model.layout import CutModel, Layout, Segments
+from ..model.masks import Order
+from ..model.subnet import Rho
 from ..system.signals import Stop
 from ..transport.ranks import Cluster
-from .progress import Progress
 from .worker import LocalTrainer, TrainerPool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a run after a committed round, beside the central tensors.
+
+    A round makes a new one from it; who keeps the old one can go back to it.
+    """
+
+    round: int = 0  # rounds done
+    leases: Leases = field(default_factory=Leases)  # which sequences these rounds have trained
+    held: Held = field(default_factory=dict)  # how often each block was dealt
+    rho: Rho = field(default_factory=dict)  # per layer, where `train.scale` is measured
+    order: Order = field(default_factory=dict)  # of each layer's blocks, where masks are nested
+    teacher: str = ""  # a name of its weights, where there is one
+
+
+def beginning(block_map: BlockMap) -> Progress:
+    """No round done, nothing dealt."""
+    return Progress(held={group.name: (0,) * group.n_blocks for group in block_map.groups})
+
+
+def share(progress: Progress, cluster: Cluster) -> Progress:
+    """The central rank's progress on every rank; rho and the teacher's name stay there."""
+    table = {"round": progress.round, "leases": stream.to_dict(progress.leases)}
+    text = json.dumps({**table, "held": progress.held, "order": progress.order}).encode()
+    (length,) = cluster.broadcast([len(text)])
+    values = cluster.broadcast(list(text) if cluster.is_central else [0] * int(length))
+    if cluster.is_central:
+        return progress
+    found = json.loads(bytes(map(int, values)))
+    held, order = (
+        {name: tuple(numbers) for name, numbers in found[key].items()} for key in ("held", "order")
+    )
+    leases = stream.from_dict(found["leases"])
+    return replace(progress, round=found["round"], leases=leases, held=held, order=order)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
-"""Before the first round: model, data, block map and central state, all checked or resumed."""
+"""Before the first round: model, data, block map and central state, all checked or resumed.
+
+A run that goes on needs the same model, data and seed. S, K, the batch and all other knobs may
+change, since a checkpoint is always a round boundary and the data's ledger counts sequences.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +30,15 @@ from ..model.masks import Order
 from ..system import terminal
 from ..system.files import whole_file
 from ..system.provenance import describe_run
+from ..system.terminal import console
 from ..transport.ranks import Cluster
-from . import checkpoint, resume, teacher
+from . import checkpoint, teacher
 from .checkpoint import Checkpoint
-from .progress import Progress, beginning, share
-from .run import Run, n_rows
+from .run import Progress, Run, beginning, n_rows, share
 
+# what may not change when a run goes on
+REFUSED = ("model", "data", "run.seed", "train.method", "train.moments")
+REFUSED += ("train.precision", "train.teacher")
 N_SCORED = 64  # training sequences that the order of blocks is scored on
 
 
@@ -48,7 +56,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
         raise ValueError(
             f"run.out = {cfg.run.out!r} already holds a run: add --resume, or choose another folder"
         )
-    saved = resume.find(folder, cfg) if resumes and cluster.is_central else None
+    saved = _find(folder, cfg) if resumes and cluster.is_central else None
     cut = _cut(cfg, saved, cluster.device)
     train, valid = _open_data(cfg, cluster)
     _check_data(cfg, cut.template, saved, [train, valid])
@@ -59,32 +67,32 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     progress = beginning(cut.block_map)
     frozen, named = teacher.load(cfg, cut, train, cache, saved is not None)
     if not cluster.is_central:
-        progress = share(progress, cut.block_map, cluster)
-        return Run(
-            cfg, cluster, _ranked(cfg, cut, progress), batches, n_rounds, teacher=frozen
-        ), progress
+        progress = share(progress, cluster)
+        cut = _ranked(cfg, cut, progress)
+        return Run(cfg, cluster, cut, batches, n_rounds, teacher=frozen), progress
     if saved is not None:
         central = checkpoint.restore(saved, cut.template, cut.block_map, cluster.device)
         progress = checkpoint.progress_of(saved, cut.block_map)
         teacher.check_same(progress.teacher, named, cfg)
     else:
-        central = _create(cfg, cut)
+        start = (huggingface.state(cut.template), huggingface.shapes(cut.template), cut.block_map)
+        outer = t.method == "twist" and t.nesterov() is not None
+        central = create(*start, carry=n_rows(cfg) > 1, outer=outer, device=cut.device)
         needs_order = cfg.blocks.nested > 0 or cfg.blocks.common_by == "rank"
         if needs_order and t.method != "dense":
             progress = replace(progress, order=_order(cfg, cut, central, train, quiet))
-        _write_config(out, cfg)
+        described = {"config": config.to_dict(cfg), **describe_run()}
+        whole_file(out / "run.json", json.dumps(described, indent=1) + "\n")
     progress = replace(progress, teacher=named)
     cut = _ranked(cfg, cut, progress)
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
     evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)
     run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator, frozen)
     if saved is not None and saved.round >= run.end(progress):
-        resume.finished(saved, cfg, quiet)
+        _finished(saved, cfg, quiet)
     elif saved is not None:
-        if not quiet:
-            resume.announce(saved, cfg)
-        resume.log_(out, saved, cfg)
-    return run, share(progress, cut.block_map, cluster)
+        _go_on(saved, cfg, quiet)
+    return run, share(progress, cluster)
 
 
 def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutModel:
@@ -145,17 +153,6 @@ def _n_rounds(cfg: Config, batches: Batches, saved: Checkpoint | None) -> int:
     return n_rounds
 
 
-def _create(cfg: Config, cut: CutModel) -> Central:
-    return create(
-        huggingface.state(cut.template),
-        huggingface.shapes(cut.template),
-        cut.block_map,
-        carry=n_rows(cfg) > 1,
-        outer=cfg.train.method == "twist" and cfg.train.nesterov() is not None,
-        device=cut.device,
-    )
-
-
 def _ranked(cfg: Config, cut: CutModel, progress: Progress) -> CutModel:
     """The model with its common blocks, where they are chosen by importance."""
     return replace(cut, block_map=cut.block_map.with_ranks(cfg.blocks, progress.order))
@@ -176,6 +173,61 @@ def scored_sequences(tokens: TokenFile, seq_len: int) -> Tensor:
     return tokens.sequences(list(range(0, n, max(1, n // N_SCORED)))[:N_SCORED], seq_len)
 
 
-def _write_config(out: Path, cfg: Config) -> None:
-    described = {"config": config.to_dict(cfg), **describe_run()}
-    whole_file(out / "run.json", json.dumps(described, indent=1) + "\n")
+def _find(folder: Path, cfg: Config) -> Checkpoint | None:
+    """The newest valid checkpoint to go on from, refusing one of another run."""
+    found, broken = checkpoint.newest(folder)
+    for sentence in broken:
+        console.print(f"skipped: {sentence}", style="yellow")
+    if found is None:
+        if broken:
+            raise ValueError(f"no checkpoint in {folder} is valid: {broken[0]}")
+        return None
+    changed = _changes(found, cfg)
+    for name, (was, now) in changed.items():
+        outer_appears = name == "train.outer" and "none" in (was, now)
+        if name in REFUSED or name.split(".")[0] in REFUSED or outer_appears:
+            raise ValueError(
+                f"cannot resume {found.path}: {name} was {was!r} and is now {now!r}; to go on with "
+                f"the run's own config: twistlm train {cfg.run.out} --resume"
+            )
+    return found
+
+
+def _go_on(found: Checkpoint, cfg: Config, quiet: bool) -> None:
+    """Say where a run goes on and what is not as it was, and write it to `resumes.jsonl`."""
+    changed, here = _changes(found, cfg), describe_run()
+    with (Path(cfg.run.out) / "resumes.jsonl").open("a") as file:
+        file.write(json.dumps({"round": found.round, "changed": changed, **here}) + "\n")
+    if quiet:
+        return
+    for name, (was, now) in changed.items():
+        console.print(f"{name} was {was!r} and is now {now!r}", style="yellow")
+    console.print(f"resuming from {found.path}")
+    if (was := found.manifest["device"]) != (now := here["device"]):
+        console.print(
+            f"the device was {was!r} and is now {now!r} (run.device, run.threads): the run goes "
+            f"on, but not bit for bit as it would have there",
+            style="yellow",
+        )
+
+
+def _finished(found: Checkpoint, cfg: Config, quiet: bool) -> None:
+    """Say that nothing is left to train; a changed key that can have no effect is refused."""
+    key = "train.rounds" if cfg.train.rounds else "train.epochs"
+    more = f"to train more, say {key}=N with N > {getattr(cfg.train, key[6:])}"
+    sentence = f"{cfg.run.out} is finished after round {found.round}"
+    if changed := _changes(found, cfg):
+        name, (_, now) = next(iter(changed.items()))
+        raise ValueError(f"{sentence}: {name} = {now!r} would change nothing; {more}")
+    if not quiet:
+        console.print(f"{sentence}: nothing was trained; {more}")
+
+
+def _changes(found: Checkpoint, cfg: Config) -> dict[str, tuple[Any, Any]]:
+    """`section.key` -> (was, is now) of every knob that makes a difference to what is trained."""
+    old, new = config.to_dict(found.config), config.to_dict(cfg)
+    knobs = [
+        (section, key) for section in ("model", "data", "blocks", "train") for key in new[section]
+    ]
+    pairs = {f"{s}.{k}": (old[s][k], new[s][k]) for s, k in [*knobs, ("run", "seed")]}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -26,10 +26,8 @@ from ..system.device import is_bf16, pick_device
 from ..system.terminal import progress
 from . import checkpoint
 
-AT_ONCE = {
-    "cpu": 1 << 24,
-    "cuda": 1 << 28,
-}  # logits made at a time for a cache: 64 MB, 1 GB in float32
+# logits made at a time for a cache: 64 MB, 1 GB in float32
+AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 def load(
@@ -156,9 +154,8 @@ def _predictions(
             bar.update(task, advance=len(rows))
 
 
-Packed = tuple[
-    dict[str, Any], bytes
-]  # a model's Hugging Face config, and its weights as safetensors
+# a model's Hugging Face config, and its weights as safetensors
+Packed = tuple[dict[str, Any], bytes]
 
 
 def pack(teacher: AnyTeacher | None) -> Packed | None:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -115,9 +115,8 @@ class Heartbeat:
     def __init__(self, store: dist.Store, rank: int, world_size: int, silence: float):
         self.store, self.rank, self.world_size, self.silence = store, rank, world_size, silence
         self.lived = 0.0  # seconds
-        self.seen = dict.fromkeys(
-            range(world_size), (0, self.lived)
-        )  # rank -> its beats, and when they changed
+        # rank -> its beats, and when they changed
+        self.seen = dict.fromkeys(range(world_size), (0, self.lived))
         self.answered = self.lived  # the store
         self.ended = threading.Event()
         self._beating, watching = (
@@ -236,11 +235,10 @@ class Cluster:
 
         return wait
 
-    def broadcast(self, values: list[float]) -> list[float]:
+    def broadcast(self, values: Sequence[float]) -> list[float]:
         """The central rank's numbers on every rank."""
-        return self.broadcast_(
-            torch.tensor(values, dtype=torch.float64, device=self.device)
-        ).tolist()
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return self.broadcast_(numbers).tolist()
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         if self._heartbeat is not None:

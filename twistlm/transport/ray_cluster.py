@@ -48,6 +48,8 @@ if token():  # Ray reads this once, when it is imported: others import it from h
 import grpc  # noqa: E402
 import ray  # noqa: E402
 from ray import exceptions  # noqa: E402, F401
+from ray.core.generated.gcs_service_pb2 import InternalKVGetRequest  # noqa: E402
+from ray.core.generated.gcs_service_pb2_grpc import InternalKVGcsServiceStub  # noqa: E402
 
 NAMESPACE = "twistlm"
 PROBE = 10.0  # seconds for a head to answer
@@ -56,8 +58,6 @@ CUT = 10.0  # seconds without a head after which a machine begins anew
 GONE = 15.0  # seconds without a head after which a run ends
 USAGE = 2  # the exit code of `ray start` for an option that does not exist
 LEAST_STORE = 80_000_000  # bytes: Ray's own lower limit
-CALL = "/ray.rpc.InternalKVGcsService/InternalKVGet"  # the head's record of its versions, as JSON
-ASKED = b"\x0a\x10CLUSTER_METADATA\x12\x07cluster"  # key and namespace, as protobuf writes them
 K_LABELS = {"attn": "twistlm-k-attn", "ffn": "twistlm-k-ffn"}  # of a node: K of its workers
 
 
@@ -126,12 +126,14 @@ def check(address: str, is_open: bool) -> None:
 
 
 def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCode | None, Any]:
-    """(None, the head's answer), or gRPC's code and words."""
+    """(None, the head's record of its versions as JSON), or gRPC's code and words."""
     metadata = [("authorization", f"Bearer {mine}")] if mine else []
     fresh = [("grpc.use_local_subchannel_pool", 1)]  # no earlier failure delays this question
     with grpc.insecure_channel(address, fresh) as channel:
         try:
-            return None, channel.unary_unary(CALL)(ASKED, timeout=seconds, metadata=metadata)
+            asked = InternalKVGetRequest(key=b"CLUSTER_METADATA", namespace=b"cluster")
+            stub = InternalKVGcsServiceStub(channel)
+            return None, stub.InternalKVGet(asked, timeout=seconds, metadata=metadata).value
         except grpc.RpcError as error:
             words = str(error.details()).rpartition("Failed to connect to remote host: ")[2]
             return error.code(), words

@@ -23,7 +23,7 @@ from ...system import terminal
 from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...training.plan import busiest
-from ...transport.traffic import subnet_bytes
+from ...transport import wire
 from .request import CommRequest
 
 LONGEST = 1800  # seconds for one set of processes
@@ -101,7 +101,8 @@ def _measure(job: Job) -> list[Measured]:
     made = []
     for engine in job.engines:
         # what crosses the busiest link: in a star one way after the other, else both at once
-        both = sum(b.total for b in subnet_bytes(0, said["n_subnet"], 1, job.wire))
+        shape = (1, said["n_subnet"])
+        both = wire.down_bytes(job.wire, shape) + wire.up_bytes(job.wire, shape)
         formula = busiest("sharded" if engine == "sharded" else "ray", job.n_workers, both, 0, 0)
         link = statistics.median(said["link"][engine]) if job.gbit else None
         if link is not None and engine == "sharded":

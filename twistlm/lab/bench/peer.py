@@ -24,9 +24,9 @@ from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Partition
 from ...model.central import Central, create, cut_subnet
 from ...model.layout import Segments, cut_segments, layout
-from ...training import shards
 from ...training.aggregator import Result, Stats, aggregate_
 from ...training.assignments import Deal, deal_of
+from ...training.engines.sharded import spread
 from ...transport import wire
 from ...transport.ranks import Cluster
 
@@ -68,7 +68,7 @@ def sharded(job: dict[str, Any], cluster: Cluster) -> Exchange:
     """A round of the sharded engine without its local steps."""
     central, segments = make(job["megabytes"])
     whole = central if cluster.is_central else None
-    shard = shards.spread(whole, segments, cluster, 1, False, torch.float32, job["wire"])
+    shard = spread(whole, segments, cluster, 1, False, torch.float32, job["wire"])
 
     def exchange(r: int) -> None:
         there = deal(segments, cluster.world_size, r)

@@ -18,8 +18,8 @@ from torch import Tensor
 from ... import config
 from ...model.central import cut_subnet
 from ...training.engines.actor import as_tensor
-from ...transport import checks, ray_cluster, wire
-from ...transport.protocol import RoundResult, checksum
+from ...transport import ray_cluster, wire
+from ...transport.protocol import RoundResult, check_result, checksum
 from ...transport.ray_cluster import ray
 from .peer import add_up, deal, make, measure, n_subnet
 
@@ -72,7 +72,7 @@ class RayExchange:
             (ref,), _ = ray.wait(list(asked))
             i, cut = asked.pop(ref)
             result = ray.get(ref)
-            back[i] = checks.check_result(self.cfg, result, as_tensor(result.update), cut)
+            back[i] = check_result(self.cfg, result, as_tensor(result.update), cut)
         add_up(self.central, there, [back[i] for i in range(self.n_workers)])
 
 

@@ -33,8 +33,7 @@ from ...system.device import is_bf16
 from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...training.engines.local import Local
-from ...training.progress import beginning
-from ...training.run import Run
+from ...training.run import Run, beginning
 from ...training.worker import LocalTrainer
 from ...transport.ranks import Cluster
 from .curve import stock_model
@@ -162,7 +161,7 @@ def measure_worker(
         nonlocal progress
         done = engine.round(progress)
         progress = done.progress
-        moved.append(done.traffic.down.total + done.traffic.up.total)
+        moved.append(done.traffic.down + done.traffic.up)
 
     round_times = list(_times(one_round, cluster.device, 3, warm=1))
     trainer = next(iter(run.trainers.made.values()))

@@ -6,8 +6,7 @@ import importlib.util
 
 from ...config import Config
 from ...transport.ranks import Cluster
-from ..progress import Progress
-from ..run import Run
+from ..run import Progress, Run
 from .dataparallel import DataParallel
 from .engine import Engine
 from .local import Local

@@ -12,11 +12,9 @@ from ...data.stream import Slot
 from ...model.central import subnet_buffer
 from ...model.subnet import Rho
 from ...system.device import to_device
-from ...transport.traffic import Bytes, Traffic
 from ..aggregator import Stats
-from ..assignments import drawn_gates, measured_rho, take
-from ..progress import Progress
-from ..run import Run
+from ..assignments import Traffic, drawn_gates, measured_rho, take
+from ..run import Progress, Run
 from ..worker import learning_rate
 from .engine import Engine, Outcome
 
@@ -62,7 +60,7 @@ class DataParallel(Engine):
         if run.cluster.world_size > 1:  # ranks must agree; one alone waits for no GPU here
             self.share(Stats(0.0, 0, 0))
         moved, wired = ring_bytes(self.trainer.grad.nbytes, t.n_workers, run.cluster.world_size)
-        both = Bytes(shared=moved * t.interval)
+        both = moved * t.interval
         now = replace(progress, round=progress.round + 1, leases=after, rho=rho)
         return Outcome(stats, Traffic(both, both, wired * t.interval), now)
 

@@ -23,16 +23,21 @@ from ...model.layout import holders
 from ...system.device import BufferPool
 from ...system.provenance import version
 from ...system.signals import TOO_FEW, Ended, stopped
-from ...transport import checks, ray_cluster, wire
-from ...transport.checks import RejectedResult
+from ...transport import ray_cluster, wire
 from ...transport.events import Events
-from ...transport.protocol import RoundOrder, RoundResult, RunDescription, checksum
+from ...transport.protocol import (
+    RejectedResult,
+    RoundOrder,
+    RoundResult,
+    RunDescription,
+    check_result,
+    checksum,
+)
 from ...transport.ray_cluster import exceptions, ray
 from .. import aggregator
 from ..aggregator import Result, Stats
 from ..assignments import Assignments, assign, deal, measured_rho, teacher_cache_bytes
-from ..progress import Progress
-from ..run import Run
+from ..run import Progress, Run
 from ..teacher import pack
 from .actor import as_tensor
 from .engine import Engine, Outcome
@@ -262,7 +267,7 @@ class Elastic(Engine):
                 payload = as_tensor(result.update)
                 self.n_bytes += payload.numel()
                 each.checked = self.checkers.submit(
-                    checks.check_result, self.run.cfg, result, payload, each.buffer
+                    check_result, self.run.cfg, result, payload, each.buffer
                 )
         if not self.run.stop.requested:
             for each in open_.values():

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from ...transport import wire
 from ...transport.events import Events
-from ...transport.traffic import Traffic
 from ..aggregator import Result, Stats
-from ..assignments import Assignments, Deal, assign, deal, everyone, measured_rho
-from ..progress import Progress
-from ..run import Run
+from ..assignments import Assignments, Deal, Traffic, assign, deal, everyone, measured_rho
+from ..run import Progress, Run
 
 
 @dataclass(frozen=True)

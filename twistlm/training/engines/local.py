@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...model.central import cut_subnet
 from ...transport import wire
 from ..aggregator import Mean
-from ..progress import Progress
+from ..run import Progress
 from .engine import Engine, Outcome
 
 

@@ -9,8 +9,7 @@ from ...model.central import cut_subnet
 from ...transport import wire
 from ..aggregator import Result, Stats, aggregate_
 from ..assignments import Assignments
-from ..progress import Progress
-from ..run import Run
+from ..run import Progress, Run
 from .engine import Engine, Outcome
 
 

@@ -90,6 +90,7 @@ class WorkerPool:
 
     def _start(self, slot: WorkerSlot) -> None:
         """An actor of that name that is there already belongs to an earlier process of this run."""
+        good = f"!in({','.join(self.barred)})"
         made = self._kind.options(
             name=f"{self.run_id}-{slot.number}",
             namespace=ray_cluster.NAMESPACE,
@@ -99,9 +100,7 @@ class WorkerPool:
             num_cpus=ray_cluster.cpus(self.cfg),
             num_gpus=self._gpus,
             scheduling_strategy="SPREAD",
-            label_selector={"ray.io/node-id": f"!in({','.join(self.barred)})"}
-            if self.barred
-            else None,
+            label_selector={"ray.io/node-id": good} if self.barred else None,
         )
         slot.actor = made.remote(self.cfg.ray.patience)
         slot.entering, slot.fresh = slot.actor.enter.remote(self._run, self._teacher), True
