@@ -151,7 +151,7 @@ WORDS = {
 MISTAKES = """
 # the config
 train train.lrr=1 -> train.lrr | did you mean train.lr? | Legal keys | interval
-train trian.lr=1 -> trian | train
+train trian.lr=1 -> unknown key trian | did you mean train?
 train train.rounds=many -> train.rounds | 'many' | int
 train train.schedule=linear -> train.schedule | 'linear' | 'cosine'
 train train.lr -> 'train.lr' | section.key=value
