@@ -26,7 +26,7 @@ FILES = ("model.safetensors", "moments.safetensors", "outer.safetensors")
 
 
 def distance(a: Path, b: Path, files: tuple[str, ...] = FILES) -> float:
-    """Largest difference of any central weight, moment or outer momentum between two checkpoints."""
+    """Largest difference of any central weight, moment or momentum between two checkpoints."""
     worst = 0.0
     for name in files:
         left, right = load_file(a / name), load_file(b / name)
@@ -64,7 +64,7 @@ def random_progress(model, cfg, seed: int = 0, round: int = 17) -> Progress:
 
 
 def damages(path: Path, n: int, only: str | None = None):
-    """n times (description, file, its damaged bytes): a bit, a byte, a cut, an insertion, a zeroed run."""
+    """n times (description, file, its damaged bytes)."""
     rng = random.Random(f"{only}/{n}")
     files = sorted(p for p in path.iterdir() if only is None or p.name == only)
     for i in range(n):

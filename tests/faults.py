@@ -1,7 +1,7 @@
-"""A worker on Ray with faults of its own: real signals and real bytes, as `faults.json` in the run folder says.
+"""A worker on Ray with faults of its own: real signals and bytes, by the run's `faults.json`.
 
-A fault is a table: `place` and `round` say who and when, `at` (receive, train, send) in which phase, `do` what.
-Each happens once, also when its worker is replaced. Every worker notes which sequences it trained.
+Each fault has `place` and `round`, `at` (receive, train, send) and what to `do`; it happens once,
+also when its worker is replaced. Every worker notes which sequences it trained.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs as real processes that start in a second: forked from a server that has imported everything."""
+"""Runs as real processes that start in a second: forked from a server with all imports."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SERVER.set_forkserver_preload(["twistlm.training.rounds", "twistlm.cli", "confte
 
 
 def start(n: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[BaseProcess]:
-    """`function(*args)` on n ranks; what it raises is the last line of `folder/rank-N.txt`, exit code 2."""
+    """`function(*args)` on n ranks; an error is the last line of `folder/rank-N.txt`, code 2."""
     folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     ranks = [
         SERVER.Process(target=_rank, args=(i, n, port, folder, function, args)) for i in range(n)
     ]
@@ -29,15 +29,16 @@ def start(n: int, folder: Path, function: Callable[..., Any], *args: Any) -> lis
     return ranks
 
 
-def launch(n: int, folder: Path, function: Callable[..., Any], *args: Any) -> BaseProcess:
-    """The same ranks as children of one process, as torchrun has them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    launcher = SERVER.Process(target=_launch, args=(n, _free_port(), folder, function, args))
+def launch(n: int, folder: Path, table: dict) -> BaseProcess:
+    """One training whose ranks are children of one process, as torchrun has them."""
+    port = free_port()
+    args = ([{"table": table}], [port])
+    launcher = SERVER.Process(target=_launch, args=(n, port, folder, _train_all, args))
     launcher.start()
     return launcher
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -54,27 +55,19 @@ def said(folder: Path, rank: int) -> str:
 
 
 def train_all(n: int, folder: Path, jobs: list[dict[str, Any]]) -> list[BaseProcess]:
-    """Several trainings, one after the other, on the same n ranks: tables, or with `piece`, `resume`."""
-    return start(n, folder, _train_all, jobs, [_free_port() for _ in jobs])
+    """Several trainings in turn on the same n ranks, each a `table` with `piece`, `resume`."""
+    return start(n, folder, _train_all, jobs, [free_port() for _ in jobs])
 
 
 def _train_all(jobs: list[dict[str, Any]], ports: list[int]) -> None:
     from twistlm import config
     from twistlm.training import rounds
-    from twistlm.training.engines import sharded as shards
+    from twistlm.training.engines import sharded
 
     for job, port in zip(jobs, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        shards.PIECE = job.get("piece", shards.PIECE)
+        sharded.PIECE = job.get("piece", sharded.PIECE)
         rounds.train(config.from_dict(job["table"]), resume=job.get("resume", False), quiet=True)
-
-
-def train(table: dict) -> None:
-    """What each rank runs; a test's own function would make it import the test."""
-    from twistlm import config
-    from twistlm.training import rounds
-
-    rounds.train(config.from_dict(table), quiet=True)
 
 
 def twistlm(output: Path, *args: str) -> BaseProcess:

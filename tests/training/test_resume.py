@@ -19,18 +19,13 @@ from twistlm.data.stream import Leases
 from twistlm.system.signals import SIGNALS, Ended, Stop, on_signals
 from twistlm.training import checkpoint, rounds
 
-TRAIN = {
-    "rounds": 30,
-    "interval": 2,
-    "outer": "nesterov(0.7, 0.6)",
-    "schedule": "cosine",
-    "scale": "measured",
-}
+TRAIN = {"rounds": 30, "interval": 2, "outer": "nesterov(0.7, 0.6)", "scale": "measured"}
+TRAIN |= {"schedule": "cosine"}
 BLOCKS = {"deal": "balanced", "k_attn": [2, 3], "k_ffn": [3, 2]}
 
 
 def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
-    """At a round boundary, said on the console and in `resumes.jsonl`; the data goes on where it was."""
+    """Said on the console and in `resumes.jsonl`; the data goes on where it was."""
     tokens = make_tokens(tmp_path / "tokens")
     rounds.train(tiny(tokens, tmp_path / "run", train={"rounds": 2}), quiet=True)
     assert not (tmp_path / "run/resumes.jsonl").exists()
@@ -48,7 +43,8 @@ def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
     told = json.loads(line)
     assert told["round"] == 2
     assert told["changed"] == {
-        "train.n_workers": [3, 4], "train.batch": [2, 1], "train.rounds": [2, 3], "blocks.k_ffn": [[3], [2]],
+        "train.n_workers": [3, 4], "train.batch": [2, 1],
+        "train.rounds": [2, 3], "blocks.k_ffn": [[3], [2]],
     }  # fmt: skip
     assert told["device"].endswith("cpu, 2 threads")
     saved = checkpoint.open_(tmp_path / "run")
@@ -60,7 +56,7 @@ def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
 
 
 def test_resume_needs_a_checkpoint_and_something_to_train(tmp_path, monkeypatch, capsys):
-    """What can have no effect is refused and leaves nothing behind; a finished run says that it is."""
+    """What can have no effect is refused and leaves nothing; a finished run says that it is."""
     tokens, out = make_tokens(tmp_path / "tokens"), tmp_path / "run"
     path = toml(tmp_path / "run.toml", tiny_table(tokens, out, train={"rounds": 2}))
 
@@ -94,27 +90,10 @@ def test_a_start_that_is_a_run_of_yours_says_how_to_make_it(tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_a_stopped_command_says_how_it_goes_on(tmp_path: Path):
-    tokens = make_tokens(tmp_path / "tokens")
-    table = tiny_table(tokens, tmp_path / "run", train={"rounds": 2000})
-    command = ranks.twistlm(tmp_path / "said.txt", "train", toml(tmp_path / "run.toml", table))
-    for _ in range(600):
-        if (tmp_path / "run/metrics.jsonl").is_file():
-            break
-        time.sleep(0.1)
-    command.terminate()
-    command.join(60)
-    assert command.exitcode == 128 + signal.SIGTERM
-    last = (tmp_path / "said.txt").read_text().splitlines()[-1]
-    n_done = checkpoint.open_(tmp_path / "run").round
-    assert last == f"error: stopped by SIGTERM after round {n_done}; resume with --resume"
-
-
-@pytest.mark.parametrize("method", ["twist", "dense"])
-def test_a_signal_after_the_round_loses_nothing_either(tmp_path: Path, method: str):
+def test_a_signal_after_the_round_loses_nothing_either(tmp_path: Path):
     """During an evaluation, say: whether to save was decided before, and the run ended without."""
     tokens = make_tokens(tmp_path / "tokens")
-    cfg = tiny(tokens, tmp_path / "run", train={"method": method}, run={"save_every": 0})
+    cfg = tiny(tokens, tmp_path / "run", run={"save_every": 0})
 
     def note(where: str) -> None:
         if where == "round 2/4":
@@ -129,15 +108,14 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):
     tokens = make_tokens(tmp_path / "tokens")
     configs = {}
     for name in ("straight", "killed"):
-        table = tiny_table(
-            tokens, tmp_path / name, train=TRAIN, blocks=BLOCKS, run={"save_every": 3}
-        )
+        own = {"train": TRAIN, "blocks": BLOCKS, "run": {"save_every": 3}}
+        table = tiny_table(tokens, tmp_path / name, **own)
         configs[name] = toml(tmp_path / f"{name}.toml", table)
     log, straight = tmp_path / "killed.txt", tmp_path / "straight.txt"
     reference = ranks.twistlm(straight, "train", configs["straight"])
     rng = random.Random(1)
     victim = ranks.twistlm(log, "train", configs["killed"])
-    for attempt in range(4):
+    for attempt in range(3):
         # wait until it trains, then any moment: in a round, while saving, between the two
         metrics = tmp_path / "killed/metrics.jsonl"
         rounds_then = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
@@ -158,21 +136,17 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):
     for name in FILES:
         straight, killed = (tmp_path / run / last / name for run in ("straight", "killed"))
         assert straight.read_bytes() == killed.read_bytes(), name
-    lines = [
-        json.loads(line) for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines()
-    ]
-    reference = [
-        json.loads(line) for line in (tmp_path / "straight/metrics.jsonl").read_text().splitlines()
-    ]
+    reference, lines = (
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("straight", "killed")
+    )
     assert [line["round"] for line in lines] == list(range(1, 31))
     assert [line["loss"] for line in lines] == [line["loss"] for line in reference]
-    assert not list((tmp_path / "killed/checkpoints").glob(".draft-*")), (
-        "a dead draft was not cleaned up"
-    )
+    assert not list((tmp_path / "killed/checkpoints").glob(".draft-*"))  # dead ones are removed
 
 
 def test_one_signal_is_a_request_and_a_later_one_stops_at_once():
-    """Schedulers send the same one twice within a second; afterwards the handlers are as they were."""
+    """Schedulers send one twice within a second; afterwards the handlers are as they were."""
     before = [signal.getsignal(number) for number in SIGNALS]
     with on_signals(Stop(), quiet=True) as stop:
         assert not stop.requested

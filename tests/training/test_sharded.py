@@ -10,7 +10,6 @@ import signal
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import ranks
 from checkpoints import FILES
@@ -18,27 +17,12 @@ from conftest import make_tokens, tiny, tiny_table
 
 from twistlm import config
 from twistlm.training import rounds
-from twistlm.training.engines import sharded as shards
-from twistlm.training.startup import set_up
-from twistlm.transport.ranks import Cluster
 
-TRAIN = {
-    "outer": "nesterov(0.7, 0.6)",
-    "scale": "measured",
-    "schedule": "cosine",
-    "warmup": 4,
-    "n_workers": 3,
-    "rounds": 4,
-}
+TRAIN = {"n_workers": 3, "rounds": 4, "outer": "nesterov(0.7, 0.6)", "scale": "measured"}
+TRAIN |= {"schedule": "cosine", "warmup": 4}
 BLOCKS = {"deal": "balanced", "k_attn": [2, 3], "k_ffn": [3, 2]}
 RUN = {"keep": 4, "eval_every": 2}
 PIECE = 2000  # bytes: the tiny model then has several chunks
-
-
-def train(table: dict, piece: int = PIECE, resume: bool = False) -> None:
-    """What each rank runs."""
-    shards.PIECE = piece
-    rounds.train(config.from_dict(table), resume=resume, quiet=True)
 
 
 def train_after_long_set_up(table: dict, seconds: float) -> None:
@@ -76,7 +60,7 @@ def until_it_trains(run: Path, n_rounds: int) -> None:
 
 
 def by_formula(rows: list[dict]) -> None:
-    """In S shards (S - 1) / S of all parcels cross a link, and rank 0 sends and receives an S-th of that.
+    """In S shards (S - 1) / S of all subnets cross a link, rank 0 has an S-th of that.
 
     A tile of the tiny model is uneven: 10%.
     """
@@ -122,7 +106,8 @@ def test_a_sharded_run_resumes_as_local_and_the_other_way_round(runs, tmp_path):
         for r in (3, 4):
             shutil.rmtree(tmp_path / name / f"checkpoints/round-00000{r}")
     table = sharded_table(tokens, tmp_path / "to_sharded")
-    started = ranks.start(3, tmp_path, train, table, PIECE, True)
+    job = {"table": table, "piece": PIECE, "resume": True}
+    started = ranks.train_all(3, tmp_path, [job])
     local = tiny(tokens, tmp_path / "to_local", train=TRAIN, blocks=BLOCKS, run=RUN)
     rounds.train(local, resume=True, quiet=True)
     ranks.finish(started, tmp_path)
@@ -151,7 +136,7 @@ def test_a_death_ends_the_run_with_a_sentence_and_resume_is_bitwise(runs, tmp_pa
     _, tokens = runs
     few, constant = {"eval_every": -1, "save_every": 3}, {"schedule": "constant", "scale": "sqrt"}
     long = sharded_table(tokens, tmp_path / "run", train=constant | {"rounds": 1000}, run=few)
-    started = ranks.start(3, tmp_path, train, long)
+    started = ranks.train_all(3, tmp_path, [{"table": long, "piece": PIECE}])
     until_it_trains(tmp_path / "run", 4)
     os.kill(started[1].pid, signal.SIGKILL)
     for rank in (0, 2):
@@ -160,21 +145,19 @@ def test_a_death_ends_the_run_with_a_sentence_and_resume_is_bitwise(runs, tmp_pa
         assert re.search(r"(another )?rank .*of this run is gone", ranks.said(tmp_path, rank))
         assert "--resume" in ranks.said(tmp_path, rank)
     done = len(lines(tmp_path / "run"))
-    shorter = sharded_table(
-        tokens, tmp_path / "run", train=constant | {"rounds": done + 2}, run=few
-    )
-    ranks.finish(ranks.start(3, tmp_path, train, shorter, PIECE, True), tmp_path)
-    straight = shorter | {
-        "run": shorter["run"] | {"out": str(tmp_path / "local"), "variant": "local"}
-    }
-    last = rounds.train(config.from_dict(straight), quiet=True)
+    rest = constant | {"rounds": done + 2}
+    shorter = sharded_table(tokens, tmp_path / "run", train=rest, run=few)
+    job = {"table": shorter, "piece": PIECE, "resume": True}
+    # twice: in a finished run nothing is left to do, and that is no error
+    ranks.finish(ranks.train_all(3, tmp_path, [job, job]), tmp_path)
+    own = {"out": str(tmp_path / "local"), "variant": "local"}
+    straight = config.from_dict(shorter | {"run": shorter["run"] | own})
+    last = rounds.train(straight, quiet=True)
     same(last, tmp_path / "run/checkpoints" / last.name)
-    # a finished run: nothing is left to do, and that is no error
-    ranks.finish(ranks.start(3, tmp_path, train, shorter, PIECE, True), tmp_path)
 
 
 def test_a_stopped_rank_is_named_in_time(runs, tmp_path):
-    """SIGSTOP closes no connection: gloo would wait for ever. Whoever is busy or slow to set up beats on."""
+    """SIGSTOP closes no connection: gloo would wait for ever. Whoever is busy beats on."""
     _, tokens = runs
     quiet = {"eval_every": -1, "save_every": 1, "variant": "hybrid", "silence": 3.0}
     long = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run=quiet)
@@ -203,7 +186,7 @@ def test_a_silent_store_is_named_not_the_other_ranks(runs, tmp_path):
     _, tokens = runs
     quiet = {"eval_every": -1, "save_every": 1, "variant": "hybrid", "silence": 2.0}
     long = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run=quiet)
-    started = ranks.start(3, tmp_path, train, long)
+    started = ranks.train_all(3, tmp_path, [{"table": long, "piece": PIECE}])
     until_it_trains(tmp_path / "run", 2)
     os.kill(started[0].pid, signal.SIGSTOP)  # it keeps the store
     said = []
@@ -221,7 +204,7 @@ def test_ranks_end_with_their_launcher(runs, tmp_path):
     """They trained on, with nobody above them: ports, memory and the run's folder stayed theirs."""
     _, tokens = runs
     table = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run={"save_every": 0})
-    launcher = ranks.launch(3, tmp_path, train, table)
+    launcher = ranks.launch(3, tmp_path, table)
     until_it_trains(tmp_path / "run", 1)
     launcher.kill()
     launcher.join()
@@ -233,14 +216,13 @@ def test_ranks_end_with_their_launcher(runs, tmp_path):
     assert saved.name == f"round-{len(lines(tmp_path / 'run')):06d}"
 
 
-@pytest.mark.parametrize("method", ["twist", "dense"])
-def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path, method):
+def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):
     """The round is finished and saved, though only one rank was told."""
     _, tokens = runs
-    own = {"rounds": 1000, "method": method, "outer": "none"}
-    run = {"save_every": 0, "variant": "sharded" if method == "twist" else "hybrid"}
+    own = {"rounds": 1000, "method": "dense", "outer": "none"}
+    run = {"save_every": 0, "variant": "hybrid"}
     long = sharded_table(tokens, tmp_path / "run", train=own, run=run)
-    started = ranks.start(3, tmp_path, train, long)
+    started = ranks.train_all(3, tmp_path, [{"table": long, "piece": PIECE}])
     until_it_trains(tmp_path / "run", 1)
     os.kill(started[2].pid, signal.SIGTERM)
     for rank in started:
@@ -249,22 +231,3 @@ def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path, meth
     (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
     assert saved.name == f"round-{len(lines(tmp_path / 'run')):06d}"
     assert "stopped by SIGTERM after round" in ranks.said(tmp_path, 0)
-
-
-def test_tiles_cover_every_run_once_and_every_rank_owns_as_much(tokens, tmp_path, monkeypatch):
-    cfg = tiny(tokens, tmp_path / "run")
-    cluster = Cluster("local", 3, "physical", "cpu")
-    runs_ = set_up(cfg, cluster, False, quiet=True)[0].segments
-    monkeypatch.setattr(shards, "PIECE", 100)
-    tiles = shards.cut_tiles(runs_, 3, row_bytes=12)
-    seen, owned = np.zeros(runs_.full.n_params), np.zeros(3)
-    for chunk in tiles:
-        for owner, tile in enumerate(chunk):
-            for span in tile.spans(runs_):
-                seen[span] += 1
-                owned[owner] += span.stop - span.start
-                assert (span.stop - span.start) % runs_.grain == 0
-    assert (seen == 1).all()
-    assert np.ptp(owned) <= 2 * runs_.grain
-    assert len(tiles) > 5
-    assert any(tile.shared[0] == tile.shared[1] for chunk in tiles for tile in chunk)

@@ -57,7 +57,7 @@ def test_what_is_found_wrong(word, result, more):
 
 
 def test_as_far_as_adamw_can_move_and_no_farther():
-    """By hand: 3 steps of 0.01, each 2 sqrt(0.1 / 0.05) and twice the decay of 0.1 on weights that are all 1."""
+    """By hand: 3 steps of 0.01, each 2 sqrt(0.1 / 0.05) and twice the decay of 0.1 on ones."""
     sent = torch.ones(1, 300_000)  # in two pieces
     farthest = 3 * 0.01 * (2 * math.sqrt(2) + 2 * 0.1)
     assert reason_to_reject(CFG.train, sent + 0.999 * farthest, sent, 2.0) is None
