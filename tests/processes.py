@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,11 +70,11 @@ def start_node(log: Path, role: list[str], cpus: int, *more: str) -> subprocess.
 
 def wait_for_head(process: subprocess.Popen, folder: Path) -> None:
     """Until workers can be placed there."""
-    until = time.monotonic() + SLOW
-    while "Ray runtime started" not in (folder / "head.txt").read_text():
-        assert process.poll() is None, (folder / "head.txt").read_text()
-        assert time.monotonic() < until, (folder / "head.txt").read_text()
-        time.sleep(0.1)
+    said = (folder / "head.txt").read_text
+    ranks.wait_for(
+        lambda: "Ray runtime started" in said() or process.poll() is not None, SLOW, said
+    )
+    assert process.poll() is None, said()
 
 
 @contextmanager
@@ -182,11 +181,7 @@ class Scene:
 
     def until(self, seen: Callable[[], object], seconds: float = SLOW):
         """Wait until `seen()` is true, and return it."""
-        end = time.monotonic() + seconds
-        while not (found := seen()):
-            assert time.monotonic() < end, f"waited {seconds} s in vain: {self.events()[-5:]}"
-            time.sleep(0.02)
-        return found
+        return ranks.wait_for(seen, seconds, lambda: self.events()[-5:])
 
     def last(self) -> Path:
         return sorted((self.out / "checkpoints").glob("round-*"))[-1]

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,6 +43,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def wait_for(seen: Callable[[], Any], seconds: float = 120.0, why: Callable[[], Any] = str) -> Any:
+    """Until `seen()` is true, with its value."""
+    end = time.monotonic() + seconds
+    while not (found := seen()):
+        assert time.monotonic() < end, f"waited {seconds} s in vain: {why()}"
+        time.sleep(0.01)
+    return found
 
 
 def finish(ranks: list[BaseProcess], folder: Path, timeout: float = 240) -> None:

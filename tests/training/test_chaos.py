@@ -213,19 +213,13 @@ def test_nothing_is_left_of_a_local_ray(tmp_path, number, who):
         streams = {"stdout": log, "stderr": log}
         driver = subprocess.Popen(command, env=environment(), **streams, start_new_session=True)
     try:
-        until = time.monotonic() + 120
-        while not list((tmp_path / "run/checkpoints").glob("round-*")):
-            assert driver.poll() is None, said.read_text()
-            assert time.monotonic() < until, said.read_text()
-            time.sleep(0.05)
+        made = (tmp_path / "run/checkpoints").glob
+        ranks.wait_for(lambda: list(made("round-*")), 120, said.read_text)
         everyone = of_session(driver.pid)
         assert len(everyone) > 4  # gcs, raylet, worker, and the command twice
         os.kill(driver.pid if who == "command" else signals.children(driver.pid)[0], number)
         assert driver.wait(60) in (128 + number, -number)
-        began = time.monotonic()
-        while left := [pid for pid in everyone if pid in of_session(driver.pid)]:
-            assert time.monotonic() < began + 30, left
-            time.sleep(0.1)
+        ranks.wait_for(lambda: not set(everyone) & set(of_session(driver.pid)), 30)
     finally:
         kill_session(driver.pid)
         driver.wait()

@@ -15,6 +15,7 @@ import pytest
 from commands import toml
 from conftest import make_tokens, tiny_table
 from processes import environment, read_events, replay, same_bits
+from ranks import wait_for
 
 from twistlm import config
 from twistlm.lab.bench import comm
@@ -49,10 +50,9 @@ class Hosts:
         command += ["--host", host.address, *more]
         streams = {"stdout": self.log, "stderr": self.log}
         self.nodes[i] = subprocess.Popen(command, env=environment(), **streams)
-        end = time.monotonic() + SLOW
-        while i == 0 and self.n_started() == n_started:  # it tries again where Ray gives up
-            assert time.monotonic() < end, (self.folder / "hosts.txt").read_text()[-3000:]
-            time.sleep(0.2)
+        said = (self.folder / "hosts.txt").read_text
+        # it tries again where Ray gives up
+        wait_for(lambda: i > 0 or self.n_started() > n_started, SLOW, lambda: said()[-3000:])
 
     def n_started(self) -> int:
         return (self.folder / "hosts.txt").read_text().count("Ray runtime started")
@@ -98,13 +98,9 @@ def hosts(tmp_path):
             here.close()
 
 
-def until(seen, driver: subprocess.Popen, out: Path, seconds: float = SLOW):
-    end = time.monotonic() + seconds
-    while not (found := seen()):
-        assert time.monotonic() < end, f"waited {seconds} s in vain"
-        assert driver.poll() is None, (out.parent / "driver.txt").read_text()[-2000:]
-        time.sleep(0.1)
-    return found
+def until(seen, driver: subprocess.Popen, out: Path) -> None:
+    wait_for(lambda: seen() or driver.poll() is not None, SLOW)
+    assert driver.poll() is None, (out.parent / "driver.txt").read_text()[-2000:]
 
 
 def test_hosts_killed_frozen_and_cut_off_and_the_head(hosts, tmp_path):

@@ -113,17 +113,16 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):
         configs[name] = toml(tmp_path / f"{name}.toml", table)
     log, straight = tmp_path / "killed.txt", tmp_path / "straight.txt"
     reference = ranks.twistlm(straight, "train", configs["straight"])
-    rng = random.Random(1)
+    rng, metrics = random.Random(1), tmp_path / "killed/metrics.jsonl"
+
+    def n_done() -> int:
+        return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+
     victim = ranks.twistlm(log, "train", configs["killed"])
     for attempt in range(3):
         # wait until it trains, then any moment: in a round, while saving, between the two
-        metrics = tmp_path / "killed/metrics.jsonl"
-        rounds_then = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
-        deadline = time.time() + 120
-        while time.time() < deadline and victim.is_alive():
-            if metrics.is_file() and len(metrics.read_text().splitlines()) > rounds_then:
-                break
-            time.sleep(0.01)
+        n, now = n_done(), victim
+        ranks.wait_for(lambda n=n, now=now: n_done() > n or not now.is_alive())
         time.sleep(rng.uniform(0, 0.4))
         assert attempt or victim.is_alive(), "the run ended before it could be killed"
         victim.kill()

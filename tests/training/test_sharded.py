@@ -53,10 +53,8 @@ def lines(run: Path) -> list[dict]:
 
 
 def until_it_trains(run: Path, n_rounds: int) -> None:
-    deadline = time.time() + 240
-    while not (run / "metrics.jsonl").is_file() or len(lines(run)) < n_rounds:
-        assert time.time() < deadline
-        time.sleep(0.01)
+    made = (run / "metrics.jsonl").is_file
+    ranks.wait_for(lambda: made() and len(lines(run)) >= n_rounds, 240)
 
 
 def by_formula(rows: list[dict]) -> None:
@@ -208,10 +206,8 @@ def test_ranks_end_with_their_launcher(runs, tmp_path):
     until_it_trains(tmp_path / "run", 1)
     launcher.kill()
     launcher.join()
-    until = time.monotonic() + 20
-    while any("stopped by SIGTERM" not in ranks.said(tmp_path, rank) for rank in range(3)):
-        assert time.monotonic() < until, ranks.said(tmp_path, 0)
-        time.sleep(0.05)
+    ended = lambda rank: "stopped by SIGTERM" in ranks.said(tmp_path, rank)  # noqa: E731
+    ranks.wait_for(lambda: all(map(ended, range(3))), 20, lambda: ranks.said(tmp_path, 0))
     (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
     assert saved.name == f"round-{len(lines(tmp_path / 'run')):06d}"
 

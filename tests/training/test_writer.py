@@ -122,15 +122,6 @@ def test_a_bug_in_the_thread_reaches_the_run(tmp_path, cfg, model, monkeypatch):
 # ---------------------------------------------------------------- row 11: a disk that takes no more
 
 
-def wait_for(what, seconds: float = 60.0):
-    """Until `what()` is true, with its value."""
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.005)
-    return value
-
-
 def test_a_run_outlives_a_full_disk(tmp_path):
     """A real process whose files may not grow past 2 KiB for a while: it trains on, retries."""
     n, every = 60, 20
@@ -144,7 +135,7 @@ def test_a_run_outlives_a_full_disk(tmp_path):
     os.mkfifo(tmp_path / "output")  # a file of its own would not grow either
     process = ranks.twistlm(tmp_path / "output", "train", file)
     with (tmp_path / "output").open() as output:
-        wait_for(lambda: list(folder.glob("round-*")))
+        ranks.wait_for(lambda: list(folder.glob("round-*")))
         limit(process.pid, 2048)
         while len(told) < 3:
             line = output.readline()
@@ -205,7 +196,7 @@ def test_killed_while_writing(tmp_path, cfg, model, n):
         process = ranks.SERVER.Process(target=victim, args=(str(folder), config.to_dict(cfg)))
         process.start()
         target = folder / checkpoint.folder_name(done + 1)
-        wait_for(lambda: target.exists() or not process.is_alive())  # noqa: B023
+        ranks.wait_for(lambda: target.exists() or not process.is_alive())  # noqa: B023
         time.sleep(rng.uniform(0, 0.15))
         assert process.is_alive()
         process.kill()
