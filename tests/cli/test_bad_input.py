@@ -438,6 +438,7 @@ def test_with_nothing_wrong_the_same_commands_work(here, call):
     assert scores["round"] == N_ROUNDS
     assert call(*typed("prepare a.txt -> ")[0])[::2] == (0, "")
     assert (here / "made/new.bin").read_bytes() == bytes([1, 0, 2, 0, 63, 0])
+    assert "100 sequences of 16 tokens" in call(*typed("teach --top 4 -> ")[0])[1]
     # blocks may change between rounds: they are counted anew
     words = ["train", "c.toml", "--resume", "train.rounds=4", "blocks.n_ffn=8", "blocks.k_ffn=4"]
     assert call(*words)[::2] == (0, "")

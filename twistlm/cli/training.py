@@ -120,10 +120,11 @@ def prepare(
     if teacher:
         from ..training.teacher import write_cache
 
-        told = write_cache(file, teacher, top, seq_len, device).meta
+        cache = write_cache(file, teacher, top, seq_len, device)
         console.print(
             f"{file.stem}.teacher.bin: the {top} likeliest tokens of {teacher} for "
-            f"{told.n_sequences:,} sequences of {seq_len:,} tokens, {told.n_bytes / 1e6:,.1f} MB"
+            f"{len(cache.records):,} sequences of {seq_len:,} tokens, "
+            f"{cache.records.nbytes / 1e6:,.1f} MB"
         )
 
 

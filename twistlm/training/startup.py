@@ -37,8 +37,10 @@ from .checkpoint import Checkpoint
 from .run import Progress, Run, beginning, n_rows, share
 
 # what may not change when a run goes on
-REFUSED = ("model", "data", "run.seed", "train.method", "train.moments")
-REFUSED += ("train.precision", "train.teacher")
+REFUSED = (
+    *("model", "data", "run.seed", "train.method", "train.moments"),
+    *("train.precision", "train.teacher"),
+)
 N_SCORED = 64  # training sequences that the order of blocks is scored on
 
 
