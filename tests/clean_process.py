@@ -1,7 +1,8 @@
 # ruff: noqa: E402
 """Loads every ticket under a folder with transformers alone, and writes down what it does.
 
-Run by test_hf_folder.py as a process of its own: `clean_process.py FOLDER`. twistlm cannot be imported here.
+Run by test_hf_folder.py as a process of its own: `clean_process.py FOLDER`.
+twistlm cannot be imported here.
 """
 
 import sys

@@ -188,8 +188,9 @@ class RunConfig:
     seed: int = limited(0, least=0)
     """Initial weights, the blocks of every round, batches and random subnets follow from it."""
     variant: Literal["local", "ray", "masked", "true", "hybrid", "sharded"] = "local"
-    """`local`: one process plays all workers; `ray`: they come and go. As torchrun's ranks: `masked`
-    (full models), `hybrid` (smaller ones), `true` (and a rank for the central model), `sharded`."""
+    """`local`: one process plays all workers; `ray`: they come and go. As torchrun's ranks:
+    `masked` (full models), `hybrid` (smaller ones), `true` (and a rank for the central model),
+    `sharded` (each owns a part of the central model)."""
     wire: Wire = "fp32"
     """What weights and moments travel as between processes: `fp32` is exact; `bf16`; with `int8`
     weights go to workers in bf16, and changes and moments travel in 8 bits. `local` sends

@@ -95,7 +95,7 @@ def test_masks_hang_on_seed_round_and_place_alone():
 
 
 def test_a_deal_along_the_order_gives_masks_to_those_who_can_train_them():
-    """The holder of the first K takes 3 of 4 masks along the order, a whole worker the wide ones."""
+    """The holder of the first K takes 3 of 4 masks along the order, a whole worker wide ones."""
     blocks = replace(BLOCKS, deal="order", k_attn=(4, 2, 2), k_ffn=(4, 2, 2), widths="worker")
     blocks = replace(blocks, mask_attn=(4, 3, 2, 1), mask_ffn=(4, 3, 2, 1))
     turn = WorkerRound(3, 0, 0, 2000, 1)

@@ -102,7 +102,8 @@ def check(
         if by_worker and sum(ks) < need:
             raise ValueError(
                 f"blocks.k_{kind} = {list(ks)} is infeasible for {what}: legal K are "
-                f"{least}..{n_blocks}, and their sum must be at least {need}, or a block is left out"
+                f"{least}..{n_blocks}, and their sum must be at least {need}, or a block is left "
+                "out"
             )
 
 
