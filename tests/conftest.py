@@ -25,7 +25,9 @@ import typer.main
 
 from twistlm import config
 
-torch.set_num_threads(1)  # bitwise comparisons need equal threads; CI has two cores and two workers
+# bitwise comparisons need equal threads; CI has two cores and two workers, so one is the default
+THREADS = int(os.environ.get("TWISTLM_TEST_THREADS", "1"))
+torch.set_num_threads(THREADS)
 
 # a process calls the app once; tests do hundreds of times, and it would build every command anew
 typer.main.get_command = functools.cache(typer.main.get_command)
@@ -34,12 +36,12 @@ VOCAB = 64
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def same_threads():
     """A test that leaves another number of threads fails, not the one after it."""
     yield
     left = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert left == 1, f"{left} threads are left"
+    torch.set_num_threads(THREADS)
+    assert left == THREADS, f"{left} threads are left"
 
 
 def make_tokens(stem: Path, n_tokens: int = 6000, seed: int = 0, vocab: int = VOCAB) -> str:
@@ -67,7 +69,7 @@ def tiny_table(tokens: str, out: Path, **sections: dict) -> dict:
         "data": {"train": tokens, "valid": tokens, "seq_len": 16},
         "blocks": {"n_ffn": 4, "k_attn": 2, "k_ffn": 3, "shared_first": 1, "shared_last": 0},
         "train": {"n_workers": 3, "rounds": 4, "interval": 3, "batch": 2, "lr": 1e-2},
-        "run": {"out": str(out), "device": "cpu", "threads": 1, "save_every": 1},
+        "run": {"out": str(out), "device": "cpu", "threads": THREADS, "save_every": 1},
     }
     table["train"] |= {"betas": [0.9, 0.95], "weight_decay": 0.1, "clip": 1.0}
     table["run"] |= {"eval_every": -1, "eval_ratios": ["2/4"], "eval_n": 2}

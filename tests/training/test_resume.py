@@ -13,7 +13,7 @@ import ranks
 import torch
 from checkpoints import FILES
 from commands import in_process, toml
-from conftest import make_tokens, tiny, tiny_table
+from conftest import THREADS, make_tokens, tiny, tiny_table
 
 from twistlm.data.stream import Leases
 from twistlm.system.signals import SIGNALS, Ended, Stop, on_signals
@@ -31,13 +31,15 @@ def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
     assert not (tmp_path / "run/resumes.jsonl").exists()
     capsys.readouterr()
     train = {"rounds": 3, "n_workers": 4, "batch": 1}
-    cfg = tiny(tokens, tmp_path / "run", train=train, blocks={"k_ffn": 2}, run={"threads": 2})
+    cfg = tiny(
+        tokens, tmp_path / "run", train=train, blocks={"k_ffn": 2}, run={"threads": THREADS + 1}
+    )
     rounds.train(cfg, resume=True)
-    assert torch.get_num_threads() == 1  # as before: what computes next is not this run's
+    assert torch.get_num_threads() == THREADS  # as before: what computes next is not this run's
     out = " ".join(capsys.readouterr().out.split())
     assert "train.n_workers was 3 and is now 4" in out
     assert "blocks.k_ffn was (3,) and is now (2,)" in out
-    assert "cpu, 1 threads' and is now" in out
+    assert f"cpu, {THREADS} threads' and is now" in out
     assert "run.threads" in out
     (line,) = (tmp_path / "run/resumes.jsonl").read_text().splitlines()
     told = json.loads(line)
@@ -46,10 +48,12 @@ def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
         "train.n_workers": [3, 4], "train.batch": [2, 1],
         "train.rounds": [2, 3], "blocks.k_ffn": [[3], [2]],
     }  # fmt: skip
-    assert told["device"].endswith("cpu, 2 threads")
+    assert told["device"].endswith(f"cpu, {THREADS + 1} threads")
     saved = checkpoint.open_(tmp_path / "run")
     assert (saved.config.train.n_workers, saved.config.blocks.k_ffn) == (4, (2,))
-    assert saved.manifest["device"].endswith("cpu, 2 threads")  # also from the writing thread
+    assert saved.manifest["device"].endswith(
+        f"cpu, {THREADS + 1} threads"
+    )  # also from the writing thread
     assert saved.leases == Leases(2 * 3 * 3 * 2 + 3 * 4 * 1)
     rounds.train(cfg, resume=True)  # nothing left to do, nothing to tell
     assert len((tmp_path / "run/resumes.jsonl").read_text().splitlines()) == 1
