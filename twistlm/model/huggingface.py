@@ -65,6 +65,9 @@ def on_meta(config: PretrainedConfig) -> PreTrainedModel:
         raise ValueError(f"{what}: {one_line(error)}") from None
 
 
+IS_TICKET = "it is a ticket whose layers differ in width; `twistlm heal` trains tickets"
+
+
 def pretrained(weights: str, key: str = "") -> PreTrainedModel:
     """A model from `gguf:FILE`, a folder or a hub id; errors name the `key` that gave it."""
     if weights.startswith("gguf:"):
@@ -85,6 +88,8 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
         )
     else:
         model = pretrained(cfg.weights, "model.weights")
+        if getattr(model.config, "is_heterogeneous", False):  # where tickets' classes are known
+            raise ValueError(f"model.weights = {cfg.weights!r} could not be loaded: {IS_TICKET}")
     if model.config.model_type != cfg.type:
         raise ValueError(
             f"model.weights = {cfg.weights!r} is a {model.config.model_type}, but model.type = "
@@ -132,7 +137,7 @@ def _reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return "it needs code of its own, and twistlm runs no code from a model's folder"
     if "per_layer_config" in str(error):
-        return "it is a ticket whose layers differ in width; `twistlm heal` trains tickets"
+        return IS_TICKET
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
