@@ -19,6 +19,7 @@ from commands import as_process, check_refusal, in_process, snapshot, toml
 from conftest import VOCAB, tiny_table, write_words
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import twistlm
 from twistlm import cli, config
 from twistlm.data.token_file import open_tokens
 from twistlm.model import families, generator, huggingface
@@ -356,6 +357,12 @@ def test_mistake(here, call, row):
     before = snapshot(here)
     check_refusal(*call(*words), parts)
     assert {k: v for k, v in snapshot(here).items() if k != "made"} == before
+
+
+def test_a_ticket_is_no_start_where_its_classes_are_registered(here, call):
+    twistlm.register()
+    words, parts = typed("train model.weights=ticket -> 'ticket' | twistlm heal")
+    check_refusal(*call(*words), parts)
 
 
 def test_mistakes_in_processes_of_their_own(here, tmp_path_factory):

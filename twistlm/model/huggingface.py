@@ -88,8 +88,6 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
         )
     else:
         model = pretrained(cfg.weights, "model.weights")
-        if getattr(model.config, "is_heterogeneous", False):  # where tickets' classes are known
-            raise ValueError(f"model.weights = {cfg.weights!r} could not be loaded: {IS_TICKET}")
     if model.config.model_type != cfg.type:
         raise ValueError(
             f"model.weights = {cfg.weights!r} is a {model.config.model_type}, but model.type = "

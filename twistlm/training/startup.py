@@ -103,6 +103,9 @@ def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutMode
         template = huggingface.load(cfg.model, cfg.run.seed)
     else:
         template = checkpoint.template(saved)
+    # it loads where tickets' classes are registered; `heal` trains it as one block
+    if getattr(template.config, "is_heterogeneous", False) and cfg.blocks.n_ffn > 1:
+        raise ValueError(f"model.weights = {cfg.model.weights!r}: {huggingface.IS_TICKET}")
     exact = cfg.train.precision == "float64"
     dtype = torch.float64 if exact else torch.float32
     cut = cut_model(template.double() if exact else template, cfg.blocks, device, dtype)
