@@ -78,6 +78,27 @@ def returned(run: Run, blueprints, change=lambda worker, buffer: buffer) -> list
     return results
 
 
+@pytest.mark.parametrize("moments", ["carry", "reset"])
+def test_dispatch_then_aggregate_is_the_identity(tokens, tmp_path, moments):
+    run = setup(tokens, tmp_path / "run", train={"moments": moments, "precision": "float64"})
+    state, blueprints = random_central(run), deal(run)
+    before = state.buffer.clone()
+    assert before.shape[0] == (3 if moments == "carry" else 1)
+    aggregator.aggregate_(state, returned(run, blueprints), holders(run.segments, blueprints))
+    # the mean of equal copies: exact for 1, 2 copies, to the last bit or so for 3
+    torch.testing.assert_close(state.buffer, before, rtol=1e-15, atol=0)
+
+
+def test_outer_rate_one_without_momentum_is_the_mean(tokens, tmp_path):
+    """Bit for bit, weights and moments."""
+    plain, outer = (
+        rounds.train(tiny(tokens, tmp_path / name, train={"outer": name}), quiet=True)
+        for name in ("none", "nesterov(1, 0)")
+    )
+    for name in ("model.safetensors", "moments.safetensors"):
+        assert (plain / name).read_bytes() == (outer / name).read_bytes()
+
+
 def test_aggregate_is_the_mean_over_holders(tokens, tmp_path):
     """Against a loop over named parameters and single blocks."""
     run = setup(tokens, tmp_path / "run", train={"precision": "float64"})
