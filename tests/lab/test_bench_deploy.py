@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import THREADS
 from families_table import TABLE, build, tiny_model
 
 from twistlm.lab.bench.deploy import (
@@ -34,7 +35,7 @@ def parent(tmp_path_factory) -> Parent:
     return open_parent(folder, "cpu", CUT)
 
 
-FEW: dict = {"prefill": (4, 9), "decode": 3, "repeats": 2, "threads": 1}
+FEW: dict = {"prefill": (4, 9), "decode": 3, "repeats": 2, "threads": THREADS}
 
 
 @pytest.fixture(scope="module")
