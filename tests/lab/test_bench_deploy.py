@@ -85,7 +85,7 @@ def test_rows_are_the_models_it_leaves(made):
     assert table(result).row_count == 2
     record = json.loads((out / "deploy.json").read_text())
     assert [row["median_ms"] for row in record["rows"]] == [row.medians() for row in result.rows]
-    assert record["plan"]["threads"] == 1
+    assert record["plan"]["threads"] == THREADS
     assert len(record["load_average"]) == 2
     assert {"command", "git", "versions", "device"} <= set(record["run"])
 
@@ -127,7 +127,7 @@ def test_a_runner_remembers_and_forgets(tmp_path, name, close):
     deploy.save_ticket(parent, parent.block_map.full(), tmp_path / "ticket")
     files = RUNTIMES[name].write(tmp_path / "ticket", tmp_path / "files")
     assert all(path.is_file() for path in files)
-    runner = RUNTIMES[name].load(files[0], 1, 16)
+    runner = RUNTIMES[name].load(files[0], THREADS, 16)
     ids = [3, 1, 4, 1, 5, 9]
     runner.prefill(ids[:4])
     runner.decode(ids[4])
