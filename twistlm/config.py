@@ -81,10 +81,9 @@ class BlocksConfig:
     shared_last: int = 2
     """Last layers that are not partitioned."""
     deal: Literal["random", "balanced", "fixed", "order"] = "random"
-    """Where workers hold more blocks than there are, the rest are random ones, or those held least
-    so far (`balanced`). With `order` the smaller workers in turn hold the first K of the order, and
-    a worker that holds everything takes the masks that are too wide for them. `fixed` is a control:
-    every round repeats the first one's random deal."""
+    """Who holds what: `random` blocks; extra ones to those held least so far (`balanced`); the
+    smaller workers in turn the first K of the `order`, a whole one the masks too wide for them; or,
+    as a control, the first round's deal for ever (`fixed`)."""
     masks: Literal["round", "step", "sequence"] = "round"
     """A worker trains all blocks that it holds for the whole `round`, or a part of them that is
     drawn anew for every local `step` or for every `sequence`."""
