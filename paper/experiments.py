@@ -3,166 +3,130 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import random
+import shutil
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from twistlm import config
 from twistlm.baselines import COMPARED, STRUCTURED
-from twistlm.baselines.methods import METHODS, prune_
-from twistlm.baselines.pattern import Pattern
+from twistlm.baselines.methods import METHODS
 from twistlm.compute.attention import causal_
 from twistlm.compute.perplexity import Spread, perplexity
+from twistlm.compute.slopes import order_of
 from twistlm.config import Setting
 from twistlm.lab.bench.train import FULL, measure_worker
+from twistlm.lab.compare.cells import NESTED, RANDOM
+from twistlm.lab.compare.measure import score_pruned, tickets_of
 from twistlm.lab.points import name_of
 from twistlm.model import families, huggingface
-from twistlm.model.blocks import widths_of_ratio
-from twistlm.model.masks import prefixes
-from twistlm.model.subnet import build
+from twistlm.model.blocks import BlockGroup, BlockMap
+from twistlm.model.masks import Order
+from twistlm.model.subnet import activation_scale, block_shares, build, rho_of
 from twistlm.system.device import pick_device, to_device
 from twistlm.system.terminal import console
 from twistlm.tickets import importance, lost_nodes
-from twistlm.tickets.calibration import calibrate
-from twistlm.tickets.ticket_scale import random_tickets, score_tickets
+from twistlm.tickets.importance import calibrate
+from twistlm.tickets.parent import Parent, open_text
+from twistlm.tickets.ticket_scale import TicketScales, score_tickets
+from twistlm.training.plan import make
+from twistlm.training.startup import scored_sequences
 from twistlm.transport.ranks import Cluster
 
 from . import NAMES, printed
-from .lab import Lab, Point, TimeIsUp, summary
-from .recipe import TRIED, recipe_points
-from .scales import DENSE, PARENTS, SCALES, N, Recipe, Scale, parents_of, trained_at
-from .shift import shifts
-from .ways import WAYS
+from .lab import Lab, Point, Result, TimeIsUp, scales_of, summary
+from .scales import DENSE, PARENTS, SCALES, WAYS, N, Recipe, Scale, parents_of, trained_at
 
-N_SEQUENCES = 4  # that the activation shift is measured on
+TRIED = "best of some on other text"  # in a point's config: how its tickets' scale is chosen
+SAMPLE = 5, 1  # random subnets behind a mean of the recipe, and the seed that draws them
+# on the cut layers of the whole model: one that was trained in halves may want less of each
+WHOLE_FACTORS = (1.0, 0.9, 0.8, 0.7)
+N_SEQUENCES, N_SUBSETS = 4, 20  # text, and random blocks, that the activation shift is measured on
 INIT = "init"  # random weights, before any training
-
-
-# ---------------------------------------------------------------- trained models
+SETTINGS: tuple[Setting, ...] = ("both", "attn", "ffn")
 
 
 def parents(lab: Lab) -> list[Point]:
-    """The start, TwIST and its controls in each setting, and TwIST at every size of Table 1.
-
-    The other ones of the heat-maps are trained, and recorded here, when `robustness` needs them.
-    """
+    """The start, TwIST and its controls in each setting, and TwIST at every size of Table 1."""
     recipes: list[Recipe | None] = [None] if lab.scale.start is not None else []
     for setting in lab.scale.settings:
         recipes += [*parents_of(setting), *(trained_at(k, setting) for k in lab.scale.table1)]
 
-    def point(recipe: Recipe | None) -> Point:
-        def measure() -> dict[str, Any]:
-            lab.trained(recipe)
-            return summary(lab.out(recipe))
+    def measure(recipe: Recipe | None) -> Result:
+        lab.trained(recipe)
+        return summary(lab.out(recipe))
 
-        return Point(lab.about_training(recipe), measure)
-
-    return [point(recipe) for recipe in dict.fromkeys(recipes)]
+    return [Point(lab.about_training(r), partial(measure, r)) for r in dict.fromkeys(recipes)]
 
 
 # ---------------------------------------------------------------- perplexity of tickets
 
 
-def subnets(
-    lab: Lab,
-    experiment: str,
-    recipe: Recipe | None,
-    setting: Setting,
-    k: int,
-    *,
-    n: int,
-    tokens: int,
-    **more: Any,
+def sized(
+    lab: Lab, experiment: str, recipe: Recipe | None, setting: Setting, k: int, **more: Any
 ) -> Point:
-    """n random subnets with k of 12 blocks on `tokens` tokens; k = 12 is the whole model once."""
-    scale, seed = lab.scale, lab.base.run.seed
-    more |= {"treatment": TRIED} if k < N else {}
-    n = n if k < N else 1
-    size = {"setting": setting, "k": k, "ratio": scale.ratio(k)}
-    about = lab.about(experiment, recipe, **size, n=n, tokens=tokens, seed=seed, **more)
+    """A parent with k of 12 blocks: whole, pruned by `method`, nested (`pick`) or n random ones."""
+    more = {"setting": setting, "k": k, "ratio": lab.scale.ratio(k), **more}
+    about = lab.about(experiment, recipe, **{"tokens": lab.scale.tokens, **more})
 
-    def measure() -> dict[str, Any]:
-        scales = lab.scales(recipe, setting, tokens)
-        parent = scales.parent
-        layout = parent.central.layout
+    def measure() -> Result:
+        scales, what = lab.scales(recipe, setting, about["tokens"]), about.get("method")
+        n, seed = (about.get(key, 0) for key in ("n", "seed"))
         if k == N:
-            values = (scales.ready.full_perplexity(),)
-            whole = Spread("", layout.n_params, values)
-            return {"values": list(values), **whole.summary(), "n_params": layout.n_params}
-        widths = widths_of_ratio(parent.block_map, scale.ratio(k))
-        tickets, held_out = random_tickets(parent.block_map, widths, n=n, seed=seed)
-        n_params = layout.narrowed(parent.block_map, widths).n_params
-        return score_tickets(scales, tickets, held_out).to_dict() | {"n_params": n_params}
+            return one(scales.ready.full_perplexity())
+        if what:
+            some = partial(calibrate, data=None, n=about["n_calibration"], seed=seed)
+            ids = lab.once(recipe, "calibration", some).ids
+        if what in METHODS:
+            return one(score_pruned(scales, what, about["ratio"], ids)[0])
+
+        def score(name: str) -> importance.BlockScores:
+            return lab.once(recipe, name, lambda p: importance.score(p, name, ids, seed))
+
+        what = what or about.get("pick", RANDOM)
+        tickets = tickets_of(scales, what, about["ratio"], n, seed, score)
+        return score_tickets(scales, *tickets).to_dict()
 
     return Point(about, measure)
 
 
-def nested(lab: Lab, recipe: Recipe, setting: Setting, k: int) -> Point:
-    """The ticket of the first blocks in the parent's own order."""
-    tokens, ratio = lab.scale.tokens, lab.scale.ratio(k)
-    size = {"setting": setting, "k": k, "ratio": ratio}
-    more = {"pick": "nested", "tokens": tokens, "treatment": TRIED}
-    about = lab.about("table1", recipe, **size, **more)
+def one(value: float) -> Result:
+    return {"values": [value], **Spread("", 0, (value,)).summary()}
 
-    def measure() -> dict[str, Any]:
-        scales = lab.scales(recipe, setting, tokens)
-        parent = scales.parent
-        widths = widths_of_ratio(parent.block_map, ratio)
-        ticket = prefixes(parent.block_map, parent.progress.order, widths)
-        return score_tickets(scales, [ticket]).to_dict()
 
-    return Point(about, measure)
+def subnets(lab: Lab, *what: Any, n: int, **more: Any) -> Point:
+    """n random subnets with k of 12 blocks; k = 12 is the whole model once."""
+    more |= {"n": n, "treatment": TRIED} if what[-1] < N else {"n": 1}
+    return sized(lab, *what, seed=lab.base.run.seed, **more)
 
 
 def pruned(lab: Lab, method: str, setting: Setting, k: int) -> Point:
     """The data-parallel parent, pruned after training by one of `twistlm lab prune`'s methods."""
-    scale, seed, ratio = lab.scale, lab.base.run.seed, f"{k}/{N}"
-    size = {"method": method, "setting": setting, "k": k, "ratio": ratio, "tokens": scale.tokens}
-    more = {"treatment": TRIED} if method.startswith(STRUCTURED) else {}
-    n = scale.n_calibration
-    about = lab.about("table1", DENSE, **size, n_calibration=n, seed=seed, **more)
-
-    def measure() -> dict[str, Any]:
-        scales = lab.scales(DENSE, setting, scale.tokens)
-        parent = scales.parent
-        ids = lab.once(DENSE, "calibration", lambda: calibrate(parent, None, n, seed).ids)
-        if method.startswith(STRUCTURED):
-            whole = lab.scales(DENSE, "both", scale.tokens).parent
-            name = method.removeprefix(STRUCTURED)
-            scores = lab.once(DENSE, method, lambda: importance.score(whole, name, ids, seed))
-            widths = widths_of_ratio(parent.block_map, ratio)
-            ticket = importance.keep_best(parent.block_map, scores, widths)
-            return score_tickets(scales, [ticket]).to_dict()
-        central, ready = parent.central, scales.ready
-        weights = central.weights.clone()
-        model = build(parent.template, parent.block_map, central.layout, weights).model
-        causal_(model)
-        pattern = Pattern(1 - Fraction(k, N))
-        patterns = {group.name: pattern for group in parent.block_map.groups}
-        prune_(model, parent.block_map, METHODS[method], patterns, ids)
-        values = (perplexity(model, ready.text, ready.precision, ready.loss),)
-        return {"values": list(values), **Spread("", 0, values).summary()}
-
-    return Point(about, measure)
+    more: dict[str, Any] = {"treatment": TRIED} if method.startswith(STRUCTURED) else {}
+    more |= {"n_calibration": lab.scale.n_calibration, "seed": lab.base.run.seed}
+    return sized(lab, "table1", DENSE, setting, k, method=method, ratio=f"{k}/{N}", **more)
 
 
 def table1(lab: Lab) -> list[Point]:
     """Table 1: random blocks of every parent, nested ones, and the pruners on data parallel."""
     scale, found = lab.scale, []
-    sample = {"n": scale.n_subnets, "tokens": scale.tokens}
     for setting in scale.settings:
         mine = parents_of(setting)
-        for recipe in (None, *mine):
-            for k in (N, *scale.table1):
-                found.append(subnets(lab, "table1", recipe, setting, k, **sample))
-        for k in scale.table1:  # the paper's column of parents trained at the size they are cut at
-            if (own := trained_at(k, setting)) not in mine:
-                found.append(subnets(lab, "table1", own, setting, k, **sample))
-            found += [nested(lab, recipe, setting, k) for recipe in mine if recipe.fresh]
+        asked = [(recipe, k) for recipe in (None, *mine) for k in (N, *scale.table1)]
+        # the paper's column of parents trained at the size they are cut at
+        asked += [(own, k) for k in scale.table1 if (own := trained_at(k, setting)) not in mine]
+        found += [subnets(lab, "table1", r, setting, k, n=scale.n_subnets) for r, k in asked]
+        for k in scale.table1:
+            nested = {"pick": "nested", "treatment": TRIED}
+            found += [sized(lab, "table1", r, setting, k, **nested) for r in mine if r.fresh]
             for method in COMPARED:
                 # whole blocks need a whole number of them in every layer
                 if not method.startswith(STRUCTURED) or k * scale.n_attn % N == 0:
@@ -172,25 +136,23 @@ def table1(lab: Lab) -> list[Point]:
 
 def stability(lab: Lab) -> list[Point]:
     """The distribution of random subnets of every parent of a setting, at every size."""
-    scale = lab.scale
-    sample = {"n": scale.n_stability, "tokens": scale.stability_tokens}
+    sample = {"n": lab.scale.n_stability, "tokens": lab.scale.stability_tokens}
     return [
         subnets(lab, "stability", recipe, setting, k, **sample)
-        for setting in scale.settings
+        for setting in lab.scale.settings
         for recipe in parents_of(setting)
-        for k in scale.stability
+        for k in lab.scale.stability
     ]
 
 
 def robustness(lab: Lab) -> list[Point]:
     """A heat-map per setting: trained on X blocks, evaluated on Y."""
-    scale = lab.scale
-    sample = {"n": scale.n_subnets, "tokens": scale.stability_tokens}
+    sample = {"n": lab.scale.n_subnets, "tokens": lab.scale.stability_tokens}
     return [
         subnets(lab, "robustness", trained_at(x, setting), setting, y, widths=[x], **sample)
-        for setting in scale.settings
-        for x in scale.trained_on
-        for y in scale.evaluated_on
+        for setting in lab.scale.settings
+        for x in lab.scale.widths
+        for y in lab.scale.widths
     ]
 
 
@@ -200,24 +162,105 @@ def nodeloss(lab: Lab) -> list[Point]:
 
     def point(recipe: Recipe, nodes: int, lost: int) -> Point:
         case = {"setting": "both", "nodes": nodes, "lost": lost}
+
+        def measure() -> Result:
+            named = {recipe.label: lab.scales(recipe, "both", tokens).parent}
+            (made,) = lost_nodes.drop(named, nodes, lost, tokens=tokens, quiet=True)["parents"]
+            return {key: made[key] for key in ("full", "worst", "treatment")}
+
         about = lab.about("nodeloss", recipe, **case, tokens=tokens, treatment=TRIED)
-
-        def measure() -> dict[str, Any]:
-            parent = lab.scales(recipe, "both", tokens).parent
-            named = {recipe.label: parent}
-            (made,) = lost_nodes.drop(named, nodes, lost, tokens=tokens, quiet=True)
-            return {
-                "full": made.full,
-                "mean": made.mean,
-                "worst": made.worst,
-                "values": list(made.losses.values()),
-                "n_tokens": made.n_tokens,
-                "treatment": made.treatment,
-            }
-
         return Point(about, measure)
 
     return [point(recipe, *case) for recipe in PARENTS for case in lab.scale.nodes]
+
+
+# ---------------------------------------------------------------- the recipe
+
+
+def recipe(lab: Lab) -> list[Point]:
+    """Every way at each of its rates and seeds; the first seed of all ways comes first."""
+    scale, t = lab.scale, lab.base.train
+    found = []
+    for seed in scale.seeds:
+        for name in (name for name in WAYS if name in (scale.ways or WAYS)):
+            way = WAYS[name]
+            for rate in (rate for i, rate in enumerate(way.rates, 1) if i in scale.rates):
+                about: Result = {"experiment": "recipe", "scale": lab.name, "way": name}
+                about |= {"rate": rate * t.lr, "changes": way.changes(scale, t, rate)}
+                about |= {"start": lab.hash_of(None), "seed": seed, "tokens": scale.tokens}
+                if before := way.before(scale, t):
+                    about["before"] = before
+                about["treatment"] = TRIED
+                found.append(Point(about, partial(measure_way, lab, about)))
+    return found
+
+
+def measure_way(lab: Lab, about: Mapping[str, Any]) -> Result:
+    """Train a way from the lab's start and measure it on the reported text and on other text.
+
+    bytes: down from the central model and up to it, or around a ring; links: of these between ranks
+    that keep 1/S of the central model each (`sharded`); a ring's are all between ranks.
+    """
+    start, folder = lab.trained(None), lab.folder / "ways" / name_of(about)
+    spent: Result = {"tokens": 0, "bytes": 0, "seconds": 0.0, "links": 0.0}
+    for part in (part for part in ("before", "changes") if part in about):
+        own = [f"model.weights={start}", f"run.seed={about['seed']}", f"run.out={folder / part}"]
+        cfg = config.override(lab.base, [*about[part], *own])
+        start = lab.train(cfg, spent["tokens"] // cfg.data.seq_len)  # behind those of before
+        made = summary(folder / part)
+        spent |= {key: spent[key] + made[key] for key in ("tokens", "bytes", "seconds")}
+        t = cfg.train
+        spent["links"] += made["bytes"] * (1 - 1 / t.n_workers if t.method == "twist" else 1)
+    found = perplexities(lab, start)
+    shutil.rmtree(folder)
+    return spent | {"loss": made["loss"], **found}
+
+
+def perplexities(lab: Lab, source: str) -> Result:
+    """Whole, random and nested subnets; a parent without an order is cut along the start's.
+
+    Tickets of every way have the scale that suits them best on other text: data parallel and
+    dropout must not lose by a scale that was made for TwIST.
+    """
+    parent = lab.open(source)
+    order = parent.progress.order or lab.once(None, "order", start_order)
+    parent = replace(parent, progress=replace(parent.progress, order=order))
+    scales = scales_of(parent, lab.scale.tokens)
+    found: Result = {"test": {"whole": scales.ready.full_perplexity()}}
+    if (other := scales.choice) is not None:
+        found["choice"] = {"whole": replace(scales.ready, text=other).full_perplexity()}
+    for k in lab.scale.table1:
+        tickets = tickets_of(scales, RANDOM, lab.scale.ratio(k), *SAMPLE)
+        random = score_tickets(scales, *tickets)
+        nested = score_tickets(scales, *tickets_of(scales, NESTED, lab.scale.ratio(k)))
+        chosen = {"nested": nested.values[0], "nested_treatment": nested.record}
+        found["test"][str(k)] = random.to_dict() | chosen
+        if other is not None:
+            ready = scales.evaluator(random.scale, other)
+            values = tuple(ready.subnet_perplexity(each) for each in tickets[0])
+            found["choice"][str(k)] = Spread("", 0, values).summary()
+    return found | {"whole_times": _whole_times(scales)}
+
+
+def _whole_times(scales: TicketScales) -> Result:
+    """Perplexities of the whole model with every factor on its cut layers, by text."""
+    parent, ready, found = scales.parent, scales.ready, Result()
+    central, kept = parent.central, parent.block_map.full()
+    whole = build(parent.template, parent.block_map, central.layout, central.weights, gates="all")
+    causal_(whole.model)
+    for name, text in (("test", ready.text), ("choice", scales.choice)):
+        for factor in WHOLE_FACTORS if text is not None else ():
+            whole.keep_(kept, dict.fromkeys(kept, factor))
+            value = perplexity(whole.model, text, ready.precision, ready.loss)
+            found.setdefault(name, {})[str(factor)] = value
+    return found
+
+
+def start_order(start: Parent) -> Order:
+    """The order of the start's own blocks."""
+    tokens = open_text(start.source, start.cfg, None, "train")
+    ids = scored_sequences(tokens, start.cfg.data.seq_len)
+    return order_of(importance.score(start, "mask-fisher", ids))
 
 
 # ---------------------------------------------------------------- costs, counted or timed
@@ -225,57 +268,35 @@ def nodeloss(lab: Lab) -> list[Point]:
 
 def latency(lab: Lab) -> list[Point]:
     """A worker's local step: the whole model once, then every size of every setting."""
-    cfg = config.override(lab.base, lab.scale.bench)
+    cfg = config.override(lab.base, ["train.batch=2"])
     t = cfg.train
 
     def point(setting: Setting, k: int) -> Point:
-        about = {
-            "experiment": "latency",
-            "scale": lab.name,
-            "setting": setting,
-            "k": k,
-            "ratio": lab.scale.ratio(k),
-            "batch": t.batch,
-            "seq_len": cfg.data.seq_len,
-            "interval": t.interval,
-            "n_workers": t.n_workers,
-            "moments": t.moments,
-            "model": {"type": cfg.model.type, **cfg.model.config},
-        }
+        ratio = lab.scale.ratio(k)
+        size = {"setting": setting, "k": k, "ratio": ratio, "seq_len": cfg.data.seq_len}
+        step = {key: getattr(t, key) for key in ("batch", "interval", "n_workers", "moments")}
+        model = {"type": cfg.model.type, **cfg.model.config}
+        about = {"experiment": "latency", "scale": lab.name, **size, **step, "model": model}
 
-        def measure() -> dict[str, Any]:
+        def measure() -> Result:
             lab.close()
             template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
             cluster = Cluster("local", t.n_workers, "physical", cfg.run.device)
-            ratio = FULL if k == N else lab.scale.ratio(k)
-            steps = lab.scale.bench_steps
-            return asdict(measure_worker(template, cfg, cluster, setting, ratio, steps))
+            size = setting, FULL if k == N else ratio
+            return measure_worker(template, cfg, cluster, *size, lab.scale.bench_steps)
 
         return Point(about, measure)
 
-    settings: tuple[Setting, ...] = ("both", "attn", "ffn")
-    sizes = [(setting, k) for setting in settings for k in lab.scale.bench_widths]
+    sizes = [(setting, k) for setting in SETTINGS for k in lab.scale.bench_widths]
     return [point(*size) for size in (("both", N), *sizes)]
 
 
 def table2(lab: Lab) -> list[Point]:
     """Latency's points (time, memory, bytes of a round), and the paper's set-up, counted."""
-    cfg = printed.config()
-    about = {
-        "experiment": "table2",
-        "scale": lab.name,
-        "n_workers": cfg.train.n_workers,
-        "epochs": cfg.train.epochs,
-        "n_sequences": cfg.data.planned_sequences,
-    }
-
-    def measure() -> dict[str, Any]:
-        plan = printed.plan()
-        rounds = {"paper_rounds": plan.paper_rounds, "true_rounds": plan.true_rounds}
-        rows = [asdict(row) for row in plan.rows]
-        return {"n_params": plan.n_params, **rounds, "rows": rows}
-
-    return [*latency(lab), Point(about, measure)]
+    cfg = config.load("paper")
+    about = {"experiment": "table2", "scale": lab.name, "n_workers": cfg.train.n_workers}
+    about |= {"epochs": cfg.train.epochs, "n_sequences": cfg.data.planned_sequences}
+    return [*latency(lab), Point(about, lambda: asdict(make(cfg)))]
 
 
 def memory(lab: Lab) -> list[Point]:
@@ -286,14 +307,10 @@ def memory(lab: Lab) -> list[Point]:
 
 def shift(lab: Lab) -> list[Point]:
     """The untrained model, the start, and every parent: all layers and all K in one pass."""
-    base, n = lab.base, lab.scale.n_shift
+    base, n = lab.base, N_SUBSETS
 
     def point(recipe: Recipe | None, is_init: bool = False) -> Point:
-        about = lab.about("shift", recipe, n=n, n_sequences=N_SEQUENCES)
-        if is_init:
-            about |= {"parent": INIT, "slug": INIT}
-
-        def measure() -> dict[str, Any]:
+        def measure() -> Result:
             ready = lab.scales(recipe, "both").ready
             model, block_map = ready.full.model, ready.block_map
             if is_init:
@@ -302,33 +319,45 @@ def shift(lab: Lab) -> list[Point]:
                 torch.nn.Module.to(model, pick_device(base.run.device))
             rows = list(range(min(N_SEQUENCES, ready.text.n_sequences)))
             ids = ready.text.file.sequences(rows, ready.text.seq_len)
-            found = shifts(model, block_map, to_device(ids, model.device), n)
-            return {"rows": found, "n_tokens": ids.numel()}
+            return {"rows": shifts(model, block_map, to_device(ids, model.device), n)}
 
-        return Point(about, measure)
+        about = lab.about("shift", recipe, n=n, n_sequences=N_SEQUENCES)
+        return Point(about | ({"parent": INIT, "slug": INIT} if is_init else {}), measure)
 
     init = [point(None, is_init=True)] if base.model.weights == "random" else []
     return [*init, *(point(recipe) for recipe in (None, *PARENTS))]
 
 
-EXPERIMENTS: dict[str, Callable[[Lab], list[Point]]] = {  # with what they measure: `paper.NAMES`
-    "parents": parents,
-    "recipe": recipe_points,
-    "table1": table1,
-    "stability": stability,
-    "robustness": robustness,
-    "table2": table2,
-    "latency": latency,
-    "memory": memory,
-    "shift": shift,
-    "nodeloss": nodeloss,
-}
+@torch.no_grad()
+def shifts(model: PreTrainedModel, block_map: BlockMap, ids: Tensor, n: int) -> list[Result]:
+    """What is left of a layer's output when only K of its N blocks add to it: every group and K.
+
+    measured  mean ||y'|| over mean ||y||, y' the sum of K random blocks' shares of the output
+    paper     sqrt(K/N): right when blocks are uncorrelated
+    exact     sqrt((p - p2)/rho + p2), p = K/N, p2 = K(K-1)/(N(N-1)),
+              rho = ||sum y_b||^2 / sum ||y_b||^2
+    """
+    rows: list[Result] = []
+
+    def add(group: BlockGroup, shares: Tensor) -> None:  # [tokens, blocks, d]
+        whole, rho, n_blocks = shares.sum(1).norm(dim=1).mean(), rho_of(shares), group.n_blocks
+        for k in range(1, n_blocks):
+            rng = random.Random(f"shift/0/{group.name}/{k}")
+            kept = [rng.sample(range(n_blocks), k) for _ in range(n)]
+            norms = [float(shares[:, some].sum(1).norm(dim=1).mean() / whole) for some in kept]
+            row = {"group": group.name, "kind": group.kind, "k": k}
+            row["measured"] = statistics.fmean(norms)
+            row["paper"] = 1 / activation_scale("sqrt", n_blocks, k)
+            rows.append(row | {"exact": 1 / activation_scale("measured", n_blocks, k, rho)})
+
+    with block_shares(model, block_map, add):
+        model(input_ids=ids, use_cache=False)
+    return rows
 
 
 # ---------------------------------------------------------------- all of them in a row
 
-# of a point's config, in the line that says it is finished
-HIDDEN = {"before", "experiment", "scale", "slug", "parent_hash", "changes", "start"}
+EXPERIMENTS: dict[str, Callable[[Lab], list[Point]]] = {name: globals()[name] for name in NAMES}
 
 
 def run(
@@ -345,18 +374,19 @@ def run(
         if name not in (*NAMES, "all"):
             raise ValueError(f"experiment {name!r}: use {', '.join(NAMES)}, or all")
     lab = Lab(out, scale, _scale(scale, only), overrides, seconds=60 * minutes or math.inf)
-    wanted = NAMES if "all" in names else dict.fromkeys(names)
-    every = [point for name in wanted for point in EXPERIMENTS[name](lab)]
-    # some experiments share points
-    todo = _by_parent(list({name_of(point.config): point for point in every}.values()))
-    n_done = sum(lab.is_done(point) for point in todo)
+    every = [p for name in (NAMES if "all" in names else names) for p in EXPERIMENTS[name](lab)]
+    found = {name_of(point.config): point for point in every}  # some experiments share points
+    # all points of one parent in a row: to open one takes seconds
+    parents = list(dict.fromkeys(point.config.get("parent_hash") for point in every))
+    todo = sorted(found.values(), key=lambda p: parents.index(p.config.get("parent_hash")))
+    missing = [point for point in todo if lab.points.find(point.config) is None]
+    n_done = len(todo) - len(missing)
     console.print(f"{len(todo)} points in {lab.points.file}, {n_done} of them finished")
     try:
-        for point in todo:
-            if not lab.is_done(point):
-                made = lab.measure(point)
-                n_done += 1
-                console.print(f"{n_done}/{len(todo)} {line(made)}", highlight=False)
+        for point in missing:
+            seconds, n_done = lab.measure(point)["seconds"], n_done + 1
+            said = " ".join(str(v) for v in point.config.values() if isinstance(v, str | int))
+            console.print(f"{n_done}/{len(todo)} {said} ({seconds:.1f} s)", highlight=False)
     except TimeIsUp:
         console.print(f"the time is up: {n_done} of {len(todo)} points are finished; call it again")
         return False
@@ -365,40 +395,20 @@ def run(
     return True
 
 
-def _by_parent(todo: list[Point]) -> list[Point]:
-    """All points of one parent in a row: to open one takes seconds."""
-    parents = [point.config.get("parent_hash") for point in todo]
-    return [todo[i] for i in sorted(range(len(todo)), key=lambda i: parents.index(parents[i]))]
-
-
 def _scale(name: str, only: Sequence[str]) -> Scale:
     """The scale of this name, with the settings, ways, seeds and rates of `only`."""
     if name not in SCALES:
         raise ValueError(f"--scale {name!r}: use {', '.join(SCALES)}")
     scale = SCALES[name]
-    ways, seeds = scale.ways or tuple(WAYS), {f"seed {seed}": seed for seed in scale.seeds}
-    rates = {f"rate {i}": i for i in scale.rates}
-    asked = {word: [word] if word in WAYS else word.split(",") for word in only}
-    only = [part for parts in asked.values() for part in parts]
-    for word, parts in asked.items():
-        if not {*parts} <= {*scale.settings, *seeds, *rates, *ways}:
-            words = ", ".join((*scale.settings, *seeds, *rates))
-            legal = f"{words}, or ways of the recipe: {'; '.join(ways)}"
-            raise ValueError(f"--only {word!r}: scale {name} has {legal}")
-    settings = tuple(s for s in scale.settings if s in only) or scale.settings
-    return replace(
-        scale,
-        settings=settings,
-        ways=tuple(w for w in ways if w in only) or ways,
-        seeds=tuple(seed for word, seed in seeds.items() if word in only) or scale.seeds,
-        rates=tuple(i for word, i in rates.items() if word in only) or scale.rates,
-    )
-
-
-def line(made: dict[str, Any]) -> str:
-    """A finished point in one line."""
-    about = made["config"]
-    said = [str(v) for k, v in about.items() if k not in HIDDEN and not isinstance(v, dict)]
-    numbers = [f"{k} {v:.4g}" for k, v in made["result"].items() if isinstance(v, float)]
-    what = f"{about['experiment']}: {' '.join(said)}"
-    return f"{what}: {', '.join(numbers[:4])} ({made['seconds']:.1f} s)"
+    legal: dict[str, tuple[str, Any]] = {word: ("settings", word) for word in scale.settings}
+    legal |= {f"seed {seed}": ("seeds", seed) for seed in scale.seeds}
+    legal |= {f"rate {i}": ("rates", i) for i in scale.rates}
+    legal |= {way: ("ways", way) for way in scale.ways or WAYS}
+    chosen: dict[str, Any] = {}
+    for word in only:
+        for part in [word] if word in WAYS else word.split(","):
+            if part not in legal:
+                raise ValueError(f"--only {word!r}: scale {name} has {'; '.join(legal)}")
+            field, value = legal[part]
+            chosen[field] = (*chosen.get(field, ()), value)
+    return replace(scale, **chosen)

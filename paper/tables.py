@@ -1,4 +1,7 @@
-"""Finished points as tables, figures and claims: one function for each experiment of the paper."""
+"""Finished points as tables, figures and claims: one function for each experiment of the paper.
+
+A point comes flat here: the keys of its config and of its result in one dict.
+"""
 
 from __future__ import annotations
 
@@ -6,85 +9,58 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from twistlm.baselines import STRUCTURED
+from twistlm.baselines import COMPARED, STRUCTURED
 from twistlm.lab.compare.table import by_size
-from twistlm.system.terminal import markdown_cell
 
 from . import printed
-from .scales import DENSE, DROPOUT, SCALES, TWIST, N
+from .scales import DENSE, DROPOUT, DROPOUT_NAME, OFTEN, OURS, SCALES, TWIN_NAME, TWIST, WAYS, N
 
 Points = list[dict[str, Any]]
-Sizes = dict[int, dict[str, Any]]  # K of 12 blocks -> result
-Means = dict[int, float]  # K of 12 blocks -> perplexity
+Sizes = dict[Any, dict[str, Any]]  # K of 12 blocks -> the point there
+Means = dict[Any, float]  # K of 12 blocks -> perplexity
+Line = tuple[Any, tuple[str, ...], Sizes]  # whom a row competes with (None: nobody), its labels
 
-# pruner -> (its row in Table 1, the column of the paper's Table 1)
-PRUNERS = {
-    "sparsegpt": ("SparseGPT", "sparsegpt"),
-    "wanda": ("Wanda", "wanda"),
-    "zpruner": ("Z-Pruner", "zpruner"),
-    "zpruner-datafree": ("Z-Pruner, no data", ""),
-    "zpruner-rows": ("Z-Pruner, by rows", ""),
-    "zpruner-repair": ("Z-Pruner, repaired", ""),
-    "magnitude": ("magnitude", ""),
-    "block:fisher": ("blocks by Fisher", "block"),
-    "block:mask-fisher": ("blocks by mask Fisher", ""),
-    "block:taylor": ("blocks by Taylor", ""),
-    "block:magnitude": ("blocks by magnitude", ""),
-}
-ZEROS = {name for method, (name, _) in PRUNERS.items() if not method.startswith(STRUCTURED)}
+CHOSEN = {name for name in COMPARED if name.startswith(STRUCTURED)}  # blocks, after training
+ZEROS = {*COMPARED} - CHOSEN
 RANDOM, NESTED = "random blocks of ", "nested blocks of "  # before a parent's name
 AT_SIZE = f"{RANDOM}TwIST trained at that size"  # one parent for each size, as in the paper
+PAPER = {  # row of Table 1 -> the paper's column
+    **{name: name for name in ("sparsegpt", "wanda", "zpruner")},
+    "block:fisher": "block",
+    f"{RANDOM}{DENSE.label}": "dense",
+    AT_SIZE: "twist",
+    f"{RANDOM}{TWIST.label}": "twist-6",
+}
 CLOSE = 0.05  # relative error of a formula, and growth of a perplexity, that still count as none
 SHARP = 1.5  # ratio of perplexities that is a sharp degradation
 
 
-@dataclass(frozen=True)
-class Table:
-    """Cells are text; `title` says what they are."""
-
+class Table(NamedTuple):
     name: str
     title: str
     head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def markdown(self) -> str:
-        ruled = [self.head, ("---",) * len(self.head), *self.rows]
-        return "\n".join(f"| {' | '.join(map(markdown_cell, row))} |" for row in ruled)
+    rows: list[tuple[str, ...]]
 
 
-@dataclass(frozen=True)
-class Figure:
-    """What `figures.save` draws: `kind` names the drawing, `data` is by group or line, then x."""
-
+class Figure(NamedTuple):
     name: str
     title: str
-    kind: str
-    data: dict[str, dict[Any, Any]]
-    x: str = ""
-    y: str = "perplexity"
+    data: dict[str, Means]  # by line
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A statement of the paper (or ours), the measured numbers, and whether they bear it out."""
+class Claim(NamedTuple):
+    """A statement of the paper or ours, whether the points bear it out, and their numbers."""
 
-    claim: str
-    numbers: str
+    says: str
     holds: bool
-    whose: str = "paper"
+    numbers: str
 
 
-@dataclass
-class Section:
-    """All that is shown of one experiment."""
-
-    tables: list[Table] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
-    claims: list[Claim] = field(default_factory=list)
+Shown = Iterator[Table | Figure | Claim]
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -94,519 +70,391 @@ def number(value: float | None, digits: int = 2) -> str:
     return f"{value:,.{digits}f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def count(n: float) -> str:
-    """A number of tokens or parameters: `23,040`, `30.0M`, `1.2B`."""
-    for unit, size in (("B", 1e9), ("M", 1e6)):
-        if n >= size:
-            return f"{n / size:,.1f}{unit}"
-    return f"{n:,.0f}"
+def grouped(points: Points, key: str) -> dict[Any, Points]:
+    return {value: [p for p in points if p[key] == value] for value in {p[key]: 0 for p in points}}
 
 
-def spread(result: dict[str, Any]) -> str:
-    """`mean ± sd`."""
-    sd = result.get("sd")
-    return number(result["mean"]) + ("" if sd is None else f" ± {number(sd)}")
-
-
-def with_bold(rows: list[list[str]], values: list[list[float | None]], first: int = 1) -> None:
-    """Mark the lowest value of every column, in place; `values` begin at column `first`."""
-    for j in range(len(values[0]) if values else 0):
-        there = [(row[j], i) for i, row in enumerate(values) if row[j] is not None]
-        if len(there) > 1:
-            i = min(there)[1]
-            rows[i][first + j] = f"**{rows[i][first + j]}**"
-
-
-def scales_of(results: Sizes, sizes: Iterable[int]) -> str:
-    """The activation scales of a row's tickets."""
-    chosen = (results[k].get("treatment", {}) for k in sizes if k in results and k < N)
-    found = [scale.get("chosen", "") for scale in chosen]
-    return by_size(found) if found else ""
-
-
-def versus(ours: Means, other: Means, sizes: Iterable[int]) -> str:
-    return ", ".join(f"{k}/{N}: {number(ours[k])} against {number(other[k])}" for k in sizes)
-
-
-def of_setting(points: Points) -> Iterator[tuple[str, Points]]:
-    for setting in dict.fromkeys(p["config"]["setting"] for p in points):
-        yield setting, [p for p in points if p["config"]["setting"] == setting]
-
-
-def by_parent(points: Points) -> dict[str, Sizes]:
-    found: dict[str, Sizes] = {}
-    for point in points:
-        about = point["config"]
-        found.setdefault(about["parent"], {})[about["k"]] = point["result"]
-    return found
-
-
-# ---------------------------------------------------------------- Table 1
-
-
-def table1(points: Points) -> Section:
-    """Perplexity by size: random and nested blocks of every parent, and the pruners."""
-    shown = Section()
-    for setting, mine in of_setting(points):
-        rows, theirs = table1_rows(mine)
-        shown.tables.append(_table1(setting, rows, theirs))
-        means = {name: {k: r["mean"] for k, r in sizes.items()} for name, sizes in rows.items()}
-        kept = {n: m for n, m in means.items() if n.startswith((RANDOM, NESTED))}
-        kept["best chosen blocks"] = best_of(chosen_rows(means))
-        kept["best zeros"] = best_of(m for n, m in means.items() if n in ZEROS)
-        lines = {name: line for name, line in kept.items() if line}
-        title = f"Perplexity over the size, {setting}"
-        shown.figures.append(
-            Figure(f"table1-{setting}", title, "log-lines", lines, "blocks kept of 12")
-        )
-        shown.claims += table1_claims(setting, means)
-    return shown
-
-
-def table1_rows(points: Points) -> tuple[dict[str, Sizes], dict[str, str]]:
-    """Results by row, and the paper's column of each row that has one."""
-    rows: dict[str, Sizes] = {}
-    theirs: dict[str, str] = {}
-    alike = all(SCALES[p["config"]["scale"]].n_attn == N for p in points)  # GPT-2, as in the paper
-
-    def add(name: str, column: str, point: dict[str, Any]) -> None:
-        theirs[name] = column if alike else ""
-        rows.setdefault(name, {})[point["config"]["k"]] = point["result"]
-
-    for point in points:
-        about = point["config"]
-        if "method" in about:
-            name, column = PRUNERS.get(about["method"], (about["method"], ""))
-            add(name, column, point)
-        elif about.get("pick") == "nested":
-            add(f"{NESTED}{about['parent']}", "", point)
-        else:
-            trained = about["slug"].removesuffix(f"-{about['setting']}")
-            if trained == f"twist-{about['k']}":
-                add(AT_SIZE, "twist", point)
-                if trained != TWIST.slug:  # other widths stand in that row alone
-                    continue
-            column = {"dense": "dense", TWIST.slug: TWIST.slug}.get(trained, "")
-            add(f"{RANDOM}{about['parent']}", column, point)
-    if set(rows.get(AT_SIZE, ())) <= {*TWIST.widths}:  # nothing that the row of TWIST does not say
-        rows.pop(AT_SIZE, None)
-    known = [name for name, _ in PRUNERS.values()]  # pruners first, in the paper's order
-    order = sorted(rows, key=lambda name: known.index(name) if name in known else len(known))
-    return {name: rows[name] for name in order}, theirs
-
-
-def _table1(setting: str, rows: dict[str, Sizes], theirs: dict[str, str]) -> Table:
-    sizes = sorted({k for results in rows.values() for k in results}, reverse=True)
-    cells = {
-        name: [name, *(spread(r[k]) if k in r else "" for k in sizes), scales_of(r, sizes)]
-        for name, r in rows.items()
-    }
-    for zeros in (True, False):  # zeros and really smaller models do not compete
-        names = [name for name in rows if (name in ZEROS) == zeros]
-        values = [[rows[n][k]["mean"] if k in rows[n] else None for k in sizes] for n in names]
-        with_bold([cells[name] for name in names], values)
-    lines: list[tuple[str, ...]] = []
-    for name, row in cells.items():
-        lines.append(tuple(row))
-        if column := theirs[name]:
-            known = printed.TABLE1[setting]
-            beside = (number(known[k][column]) if k in known else "" for k in sizes)
-            lines.append(("the paper", *beside, ""))
-    head = (setting, *("whole" if k == N else f"{k}/{N}" for k in sizes), "scale")
-    title = f"Table 1, {setting}: perplexity by size"
-    return Table(f"table1-{setting}", title, head, tuple(lines))
-
-
-def chosen_rows(means: dict[str, Means]) -> Iterator[Means]:
-    """Rows whose blocks a score chose after training."""
-    for name, row in means.items():
-        if name not in ZEROS and not name.startswith((RANDOM, NESTED)):
-            yield row
+def means(sizes: Sizes) -> Means:
+    return {k: point["mean"] for k, point in sizes.items()}
 
 
 def best_of(rows: Iterable[Means]) -> Means:
     """The lowest perplexity at every size."""
-    some = list(rows)
-    sizes = sorted({k for row in some for k in row})
-    return {k: min(row[k] for row in some if k in row) for k in sizes}
+    found: Means = {}
+    for k, value in (pair for row in rows for pair in row.items()):
+        found[k] = min(value, found.get(k, math.inf))
+    return found
 
 
-def table1_claims(setting: str, means: dict[str, Means]) -> Iterator[Claim]:
+def by_columns(
+    name: str, title: str, heads: tuple[str, ...], lines: list[Line], columns: Iterable[Any]
+) -> Table:
+    """Perplexities and tickets' scales; the lowest of a column, among its like, is bold."""
+    columns, rows = list(columns), []
+    for group, labels, found in lines:
+        cells = []
+        for k in columns:
+            mean, sd = (found.get(k, {}).get(key) for key in ("mean", "sd"))
+            text = number(mean) + (f" ± {number(sd)}" if sd is not None else "")
+            rivals = [other[k]["mean"] for like, _, other in lines if like == group and k in other]
+            is_best = group is not None and len(rivals) > 1 and mean == min(rivals)
+            cells.append(f"**{text}**" if is_best else text)
+        tried = [found[k]["treatment"] for k in columns if "treatment" in found.get(k, {})]
+        rows.append((*labels, *cells, by_size([t["chosen"] for t in tried]) if tried else ""))
+    return Table(name, title, (*heads, *map(head, columns), "scale"), rows)
+
+
+def sizes_of(points: Points) -> list[int]:
+    return sorted({p["k"] for p in points}, reverse=True)
+
+
+def head(k: Any) -> str:
+    """How a column is called: a size, or by its name."""
+    return "whole" if k == N else f"{k}/{N}" if isinstance(k, int) else k
+
+
+def compared(says: str, ours: Means, other: Means, sizes: Callable[[Any], bool]) -> Iterator[Claim]:
+    """Whether ours is lower at the sizes where it should be, and at no other below the whole."""
+    if shared := [k for k in ours if k in other and k != N]:
+        said = (f"{head(k)}: {number(ours[k])} against {number(other[k])}" for k in shared)
+        yield Claim(says, all((ours[k] < other[k]) == sizes(k) for k in shared), ", ".join(said))
+
+
+# ---------------------------------------------------------------- perplexities
+
+
+def table1(points: Points) -> Shown:
+    """Perplexity by size: the pruners, then random and nested blocks of every parent."""
+    for setting, mine in grouped(points, "setting").items():
+        rows, lines = table1_rows(mine), []
+        for name, row in rows.items():
+            # zeros and really smaller models do not compete
+            lines.append((name in ZEROS, (name,), row))
+            if name in PAPER and all(SCALES[p["scale"]].n_attn == N for p in mine):
+                known = printed.TABLE1[setting].items()
+                theirs = {k: {"mean": their[PAPER[name]]} for k, their in known}
+                lines.append((None, ("the paper",), theirs))
+        name, title = f"table1-{setting}", f"Table 1, {setting}: perplexity by size"
+        yield by_columns(name, title, (setting,), lines, sizes_of(mine))
+        found = {name: means(row) for name, row in rows.items()}
+        found["best chosen blocks"] = best_of(found[n] for n in CHOSEN & found.keys())
+        found["best zeros"] = best_of(found[n] for n in ZEROS & found.keys())
+        curves = {n: row for n, row in found.items() if row and n not in COMPARED}
+        yield Figure(name, title, curves)
+        yield from table1_claims(f"{setting}: ", found)
+
+
+def table1_rows(points: Points) -> dict[str, Sizes]:
+    rows: dict[str, Sizes] = {name: {} for name in COMPARED}
+    for p in points:
+        names = [f"{RANDOM}{p['parent']}"]
+        trained = p["slug"].removesuffix(f"-{p['setting']}")
+        if "method" in p:
+            names = [p["method"]]
+        elif p.get("pick") == "nested":
+            names = [f"{NESTED}{p['parent']}"]
+        elif trained == f"twist-{p['k']}":  # only that of TWIST has a row of its own, too
+            names = [AT_SIZE, *(names if trained == TWIST.slug else ())]
+        for name in names:
+            rows.setdefault(name, {})[p["k"]] = p
+    if {*rows.get(AT_SIZE, ())} <= {TWIST.k}:  # nothing that the row of TWIST does not say
+        rows[AT_SIZE] = {}
+    return {name: row for name, row in rows.items() if row}
+
+
+def table1_claims(where: str, found: dict[str, Means]) -> Iterator[Claim]:
     dense, twist, dropout = (
-        means.get(f"{RANDOM}{recipe.label}", {}) for recipe in (DENSE, TWIST, DROPOUT)
+        found.get(f"{RANDOM}{recipe.label}", {}) for recipe in (DENSE, TWIST, DROPOUT)
     )
-    sizes = sorted(k for k in set(dense) & set(twist) if k < N)
-    if not sizes:
-        return
-
-    def beats(claim: str, ours: Means, other: Means, whose: str = "ours") -> Iterator[Claim]:
-        if shared := [k for k in sizes if k in ours and k in other]:
-            won = all(ours[k] < other[k] for k in shared)
-            yield Claim(f"{setting}: {claim}", versus(ours, other, shared), won, whose)
-
-    yield from beats("TwIST's random blocks beat data parallel's", twist, dense, "paper")
-    low, high = sizes[0], sizes[-1]
-    growth = [row[low] / row[high] for row in (twist, dense)]
-    said = f"{high}/{N} to {low}/{N}: {growth[0]:.2f} times against {growth[1]:.2f} times"
-    says = f"{setting}: TwIST's curve over the size is flatter than data parallel's"
-    yield Claim(says, said, growth[0] < growth[1])
-    for name, mine in ((TWIST.label, twist), ("TwIST trained at that size", means.get(AT_SIZE))):
-        other = means.get("SparseGPT", {})
-        shared = sorted(k for k in set(mine or ()) & set(other) if k < N)
-        lean, wide = [k for k in shared if k <= 4], [k for k in shared if k >= 6]
-        if mine and lean and wide:
-            won = [k for k in shared if mine[k] < other[k]]
-            says = f"{setting}: SparseGPT is ahead at 6/12 and above, {name} at 4/12 and below"
-            yield Claim(says, versus(mine, other, shared), won == lean)
-    yield from beats(
-        "TwIST's random blocks beat blocks of data parallel that a score chooses",
-        twist,
-        best_of(chosen_rows(means)),
-    )
+    yield from compared(f"{where}TwIST K=6 beats data parallel", twist, dense, bool)
+    if sizes := sorted(k for k in dense if k in twist and k < N):
+        low, high = sizes[0], sizes[-1]
+        ours, other = (row[low] / row[high] for row in (twist, dense))
+        said = f"{high}/{N} to {low}/{N}: {ours:.2f} times against {other:.2f} times"
+        yield Claim(f"{where}TwIST K=6 is flatter than data parallel", ours < other, said)
+    for name in (f"{RANDOM}{TWIST.label}", AT_SIZE):
+        says = f"{where}sparsegpt is ahead at 6/12 and above, {name} at 4/12 and below"
+        other = found.get("sparsegpt", {})
+        yield from compared(says, found.get(name, {}), other, lambda k: k <= 4)
+    says = f"{where}TwIST K=6 beats blocks of data parallel that a score chose"
+    yield from compared(says, twist, found["best chosen blocks"], bool)
     if N in dense and N in twist:
-        says = f"{setting}: the whole TwIST model is as good as the whole data-parallel one"
-        yield Claim(says, versus(twist, dense, [N]), twist[N] <= dense[N], "ours")
-    versions = (m for n, m in means.items() if n.startswith(f"{RANDOM}TwIST") and n != AT_SIZE)
-    yield from beats(
-        "TwIST (its best version) beats structured dropout", best_of(versions), dropout
-    )
+        said = f"{number(twist[N])} against {number(dense[N])}"
+        yield Claim(f"{where}the whole TwIST K=6 is no worse", twist[N] <= dense[N], said)
+    ours = best_of(r for n, r in found.items() if n.startswith(f"{RANDOM}TwIST") and n != AT_SIZE)
+    yield from compared(f"{where}the best TwIST beats structured dropout", ours, dropout, bool)
 
 
-# ---------------------------------------------------------------- stability and robustness
+def stability(points: Points) -> Shown:
+    """Mean and sd of the perplexity of random subnets."""
+    lines: list[Line] = []
+    for setting, mine in grouped(points, "setting").items():
+        found = {name: {p["k"]: p for p in some} for name, some in grouped(mine, "parent").items()}
+        lines += [(setting, (setting, parent), sizes) for parent, sizes in found.items()]
+        twist, dense = (found.get(recipe.label, {}) for recipe in (TWIST, DENSE))
+        if less := [dense[k]["sd"] / twist[k]["sd"] for k in twist if k in dense]:
+            said = f"sd {min(less):.1f} to {max(less):.1f} times smaller"
+            yield Claim(f"{setting}: TwIST varies less than data parallel", min(less) > 1, said)
+    title = f"Stability: perplexity, mean ± sd over {points[0]['n']} random subnets"
+    yield by_columns("stability", title, ("setting", "parent"), lines, sizes_of(points))
 
 
-def stability(points: Points) -> Section:
-    """Mean and sd of the perplexity of random subnets, and their distributions."""
-    shown, rows = Section(), []
-    sizes = sorted({p["config"]["k"] for p in points})
-    for setting, mine in of_setting(points):
-        found = by_parent(mine)
-        for parent, results in found.items():
-            cells = (spread(results[k]) if k in results else "" for k in sizes)
-            rows.append((setting, parent, *cells, scales_of(results, sizes)))
-        groups = {
-            f"{k}/{N}": {p: [math.log(v) for v in r[k]["values"]] for p, r in found.items()}
-            for k in sizes
-        }
-        title = f"Loss of random subnets, {setting}"
-        name = f"stability-{setting}"
-        shown.figures.append(Figure(name, title, "violins", groups, y="loss (ln perplexity)"))
-        shown.claims += stability_claims(setting, found)
-    head = ("setting", "parent", *(f"{k}/{N}" for k in sizes), "scale")
-    n = max(p["result"]["n"] for p in points)
-    title = f"Stability: perplexity, mean ± sd over {n} random subnets"
-    shown.tables.append(Table("stability", title, head, tuple(rows)))
-    return shown
-
-
-def stability_claims(setting: str, found: dict[str, Sizes]) -> Iterator[Claim]:
-    twist, dense = (
-        {k: r["sd"] for k, r in found.get(recipe.label, {}).items() if r["sd"]}
-        for recipe in (TWIST, DENSE)
-    )
-    sizes = sorted(set(twist) & set(dense))
-    if not sizes:
-        return
-    factors = [dense[k] / twist[k] for k in sizes]
-    yield Claim(
-        f"{setting}: TwIST's subnets vary less than data parallel's at every size",
-        f"sd {min(factors):.1f} to {max(factors):.1f} times smaller",
-        min(factors) > 1,
-    )
-    yield Claim(
-        f"{setting}: data parallel's subnets vary more the smaller they are",
-        ", ".join(f"{k}/{N}: sd {number(dense[k])}" for k in sizes),
-        all(dense[a] >= dense[b] for a, b in pairwise(sizes)),
-    )
-
-
-def robustness(points: Points) -> Section:
+def robustness(points: Points) -> Shown:
     """Trained on X blocks (rows), evaluated on Y (columns)."""
-    shown, lines = Section(), []
-    columns = sorted({p["config"]["k"] for p in points})
-    for setting, mine in of_setting(points):
-        maps: dict[int, Means] = {}  # trained on -> evaluated on -> perplexity
-        for point in sorted(mine, key=lambda p: p["config"]["widths"]):
-            (x,) = point["config"]["widths"]
-            maps.setdefault(x, {})[point["config"]["k"]] = point["result"]["mean"]
-        values = [[row.get(k) for k in columns] for row in maps.values()]
-        rows = [[setting, f"{x}/{N}", *map(number, v)] for x, v in zip(maps, values, strict=True)]
-        with_bold(rows, values, first=2)
-        lines += [tuple(row) for row in rows]
-        data = {str(x): row for x, row in maps.items()}
-        title = f"Trained on X (rows), evaluated on Y (columns), {setting}"
-        shown.figures.append(
-            Figure(f"robustness-{setting}", title, "heatmap", data, "evaluated on", "trained on")
-        )
-        shown.claims += robustness_claims(setting, maps)
-    found = (p["result"].get("treatment", {}) for p in points if p["config"]["k"] < N)
-    scales = Counter(scale.get("chosen", "as trained") for scale in found)
-    told = ", ".join(f"{scale}: {n}" for scale, n in scales.most_common())
-    head = ("setting", "trained on", *(f"{k}/{N}" for k in columns))
-    title = f"Robustness: perplexity at sizes other than that of training (scales: {told})"
-    shown.tables.append(Table("robustness", title, head, tuple(lines)))
-    return shown
+    lines: list[Line] = []
+    for setting, mine in grouped(points, "setting").items():
+        maps: dict[int, Sizes] = {}
+        for p in sorted(mine, key=lambda p: p["widths"]):
+            maps.setdefault(p["widths"][0], {})[p["k"]] = p
+        lines += [(setting, (setting, f"{x}/{N}"), sizes) for x, sizes in maps.items()]
+        values = {x: means(sizes) for x, sizes in maps.items()}
+        yield from robustness_claims(setting, values, len(sizes_of(points)))
+    title = "Robustness: perplexity at sizes other than that of training"
+    yield by_columns("robustness", title, ("setting", "trained on"), lines, sizes_of(points))
 
 
-def robustness_claims(setting: str, maps: dict[int, Means]) -> Iterator[Claim]:
+def robustness_claims(setting: str, maps: dict[int, Means], n_sizes: int) -> Iterator[Claim]:
     """The paper's three; `maps` is trained on -> evaluated on -> perplexity."""
-    wide, lean = 10, 4  # the paper's pair; a smaller map has its own widest and leanest
-    if not {lean, wide} <= set(maps.get(wide, {})):
-        wide = max((x for x in maps if x < N and x in maps[x]), default=0)
-        lean = min(maps.get(wide, {0: 0.0}))
-    if lean < wide:
-        factor = maps[wide][lean] / maps[wide][wide]
-        known = printed.ROBUSTNESS.get(setting, {})
-        theirs = known[wide, lean] / known[wide, wide] if (wide, lean) in known else None
-        yield Claim(
-            f"{setting}, downward: trained on wide subnets, lean ones are {SHARP} times worse",
-            f"{wide} to {lean}: {factor:.2f} times (the paper: {number(theirs) or 'no number'})",
-            factor >= SHARP,
-        )
-    ups = [(r[y] / r[x], x, y) for x, r in maps.items() for y in r if x in r and y > x]
-    if ups:
+    if {4, 10} <= maps.get(10, {}).keys():  # the paper's pair
+        factor, known = maps[10][4] / maps[10][10], printed.ROBUSTNESS.get(setting)
+        theirs = f" (the paper: {known:.2f})" if known else ""
+        says = f"{setting}, downward: trained on 10, 4 blocks are {SHARP} times worse"
+        yield Claim(says, factor >= SHARP, f"{factor:.2f} times{theirs}")
+    if ups := [(r[y] / r[x], x, y) for x, r in maps.items() for y in r if x in r and y > x]:
         factor, x, y = max(ups)
-        yield Claim(
-            f"{setting}, upward: trained on lean subnets, wider ones are at most {CLOSE:.0%} worse",
-            f"worst, {x} to {y}: {factor:.2f} times",
-            factor <= 1 + CLOSE,
-        )
-    full = [x for x in maps if len(maps[x]) == max(map(len, maps.values()))]
-    if len(full) > 2 and min(full) <= 3 and max(full) >= 10:
-        worst = {x: max(maps[x].values()) for x in sorted(full)}
+        says = f"{setting}, upward: trained on few blocks, more are at most {CLOSE:.0%} worse"
+        yield Claim(says, factor <= 1 + CLOSE, f"worst, {x} to {y}: {factor:.2f} times")
+    worst = {x: max(row.values()) for x, row in maps.items() if len(row) == n_sizes}
+    if worst and min(worst) <= 3 and max(worst) >= 10:
         best = min(worst, key=worst.__getitem__)
-        yield Claim(
-            f"{setting}, sweet spot: a middle width in training has the lowest worst case",
-            ", ".join(f"{x}: {number(v)}" for x, v in worst.items()) + f"; lowest at {best}",
-            min(full) < best < max(full),
-        )
+        said = ", ".join(f"{x}: {number(v)}" for x, v in worst.items())
+        says = f"{setting}, sweet spot: a middle width in training has the lowest worst case"
+        yield Claim(says, min(worst) < best < max(worst), f"{said}; lowest at {best}")
 
 
-# ---------------------------------------------------------------- lost nodes, activation shift
+def nodeloss(points: Points) -> Shown:
+    """Perplexity after the worst loss of nodes; how many times the whole model's is a claim."""
+    found: dict[str, Sizes] = {}
+    for p in points:
+        mine = found.setdefault(p["parent"], {"none lost": {"mean": p["full"]}})
+        mine[f"{p['lost']} of {p['nodes']} lost"] = p | {"mean": p["worst"]}
+    cases = list(dict.fromkeys(case for sizes in found.values() for case in sizes))
+    lines: list[Line] = [("", (parent,), sizes) for parent, sizes in found.items()]
+    title = "Lost nodes: perplexity after the worst such loss"
+    yield by_columns("nodeloss", title, ("parent",), lines, cases)
+    twist, dense = (
+        {case: p["worst"] / p["full"] for case, p in found.get(r.label, {}).items() if "full" in p}
+        for r in (TWIST, DENSE)
+    )
+    yield from compared("TwIST is fewer times worse than data parallel", twist, dense, bool)
 
 
-def nodeloss(points: Points) -> Section:
-    """Perplexity after the worst loss of nodes, absolute and against the whole model."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for point in points:
-        about = point["config"]
-        case = f"{about['lost']} of {about['nodes']}"
-        found.setdefault(about["parent"], {})[case] = point["result"]
-    cases = list(dict.fromkeys(case for results in found.values() for case in results))
-    rows, values = [], []
-    for parent, results in found.items():
-        whole = next(iter(results.values()))["full"]
-        worst = [results[case]["worst"] if case in results else None for case in cases]
-        values.append([whole, *worst])
-        cells = ["" if w is None else f"{number(w)} ({w / whole:.2f}x)" for w in worst]
-        chosen = [r.get("treatment", {}).get("chosen", "") for r in results.values()]
-        rows.append([parent, number(whole), *cells, by_size(chosen)])
-    with_bold(rows, values)
-    head = ("parent", "none lost", *(f"{case} lost" for case in cases), "scale")
-    title = "Lost nodes: perplexity after the worst such loss (times the whole model)"
-    factors = {
-        case: {p: r[case]["worst"] / r[case]["full"] for p, r in found.items() if case in r}
-        for case in cases
-    }
-    shown = Section([Table("nodeloss", title, head, tuple(map(tuple, rows)))])
-    shown.figures.append(Figure("nodeloss", title, "bars", factors, y="times worse than whole"))
-    pairs = {
-        case: (found[TWIST.label], found[DENSE.label])
-        for case, found in factors.items()
-        if {TWIST.label, DENSE.label} <= set(found)
-    }
-    if pairs:
-        shown.claims.append(
-            Claim(
-                "a TwIST parent loses less by lost nodes than a data-parallel one",
-                "; ".join(f"{c}: {t:.2f}x against {d:.2f}x" for c, (t, d) in pairs.items()),
-                all(t < d for t, d in pairs.values()),
-            )
-        )
-    return shown
-
-
-def shift(points: Points) -> Section:
+def shift(points: Points) -> Shown:
     """||y'|| / ||y|| of a layer with K of N blocks, against sqrt(K/N) and the exact formula."""
-    shown, rows = Section(), []
-    lines: dict[str, dict[str, dict[int, float]]] = {"attn": {}, "ffn": {}}
-    for point in points:
-        parent, found = point["config"]["parent"], point["result"]["rows"]
-        kinds = {kind: [r for r in found if r["kind"] == kind] for kind in lines}
-        errors = {
-            formula: statistics.fmean(abs(r[formula] / r["measured"] - 1) for r in found)
+    rows: list[tuple[str, ...]] = []
+    for p in points:
+        paper, exact = (
+            statistics.fmean(abs(r[formula] / r["measured"] - 1) for r in p["rows"])
             for formula in ("paper", "exact")
-        }
-        rho = (number(statistics.fmean(r["rho"] for r in mine)) for mine in kinds.values())
-        rows.append((parent, *rho, *(f"{error:.1%}" for error in errors.values())))
-        for kind, mine in kinds.items():
-            for k in sorted({r["k"] for r in mine}):
-                some = [r for r in mine if r["k"] == k]
-                at = statistics.fmean(r["measured"] for r in some)
-                lines[kind].setdefault(parent, {})[k] = at
-                lines[kind].setdefault("sqrt(K/N)", {})[k] = some[0]["paper"]
-        if parent in ("init", "start", DENSE.label, TWIST.label):
-            when = "at initialisation" if parent == "init" else f"after training ({parent})"
-            shown.claims.append(
-                Claim(
-                    f"a layer's norm shrinks by sqrt(K/N), {when}",
-                    f"sqrt(K/N) is off by {errors['paper']:.1%} (holds: under {CLOSE:.0%})",
-                    errors["paper"] < CLOSE,
-                    "paper" if parent == "init" else "ours",
-                )
-            )
-    head = ("model", "rho, attn", "rho, ffn", "error of sqrt(K/N)", "error of the exact formula")
+        )
+        rows.append((p["parent"], f"{paper:.1%}", f"{exact:.1%}"))
+        says = f"a layer's norm shrinks by sqrt(K/N): {p['parent']}"
+        yield Claim(says, paper < CLOSE, f"off by {paper:.1%}")
+    head = ("model", "error of sqrt(K/N)", "error of the exact formula")
     title = "Activation shift: mean of |formula / measured - 1| over layers and K"
-    shown.tables.append(Table("shift", title, head, tuple(rows)))
-    for kind, data in lines.items():
-        title = f"||y'|| / ||y|| of {kind} layers, mean over layers"
-        x, y = "blocks kept", "ratio of norms"
-        shown.figures.append(Figure(f"shift-{kind}", title, "lines", data, x, y))
-    return shown
+    yield Table("shift", title, head, rows)
 
 
 # ---------------------------------------------------------------- what it costs
 
 
-def table2(points: Points) -> Section:
+def table2(points: Points) -> Shown:
     """Memory, bytes and wall clock of a worker: measured, by the formula, and as printed."""
-    plans = [p["result"] for p in points if p["config"]["experiment"] == "table2"]
-    if not plans:
-        return Section()
-    plan, rows, errors = plans[-1], [], []
-    measured = {
-        (p["config"]["setting"], p["config"]["k"]): p["result"]
-        for p in points
-        if p["config"]["experiment"] == "latency"
-    }
-    for row in plan["rows"]:
-        setting = "both" if row["setting"] == "full" else row["setting"]
-        k = int(row["ratio"].split("/")[0])
-        gb, tb, clock = printed.TABLE2.get(setting, {}).get(k, (None, None, ""))
-        if tb is not None:
-            errors.append(abs(row["paper_bytes"] / 1e12 - tb))
-        state = per_round = hours = ""
-        if found := measured.get((setting, k)):
-            state = number(found["state_bytes"] / 1e9, 3)
-            per_round = number(found["round_bytes"] / 1e6, 1)
-            hours = _clock(found["round_ms"] / 1e3 * plan["true_rounds"])
-        rows.append(
-            (
-                "whole" if k == N else setting,
-                row["ratio"],
-                f"{row['n_params'] / 1e6:.1f}M",
-                state,
-                number(gb),
-                number(row["paper_bytes"] / 1e12),
-                number(tb),
-                number(row["carried_bytes"] / 1e12),
-                per_round,
-                hours,
-                clock,
-            )
-        )
-    head = "setting, blocks, parameters, GB, paper GB, formula TB, paper TB, with moments TB, "
-    head += "counted MB per round, wall clock, paper"
-    title = f"Table 2: {plan['paper_rounds']:,} rounds by the paper's formula, "
-    title += f"{plan['true_rounds']:,} with moments; GB: weights, gradient and moments of a worker"
-    table = Table("table2", title, tuple(head.split(", ")), tuple(rows))
-    claim = Claim(
-        "Table 2's communication is params x 4 bytes x 2 directions x 4 workers x rounds",
-        f"{len(errors)} entries, largest difference {max(errors):.4f} TB",
-        max(errors) < 0.0051,
-        "ours",
-    )
-    return Section([table], claims=[claim])
+    measured = {(p["setting"], p["k"]): p for p in points if p["experiment"] == "latency"}
+    for plan in (p for p in points if p["experiment"] == "table2"):
+        rows, errors = [], []
+        for row in plan["rows"]:
+            setting = "both" if row["setting"] == "full" else row["setting"]
+            k = int(row["ratio"].split("/")[0])
+            gb, tb, clock = printed.TABLE2[setting].get(k, (None, None, ""))
+            ours, carried = (row[f"{kind}_bytes"] / 1e12 for kind in ("paper", "carried"))
+            errors += [] if tb is None else [abs(ours - tb)]
+            state = hours = ""
+            if found := measured.get((setting, k)):
+                state = number(found["state_bytes"] / 1e9, 3)
+                hours = str(timedelta(seconds=round(found["round_ms"] / 1e3 * plan["true_rounds"])))
+            size = ("whole" if k == N else setting, row["ratio"], f"{row['n_params'] / 1e6:.1f}M")
+            rows.append((*size, state, *map(number, (gb, ours, tb, carried)), hours, clock))
+        head = "setting, blocks, parameters, GB, paper GB, formula TB, paper TB, with moments TB, "
+        title = "Table 2: {paper_rounds:,} rounds by the formula, {true_rounds:,} with moments"
+        columns = f"{head}wall clock, paper".split(", ")
+        yield Table("table2", title.format(**plan), tuple(columns), rows)
+        says = "Table 2's communication is params x 4 bytes x 2 directions x 4 workers x rounds"
+        said = f"{len(errors)} entries, largest difference {max(errors):.4f} TB"
+        yield Claim(says, max(errors) < 0.0051, said)
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
-def latency(points: Points) -> Section:
+def latency(points: Points) -> Shown:
     """Milliseconds of a worker's local step, beside what FLOPs alone would give."""
-    whole = next((p["result"] for p in points if p["config"]["k"] == N), None)
-    bars: dict[str, dict[str, float]] = {}
-    rows, faster = [], {}
-    for point in sorted(points, key=lambda p: (-p["config"]["k"], p["config"]["setting"])):
-        about, result = point["config"], point["result"]
-        is_whole = about["k"] == N
-        size, setting = ("whole", "") if is_whole else (f"{about['k']}/{N}", about["setting"])
-        known = printed.LATENCY.get(setting) if about["k"] == 4 else None
-        gain = ideal = None
-        if whole:
-            gain, ideal = whole["ms"] / result["ms"], whole["flops"] / result["flops"]
-            bars.setdefault(size, {})[setting or "whole"] = gain
-            if about["k"] == 4:
-                faster[setting] = gain
-        cells = (gain, ideal, printed.LATENCY["whole"] / known if known else None)
-        times = ("" if x is None else f"{x:.2f}x" for x in cells)
-        speed = f"{result['tokens_per_s']:,.0f}"
-        rows.append((size, setting, f"{result['ms']:.2f}", *times, speed))
-    head = ("blocks", "setting", "ms per step", "faster", "ideal by FLOPs", "the paper", "tokens/s")
-    about = points[0]["config"]
-    title = f"Latency of a local step, batch {about['batch']} of {about['seq_len']} tokens"
-    shown = Section([Table("latency", title, head, tuple(rows))])
-    shown.figures.append(Figure("latency", title, "bars", bars, y="times as fast as whole"))
+    whole, rows, faster = max(points, key=lambda p: p["k"]), [], {}
+    for p in sorted(points, key=lambda p: (-p["k"], p["setting"])):
+        k, setting, gain = p["k"], p["setting"], whole["ms"] / p["ms"]
+        theirs, ideal = "", f"{whole['flops'] / p['flops']:.2f}x"
+        if k == 4:
+            faster[setting] = gain
+            theirs = f"{printed.LATENCY['whole'] / printed.LATENCY[setting]:.2f}x"
+        size = ("whole", "") if k == N else (f"{k}/{N}", setting)
+        rows.append((*size, f"{p['ms']:.2f}", f"{gain:.2f}x", ideal, theirs))
+    head = ("blocks", "setting", "ms per step", "faster", "ideal by FLOPs", "the paper")
+    title = "Latency of a local step, batch {batch} of {seq_len} tokens".format(**whole)
+    yield Table("latency", title, head, rows)
     if faster:
         order = sorted(faster, key=faster.__getitem__, reverse=True)
-        says = "4/12 blocks: both is fastest (1.46x), then attn (1.21x), then ffn (1.15x)"
         said = ", ".join(f"{name} {faster[name]:.2f}x" for name in order)
-        shown.claims.append(Claim(says, said, order == ["both", "attn", "ffn"]))
-    return shown
+        says = "4/12 blocks: both is fastest (1.46x), then attn (1.21x), then ffn (1.15x)"
+        yield Claim(says, order == ["both", "attn", "ffn"], said)
 
 
-def memory(points: Points) -> Section:
+def memory(points: Points) -> Shown:
     """What a subnet with half the blocks keeps of GPT-2 small to XL."""
-    half = points[-1]["result"]["half"]
-    kinds = list(dict.fromkeys(kind for shares in half.values() for kind in shares))
-    rows = tuple(
-        (name, *(f"{shares[kind]:.1%}" for kind in kinds)) for name, shares in half.items()
-    )
+    half = points[-1]["half"]
+    kinds = list(next(iter(half.values())))
+    rows = [(model, *(f"{shares[kind]:.1%}" for kind in kinds)) for model, shares in half.items()]
     title = "Share of the parameters in a subnet with half the blocks"
-    columns = {kind: [shares[kind] for shares in half.values()] for kind in kinds}
-    claim = Claim(
-        "the larger the model, the closer half the blocks come to 50% of its memory",
-        "; ".join(f"{kind}: {', '.join(f'{s:.1%}' for s in v)}" for kind, v in columns.items()),
-        all(a > b for shares in columns.values() for a, b in pairwise(shares)),
-    )
-    figure = Figure("memory", title, "bars", half, y="share of the whole model")
-    return Section([Table("memory", title, ("model", *kinds), rows)], [figure], [claim])
+    yield Table("memory", title, ("model", *kinds), rows)
+    falls = all(a[kind] > b[kind] for a, b in pairwise(half.values()) for kind in kinds)
+    says = "the larger the model, the closer half the blocks come to 50% of its memory"
+    yield Claim(says, falls, f"{rows[0][1]} to {rows[-1][1]}")
 
 
-def parents(points: Points) -> Section:
+def parents(points: Points) -> Shown:
     """What every parent's training cost."""
     rows = []
-    for point in points:
-        about, result = point["config"], point["result"]
-        rows.append(
-            (
-                about["parent"],
-                about["setting"],
-                count(result["tokens"]),
-                f"{result['seconds']:,.0f}",
-                f"{result['tokens_per_s']:,.0f}",
-                number(result["loss"], 3),
-                f"{result['bytes'] / 1e9:,.1f}",
-                str(about["seed"]),
-                about["parent_hash"][:8],
-                point["run"]["git"][:12],
-            )
-        )
-    head = "parent, setting, tokens, seconds, tokens/s, loss, GB moved, seed, hash, commit"
-    title = "Parents: all from one start, on as many tokens (loss: of the last tenth of the rounds)"
-    return Section([Table("parents", title, tuple(head.split(", ")), tuple(rows))])
+    for p in points:
+        numbers = (p["tokens"] / 1e6, p["seconds"], p["loss"], p["bytes"] / 1e9)
+        rows.append((p["parent"], p["setting"], *(f"{value:,.2f}" for value in numbers)))
+    head = ("parent", "setting", "million tokens", "seconds", "last loss", "GB sent")
+    yield Table("parents", "Parents, all from one start", head, rows)
 
 
-SHOWN: dict[str, Callable[[Points], Section]] = {  # experiment -> how its points are shown
-    "table1": table1,
-    "stability": stability,
-    "robustness": robustness,
-    "nodeloss": nodeloss,
-    "shift": shift,
-    "table2": table2,
-    "latency": latency,
-    "memory": memory,
-    "parents": parents,
-}
+# ---------------------------------------------------------------- the recipe
+
+MAIN = (DENSE.label, DROPOUT_NAME, OURS, TWIN_NAME)
+Ways = dict[str, dict[float, Points]]  # way -> rate -> a point per seed
+
+
+def recipe(points: Points) -> Shown:
+    """A row per way and rate; other starts, and tickets scaled otherwise, have their own tables."""
+    for i, ways in enumerate(by_start(points)):
+        chosen = {way: min(rates.values(), key=choice_score) for way, rates in ways.items()}
+        one = next(iter(chosen.values()))[0]
+        start, treatment = one["start"][:8], one.get("treatment", "sqrt(N/K) for all")
+        where = f" (start {start}, scales: {treatment})" if i else ""
+        name, columns = f"recipe-{i + 1}" if i else "recipe", list(over_seeds([one]))
+        lines: list[Line] = []
+        for way, some in ((way, some) for way, rates in ways.items() for some in rates.values()):
+            counts = some == chosen[way]
+            rate, sent = f"{some[0]['rate']:g}", f"{some[0]['bytes'] / 1e9:,.1f}"
+            labels = (way, f"**{rate}**" if counts else rate, str(len(some)), sent)
+            lines.append((True if counts else None, labels, over_seeds(some)))
+        title = f"Recipe: perplexity, mean ± sd over seeds; bold: the rate that counts{where}"
+        yield by_columns(name, title, ("way", "rate", "seeds", "GB sent"), lines, columns)
+        if rows := [
+            (way, *(f"{100 * gap:+.1f}%" for gap in gaps(some, chosen[OURS]).values()))
+            for way, some in chosen.items()
+            if way.startswith("…") and OURS in chosen
+        ]:
+            title = f"Recipe: perplexity against {OURS}'s with the same seeds{where}"
+            yield Table(f"{name}-ablation", title, (f"{OURS} with", *columns), rows)
+        for claim in recipe_claims(chosen):
+            yield claim._replace(says=f"{claim.says}{where}")
+        if not i:
+            curves = {way: _curve(some, "") for way, some in chosen.items() if way in MAIN}
+            # and nested tickets of ours, and of its variant with the best whole model
+            mine = [n for n in chosen if n.startswith(f"{OURS}, ") and not n.startswith(OFTEN)]
+            mine.sort(key=lambda way: over_seeds(chosen[way])["whole"]["mean"])
+            for way in (way for way in (OURS, *mine[:1]) if way in chosen):
+                curves[f"{way}, nested"] = _curve(chosen[way], "nested ")
+            title = "Perplexity from the whole model down to a quarter of its blocks"
+            yield Figure("recipe", title, curves)
+
+
+def by_start(points: Points) -> list[Ways]:
+    """Points apart by their start and scales of tickets: chosen ones first, then most points."""
+    starts: dict[tuple[bool, str], Ways] = {}
+    names = [*WAYS, *(p["way"] for p in points)]
+    for p in sorted(points, key=lambda p: names.index(p["way"])):
+        ways = starts.setdefault(("treatment" in p, p["start"]), {})
+        ways.setdefault(p["way"], {}).setdefault(p["rate"], []).append(p)
+    counts = Counter(("treatment" in p, p["start"]) for p in points)
+    return [starts[key] for key in sorted(starts, key=lambda k: (k[0], counts[k]), reverse=True)]
+
+
+def choice_score(some: Points) -> float:
+    """The geometric mean of all sizes on text that is not reported, first seed.
+
+    Data parallel trains the whole model, and this alone chooses its rate: a rate that serves its
+    tickets must not make it an easier opponent where the whole model counts.
+    """
+    point = min(some, key=lambda p: p["seed"])
+    tried = point.get("choice") or point["test"]
+    sizes = [] if point["way"] == DENSE.label else [k for k in tried if k != "whole"]
+    return statistics.geometric_mean([tried["whole"], *(tried[k]["mean"] for k in sizes)])
+
+
+def over_seeds(some: Points) -> Sizes:
+    """Column -> mean and sd over seeds, with the scale of the first seed's tickets."""
+    found: Sizes = {}
+
+    def add(column: str, value: float, treatment: Any = None) -> None:
+        known = {"treatment": treatment} if treatment else {}
+        found.setdefault(column, {"values": [], **known})["values"].append(value)
+
+    for test in (p["test"] for p in sorted(some, key=lambda p: p["seed"])):
+        sizes = {k: at for k, at in test.items() if k != "whole"}
+        add("whole", test["whole"])
+        for k, at in sizes.items():
+            add(f"{k}/{N}", at["mean"], at.get("treatment"))
+        for k, at in sizes.items():
+            add(f"nested {k}/{N}", at["nested"], at.get("nested_treatment"))
+    for cell in found.values():
+        values = cell["values"]
+        cell |= {"mean": statistics.fmean(values)}
+        cell |= {"sd": statistics.stdev(values)} if len(values) > 1 else {}
+    return found
+
+
+def gaps(ours: Points, other: Points) -> dict[str, float]:
+    """Column -> how far ours is above the other, over the seeds that both have."""
+    seeds = {p["seed"] for p in ours} & {p["seed"] for p in other}
+    a, b = (over_seeds([p for p in s if p["seed"] in seeds or not seeds]) for s in (ours, other))
+    return {column: a[column]["mean"] / b[column]["mean"] - 1 for column in a}
+
+
+def _curve(some: Points, word: str) -> dict[int, float]:
+    found = {name: cell["mean"] for name, cell in over_seeds(some).items()}
+    sizes = [name for name in found if name != "whole" and not name.startswith("nested")]
+    return {N: found["whole"]} | {int(k.split("/")[0]): found[f"{word}{k}"] for k in sizes}
+
+
+def recipe_claims(ways: dict[str, Points]) -> Iterator[Claim]:
+    """What the numbers decide about the recipe."""
+    if OURS in ways and DROPOUT_NAME in ways:
+        found = {k: v for k, v in gaps(ways[OURS], ways[DROPOUT_NAME]).items() if k[0].isdigit()}
+        said = ", ".join(f"{100 * gap:+.1f}% at {k}" for k, gap in found.items())
+        says = f"random tickets of {OURS} beat structured dropout's at every size"
+        yield Claim(says, max(found.values()) < 0, said)
+    # what is tried on ours is tried on the twin, too: ours is held against the better twin
+    twins = [name for name in ways if name.startswith(TWIN_NAME)]
+    twin = min(twins, key=lambda n: choice_score(ways[n]), default="")
+    for name in (n for n in ways if twin and (n == OURS or n.startswith(OFTEN))):
+        ours, most = ways[name][0], max(gaps(ways[name], ways[twin]).values())
+        sent = ours.get("links", ours["bytes"]) / ways[twin][0]["bytes"]
+        says = f"{name}: within 1% of {twin}'s at every size, for 0.45 of its bytes"
+        said = f"{100 * most:+.1f}% at most, {sent:.2f} of the bytes, seeds: {len(ways[name])}"
+        yield Claim(says, most <= 0.01 and sent <= 0.45, said)
+    dense, mine = ways.get(DENSE.label), [name for name in ways if name.startswith("TwIST")]
+    if dense and mine:
+        least, best = min((gaps(ways[name], dense)["whole"], name) for name in mine)
+        says = "a TwIST parent's whole model is within 5% of data parallel's"
+        yield Claim(says, least <= 0.05, f"{best}: {1 + least:.3f} times")

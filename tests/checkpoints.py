@@ -36,6 +36,26 @@ def distance(a: Path, b: Path, files: tuple[str, ...] = FILES) -> float:
     return worst
 
 
+def joined(path: Path, stem: str) -> dict[str, torch.Tensor]:
+    """All tensors of a kind, from one file or from several owners'."""
+    found = {}
+    for file in path.glob(f"{stem.partition('.')[0]}*.safetensors"):
+        more = load_file(file)
+        assert not found.keys() & more.keys()
+        found |= more
+    return found
+
+
+def same(a: Path, b: Path) -> None:
+    """Two checkpoints hold the same bits: weights, and what there is of moments and momentum."""
+    for name in FILES:
+        left, right = joined(a, name), joined(b, name)
+        assert left.keys() == right.keys(), name
+        apart = [key for key in left if not torch.equal(left[key], right[key])]
+        assert not apart, (name, apart)
+    assert joined(a, FILES[0])
+
+
 def random_central(model, cfg, *, carry: bool = True, outer: bool = True, seed: int = 0) -> Central:
     """A central model in the middle of a run: nothing in it is zero or equal to anything else."""
     block_map = families.partition(model, cfg.blocks)

@@ -90,24 +90,13 @@ PHI: dict[str, Any] = {"attn_out": "self_attn.dense", "ffn_ins": ("mlp.fc1",), "
 
 TABLE: dict[str, Row] = {
     "gpt2": Row(
-        "gpt2",
-        _common(n_embd=32, n_head=4, n_inner=N_NEURONS, n_positions=40),
-        layers="transformer.h",
-        qkv=("attn.c_attn",),
-        attn_out="attn.c_proj",
-        ffn_ins=("mlp.c_fc",),
-        ffn_out="mlp.c_proj",
-        transposed=True,
+        "gpt2", _common(n_embd=32, n_head=4, n_inner=N_NEURONS, n_positions=40),
+        layers="transformer.h", qkv=("attn.c_attn",), attn_out="attn.c_proj",
+        ffn_ins=("mlp.c_fc",), ffn_out="mlp.c_proj", transposed=True,
     ),
     "opt": Row(
-        "opt",
-        _common(
-            hidden_size=32, num_attention_heads=4, ffn_dim=N_NEURONS, max_position_embeddings=40
-        ),
-        layers="model.decoder.layers",
-        attn_out="self_attn.out_proj",
-        ffn_ins=("fc1",),
-        ffn_out="fc2",
+        "opt", _llama_like(ffn_dim=N_NEURONS), layers="model.decoder.layers",
+        attn_out="self_attn.out_proj", ffn_ins=("fc1",), ffn_out="fc2",
     ),
     "phi": Row("phi", _llama_like(), **PHI),
     "phi-qk-norm": Row("phi", _llama_like(qk_layernorm=True), **PHI),
@@ -119,24 +108,17 @@ TABLE: dict[str, Row] = {
     "qwen2": Row("qwen2", _gqa(), **GROUPED, head_dim=4),
     "qwen3": Row("qwen3", _gqa(head_dim=8), **GROUPED),
     "gemma3_text": Row(
-        "gemma3_text",
-        _gqa(
-            head_dim=8,
-            query_pre_attn_scalar=8,
-            sliding_window=5,
-            layer_types=["full_attention", "sliding_attention", "full_attention"],
-        ),
-        **GROUPED,
+        "gemma3_text", **GROUPED,
+        config=_gqa(head_dim=8, query_pre_attn_scalar=8, sliding_window=5,
+                    layer_types=["full_attention", "sliding_attention", "full_attention"]),
     ),
     "smollm3": Row("smollm3", _gqa(no_rope_layers=[1, 0, 1]), **GROUPED, head_dim=4),
-}
+}  # fmt: skip
 
 
 def ways(*names: str) -> Iterator[tuple[str, str]]:
     """(row, attn_by) for the named rows, or for all."""
-    for name in names or TABLE:
-        for attn_by in TABLE[name].ways:
-            yield name, attn_by
+    yield from ((name, attn_by) for name in names or TABLE for attn_by in TABLE[name].ways)
 
 
 def build(model_type: str, config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
@@ -222,31 +204,45 @@ class Case:
 def draw_kept(key: Key, row: Row) -> Kept:
     """Random blocks, always fewer than N, of another width in every layer and kind."""
     name, attn_by, setting = key
-    rng, kept = random.Random(f"{name}/{attn_by}"), {}
-    n_attn = row.n_attn(attn_by)
+    rng, n_attn = random.Random(f"{name}/{attn_by}"), row.n_attn(attn_by)
     widths = {(1, "attn"): n_attn - 1, (2, "attn"): n_attn // 2, (1, "ffn"): 2, (2, "ffn"): 3}
-    for (layer, kind), k in widths.items():
-        n_blocks = n_attn if kind == "attn" else N_FFN
-        drawn = tuple(sorted(rng.sample(range(n_blocks), k)))
-        if setting in (kind, "both"):
-            kept[layer, kind] = drawn
-    return kept
+    n_blocks = {"attn": n_attn, "ffn": N_FFN}
+    drawn = {at: tuple(sorted(rng.sample(range(n_blocks[at[1]]), k))) for at, k in widths.items()}
+    return {at: blocks for at, blocks in drawn.items() if setting in (at[1], "both")}
+
+
+def cut_by_hand(row: Row, attn_by: str, kind: str, blocks: tuple[int, ...]) -> Cuts:
+    """Partitioned parameters of a layer -> dimension and kept positions, head by head."""
+    dim_in, dim_out = (1, 0) if row.transposed else (0, 1)
+    dh = row.head_dim
+    if kind == "ffn":
+        kept = [i for i in range(N_NEURONS) if i // (N_NEURONS // N_FFN) in blocks]
+        out, ins = row.ffn_out, dict.fromkeys(row.ffn_ins, kept)
+    else:
+        heads = [h for h in range(row.n_query) if row.block_of_head(attn_by, h) in blocks]
+        kept = [h * dh + d for h in heads for d in range(dh)]
+        out, ins = row.attn_out, {row.qkv[0]: kept}
+        if len(row.qkv) == 1:  # q, k and v side by side
+            ins = {row.qkv[0]: [m * row.n_query * dh + i for m in range(3) for i in kept]}
+        elif attn_by != "query":  # kv heads go with their block; by query they are shared
+            kv = [h * dh + d for h in blocks for d in range(dh)]
+            ins |= {row.qkv[1]: kv, row.qkv[2]: kv}
+    cut: Cuts = {f"{out}.weight": (dim_out, kept)}
+    for module, positions in ins.items():
+        cut |= {f"{module}.weight": (dim_in, positions), f"{module}.bias": (0, positions)}
+    return cut
 
 
 def by_hand(model: PreTrainedModel, row: Row, attn_by: str, kept: Kept) -> PreTrainedModel:
     """The stock model: zero what absent blocks feed to the output projections, then scale these."""
     model = copy.deepcopy(model)
-    with torch.no_grad():
-        for (layer, kind), blocks in kept.items():
-            n_blocks = row.n_attn(attn_by) if kind == "attn" else N_FFN
-            name = row.attn_out if kind == "attn" else row.ffn_out
-            out = model.get_submodule(f"{row.layers}.{layer}.{name}")
-            n_inputs = row.n_query * row.head_dim if kind == "attn" else N_NEURONS
-            assert out.weight.shape[0 if row.transposed else 1] == n_inputs
-            owners = [row.block_of_input(kind, attn_by, i, N_FFN) for i in range(n_inputs)]
-            kept_inputs = torch.tensor([owner in blocks for owner in owners])
-            out.weight *= kept_inputs[:, None] if row.transposed else kept_inputs
-            out.weight *= math.sqrt(n_blocks / len(blocks))
+    for (layer, kind), blocks in kept.items():
+        n_blocks = row.n_attn(attn_by) if kind == "attn" else N_FFN
+        name = row.attn_out if kind == "attn" else row.ffn_out
+        weight = model.get_parameter(f"{row.layers}.{layer}.{name}.weight").data
+        dim, inputs = cut_by_hand(row, attn_by, kind, blocks)[f"{name}.weight"]
+        present = torch.zeros_like(weight).index_fill_(dim, torch.tensor(inputs).long(), 1.0)
+        weight *= present * (math.sqrt(n_blocks / len(blocks)) if blocks else 0.0)
     return model
 
 
@@ -274,36 +270,6 @@ def logits(model: PreTrainedModel, ids: Tensor, **kwargs: Tensor) -> Tensor:
 
 def far(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
-
-
-def cut_by_hand(row: Row, attn_by: str, kind: str, blocks: tuple[int, ...]) -> Cuts:
-    """Partitioned parameters of a layer -> dimension and kept positions, head by head."""
-    cut: Cuts = {}
-    dim_in, dim_out = (1, 0) if row.transposed else (0, 1)
-
-    def put(module: str, positions: list[int]) -> None:
-        cut[f"{module}.weight"] = (dim_in, positions)
-        cut[f"{module}.bias"] = (0, positions)
-
-    dh = row.head_dim
-    if kind == "ffn":
-        neurons = [i for i in range(N_NEURONS) if i // (N_NEURONS // N_FFN) in blocks]
-        for module in row.ffn_ins:
-            put(module, neurons)
-        cut[f"{row.ffn_out}.weight"] = (dim_out, neurons)
-        return cut
-    heads = [h for h in range(row.n_query) if row.block_of_head(attn_by, h) in blocks]
-    queries = [h * dh + d for h in heads for d in range(dh)]
-    cut[f"{row.attn_out}.weight"] = (dim_out, queries)
-    if len(row.qkv) == 1:  # q, k and v side by side
-        put(row.qkv[0], [m * row.n_query * dh + i for m in range(3) for i in queries])
-        return cut
-    put(row.qkv[0], queries)
-    if attn_by != "query":  # kv heads go with their block; by query they are shared
-        kv = [h * dh + d for h in sorted(blocks) for d in range(dh)]
-        put(row.qkv[1], kv)
-        put(row.qkv[2], kv)
-    return cut
 
 
 def all_cuts(c: Case) -> Cuts:
@@ -339,3 +305,16 @@ def tiny_ticket(name: str, attn_by: str, folder: Path, **config: Any) -> PreTrai
     """The ticket as it is loaded from its own folder in `folder`; `config` changes the row's."""
     deploy.save_ticket(*open_parent(name, attn_by, folder, **config), folder / "ticket")
     return deploy.load_ticket(folder / "ticket")
+
+
+def stock_ticket(key: Key, folder: Path) -> PreTrainedModel:
+    """A ticket that stock transformers loads, in its folder; returns the same made by hand."""
+    name, attn_by, setting = key
+    cut = [f"blocks.attn_by={attn_by}", f"blocks.setting={setting}", f"blocks.n_ffn={N_FFN}"]
+    cut += ["blocks.shared_first=0", "blocks.shared_last=0"]
+    opened = parent.open_parent(tiny_model(name), "cpu", cut)
+    kept = {"attn": (0, 2), "ffn": (0, 1, 3)}
+    groups = opened.block_map.groups
+    deploy.save_ticket(opened, {g.name: kept[g.kind] for g in groups}, folder)
+    by_place = {(g.layer, g.kind): kept[g.kind] for g in groups}
+    return by_hand(tiny_model(name), TABLE[name], attn_by, by_place)

@@ -10,12 +10,15 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import ray
 import torch
 
 from twistlm.training.engines.actor import Worker
+from twistlm.training.engines.owner import Owner
 from twistlm.transport.protocol import checksum
 
 
@@ -31,7 +34,7 @@ class Faulty(Worker):
 
     def due(self, at: str, order) -> str | None:
         for i, fault in enumerate(self.plan):
-            if (fault["place"], fault["round"], fault["at"]) == (self.place, order.round, at):
+            if (fault.get("place"), fault["round"], fault["at"]) == (self.place, order.round, at):
                 try:
                     (self.out / f"fault-{i}").touch(exist_ok=False)
                 except FileExistsError:
@@ -45,15 +48,14 @@ class Faulty(Worker):
             os.kill(os.getpid(), signal.Signals[do])
         if do == "sleep":
             time.sleep(4.0)
-        if do == "fail":
-            raise RuntimeError("out of memory, or so")
         return do
 
-    def receive(self, order, weights, tokens, teacher_topk):
+    def receive(self, order, pieces, tokens, teacher_topk):
         if self.suffer("receive", order) == "flip":  # as if a bit had changed on its way down
-            weights = weights.clone()
-            weights[3] ^= 1
-        return super().receive(order, weights, tokens, teacher_topk)
+            payload = pieces[0].payload.copy()
+            payload[3] ^= 1
+            pieces = [replace(pieces[0], payload=payload), *pieces[1:]]
+        return super().receive(order, pieces, tokens, teacher_topk)
 
     def steps(self, order, sent, ids, teacher_topk):
         with (self.out / f"trained-{self.name}.jsonl").open("a") as file:
@@ -62,19 +64,55 @@ class Faulty(Worker):
         self.suffer("train", order)
         return super().steps(order, sent, ids, teacher_topk)
 
-    def send(self, order, update, loss_sum):
+    def send(self, order, updates, loss_sum):
         do = self.suffer("send", order)
-        floats = update.view(torch.float32)
+        floats = updates[0].view(torch.float32)
         if do == "nan":
             floats[7] = float("nan")
-        if do == "inf":
-            floats[-1] = float("inf")
         if do == "huge":
             floats[:500] *= 1e6
         if do == "short":
-            update = update[:-8].clone()
-        result = super().send(order, update, loss_sum)
+            updates[0] = updates[0][:-8].clone()
+        said, *pieces = super().send(order, updates, loss_sum)
         if do == "corrupt":
-            result.update[5] ^= 1
-            assert checksum(update) != result.checksum
-        return result
+            pieces[0].payload[5] ^= 1
+            assert checksum(updates[0]) != pieces[0].checksum
+        return said, *pieces
+
+
+class FaultyOwner(Owner):
+    """An owner that suffers in a round: `owner` and `round`, `at` and what to `do`."""
+
+    def enter(self, run, i, n):
+        self.out = Path(run.config["run"]["out"])
+        return super().enter(run, i, n)
+
+    def suffer(self, at: str) -> None:
+        path, r = self.out / "faults.json", self.progress.round
+        for n, fault in enumerate(json.loads(path.read_text()) if path.is_file() else []):
+            if (fault.get("owner"), fault["round"], fault["at"]) == (self.i, r, at):
+                with suppress(FileExistsError):
+                    (self.out / f"fault-{n}").touch(exist_ok=False)
+                    os.kill(os.getpid(), signal.Signals[fault["do"]])
+
+    def cut(self, attempt, blueprints):
+        self.suffer("cut")
+        return super().cut(attempt, blueprints)
+
+    @ray.method(concurrency_group="pieces")
+    def check(self, number, worker, piece):
+        self.suffer("add")
+        return super().check(number, worker, piece)
+
+    def prepare(self, there, progress):
+        self.suffer("prepare")
+        return super().prepare(there, progress)
+
+    def keep(self, round, state):
+        if self.progress:
+            self.suffer("keep")
+        return super().keep(round, state)
+
+    def settle(self, round):
+        self.suffer("commit")
+        return super().settle(round)

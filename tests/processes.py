@@ -19,9 +19,9 @@ from pathlib import Path
 import faults
 import ranks
 import torch
+from checkpoints import FILES, joined
 from conftest import tiny
 from ranks import free_port
-from safetensors.torch import load_file
 
 from twistlm import config
 from twistlm.data import stream
@@ -29,16 +29,13 @@ from twistlm.model import generator
 from twistlm.model.central import subnet_buffer
 from twistlm.model.layout import holders
 from twistlm.model.subnet import gate_values, scales
-from twistlm.training import aggregator, rounds
+from twistlm.training import aggregator, checkpoint, rounds
 from twistlm.training.run import Progress, Run
 from twistlm.training.startup import set_up
 from twistlm.transport.ranks import Cluster
 
 SLOW = 120.0  # seconds: a bound that only a hang reaches, however busy the machine is
 TESTS = Path(__file__).parent
-# the demo with subnets of half the blocks, which `replay` knows: no masks within a worker
-HALVES = ["blocks.k_attn=6", "blocks.k_ffn=6", "blocks.masks=round", "blocks.nested=0"]
-HALVES += ["blocks.mask_attn=[]", "blocks.mask_ffn=[]"]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -105,18 +102,17 @@ def drive(table: dict, resume: bool, keep: bool, kill: dict | None = None) -> No
 
     With `kill` the process dies before its n-th call of a function: {"at": "elastic.f", "n": 3}.
     """
-    from twistlm.training import checkpoint
-    from twistlm.training.engines import actor, elastic, worker_pool
+    from twistlm.training.engines import actor, elastic, owner, owners
 
-    actor.WORKER, close = faults.Faulty, worker_pool.WorkerPool.close
+    actor.WORKER, owner.OWNER, close = faults.Faulty, faults.FaultyOwner, elastic.Elastic.close
     if keep:
-        worker_pool.WorkerPool.close = lambda self, end=True: close(self, False)
+        elastic.Elastic.close = lambda self, crashed: close(self, True)
     if kill:
-        _dies({"elastic": elastic, "aggregator": aggregator, "checkpoint": checkpoint}, **kill)
+        _dies({"elastic": elastic, "owners": owners, "checkpoint": checkpoint}, **kill)
     try:
         rounds.train(config.from_dict(table), resume=resume, quiet=True)
     finally:
-        worker_pool.WorkerPool.close, actor.WORKER = close, actor.Worker
+        elastic.Elastic.close, actor.WORKER, owner.OWNER = close, actor.Worker, owner.Owner
 
 
 def _dies(modules: dict, at: str, n: int) -> None:
@@ -218,7 +214,7 @@ def replay(
             own = {k: came[-1][k] for k in ("attn", "ffn") if came and k in came[-1]}
             present.append((place, own))
         now = {"seed": cfg.run.seed, "round": r, "held": progress.held, "present": present}
-        blueprints = generator.for_training(run.block_map, t.n_workers, cfg.blocks, **now)
+        blueprints = generator.for_training(run.cut.block_map, t.n_workers, cfg.blocks, **now)
         n = len(present)
         slots, after = stream.take(progress.leases, t.interval * n, t.batch)
         results, there = [], []
@@ -228,16 +224,16 @@ def replay(
                 failed = (r, place) in wrong
                 after = stream.fail(after, mine, place) if failed else stream.give_back(after, mine)
                 continue
-            factors = scales(run.block_map, run.block_map.widths(blueprints[i]), t.scale)
-            part = subnet_buffer(run.segments, i, blueprints[i], run.central.buffer)
-            gates = gate_values(run.block_map, blueprints[i], factors)[None]
+            factors = scales(run.cut.block_map, run.cut.block_map.widths(blueprints[i]), t.scale)
+            part = subnet_buffer(run.cut.segments, i, blueprints[i], run.central.buffer)
+            gates = gate_values(run.cut.block_map, blueprints[i], factors)[None]
             rows = [run.batches.rows_at(slot) for slot in mine]
             ids = torch.stack([run.batches.file.sequences(r, run.batches.seq_len) for r in rows])
             trainer = run.trainers.get(part.layout, "physical")
             result = trainer.train(part, gates, ids, None, r, run.total_steps)
             there.append(blueprints[i])
             results.append(replace(result, worker=len(results), buffer=result.buffer.clone()))
-        aggregator.aggregate_(run.central, results, holders(run.segments, there), t.nesterov())
+        aggregator.aggregate_(run.central, results, holders(run.cut.segments, there), t.nesterov())
         held = generator.counted(progress.held, there)
         progress = Progress(r + 1, after, held, progress.rho)
     return run, progress
@@ -246,21 +242,14 @@ def replay(
 def same_bits(replayed: tuple[Run, Progress], path: Path) -> bool:
     """Whether a checkpoint holds exactly this central state: weights, moments, momentum, leases."""
     run, progress = replayed
-    state = json.loads((path / "checkpoint.json").read_text())
-    assert state["round"] == progress.round
-    views = run.central.layout.views
-    expected = dict(views(run.central.buffer[0]))
-    found = load_file(path / "model.safetensors")
-    if len(run.central.buffer) > 1:
-        found |= load_file(path / "moments.safetensors")
-        expected |= {f"m/{n}": x for n, x in views(run.central.buffer[1]).items()}
-        expected |= {f"v/{n}": x for n, x in views(run.central.buffer[2]).items()}
-    if run.central.velocity is not None:
-        outer = load_file(path / "outer.safetensors")
-        found |= {f"outer/{n}": x for n, x in outer.items()}
-        expected |= {f"outer/{n}": x for n, x in views(run.central.velocity).items()}
-    assert found.keys() == expected.keys()
-    apart = [name for name in found if not torch.equal(found[name], expected[name])]
-    leases = stream.to_dict(progress.leases)
-    print(f"tensors apart: {apart}\nleases: {state['leases']}\nreplayed: {leases}")
-    return not apart and state["leases"] == leases
+    where, model = Path(run.cfg.run.out) / "checkpoints", run.cut.template
+    made = checkpoint.save(where, run.central, progress, run.cfg, model, None, keep=1)
+    ours, theirs = (json.loads((p / "checkpoint.json").read_text()) for p in (made, path))
+    assert ours["round"] == theirs["round"]
+    apart = []
+    for name in FILES:
+        left, right = joined(made, name), joined(path, name)
+        same = left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+        apart += [] if same else [name]
+    print(f"files apart: {apart}\nleases: {theirs['leases']}\nreplayed: {ours['leases']}")
+    return not apart and ours["leases"] == theirs["leases"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -16,6 +17,10 @@ from twistlm.system.signals import Ended
 
 SERVER = multiprocessing.get_context("forkserver")  # one for each pytest process
 SERVER.set_forkserver_preload(["twistlm.training.rounds", "twistlm.cli", "conftest", "checkpoints"])
+
+# 400 ports for each of pytest's processes, beyond those that Ray takes for its workers (10002-19999)
+_SHARE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 30
+_PORTS = iter(range(20000 + 400 * _SHARE, 20400 + 400 * _SHARE))
 
 
 def start(n: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[BaseProcess]:
@@ -40,9 +45,15 @@ def launch(n: int, folder: Path, table: dict) -> BaseProcess:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port below those that the kernel gives to connections, never the same one twice.
+
+    A port that was asked of the kernel and closed again may be some connection's a moment later.
+    """
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("every port of this process's share was used")
 
 
 def wait_for(seen: Callable[[], Any], seconds: float = 120.0, why: Callable[[], Any] = str) -> Any:

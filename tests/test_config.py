@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import json
 import tomllib
+import typing
 from pathlib import Path
 
 import pytest
@@ -24,14 +22,6 @@ def refusal(source: str, *overrides: str) -> str:
     message = str(caught.value)
     assert "\n" not in message  # one sentence, whatever it holds
     return message
-
-
-# ---------------------------------------------------------------- presets and round trips
-
-
-def test_preset_names_are_the_files():
-    assert config.preset_names() == sorted(path.stem for path in PRESETS.glob("*.toml"))
-    assert {"demo", "paper"} <= set(config.preset_names())
 
 
 @pytest.mark.parametrize("name", config.preset_names())
@@ -54,38 +44,20 @@ def test_preset_says_what_its_file_says_and_survives_json(name):
     assert repr(back) == repr(changed)  # == takes 1 for 1.0 and hides a float that became an int
 
 
-def test_paper_preset_is_the_paper():
-    """The set-up of the paper's experiments."""
-    cfg = config.load("paper")
-    train = cfg.train
-    assert (train.n_workers, train.interval, train.batch, train.epochs) == (4, 15, 2, 3)
-    assert (cfg.train.lr, cfg.train.schedule, cfg.data.seq_len) == (1e-4, "constant", 1024)
-    assert (cfg.blocks.n_ffn, cfg.blocks.shared_first, cfg.blocks.shared_last) == (12, 2, 2)
-    assert cfg.blocks.common_attn == cfg.blocks.common_ffn == ()
-
-
-# ---------------------------------------------------------------- overrides
-
-
 @pytest.mark.parametrize(
     ("override", "value"),
     [
         ("train.rounds=7", 7),
         ("train.rounds = 7", 7),
-        ("train.lr=3e-4", 3e-4),
         ("train.lr=1", 1.0),  # an int stands for a float
         ("run.out=runs/a b", "runs/a b"),
         ('run.out="runs/quoted"', "runs/quoted"),
         ("run.out=a=b", "a=b"),  # only the first = separates
         ("run.out=2024", "2024"),  # a number stands for a name
-        ("train.schedule=cosine", "cosine"),
-        ("train.outer=nesterov(0.7, 0.6)", "nesterov(0.7, 0.6)"),
         ("blocks.k_attn=4", (4,)),  # a number stands for a list of one
-        ("blocks.k_attn=[4]", (4,)),
         ("blocks.k_attn=[3, 8, 4, 6]", (3, 8, 4, 6)),
         ("blocks.common_ffn=[]", ()),
         ("train.betas=[0.8, 0]", (0.8, 0.0)),
-        ("run.eval_ratios=6/12", ("6/12",)),
         ("run.eval_ratios=attn=2/3,ffn=6/12", ("attn=2/3,ffn=6/12",)),
         ('run.eval_ratios=["8/12", "attn=2/3,ffn=6/12"]', ("8/12", "attn=2/3,ffn=6/12")),
         ("run.eval_ratios=0.5", ("0.5",)),
@@ -115,59 +87,33 @@ def test_override_reaches_into_model_config_and_the_later_wins():
     assert config.load("demo", more).model.config == wanted != before
 
 
-# ---------------------------------------------------------------- mistakes
-
-POSITIVE = [
-    "blocks.n_ffn", "train.n_workers", "train.interval", "train.batch", "train.lr", "run.eval_n",
-    "ray.min_workers", "ray.floor", "run.silence",
-]  # fmt: skip
-NOT_NEGATIVE = [
-    "data.planned_sequences", "train.rounds", "train.epochs", "train.warmup", "train.weight_decay",
-    "train.clip", "train.eps", "run.seed", "run.save_every", "run.eval_tokens", "run.threads",
-    "ray.wait", "ray.patience",
-]  # fmt: skip
+OUTER = ("nesterov(0.7)", "nesterov(0, 0.6)", "nesterov(0.7, 1)", "nesterov(1e, 0.6)", "")
 MISTAKES = [  # override, parts of the sentence; more of them in cli/test_bad_input.py
-    *((text, (repr(text), "section.key=value"))
-      for text in ("train.lr", "lr=3", "=3", "train", "", "train.lr:3")),
+    *((text, (repr(text), "section.key=value")) for text in ("train.lr", "lr=3", "=3")),
     ("train.lr.peak=3", ("train.lr.peak=3", "lr is a value")),
     # unknown keys
     ("blocks.k_atn=3", ("blocks.k_atn", "did you mean blocks.k_attn?", "common_ffn")),
-    ("run.zzzzzz=3", ("run.zzzzzz. Legal keys: ", "eval_every")),
     ("zzzzzz.lr=3", ("zzzzzz", "Legal keys: model, data, blocks, train, run")),
     # wrong types
     ("train.rounds=1.5", ("train.rounds = 1.5", "int")),
     ("train.rounds=true", ("train.rounds = True", "int")),
     ("train.lr=fast", ("train.lr = 'fast'", "float")),
-    ("train.lr=.5e-3", ("train.lr = '.5e-3'", "float")),  # not TOML: a bare word
-    ("train.lr=false", ("train.lr = False", "float")),
-    ("train.lr=[1e-4]", ("train.lr = [0.0001]", "float")),
     ("run.out=true", ("run.out = True", "str")),
-    ("run.out=[1]", ("run.out = [1]", "str")),
-    ("blocks.k_attn=six", ("blocks.k_attn = 'six'", "int")),
     ("blocks.k_attn=[3, 4.5]", ("blocks.k_attn = 4.5", "int")),
-    ("blocks.common_attn=[true]", ("blocks.common_attn = True", "int")),
     ("train.betas=[0.9]", ("train.betas = [0.9]", "2 values")),
-    ("train.betas=0.9", ("train.betas = 0.9", "2 values")),
-    ("train.betas=[0.9, 'b']", ("train.betas = 'b'", "float")),
     ("model.config=5", ("model.config = 5", "dict")),
     # ranges
-    *((f"{field}={value}", (f"{field} = {value}", "greater than 0"))
-      for field in POSITIVE for value in (0, -3)),
-    *((f"{field}=-2", (f"{field} = -2", "negative")) for field in NOT_NEGATIVE),
-    *((f"{field}={value}", (f"{field} = {value}",))  # TOML writes them; none can be trained with
-      for field in ("train.lr", "train.epochs", "train.weight_decay") for value in ("nan", "inf")),
-    *((f"run.keep={value}", (f"run.keep = {value}: must be at least 2, since",))
-      for value in (1, 0, -3)),
-    *((f"{field}=10_000_000_000", ("sequences in a round: legal are at most 16,777,216",))
-      for field in ("train.n_workers", "train.interval", "train.batch")),  # 8 GB as a list
-    *((f"{field}={value}", (f"{field} = {value}: must lie in 0..1",))
-      for field in ("blocks.nested", "train.distil") for value in (-0.5, 1.5)),
-    ("train.lr=1e308", ("train.lr = 1e+308: must be at most 1e+30",)),
-    ("train.lr=inf", ("train.lr = inf: must be finite",)),
-    ("data.seq_len=1", ("data.seq_len = 1: must be at least 2",)),
+    *((f"{field}=0", (f"{field} = 0", "legal are > 0"))
+      for field in ("blocks.n_ffn", "train.lr", "ray.min_workers", "ray.floor")),
+    *((f"train.lr={value}", (f"train.lr = {value}",)) for value in ("nan", "inf")),  # legal TOML
+    ("run.keep=1", ("run.keep = 1: legal are >= 2",)),
+    ("train.batch=10_000_000_000", ("legal are at most 16,777,216",)),  # 8 GB as a list
+    ("train.distil=1.5", ("train.distil = 1.5: legal are 0..1",)),
+    ("train.lr=1e308", ("train.lr = 1e+308: legal are > 0, at most 1e+30",)),
     ("train.betas=[1.0, 0.9]", ("train.betas = [1.0, 0.9]",)),
     ("train.betas=[0.9, -0.1]", ("train.betas = [0.9, -0.1]",)),
-    ("run.eval_every=-2", ("run.eval_every = -2",)),
+    *((f'train.outer="{outer}"', (f"train.outer = {outer!r}", "nesterov(lr, momentum)"))
+      for outer in OUTER),
     ("ray.min_workers=9", ("ray.min_workers = 9", "train.n_workers = 4")),
 ]  # fmt: skip
 
@@ -179,9 +125,10 @@ def test_a_mistake_is_named(override, parts):
 
 
 def test_the_edges_of_a_range_are_legal():
-    edges = [f"{field}=0" for field in NOT_NEGATIVE]
-    for edge in (*edges, "run.keep=2", "blocks.nested=1", "train.betas=[0, 0]", "train.clip=inf"):
+    for edge in ("train.rounds=0", "run.keep=2", "blocks.nested=1", "train.clip=inf"):
         config.load("demo", [edge])
+    cfg = config.load("demo", ["train.outer=nesterov( 1e-1 , 0 )"])
+    assert cfg.train.nesterov() == (0.1, 0.0)
 
 
 def test_mistakes_of_a_file(tmp_path):
@@ -197,86 +144,20 @@ def test_mistakes_of_a_file(tmp_path):
         assert not [part for part in parts if part not in message], message
 
 
-@pytest.mark.parametrize(
-    ("field", "legal"),
-    [
-        ("blocks.setting", ["attn", "ffn", "both"]),
-        ("blocks.attn_by", ["auto", "head", "group", "query"]),
-        ("blocks.widths", ["cycle", "worker"]),
-        ("blocks.deal", ["random", "balanced"]),
-        ("train.method", ["twist", "dense", "dropout"]),
-        ("train.schedule", ["constant", "cosine"]),
-        ("train.moments", ["carry", "reset"]),
-        ("train.scale", ["sqrt", "none", "inverse", "measured"]),
-        ("train.precision", ["auto", "float32", "bf16", "float64"]),
-        ("run.variant", ["local", "masked", "true", "hybrid"]),
-        ("run.seat", ["physical", "masked"]),
-    ],
-)
-def test_wrong_literal(field, legal):
-    """The list of legal words is the annotation's, and each of them is taken."""
-    message = refusal("demo", f"{field}=sideways")
-    assert f"{field} = 'sideways'" in message
-    assert all(repr(word) in message for word in legal)
-    section, key = field.split(".")
-    for word in legal:
-        loaded = config.load("demo", [f"{field}={word}"])  # true, too: the paper's True variant
-        assert getattr(getattr(loaded, section), key) == word
-
-
-def test_no_negative_number_slips_through():
-    """Every int or float refuses -7 by name; layers are counted when the model is known."""
+def test_every_key_refuses_other_words_and_negative_numbers():
+    """The legal words are the annotation's; layers are counted when the model is known."""
     for section in SECTIONS:
         part = getattr(config.Config(), section)
-        for field in dataclasses.fields(part):
-            name = f"{section}.{field.name}"
-            number = isinstance(getattr(part, field.name), int | float)
-            if number and not name.startswith("blocks.shared_"):
+        for key, hint in typing.get_type_hints(type(part)).items():
+            name = f"{section}.{key}"
+            if typing.get_origin(hint) is typing.Literal:
+                message = refusal("demo", f"{name}=sideways")
+                assert f"{name} = 'sideways'" in message
+                for word in typing.get_args(hint):  # true, too: the paper's True variant
+                    assert repr(word) in message
+                    loaded = config.load("demo", [f"{name}={word}"])
+                    assert getattr(getattr(loaded, section), key) == word
+            elif hint in (int, float) and key not in ("shared_first", "shared_last"):
                 assert f"{name} = -7" in refusal("demo", f"{name}=-7")
     with pytest.raises(ValueError, match=r"train\.lr = -1"):
         config.from_dict({"train": {"lr": -1}})  # out of a checkpoint: the same rules
-
-
-# ---------------------------------------------------------------- train.outer
-
-
-def test_outer_legal():
-    for outer, want in {
-        "none": None,
-        "nesterov(0.7,0.6)": (0.7, 0.6),
-        "nesterov( 1 , 0 )": (1.0, 0.0),
-        "nesterov(1e-1, .99)": (0.1, 0.99),
-    }.items():
-        assert config.load("demo", [f"train.outer={outer}"]).train.nesterov() == want
-
-
-@pytest.mark.parametrize(
-    "outer",
-    [
-        "nesterov", "nesterov()", "nesterov(0.7)", "nesterov(0.7, 0.6, 0.5)", "nesterov(0, 0.6)",
-        "nesterov(-0.7, 0.6)", "nesterov(0.7, 1)", "nesterov(0.7, -0.1)", "nesterov(0.7, 0.6",
-        "nesterov(a, b)", "nesterov(1e, 0.6)", "nesterov(1e999, 0.6)", "adam(0.7, 0.6)", "",
-        "x nesterov(0.7, 0.6)", "nesterov(0.7, 0.6) x",
-    ],
-)  # fmt: skip
-def test_outer_illegal(outer):
-    message = refusal("demo", f'train.outer="{outer}"')
-    assert f"train.outer = {outer!r}" in message
-    assert "nesterov(lr, momentum)" in message
-
-
-# ---------------------------------------------------------------- documentation
-
-
-def test_every_field_has_a_docstring():
-    """The string below a field is its documentation: none may be missing or empty."""
-    tree = ast.parse(inspect.getsource(config))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for section in SECTIONS:
-        node = classes[type(getattr(config.Config(), section)).__name__]
-        assert ast.get_docstring(node)
-        for entry, below in itertools.pairwise([*node.body, None]):
-            if isinstance(entry, ast.AnnAssign):
-                text = ast.literal_eval(below.value) if isinstance(below, ast.Expr) else None
-                assert text, f"{section}.{entry.target.id} has no docstring"
-                assert text.strip().endswith("."), text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import random
@@ -11,11 +10,11 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from commands import check_refusal, in_process
 from tokenizers import Tokenizer
@@ -27,7 +26,7 @@ from twistlm.demo import best_scaled, train_side_by_side
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest
-from twistlm.tickets.score import evaluator, score_parent
+from twistlm.tickets.score import evaluator, score_parent, text_of
 from twistlm.training import checkpoint
 
 SMALL = ["train.rounds=3", "train.interval=2", "model.config.n_layer=2", "run.eval_tokens=640"]
@@ -59,18 +58,11 @@ def test_it_says_what_it_does_and_both_parents_saw_the_same_tokens(demo):
         assert sum(row["n_tokens"] for row in rows) == 3 * 2 * 4 * 64
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "said"),
-    [
-        ("run.eval_ratios=5/7", ValueError, "'5/7'"),
-        ("train.lr=1e30", FloatingPointError, "train.lr = 1e\\+30"),
-    ],
-)
-def test_a_mistake_is_told_by_the_training_that_found_it(demo, tmp_path, change, kind, said):
+def test_a_mistake_is_told_by_the_training_that_found_it(demo, tmp_path):
     out, _ = demo
     cfg = checkpoint.open_(out / "dense").config
-    cfg = config.override(cfg, [change, "train.clip=0", f"run.out={tmp_path}/run"])
-    with pytest.raises(kind, match=said):
+    cfg = config.override(cfg, ["run.eval_ratios=5/7", f"run.out={tmp_path}/run"])
+    with pytest.raises(ValueError, match="'5/7'"):
         train_side_by_side({"data parallel": cfg})
 
 
@@ -94,45 +86,37 @@ def test_no_document_is_in_both_of_its_texts(demo, tmp_path, monkeypatch):
 
 
 def test_tokens_are_looked_for_here_and_then_above_the_run(tmp_path, monkeypatch):
-    for folder in ("here", "there/run"):
-        (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    find = functools.partial(builtin.resolve, "t", "train", tmp_path / "there/run")
-    assert find() == "t"
-    (tmp_path / "there/t.bin").touch()
-    assert find() == str(tmp_path / "there/t")
-    (tmp_path / "here/t.bin").touch()
-    assert find() == "t"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there/run").mkdir(parents=True)
+    for made, found in (("", "t"), ("there/t.bin", str(tmp_path / "there/t")), ("t.bin", "t")):
+        (tmp_path / made).touch()
+        assert builtin.resolve("t", "train", tmp_path / "there/run") == found
 
 
-def test_the_scores_on_disk_are_those_of_eval(demo):
-    out, _ = demo
-    saved = json.loads((out / "scores.json").read_text())
-    assert [row["name"] for row in saved] == ["data parallel", "TwIST"]
-    request = replace(ASKED, data=str(out / "text/valid"))
-    opened, scale = best_scaled(open_parent(out / "twist", "cpu"), request)
-    assert scale == saved[1]["scale"]
-    again = score_parent(opened, request, "twist")
-    assert again.full == pytest.approx(saved[1]["full"], rel=1e-6)
-    assert again.subnets[1].mean == pytest.approx(saved[1]["subnets"][1]["mean"], rel=1e-6)
-
-
-def test_the_ticket_is_the_subnet_that_was_evaluated(demo):
+def test_the_scores_on_disk_are_those_of_eval_and_of_the_ticket(demo):
     """Folded, saved and loaded from disk, it gives the logits of the scaled subnet."""
     out, _ = demo
+    rows = json.loads((out / "scores.json").read_text())
+    assert [row["name"] for row in rows] == ["data parallel", "TwIST"]
+    saved, data = rows[1], str(out / "text/valid")
+    request = replace(ASKED, data=data)
+    opened, scale = best_scaled(open_parent(out / "twist", "cpu"), request)
+    again = score_parent(opened, request, "twist")
+    assert scale == saved["scale"]
+    assert again.full == pytest.approx(saved["full"], rel=1e-6)
+    assert again.subnets[1].mean == pytest.approx(saved["subnets"][1]["mean"], rel=1e-6)
+
     ticket = deploy.load_ticket(out / "ticket")
     blueprint = json.loads((out / "ticket/ticket.json").read_text())["blueprint"]
-    loaded, _ = best_scaled(open_parent(out / "twist", "cpu"), ASKED)
-    ready = evaluator(loaded, data=str(out / "text/valid"), tokens=640)
+    ready = evaluator(opened, text_of(opened, data, 640))
     subnet = ready.refill_({name: tuple(kept) for name, kept in blueprint.items()})
     ids = ready.text.file.sequences([0, 1], 64)
     with torch.no_grad():
         difference = (ticket(input_ids=ids).logits - subnet.model(input_ids=ids).logits).abs().max()
     assert difference < 1e-5
-    saved = json.loads((out / "scores.json").read_text())[1]
     nested = saved["nested"][1]  # of 6/12: the default pick where a parent has an order
     assert ready.subnet_perplexity(blueprint) == pytest.approx(nested, rel=1e-6)
-    assert sum(p.numel() for p in ticket.parameters()) < loaded.central.layout.n_params
+    assert sum(p.numel() for p in ticket.parameters()) < opened.central.layout.n_params
 
 
 def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path, monkeypatch, capsys):
@@ -149,15 +133,8 @@ def test_ctrl_c_is_quiet_and_the_same_command_goes_on(tmp_path):
     small = ["train.rounds=12", "train.interval=1", "model.config.n_layer=1", "run.eval_tokens=640"]
     command = [sys.executable, "-m", "twistlm", "demo", "--out", str(out), "--n", "2", *small]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    end = time.monotonic() + 600
-    try:
-        while not (out / "start/metrics.jsonl").is_file():
-            assert first.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    except BaseException:
-        first.kill()
-        raise
+    begun = out / "start/metrics.jsonl"
+    ranks.wait_for(lambda: begun.is_file() or first.poll() is not None, 600)
     first.send_signal(signal.SIGINT)
     _, err = first.communicate(timeout=300)
     assert first.returncode == 130

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from commands import ROOT, check_twistlm, code_blocks, is_twistlm, shell_commands, toml
-from conftest import make_tokens, tiny_table
-from processes import environment, free_port
+from commands import ROOT, check_twistlm, code_blocks, is_twistlm, shell_commands
 
 FOLDER = ROOT / "docs/deploy"
 SCRIPT = (FOLDER / "slurm.sh").read_text()
@@ -31,11 +28,9 @@ def test_every_command_and_option_exists():
 
     assert {check_twistlm(words) for words in LINES} == {"train", "node"}
     torchrun = {option for action in get_args_parser()._actions for option in action.option_strings}
-    ray_start = {option for param in start.params for option in param.opts}
     symmetric = {option for param in symmetric_run.params for option in param.opts}
+    ray_start = {option for param in start.params for option in param.opts}
     assert {f"--{name}" for name in CLUSTER["headGroupSpec"]["rayStartParams"]} <= ray_start
-    assert "--labels" in ray_start  # a label: a machine's own K
-    seen = set()
     for begin, end, known in [  # the part of a line that is another program's
         ("torchrun", "-m", torchrun),
         ("symmetric-run", "--", symmetric),
@@ -47,20 +42,6 @@ def test_every_command_and_option_exists():
             given = {word.split("=")[0] for word in part if word.startswith("--")}
             assert given <= known, given - known
             assert begin != "torchrun" or "--max-restarts=0" in part
-            seen |= given
-    assert {"--nnodes", "--rdzv-id", "--rdzv-endpoint", "--min-nodes"} <= seen
-
-
-def run_script(folder: Path, script: str, args: tuple, env: dict, *, inside=(), **programs: str):
-    """slurm.sh as SLURM would run it, with these programs in front of the real ones."""
-    for name, body in programs.items():
-        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / name).chmod(0o755)
-    (folder / "slurm.sh").write_text(script)
-    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = env | {"PATH": path, "HOME": str(folder), "SLURM_JOB_ID": "7"}
-    command = [*inside, shutil.which("bash"), folder / "slurm.sh", *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +55,19 @@ def run_script(folder: Path, script: str, args: tuple, env: dict, *, inside=(), 
 )
 def test_the_script_runs(tmp_path, args, ran):
     """With srun and scontrol that only note how they were called."""
-    env = os.environ | {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "node[0-3]"}
-    srun = f'echo "srun $*" >> {tmp_path}/calls; sleep 0.3'
-    fakes = {"srun": srun, "scontrol": "echo node0; echo node1", "openssl": "echo 0123456789abcdef"}
-    done = run_script(tmp_path, SCRIPT, args, env, **fakes)
+    programs = {
+        "srun": f'echo "srun $*" >> {tmp_path}/calls; sleep 0.3',
+        "scontrol": "echo node0; echo node1",
+        "openssl": "echo 0123456789abcdef",
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
+    env |= {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "node[0-3]"}
+    command = ["bash", FOLDER / "slurm.sh", *args]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == (0 if ran else 2), done.stderr
     assert (tmp_path / ".ray/auth_token").stat().st_mode & 0o777 == 0o600
     if ran:
@@ -85,37 +75,12 @@ def test_the_script_runs(tmp_path, args, ran):
         assert re.search(ran, (tmp_path / "calls").read_text())
 
 
-@pytest.mark.chaos
-def test_the_script_trains(tmp_path):
-    """Its part for Ray on a job of one node; in a process namespace, because `ray symmetric-run`
-    refuses a machine on which it sees another Ray."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("namespaces need root")
-    table = tiny_table(make_tokens(tmp_path / "tokens"), tmp_path / "run")
-    args = ("ray", toml(tmp_path / "my.toml", table))
-    script = SCRIPT.replace("gpus=8 ", "gpus=2 ").replace(":6379", f":{free_port()}")
-    env = environment(SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="node0")
-    env.pop("RAY_AUTH_TOKEN")
-    fakes = {"srun": 'exec "$@"', "scontrol": "echo 127.0.0.1"}
-    inside = ("unshare", "--pid", "--fork", "--mount-proc")
-    done = run_script(tmp_path, script, args, env, inside=inside, **fakes)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert (tmp_path / "run/events.jsonl").read_text().count("joined") == 2
-    assert (tmp_path / "run/checkpoints/round-000004").is_dir()
-
-
 def test_the_manifests_belong_together():
-    """What is named exists or is made by the comments; limits and images agree."""
+    """What is named exists or is made by the comments; images agree."""
     names = {document["metadata"]["name"] for document in DOCUMENTS}
     assert set(re.findall(r"claimName: ([\w-]+)", MANIFEST)) <= names
-    for made in re.findall(r"configMap: \{name: ([\w-]+)", MANIFEST):
-        assert f"kubectl create configmap {made}" in MANIFEST
     assert (CLUSTER["authOptions"], CLUSTER["enableInTreeAutoscaling"]) == ({"mode": "token"}, True)
     (group,) = CLUSTER["workerGroupSpecs"]
-    assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     assert f"train.n_workers={group['maxReplicas']}" in JOB["entrypoint"]
     pods = [part["template"]["spec"] for part in (CLUSTER["headGroupSpec"], group)]
     assert len({pod["containers"][0]["image"] for pod in pods}) == 1  # the same Python and Ray
-    for pod in pods:
-        mounts = {mount["name"] for mount in pod["containers"][0].get("volumeMounts", [])}
-        assert mounts == {volume["name"] for volume in pod.get("volumes", [])}

@@ -18,27 +18,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Parent, evaluate, open_parent, train
-    from .config import Config
-    from .tickets.deploy import load_ticket
-    from .tickets.extract import Ticket
-    from .tickets.register import register
-    from .tickets.score import Scores
+    from .api import Parent as Parent
+    from .api import evaluate as evaluate
+    from .api import open_parent as open_parent
+    from .api import train as train
+    from .config import Config as Config
+    from .shrinking import shrink as shrink
+    from .tickets.deploy import load_ticket as load_ticket
+    from .tickets.extract import Ticket as Ticket
+    from .tickets.register import register as register
+    from .tickets.score import Scores as Scores
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Config",
-    "Parent",
-    "Scores",
-    "Ticket",
-    "__version__",
-    "evaluate",
-    "load_ticket",
-    "open_parent",
-    "register",
-    "train",
-]
 
 _HOMES = {
     "Config": "config",
@@ -49,8 +40,10 @@ _HOMES = {
     "load_ticket": "tickets.deploy",
     "open_parent": "api",
     "register": "tickets.register",
+    "shrink": "shrinking",
     "train": "api",
 }
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +25,20 @@ from .training import rounds
 Overrides = str | Mapping[str, Any]  # "train.lr=1e-3" or {"train.lr": 1e-3}
 
 
-def train(source: str | Path | Config, *overrides: Overrides, resume: bool = False) -> Path:
+def train(
+    source: str | Path | Config,
+    *overrides: Overrides,
+    resume: bool = False,
+    on_round: Callable[[dict[str, Any]], None] | None = None,
+) -> Path:
     """Train a parent as a config says; returns its last checkpoint, which `open_parent` takes.
 
     `source` is the name of a preset ("demo"), the path of a TOML file, or a `Config`; `overrides`
     are changes to it, such as "train.rounds=20" or {"train.rounds": 20}. `resume` goes on from the
-    newest checkpoint in `run.out`.
+    newest checkpoint in `run.out`. `on_round` is called after every round with its metrics: the
+    line of `metrics.jsonl`.
     """
-    with _python_words():
+    with python_words():
         if isinstance(source, Config):
             cfg = config.override(source, _words(overrides))
         elif isinstance(source, str | Path):
@@ -43,7 +49,7 @@ def train(source: str | Path | Config, *overrides: Overrides, resume: bool = Fal
                 'train a model on, save it with save_pretrained(FOLDER) and call train("demo", '
                 '"model.weights=FOLDER")'
             )
-        return rounds.train(cfg, resume=resume)
+        return rounds.train(cfg, resume=resume, on_round=on_round)
 
 
 def open_parent(
@@ -61,7 +67,7 @@ def open_parent(
     token file that `twistlm prepare` wrote (default: the run's own validation tokens): its first
     `tokens` tokens, 0 for all (default: all, and for tickets 4096).
     """
-    with _python_words():
+    with python_words():
         opened = parent.open_parent(source, device, _words(overrides))
     return Parent(**vars(opened), data=None if data is None else str(data), tokens=tokens)
 
@@ -82,7 +88,7 @@ def evaluate(
     """
     if what_is(source) == "ticket":
         text = str(data) if data is not None else None
-        with _python_words():
+        with python_words():
             return score_ticket(Path(source), data=text, tokens=tokens, device=device)
     opened = open_parent(source, data=data, tokens=tokens, device=device)
     return opened.evaluate(ratios, n=n, seed=seed)
@@ -105,7 +111,7 @@ class Parent(parent.Parent):
         stay, `spend` where a budget's blocks go, `stock` asks for a plain model of the family.
         """
         text = {"data": self.data} | ({} if self.tokens is None else {"tokens": self.tokens})
-        with _python_words(), progress(quiet=True) as bar:
+        with python_words(), progress(quiet=True) as bar:
             return extract.choose(self, TicketRequest(**text | asked), bar)
 
     def evaluate(self, ratios: Sequence[str] = ("6/12",), *, n: int = 20, seed: int = 0) -> Scores:
@@ -113,7 +119,7 @@ class Parent(parent.Parent):
         ratios = (ratios,) if isinstance(ratios, str) else tuple(map(str, ratios))
         tokens = self.tokens or 0
         request = ScoreRequest(ratios=ratios, n=n, data=self.data, tokens=tokens, seed=seed)
-        with _python_words():
+        with python_words():
             return score_parent(self, request, Path(self.source).name, quiet=True)
 
 
@@ -121,20 +127,17 @@ def _words(overrides: Sequence[Overrides]) -> list[str]:
     """`section.key=value` for every change; tables may hold "section.key", or tables of keys."""
     found = []
     for each in overrides:
-        if isinstance(each, Mapping):
-            for key, value in each.items():
-                if isinstance(value, Mapping):
-                    found += _words([{f"{key}.{name}": inner for name, inner in value.items()}])
-                else:
-                    said = json.dumps(list(value) if isinstance(value, tuple) else value)
-                    found.append(f"{key}={said}")
-        else:
-            found.append(each)
+        for key, value in each.items() if isinstance(each, Mapping) else ():
+            if isinstance(value, Mapping):
+                found += _words([{f"{key}.{name}": inner for name, inner in value.items()}])
+            else:
+                found.append(f"{key}={json.dumps(value)}")
+        found += [] if isinstance(each, Mapping) else [each]
     return found
 
 
 @contextmanager
-def _python_words() -> Iterator[None]:
+def python_words() -> Iterator[None]:
     """Errors that speak of `--data STEM` speak of `data` here."""
     try:
         yield

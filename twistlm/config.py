@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -92,6 +93,9 @@ class BlocksConfig:
     holds fewer uses all."""
     mask_ffn: tuple[int, ...] = ()
     """FFN blocks in such a part, in the same way: as many widths as for attention, pair by pair."""
+    mask_depth: tuple[int, ...] = limited((), least=0)
+    """Layers that such a part does without, in the same way: random ones, or, in the masks that
+    `nested` speaks of, the last of an order of layers: that of the loss without each."""
     nested: float = limited(0.0, least=0, most=1)
     """Share of these masks that keep the first blocks of one order instead of random ones. The
     order is scored once, before the first round (mask-Fisher), and `--pick nested` cuts tickets
@@ -149,33 +153,28 @@ class TrainConfig:
     that training starts from), a run folder, a Hugging Face folder or hub id, with the same
     tokenizer; `cache` reads what `twistlm prepare --teacher` has stored beside the tokens."""
     distil: float = limited(0.9, least=0, most=1)
-    """With a teacher: the weight of KL(teacher || subnet); the text's own cross-entropy gets the
-    rest.
-    """
+    """With a teacher: the weight of KL(teacher || subnet); the text's own loss has the rest."""
     precision: Literal["auto", "float32", "bf16", "float64"] = "auto"
     """`bf16` trains a rounded copy of float32 weights; `auto` takes it on a GPU that has it."""
     compile: Literal["auto", "true", "false"] = "auto"
-    """Compile the local step (once per subnet width) and record it as a CUDA graph; `auto`: on a
-    GPU.
-    """
+    """Compile the local step (once per width) and record it as a CUDA graph; `auto`: on a GPU."""
+    recompute: bool = False
+    """Keep only the inputs of each layer for the backward pass, which computes the rest again: far
+    less memory for activations, a third more computation, the same gradients."""
 
     def nesterov(self) -> tuple[float, float] | None:
         """(lr, momentum) of the outer optimizer, None for the plain mean."""
         if self.outer == "none":
             return None
-        number = r"\s*([0-9.eE+-]+)\s*"
-        match = re.fullmatch(rf"nesterov\({number},{number}\)", self.outer)
-        try:
-            lr, momentum = (float(x) for x in match.groups()) if match else (0.0, -1.0)
-        except ValueError:
-            lr, momentum = 0.0, -1.0
-        if not 0 < lr < math.inf or not 0 <= momentum < 1:
-            raise ValueError(
-                f"train.outer = {self.outer!r}: use 'none' or 'nesterov(lr, momentum)' with lr > "
-                "0 and "
-                f"0 <= momentum < 1, for example 'nesterov(0.7, 0.6)'"
-            )
-        return lr, momentum
+        match = re.fullmatch(r"nesterov\(([^,]+),([^,]+)\)", self.outer)
+        with suppress(ValueError, AttributeError):  # no numbers, no match
+            lr, momentum = map(float, match.groups())  # type: ignore[union-attr]
+            if 0 < lr < math.inf and 0 <= momentum < 1:
+                return lr, momentum
+        raise ValueError(
+            f"train.outer = {self.outer!r}: use 'none' or 'nesterov(lr, momentum)' with lr > 0 and "
+            "0 <= momentum < 1, for example 'nesterov(0.7, 0.6)'"
+        )
 
 
 @dataclass(frozen=True)
@@ -201,9 +200,7 @@ class RunConfig:
     threads: int = limited(0, least=0)
     """CPU threads; 0 leaves torch's choice. Bitwise equal runs need equal threads."""
     silence: float = limited(60.0, above=0)
-    """Seconds without a sign of life from a rank of torchrun after which the others name it and
-    end.
-    """
+    """Seconds of silence from a rank of torchrun after which the others name it and end."""
     eval_every: int = limited(0, least=-1)
     """Rounds between evaluations; 0 evaluates at the end only, -1 never."""
     eval_ratios: tuple[str, ...] = ("6/12",)
@@ -214,8 +211,8 @@ class RunConfig:
     """Tokens of the validation file to use; 0 takes all."""
     save_every: int = limited(50, least=0)
     """Rounds between checkpoints; the last round is always saved, 0 saves only that."""
-    keep: int = limited(2, least=2, why=", since the newest may turn out damaged")
-    """Checkpoints to keep, at least 2."""
+    keep: int = limited(2, least=2)
+    """Checkpoints to keep, at least 2: the newest may turn out damaged."""
 
 
 @dataclass(frozen=True)
@@ -226,22 +223,19 @@ class RayConfig:
     """host:port of the cluster's head. Empty: the variable RAY_ADDRESS, or else a Ray of this
     machine alone that ends with the run."""
     open: bool = False
-    """Accept a cluster beyond loopback that asks for no token: whoever reaches it can run code on
-    it.
-    """
+    """Accept a cluster beyond loopback without a token: whoever reaches it can run code on it."""
+    owners: int = limited(0, least=0)
+    """Actors that keep the central model, each a range of it and a copy of another's; 0: one on
+    every machine with workers."""
     min_workers: int = limited(1, above=0)
     """A round with fewer results is not committed."""
     wait: float = limited(60.0, least=0)
-    """Seconds that a run waits at its start for all S workers before it begins with those who are
-    in.
-    """
+    """Seconds that a run waits at its start for all S workers, then it begins with those here."""
     floor: float = limited(30.0, above=0)
     """Least seconds of a round's deadline, which is 3 times the median of the last rounds; 10 times
     this for the first round."""
     patience: float = limited(600.0, least=0)
-    """Seconds below `min_workers` after which the run ends, and without a run after which a worker
-    does.
-    """
+    """Seconds below `min_workers` after which a run ends, and without a run a worker does."""
 
 
 @dataclass(frozen=True)
@@ -263,34 +257,30 @@ class Config:
         if (n := t.n_workers * t.interval * t.batch) > MOST_SEQUENCES:  # dealt out as a list
             raise ValueError(
                 f"train.n_workers x train.interval x train.batch = {n:,} sequences in a round: "
-                "legal are at most "
-                f"{MOST_SEQUENCES:,}"
+                f"legal are at most {MOST_SEQUENCES:,}"
             )
-        for name, model, other in (
-            ("model.weights", self.model.weights, "random"),
-            ("train.teacher", self.train.teacher, "none"),
-        ):
+        if not self.run.out.strip():  # it would be the current folder
+            raise ValueError(f"run.out = {self.run.out!r}: name a folder")
+        weights, teacher = self.model.weights, t.teacher
+        for name, model in {"model.weights": weights, "train.teacher": teacher}.items():
             if not model.strip():
+                other = "random" if name == "model.weights" else "none"
                 raise ValueError(f"{name} = {model!r}: name a folder, a hub id or {other!r}")
-        if self.train.teacher == "start" and self.model.weights == "random":
+        if teacher == "start" and weights == "random":
             raise ValueError(
                 "train.teacher = 'start' with model.weights = 'random': untrained weights teach "
-                "nothing; "
-                "give a trained start, another teacher or 'none'"
+                "nothing; give a trained start, another teacher or 'none'"
             )
-        if self.ray.min_workers > self.train.n_workers:
+        if (least := self.ray.min_workers) > t.n_workers:
             raise ValueError(
-                f"ray.min_workers = {self.ray.min_workers}: must not exceed train.n_workers = "
-                f"{self.train.n_workers}"
+                f"ray.min_workers = {least}: must not exceed train.n_workers = {t.n_workers}"
             )
         self.train.nesterov()
         return self
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> Config:
-    """The config of a preset, a TOML file or a run folder, with `section.key=value` overrides
-    applied.
-    """
+    """The config of a preset, a TOML file or a run folder, with `section.key=value` overrides."""
     return from_dict(overridden(read_table(source), overrides))
 
 

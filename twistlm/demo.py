@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import shutil
 import signal
 import time
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from tokenizers import Tokenizer
 
 from . import config
 from .config import Config, Method
@@ -24,10 +20,11 @@ from .model.blocks import widths_of_ratio
 from .system.provenance import describe_run
 from .system.signals import Ended
 from .system.terminal import console, progress
-from .tickets import deploy
 from .tickets.extract import write
 from .tickets.parent import Parent, open_parent
 from .tickets.requests import ScoreRequest, TicketRequest
+from .tickets.runnable import open_runnable
+from .tickets.runnable import write as write_text
 from .tickets.score import Scores, score_parent, table, text_of
 from .tickets.ticket_scale import TicketScales, choice_text, random_tickets
 from .training import checkpoint, rounds
@@ -56,15 +53,14 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
         )
     goes_on = _prepare(out, cfg)
     files = build(out / "text")
+    t = cfg.train
+    own: dict[str, Any] = {"threads": 1, "eval_every": -1, "save_every": SAVE_EVERY}
     start = replace(
         cfg,
         data=replace(cfg.data, train=files["train"].stem, valid=files["valid"].stem),
-        train=replace(cfg.train, method="dense", rounds=START * cfg.train.rounds),
-        run=replace(
-            cfg.run, out=str(out / "start"), threads=1, eval_every=-1, save_every=SAVE_EVERY
-        ),
+        train=replace(t, method="dense", rounds=START * t.rounds),
+        run=replace(cfg.run, out=str(out / "start"), **own),
     )
-    t, sizes = cfg.train, cfg.blocks.mask_ffn or cfg.blocks.k_ffn
     trained = out / "start/checkpoints" / checkpoint.folder_name(START * t.rounds)
     configs = {
         name: replace(
@@ -78,12 +74,10 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
         for name, (method, factor) in PARENTS.items()
     }
     n_tokens = t.rounds * t.interval * t.n_workers * t.batch * cfg.data.seq_len
-    shape, widths = cfg.model.config, ", ".join(map(str, sorted(set(sizes), reverse=True)))
     console.print(
-        f"a {shape['n_layer']}-layer GPT-2 with {shape['n_head']} heads and {cfg.blocks.n_ffn} FFN "
-        f"blocks in every layer: {START * n_tokens:,} tokens of data parallel, then {n_tokens:,} "
-        f"in two ways, with S = {t.n_workers} workers: data parallel, and TwIST with subnets of "
-        f"{widths} blocks and the start as teacher"
+        f"a {cfg.model.config['n_layer']}-layer GPT-2: {START * n_tokens:,} tokens of data "
+        f"parallel, then {n_tokens:,} in two ways, with S = {t.n_workers} workers: data parallel, "
+        "and TwIST with the start as teacher"
     )
     if goes_on:
         console.print("an earlier demo was stopped: going on from its checkpoints")
@@ -129,45 +123,35 @@ def train_side_by_side(configs: dict[str, Config]) -> None:
     """One process and one thread per parent: this model is too small to use two threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["twistlm.training.rounds"])  # torch is imported once for all
-    with ProcessPoolExecutor(len(configs), context, os.setpgid, (0, 0)) as pool:
-        # the processes inherit it: a Ctrl-C in the terminal reaches the demo alone
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # a Ctrl-C in the terminal is the demo's
+    ours = (signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    with ProcessPoolExecutor(len(configs), context, *ours) as pool, progress() as bar:
+        jobs = [pool.submit(_train, config.to_dict(cfg)) for cfg in configs.values()]
+        tasks = {
+            Path(cfg.run.out, "metrics.jsonl"): bar.add_task(
+                f"train {name}", total=cfg.train.rounds, note="starting"
+            )
+            for name, cfg in configs.items()
+        }
         try:
-            jobs = {name: pool.submit(_train, config.to_dict(c)) for name, c in configs.items()}
-        finally:
-            signal.signal(signal.SIGINT, before)
-        try:
-            _watch(configs, jobs)
+            while wait(jobs, timeout=0.5).not_done:
+                for metrics, task in tasks.items():
+                    lines = metrics.read_text().split("\n") if metrics.is_file() else []
+                    if len(lines) > 1:  # the last complete one
+                        row = json.loads(lines[-2])
+                        bar.update(task, completed=row["round"], note=f"loss {row['loss']:.3f}")
+            for job in jobs:
+                job.result()
         except KeyboardInterrupt:
             for process in multiprocessing.active_children():
                 process.terminate()  # it ends its round and saves, and the pool waits for it
             raise Ended("stopped by Ctrl-C", 130) from None
-        for name, job in jobs.items():
-            try:
-                job.result()
-            except BrokenProcessPool:
-                raise Ended(f"the process that trained {name}, or its neighbour, died", 1) from None
+        except BrokenProcessPool:
+            raise Ended(f"a process that trained {', '.join(configs)} died", 1) from None
 
 
 def _train(table: dict[str, Any]) -> None:
     rounds.train(config.from_dict(table), resume=True, quiet=True)
-
-
-def _watch(configs: dict[str, Config], jobs: dict[str, Future]) -> None:
-    """Bars of trainings in other processes, read from their metrics, until all have ended."""
-    with progress() as bar:
-        tasks = {
-            name: bar.add_task(f"train {name}", total=cfg.train.rounds, note="starting")
-            for name, cfg in configs.items()
-        }
-        while wait(jobs.values(), timeout=0.5).not_done:
-            for name, cfg in configs.items():
-                metrics = Path(cfg.run.out) / "metrics.jsonl"
-                lines = metrics.read_text().split("\n")[:-1] if metrics.is_file() else []
-                if lines:  # the last complete one
-                    row = json.loads(lines[-1])
-                    loss = f"loss {row['loss']:.3f}"
-                    bar.update(tasks[name], completed=row["round"], note=loss)
 
 
 def reading(scores: list[Scores]) -> str:
@@ -206,22 +190,11 @@ def write_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:
     seed = parent.cfg.run.seed
     request = TicketRequest(ratio=(TICKET,), seed=seed, tokens=n_tokens)
     proof = write(parent, folder, request, quiet=True).proof
-    ticket: Any = deploy.load_ticket(folder)
-    tok = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = torch.tensor([tok.encode(PROMPT).ids])
-    torch.manual_seed(seed)
-    written = ticket.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=40,
-        do_sample=True,
-        top_k=10,
-        temperature=0.6,
-        pad_token_id=0,
-    )
-    said = tok.decode(written[0].tolist()).replace("\n", " ")
+    said: list[str] = []
+    how: dict = {"max_new_tokens": 40, "temperature": 0.6, "top_k": 10, "seed": seed}
+    write_text(open_runnable(folder, "cpu"), PROMPT, **how, emit=said.append)
     console.print(
         f"\na ticket with {TICKET} of the blocks ({proof['n_params']:,} parameters, dense, "
         f"perplexity {proof['perplexity']['ticket']:.2f}) writes:"
     )
-    console.print(said, style="italic", highlight=False)
+    console.print("".join(said).replace("\n", " "), style="italic", highlight=False)

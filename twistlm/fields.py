@@ -20,7 +20,6 @@ class Range:
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    why: str = ""  # ends the sentence that refuses a number
 
     def __str__(self) -> str:
         """`> 0`, `>= 2`, `0..1`; nothing where only the largest number of all is the limit."""
@@ -28,37 +27,24 @@ class Range:
         low = f">= {self.least}" if self.least is not None else low
         if self.below is not None:
             return f"{low}, < {self.below}"
-        free = (None, LARGEST, WHOLE, math.inf)
-        return low if self.most in free else f"{self.least}..{self.most}"
+        return (
+            low if self.most in (None, LARGEST, WHOLE, math.inf) else f"{self.least}..{self.most}"
+        )
 
-    def fault(self, value: float) -> str:
-        """Why the value is out of range; empty where it is not."""
-        must = ""
-        if self.most is not None and value > self.most:
-            must = "be finite" if value == math.inf else f"be at most {self.most:.4g}"
-        if self.above is not None and not value > self.above:
-            must = f"be greater than {self.above}"
-        if self.least is not None and not value >= self.least:
-            must = "not be negative" if self.least == 0 else f"be at least {self.least}"
-        if self.below is not None and not value < self.below:
-            must = f"be less than {self.below}"
-        if must and self.most is not None and self.most < LARGEST and self.least is not None:
-            must = f"lie in {self.least}..{self.most}"
-        return f"must {must}{self.why}" if must else ""
+    def holds(self, value: float) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
 
 
-def limited(
-    default: Any,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float = LARGEST,
-    below: float | None = None,
-    why: str = "",
-) -> Any:
+def limited(default: Any, **limits: float) -> Any:
     """A number of a config, or a tuple of them, with its range."""
-    limits = Range(least, above, most, below, why)
-    return dataclasses.field(default=default, metadata={"range": limits})
+    return dataclasses.field(
+        default=default, metadata={"range": Range(**{"most": LARGEST} | limits)}
+    )
 
 
 def option(
@@ -69,23 +55,15 @@ def option(
     most: float | None = None,
     choices: tuple[str, ...] = (),
     metavar: str | None = None,
-    shown: str | None = None,
     argument: bool = False,
 ) -> Any:
     """A field of a request: an option of a command, and a keyword of the Python method.
 
-    `names` replace `--field-name`; `shown` replaces the default in the help text; an `argument` has
-    no name on the command line; a field of type `tuple[..., ...]` is repeatable.
+    `names` replace `--field-name`; an `argument` has no name on the command line; a field of type
+    `tuple[..., ...]` is repeatable.
     """
-    about = {
-        "help": help,
-        "names": names,
-        "range": Range(least, most=most),
-        "choices": choices,
-        "metavar": metavar,
-        "shown": shown,
-        "argument": argument,
-    }
+    about: dict[str, Any] = {"help": help, "names": names, "metavar": metavar, "argument": argument}
+    about |= {"range": Range(least, most=most), "choices": choices}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -113,8 +91,9 @@ def check(values: Any, say: Callable[[str, Any], str] = as_option) -> None:
             raise ValueError(f"{say(field.name, value)}: use one of {', '.join(choices)}")
         limits = field.metadata.get("range", Range())
         for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, int | float) and (fault := limits.fault(each)):
-                raise ValueError(f"{say(field.name, value)}: {fault}")
+            if isinstance(each, int | float) and not limits.holds(each):
+                over = f", at most {limits.most:.4g}" if each > (limits.most or math.inf) else ""
+                raise ValueError(f"{say(field.name, value)}: legal are {limits}{over}")
 
 
 def fill_tuples_(values: Any) -> None:
@@ -124,3 +103,11 @@ def fill_tuples_(values: Any) -> None:
         if str(field.type).startswith("tuple") and not isinstance(value, tuple):
             several = tuple(value) if isinstance(value, list) else (value,)
             object.__setattr__(values, field.name, several)
+
+
+class Checked:
+    """A request whose fields are held to their ranges."""
+
+    def __post_init__(self) -> None:
+        fill_tuples_(self)
+        check(self)

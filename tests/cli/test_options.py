@@ -7,67 +7,63 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
-import typer
-from commands import check_refusal, in_process
+from commands import APP, ROOT, check_refusal, check_twistlm, in_process, is_twistlm, shell_commands
 from families_table import open_parent
 from typer.testing import CliRunner
 
-from twistlm import cli, config
-from twistlm.baselines import REPAIRS, SINGLE_WEIGHTS, WHOLE_BLOCKS, methods, repair
+import twistlm
+from twistlm import cli
+from twistlm.baselines import REPAIRS, SINGLE_WEIGHTS, methods, repair
 from twistlm.cli.options import PANELS, app
-from twistlm.export import FORMATS, RUNTIMES
-from twistlm.lab.bench import deploy as bench_deploy
-from twistlm.tickets import DTYPES, IMPORTANCES, deploy, importance
+from twistlm.export import RUNTIMES
+from twistlm.tickets import DTYPES, IMPORTANCES, deploy
 
-REPO = Path(__file__).parents[2]
-APP = typer.main.get_command(cli.app)
+LIGHT = """
+import sys
+from typer.testing import CliRunner
+from twistlm.cli import app
+for name in sys.argv[1:]:
+    shown = CliRunner().invoke(app, [*name.split(), "--help"]).output
+    assert f"twistlm {name}" in shown, shown
+heavy = {"torch", "transformers", "numpy", "tokenizers", "pyarrow"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_help_is_light_and_has_examples():
+    """Of every command: they parse, one is of the command itself, and nothing imports torch."""
+    commands = [("", APP)]
+    for name, command in commands:  # grows by the commands of groups
+        inner = getattr(command, "commands", {})
+        commands += [(f"{name} {word}".strip(), each) for word, each in inner.items()]
+        examples = filter(is_twistlm, shell_commands(command.epilog or ""))
+        assert inner or name in {check_twistlm(words) for words in examples}
+    assert len(commands) > 20
+    subprocess.run([sys.executable, "-c", LIGHT, *(name for name, _ in commands)], check=True)
 
 
 def test_names_without_torch_are_those_of_the_tables():
     assert tuple(methods.METHODS) == SINGLE_WEIGHTS
     assert tuple(repair.METHODS) == REPAIRS
-    assert tuple(importance.METHODS) == IMPORTANCES
-    assert tuple(bench_deploy.RUNTIMES) == RUNTIMES
-
-
-@pytest.mark.parametrize(
-    ("command", "param", "expected"),
-    [
-        ("train", "preset", config.preset_names()),
-        ("lab prune", "method", (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)),
-        ("lab prune", "repair", REPAIRS),
-        ("lab compare", "methods", {*SINGLE_WEIGHTS, *WHOLE_BLOCKS} - {"block:random"}),
-        ("extract", "pick", IMPORTANCES),
-        ("extract", "dtype", DTYPES),
-        ("export", "to", FORMATS),
-        ("export", "type_", [name for types in FORMATS.values() for name in types]),
-        ("lab bench deploy", "runtime", RUNTIMES),
-    ],
-)
-def test_help_lists_every_word(command, param, expected):
-    found = APP
-    for name in command.split():
-        found = found.commands[name]
-    (text,) = (p.help for p in found.params if p.name == param)
-    assert set(expected) <= set(re.findall(r"[\w:.-]*\w", text)), text
+    bench = APP.commands["lab"].commands["bench"].commands["deploy"]
+    for command, name, expected in (  # what help does not make of the tables itself
+        (APP.commands["extract"], "pick", IMPORTANCES),
+        (APP.commands["extract"], "dtype", DTYPES),
+        (bench, "runtime", RUNTIMES),
+    ):
+        (text,) = (param.help for param in command.params if param.name == name)
+        assert set(expected) <= set(re.findall(r"[\w:.-]*\w", text)), text
 
 
 def test_version_doctor_and_groups():
-    import twistlm
-
     runner = CliRunner()
     assert runner.invoke(app, ["--version"]).output.strip() == f"twistlm {twistlm.__version__}"
     said = runner.invoke(app, ["doctor"]).output
     words = ("python", "torch", "transformers", "cores", "extras", "twistlm play")
     assert all(word in said for word in words)
-    shown = runner.invoke(app, ["--help"], env={"COLUMNS": "120"}).output
-    assert all(f" {panel} " in shown for panel in PANELS)
-    assert "--install-completion" in shown
-    commands = {entry.name or entry.callback.__name__ for entry in app.registered_commands}
-    assert commands | {"lab"} == {name for names in PANELS.values() for name in names}
+    assert set(APP.commands) == {name for names in PANELS.values() for name in names}
 
 
 @pytest.mark.parametrize("old", cli.MOVED)
@@ -85,23 +81,18 @@ def test_another_transformers_is_one_sentence(tmp_path):
     about = tmp_path / "transformers-4.57.6.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.6\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-
-    def run(*words: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, *words]
-        env = os.environ | {"PYTHONPATH": path}
-        return subprocess.run(command, capture_output=True, text=True, env=env)
-
-    wanted = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
-    (wanted,) = (line for line in wanted if line.startswith("transformers"))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (wanted,) = (line for line in needs if line.startswith("transformers"))
     said = f"twistlm needs {wanted}, and transformers 4.57.6 is installed"
-    done = run("-m", "twistlm", "train", "demo")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {said}")
-    assert "Traceback" not in done.stderr
-    done = run("-c", "import twistlm; twistlm.register()")
-    assert done.stderr.strip().splitlines()[-1].startswith(f"ValueError: {said}")
-    assert run("-m", "twistlm", "train", "--help").returncode == 0
+    for words, code, last in (
+        (("-m", "twistlm", "train", "demo"), 2, f"error: {said}"),
+        (("-c", "import twistlm; twistlm.register()"), 1, f"ValueError: {said}"),
+        (("-m", "twistlm", "train", "--help"), 0, ""),
+    ):
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env)
+        assert done.returncode == code
+        assert done.stderr.strip().rpartition("\n")[2].startswith(last)
 
 
 def test_push_says_what_would_be_sent(tmp_path):

@@ -58,7 +58,10 @@ def test_both_kinds_of_step_are_torchs_adamw_and_round_the_copy(clip, backend, m
 @COMPILES
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_layers_have_their_gates(backend, tokens, tmp_path, monkeypatch):
-    """A shared layer and a masked one have the same shapes, and must not share a graph."""
+    """A shared layer and a masked one have the same shapes, and must not share a graph.
+
+    Layers that are computed again have them then, too.
+    """
     losses, n_compiled, compile_ = {}, 0, torch.nn.Module.compile
 
     def counted(self, **options):
@@ -67,16 +70,18 @@ def test_compiled_layers_have_their_gates(backend, tokens, tmp_path, monkeypatch
         compile_(self, **(options if backend == "inductor" else {"backend": backend}))
 
     monkeypatch.setattr(torch.nn.Module, "compile", counted)
-    for compile in ("false", "true"):
-        out = tmp_path / compile
+    for compile, again in (("false", False), ("true", False), ("true", True), ("false", True)):
+        out = tmp_path / f"{compile}{again}"
         train = {"rounds": 3, "interval": 2, "compile": compile, "precision": "float64"}
+        train |= {"recompute": again}
         train |= {"scale": "measured"}  # another scale in every layer and round
         blocks = {"masks": "sequence", "mask_attn": [1, 2], "mask_ffn": [2, 1]}
         rounds.train(tiny(tokens, out, train=train, blocks=blocks), quiet=True)
         rows = (out / "metrics.jsonl").read_text().splitlines()
-        losses[compile] = [json.loads(row)["loss"] for row in rows]
+        losses[compile, again] = [json.loads(row)["loss"] for row in rows]
     assert n_compiled >= 3  # each layer, in every seat
-    assert losses["true"] == pytest.approx(losses["false"], rel=1e-9)
+    for found in losses.values():
+        assert found == pytest.approx(losses["false", False], rel=1e-9)
 
 
 def test_a_compile_cache_belongs_to_one_kind_of_cpu(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 from dataclasses import replace
 
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tokens
-from families_table import VOCAB, open_parent, tiny_ticket
-from rich.console import Console
+from families_table import VOCAB, open_parent, tiny_model, tiny_ticket
 from typer.testing import CliRunner
 
 from twistlm.cli.options import app
@@ -35,14 +33,19 @@ def logits(model, ids) -> np.ndarray:
     return model(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
 
 
+def check_text(model, runner) -> None:
+    prompt = IDS[:1, :10]
+    greedy = model.generate(torch.tensor(prompt), max_new_tokens=20, do_sample=False)[0, 10:]
+    assert verify.greedy(runner, prompt[0].tolist(), 20) == greedy.tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "attn_by", "layers"),
     [
         ("gpt2", "head", {**TWO_LAYERS, "vocab_size": 1024}),  # a smaller head is folded
-        ("llama-gqa", "query", ONE_LAYER),
-        ("qwen3", "group", ONE_LAYER),
+        ("qwen3", "query", ONE_LAYER),
     ],
-    ids=["gpt2", "llama-gqa", "qwen3"],
+    ids=["gpt2", "qwen3"],
 )
 def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
     """Another width in every layer; any batch, any length, any split between prompt and cache."""
@@ -57,27 +60,20 @@ def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
         assert np.abs(runner.prefill(ids[:n], n) - want[row, :n]).max() < 1e-4
         found = np.array([runner.decode(token) for token in ids[n:]])
         assert np.abs(found - want[row, n:]).max() < 1e-4
-    prompt = IDS[:1, :10]
-    greedy = model.generate(torch.tensor(prompt), max_new_tokens=20, do_sample=False)[0, 10:]
-    assert verify.greedy(runner, prompt[0].tolist(), 20) == greedy.tolist()
+    check_text(model, runner)
     # the bare graph as others call it: three sequences at once, in pieces
     session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
-    names = json.loads((tmp_path / "out" / "export.json").read_text())
     shapes = {entry.name: entry.shape for entry in session.get_inputs()}
-    assert list(shapes) == names["inputs"]
-    assert names["inputs"][:3] == ["input_ids", "attention_mask", "position_ids"]
-    caches = names["inputs"][3:]
-    assert caches[:2] == ["past_key_values.0.key", "past_key_values.0.value"]
-    assert len(caches) == 2 * layers["num_hidden_layers"]
-    empty = [np.zeros((3, shapes[c][1], 0, shapes[c][3]), np.float32) for c in caches]
-    past = empty
+    parts = [f"{i}.{part}" for i in range(len(shapes) // 2 - 1) for part in ("key", "value")]
+    first, caches = list(shapes)[:3], [f"past_key_values.{part}" for part in parts]
+    assert list(shapes)[3:] == caches
+    assert [out.name for out in session.get_outputs()][1:] == [f"present.{p}" for p in parts]
+    past = empty = [np.zeros((3, shapes[c][1], 0, shapes[c][3]), np.float32) for c in caches]
     for start, stop in ((0, 7), (7, 12), (12, 24)):
-        feed = {
-            "input_ids": IDS[:, start:stop],
-            "attention_mask": np.ones((3, stop), np.int64),
-            "position_ids": np.arange(start, stop)[None].repeat(3, 0),
-        } | dict(zip(caches, past, strict=True))
-        out = session.run(names["outputs"], feed)
+        positions = np.arange(start, stop)[None].repeat(3, 0)
+        given = (IDS[:, start:stop], np.ones((3, stop), np.int64), positions)
+        feed = dict(zip([*first, *caches], [*given, *past], strict=True))
+        out = session.run(None, feed)
         assert np.abs(out[0] - want[:, start:stop]).max() < 1e-4
         last = session.run(["logits"], feed | {"logits_from": np.array([-2])})[0]
         assert np.abs(last - want[:, stop - 2 : stop]).max() < 1e-4
@@ -86,8 +82,8 @@ def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
     mask = np.ones((3, 24), np.int64)
     mask[1, :6] = 0
     positions = np.maximum(mask.cumsum(1) - 1, 0)
-    feed = {"input_ids": IDS, "attention_mask": mask, "position_ids": positions}
-    out = session.run(["logits"], feed | dict(zip(caches, empty, strict=True)))[0]
+    given = (IDS, mask, positions, *empty)
+    out = session.run(["logits"], dict(zip([*first, *caches], given, strict=True)))[0]
     assert np.abs(out[0] - want[0]).max() < 1e-4
     assert np.abs(out[1, 6:] - logits(model, IDS[1:2, 6:])[0]).max() < 1e-4
 
@@ -104,11 +100,7 @@ def test_the_graph_of_a_stock_ticket_writes_the_same_text(name, tmp_path):
     assert not (tmp_path / "ticket/modeling_ticket.py").exists()  # stock
     model = deploy.load_ticket(tmp_path / "ticket")
     exporter.export(model, tmp_path / "out")
-    runner, prompt = exporter.OnnxRunner(tmp_path / "out", threads=1), IDS[:1, :10]
-    found = runner.prefill(IDS[0].tolist(), 24)
-    assert np.abs(found - logits(model, IDS[:1])[0]).max() < 1e-4
-    greedy = model.generate(torch.tensor(prompt), max_new_tokens=20, do_sample=False)[0, 10:]
-    assert verify.greedy(runner, prompt[0].tolist(), 20) == greedy.tolist()
+    check_text(model, exporter.OnnxRunner(tmp_path / "out", threads=1))
 
 
 def test_eight_bits_from_the_command_line(tmp_path):
@@ -132,18 +124,15 @@ def test_eight_bits_from_the_command_line(tmp_path):
     want = perplexity(model, Text(open_tokens(data), 40), "float32")
     assert torch_["perplexity"] == pytest.approx(want, rel=1e-6)
     assert f32["perplexity"] == pytest.approx(want, rel=1e-5)
-    assert f32["prefill_delta"] < 1e-4
-    assert f32["decode_delta"] < 1e-4
+    assert max(f32["prefill_delta"], f32["decode_delta"]) < 1e-4
     assert q8["perplexity"] == pytest.approx(want, rel=0.02)
     assert 1e-4 < q8["prefill_delta"] < 0.5
     assert q8["n_bytes"] < f32["n_bytes"]
     assert (tmp_path / "out/notes.txt").read_text() == "mine"
-    runner = exporter.OnnxRunner(tmp_path / "out")
-    assert np.abs(runner.prefill(IDS[0].tolist(), 24) - logits(model, IDS[:1])[0]).max() < 0.5
 
 
 def test_bad_input(tmp_path, monkeypatch):
-    model = tiny_ticket("gpt2", "head", tmp_path / "parent")
+    model = tiny_model("gpt2")
     with pytest.raises(ValueError, match="f32, q8"):
         exporter.export(model, tmp_path / "out", "q4")
     kept = tmp_path / "thesis"  # a folder of something else is left alone
@@ -155,33 +144,19 @@ def test_bad_input(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"\.\[onnx\]"):
         exporter.export(model, tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["parent", "thesis"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["thesis"]
 
 
-def test_the_rows_of_a_check(tmp_path):
-    """A float32 export must pass what torch passes, and no other model, and no bad cache."""
-    model = tiny_ticket("gpt2", "head", tmp_path / "parent")
-    text = Text(open_tokens(make_tokens(tmp_path / "tokens", 400)), 16, first=3)
+def test_a_float32_export_must_compute_what_torch_computes():
+    model = tiny_model("gpt2")
     goal = verify.reference(model, None)
-    ours = verify.torch_row(model, goal, text)
+    ours = verify.torch_row(model, goal, None)
     verify.demand_equal(ours, goal)
-    assert ours.perplexity == pytest.approx(perplexity(model, text, "float32"), rel=1e-6)
-    console = Console(width=150, file=io.StringIO())
-    console.print(verify.table([ours, replace(ours, n_bytes=5_242_880)]))
-    assert " 5.2 " in console.file.getvalue()  # millions of bytes
-
-    other = verify.TorchRunner(tiny_ticket("gpt2", "head", tmp_path / "other", n_embd=64))
-    row = verify.check("another model", other, goal, None, 0)
-    assert row.n_equal < row.n_tokens
-    for less in ({}, {"prefill_delta": 0.0}, {"decode_delta": 0.0}):
+    for delta in ("prefill_delta", "decode_delta"):
         with pytest.raises(ValueError, match="nothing was written"):
-            verify.demand_equal(replace(row, **less), goal)
-
-    class Forgetful(verify.TorchRunner):
-        """Right about the prompt, and every token after it is its first."""
-
-        def decode(self, token: int) -> np.ndarray:
-            return self.prefill([token])[0]
-
-    row = verify.check("forgetful", Forgetful(model), goal, None, 0)
+            verify.demand_equal(replace(ours, **{delta: 0.5}), goal)
+    forgetful = verify.TorchRunner(model)
+    forgetful.decode = lambda token: forgetful.prefill([token])[0]  # every token is its first
+    row = verify.check("forgetful", forgetful, goal, None, 0)
     assert row.prefill_delta < 1e-5 < 0.01 < row.decode_delta
+    assert row.n_equal < row.n_tokens

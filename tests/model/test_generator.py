@@ -1,4 +1,4 @@
-"""The subnet generator: the paper's three constraints on the whole feasible grid, and fairness."""
+"""The generator: the paper's three constraints on the whole feasible grid, fairness, and masks."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
+import torch
+from families_table import tiny_model
+from torch import Tensor
 
 from twistlm.config import BlocksConfig
-from twistlm.model import generator
+from twistlm.model import families, generator, masks
 from twistlm.model.blocks import BlockGroup, BlockMap
+from twistlm.model.masks import WorkerRound
 
 N_ROUNDS = 1000
-GRID = [(n, s, c) for n in range(1, 13) for s in range(1, 7) for c in range(n + 1)]
-SHAPES = [(12, 4, 6), (12, 4, 4), (10, 4, 3), (9, 2, 7), (8, 3, 4), (5, 6, 2)]  # N, S, K
+GRID = [(n, s, c) for n in range(1, 9) for s in range(1, 6) for c in range(n + 1)]
+SHAPES = [(12, 4, 6), (10, 4, 3), (5, 6, 2)]  # N, S, K
 
 
 def a_map(n_attn: int, n_ffn: int = 0, n_layers: int = 1) -> BlockMap:
     """Groups without parameters: the generator must not look at any."""
     sizes = {"attn": n_attn, "ffn": n_ffn}
-    return BlockMap(
-        tuple(
-            BlockGroup(f"layers.{layer}.{kind}", kind, layer, n, (), ())
-            for layer in range(n_layers)
-            for kind, n in sizes.items()
-            if n
-        )
-    )
+    each = product(range(n_layers), [(kind, n) for kind, n in sizes.items() if n])
+    groups = (BlockGroup(f"layers.{i}.{kind}", kind, i, n, (), ()) for i, (kind, n) in each)
+    return BlockMap(tuple(groups))
 
 
 def deals(n: int, s: int, k: int, n_rounds: int = 1, seed: int = 0, **blocks) -> Iterator[list]:
@@ -85,19 +85,13 @@ def test_check_refuses_exactly_what_cannot_be_dealt_and_names_the_legal_range():
             with pytest.raises(ValueError, match=rf"{max(1, size)}\.\.4"):
                 generator.check(a_map(4), cfg, 3)
 
-
-BAD = {
-    r"blocks\.k_attn = 2 .* 3\.\.12": {"k_attn": (6, 2)},  # every K of a cycle is looked at
-    r"k_attn is empty.* 1\.\.12": {"k_attn": ()},
-    r"one K per worker: 4": {"k_attn": (6, 6), "widths": "worker"},
-}
-
-
-def test_check_names_what_is_wrong():
-    for said, settings in BAD.items():
+    for said, settings in {
+        r"blocks\.k_attn = 2 .* 3\.\.12": {"k_attn": (6, 2)},  # every K of a cycle is looked at
+        r"k_attn = \[\]: .* 1\.\.12": {"k_attn": ()},
+        r"one K per worker: 4": {"k_attn": (6, 6), "widths": "worker"},
+    }.items():
         with pytest.raises(ValueError, match=said):
             generator.check(a_map(12), BlocksConfig(**settings), 4)
-    generator.check(a_map(12), BlocksConfig(k_attn=(3, 8), k_ffn=(99,)), 4)  # no FFN is cut
 
 
 def strays(count: int, trials: int, p: float) -> float:
@@ -136,36 +130,10 @@ def test_the_balanced_deal_is_much_tighter(n, s, k):
     assert len(seen) > 50  # balanced, and still shuffled
 
 
-def test_balanced_reads_the_counts():
-    """Blocks that were held a lot get no extra slot."""
-    cfg = BlocksConfig(k_attn=(4,), deal="balanced")
-    held = {"layers.0.attn": (0, 0, 50, 0, 50, 0, 0, 50)}
-    dealt = generator.for_training(a_map(8), 4, cfg, seed=0, round=0, held=held)
-    after = generator.counted(held, dealt)["layers.0.attn"]
-    assert [after[block] for block in (2, 4, 7)] == [51, 51, 51]  # the covering pass only
-    assert sum(after) == 150 + 4 * 4
-
-
 def test_the_fixed_deal_is_the_first_random_one_in_every_round():
     """A control: static subnets, as if nothing were dealt anew."""
     first = next(deals(12, 4, 5, deal="random"))
     assert list(deals(12, 4, 5, 6, deal="fixed")) == [first] * 6
-    # at K = N/S the printed algorithm is as fixed: the same blocks to the same workers for ever
-    partitions = {frozenset(hands) for hands in deals(12, 4, 3, 200)}
-    assert len(partitions) > 190  # of 15,400: 200 draws have about one repetition
-
-
-@pytest.mark.parametrize("deal", ["random", "balanced"])
-def test_worker_widths(deal):
-    """Each worker has its own K, down to |C|, and together they still hold everything."""
-    for ks in ((8, 2, 5), (1, 1, 10), (12, 1, 1), (4, 4, 4), (2, 11, 3)):
-        seen = Counter()
-        for hands in deals(12, 3, 0, 200, k_attn=ks, widths="worker", deal=deal):
-            check_hands(hands, 12, ks)
-            seen.update(hands[0])
-        assert all(strays(seen[block], 200, ks[0] / 12) <= 4 for block in range(12)), ks
-    for hands in deals(8, 3, 0, 50, k_attn=(8, 3, 1), widths="worker", common_attn=(5,)):
-        check_hands(hands, 8, (8, 3, 1), (5,))
 
 
 def test_a_cycle_of_widths_follows_the_round():
@@ -174,18 +142,6 @@ def test_a_cycle_of_widths_follows_the_round():
         for blueprint in generator.for_training(a_map(12, 8, 2), 4, cfg, seed=0, round=r):
             sizes = {name[-4:]: len(kept) for name, kept in blueprint.items()}
             assert sizes == {"attn": (3, 8, 4, 6)[r % 4], ".ffn": (2, 7)[r % 2]}
-
-
-def test_each_layer_and_kind_draws_its_own_deal():
-    """And it hangs on that layer alone: sharing another one must not change it."""
-    block_map, cfg = a_map(12, 12, n_layers=8), BlocksConfig(k_attn=(6,), k_ffn=(6,))
-    whole = generator.for_training(block_map, 4, cfg, seed=0, round=2)
-    ticket = generator.for_deployment(block_map, dict.fromkeys(whole[0], 6), seed=0)
-    for blueprint in (*whole, ticket):
-        assert len(set(blueprint.values())) > 12  # of 16; C(12, 6) = 924 hands, so few meet
-    alone = generator.for_training(a_map(12, n_layers=2), 4, cfg, seed=0, round=2)
-    for a, b in zip(whole, alone, strict=True):
-        assert {name: a[name] for name in b} == b
 
 
 def test_deals_hang_on_seed_and_round_alone():
@@ -218,7 +174,7 @@ def test_deployment_draws_uniform_subsets():
             assert strays(seen[group.name][subset], n_draws, 1 / len(subsets)) <= 4
 
 
-@pytest.mark.parametrize("ks", [(6, 6, 6, 6), (12, 6, 6, 6), (3, 3, 3, 3)])
+@pytest.mark.parametrize("ks", [(6, 6, 6, 6), (12, 6, 6, 6)])
 def test_smaller_workers_hold_the_first_of_the_order_in_turn(ks):
     """Every block is held in every round; the others' blocks are as random as ever."""
     order = {"layers.0.attn": tuple(range(11, -1, -1))}
@@ -234,3 +190,116 @@ def test_smaller_workers_hold_the_first_of_the_order_in_turn(ks):
     if ks[0] < 12:  # a whole worker holds what is left, so that theirs are uniform
         late = [others[block] for block in range(12 - ks[0])]
         assert max(late) < 1.2 * min(late)
+
+
+MAP = families.block_map(tiny_model("gpt2"), "both").coarsen("ffn", 4)
+HELD = {group.name: (0, 2, 3) for group in MAP.groups}
+ORDER = {group.name: (3, 1, 0, 2) for group in MAP.groups}
+BLOCKS = BlocksConfig(
+    n_ffn=4, masks="sequence", mask_attn=(1, 2, 4), mask_ffn=(3, 1, 2), nested=0.25
+)
+
+
+def scale(group, k: int) -> float:
+    return 10.0 * k
+
+
+def draw(turn: WorkerRound, blocks: BlocksConfig = BLOCKS, held=HELD) -> dict[str, Tensor]:
+    """Group -> factors [steps, rows, held]."""
+    drawn = masks.draw(MAP, held, blocks, turn, ORDER, "twist", scale)
+    pieces = drawn.split([len(held[group.name]) for group in MAP.groups], -1)
+    return dict(zip(held, pieces, strict=True))
+
+
+def test_widths_are_taken_in_turn_and_a_factor_goes_with_each():
+    """Sequence j of a worker takes pair j of the lists; who holds fewer blocks uses all."""
+    turn = WorkerRound(1, 2, 1, 5, 2)  # 20 sequences are no multiple of 3
+    found = draw(turn)
+    for group, (i, row) in product(MAP.groups, product(range(5), range(2))):
+        sizes = (1, 2, 3) if group.kind == "attn" else (3, 1, 2)  # 4 of 3 held is 3
+        k = sizes[((turn.round * 5 + i + turn.place) * 2 + row) % 3]
+        values = sorted(found[group.name][i, row].tolist())
+        assert values == [0.0] * (3 - k) + [10.0 * k] * k
+
+
+def test_kept_blocks_are_uniform_but_for_the_nested_ones():
+    """Of held (0, 2, 3) the order keeps 3, then 0: a quarter of the masks. The rest is uniform."""
+    found = draw(WorkerRound(5, 1, 0, 600, 3))
+    for group in MAP.groups:
+        width = 1 if group.kind == "attn" else 2
+        row = 0 if group.kind == "attn" else 2
+        kept = (found[group.name][:, row] > 0).double()
+        assert (kept.sum(-1) == width).all()
+        shares = kept.mean(0).tolist()
+        first = {1: (0.0, 0.0, 1.0), 2: (1.0, 0.0, 1.0)}[width]
+        for share, nested in zip(shares, first, strict=True):
+            assert abs(share - (0.25 * nested + 0.75 * width / 3)) < 0.06  # 3 standard deviations
+
+
+def test_a_nested_mask_is_one_in_all_layers():
+    """A prefix in one layer alone is a subnet that no ticket will be."""
+    blocks = BlocksConfig(n_ffn=4, masks="sequence", mask_attn=(2,), mask_ffn=(2,), nested=0.5)
+    full = MAP.full()
+    found = draw(WorkerRound(2, 0, 0, 400, 1), blocks, full)
+    prefix = torch.stack([(found[g.name][:, 0, [1, 3]] > 0).all(-1) for g in MAP.groups], 1)
+    assert 160 < int(prefix.all(1).sum()) < 240  # a random one is in all 6 layers once in 6^6
+
+
+def test_masks_of_depth_drop_layers_and_leave_the_other_masks_as_they_are():
+    """In turn 0, 1 and 2 of three layers, with both kinds; a quarter along the order 2, 0, 1."""
+    order, full, turn = ORDER | {"layers": (2, 0, 1)}, MAP.full(), WorkerRound(5, 1, 0, 600, 3)
+
+    def drawn(**more) -> Tensor:
+        blocks = replace(BLOCKS, **more)
+        made = masks.draw(MAP, full, blocks, turn, order, "twist", scale)
+        return made.unflatten(-1, (3, 8))  # [steps, rows, layers, blocks of both kinds]
+
+    plain, found = drawn(), drawn(mask_depth=(0, 1, 2))
+    assert torch.equal(drawn(mask_depth=(0, 0, 0)), plain)
+    stays = (found > 0).any(-1)
+    assert torch.equal(found, plain * stays[..., None])
+    assert torch.equal(3 - stays.sum(-1), torch.tensor([0, 1, 2]).expand(600, 3))
+    for row, first in ((1, (1.0, 0.0, 1.0)), (2, (0.0, 0.0, 1.0))):
+        for share, nested in zip(stays[:, row].double().mean(0).tolist(), first, strict=True):
+            assert abs(share - (0.25 * nested + 0.75 * (3 - row) / 3)) < 0.06
+
+
+def test_common_blocks_are_always_kept():
+    common = MAP.with_common({"ffn": (2,)})
+    blocks = BlocksConfig(n_ffn=4, masks="step", mask_attn=(1,), mask_ffn=(2,), nested=0.5)
+    drawn = masks.draw(common, HELD, blocks, WorkerRound(0, 0, 0, 200, 1), ORDER, "twist", scale)
+    for group, kept in zip(common.groups, drawn[:, 0].split(3, -1), strict=True):
+        assert bool((kept[:, 1] > 0).all()) == (group.kind == "ffn")
+    two = {group.name: 2 for group in common.groups}
+    for name, kept in masks.prefixes(common, ORDER, two).items():
+        assert kept == ((2, 3) if common[name].kind == "ffn" else (1, 3))
+    first = MAP.with_common({"ffn": (3,)})  # also the first of the order: it counts once
+    three = {group.name: 3 for group in first.groups}
+    assert set(masks.prefixes(first, ORDER, three).values()) == {(0, 1, 3)}
+
+
+def test_masks_hang_on_seed_round_and_place_alone():
+    alike = replace(BLOCKS, mask_attn=(2,), mask_ffn=(2,))  # widths in turn would differ anyway
+    places = [(1, 4, 2, 5, 2), (2, 4, 2, 5, 2), (1, 5, 2, 5, 2), (1, 4, 1, 5, 2)]
+    drawn = [torch.cat(list(draw(WorkerRound(*p), alike).values())) for p in places]
+    assert all(not torch.equal(a, b) for a, b in combinations(drawn, 2))
+    # bit for bit, in every process and version
+    digest = "34e4bd963d9ea5efc44683c08be33efbbe63f3cd28aa35b308b50b58308ba4d4"
+    assert hashlib.sha256(drawn[0].numpy().tobytes()).hexdigest() == digest
+
+
+def test_a_deal_along_the_order_gives_masks_to_those_who_can_train_them():
+    """The holder of the first K takes 3 of 4 masks along the order, a whole worker wide ones."""
+    blocks = replace(BLOCKS, deal="order", k_attn=(4, 2, 2), k_ffn=(4, 2, 2), widths="worker")
+    blocks = replace(blocks, mask_attn=(4, 3, 2, 1), mask_ffn=(4, 3, 2, 1))
+    turn = WorkerRound(3, 0, 0, 2000, 1)
+    whole = draw(turn, blocks, MAP.full())
+    for factors in whole.values():
+        assert set((factors > 0).sum(-1).flatten().tolist()) == {3, 4}
+    first = {group.name: (1, 3) for group in MAP.groups}  # of the order 3, 1, 0, 2
+    other = {group.name: (0, 1) for group in MAP.groups}
+    for held, share in ((first, 0.75), (other, 0.25)):
+        for factors in draw(turn, blocks, held).values():
+            alone = factors[(factors > 0).sum(-1) == 1] > 0  # masks of one block
+            leads = alone[:, 1].double().mean()  # of (1, 3): 3; of (0, 1): 1, which leads 0
+            assert abs(float(leads) - (share + (1 - share) / 2)) < 0.06

@@ -4,49 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+import shutil
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from conftest import tiny
 from families_table import TABLE, build, tiny_model
 
+from twistlm.baselines import PruneRequest
+from twistlm.baselines.write import write
 from twistlm.config import ModelConfig
+from twistlm.export import gguf as exporter
 from twistlm.model import generator, huggingface
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.model.tokenizer import load_tokenizer
+from twistlm.system import manifest
 from twistlm.tickets import deploy
+from twistlm.tickets.healing import heal
 from twistlm.tickets.parent import open_parent
+from twistlm.tickets.requests import HealRequest
 from twistlm.training import rounds
-
-
-def write_gguf(path: Path, model) -> None:
-    """A float32 llama GGUF by the format's rules: q and k rows interleaved as its rotary is."""
-    config = model.config
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_vocab_size(config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, param in model.named_parameters():
-        array = param.detach().numpy()
-        if n := heads.get(name.split(".")[-2]):
-            array = array.reshape(n, 2, -1, config.hidden_size).swapaxes(1, 2)
-        array = np.ascontiguousarray(array).reshape(param.shape)
-        writer.add_tensor(names.get_name(name, (".weight",)), array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture
@@ -62,7 +39,7 @@ def test_gguf_gives_back_the_logits(tmp_path, llama, noise):
     if noise is not None:
         table = llama.model.embed_tokens.weight.detach()
         llama.lm_head.weight.data = table + noise * table.std() * torch.randn_like(table)
-    write_gguf(tmp_path / "tiny.gguf", llama)
+    exporter.export(llama, tmp_path / "tiny.gguf", "f32")
     loaded = huggingface.load(ModelConfig(weights=f"gguf:{tmp_path}/tiny.gguf", type="llama"), 0)
     assert loaded.config.tie_word_embeddings == (noise == 0.02)
     if loaded.config.tie_word_embeddings:
@@ -72,22 +49,40 @@ def test_gguf_gives_back_the_logits(tmp_path, llama, noise):
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=ids).logits, llama(input_ids=ids).logits)
     assert all(p.dtype == torch.float32 for p in loaded.parameters())
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "tiny.gguf").read_bytes()[:3000])
+    with pytest.raises(ValueError, match=r"cut\.gguf could not be read as GGUF"):
+        huggingface.pretrained(f"gguf:{tmp_path}/cut.gguf")
 
 
-def test_a_damaged_gguf_is_one_sentence(tmp_path, llama):
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, llama)
-    path.write_bytes(path.read_bytes()[:3000])
-    with pytest.raises(ValueError, match=r"tiny\.gguf could not be read as GGUF"):
-        huggingface.load(ModelConfig(weights=f"gguf:{path}", type="llama"), 0)
+def test_a_matrix_that_gguf_holds_twice_is_its_better_copy(tmp_path, monkeypatch):
+    """As published models are: the embedding in 5 bits, the same as the head in 8; parsed once."""
+    gguf = pytest.importorskip("gguf")
+    kinds, add, init = gguf.GGMLQuantizationType, gguf.GGUFWriter.add_tensor, gguf.GGUFReader
+    model = build("llama", TABLE["llama"].config | {"hidden_size": 64, "head_dim": 16})
+    table, parsed = model.get_input_embeddings().weight.detach().numpy(), []
+    model.lm_head.weight.data = model.get_input_embeddings().weight.detach().clone()
 
+    def add_coarse(self, name, tensor, raw_dtype):
+        if name == "token_embd.weight":
+            tensor, raw_dtype = gguf.quants.quantize(table, kinds.Q5_0), kinds.Q5_0
+        add(self, name, tensor, raw_dtype=raw_dtype)
 
-def test_random_weights_follow_the_seed():
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16}
-    cfg = ModelConfig(type="gpt2", config=sizes)
-    a, b, c = (huggingface.load(cfg, seed).lm_head.weight for seed in (1, 1, 2))
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_coarse)
+    path = tmp_path / "twice.gguf"
+    exporter.export(model, path, "q8_0")
+    entries = {e.name: e for e in init(path).tensors}
+    assert entries["token_embd.weight"].n_bytes < entries["output.weight"].n_bytes
+    monkeypatch.setattr(
+        "gguf.gguf_reader.GGUFReader", lambda path: parsed.append(path) or init(path)
+    )
+    for _ in range(2):
+        loaded = huggingface.pretrained(f"gguf:{path}")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    n_params = sum(p.numel() for p in model.parameters()) - table.size
+    assert sum(p.numel() for p in loaded.parameters()) == n_params
+    best = gguf.quants.dequantize(gguf.quants.quantize(table, kinds.Q8_0), kinds.Q8_0)
+    assert (loaded.lm_head.weight.detach().numpy() == best).all()
+    assert parsed == [str(path)]
 
 
 def test_a_folder_loads_in_float32_and_as_its_own_type(tmp_path):
@@ -104,8 +99,6 @@ def test_a_folder_loads_in_float32_and_as_its_own_type(tmp_path):
 NAMES = {  # what a user may write -> what is said about it
     "/no/such/folder": "no such folder",
     "runs/mistyped": "no such folder",
-    "a/b/c": "no such folder",
-    "~/nothing": "no such folder",
     "C:\\models\\llama": "no such folder",
     "gone.gguf": "no such file",
     "here.gguf": "write gguf:here.gguf",
@@ -126,23 +119,8 @@ def test_a_mistyped_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
             assert source in str(caught.value).replace("\\\\", "\\")
 
 
-def test_the_hub_is_asked_once_for_what_may_be_a_name(monkeypatch):
-    asked = []
-
-    def answer(url, **_):
-        asked.append(url)
-        raise OSError("no network")
-
-    monkeypatch.setattr("twistlm.model.source.get_hf_file_metadata", answer)
-    with pytest.raises(ValueError, match=r"model.weights = 'my/run' .*no such folder.*the hub"):
-        huggingface.load(ModelConfig(weights="my/run", type="gpt2"), 0)
-    with pytest.raises(ValueError, match=r"tokenizer myrun: there is no such folder here.*the hub"):
-        load_tokenizer("myrun")
-    assert [url.rsplit("/")[-1] for url in asked] == ["config.json", "tokenizer.json"]
-
-
 def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
-    """Neither a checkpoint nor a stock ticket of a model carries the code that its folder names."""
+    """No checkpoint, stock ticket, pruned or healed model carries the code that a folder names."""
     folder = tmp_path / "attackers"
     tiny_model("gpt2").save_pretrained(folder)
     evil = {"auto_map": {"AutoConfig": "attacker/repo--evil.EvilConfig"}}
@@ -155,7 +133,25 @@ def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
     widths = widths_of_ratio(parent.block_map, "attn=4/4,ffn=2/4")
     blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
     deploy.save_ticket(parent, blueprint, tmp_path / "ticket")
-    for made in ("run", "ticket"):
-        configs = list((tmp_path / made).rglob("*config.json"))
-        assert configs
-        assert not any("attacker/" in path.read_text() for path in configs)
+    write(parent, tmp_path / "pruned", PruneRequest(method="magnitude", sparsity="0.5"), quiet=True)
+    forged = tmp_path / "forged"  # with hashes that agree
+    shutil.copytree(tmp_path / "ticket", forged)
+    (forged / "config.json").write_text(
+        json.dumps(json.loads((forged / "config.json").read_text()) | evil)
+    )
+    record = json.loads((forged / "ticket.json").read_text())
+    (forged / "modeling_ticket.py").write_text("# attacker/\n")
+    names = [*record["files"], "modeling_ticket.py"]
+    record["files"] = manifest.describe_files({name: forged / name for name in names})
+    (forged / "ticket.json").write_text(manifest.written(manifest.sealed(record)))
+    short = {"data": tokens, "device": "cpu", "tokens": 64, "teacher": "none"}
+    heal(
+        HealRequest(
+            ticket=forged, out=tmp_path / "healed", overrides=("data.seq_len=16",), **short
+        ),
+        True,
+    )
+    for made in ("run", "ticket", "pruned", "healed"):
+        found = [p for p in (tmp_path / made).rglob("*") if p.name.endswith((".py", "config.json"))]
+        assert found
+        assert not any("attacker/" in path.read_text() for path in found)

@@ -39,12 +39,12 @@ def compare(call, predict=None):
     torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
     assert (got[:, 101:] == 0).all()
 
-compare(lambda got: kernels.softmax_(got, targets, 101, 9, True))
+compare(lambda got: kernels.softmax_(got, targets, 101, 9, True, None))
 kept = logits.clone()
-kernels.softmax_(kept, targets, 101, 9, False)
+kernels.softmax_(kept, targets, 101, 9, False, None)
 assert torch.equal(kept, logits)
 compare(
-    lambda got: kernels.distil_(got, teacher, targets, 101, 9, share),
+    lambda got: kernels.softmax_(got, targets, 101, 9, True, (teacher, share)),
     lambda exact: teacher[:, :101].double(),
 )
 # a teacher of whom k tokens and the rest as one are known, also where the k are all there are
@@ -52,9 +52,9 @@ for k in (1, 6, 101):
     log_probs, ids = teacher[:, :101].log_softmax(-1).topk(k)
     log_probs[0] += 0.01 * (k == 6)  # as if rounding had made more than 1 of them
     log_probs[0, :k - 1] -= log_probs[0, :k - 1].logsumexp(-1) * (k == 6)
-    prediction = loss.TeacherTopK(ids, log_probs.half(), share)
+    prediction = loss.topk_prediction(ids, log_probs.half(), share)
     compare(
-        lambda got: loss._distil_(got, prediction, slice(None), targets, 101, 9),
+        lambda got: loss._losses_(got, prediction, slice(None), targets, 101, 9, True),
         lambda exact: prediction.logits(slice(None), exact),
     )
 
@@ -103,12 +103,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from twistlm.model import kernels
 
-types = {"logits": "*bf16", "ids": "*i64", "log_probs": "*fp16", "mine": "*fp32", "chosen": "*fp32",
-         "targets": "*i64", "losses": "*fp32", "scale": "fp32", "share": "fp32", "LEAST": "fp32"}
-signature = {name: types.get(name, "i32") for name in kernels._likeliest.arg_names}
-constants = {"TOP": 64, "BLOCK": 2048}
-source = ASTSource(kernels._likeliest, signature | dict.fromkeys(constants, "constexpr"), constants)
-assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+types = {"logits": "*bf16", "teacher": "*bf16", "ids": "*i64", "log_probs": "*fp16",
+         "mine": "*fp32", "chosen": "*fp32", "targets": "*i64", "losses": "*fp32",
+         "scale": "fp32", "share": "fp32", "LEAST": "fp32"}
+for kernel, constants in (
+    (kernels._softmax, {"TAUGHT": True, "WANTED": True, "BLOCK": 2048}),
+    (kernels._softmax, {"TAUGHT": False, "WANTED": True, "BLOCK": 2048}),
+    (kernels._distil_topk, {"TOP": 64, "BLOCK": 2048}),
+):
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
 """
 
 

@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
-import re
-import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import in_process, snapshot
 from conftest import make_tokens, tiny
-from families_table import TABLE, far, logits, tiny_model
+from families_table import far, logits, tiny_model
+from rich.progress import Progress
 from safetensors.torch import load_file
 
 from twistlm.compute import speed
-from twistlm.compute.perplexity import Text, perplexity
-from twistlm.data.token_file import open_tokens
+from twistlm.data.token_file import TokenMeta, open_tokens, write_meta
 from twistlm.model import generator, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap, widths_of_ratio
-from twistlm.model.families import n_cached
 from twistlm.model.layout import cut_segments
-from twistlm.tickets import budget, certify, deploy, extract, importance, lost_nodes, sensitivity
-from twistlm.tickets.calibration import calibrate, calibrate_on_tokens
+from twistlm.tickets import budget, certify, deploy, extract, importance, lost_nodes
+from twistlm.tickets.importance import calibrate, calibrate_on_tokens
 from twistlm.tickets.parent import Parent, open_parent
-from twistlm.tickets.pick import parse_pick
-from twistlm.tickets.requests import CertificateRequest, ScoreRequest, TicketRequest
+from twistlm.tickets.requests import ScoreRequest, TicketRequest
 from twistlm.tickets.score import score_parent
 from twistlm.training import rounds
 
 SEQ_LEN = 16
-FIXED = (
-    "blocks.n_ffn=6",
-    "blocks.shared_first=0",
-    "blocks.shared_last=0",
-    f"data.seq_len={SEQ_LEN}",
-)
+FIXED = ("blocks.n_ffn=6", "blocks.shared_first=0", "blocks.shared_last=0", "data.seq_len=16")
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """Hugging Face folders of tiny models, and token files."""
     folder = tmp_path_factory.mktemp("choose")
-    for name in ("gpt2", "llama", "llama-gqa", "qwen3"):
+    for name in ("gpt2", "llama", "llama-gqa", "mistral"):
         tiny_model(name).save_pretrained(folder / name)
     make_tokens(folder / "text", 2000)
     make_tokens(folder / "other", 2000, seed=7)
@@ -75,65 +66,40 @@ def recount(folder: Path) -> tuple[int, int]:
     return sum(t.numel() for t in load_file(file).values()), os.stat(file).st_size
 
 
-def blocks_of(note) -> dict[str, int]:
-    return {name: len(kept) for name, kept in note["blueprint"].items()}
-
-
-def tokens_by_hand(stem: Path) -> list[int]:
-    raw = Path(f"{stem}.bin").read_bytes()
-    return [int.from_bytes(raw[i : i + 2], "little") for i in range(0, len(raw), 2)]
-
-
 @torch.no_grad()
-def ppl_by_hand(model, text: list[int]) -> float:
+def ppl_by_hand(model, stem: Path, n: int) -> float:
     losses = []
-    for start in range(0, len(text) - SEQ_LEN + 1, SEQ_LEN):
-        ids = torch.tensor([text[start : start + SEQ_LEN]])
-        logp = model(input_ids=ids).logits[0].log_softmax(-1)
-        losses += [-float(logp[t, ids[0, t + 1]]) for t in range(SEQ_LEN - 1)]
+    for ids in torch.from_numpy(np.fromfile(f"{stem}.bin", "<u2")[:n].astype(int)).split(SEQ_LEN):
+        logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        losses += [-float(logp[t, ids[t + 1]]) for t in range(SEQ_LEN - 1)]
     return math.exp(sum(losses) / len(losses))
-
-
-# ---------------------------------------------------------------- budgets
 
 
 @pytest.mark.parametrize(
     ("name", "share", "kind", "dtype"),
-    [
-        ("gpt2", 0.1, "params", "float32"),
-        ("gpt2", 0.47, "size", "bfloat16"),
-        ("llama-gqa", 0.1, "size", "float32"),
-        ("qwen3", 0.8, "params", "float32"),
-        ("qwen3", 0.47, "size", "float16"),
-    ],
+    [("gpt2", 0.1, "params", "float32"), ("llama-gqa", 0.47, "size", "bfloat16")],
 )
-def test_a_budget_is_met_to_the_last_block(home, tmp_path, name, share, kind, dtype):
-    """The files say: within the budget; a ticket with any further block, written too, is over."""
+def test_a_budget_is_what_the_files_have(home, tmp_path, name, share, kind, dtype):
+    """To the last block: test_budget.py. The least ticket that is told, written, has that much."""
     opened = open_(home, name)
-    measure = 0 if kind == "params" else 1
+    measure, unit = (0, "parameters") if kind == "params" else (1, "bytes")
 
     def written(widths: dict[str, int]) -> int:
         blueprint = generator.for_deployment(opened.block_map, widths, seed=1)
-        deploy.save_ticket(opened, blueprint, tmp_path / "t", dtype=getattr(torch, dtype))
+        model = deploy.cut_ticket(opened, blueprint).to(getattr(torch, dtype))
+        deploy.save_ticket(opened, blueprint, tmp_path / "t", model=model)
         return recount(tmp_path / "t")[measure]
 
     least = written(dict.fromkeys(opened.block_map.full_widths(), 1))
-    most = written(opened.block_map.full_widths())
-    limit = int(least + share * (most - least))
+    limit = int(least + share * (written(opened.block_map.full_widths()) - least))
     _, note = ask(home, tmp_path / "a", name, dtype=dtype, **{kind: str(limit)})
-    counted, widths = recount(tmp_path / "a"), blocks_of(note)
+    counted = recount(tmp_path / "a")
     assert (note["n_params"], note["bytes"]) == counted
     spent = {"kind": kind, "asked": str(limit), "limit": limit, "spent": counted[measure]}
     assert note["budget"] == spent
     assert counted[measure] <= limit
-    for group in opened.block_map.groups:
-        if widths[group.name] < group.n_blocks:
-            assert written(widths | {group.name: widths[group.name] + 1}) > limit
-    unit = "parameters" if kind == "params" else "bytes"
     with pytest.raises(ValueError, match=rf"impossible: .* takes {least:,} {unit}"):
         ask(home, tmp_path / "c", name, dtype=dtype, **{kind: str(least - 1)})
-    ask(home, tmp_path / "c", name, dtype=dtype, **{kind: str(least)})
-    assert recount(tmp_path / "c")[measure] == least
 
 
 def test_a_ticket_over_the_latency_gives_way_to_a_smaller_one(home, tmp_path, monkeypatch):
@@ -153,7 +119,8 @@ def test_a_ticket_over_the_latency_gives_way_to_a_smaller_one(home, tmp_path, mo
     per_measurement = 2 * 4 * (1 + note["speed"]["n_steps"])
     readings, slow = [0.0], range(n_readings - per_measurement, n_readings)
     opened, note = ask(home, tmp_path / "t", latency="2ms")
-    assert blocks_of(note) == budget.ladder(opened.block_map)[-2]
+    widths = {name: len(kept) for name, kept in note["blueprint"].items()}
+    assert widths == budget.ladder(opened.block_map)[-2]
     assert note["speed"]["decode_ms"] == note["budget"]["spent"] == pytest.approx(1)
     readings, slow = [0.0], range(n_readings - per_measurement, 10**6)
     with pytest.raises(ValueError, match=r"impossible: the smallest ticket .* takes 3.00 ms"):
@@ -161,82 +128,94 @@ def test_a_ticket_over_the_latency_gives_way_to_a_smaller_one(home, tmp_path, mo
     assert not (tmp_path / "u").exists()
 
 
-@pytest.mark.parametrize("name", list(TABLE))
-def test_speed_of_every_family(name, monkeypatch):
-    """Prompt and cache of each model, within its positions; however slow, one run is measured."""
-    monkeypatch.setattr(speed, "LONGEST", 0.0)
-    took = speed.measure_all([tiny_model(name)])[0]
-    assert took.decode_ms >= took.fastest_decode_ms > 0
-    assert took.prefill_ms > 0
-    assert took.n_prompt + took.n_steps <= tiny_model(name).config.max_position_embeddings
-    assert (took.device, took.n_threads, took.n_repeats) == ("cpu", torch.get_num_threads(), 1)
-
-
-@torch.no_grad()
-def cached_numbers(model, n_tokens: int) -> int:
-    """Numbers in Hugging Face's own cache after so many tokens."""
-    ids = torch.arange(n_tokens)[None] % 64
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-gqa", "qwen3", "opt", "phi", "mistral"])
-def test_cached_keys_and_values_are_those_of_hugging_face(name, tmp_path):
-    tiny_model(name).save_pretrained(tmp_path / "model")
-    parent = open_parent(tmp_path / "model", "cpu", [*FIXED, "blocks.n_ffn=4"])
-    shapes = parent.central.layout.shapes
-    # of a sliding window Hugging Face stores one token less: the newest is not in the cache yet
-    window = getattr(parent.template.config, "sliding_window", None) or 2
-    share = (window, window - 1) if name == "mistral" else (1, 1)
-    widths = {g.name: 1 + g.layer % g.n_blocks for g in parent.block_map.groups}
-    ticket = deploy.cut_ticket(parent, generator.for_deployment(parent.block_map, widths, seed=0))
-    narrow = parent.block_map.narrowed(shapes, widths)
-    for model, these in ((parent.template, shapes), (ticket, narrow)):
-        stored = cached_numbers(model, 20) // share[1] * share[0]
-        assert n_cached(parent.template, these, 20) == stored
-
-
-@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float16", 2)])
-def test_memory_is_weights_and_cache(home, tmp_path, dtype, itemsize):
-    """Counted again from the ticket that was written; one more block anywhere would be too much."""
-    limit = 23_000 * itemsize
-    asked = {"memory": f"{limit}", "context": "32", "data": "text", "tokens": 64, "dtype": dtype}
-    parent, ticket = ask(home, tmp_path / "t", **asked)
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "mistral"])
+def test_memory_is_weights_and_hugging_faces_own_cache(home, tmp_path, name):
+    """Counted again from the ticket that was written."""
+    asked = {"memory": "60_000", "context": "32", "dtype": "float16"}
+    _, note = ask(home, tmp_path / "t", name, **asked)
     model = deploy.load_ticket(tmp_path / "t").float()
-    n = sum(p.numel() for p in model.parameters()) + cached_numbers(model, 32)
-    assert ticket["budget"]["spent"] == n * itemsize <= limit
-    assert ticket["budget"]["context"] == 32
-    shapes, cut, widths = parent.central.layout.shapes, parent.block_map, blocks_of(ticket)
-    for group in cut.groups:
-        if (k := widths[group.name]) < group.n_blocks:
-            more = cut.narrowed(shapes, widths | {group.name: k + 1})
-            size = sum(map(math.prod, more.values())) + n_cached(parent.template, more, 32)
-            assert size * itemsize > limit
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    n_cached = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    if name == "mistral":  # of a window of 5 it stores 4: the newest is not in the cache yet
+        n_cached = n_cached // 4 * 5
+    n = sum(p.numel() for p in model.parameters()) + n_cached
+    assert note["budget"]["spent"] == n * 2 <= 60_000
+    assert not note["whole"]
     with pytest.raises(ValueError, match=r"--context 64: .* has 40 positions"):
-        ask(home, tmp_path / "u", memory="1MB", context="64")
+        ask(home, tmp_path / "u", name, memory="1MB", context="64")
 
 
-def test_a_ratio_may_name_layers(home, tmp_path):
+def text_of(model, stem: Path) -> str:
+    """What a model writes itself: no other one has a smaller loss on it."""
+    torch.manual_seed(0)
+    first = torch.arange(120)[:, None] % 64
+    ids = model.generate(first, max_new_tokens=15, min_new_tokens=15, do_sample=True, top_k=0)
+    ids.numpy().astype("<u2").tofile(f"{stem}.bin")
+    write_meta(stem, TokenMeta(ids.numel(), 1, 64, 63, "uint16", "none", None, ["own"]))
+    return str(stem)
+
+
+def test_a_layer_that_adds_nothing_is_the_first_to_go(tmp_path):
+    """Of every budget; the loss of a ticket without it is that of the parent."""
+    model = tiny_model("gpt2")
+    for name in ("attn.c_proj.weight", "attn.c_proj.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"):
+        model.get_parameter(f"transformer.h.1.{name}").data.zero_()
+    opened, whole = open_parent(model, "cpu", FIXED), huggingface.shapes(model)
+    n_layer = sum(math.prod(shape) for name, shape in whole.items() if ".1." in name)
+    n_left = sum(map(math.prod, whole.values())) - n_layer
+    text, kept = text_of(model, tmp_path / "text"), {1: 0}
+    for asked in ({"params": str(n_left)}, {"layers": 2}, {"layers": 2, "params": str(n_left)}):
+        request = TicketRequest(**asked, pick="random", data=text, tokens=480)
+        ticket = extract.write(opened, tmp_path / "t", request, quiet=True)
+        for group in opened.block_map.groups:
+            assert len(ticket.blueprint[group.name]) == kept.get(group.layer, group.n_blocks)
+        scores = ticket.proof["perplexity"]
+        assert scores["ticket"] == pytest.approx(scores["parent"], rel=1e-5)
+        assert recount(tmp_path / "t")[0] == ticket.proof["n_params"] == n_left
+        assert ticket.proof["stock"]["num_hidden_layers"] == "2/3"
+    half = TicketRequest(layers=2, ratio="1/2", pick="random", data=text, tokens=480)
+    ticket = extract.write(opened, tmp_path / "t", half, quiet=True)
+    assert [len(blocks) for blocks in ticket.blueprint.values()] == [2, 3, 0, 0, 2, 3]
+    free, wide = (
+        extract.choose(
+            opened,
+            TicketRequest(params="18k", layers=layers, pick="random", data=text, tokens=480),
+            Progress(disable=True),
+        ).proof["spend"]["loss"]
+        for layers in (None, 3)
+    )
+    assert free <= wide
+    # bytes and the cache of a budget are those of the file
+    for asked in ({"size": "70kB"}, {"memory": "70kB", "context": "32"}):
+        request = TicketRequest(**asked, layers=2, pick="random", data=text, tokens=480)
+        ticket = extract.write(opened, tmp_path / "t", request, quiet=True)
+        spent, (n_params, n_bytes) = ticket.proof["budget"]["spent"], recount(tmp_path / "t")
+        n_heads = sum(len(ticket.blueprint[f"transformer.h.{i}.attn"]) for i in range(3))
+        assert spent == (n_bytes if "size" in asked else 4 * (n_params + 2 * 32 * 8 * n_heads))
+
+
+def test_latency_is_bought_with_layers(home, tmp_path, monkeypatch):
+    """A clock of 10 ms a layer: only without one of three is a ticket fast enough."""
+
+    def clock(models, *args):
+        ms = [10.0 * m.config.num_hidden_layers for m in models]
+        return [speed.Speed(one, one, one, 8, 8, 1, "cpu", 1) for one in ms]
+
+    monkeypatch.setattr(speed, "measure_all", clock)
+    text_of(tiny_model("gpt2"), home / "own")
+    _, note = ask(home, tmp_path / "t", latency="20ms", data="own")
+    widths = [len(kept) for kept in note["blueprint"].values()]
+    assert sorted(widths) == [0, 0, 4, 4, 6, 6]  # 10 ms for all that is in a layer
+    with pytest.raises(ValueError, match=r"impossible: the smallest .* takes 10\.00 ms"):
+        ask(home, tmp_path / "u", latency="9ms", data="own")
+
+
+def test_a_ratio_may_name_layers(home):
     block_map = open_(home, "gpt2").block_map  # 3 layers, 4 heads, 6 FFN blocks
     widths = widths_of_ratio(block_map, "attn=2/4, ffn=1/6, ffn.0=1, attn.2=0.25")
     assert list(widths.values()) == [2, 6, 2, 1, 1, 1]
-    for bad, match in {
-        "attn=1/2,ffn=1/2,ffn.3=1": "'ffn.3' names nothing",
-        "attn=1/2,ffn=1/2,ffn.0=1/5": "no whole number of ffn blocks",
-        "attn=1/2,ffn.0=1/2": "nothing about ffn of layer 1",
-        "attn=1/2,ffn=1/2,heads=1": "'heads' names nothing",
-        "0=1/2": "'0' names nothing",
-    }.items():
-        with pytest.raises(ValueError, match=match):
-            widths_of_ratio(block_map, bad)
-    _, note = ask(home, tmp_path / "t", ratio="attn=2/4,ffn=3/6,ffn.1=1")
-    assert note["budget"] == {"kind": "ratio", "asked": "attn=2/4,ffn=3/6,ffn.1=1"}
-    weights = load_file(tmp_path / "t/model.safetensors")
-    inner = [weights[f"transformer.h.{i}.mlp.c_fc.weight"].shape[1] for i in range(3)]
-    assert inner == [24, 48, 24]
-
-
-# ---------------------------------------------------------------- picks
 
 
 def test_random_and_best_of_n_follow_the_seed(home, tmp_path):
@@ -245,33 +224,27 @@ def test_random_and_best_of_n_follow_the_seed(home, tmp_path):
     widths, found = widths_of_ratio(opened.block_map, "1/2"), []
     for draw in range(5):
         kept = generator.for_deployment(opened.block_map, widths, seed=2, draw=draw)
-        value = ppl_by_hand(deploy.cut_ticket(opened, kept), tokens_by_hand(home / "text")[:400])
+        value = ppl_by_hand(deploy.cut_ticket(opened, kept), home / "text", 400)
         found.append((value, {name: list(blocks) for name, blocks in kept.items()}))
     assert len({round(ppl, 3) for ppl, _ in found}) == 5
     _, one = ask(home, tmp_path / "a", ratio="1/2", seed=2)
     assert one["blueprint"] == found[0][1]
-    assert one["pick"] == {"how": "random", "seed": 2}
     text = {"data": "text", "tokens": 400}
     _, note = ask(home, tmp_path / "t", ratio="1/2", pick="best-of:5", seed=2, **text)
-    best = min(found, key=lambda pair: pair[0])
     assert note["pick"]["perplexities"] == pytest.approx([ppl for ppl, _ in found], rel=1e-4)
+    best = min(found, key=lambda pair: pair[0])
     assert note["blueprint"] == best[1]
     assert note["perplexity"]["ticket"] == pytest.approx(best[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("method", ["fisher", "mask-fisher", "taylor", "magnitude", "random"])
-def test_importance_keeps_the_highest_scores(home, tmp_path, method):
-    text = {"data": "text"} if method in ("fisher", "mask-fisher", "taylor") else {}
-    pick = "importance" if method == "fisher" else f"importance:{method}"
-    opened, note = ask(home, tmp_path / "t", ratio="1/2", pick=pick, seed=1, tokens=64, **text)
+def test_importance_keeps_the_highest_scores(home, tmp_path):
+    asked = {"ratio": "1/2", "pick": "importance:fisher", "seed": 1, "tokens": 64}
+    opened, note = ask(home, tmp_path / "t", data="text", **asked)
     ids = calibrate_on_tokens(opened, str(home / "text"), 64, 1).ids
-    assert ids.shape == (4, SEQ_LEN)
-    scores = importance.score(opened, method, ids, 1)
+    scores = importance.score(opened, "fisher", ids, 1)
     for name, kept in note["blueprint"].items():
         dropped = set(range(len(scores[name]))) - set(kept)
         assert min(scores[name][b] for b in kept) > max(scores[name][b] for b in dropped)
-    based_on = {"data": str(home / "text"), "n_sequences": 4, "seq_len": SEQ_LEN} if text else {}
-    assert note["pick"] == {"how": pick, "seed": 1, "method": method, **based_on}
 
 
 def test_calibration_takes_windows_of_the_named_text_or_the_training_text(home, tmp_path):
@@ -279,155 +252,100 @@ def test_calibration_takes_windows_of_the_named_text_or_the_training_text(home, 
     stems = (f"data.train={home / 'text'}", f"data.valid={home / 'other'}")
     both = open_(home, "gpt2", *stems)
     for data, stem in ((None, "text"), (str(home / "other"), "other")):
-        text = tokens_by_hand(home / stem)
-        windows = {tuple(text[i : i + SEQ_LEN]) for i in range(0, len(text), SEQ_LEN)}
-        taken = calibrate_on_tokens(both, data, 800, 0)
-        rows = {tuple(row) for row in taken.ids.tolist()}
-        assert (len(rows), rows <= windows, taken.stem) == (50, True, str(home / stem))
-        assert torch.equal(calibrate(both, data, 50, 0).ids, taken.ids)
-        assert not torch.equal(calibrate_on_tokens(both, data, 800, 1).ids, taken.ids)
-    assert len(calibrate_on_tokens(both, None, 0, 0).ids) == 2000 // SEQ_LEN  # fewer than the most
+        text = np.fromfile(home / f"{stem}.bin", "<u2").reshape(-1, SEQ_LEN)
+        taken = calibrate_on_tokens(both, data, 800, 0).ids
+        rows = set(map(tuple, taken.tolist()))
+        assert (len(rows), rows <= set(map(tuple, text.tolist()))) == (50, True)
+        assert torch.equal(calibrate(both, data, 50, 0).ids, taken)
+        assert not torch.equal(calibrate(both, data, 50, 1).ids, taken)
     # validation tokens are what results are measured on: nothing is fitted to them unasked
     gone = open_(home, "gpt2", f"data.train={tmp_path / 'gone'}", stems[1])
-    for take in (calibrate, calibrate_on_tokens):
-        with pytest.raises(ValueError, match="the run's own tokens"):
-            take(gone, None, 4, 0)
-        with pytest.raises(ValueError, match="no tokens to calibrate on: give --data STEM"):
-            take(open_(home, "gpt2"), None, 4, 0)
+    with pytest.raises(ValueError, match="the run's own tokens"):
+        calibrate(gone, None, 4, 0)
 
 
-COMMON = ("blocks.common_attn=[1]", "blocks.common_ffn=[5,2]")
-KEPT = {"attn": {1}, "ffn": {2, 5}}
-
-
-@pytest.mark.parametrize(
-    ("pick", "what"),
-    [
-        ("random", {"ratio": "1/2"}),
-        ("best-of:4", {"ratio": "attn=1/4,ffn=2/6"}),
-        ("importance:magnitude", {"params": "11k"}),
-        ("importance", {"size": "46kB"}),
-        ("random", {"params": "11k"}),
-    ],
-)
-def test_tickets_keep_the_common_blocks(home, tmp_path, pick, what):
+def test_tickets_keep_the_common_blocks(home, tmp_path):
     """Of four heads and six chunks: without C most draws, and every score, miss one of them."""
-    for seed in range(1 if pick.startswith("importance") else 3):  # a score has no luck
-        parent, ticket = ask(
-            home, tmp_path / str(seed), pick=pick, seed=seed, data="text", tokens=64,
-            overrides=COMMON, **what,
-        )  # fmt: skip
+    asked = {"overrides": ("blocks.common_attn=[1]", "blocks.common_ffn=[5,2]")}
+    asked |= {"data": "text", "tokens": 64}
+    kept = {"attn": {1}, "ffn": {2, 5}}
+    for pick, what in (
+        ("best-of:4", {"ratio": "attn=1/4,ffn=2/6"}),
+        ("importance:magnitude", {"size": "46kB"}),
+    ):
+        parent, ticket = ask(home, tmp_path / "t", pick=pick, **asked, **what)
         for group in parent.block_map.groups:
-            assert KEPT[group.kind] <= set(ticket["blueprint"][group.name])
-
-
-def test_common_blocks_leave_the_rest_to_chance(home, tmp_path):
-    """Random tickets are uniform over the others; sizes without room for C are refused."""
-    parent = open_(home, "gpt2", *COMMON)
-    widths = widths_of_ratio(parent.block_map, "1/2")
-    counts = dict.fromkeys(range(6), 0)
-    for blueprint in generator.draws(parent.block_map, widths, seed=3, n=400):
-        assert parent.block_map.widths(blueprint) == widths
-        for block in blueprint["transformer.h.0.ffn"]:
-            counts[block] += 1
-    assert counts[2] == counts[5] == 400
-    assert all(65 <= counts[block] <= 135 for block in (0, 1, 3, 4))  # 100 expected, sd 8.7
+            assert kept[group.kind] <= set(ticket["blueprint"][group.name])
     with pytest.raises(ValueError, match=r"no room for the 2 common ffn blocks.*legal: 2/6, 3/6"):
         widths_of_ratio(parent.block_map, "attn=1/4,ffn=1/6")
-    least = budget.ladder(parent.block_map)[0]
-    shapes = parent.block_map.narrowed(parent.central.layout.shapes, least)
-    n_least = sum(math.prod(shape) for shape in shapes.values())
-    with pytest.raises(ValueError, match=rf"the common ones.* takes {n_least:,} parameters"):
-        ask(home, tmp_path / "t", overrides=COMMON, params=str(n_least - 1))
-    bare = {g.name: (0, 1, 3)[: least[g.name]] for g in parent.block_map.groups}
+    bare = {g.name: (0,) if g.kind == "attn" else (0, 1) for g in parent.block_map.groups}
     with pytest.raises(ValueError, match="lacks common blocks"):
         deploy.cut_ticket(parent, bare)
-    with pytest.raises(ValueError, match=r"blocks\.common_ffn = \[9\]: .* 0\.\.5"):
-        open_(home, "gpt2", "blocks.common_ffn=[9]")
 
 
-def test_a_parent_with_an_order_gives_nested_tickets(tmp_path):
+def test_a_parent_with_an_order_gives_nested_tickets(home, tmp_path):
     """Scored before the first round and kept; extract, eval, its certificate and drop go by it."""
     tokens = make_tokens(tmp_path / "tokens", 400)
     widths = {"masks": "sequence", "mask_attn": [4, 2, 1], "mask_ffn": [4, 1, 2], "nested": 0.5}
-    blocks = widths | {"k_attn": 4, "k_ffn": 4}
+    blocks = widths | {"k_attn": 4, "k_ffn": 4, "mask_depth": [0, 1, 0]}
     cfg = tiny(tokens, tmp_path / "run", blocks=blocks, train={"rounds": 1})
     rounds.train(cfg, quiet=True)
     opened = open_parent(tmp_path / "run", "cpu")
-    order = opened.progress.order
-    # the start's own scores: the same weights, the same 64 windows
+    order = dict(opened.progress.order)
+    layers = order.pop("layers")
+    # the start's own scores: the same weights, the same windows
     cut = ("blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0")
     start = open_parent(huggingface.load(cfg.model, cfg.run.seed), "cpu", cut)
-    file = open_tokens(tokens)
-    n = file.n_sequences(16)
-    ids = file.sequences(list(range(0, n, max(1, n // 64)))[:64], 16)
+    ids = open_tokens(tokens).sequences(list(range(25)), 16)
     for name, values in importance.score(start, "mask-fisher", ids).items():
         assert order[name] == tuple(sorted(range(4), key=lambda b, v=values: -float(v[b])))
-    (ranks,) = sensitivity.scores_for(opened, parse_pick("nested"), ids, 0)
-    best = importance.keep_best(opened.block_map, ranks, dict.fromkeys(order, 2))
-    halves = {n: set(o[:2]) for n, o in order.items()}
-    assert {n: set(kept) for n, kept in best.items()} == halves
+    # of layers: the loss of the start without each
+    losses = {}
+    for layer in (1, 2):
+        model = copy.deepcopy(start.template)
+        for name in ("attn.c_proj", "mlp.c_proj"):
+            model.get_parameter(f"transformer.h.{layer}.{name}.weight").data.zero_()
+        with torch.no_grad():
+            losses[layer] = float(model(input_ids=ids, labels=ids).loss)
+    assert layers == tuple(sorted(losses, key=losses.__getitem__, reverse=True))
+    shallow = extract.choose(opened, TicketRequest(layers=2, tokens=160), Progress(disable=True))
+    assert {n for n, kept in shallow.blueprint.items() if kept} == {
+        f"transformer.h.{layers[0]}.{kind}" for kind in ("attn", "ffn")
+    }
     # half of every layer, without --pick
     request = TicketRequest(ratio="2/4", tokens=160)
     ticket = extract.write(opened, tmp_path / "ticket", request, quiet=True)
     assert ticket.proof["pick"]["how"] == "nested"
+    halves = {n: set(o[:2]) for n, o in order.items()}
     assert {n: set(kept) for n, kept in ticket.blueprint.items()} == halves
-    scored = score_parent(opened, ScoreRequest(ratios=("2/4",), n=2, tokens=160), "x", quiet=True)
+    asked = ScoreRequest(ratios=("2/4",), n=2, tokens=160)
+    scored = score_parent(opened, asked, "x", quiet=True)
     assert scored.nested[0] == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-5)
-    asked = CertificateRequest(ratio="2/4", n=2, tokens=160, coverage=0.5, confidence=0.7)
-    made = certify.certify(opened, asked, quiet=True)
-    assert made.nested == scored.nested[0]
+    made = certify.certify(opened, asked, 0.5, 0.7, quiet=True)
+    assert made["nested"] == scored.nested[0]
     # striped over two nodes: each holds every other place of the order
     left = lost_nodes.survivors(opened.block_map, 2, (1,), order)
     assert left == {n: tuple(sorted(o[::2])) for n, o in order.items()}
-    plain = open_parent(start.template, "cpu", cut)
     with pytest.raises(ValueError, match="trained without an order of blocks"):
-        extract.write(plain, tmp_path / "no", replace(request, pick="nested"), quiet=True)
-    assert not (tmp_path / "no").exists()
+        ask(home, tmp_path / "no", ratio="1/2", pick="nested")
 
 
-# ---------------------------------------------------------------- the proof
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
-def test_the_proof_is_true(home, tmp_path, name):
+def test_the_proof_is_true(home, tmp_path):
+    name = "llama-gqa"
     _, note = ask(home, tmp_path / "t", name, params="20k", data="text", tokens=480)
-    text = tokens_by_hand(home / "text")[:480]
-    n_params = sum(p.numel() for p in tiny_model(name).parameters())
-    for who, model in (
-        ("ticket", deploy.load_ticket(tmp_path / "t")),
-        ("parent", tiny_model(name)),
-    ):
-        assert note["perplexity"][who] == pytest.approx(ppl_by_hand(model, text), rel=1e-4)
+    plain = tiny_model(name)
+    for who, model in (("ticket", deploy.load_ticket(tmp_path / "t")), ("parent", plain)):
+        want = ppl_by_hand(model, home / "text", 480)
+        assert note["perplexity"][who] == pytest.approx(want, rel=1e-4)
     assert note["perplexity"]["n_tokens"] == 480
-    assert note["perplexity"]["data"] == str(home / "text")
-    whole = note["parent"]
-    assert 4 * n_params < whole["bytes"] < 4.8 * n_params  # and a header
+    whole, n_params = note["parent"], sum(p.numel() for p in plain.parameters())
     assert (whole["source"], whole["n_params"]) == (str(home / name), n_params)
+    assert 4 * n_params < whole["bytes"] < 4.8 * n_params  # and a header
     assert whole["speed"]["decode_ms"] > 0 < note["speed"]["prefill_ms"]
-    assert 0 < note["max_logit_difference"] < 1e-5
+    assert 0 <= note["max_logit_difference"] < 1e-5
     assert not note["whole"]
     assert {"command", "git", "versions", "device"} <= set(note)
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("gpt2", "bfloat16"), ("qwen3", "float16")])
-def test_half_precision(home, tmp_path, name, dtype):
-    """Half the bytes; the rounded weights and nothing else differ."""
-    text = {"data": "text", "tokens": 160}
-    ratio = "1/2" if name == "gpt2" else "attn=2/3,ffn=1/2"
-    opened, note = ask(home, tmp_path / "t", name, ratio=ratio, dtype=dtype, **text)
-    saved = load_file(tmp_path / "t/model.safetensors")
-    blueprint = {key: tuple(kept) for key, kept in note["blueprint"].items()}
-    exact = deploy.cut_ticket(opened, blueprint)
-    assert saved.keys() == huggingface.state(exact).keys()
-    for key, value in huggingface.state(exact).items():
-        assert saved[key].dtype == getattr(torch, dtype)
-        assert torch.equal(saved[key], value.detach().to(saved[key].dtype))
-    assert note["dtype"] == json.loads((tmp_path / "t/config.json").read_text())["dtype"] == dtype
-    full = perplexity(exact, Text(open_tokens(str(home / "text")), SEQ_LEN, 160))
-    assert note["perplexity"]["ticket"] == pytest.approx(full, rel=0.05)
-    assert note["perplexity"]["ticket"] != full
 
 
 def test_a_wrong_cut_is_not_written(home, tmp_path):
@@ -441,7 +359,6 @@ def test_a_wrong_cut_is_not_written(home, tmp_path):
         return replace(group, parts=tuple(parts))
 
     odd = BlockMap(tuple(wrong(group) for group in good.block_map.groups))
-    odd.check(huggingface.shapes(good.template))  # the sizes are fine
     segments = cut_segments(good.central.layout, odd, torch.device("cpu"))
     bad = replace(good, block_map=odd, central=replace(good.central, segments=segments))
     request = TicketRequest(ratio="1/2")
@@ -452,185 +369,72 @@ def test_a_wrong_cut_is_not_written(home, tmp_path):
     with pytest.raises(FloatingPointError, match="by nan"):
         extract.write(good, tmp_path / "t", request, quiet=True)
     assert not list(tmp_path.iterdir())
-    # large logits round more: the check passes that, and still sees a wrong block
+    # large logits round more: the check passes that
     big = open_(home, "llama")  # its head is its own
     big.central.layout.views(big.central.weights)["lm_head.weight"].mul_(100_000)
     ticket = extract.write(big, tmp_path / "t", request, quiet=True)
-    name, kept = next(iter(ticket.blueprint.items()))
-    others = sorted({*range(big.block_map[name].n_blocks)} - {*kept})[: len(kept)]
-    moved = deploy.cut_ticket(big, ticket.blueprint | {name: tuple(others)})
-    with pytest.raises(FloatingPointError, match="nothing was written"):
-        extract.logit_difference(big, ticket.blueprint, moved)
     assert ticket.proof["max_logit_difference"] > 1e-3  # rounding alone
 
 
-# ---------------------------------------------------------------- folders and disks
-
-
 def test_only_tickets_are_replaced(home, tmp_path, monkeypatch):
-    ask(home, tmp_path / "t", ratio="1/2", seed=1)
-    (tmp_path / "t/notes.txt").write_text("mine")
-    _, note = ask(home, tmp_path / "t", ratio="1/2", seed=2)
-    assert note["pick"]["seed"] == 2
-    assert (tmp_path / "t/notes.txt").read_text() == "mine"  # no part of the old ticket
-    (tmp_path / "empty").mkdir()
-    ask(home, tmp_path / "empty", ratio="1/2")
-    (tmp_path / "file").write_text("precious")
-    for name, files in {"work": ["thesis.tex"], "travel": ["ticket.json", "config.json"]}.items():
-        (tmp_path / name).mkdir()
-        for file in files:  # a name that is ours does not make it ours
-            (tmp_path / name / file).write_text('{"from": "A", "to": "B"}')
-    before = snapshot(tmp_path)
-    for name in ("work", "file", "travel"):
-        with pytest.raises(ValueError, match=rf"--out .*{name} exists and is no ticket"):
-            ask(home, tmp_path / name, ratio="1/2")
-    opened, other = open_(home, "gpt2"), open_(home, "llama-gqa")
-    odd = opened.block_map.full() | {"transformer.h.0.attn": (0, 4)}
-    for blueprint in (other.block_map.full(), odd):
+    """What is left in a ticket's folder: tests/test_files.py."""
+    (tmp_path / "travel").mkdir()
+    for file in ("ticket.json", "config.json"):  # a name that is ours does not make it ours
+        (tmp_path / "travel" / file).write_text('{"from": "A", "to": "B"}')
+    before, opened = snapshot(tmp_path), open_(home, "gpt2")
+    with pytest.raises(ValueError, match=r"--out .*travel exists and is no ticket"):
+        ask(home, tmp_path / "travel", ratio="1/2")
+    for odd in ({"other": (0,)}, {"transformer.h.0.attn": (0, 4)}):
         with pytest.raises(ValueError, match="blueprint"):
-            deploy.save_ticket(opened, blueprint, tmp_path / "new")
+            deploy.save_ticket(opened, opened.block_map.full() | odd, tmp_path / "new")
     # the bytes that a budget was spent on are compared before the folder appears
     monkeypatch.setattr(deploy, "weights_bytes", lambda shapes, dtype: 12_345)
-    with pytest.raises(OSError, match=r"has [\d,]+ bytes, not 12,345: nothing was written"):
+    with pytest.raises(OSError, match=r"have [\d,]+ bytes, not 12,345: nothing was written"):
         ask(home, tmp_path / "new", ratio="1/2")
     assert snapshot(tmp_path) == before
 
 
-FULL_DISK = """
-import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-import twistlm.tickets.extract  # what it imports may be compiled and cached first
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-from twistlm import cli
-first, *rest = sys.argv[1:]
-for folder in ("new", "earlier"):
-    sys.argv = ["twistlm", "extract", first, "-o", folder, *rest]
-    try:
-        cli.main()
-    except SystemExit as stop:
-        print(stop.code)
-"""
-
-
-def test_a_disk_that_takes_no_more(home, tmp_path):
-    """The system refuses to write on: one sentence, nothing half-written, an earlier one stays."""
-    ask(home, tmp_path / "earlier", ratio="1/2")
-    before = snapshot(tmp_path)
-    args = [str(home / "gpt2"), "--ratio", "1/2", "--device", "cpu", *FIXED]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, *args],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert [line for line in done.stdout.splitlines() if line == "2"] == ["2", "2"], done.stderr
-    sentences = done.stderr.strip().splitlines()
-    assert len(sentences) == 2  # one for each folder
-    for sentence in sentences:
-        assert re.match("error: .*File too large", sentence)
-    assert snapshot(tmp_path) == before
-
-
-# ---------------------------------------------------------------- before the model is loaded
-
-
-def refused(source: Path, out: Path, words: str, **asked) -> None:
-    """The sentence comes although nothing could be loaded."""
-    request = TicketRequest(**asked)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extract, "open_parent", lambda *args: pytest.fail("it was loaded"))
-        with pytest.raises(ValueError, match=words):
-            list(extract.write_tickets(source, out, request, "cpu"))
-
-
-def test_mistakes_are_told_before_the_model_is_loaded(home, tmp_path):
-    """Of a Hugging Face folder and of a run: text that is missing, shared layers, folders."""
-    gpt2, ratio = home / "gpt2", {"ratio": "1/2"}
-    make_tokens(tmp_path / "tokens", 400)
-    rounds.train(tiny(str(tmp_path / "tokens"), tmp_path / "run", train={"rounds": 1}), quiet=True)
-    (tmp_path / "tokens.bin").unlink()
+def test_mistakes_are_told_before_the_model_is_loaded(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(extract, "open_parent", lambda *args: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("")
-    out, by_text = tmp_path / "t", ratio | {"pick": "importance"}
-    refused(gpt2, out, "no tokens to calibrate on: give --data STEM", **by_text)
-    refused(tmp_path / "run", out, "the run's own tokens", **by_text)
-    refused(gpt2, out, "gone", **by_text, data=str(tmp_path / "gone"))
-    refused(gpt2, out, "--stock: blocks.shared_first=2 .* leave layers whole", **ratio, stock=True)
-    refused(tmp_path / "run", out, "shared_first=1 .* leave layers whole", **ratio, stock=True)
-    refused(gpt2, tmp_path / "file/t", "--out .*file is no folder", **ratio)
-    refused(gpt2, tmp_path / "file", "exists and is no ticket", **ratio)
-    refused(gpt2, out, "give --ratio, --params")
-    with pytest.raises(ValueError, match="--spend 'much': use one of measured, even"):
-        TicketRequest(params="16k", spend="much")
-    if os.geteuid():  # root may write everywhere
-        (tmp_path / "locked").mkdir(mode=0o500)
-        refused(gpt2, tmp_path / "locked/t", "cannot be written to", **ratio)
+    gone = str(tmp_path / "gone")
+    for out, words, asked in (
+        ("t", "no tokens to calibrate on: give --data STEM", {"pick": "importance"}),
+        ("t", "gone", {"pick": "importance", "data": gone}),
+        ("t", "--stock: blocks.shared_first=2 .* leave layers whole", {"stock": True}),
+        ("file/t", "--out .*file is no folder", {}),
+        ("file", "exists and is no ticket", {}),
+    ):
+        request = TicketRequest(ratio="1/2", **asked)
+        with pytest.raises(ValueError, match=words):
+            list(extract.write_tickets(home / "gpt2", tmp_path / out, request, "cpu"))
 
 
-# ---------------------------------------------------------------- what is measured, and what not
-
-
-@pytest.fixture
-def losses(monkeypatch) -> list[float]:
-    """Every loss that sensitivity measures."""
-    measured: list[float] = []
-    loss = sensitivity.Sensitivity.loss
-
-    def noted(self, widths) -> float:
-        measured.append(loss(self, widths))
-        return measured[-1]
-
-    monkeypatch.setattr(sensitivity.Sensitivity, "loss", noted)
-    return measured
-
-
-def test_the_time_is_told_before_it_is_spent(home, tmp_path, losses, monkeypatch, capsys):
-    """One loss is timed, and multiplied; a short measurement is not worth a word."""
-    ask(home, tmp_path / "a", data="text", params="16k", tokens=64)
-    assert 1 < len(losses) <= sensitivity.n_losses(open_(home, "gpt2").block_map)
-    assert "--spend even" not in capsys.readouterr().out
-    monkeypatch.setattr(extract, "LONG", 0.0)
-    ask(home, tmp_path / "b", data="text", params="16k", tokens=64)
+def test_what_needs_no_measurement(home, tmp_path, capsys):
+    """The whole parent within the budget, which it then is; stock widths; no text at all."""
+    text, even = {"data": "text", "tokens": 64}, {"how": "even"}
+    _, note = ask(home, tmp_path / "whole", "llama", size="1GB", **text)
+    assert (note["spend"], note["whole"]) == (even, True)
+    ids = torch.arange(12)[None]
+    ours = logits(deploy.load_ticket(tmp_path / "whole"), ids)
+    assert far(ours, logits(tiny_model("llama"), ids)) < 1e-5
+    # heads are 1, 2 or 4 and of 1,024 parameters in each of 3 layers, FFN blocks of 768
+    _, note = ask(home, tmp_path / "stock", "llama", params="20k", stock=True, **text)
+    assert (note["spend"], note["n_params"]) == (even, 2 * 64 * 32 + 7 * 32 + 3 * (2048 + 4 * 768))
+    capsys.readouterr()
+    _, note = ask(home, tmp_path / "t", params="16k")
+    assert (note["spend"], note.get("perplexity")) == (even, None)
     said = capsys.readouterr().out
-    assert re.search(r"up to 27 losses, about \d+ s;\s+--spend\s+even\s+needs\s+none", said)
+    assert "the budget is spent evenly" in said
+    assert "no perplexity: " in said
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"params": "1B"},
-        {"size": "1GB"},
-        {"latency": "100s"},
-        {"memory": "1GB", "context": "8"},
-        {"params": "16k", "spend": "even"},
-        {"ratio": "1/2"},
-        {"params": "20k", "stock": True},
-    ],
-    ids=str,
-)
-def test_what_needs_no_measurement(home, tmp_path, losses, asked):
-    """The whole parent within the budget, which it then is; a ratio, even and stock widths."""
-    opened, note = ask(home, tmp_path / "t", "llama", data="text", tokens=64, **asked)
-    assert not losses
-    assert note["spend"] == {"how": "even"}
-    assert note["whole"] == (blocks_of(note) == opened.block_map.full_widths())
-    if note["whole"]:
-        ids = torch.arange(12)[None]
-        ours = logits(deploy.load_ticket(tmp_path / "t"), ids)
-        assert far(ours, logits(tiny_model("llama"), ids)) < 1e-5
-    assert note["whole"] == ((len(asked) == 1 and "ratio" not in asked) or "memory" in asked)
-
-
-@pytest.mark.parametrize(
-    ("name", "what"), [("gpt2", {"params": "16k"}), ("llama", {"size": "70kB"})]
-)
-def test_the_losses_in_the_record_are_those_of_the_tickets(home, tmp_path, name, what):
+def test_the_losses_in_the_record_are_those_of_the_tickets(home, tmp_path):
     """Both folders loaded from disk, with Hugging Face's own loss on the calibration windows."""
-    asked = {"pick": "importance:magnitude", "data": "text", "tokens": 256, **what}
+    asked = {"pick": "importance:magnitude", "data": "text", "tokens": 256, "params": "16k"}
     losses = {}
     for how in ("even", "measured"):
-        parent, ticket = ask(home, tmp_path / how, name, spend=how, **asked)
+        parent, ticket = ask(home, tmp_path / how, spend=how, **asked)
         ids = calibrate_on_tokens(parent, str(home / "text"), 256, 0).ids
         with torch.no_grad():
             losses[how] = float(deploy.load_ticket(tmp_path / how)(ids, labels=ids).loss)
@@ -639,51 +443,26 @@ def test_the_losses_in_the_record_are_those_of_the_tickets(home, tmp_path, name,
     assert losses["measured"] < losses["even"]
 
 
-def test_without_text_nothing_is_measured_on_it(home, tmp_path, capsys):
-    _, ticket = ask(home, tmp_path / "t", params="16k")
-    assert ticket["spend"] == {"how": "even"}
-    assert "perplexity" not in ticket
-    said = capsys.readouterr().out
-    assert "the budget is spent evenly" in said
-    assert "no perplexity: " in said
-    ask(home, tmp_path / "u", ratio="1/2", overrides=(f"data.valid={tmp_path / 'gone'}",))
-    assert "the run's own tokens" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- the command
-
-
 def test_several_budgets_make_several_tickets(home, tmp_path, monkeypatch, capsys):
     """A table for each on stdout, tickets that load, the command line beside their numbers."""
     text = ("--data", str(home / "text"), "--tokens", "64", "--seed", "5")
-    args = ("extract", str(home / "gpt2"), *FIXED, *text, "-o", str(tmp_path / "deep/all"))
-    budgets = ["--params", "16k", "--params", "20,000", "--ratio", "1/2", "--size", "1GB"]
+    args = ("extract", str(home / "gpt2"), *FIXED, *text, "-o", str(tmp_path / "all"))
+    budgets = ["--params", "16k", "--params", "20,000", "--ratio", "1/2"]
     code, out, err = in_process(monkeypatch, capsys, *args, *budgets, "--pick", "best-of:2")
     assert (code, err) == (0, "")
-    names = ["params-16k", "params-20-000", "ratio-1-2", "size-1GB"]
-    assert sorted(os.listdir(tmp_path / "deep/all")) == names
-    found = {name: recount(tmp_path / "deep/all" / name)[0] for name in names}
+    names = ["params-16k", "params-20-000", "ratio-1-2"]
+    assert sorted(os.listdir(tmp_path / "all")) == names
+    found = {name: recount(tmp_path / "all" / name)[0] for name in names}
     assert found["params-16k"] <= 16_000 < found["params-20-000"] <= 20_000
     for name in names:
-        deploy.load_ticket(tmp_path / "deep/all" / name)
-        note = json.loads((tmp_path / "deep/all" / name / "ticket.json").read_text())
+        model = deploy.load_ticket(tmp_path / "all" / name)
+        note = json.loads((tmp_path / "all" / name / "ticket.json").read_text())
         assert note["command"].startswith("twistlm extract ")
-        assert f"ticket: {tmp_path / 'deep/all' / name}" in out.replace("\n", "")
-        for part in (f"{note['n_params']:,}", f"{note['bytes']:,}", "ms per decoded token",
-                     f"{note['perplexity']['ticket']:.2f}"):  # fmt: skip
+        assert f"ticket: {tmp_path / 'all' / name}" in out.replace("\n", "")
+        for part in (f"{note['n_params']:,}", f"{note['perplexity']['ticket']:.2f}"):
             assert part in out
-    assert "the whole parent" in out
-    twice = ("--params", "16k", "--params", "16k")
-    code, _, err = in_process(monkeypatch, capsys, *args, *twice)
-    assert (code, "params-16k is asked for twice" in err) == (2, True)
-
-
-def test_a_ticket_is_no_parent(home, tmp_path):
-    """Nor is its model in memory, nor its folder after somebody has removed ticket.json."""
-    ask(home, tmp_path / "t", ratio="1/2")
-    model = deploy.load_ticket(tmp_path / "t")
-    shutil.copytree(tmp_path / "t", tmp_path / "bare")
-    (tmp_path / "bare/ticket.json").unlink()
-    for source in (tmp_path / "t", getattr(model, "model", model), tmp_path / "bare"):
+    # nor is a ticket's model in memory a parent, or its folder without its ticket.json
+    (tmp_path / "all/ratio-1-2/ticket.json").unlink()
+    for source in (model, tmp_path / "all/ratio-1-2"):
         with pytest.raises(ValueError, match="is a ticket, which is cut already: give the parent"):
             open_parent(source)

@@ -1,10 +1,12 @@
-"""`eval` of a ticket and of a plain Hugging Face folder, against Hugging Face's own loss."""
+"""`eval`: perplexities against Hugging Face's own loss, scales, lost nodes, certificates."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import shutil
+import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,74 +14,70 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_tokens, tiny
-from families_table import tiny_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from conftest import VOCAB, make_tokens, tiny, word_level
+from families_table import TABLE, tiny_model
+from families_table import by_hand as zeroed
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from twistlm import cli
-from twistlm.compute.perplexity import Text, perplexity
-from twistlm.data.token_file import open_tokens
+from twistlm.compute.perplexity import perplexity
 from twistlm.model import generator
 from twistlm.model.blocks import Blueprint
-from twistlm.tickets import deploy, extract, score
-from twistlm.tickets.extract import logit_difference
-from twistlm.tickets.parent import open_parent
-from twistlm.tickets.requests import TicketRequest
+from twistlm.tickets import certify, deploy, extract, lost_nodes, score, ticket_scale
+from twistlm.tickets.certify import rank, reading
+from twistlm.tickets.parent import Parent, open_parent
+from twistlm.tickets.requests import ScoreRequest, TicketRequest
 from twistlm.tickets.score import text_of
-from twistlm.tickets.ticket_scale import (
-    N_DRAWS,
-    TicketScale,
-    TicketScales,
-    choice_text,
-    random_tickets,
-    score_tickets,
-)
+from twistlm.tickets.ticket_scale import N_DRAWS, TicketScale, TicketScales, choice_text
 from twistlm.training import rounds
 
 CUT = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
+CUT16 = [*CUT, "data.seq_len=16"]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("home")
-    tiny_model("gpt2").save_pretrained(folder / "model")
-    parent = open_parent(folder / "model", "cpu", CUT)
+    for name in ("gpt2", "llama"):
+        tiny_model(name).save_pretrained(folder / name)
+    parent = open_parent(folder / "gpt2", "cpu", CUT)
     widths = {group.name: 2 for group in parent.block_map.groups}
     blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
     deploy.save_ticket(parent, blueprint, folder / "ticket")
     make_tokens(folder / "tokens", 200)
+    make_tokens(folder / "others", 300, seed=1)
     return folder
 
 
-def evaluate(home: Path, name: str, *args: str) -> tuple[dict, str]:
+def evaluate(home: Path, name: str, *args: str) -> dict:
     out = home / f"{name}.json"
     fixed = ["--data", str(home / "tokens"), "--device", "cpu", "--json", str(out)]
     done = CliRunner().invoke(cli.app, ["eval", str(home / name), *fixed, *args])
     assert done.exit_code == 0, done.exception
-    return json.loads(out.read_text()), done.stdout
+    return json.loads(out.read_text())
 
 
-def hf_perplexity(model, home: Path, seq_len: int, n: int) -> float:
+def by_hugging_face(model, home: Path, seq_len: int, n: int, rel: float = 1e-5):
     ids = torch.from_numpy(np.fromfile(home / "tokens.bin", "<u2")[:n].astype(np.int64))
     with torch.no_grad():
-        return math.exp(model(input_ids=ids.view(-1, seq_len), labels=ids.view(-1, seq_len)).loss)
+        loss = model(input_ids=ids.view(-1, seq_len), labels=ids.view(-1, seq_len)).loss
+    return pytest.approx(math.exp(loss), rel=rel)
 
 
-def test_a_ticket(home):
+def test_a_ticket_and_a_hugging_face_folder(home):
     """All of its 40 positions by default: 200 tokens are 5 windows."""
-    record, shown = evaluate(home, "ticket")
-    ticket = deploy.load_ticket(home / "ticket")
-    assert record["full"] == pytest.approx(hf_perplexity(ticket, home, 40, 200), rel=1e-5)
+    record, ticket = evaluate(home, "ticket"), deploy.load_ticket(home / "ticket")
+    assert record["full"] == by_hugging_face(ticket, home, 40, 200)
     assert record["n_params"] == sum(p.numel() for p in ticket.parameters())
     assert record["subnets"] == []
-    assert "random subnets" not in shown
-    record, _ = evaluate(home, "ticket", "--tokens", "64", "data.seq_len=16")
-    assert record["full"] == pytest.approx(hf_perplexity(ticket, home, 16, 64), rel=1e-5)
-    assert record["n_tokens"] == 64
+    record = evaluate(home, "ticket", "--tokens", "64", "data.seq_len=16")
+    assert record["full"] == by_hugging_face(ticket, home, 16, 64)
+    args = ("--ratio", "2/4", "--ratio", "4/4", "--n", "2", "data.seq_len=20", *CUT)
+    record = evaluate(home, "gpt2", *args)
+    assert record["full"] == by_hugging_face(tiny_model("gpt2"), home, 20, 200)
+    assert record["subnets"][0]["n"] == 2
+    assert record["subnets"][1]["mean"] == pytest.approx(record["full"])  # all blocks
 
 
 def test_a_ticket_knows_the_text_of_its_parent(tmp_path, monkeypatch):
@@ -87,75 +85,31 @@ def test_a_ticket_knows_the_text_of_its_parent(tmp_path, monkeypatch):
     make_tokens(tmp_path / "tokens", 400)
     make_tokens(tmp_path / "valid", 200, seed=1)
     monkeypatch.chdir(tmp_path)
-    cfg = tiny("tokens", tmp_path / "run", data={"valid": "valid", "seq_len": 8})
-    rounds.train(replace(cfg, train=replace(cfg.train, rounds=1)), quiet=True)
-    (ticket,) = [
-        made
-        for _, made in extract.write_tickets(
-            tmp_path / "run", tmp_path / "ticket", TicketRequest(ratio="2/4", tokens=0), "cpu"
-        )
-    ]
+    data = {"valid": "valid", "seq_len": 8}
+    rounds.train(tiny("tokens", tmp_path / "run", data=data, train={"rounds": 1}), quiet=True)
+    request = TicketRequest(ratio="2/4", tokens=0)
+    made = extract.write_tickets(tmp_path / "run", tmp_path / "ticket", request, "cpu")
+    ((_, ticket),) = made
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    (tmp_path / "valid.json").read_text()
     for scores in (score.score_ticket(tmp_path / "ticket", device="cpu"), ticket.evaluate()):
         assert scores.n_tokens == 200
         assert scores.full == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-6)
-    shutil.rmtree(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"no tokens of its own.*: give --data STEM"):
-        score.score_ticket(tmp_path / "ticket", device="cpu")
-
-
-def test_windows_of_a_text(home):
-    """Whole windows within so many tokens, at least one, and none beyond the file."""
-    file = open_tokens(str(home / "tokens"))  # 200 tokens: 12 windows of 16
-    asked = {(0, 0): 12, (100, 0): 6, (5, 0): 1, (0, 9): 3, (160, 9): 3, (32, 9): 2}
-    for (n_tokens, first), n in asked.items():
-        assert Text(file, 16, n_tokens, first=first).n_sequences == n, (n_tokens, first)
-    ids = torch.from_numpy(file.tokens[9 * 16 : 12 * 16].astype(np.int64)).view(3, 16)
-    model = tiny_model("gpt2")
-    with torch.no_grad():
-        want = math.exp(model(input_ids=ids, labels=ids).loss)
-    assert perplexity(model, Text(file, 16, batch=2, first=9)) == pytest.approx(want, rel=1e-5)
 
 
 def test_a_ticket_and_the_tokenizer_of_its_parent(home, tmp_path):
     """transformers rewrites tokenizer.json: it is still the one that made the tokens."""
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words = word_level([f"w{i}" for i in range(VOCAB)])
     words.save(str(home / "tokens.tokenizer.json"))
     words.save(str(tmp_path / "tokenizer.json"))
-    parent = open_parent(home / "model", "cpu", CUT)
+    parent = open_parent(home / "gpt2", "cpu", CUT)
     parent = replace(parent, tokenizer=tmp_path / "tokenizer.json")
     deploy.save_ticket(parent, parent.block_map.full(), home / "with-words")
     written = (home / "with-words/tokenizer.json").read_text()
     assert json.loads(written) != json.loads(words.to_str())
-    record, _ = evaluate(home, "with-words")
-    assert record["full"] == pytest.approx(
-        hf_perplexity(tiny_model("gpt2"), home, 40, 200), rel=1e-5
-    )
-    words.pre_tokenizer = Whitespace()  # the same words, found otherwise
-    words.save(str(home / "tokens.tokenizer.json"))
-    with pytest.raises(ValueError, match="another tokenizer"):
-        score.check_same_tokenizer(
-            open_tokens(str(home / "tokens")), home / "with-words/tokenizer.json"
-        )
+    record = evaluate(home, "with-words")
+    assert record["full"] == by_hugging_face(tiny_model("gpt2"), home, 40, 200)
     (home / "tokens.tokenizer.json").unlink()
-
-
-def test_a_hugging_face_folder(home):
-    args = ("--ratio", "2/4", "--ratio", "4/4", "--n", "2", "data.seq_len=20", *CUT)
-    record, shown = evaluate(home, "model", *args)
-    assert record["full"] == pytest.approx(
-        hf_perplexity(tiny_model("gpt2"), home, 20, 200), rel=1e-5
-    )
-    assert record["subnets"][0]["n"] == 2
-    assert record["subnets"][1]["mean"] == pytest.approx(record["full"])  # all blocks
-    assert "2 random subnets" in shown
-    only_ffn, _ = evaluate(home, "model", *args, "blocks.setting=ffn")
-    assert only_ffn["subnets"][0]["n_params"] > record["subnets"][0]["n_params"]
-
-
-# ---------------------------------------------------------------- treatments
 
 
 def tried(name: str, folder: Path) -> TicketScales:
@@ -166,7 +120,7 @@ def tried(name: str, folder: Path) -> TicketScales:
         param.data += 0.05 * torch.randn_like(param)
     model.save_pretrained(folder / "model")
     make_tokens(folder / "text", 20 * 16)
-    parent = open_parent(folder / "model", "cpu", [*CUT, "data.seq_len=16"])
+    parent = open_parent(folder / "model", "cpu", CUT16)
     text = text_of(parent, str(folder / "text"), 64)
     return TicketScales(parent, text, choice_text(text, parent.cfg.data))
 
@@ -180,29 +134,25 @@ def by_hand(
     Scales and means are measured on windows 4 to 11 (the choice), the perplexity on `rows`.
     """
     ids = made.choice.file.sequences(list(range(4, 12)), 16)
-    whole = AutoModelForCausalLM.from_pretrained(made.parent.source).eval()
-    pruned = AutoModelForCausalLM.from_pretrained(made.parent.source).eval()
-    fed: dict[str, torch.Tensor] = {}
-    names = {g.name: g.out[0].removesuffix(".weight") for g in made.parent.block_map.groups}
-    for name, module in names.items():
-        whole.get_submodule(module).register_forward_pre_hook(
-            lambda _, args, name=name: fed.__setitem__(name, args[0].flatten(0, -2).double())
-        )
+    whole, pruned = (AutoModelForCausalLM.from_pretrained(made.parent.source) for _ in range(2))
+    groups, fed = made.parent.block_map.groups, []
+    for group in groups:
+        module = whole.get_submodule(group.out[0].removesuffix(".weight"))
+        module.register_forward_pre_hook(lambda _, args: fed.append(args[0].double()))
     whole(input_ids=ids)
-    for name, module in names.items():
-        layer: Any = pruned.get_submodule(module)
+    for group, x in zip(groups, fed, strict=True):  # in the order they are computed
+        layer: Any = pruned.get_submodule(group.out[0].removesuffix(".weight"))
         conv = not isinstance(layer, torch.nn.Linear)
         weight = (layer.weight if conv else layer.weight.T).double().reshape(4, -1, 32)  # [block]
-        x = fed[name].reshape(len(fed[name]), 4, -1)
-        shares = torch.einsum("tbi,bio->tbo", x, weight)
-        k = len(kept[name])
+        shares = torch.einsum("tbi,bio->tbo", x.reshape(8 * 16, 4, -1), weight)
+        k = len(kept[group.name])
         scale = {"none": 1.0, "sqrt": math.sqrt(4 / k), "inverse": 4 / k}.get(treatment.scale)
         if scale is None:
             rho = shares.sum(1).square().sum() / shares.square().sum()
             p, p2 = k / 4, k * (k - 1) / 12
             scale = float(1 / torch.sqrt((p - p2) / rho + p2))
         mask = torch.zeros(4, 1, 1).double()
-        mask[list(kept[name])] = scale
+        mask[list(kept[group.name])] = scale
         new = (weight * mask).flatten(0, 1).float()
         layer.weight.copy_(new if conv else new.T)
         if treatment.means:
@@ -227,10 +177,11 @@ def test_the_best_treatment_is_the_best_by_hand(name, tmp_path):
     assert str(chosen) == said["chosen"] == min(want, key=want.__getitem__)
     assert (said["first_window"], said["n_tokens"]) == (4, 128)  # none of the reported text
     ticket = deploy.cut_ticket(made.parent_with(chosen), kept)
-    ready = made.evaluator(chosen, made.choice)
-    assert ready.subnet_perplexity(kept) == pytest.approx(want[str(chosen)], rel=1e-4)
     assert perplexity(ticket, made.choice) == pytest.approx(want[str(chosen)], rel=1e-4)
-    assert logit_difference(made.parent_with(chosen), kept, ticket) < 1e-4
+    text = replace(made.ready.text, max_tokens=0)  # all of it is reported: none is left to choose
+    alone = TicketScales(made.parent, text, choice_text(text, made.parent.cfg.data))
+    chosen, said = alone.best([kept])
+    assert (chosen, said["tried"]) == (TicketScale("sqrt"), {})
 
 
 def test_scored_tickets_are_those_by_hand(tmp_path):
@@ -238,40 +189,141 @@ def test_scored_tickets_are_those_by_hand(tmp_path):
     made = tried("gpt2", tmp_path)
     block_map = made.parent.block_map
     widths = {group.name: 2 if group.kind == "attn" else 3 for group in block_map.groups}
-    tickets, held_out = random_tickets(block_map, widths, n=2, seed=5)
-    assert [*tickets, *held_out] == [
-        generator.for_deployment(block_map, widths, seed=5, draw=i) for i in range(2 + N_DRAWS)
-    ]
-    scored = score_tickets(made, tickets, held_out)
+    tickets, held_out = ticket_scale.random_tickets(block_map, widths, n=2, seed=5)
+    scored = ticket_scale.score_tickets(made, tickets, held_out)
     losses = {
         str(scale): math.fsum(math.log(by_hand(made, scale, each)) for each in held_out)
         for scale in made.candidates()
     }
     want = {name: math.exp(loss / N_DRAWS) for name, loss in losses.items()}
-    record = scored.record
-    assert record["tried"] == pytest.approx(want, rel=1e-4)
-    assert record["chosen"] == str(scored.scale) == min(want, key=want.__getitem__)
+    assert scored.record["tried"] == pytest.approx(want, rel=1e-4)
+    assert scored.record["chosen"] == str(scored.scale) == min(want, key=want.__getitem__)
     values = [by_hand(made, scored.scale, each, rows=range(4)) for each in tickets]
-    stored = scored.to_dict()
-    assert stored["values"] == pytest.approx(values, rel=1e-4)
-    assert stored["mean"] == pytest.approx(sum(values) / 2, rel=1e-4)
-    assert stored["treatment"] == record
-    assert set(record) == {"chosen", "tried", "text", "first_window", "n_tokens"}
+    assert scored.to_dict()["values"] == pytest.approx(values, rel=1e-4)
+    assert scored.to_dict()["mean"] == pytest.approx(sum(values) / 2, rel=1e-4)
     # the nested ticket, or any other single one: its scale is chosen on itself, on the other text
-    alone = score_tickets(made, tickets[:1])
-    assert alone.record == made.best(tickets[:1])[1]
-    repaired = score_tickets(
-        made, tickets, held_out, measure=lambda scale, each: tickets.index(each)
-    )
-    assert (repaired.record, repaired.values) == (record, (0, 1))
+    assert ticket_scale.score_tickets(made, tickets[:1]).record == made.best(tickets[:1])[1]
 
 
-def test_without_other_text_the_parents_own_scale_stays(tmp_path):
-    made = tried("gpt2", tmp_path)
-    text = replace(made.reported, max_tokens=0)  # all of it is reported
-    assert choice_text(text, made.parent.cfg.data) is None
-    data = replace(made.parent.cfg.data, train=str(tmp_path / "text"))
-    assert choice_text(text, data).file.stem == str(tmp_path / "text")
-    alone = TicketScales(made.parent, text, None)
-    chosen, said = alone.best([made.parent.block_map.full()])
-    assert (chosen, said["tried"]) == (TicketScale("sqrt"), {})
+def drop(home: Path, *args, **options):
+    return lost_nodes.drop(*args, data=str(home / "tokens"), quiet=True, **options)
+
+
+@pytest.mark.parametrize(("name", "n_nodes", "n_lost"), [("gpt2", 4, 2), ("llama", 3, 1)])
+def test_perplexity_of_every_loss(home, name, n_nodes, n_lost, monkeypatch):
+    """3 nodes share 4 blocks unevenly: 2, 1, 1."""
+    monkeypatch.setattr(TicketScales, "candidates", lambda self: [TicketScale("sqrt")])
+    opened = {each: open_parent(home / each, "cpu", CUT16) for each in (name, "gpt2")}
+    made = drop(home, opened, n_nodes, n_lost, tokens=64)["parents"][0]
+    losses = {row["lost"]: row["perplexity"] for row in made["losses"]}
+    assert list(losses) == list(itertools.combinations(range(n_nodes), n_lost))
+    shards = np.array_split(np.arange(4), n_nodes)  # 4 blocks of each kind
+    for lost, value in {**losses, (): made["full"]}.items():
+        alive = [int(b) for node in range(n_nodes) if node not in lost for b in shards[node]]
+        kept = dict.fromkeys(itertools.product(range(3), ("attn", "ffn")), tuple(alive))
+        model = zeroed(tiny_model(name), TABLE[name], "head", kept)
+        assert value == by_hugging_face(model, home, 16, 64, rel=1e-4), lost
+    assert made["worst"] == max(losses.values())
+    assert made["mean"] == pytest.approx(sum(losses.values()) / len(losses))
+
+
+def test_every_node_holds_the_common_blocks(home):
+    """C = {1}: three blocks are left to spread, so losing one of three takes one, not 1."""
+    common = ("blocks.common_attn=[1]", "blocks.common_ffn=[1]")
+    parent = open_parent(home / "gpt2", "cpu", [*CUT16, *common])
+    for lost, gone in ((0, 0), (1, 2), (2, 3)):
+        rest = lost_nodes.survivors(parent.block_map, 3, (lost,))
+        assert set(rest.values()) == {tuple(block for block in range(4) if block != gone)}
+    with pytest.raises(ValueError, match=r"3 attn blocks that are not common.* at most 3 nodes"):
+        drop(home, {"c": parent}, 4, 1)
+    texts = [(*CUT16, f"data.valid={home / each}") for each in ("tokens", "others")]
+    opened = {str(text): open_parent(home / "gpt2", "cpu", text) for text in texts}
+    with pytest.raises(ValueError, match="different tokens"):  # each would take its own
+        lost_nodes.drop(opened, 4, 1, quiet=True)
+
+
+def test_the_rank_is_the_least_that_keeps_its_promise():
+    """Published sizes: 59 for 95/95, 90 for 95/99, 299 for 99/95, 22 for 90/90; and by definition:
+    the r-th of n draws is below the quantile as often as fewer than r of n fall below it.
+    """
+    cases = {(0.95, 0.95): 59, (0.95, 0.99): 90, (0.99, 0.95): 299, (0.9, 0.9): 22}
+    for shares, n in (cases | {(0.5, 0.75): 2}).items():  # 1 - 0.5 ** 2 is 0.75 to the last bit
+        assert rank(n, *shares) == n
+        with pytest.raises(ValueError, match=f"n must be at least {n}"):
+            rank(n - 1, *shares)
+    for n, p, confidence in ((40, 0.9, 0.95), (200, 0.95, 0.99), (1000, 0.5, 0.9)):
+        mass = [math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(n + 1)]
+        r = rank(n, p, confidence)
+        assert math.fsum(mass[: r - 1]) < confidence <= math.fsum(mass[:r])
+
+
+@pytest.fixture(scope="module")
+def parent(home) -> Parent:
+    return open_parent(home / "llama", "cpu", CUT16)
+
+
+def make(parent: Parent, folder: Path | None = None, n: int = 12, **more) -> dict:
+    data = str(Path(parent.source).parent / "tokens")
+    asked = {"ratios": ("2/4",), "n": n, "data": data, "tokens": 64} | more
+    return certify.certify(parent, ScoreRequest(**asked), 0.8, 0.9, folder, quiet=True)
+
+
+def test_values_are_those_of_extracted_tickets(home, parent, tmp_path, monkeypatch, capsys):
+    """Against Hugging Face's own loss of the ticket, cut by another path."""
+    made = make(parent, tmp_path / "out")
+    widths, values = dict.fromkeys(parent.block_map.full_widths(), 2), made["spread"]["values"]
+    for draw, value in enumerate(values):
+        blueprint = generator.for_deployment(parent.block_map, widths, seed=0, draw=draw)
+        assert value == by_hugging_face(deploy.cut_ticket(parent, blueprint), home, 16, 64)
+    assert len(set(values)) == 12
+    assert made["bound"]["value"] == sorted(values)[made["bound"]["rank"] - 1]
+    assert made["spread"]["sd"] == pytest.approx(statistics.stdev(values))
+    assert made["quantiles"]["50%"] == pytest.approx(statistics.median(values))
+    # the share below the worst: its n-th power is 1 - confidence
+    assert made["covered_by_worst"] ** 12 == pytest.approx(0.1)
+    said = f"80% of tickets are at or below {made['bound']['value']:.2f}, with 90% confidence"
+    assert said in reading(made)
+    record = json.loads((tmp_path / "out/certificate.json").read_text())
+    assert record == json.loads(json.dumps(made))
+    assert (tmp_path / "out/histogram.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    make(parent, tmp_path / "bare")
+    assert "pip install -e '.[plot]'" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "bare").iterdir()}
+    assert names == {"certificate.json", "draws.jsonl"}  # only the picture is missing
+
+
+def test_goes_on_where_it_stopped(parent, tmp_path):
+    """Half a line of a killed process is dropped; draws that were kept are not measured again."""
+    whole = make(parent, n=15)
+    folder = tmp_path / "out"
+    make(parent, folder, n=11)
+    path = folder / "draws.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    marked = json.loads(lines[1]) | {"perplexity": 1.5}  # a value no model gives
+    path.write_text("".join([lines[0], json.dumps(marked) + "\n", *lines[2:6], lines[6][:9]]))
+    made = make(parent, folder, n=15)
+    assert made["spread"]["values"] == (1.5, *whole["spread"]["values"][1:])
+    assert len(path.read_text().splitlines()) == 1 + 15
+    assert make(parent, folder, n=11)["spread"]["values"] == made["spread"]["values"][:11]
+    path.write_text('{"weights')  # killed in the first line: a beginning
+    assert make(parent, folder, n=15)["spread"]["values"] == whole["spread"]["values"]
+    assert len(path.read_text().splitlines()) == 1 + 15
+
+
+def test_refusals(parent, tmp_path):
+    """Draws of something else stay as they are; NaN is no number."""
+    make(parent, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"something else .*choose another folder"):
+        make(parent, tmp_path, seed=1)
+    other = open_parent(parent.source, "cpu", CUT16)
+    other.central.weights[0] += 1e-6
+    with pytest.raises(ValueError, match="weights_sha256"):
+        make(other, tmp_path)
+    with pytest.raises(ValueError, match=r"something else \(tickets differ\)"):
+        make(open_parent(parent.source, "cpu", [*CUT16, "blocks.common_attn=[3]"]), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    other.central.weights.fill_(math.nan)
+    with pytest.raises(ValueError, match="ticket 0 has no perplexity"):
+        make(other)

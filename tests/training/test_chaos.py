@@ -1,30 +1,31 @@
-"""Behind `make chaos`: hundreds of faults on Ray, and learning when a tenth of results is lost."""
+"""Behind `make chaos`: hundreds of faults on Ray, and hosts killed, frozen and cut off."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ranks
-from checkpoints import FILES
-from commands import toml
+from checkpoints import same
+from commands import children, toml
 from conftest import make_tokens, numbered_tokens, tiny_table
 from processes import (
-    HALVES,
     Scene,
     environment,
+    read_events,
     replay,
     same_bits,
     start_head,
@@ -33,15 +34,12 @@ from processes import (
 )
 
 from twistlm import config
-from twistlm.data.builtin import build
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens
-from twistlm.model.blocks import widths_of_ratio
-from twistlm.system import signals
+from twistlm.lab.bench import comm
 from twistlm.system.signals import TOO_FEW
 from twistlm.training import checkpoint, rounds
 
-RATIO = "6/12"
 TRAIN = {"n_workers": 3, "interval": 2, "outer": "nesterov(0.7, 0.6)"}
 pytestmark = pytest.mark.chaos
 
@@ -61,9 +59,9 @@ PHASES = {
     "elastic.Elastic._gather": 2,
     "elastic.Elastic._post": 2,
     "elastic.Elastic._collect": 2,
-    "aggregator.aggregate_": 2,
-    "elastic.Assignments.committed": 2,
-    "checkpoint.save_tensors": 5,
+    "owners.Owners.commit": 2,
+    "owners.Owners._settle": 3,
+    "owners.Owners.snapshot": 2,
 }
 
 
@@ -76,8 +74,7 @@ def test_a_driver_killed_in_any_phase(scene, tmp_path, at):
     assert driver.exitcode == -signal.SIGKILL, here.text
     here.train(resume=True)
     local = rounds.train(here.config(tmp_path / "local", run={"variant": "local"}), quiet=True)
-    for name in FILES:
-        assert (local / name).read_bytes() == (here.last() / name).read_bytes(), name
+    same(local, here.last())
 
 
 def test_workers_without_a_run_end_by_themselves(scene):
@@ -199,30 +196,53 @@ def test_a_machine_with_its_own_k_joins_and_strangers_do_no_harm(tmp_path):
             process.wait()
 
 
+@contextmanager
+def alone(folder: Path, table: dict, *launcher: str):
+    """A training in a session of its own, once it has saved, and its log; nothing of it stays."""
+    said, words = folder / "said.txt", ["twistlm", "train", toml(folder / "c.toml", table)]
+    with said.open("w") as log:
+        streams = {"stdout": log, "stderr": log, "start_new_session": True}
+        command = [sys.executable, "-m", *launcher, *words]
+        process = subprocess.Popen(command, env=environment(), **streams)
+    try:
+        made = (folder / "run/checkpoints").glob
+        ranks.wait_for(lambda: list(made("round-*")), 120, said.read_text)
+        yield process, said
+    finally:
+        kill_session(process.pid)
+        process.wait()
+
+
 @pytest.mark.parametrize("who", ["command", "child"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_local_ray(tmp_path, number, who):
     """Rows 7 and 13: with the driver go its workers, raylet and head."""
-    tokens, said = make_tokens(tmp_path / "tokens"), tmp_path / "said.txt"
     table = tiny_table(
-        tokens, tmp_path / "run", run={"variant": "ray"}, ray={"patience": 20.0, "floor": 20.0},
-        train=TRAIN | {"n_workers": 1, "rounds": 100000}, blocks={"k_attn": 4, "k_ffn": 4},
+        make_tokens(tmp_path / "tokens"), tmp_path / "run", run={"variant": "ray"},
+        ray={"patience": 20.0, "floor": 20.0}, blocks={"k_attn": 4, "k_ffn": 4},
+        train=TRAIN | {"n_workers": 1, "rounds": 100000},
     )  # fmt: skip
-    command = [sys.executable, "-m", "twistlm", "train", toml(tmp_path / "run.toml", table)]
-    with said.open("w") as log:
-        streams = {"stdout": log, "stderr": log}
-        driver = subprocess.Popen(command, env=environment(), **streams, start_new_session=True)
-    try:
-        made = (tmp_path / "run/checkpoints").glob
-        ranks.wait_for(lambda: list(made("round-*")), 120, said.read_text)
+    with alone(tmp_path, table) as (driver, _):
         everyone = of_session(driver.pid)
         assert len(everyone) > 4  # gcs, raylet, worker, and the command twice
-        os.kill(driver.pid if who == "command" else signals.children(driver.pid)[0], number)
+        os.kill(driver.pid if who == "command" else children(driver.pid)[0], number)
         assert driver.wait(60) in (128 + number, -number)
         ranks.wait_for(lambda: not set(everyone) & set(of_session(driver.pid)), 30)
-    finally:
-        kill_session(driver.pid)
-        driver.wait()
+
+
+def test_torchrun_ends_soon_after_a_stopped_rank(tmp_path):
+    """It would wait 30 s for it to obey SIGTERM: who names it ends it."""
+    table = tiny_table(
+        make_tokens(tmp_path / "tokens"), tmp_path / "run", train={"n_workers": 2, "rounds": 99999},
+        run={"variant": "hybrid", "silence": 3.0}, blocks={"k_attn": 4, "k_ffn": 4},
+    )  # fmt: skip
+    launcher = "torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=0 -m"
+    with alone(tmp_path, table, *launcher.split()) as (process, said):
+        os.kill(max(children(process.pid)), signal.SIGSTOP)
+        began = time.monotonic()
+        assert process.wait(60) != 0
+        assert time.monotonic() - began < 20, said.read_text()  # 37 s before
+        assert "no sign of life from rank" in said.read_text()
 
 
 def audit(here: Scene, tokens: str, n_workers: int) -> None:
@@ -297,12 +317,126 @@ def test_every_sequence_exactly_once_though_drivers_die(scene, tmp_path):
     assert min(done["killed"], done["driver"], n_lost) >= 5
 
 
+def raylets_of(node: subprocess.Popen) -> list[int]:
+    """The raylet of a `twistlm node`, while it has one."""
+    found = []
+    for pid in of_session(node.pid):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            found += [pid] if words[0].endswith(b"/raylet") else []
+    return found
+
+
+def test_workers_owners_raylets_and_drivers_die(tmp_path):
+    """100 random faults of all of them in 300 rounds or more: every sequence exactly once, the loss
+    of a calm run, and nothing left."""
+    n_faults, n_rounds, n_sequences = 100, 300, 40
+    tokens = numbered_tokens(tmp_path / "numbered", n_sequences)
+    size = {"vocab_size": n_sequences, "n_positions": 16, "n_embd": 16, "n_head": 4, "n_layer": 2}
+    head, address = start_head(tmp_path, cpus=0)
+    wait_for_head(head, tmp_path)
+    nodes = [
+        start_node(tmp_path / f"node-{i}.txt", ["--join", address], 3, "--disable-usage-stats")
+        for i in range(2)
+    ]
+    here = Scene(
+        address, tmp_path, tokens, train=TRAIN | {"rounds": 1_000_000, "lr": 3e-3, "outer": "none"},
+        ray={"floor": 3.0, "wait": 1.0, "patience": 120.0, "owners": 2}, run={"save_every": 5},
+        data={"train": tokens, "valid": tokens}, model={"config": size},
+    )  # fmt: skip
+    (here.out / "ray-id.txt").write_text("chaos\n")
+    rng, done, pids = random.Random(1), Counter(), set()
+
+    def owners() -> list[int]:
+        rows = here.events("started") + here.events("restored")
+        rows.sort(key=lambda row: row["time"])
+        return [pid for row in rows[-4:] for pid in row.get("owners", [row.get("pid")])][-3:]
+
+    try:
+        driver, until = here.start(keep=False), time.monotonic() + 3000
+        wanted = 1  # rounds before the next fault
+        while done.total() < n_faults or len(here.events("round")) < n_rounds:
+            assert time.monotonic() < until, (done, here.text[-2000:])
+            time.sleep(0.1)
+            if driver.exitcode is not None:  # two owners at once
+                assert driver.exitcode == TOO_FEW, here.text[-2000:]
+                done["gave up"] += 1
+                driver = here.start(resume=True, keep=False)
+            n, joined, kind = len(here.events("round")), here.events("joined"), rng.random()
+            pids |= {int(row["worker"].rpartition("-")[2]) for row in joined} | set(owners())
+            if n < wanted or done.total() >= n_faults:
+                continue
+            wanted = n + rng.choice([0, 1, 2, 4, 8])
+            time.sleep(rng.uniform(0, 0.2))
+            if kind < 0.06:
+                driver.kill()
+                driver.join()
+                driver = here.start(resume=True, keep=False)
+                done["driver"] += 1
+            elif kind < 0.12:
+                for pid in raylets_of(rng.choice(nodes)):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                        done["raylet"] += 1
+            else:
+                who = "owner" if kind < 0.4 else "worker"
+                workers = [int(row["worker"].rpartition("-")[2]) for row in joined[-4:]]
+                victim, stops = rng.choice(owners() if who == "owner" else workers), rng.random()
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL if stops < 0.5 else signal.SIGSTOP)
+                    done[f"{who} {'killed' if stops < 0.5 else 'stopped'}"] += 1
+                    if stops >= 0.5:
+                        time.sleep(rng.uniform(0, 5))
+                        os.kill(victim, signal.SIGCONT)
+        driver.join(0)
+        if driver.exitcode is None:
+            os.kill(driver.pid, signal.SIGTERM)
+            driver.join(120)
+            assert driver.exitcode == 128 + signal.SIGTERM, here.text[-2000:]
+        pids |= set(owners()) | {int(r["worker"].rpartition("-")[2]) for r in here.events("joined")}
+        audit(here, tokens, 3)
+        rows = {row["round"]: row for row in here.events("round")}
+        print(f"{dict(done)} in {len(rows)} rounds, {len(here.events('restored'))} restored")
+        assert min(done[key] for key in ("owner killed", "owner stopped", "raylet", "driver")) >= 2
+        here.until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()])
+        n_results = [len(row["places"]) - len(row["lost"]) for row in rows.values()]
+        n_calm = sum(n_results) // 3
+        calm = here.config(tmp_path / "calm", run={"variant": "local"}, train={"rounds": n_calm})
+        rounds.train(calm, quiet=True)
+        losses, reference = (
+            [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+            for out in (here.out, tmp_path / "calm")
+        )
+        tail = statistics.fmean(losses[-100:])
+        calm_tail = statistics.fmean(reference[sum(n_results[:-100]) // 3 :])
+        print(f"loss {tail:.4f}, of a calm run {calm_tail:.4f}")
+        assert tail < 1.01 * calm_tail
+    finally:
+        here.close()
+        for process in (*nodes, head):
+            process.terminate()
+        for process in (*nodes, head):
+            process.wait()
+    ranks.wait_for(lambda: not [p for node in (*nodes, head) for p in of_session(node.pid)], 60)
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
+        pass  # its port is free
+
+
 def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("p", [0.0, 0.02])
-def test_soak(scene, tmp_path, p):
+def gcs_of(address: str) -> int:
+    """The process that is the head of the tests' cluster."""
+    port = f"--gcs_server_port={address.rpartition(':')[2]}".encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if port in path.read_bytes().split(b"\0"):
+                return int(path.parent.name)
+    raise AssertionError(f"no head at {address}")
+
+
+def test_soak(scene, tmp_path):
     """Row 15: 1,000 rounds in which each worker is killed with p: nothing grows, and it learns."""
     n_rounds = 1000
     train = TRAIN | {"rounds": n_rounds, "outer": "none", "lr": 3e-3}
@@ -310,12 +444,14 @@ def test_soak(scene, tmp_path, p):
     rng = random.Random(0)
     every = itertools.product(range(n_rounds), range(3))
     killed = {"at": "receive", "do": "SIGKILL"}
-    here.suffers(*({"place": i, "round": r} | killed for r, i in every if rng.random() < p))
+    here.suffers(*({"place": i, "round": r} | killed for r, i in every if rng.random() < 0.02))
     driver, samples, workers = here.start(), [], {}
+    gcs = gcs_of(here.config(here.out).ray.address)
     here.until(lambda: len(here.events("round")) >= 100 or driver.exitcode is not None)
     while driver.exitcode is None:
         with suppress(OSError):  # it has just ended
-            samples.append((resident(driver.pid), len(os.listdir(f"/proc/{driver.pid}/fd"))))
+            n_files = len(os.listdir(f"/proc/{driver.pid}/fd"))
+            samples.append((resident(driver.pid), n_files, resident(gcs)))
         for row in here.events("joined"):
             pid = int(row["worker"].rpartition("-")[2])
             with suppress(OSError):
@@ -343,45 +479,130 @@ def test_soak(scene, tmp_path, p):
     print(
         f"lost {len(here.events('lost'))}, driver {grown:.2%}, workers {long}, fds {middle}, {tail}"
     )
+    more = samples[-1][2] - samples[0][2]
+    print(f"the head's memory: {samples[0][2]:,} bytes and {more:,} more")
+    assert more < 10e6  # 15 MB in 586 rounds while it kept every call
     assert grown < 0.02
     assert all(each < 0.02 for each in long.values())
     assert abs(middle[1] - middle[0]) <= 12
     assert tail[0] < 1.01 * tail[1]
 
 
-# ---------------------------------------------------------------- quality under loss
+SLOW = 180.0
+FOREVER = TRAIN | {"n_workers": 4, "rounds": 100000}
 
 
-def losses_under_loss(text: Path, out: Path, p: float) -> tuple[float, dict[str, float]]:
-    """The share of lost results, and the demo's losses, when workers die with probability p.
+class Hosts:
+    """A head that trains nothing and four machines with a core each, all by `twistlm node`."""
 
-    A dead worker's result is left out by plan, bit for bit what its death does (test_ray.py), until
-    the data of 300 whole rounds is trained; it is back in the next round.
-    """
-    rng, places, plan, n_results = random.Random(0), [0, 1, 2, 3], [], 0
-    while n_results < 300 * 4:
-        lost = [place for place in places if rng.random() < p]
-        if len(lost) < 4:  # a round without a result is not committed, but tried again
-            plan.append({"round": len(plan), "places": places, "lost": lost, "time": 0.0})
-            n_results += 4 - len(lost)
-    own = [f"train.rounds={len(plan)}", "run.threads=1", "run.device=cpu", f"run.out={out}"]
-    own += [f"data.{split}={text}/{split}" for split in ("train", "valid")]
-    run, _ = replay(config.load("demo", [*HALVES, *own]), plan, [])
-    widths = widths_of_ratio(run.block_map, RATIO)
-    spread = run.evaluator.random_subnets(RATIO, widths, 20, 0)
-    full = math.log(run.evaluator.full_perplexity())
-    n_lost = sum(len(event["lost"]) for event in plan)
-    return n_lost / (4 * len(plan)), {
-        "full": full,
-        RATIO: statistics.fmean(map(math.log, spread.values)),
-    }
+    def __init__(self, hosts: list[comm.NetworkHost], folder: Path):
+        self.hosts, self.folder = hosts, folder
+        self.address = f"{hosts[0].address}:6379"
+        self.nodes: dict[int, subprocess.Popen] = {}
+        self.log = (folder / "hosts.txt").open("w")
+
+    def start(self, i: int) -> None:
+        host = self.hosts[i]
+        role = ["--head"] if i == 0 else ["--join", self.address]
+        more = ["--", "--num-cpus", str(int(i > 0)), "--object-store-memory=200000000"]
+        more += [f"--temp-dir=/tmp/{host.prefix[-1]}"]
+        more += ["--include-dashboard=false"] if i == 0 else []
+        command = [*host.prefix, sys.executable, "-m", "twistlm", "node", *role]
+        n_started = self.n_started()
+        if i in self.nodes:
+            self.nodes[i].wait()
+        command += ["--host", host.address, *more]
+        streams = {"stdout": self.log, "stderr": self.log}
+        self.nodes[i] = subprocess.Popen(command, env=environment(), **streams)
+        said = (self.folder / "hosts.txt").read_text
+        # it tries again where Ray gives up
+        ranks.wait_for(lambda: i > 0 or self.n_started() > n_started, SLOW, lambda: said()[-3000:])
+
+    def n_started(self) -> int:
+        return (self.folder / "hosts.txt").read_text().count("Ray runtime started")
+
+    def signal(self, i: int, number: int) -> None:
+        """To every process of a host, as if the machine was meant."""
+        name = self.hosts[i].prefix[-1]
+        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+        for pid in map(int, done.stdout.split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def link(self, i: int, state: str) -> None:
+        subprocess.run(["ip", "link", "set", self.hosts[i].prefix[-1], state], check=True)
+
+    def drive(self, path: str) -> subprocess.Popen:
+        command = [*self.hosts[0].prefix, sys.executable, "-m", "twistlm", "train", path]
+        with (self.folder / "driver.txt").open("a") as log:
+            self.nodes[-1] = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+        return self.nodes[-1]
+
+    def close(self) -> None:
+        for i in range(len(self.hosts)):
+            self.signal(i, signal.SIGCONT)
+            self.signal(i, signal.SIGKILL)
+        for process in self.nodes.values():
+            process.wait()
+        self.log.close()
 
 
-def test_quality_when_a_tenth_dies(tmp_path):
-    """Until the same data is trained: within 1% of the fault-free loss."""
-    build(tmp_path / "text", quiet=True)
-    _, whole = losses_under_loss(tmp_path / "text", tmp_path / "whole", 0.0)
-    share, hurt = losses_under_loss(tmp_path / "text", tmp_path / "hurt", 0.1)
-    print(whole, hurt)
-    assert 0.07 < share < 0.13
-    assert all(hurt[size] < 1.01 * whole[size] for size in ("full", RATIO))
+@pytest.fixture
+def hosts(tmp_path):
+    if why := comm.why_not():
+        pytest.skip(why)
+    with comm.slow_hosts(5, 10.0) as made, closing(Hosts(made, tmp_path)) as here:
+        yield here
+
+
+def test_hosts_killed_frozen_and_cut_off(hosts, tmp_path):
+    """Rows 3 and 4: a host costs its own results, and is back within 30 s of being well."""
+    out = tmp_path / "run"
+    table = tiny_table(
+        make_tokens(tmp_path / "tokens"), out, train=FOREVER,
+        run={"variant": "ray", "save_every": 20},
+        ray={"address": hosts.address, "floor": 5.0, "patience": 300.0},
+    )  # fmt: skip
+    path = toml(tmp_path / "config.toml", table)
+    for i in range(5):
+        hosts.start(i)
+    driver = hosts.drive(path)
+
+    def full() -> bool:
+        rows = read_events(out, "round")
+        return bool(rows) and len(rows[-1]["places"]) == 4 and not rows[-1]["lost"]
+
+    def missing() -> bool:
+        return any(row["lost"] or len(row["places"]) < 4 for row in read_events(out, "round")[-3:])
+
+    def until(seen) -> None:
+        ranks.wait_for(lambda: seen() or driver.poll() is not None, SLOW)
+        assert driver.poll() is None, (tmp_path / "driver.txt").read_text()[-2000:]
+
+    until(full)
+    took = {}
+
+    def trouble(name: str, hurt, seconds: float, mend) -> None:
+        hurt()
+        until(missing)
+        time.sleep(seconds)
+        mend()
+        well = time.monotonic()
+        until(full)
+        took[name] = time.monotonic() - well
+
+    trouble("killed", lambda: hosts.signal(1, signal.SIGKILL), 5, lambda: hosts.start(1))
+    for seconds in (20, 90):
+        stop, go = (partial(hosts.signal, 2, number) for number in (signal.SIGSTOP, signal.SIGCONT))
+        trouble(f"frozen {seconds} s", stop, seconds, go)
+        down, up = (partial(hosts.link, 3, state) for state in ("down", "up"))
+        trouble(f"cut off {seconds} s", down, seconds, up)
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(60) == 143
+    print(took)
+    assert max(took.values()) < 30
+    committed = {row["round"]: row for row in read_events(out, "round")}
+    last = sorted((out / "checkpoints").glob("round-*"))[-1]
+    local = tiny_table(table["data"]["train"], tmp_path / "replay", train=FOREVER)
+    again = replay(config.from_dict(local), list(committed.values()), read_events(out, "joined"))
+    assert same_bits(again, last)

@@ -8,11 +8,12 @@ import re
 import shutil
 import signal
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import ranks
-from checkpoints import FILES
+from checkpoints import same
 from conftest import make_tokens, tiny, tiny_table
 
 from twistlm import config
@@ -43,9 +44,14 @@ def sharded_table(tokens: str, out: Path, **sections: dict) -> dict:
     return tiny_table(tokens, out, **{k: own[k] | sections.get(k, {}) for k in own})
 
 
-def same(a: Path, b: Path) -> None:
-    for name in FILES:
-        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+def start(tokens: str, out: Path, n_rounds: int, **sections: dict) -> list[BaseProcess]:
+    """A long run on three ranks, once it has done so many rounds."""
+    table = sharded_table(
+        tokens, out, train={"rounds": 1000} | sections.pop("train", {}), **sections
+    )
+    started = ranks.train_all(3, out.parent, [{"table": table, "piece": PIECE}])
+    until_it_trains(out, n_rounds)
+    return started
 
 
 def lines(run: Path) -> list[dict]:
@@ -133,9 +139,7 @@ def test_a_death_ends_the_run_with_a_sentence_and_resume_is_bitwise(runs, tmp_pa
     """A killed rank takes its shard with it: the others say so, and the checkpoint carries on."""
     _, tokens = runs
     few, constant = {"eval_every": -1, "save_every": 3}, {"schedule": "constant", "scale": "sqrt"}
-    long = sharded_table(tokens, tmp_path / "run", train=constant | {"rounds": 1000}, run=few)
-    started = ranks.train_all(3, tmp_path, [{"table": long, "piece": PIECE}])
-    until_it_trains(tmp_path / "run", 4)
+    started = start(tokens, tmp_path / "run", 4, train=constant, run=few)
     os.kill(started[1].pid, signal.SIGKILL)
     for rank in (0, 2):
         started[rank].join(60)
@@ -183,9 +187,7 @@ def test_a_silent_store_is_named_not_the_other_ranks(runs, tmp_path):
     """Nothing is known of them without it; and nobody waits for it when leaving."""
     _, tokens = runs
     quiet = {"eval_every": -1, "save_every": 1, "variant": "hybrid", "silence": 2.0}
-    long = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run=quiet)
-    started = ranks.train_all(3, tmp_path, [{"table": long, "piece": PIECE}])
-    until_it_trains(tmp_path / "run", 2)
+    started = start(tokens, tmp_path / "run", 2, run=quiet)
     os.kill(started[0].pid, signal.SIGSTOP)  # it keeps the store
     said = []
     for rank in (1, 2):
@@ -215,11 +217,8 @@ def test_ranks_end_with_their_launcher(runs, tmp_path):
 def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):
     """The round is finished and saved, though only one rank was told."""
     _, tokens = runs
-    own = {"rounds": 1000, "method": "dense", "outer": "none"}
-    run = {"save_every": 0, "variant": "hybrid"}
-    long = sharded_table(tokens, tmp_path / "run", train=own, run=run)
-    started = ranks.train_all(3, tmp_path, [{"table": long, "piece": PIECE}])
-    until_it_trains(tmp_path / "run", 1)
+    own, run = {"method": "dense", "outer": "none"}, {"save_every": 0, "variant": "hybrid"}
+    started = start(tokens, tmp_path / "run", 1, train=own, run=run)
     os.kill(started[2].pid, signal.SIGTERM)
     for rank in started:
         rank.join(120)

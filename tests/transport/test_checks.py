@@ -9,10 +9,11 @@ import torch
 from conftest import tiny
 
 from twistlm.transport.protocol import (
+    Piece,
     RejectedResult,
-    RoundResult,
-    check_result,
     checksum,
+    norms_of,
+    read_result,
     reason_to_reject,
 )
 
@@ -21,10 +22,20 @@ CFG = tiny("x", "y")
 
 
 def read(result: torch.Tensor, *, announced: torch.Tensor | None = None, loss_sum: float = 2.0):
-    """What becomes of a result whose checksum is that of `announced`."""
+    """What becomes of a result in one piece, whose checksum is that of `announced`."""
     up = result.reshape(-1).view(torch.uint8)
     told = checksum(up if announced is None else announced.view(-1).view(torch.uint8))
-    return check_result(CFG, RoundResult(0, up.numpy(), told, loss_sum), up, SENT)
+    found = read_result("fp32", Piece(up.numpy(), told), SENT.shape, SENT[0])
+    judge(found, SENT, loss_sum)
+    return found
+
+
+def judge(result: torch.Tensor, sent: torch.Tensor, loss_sum: float, n: int = 1) -> None:
+    """By the norms of n pieces."""
+    pairs = zip(result.chunk(n, 1), sent[0].chunk(n), strict=True)
+    why = reason_to_reject(CFG.train, [norms_of(*pair) for pair in pairs], sent.shape[1], loss_sum)
+    if why:
+        raise RejectedResult(why)
 
 
 def test_a_sound_result_is_read_where_it_lies():
@@ -56,12 +67,20 @@ def test_what_is_found_wrong(word, result, more):
         read(result, **more)
 
 
-def test_as_far_as_adamw_can_move_and_no_farther():
-    """By hand: 3 steps of 0.01, each 2 sqrt(0.1 / 0.05) and twice the decay of 0.1 on ones."""
-    sent = torch.ones(1, 300_000)  # in two pieces
+@pytest.mark.parametrize("n", [1, 3])
+def test_as_far_as_adamw_can_move_and_no_farther(n):
+    """By hand: 3 steps of 0.01, each 2 sqrt(0.1 / 0.05) and twice the decay of 0.1 on ones.
+
+    One piece that has moved too far for itself is no reason: the norm is that of all of them.
+    """
+    sent = torch.ones(1, 300_000)  # in two chunks
     farthest = 3 * 0.01 * (2 * math.sqrt(2) + 2 * 0.1)
-    assert reason_to_reject(CFG.train, sent + 0.999 * farthest, sent, 2.0) is None
-    assert "49.8 is the most" in reason_to_reject(CFG.train, sent + 1.001 * farthest, sent, 2.0)
+    judge(sent + 0.999 * farthest, sent, 2.0, n)
+    with pytest.raises(RejectedResult, match=r"49\.8 is the most"):
+        judge(sent + 1.001 * farthest, sent, 2.0, n)
+    moved = sent.clone()
+    moved[:, :100_000] += 1.7 * farthest
+    judge(moved, sent, 2.0, n)
 
 
 def test_a_checksum_changes_with_every_bit():

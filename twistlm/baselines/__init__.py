@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from .. import fields
+from ..fields import option, seed_of, words
 from ..tickets import IMPORTANCES
 
 # Z-Pruner's variants: without data, compared within rows, with SparseGPT's update
@@ -13,3 +17,38 @@ NAMES = (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)  # of `prune --method`
 # of `compare --methods`: every parent's random tickets are in its table anyway
 COMPARED = tuple(name for name in NAMES if name != f"{STRUCTURED}random")
 REPAIRS = ("bias", "rescale", "lstsq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneRequest:
+    """How a parent is pruned: the method, how much goes, and the text that it goes by."""
+
+    method: str = option(
+        f"{words(SINGLE_WEIGHTS)} (single weights); {words(WHOLE_BLOCKS)} (whole blocks).",
+        choices=NAMES,
+    )
+    sparsity: str | None = option("Share of weights that go from every matrix: 0.667.", None)
+    ratio: str | None = option(
+        "Share of blocks that stay: 4/12; of single weights 1 - 4/12 go.", None
+    )
+    nm: str | None = option("N of every M weights in a row go: 2:4.", None, "--nm")
+    data: str | None = option("Token file to calibrate on; default: the run's data.train.", None)
+    n: int = option("Calibration sequences.", 128, "--n", least=1)
+    seed: int = seed_of("the sequences and of block:random")
+    repair: str | None = option(
+        "Fit what is left of each block:* layer to what it wrote when whole, without gradients: "
+        f"{words(REPAIRS)} (a constant, a factor per block, the output projection).",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+        method, is_block = self.method, self.method.startswith(STRUCTURED)
+        if self.repair not in (None, *REPAIRS):
+            raise ValueError(f"--repair {self.repair!r}: use one of {', '.join(REPAIRS)}")
+        if self.repair is not None and not is_block:
+            raise ValueError(
+                f"--repair {self.repair} is for whole blocks: --method {method} removes none"
+            )
+        if is_block and (self.ratio is None or self.sparsity or self.nm):
+            raise ValueError(f"--method {method} keeps whole blocks: give --ratio, and only that")

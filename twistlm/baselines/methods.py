@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 
 import torch
@@ -15,9 +16,48 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.blocks import BlockMap
-from . import sparsegpt
-from .pattern import Pattern
 from .walk import Linear, Observe, Tick, linears, walk_
+
+DAMP = 0.01  # of the mean diagonal of H
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A share of all weights, or `n` of every `m` neighbours in a row (N:M, where m > 0)."""
+
+    sparsity: float | Fraction  # a fraction counts without rounding: int(100 * 0.29) is 28
+    n: int = 0
+    m: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparsity {float(self.sparsity):g}: it must lie in [0, 1)")
+
+    def lowest(self, score: Tensor, by_row: bool = False) -> Tensor:
+        """True where a score [out, in] is among the lowest, of equal ones in a row the first.
+
+        Over the matrix: score <= sorted(score)[int(count * sparsity)], so int(count * s) + 1 go.
+        """
+        if self.m:
+            neighbours = score.unflatten(1, (-1, self.m)).flatten(0, 1)
+            return _first(neighbours, self.n).view(score.shape)
+        if by_row:
+            return _first(score, int(score.shape[1] * self.sparsity))
+        return score <= score.flatten().sort().values[int(score.numel() * self.sparsity)]
+
+
+def n_of_m(text: str) -> Pattern:
+    """The pattern of `2:4`: 2 of every 4 weights in a row go."""
+    n, colon, m = text.partition(":")
+    if not colon or not n.isdecimal() or not m.isdecimal() or not 0 < int(n) < int(m):
+        raise ValueError(f"--nm {text!r}: use N:M with 0 < N < M, as in 2:4")
+    return Pattern(Fraction(int(n), int(m)), int(n), int(m))
+
+
+def _first(score: Tensor, n: int) -> Tensor:
+    """True for the n lowest of each row, in a stable order."""
+    order = score.argsort(dim=1, stable=True)
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, order[:, :n], True)
 
 
 def input_norms(inputs: Tensor) -> Tensor:
@@ -25,34 +65,25 @@ def input_norms(inputs: Tensor) -> Tensor:
     return inputs.square().sum(0)
 
 
-def magnitude(weight: Tensor, mean: Tensor | None, pattern: Pattern) -> Tensor:
+def magnitude(weight: Tensor, mean: None, pattern: Pattern) -> Tensor:
     """The smallest |W| of a matrix go; no data is needed."""
     return weight.masked_fill(pattern.lowest(weight.abs()), 0)
 
 
-def wanda(weight: Tensor, mean: Tensor | None, pattern: Pattern) -> Tensor:
+def wanda(weight: Tensor, mean: Tensor, pattern: Pattern) -> Tensor:
     """The lowest |W| sqrt(a_j) of each output row go; an input that is always 0 goes first."""
-    assert mean is not None
     return weight.masked_fill(pattern.lowest(weight.abs() * mean.sqrt(), by_row=True), 0)
 
 
-def zpruner(
-    weight: Tensor,
-    mean: Tensor | None,
-    pattern: Pattern,
-    by_row: bool = False,
-    update: bool = False,
-) -> Tensor:
-    """The lowest Z-Pruner scores go; without data (`mean` is None) by weights alone.
+def zpruner(weight: Tensor, mean: Tensor | None, pattern: Pattern, by_row: bool = False) -> Tensor:
+    """The lowest Z-Pruner scores go, of the matrix or of each output row."""
+    return weight.masked_fill(pattern.lowest(z_scores(weight, mean), by_row), 0)
 
-    Options of its published code: `by_row` compares scores within each output row; `update` lets
-    the weights that stay make up for the others as SparseGPT does, with `mean` = H = 2 X X^T.
-    """
-    if not update:
-        return weight.masked_fill(pattern.lowest(z_scores(weight, mean), by_row), 0)
-    assert mean is not None
-    drop = pattern.lowest(z_scores(weight, mean.diagonal() / 2), by_row)
-    return sparsegpt.prune(weight, mean, pattern, drop=drop)
+
+def zpruner_repair(weight: Tensor, mean: Tensor, pattern: Pattern) -> Tensor:
+    """The weights that stay make up for the others as SparseGPT's do, with `mean` = H = 2 X X^T."""
+    drop = pattern.lowest(z_scores(weight, mean.diagonal() / 2))
+    return sparsegpt(weight, mean, pattern, drop=drop)
 
 
 def z_scores(weight: Tensor, mean: Tensor | None) -> Tensor:
@@ -64,22 +95,78 @@ def z_scores(weight: Tensor, mean: Tensor | None) -> Tensor:
     """
     small = (weight.abs() < 0.1 * weight.abs().mean()).to(weight.dtype).mean()
     alpha = 0.7 * (1 - 0.3 * small)
-    rows, columns = (_z(_normalised(weight, dim)).abs() ** 3 for dim in (1, 0))
+    rows, columns = (_z(weight, dim).abs() ** 3 for dim in (1, 0))
     score = alpha * rows + (1 - alpha) * columns
     return score if mean is None else score * mean.sqrt() ** 1.5
 
 
-def _normalised(weight: Tensor, dim: int) -> Tensor:
-    """Vectors along `dim` of length 1; one of length 0 stays 0."""
+def _z(weight: Tensor, dim: int) -> Tensor:
+    """Vectors along `dim` of length 1, then mean 0 and (unbiased) standard deviation 1 over the
+    matrix; where one is 0, so is what it would divide."""
     norm = weight.norm(dim=dim, keepdim=True)
-    return weight / norm.masked_fill(norm == 0, 1)
-
-
-def _z(values: Tensor) -> Tensor:
-    """Mean 0 and (unbiased) standard deviation 1 over the matrix; equal values are all 0."""
+    values = weight / norm.masked_fill(norm == 0, 1)
     centred = values - values.mean()
     std = values.std() if values.numel() > 1 else centred.sum()
     return centred / std.masked_fill(std == 0, 1)
+
+
+def hessian(inputs: Tensor) -> Tensor:
+    """2 X X^T of the inputs [tokens, in]; its mean over sequences is H."""
+    return 2 * inputs.T @ inputs
+
+
+def sparsegpt(
+    weight: Tensor, mean: Tensor, pattern: Pattern, columns=128, damp=DAMP, drop=None
+) -> Tensor:
+    """Drop what costs least, and let the weights that are still to come make up for it.
+
+    `mean` = H = mean over sequences of 2 X X^T, H^-1 = U^T U with U upper. Dropping w_i costs
+    w_i^2 / U_ii^2, and the best answer of the later columns is to subtract w_i * U[i, i:] / U_ii.
+    So many `columns` are chosen together, or `drop` [out, in] is True where weights go that another
+    method chose: what is left is the update.
+    """
+    n_inputs, m = weight.shape[1], pattern.m if drop is None else 0
+    columns = max(columns // (pattern.m or 1), 1) * (pattern.m or 1)  # no m are torn apart
+    upper = _inverse_factor(mean, damp)
+    # with rows of diagonal 1 a dropped weight answers for itself: w - w * 1 is exactly 0
+    unit = upper / upper.diagonal()[:, None]
+    # [in, out]: a column of the matrix is contiguous. Nothing below waits for the device
+    turned = weight.T.contiguous().masked_fill((mean.diagonal() == 0)[:, None], 0)
+    for start in range(0, n_inputs, columns):
+        end = min(start + columns, n_inputs)
+        group, u = turned[start:end], upper[start:end, start:end]
+        errors, v = torch.empty_like(group), unit[start:end, start:end]
+        if drop is not None:
+            gone = drop[:, start:end].T.to(group.dtype)
+        elif not m:
+            gone = pattern.lowest(_cost(group, u)).to(group.dtype)
+        for i in range(end - start):
+            if m and i % m == 0:
+                here = slice(i, i + m)
+                gone = pattern.lowest(_cost(group[here], u[here, here]).T).T.to(group.dtype)
+            torch.mul(group[i], gone[i % m if m else i], out=errors[i])
+            group[i:].addcmul_(v[i, i:, None], errors[i], value=-1)
+        turned[end:].addmm_(unit[start:end, end:].T, errors, alpha=-1)
+    return turned.T.contiguous()
+
+
+def _inverse_factor(mean: Tensor, damp: float) -> Tensor:
+    """U, upper, with (H + damp * mean(diag H) I)^-1 = U^T U; a dead input has H_jj = 1."""
+    mean = mean.clone()
+    diagonal = mean.diagonal()
+    diagonal.masked_fill_(diagonal == 0, 1)
+    diagonal += damp * diagonal.mean()
+    try:
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(mean))
+        return torch.linalg.cholesky(inverse, upper=True)
+    except torch.linalg.LinAlgError:
+        raise ValueError(
+            f"the inputs of a matrix leave their Hessian singular: damp = {damp:g} is too little"
+        ) from None
+
+
+def _cost(turned: Tensor, upper: Tensor) -> Tensor:
+    return turned.square() / upper.diagonal().square()[:, None]
 
 
 @dataclass(frozen=True)
@@ -91,13 +178,13 @@ class PruneMethod:
 
 
 METHODS: dict[str, PruneMethod] = {  # `baselines.SINGLE_WEIGHTS`
-    "sparsegpt": PruneMethod(sparsegpt.prune, sparsegpt.observe),
+    "sparsegpt": PruneMethod(sparsegpt, hessian),
     "wanda": PruneMethod(wanda, input_norms),
     "zpruner": PruneMethod(zpruner, input_norms),
     "magnitude": PruneMethod(magnitude),
     "zpruner-datafree": PruneMethod(zpruner),
     "zpruner-rows": PruneMethod(partial(zpruner, by_row=True), input_norms),
-    "zpruner-repair": PruneMethod(partial(zpruner, update=True), sparsegpt.observe),
+    "zpruner-repair": PruneMethod(zpruner_repair, hessian),
 }
 
 
@@ -117,8 +204,12 @@ def prune_(
     zeros: dict[str, Tensor] = {}
     matrices = linears(model, block_map)
     for linear in matrices:
-        _check_finite(linear.weight(model), f"{linear.param} holds")
-        patterns[linear.group].check_width(linear.weight(model).shape[1])
+        weight, nm = linear.weight(model), patterns[linear.group]
+        _check_finite(weight, f"{linear.param} holds")
+        if nm.m and (n_inputs := weight.shape[1]) % nm.m:
+            raise ValueError(
+                f"--nm {nm.n}:{nm.m}: a matrix has {n_inputs} inputs, no multiple of {nm.m}"
+            )
 
     def prune_alike(alike: list[Linear], mean: Tensor | None) -> None:
         if mean is not None:

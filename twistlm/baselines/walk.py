@@ -6,8 +6,8 @@ while it is still whole; then it is pruned, and a second pass makes the next lay
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,6 @@ class Linear:
         return stored.T if self.transposed else stored
 
 
-# gets matrices that are fed the same, and the mean over sequences of what was observed there
-Prune = Callable[[list[Linear], Tensor], None]
-
-
 def linears(model: nn.Module, block_map: BlockMap) -> list[Linear]:
     """The matrices of a map; biases are no matrices and stay as they are."""
     return [
@@ -54,40 +50,63 @@ def linears(model: nn.Module, block_map: BlockMap) -> list[Linear]:
     ]
 
 
-def n_layers(block_map: BlockMap) -> int:
-    """Layers of a map: a walk ticks so many times for every sequence."""
-    return len({group.layer for group in block_map.groups})
-
-
 @torch.no_grad()
 def walk_(
     model: PreTrainedModel,
     matrices: list[Linear],
     ids: Tensor,
     observe: Observe,
-    prune_: Prune,
+    prune_: Callable[[list[Linear], Tensor], None],
     tick: Tick = lambda: None,
 ) -> None:
     """Prune these matrices by what they see of `ids` [n_sequences, seq_len].
 
+    `prune_` gets matrices that are fed the same, and the mean over sequences of what was observed.
     Memory: the hidden states of all sequences at one layer, and one layer's statistics.
     """
     layers: Any = model.get_submodule(families.family(model).layers)
     first, last = (pick(linear.layer for linear in matrices) for pick in (min, max))
     hidden, rest = _catch(model, list(layers[first : last + 1]), ids)
-    for number in range(first, last + 1):
-        args, kwargs = rest[number - first]
+    for number, (args, kwargs) in enumerate(rest, first):
 
-        def run(x: Tensor, layer: nn.Module = layers[number], args=args, kwargs=kwargs) -> Tensor:
+        def run(x: Tensor, layer=layers[number], args=args, kwargs=kwargs) -> Tensor:
             y = layer(x, *args, **kwargs)
             return y[0] if isinstance(y, tuple) else y
 
         mine = [linear for linear in matrices if linear.layer == number]
-        for alike, mean in _observe(model, mine, hidden, run, observe, tick):
-            prune_(alike, mean)
+        at = {model.get_submodule(linear.param.rpartition(".")[0]): linear for linear in mine}
+        fed: dict[Tensor, list[Linear]] = {}  # what each tensor of a batch goes into
+        totals: list[Tensor] = []
+
+        def look(module: nn.Module, args: tuple, kwargs: dict[str, Any], fed=fed, at=at) -> None:
+            fed.setdefault(args[0], []).append(at[module])
+
+        with _hooked([(module, look) for module in at]):
+            for x in hidden:
+                fed.clear()
+                run(x)
+                for i, inputs in enumerate(fed):
+                    if i == len(totals):
+                        totals.append(observe(inputs.flatten(0, -2)))
+                    else:
+                        totals[i] += observe(inputs.flatten(0, -2))
+                for _ in range(len(x)):
+                    tick()
+        for alike in fed.values():  # a statistic that is done with need not stay
+            prune_(alike, totals.pop(0).div_(len(ids)))
         if number < last:
             for i, x in enumerate(hidden):
                 hidden[i] = run(x)
+
+
+@contextmanager
+def _hooked(hooks: list[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
+    """Each hook(module, args, kwargs) runs before its module."""
+    with ExitStack() as stack:
+        for module, hook in hooks:
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
 
 
 class _Reached(Exception):
@@ -112,69 +131,10 @@ def _catch(
         hidden.append(args[0])
         raise _Reached
 
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    try:
+    with _hooked([(layer, note) for layer in layers]):
         model.base_model(input_ids=ids[:1].to(model.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    hook = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
-    try:
+    with _hooked([(layers[0], stop)]):
         for batch in ids.split(max(1, BATCH // ids.shape[1])):
-            with contextlib.suppress(_Reached):
+            with suppress(_Reached):
                 model.base_model(input_ids=batch.to(model.device), use_cache=False)
-    finally:
-        hook.remove()
     return hidden, rest
-
-
-def _observe(
-    model: PreTrainedModel,
-    matrices: list[Linear],
-    hidden: list[Tensor],
-    run: Callable[[Tensor], Tensor],
-    observe: Observe,
-    tick: Tick,
-) -> Iterator[tuple[list[Linear], Tensor]]:
-    """Matrices of one layer that are fed the same tensor, with the mean of what is observed."""
-    alike: list[list[Linear]] = []  # each with one entry in `totals`
-    totals: list[Tensor] = []
-    fed: list[Tensor] = []  # of the batch that is under way, in the order of `alike`
-
-    def hook_for(linear: Linear) -> Callable[[nn.Module, tuple[Tensor]], None]:
-        def hook(module: nn.Module, args: tuple[Tensor]) -> None:
-            x = args[0]
-            same = next((i for i, other in enumerate(fed) if other is x), None)
-            if same is None:
-                same = len(fed)
-                fed.append(x)
-                seen = observe(x.flatten(0, -2))
-                if same < len(totals):
-                    totals[same] += seen
-                else:
-                    totals.append(seen)
-                    alike.append([])
-            if linear not in alike[same]:
-                alike[same].append(linear)
-
-        return hook
-
-    hooks = [
-        model.get_submodule(linear.param.rpartition(".")[0]).register_forward_pre_hook(
-            hook_for(linear)
-        )
-        for linear in matrices
-    ]
-    n = 0  # sequences seen
-    try:
-        for x in hidden:
-            run(x)
-            fed.clear()
-            n += len(x)
-            for _ in range(len(x)):
-                tick()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    while alike:  # a statistic that is done with need not stay
-        yield alike.pop(0), totals.pop(0).div_(n)

@@ -7,27 +7,24 @@ from collections.abc import Callable
 
 from ..system.compat import quiet_transformers
 from ..system.signals import Ended
-from . import look, measure, node, tickets, training  # noqa: F401  (they join the app)
+from . import look, measure, tickets, training  # noqa: F401  (they join the app)
 from .options import app, lab, sort_into_panels_
 
 app.add_typer(lab, name="lab")
 sort_into_panels_(app)
 
+AGAIN = "; the same command goes on where it stopped"
 RESUMES = {
-    "train": "; resume with --resume",
-    "demo": "; the same command goes on where it stopped",
-    "lab compare": "; the same command goes on where it stopped",
-    "heal": "; the same command goes on where it stopped",
-}
+    "train": "; resume with --resume", "shrink": AGAIN, "demo": AGAIN, "lab compare": AGAIN,
+    "heal": AGAIN,
+}  # fmt: skip
 MOVED = {  # commands of before -> how they are called now
     "certify": "twistlm eval --certify",
     **{name: f"twistlm lab {name}" for name in ("compare", "prune", "bench", "drop", "draft")},
     "experiment": "python -m paper NAME --scale SCALE",
     "report": "python -m paper report",
 }
-SMALLER = {
-    "train": ": lower train.batch or data.seq_len (`twistlm plan` counts what a training takes)",
-}
+SMALLER = ": lower train.batch or data.seq_len (`twistlm plan` counts what a training takes)"
 
 
 def main(command: Callable[[], object] = app, advice: str = "") -> None:
@@ -53,14 +50,12 @@ def main(command: Callable[[], object] = app, advice: str = "") -> None:
 
         if not (said := out_of_memory(error)):
             raise
-        _fail(said + SMALLER.get(_command(), "") + advice, 1)
+        _fail(said + (SMALLER if _command() in ("train", "shrink") else "") + advice, 1)
     except Ended as end:
         _fail(str(end) + (advice if end.code > 128 else ""), end.code)
-    except SystemExit as stop:
-        if stop.code != 130:  # typer's word for Ctrl-C
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if getattr(stop, "code", 130) != 130:  # typer's word for Ctrl-C
             raise
-        _fail("interrupted" + advice, 130)
-    except KeyboardInterrupt:
         _fail("interrupted" + advice, 130)
 
 

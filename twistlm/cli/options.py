@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and lists of words for their help."""
+"""Arguments and options that several commands share, and how a command is made of a function."""
 
 from __future__ import annotations
 
@@ -9,37 +9,24 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..config import Config, preset_names
-from ..fields import WHOLE, words
+from ..fields import words
 from ..presets import build, overridden
 from ..system.compat import check_transformers
 
 PARENT = "A run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE."
 ANY_MODEL = f"A ticket; {PARENT[0].lower()}{PARENT[1:]}"
+OUT = ("--out", "-o")
 
 
-def seed_of(what: str) -> Any:
-    """The option `--seed` of a command that draws `what`."""
-    return typer.Option(min=0, max=WHOLE, help=f"Seed of {what}.")
-
-
-def draws_of(what: str, least: int = 1) -> Any:
-    """The option `--n` of a command that draws `what`; over a million is a slip of the finger."""
-    return typer.Option("--n", min=least, max=10**6, help=what)
-
-
-def out_option(help: str) -> Any:
-    """The option `--out`, `-o` of a command; a place that cannot be written is told at once."""
-    return typer.Option("--out", "-o", help=help, callback=_writable)
-
-
-def _writable(value: Path | None) -> Path | None:
+def writable(value: Path | None) -> Path | None:
+    """A place that cannot be written is told at once."""
     if value is not None:
         place = next(p for p in (value, *value.absolute().parents) if p.exists())
         if place != value and not place.is_dir():
@@ -49,34 +36,58 @@ def _writable(value: Path | None) -> Path | None:
     return value
 
 
-def with_requests(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Let typer see an option for every field of a command's parameters that are dataclasses.
+def command(group: typer.Typer, *examples: str, called: str | None = None) -> Callable[..., Any]:
+    """A command of a function, with examples below its help.
 
-    A field is made by `fields.option`, or it is left to its default. The command gets the objects.
+    A parameter is an option where `fields.option` is its default, or where it is a request: then
+    every field with a help text is one, and the function gets the object. A wrong key or type in
+    `overrides` is told before torch is imported.
     """
-    hints = typing.get_type_hints(command, include_extras=True)
-    plain: list[inspect.Parameter] = []
-    requests: dict[str, Any] = {}
-    for name, given in inspect.signature(command).parameters.items():
-        if dataclasses.is_dataclass(hints[name]):
-            requests[name] = hints[name]
-            plain += _options(hints[name])
-        else:
-            plain.append(given.replace(kind=given.KEYWORD_ONLY, annotation=hints[name]))
 
-    @functools.wraps(command)
-    def run(**given: Any) -> Any:
-        made = {}
-        for name, request in requests.items():
-            mine = [f.name for f in dataclasses.fields(request) if f.metadata]
-            values = {key: given.pop(key) for key in mine}
-            several = {key: tuple(v) for key, v in values.items() if isinstance(v, list)}
-            made[name] = request(**values | several)
-        return command(**given, **made)
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        hints = typing.get_type_hints(function, include_extras=True)
+        plain: list[inspect.Parameter] = []
+        requests: dict[str, Any] = {}
+        for name, given in inspect.signature(function).parameters.items():
+            if dataclasses.is_dataclass(hints[name]):
+                kinds = typing.get_type_hints(hints[name])
+                made = [f for f in dataclasses.fields(hints[name]) if f.metadata]
+                requests[name] = hints[name], [f.name for f in made]
+                plain += [_parameter(f.name, kinds[f.name], f) for f in made]
+            elif isinstance(given.default, dataclasses.Field):
+                plain.append(_parameter(name, hints[name], given.default))
+            else:
+                default = None if name == "overrides" else given.default
+                changed = {"annotation": hints[name], "default": default}
+                plain.append(given.replace(kind=given.KEYWORD_ONLY, **changed))
 
-    run.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
-    run.__annotations__ = {given.name: given.annotation for given in plain}
-    return run
+        @functools.wraps(function)
+        def run(**given: Any) -> Any:
+            if "overrides" in given:
+                given["overrides"] = given["overrides"] or []
+                build(Config, overridden({}, given["overrides"]))
+            for name, (request, keys) in requests.items():
+                values = {key: given.pop(key) for key in keys}
+                several = {key: tuple(v) for key, v in values.items() if isinstance(v, list)}
+                given[name] = request(**values | several)
+            return function(**given)
+
+        run.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
+        run.__annotations__ = {given.name: given.annotation for given in plain}
+        plural = "s" if len(examples) > 1 else ""
+        group.command(name=called, epilog="\n\n".join([f"Example{plural}:", *examples]))(run)
+        return function
+
+    return register
+
+
+def split_sources(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Models and changes to the config that were typed in one row."""
+    overrides = [each for each in given if "=" in each and not Path(each).exists()]
+    build(Config, overridden({}, overrides))  # a wrong key is told before torch is imported
+    if not (sources := [each for each in given if each not in overrides]):
+        raise ValueError("give at least one parent or ticket")
+    return sources, overrides
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -84,30 +95,20 @@ def is_given(context: typer.Context, name: str) -> bool:
     return context.get_parameter_source(name).name == "COMMANDLINE"  # type: ignore[union-attr]
 
 
-def _options(request: type) -> Iterator[inspect.Parameter]:
-    """A parameter of a command for every field of a request that has a help text."""
-    hints = typing.get_type_hints(request)
-    for field in dataclasses.fields(request):
-        if not (about := field.metadata):
-            continue
-        hint: Any = hints[field.name]
-        default: Any = field.default
-        if typing.get_origin(hint) is tuple:
-            hint, default = list[typing.get_args(hint)[0]], list(default)  # type: ignore[misc]
-        make = typer.Argument if about["argument"] else typer.Option
-        names = about["names"] or ((f"--{field.name.replace('_', '-')}",) if hint is bool else ())
-        said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
-        said |= {"min": about["range"].least, "max": about["range"].most}
-        if "--out" in names:
-            said["callback"] = _writable
-        said["show_default"] = about["shown"] or not (default is False or default in (None, [], ""))
-        kind = inspect.Parameter.KEYWORD_ONLY
-        yield inspect.Parameter(
-            field.name,
-            kind,
-            annotation=Annotated[hint, make(*names, **said)],
-            default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
-        )
+def _parameter(name: str, hint: Any, field: dataclasses.Field) -> inspect.Parameter:
+    """What typer is told of a field."""
+    about, default = field.metadata, typing.cast(Any, field.default)
+    if typing.get_origin(hint) is tuple:
+        hint, default = list[typing.get_args(hint)[0]], list(default)  # type: ignore[misc]
+    make = typer.Argument if about["argument"] else typer.Option
+    names = about["names"] or ((f"--{name.replace('_', '-')}",) if hint is bool else ())
+    said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
+    said |= {"min": about["range"].least, "max": about["range"].most}
+    said["callback"] = writable if "--out" in names else None
+    said["show_default"] = not (default is False or default in (None, [], ""))
+    default = inspect.Parameter.empty if default is dataclasses.MISSING else default
+    made: Any = Annotated[hint, make(*names, **said)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=made, default=default)
 
 
 Preset = Annotated[
@@ -119,22 +120,15 @@ Preset = Annotated[
     ),
 ]
 Overrides = Annotated[
-    list[str] | None,
+    list[str],
     typer.Argument(
         metavar="SECTION.KEY=VALUE",
         help="Changes to the config (docs/config.md).",
         show_default=False,
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")]
-AutoResume = Annotated[
-    bool,
-    typer.Option(
-        "--auto-resume",
-        help="Resume, or start where there is no checkpoint: for jobs that a scheduler restarts.",
-    ),
-]
 Parent = Annotated[str, typer.Argument(help=PARENT)]
+AnyModel = Annotated[str, typer.Argument(help=ANY_MODEL)]
 Data = Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")]
 Tokens = Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -143,14 +137,8 @@ MaxNewTokens = Annotated[
     typer.Option(min=1, help="Tokens to write; default: 100, or what the model's positions leave."),
 ]
 JsonOut = Annotated[
-    Path | None, typer.Option("--json", help="Write the numbers here too.", callback=_writable)
+    Path | None, typer.Option("--json", help="Write the numbers here too.", callback=writable)
 ]
-
-
-def known(overrides: list[str] | None) -> list[str]:
-    """The changes to a config; a wrong key or type is told before torch is imported."""
-    build(Config, overridden({}, overrides or []))
-    return overrides or []
 
 
 def write_json(path: Path | None, record: dict[str, Any]) -> None:
@@ -168,14 +156,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-
 lab = typer.Typer(
-    help="Measure a model of yours: compare, prune, time, lose nodes, draft.",
-    no_args_is_help=True,
+    help="Measure a model of yours: compare, prune, time, lose nodes, draft.", no_args_is_help=True
 )
 
 PANELS = {  # what a user wants -> the commands that do it, as `--help` shows them
-    "Train": ("demo", "prepare", "train", "plan", "eval"),
+    "Train": ("shrink", "demo", "prepare", "train", "plan", "eval"),
     "Choose": ("extract", "heal", "play"),
     "Ship": ("export", "generate", "verify", "push"),
     "Measure": ("lab",),

@@ -4,141 +4,104 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ..export import FORMATS
-from ..fields import words
+from ..fields import option, seed_of, words
+from ..system.terminal import clean, console, progress, table, waiting
 from ..tickets.requests import HealRequest, TicketRequest
-from .options import (
-    ANY_MODEL,
-    Device,
-    MaxNewTokens,
-    Overrides,
-    Parent,
-    Tokens,
+from .options import OUT, AnyModel, Device, MaxNewTokens, Overrides, Parent, Tokens, app, command
+
+
+@command(
     app,
-    known,
-    out_option,
-    seed_of,
-    with_requests,
+    "twistlm extract runs/demo/twist -o ticket --ratio 4/12",
+    "twistlm extract runs/wiki -o ticket --params 85M --pick best-of:16 --data data/wiki-test",
+    "twistlm extract runs/wiki -o ticket --size 60MB --dtype bfloat16 --pick importance",
+    "twistlm extract runs/wiki -o tickets --memory 300MB --latency 12ms --context 1k --device cpu",
+    "twistlm extract small/parent -o ticket --params 100M --stock",
+    "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.5=1 blocks.setting=both",
 )
-
-
-@app.command(
-    epilog="Examples:\n\n"
-    "twistlm extract runs/demo/twist -o ticket --ratio 4/12\n\n"
-    "twistlm extract runs/wiki -o ticket --params 85M --pick best-of:16 --data data/wiki-test\n\n"
-    "twistlm extract runs/wiki -o ticket --size 60MB --dtype bfloat16 --pick importance\n\n"
-    "twistlm extract runs/wiki -o ticket --latency 12ms --device cpu\n\n"
-    "twistlm extract runs/wiki -o tickets --memory 300MB --memory 200MB --context 1k --dtype "
-    "float16\n\n"
-    "twistlm extract runs/smollm2-stock -o ticket --params 100M --stock\n\n"
-    "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.5=1 blocks.setting=both"
-)
-@with_requests
 def extract(
+    *,
     source: Parent,
-    out: Annotated[
-        Path,
-        out_option("Folder of the ticket; of several budgets, each has one in it."),
-    ],
+    out: Path = option("Folder of the ticket; several budgets: each has one in it.", MISSING, *OUT),
     request: TicketRequest,
-    overrides: Overrides = None,
+    overrides: Overrides,
     device: Device = "auto",
 ) -> None:
     """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
-    changes = known(overrides)
-    from ..system.terminal import console
-    from ..tickets.extract import kind_of, table, write_tickets
+    from ..tickets import extract
 
-    for folder, ticket in write_tickets(source, out, request, device, changes):
-        console.print(table(ticket))
+    for folder, ticket in extract.write_tickets(source, out, request, device, overrides):
+        console.print(extract.table(ticket))
         if ticket.proof["whole"]:
             console.print("the budget has room for the whole parent: this ticket is all of it")
-        console.print(f"ticket: {folder}, {kind_of(ticket)}")
+        console.print(f"ticket: {folder}, {extract.kind_of(ticket)}")
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "twistlm heal runs/demo/ticket -o runs/demo/healed --tokens 200k\n\n"
+@command(
+    app,
+    "twistlm heal runs/demo/ticket -o runs/demo/healed --tokens 200k",
     "twistlm heal ticket -o healed --tokens 20M --teacher gpt2 --data data/wiki/train --valid "
-    "data/wiki/test "
-    "train.lr=2e-4 train.batch=16\n\n"
-    "twistlm heal ticket -o healed --tokens 20M --teacher none --data data/wiki/train"
+    "data/wiki/test train.lr=2e-4 train.batch=16",
+    "twistlm heal ticket -o healed --tokens 20M --teacher none --data data/wiki/train",
 )
-@with_requests
-def heal(request: HealRequest, overrides: Overrides = None, device: Device = "auto") -> None:
+def heal(request: HealRequest, overrides: Overrides, device: Device = "auto") -> None:
     """Train a ticket for itself, with its parent as a frozen teacher, and write it anew.
 
     A stopped one goes on where it was when the same command is called again. Learning rate, batch
     and all else are keys of the training config; those of the teacher's run, or of the parent's,
     are taken where there is one.
     """
-    changes = known(overrides)
-    from ..system.terminal import console
     from ..tickets import healing
 
-    asked = replace(request, device=device, overrides=changes)
+    asked = replace(request, device=device, overrides=overrides)
     console.print(healing.reading(healing.heal(asked)))
     console.print(f"ticket: {request.out}")
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    'twistlm generate runs/demo/ticket --prompt "Return the"\n\n'
-    'twistlm generate gpt2 --prompt "In the beginning" --temperature 0.8 --top-k 40 --seed 1'
+@command(
+    app,
+    'twistlm generate runs/demo/ticket --prompt "Return the"',
+    'twistlm generate gpt2 --prompt "In the beginning" --temperature 0.8 --top-k 40 --seed 1',
 )
 def generate(
-    ticket: Annotated[str, typer.Argument(help=ANY_MODEL)],
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    *,
+    ticket: AnyModel,
+    prompt: str = option("The text to go on from."),
     max_new_tokens: MaxNewTokens = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=1e-3, help="Draw instead of taking the likeliest token.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Draw among this many likeliest tokens.")
-    ] = None,
-    seed: Annotated[int, seed_of("the draw")] = 0,
+    temperature: float | None = option(
+        "Draw instead of taking the likeliest token.", None, least=1e-3
+    ),
+    top_k: int | None = option("Draw among this many likeliest tokens.", None, least=1),
+    seed: int = seed_of("the draw"),
     device: Device = "auto",
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""
-    from ..system.terminal import clean
     from ..tickets.runnable import open_runnable, write
 
     def emit(text: str) -> None:
         print(clean(text), end="", flush=True)
 
-    write(
-        open_runnable(ticket, device),
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        emit=emit,
-    )
+    how: dict = {"temperature": temperature, "top_k": top_k, "seed": seed}
+    write(open_runnable(ticket, device), prompt, max_new_tokens=max_new_tokens, emit=emit, **how)
     sys.stdout.write("\n")
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "twistlm verify runs/demo/text/train runs/demo/twist runs/demo/ticket\n\n"
-    "twistlm verify data/wiki/train"
+@command(
+    app,
+    "twistlm verify runs/demo/text/train runs/demo/twist runs/demo/ticket",
+    "twistlm verify data/wiki/train",
 )
 def verify(
-    sources: Annotated[
-        list[str], typer.Argument(help="Token files, tickets, checkpoints or run folders.")
-    ],
+    sources: list[str] = option("Token files, tickets, checkpoints or run folders.", argument=True),
 ) -> None:
     """Read every byte of files that twistlm wrote and compare it with their sha256.
 
     Exit codes: 0 all are whole, 2 something is damaged or missing.
     """
-    from ..system.terminal import console, progress
     from ..tickets import runnable
 
     damages = []
@@ -156,31 +119,26 @@ def verify(
         raise ValueError("; ".join(damages))
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "twistlm export runs/ticket --to gguf -o ticket.gguf --data data/test\n\n"
-    "twistlm export runs/ticket --to gguf -o ticket.gguf --type q4_k_m\n\n"
-    "twistlm export runs/wiki --to onnx -o whole-onnx --type q8"
+@command(
+    app,
+    "twistlm export runs/ticket --to gguf -o ticket.gguf --data data/test",
+    "twistlm export runs/ticket --to gguf -o ticket.gguf --type q4_k_m",
+    "twistlm export runs/wiki --to onnx -o whole-onnx --type q8",
 )
 def export(
-    source: Annotated[str, typer.Argument(help=ANY_MODEL)],
-    to: Annotated[str, typer.Option(help=f"{words(FORMATS)}: for llama.cpp, for onnxruntime.")],
-    out: Annotated[Path, out_option("GGUF file or ONNX folder to write.")],
-    type_: Annotated[
-        str | None,
-        typer.Option(
-            "--type",
-            help="; ".join(f"{to}: {words(types)}" for to, types in FORMATS.items())
-            + ". The default is the first.",
-        ),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Token file: compare perplexity and reading speed too.")
-    ] = None,
+    *,
+    source: AnyModel,
+    to: str = option(f"{words(FORMATS)}: for llama.cpp, for onnxruntime."),
+    out: Path = option("GGUF file or ONNX folder to write.", MISSING, *OUT),
+    type_: str | None = option(
+        "; ".join(f"{to}: {words(types)}" for to, types in FORMATS.items())
+        + ". The default is the first.",
+        None,
+        "--type",
+    ),
+    data: str | None = option("Token file: compare perplexity and reading speed too.", None),
     tokens: Tokens = 8192,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text that torch and the runtime both continue.")
-    ] = None,
+    prompt: str | None = option("Text that torch and the runtime both continue.", None),
 ) -> None:
     """Write a ticket, or the whole model of a run, as GGUF or ONNX, and compare it with torch on
     the spot.
@@ -191,20 +149,19 @@ def export(
     from ..data.token_file import open_tokens
     from ..export import gguf, onnx, verify
     from ..model.huggingface import vocab_size
-    from ..system.terminal import console, waiting
+    from ..tickets.parent import default_seq_len
     from ..tickets.runnable import open_runnable
 
     opened = open_runnable(source, "cpu")
     model = opened.model.float()  # a ticket saved in bfloat16 is compared, and written, exactly
     text = None
     if data is not None:
-        most = getattr(model.config, "max_position_embeddings", None) or 1024
-        text = Text(open_tokens(data), min(1024, most), tokens, batch=1)
+        text = Text(open_tokens(data), default_seq_len(model), tokens, batch=1)
         text.file.check(text.seq_len, vocab_size(model))
     write = {"gguf": gguf.export, "onnx": onnx.export}[to]
-    with tempfile.TemporaryDirectory() as folder, waiting.status(f"export to {to}") as status:
+    with tempfile.TemporaryDirectory() as folder, waiting.status(f"export to {to}"):
         tokenizer, type_ = opened.tokenizer_file(Path(folder)), type_ or FORMATS[to][0]
-        rows = write(model, out, type_, tokenizer, text, prompt or verify.PROMPT, status.update)
+        rows = write(model, out, type_, tokenizer, text, prompt or verify.PROMPT)
     console.print(verify.table(rows))
     if to == "gguf" and len(rows) == 1:
         console.print("not run in llama.cpp, which is not installed: pip install -e '.[llama]'")
@@ -213,29 +170,22 @@ def export(
     console.print(f"written: {out}")
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "twistlm push runs/ticket me/my-ticket --dry-run\n\n"
-    "twistlm push runs/ticket me/my-ticket --public"
+@command(
+    app,
+    "twistlm push runs/ticket me/my-ticket --dry-run",
+    "twistlm push runs/ticket me/my-ticket --public",
 )
 def push(
-    ticket: Annotated[Path, typer.Argument(help="A ticket folder.")],
-    repo: Annotated[
-        str, typer.Argument(metavar="NAME/REPO", help="A model repository of the hub.")
-    ],
-    public: Annotated[
-        bool, typer.Option("--public", help="A new repository is seen by all.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")
-    ] = False,
+    ticket: Path = option("A ticket folder.", argument=True),
+    repo: str = option("A model repository of the hub.", metavar="NAME/REPO", argument=True),
+    public: bool = option("A new repository is seen by all.", False),
+    dry_run: bool = option("Say what would be sent, and send nothing.", False),
 ) -> None:
     """Send a ticket to the Hugging Face hub, with its card; it is loaded once, as a check."""
     from huggingface_hub import HfApi, ModelCard
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
-    from ..system.terminal import console, table
     from ..tickets.deploy import load_ticket
 
     try:

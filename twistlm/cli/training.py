@@ -1,97 +1,105 @@
-"""demo, prepare, train, eval, plan."""
+"""shrink, demo, prepare, train, eval, plan."""
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from ..tickets.requests import CertificateRequest, ScoreRequest
+from .. import config
+from ..fields import option
+from ..system import signals
+from ..system.terminal import console
+from ..tickets.requests import ScoreRequest, ShrinkRequest
 from .options import (
     ANY_MODEL,
-    AutoResume,
+    OUT,
     Device,
     JsonOut,
     Overrides,
     Preset,
-    Resume,
     app,
-    draws_of,
+    command,
     is_given,
-    known,
-    out_option,
-    with_requests,
+    split_sources,
     write_json,
 )
 
 NO_RAY = (  # it ends a process whose node or head is lost, without a word
     "Ray is gone: its head, or its process on this machine, died; start them again, and the run "
-    "with --resume; "
-    "the last checkpoint is unharmed"
+    "with --resume; the last checkpoint is unharmed"
 )
 
 
-@app.command(
-    epilog="Examples:\n\ntwistlm demo\n\ntwistlm demo --out runs/tiny train.rounds=20 "
-    "model.config.n_layer=2"
+@command(
+    app,
+    "twistlm shrink HuggingFaceTB/SmolLM2-135M --text book.txt --to 100M --to 80M -o small",
+    "twistlm shrink gguf:model.gguf --text code/:0.7 --text wiki.parquet:0.3 --to 350M "
+    "--tokens 50M --gguf q8_0 -o small",
+    "twistlm shrink model/ --text notes.jsonl --memory 2GB --context 8k --hours 2 -o small",
 )
+def shrink(request: ShrinkRequest, overrides: Overrides) -> None:
+    """Train a model on text so that it works at the sizes asked for, and write a ticket of each.
+
+    Blocks, masks, teacher, rate and rounds are chosen, and written to OUT/train.toml. The tickets
+    are plain models of the family. The last 2% of every text are held out to measure on. A stopped
+    one goes on where it was when the same command is called again.
+    """
+    from .. import shrinking
+
+    rows = shrinking.run(replace(request, overrides=tuple(overrides)))
+    console.print(shrinking.table(rows))
+    if request.tasks:
+        from ..tickets.tasks import open_tasks, score_tasks, table
+
+        models = [str(row.folder) for row in rows]
+        console.print(table(list(score_tasks(models, open_tasks(request.tasks)))))
+    console.print(f"tickets: {', '.join(str(row.folder) for row in rows[2:])}")
+
+
+@command(app, "twistlm demo", "twistlm demo --out runs/tiny train.rounds=20 model.config.n_layer=2")
 def demo(
-    overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path(
-        "runs/demo"
-    ),
-    n: Annotated[int, draws_of("Random subnets behind each number.", 2)] = 20,
+    overrides: Overrides,
+    out: Path = option("Folder for everything the demo makes.", Path("runs/demo"), "--out"),
+    n: int = option("Random subnets behind each number.", 20, "--n", least=2, most=10**6),
 ) -> None:
     """Train a small GPT-2 twice on text that ships with Python, and compare random subnets.
 
     About 4 minutes on two CPU cores, no download.
     """
-    from .. import config
-
-    config.load("demo", overrides or [])  # a mistake there is told before torch is imported
+    config.load("demo", overrides)  # a mistake there is told before torch is imported
     from ..demo import run
 
-    run(out, n, overrides or [])
+    run(out, n, overrides)
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "twistlm prepare wiki/*.parquet -o data/wiki-train --tokenizer gpt2\n\n"
-    "twistlm prepare book.txt -o data/book --tokenizer path/to/tokenizer.json\n\n"
-    "twistlm prepare hub:Salesforce/wikitext:wikitext-103-raw-v1:train -o data/wt103 --tokenizer "
-    "gpt2\n\n"
-    "twistlm prepare -o data/wiki-train --teacher gpt2-medium --top 64   # then train.teacher=cache"
+@command(
+    app,
+    "twistlm prepare wiki/*.parquet -o data/wiki-train --tokenizer gpt2",
+    "twistlm prepare book.txt -o data/book --tokenizer path/to/tokenizer.json",
+    "twistlm prepare hub:Salesforce/wikitext:wikitext-103-raw-v1:train -o data/wt103",
+    "twistlm prepare -o data/wiki-train --teacher gpt2-medium --top 64",
 )
 def prepare(
-    out: Annotated[Path, out_option("Stem of the token file to write, or to teach from.")],
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help=".txt, .jsonl or .parquet files, or hub:NAME[:CONFIG[:SPLIT]]; none with "
-            "--teacher: the token file is there.",
-            show_default=False,
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str, typer.Option(help="tokenizer.json, a folder with one, a hub id, or gguf:FILE.")
-    ] = "gpt2",
-    column: Annotated[str, typer.Option(help="Text column of .jsonl and .parquet.")] = "text",
-    eos: Annotated[
-        str | None, typer.Option(help="Token after each document; default: the tokenizer's own.")
-    ] = None,
-    teacher: Annotated[
-        str | None,
-        typer.Option(help="A model with this tokenizer: store what it predicts beside the tokens."),
-    ] = None,
-    top: Annotated[
-        int, typer.Option(help="Likeliest tokens that are stored of each prediction, 4 bytes each.")
-    ] = 64,
-    seq_len: Annotated[
-        int, typer.Option(help="Tokens that the teacher reads at a time: data.seq_len of the run.")
-    ] = 1024,
+    out: Path = option("Stem of the token file to write, or to teach from.", MISSING, *OUT),
+    sources: list[str] | None = option(
+        "Files of text or sources, .jsonl, .parquet, folders of them, or "
+        "hub:NAME[:CONFIG[:SPLIT]]; none with --teacher: the token file is there.",
+        None,
+        argument=True,
+    ),
+    tokenizer: str = option("tokenizer.json, a folder with one, a hub id, or gguf:FILE.", "gpt2"),
+    column: str = option("Text column of .jsonl and .parquet.", "text"),
+    eos: str | None = option("Token after each document; default: the tokenizer's own.", None),
+    teacher: str | None = option(
+        "A model with this tokenizer: store what it predicts beside the tokens.", None
+    ),
+    top: int = option("Likeliest tokens that are stored of each prediction, 4 bytes each.", 64),
+    seq_len: int = option("Tokens that the teacher reads at a time: the run's data.seq_len.", 1024),
     device: Device = "auto",
 ) -> None:
     """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json).
@@ -106,14 +114,12 @@ def prepare(
     from ..data.builtin import resolve
     from ..data.prepare import prepare
     from ..data.token_file import open_tokens
-    from ..system.terminal import console
 
     if sources:
         file = prepare(sources, out, tokenizer, column=column, eos=eos)
         console.print(
             f"{file.stem}.bin: {file.meta.n_tokens:,} tokens of {file.meta.n_documents:,} "
-            "documents, "
-            f"vocabulary {file.meta.vocab_size:,}"
+            f"documents, vocabulary {file.meta.vocab_size:,}"
         )
     else:
         file = open_tokens(resolve(str(out), "train"))
@@ -128,36 +134,29 @@ def prepare(
         )
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "twistlm train demo\n\n"
-    "twistlm train wiki-gpt2 data.train=data/wiki-train data.valid=data/wiki-test train.lr=5e-4\n\n"
-    "twistlm train runs/wiki-gpt2 --resume\n\n"
-    "twistlm train my.toml --resume --minutes 9\n\n"
-    "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid"
+@command(
+    app,
+    "twistlm train demo",
+    "twistlm train wiki-gpt2 data.train=data/wiki-train data.valid=data/wiki-test train.lr=5e-4",
+    "twistlm train runs/wiki-gpt2 --resume",
+    "twistlm train my.toml --resume --minutes 9",
+    "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid",
 )
 def train(
     preset: Preset,
-    overrides: Overrides = None,
-    resume: Resume = False,
-    auto_resume: AutoResume = False,
-    minutes: Annotated[
-        float, typer.Option(min=0, help="Save and stop after this time; 0: never.")
-    ] = 0,
+    overrides: Overrides,
+    resume: bool = option("Go on from the newest valid checkpoint.", False),
+    auto_resume: bool = option(
+        "Resume, or start where there is no checkpoint: for jobs that a scheduler restarts.", False
+    ),
+    minutes: float = option("Save and stop after this time; 0: never.", 0, least=0),
 ) -> None:
     """Train a parent in TwIST rounds (or a control: data parallel, structured dropout)."""
-    import time
-
-    from .. import config
-
-    cfg = config.load(preset, overrides or [])  # a mistake there is told before torch is imported
+    cfg = config.load(preset, overrides)  # a mistake there is told before torch is imported
     if not (resume or auto_resume):
         _check_start(cfg.model.weights, preset)
-    from ..system import signals
-
     signals.end_with_launcher()  # also while the imports that follow take their time
     with signals.apart(NO_RAY) if cfg.run.variant == "ray" else nullcontext():
-        from ..system.terminal import console
         from ..training import checkpoint, rounds
         from ..transport.ranks import on_central_rank
 
@@ -184,67 +183,82 @@ def _check_start(weights: str, preset: str) -> None:
         )
 
 
-@app.command(
-    name="eval",
-    epilog="Examples:\n\n"
-    "twistlm eval runs/demo/twist --ratio 6/12 --ratio 3/12 --n 20\n\n"
-    "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12 --data "
-    "data/wiki-test\n\n"
-    "twistlm eval runs/demo/ticket --data runs/demo/text/valid\n\n"
-    "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512 blocks.setting=ffn\n\n"
+@command(
+    app,
+    "twistlm eval runs/demo/twist --ratio 6/12 --ratio 3/12 --n 20",
+    "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12",
+    "twistlm eval runs/demo/ticket --data runs/demo/text/valid",
+    "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512 blocks.setting=ffn",
     "twistlm eval runs/demo/twist --certify --ratio 6/12 --n 200 -o runs/certificate",
+    "twistlm eval runs/wiki-gpt2 --ratio 8/12 --ratio 6/12 --tasks arc_easy,piqa,hellaswag",
+    "twistlm eval gpt2 tickets/params-85M --tasks my-tasks/,lambada_openai --json tasks.json",
+    called="eval",
 )
-@with_requests
 def eval_(
     context: typer.Context,
-    source: Annotated[str, typer.Argument(help=ANY_MODEL)],
+    sources: list[str] = option(
+        f"{ANY_MODEL} Several are for --tasks.",
+        metavar="SOURCE... [SECTION.KEY=VALUE]...",
+        argument=True,
+    ),
+    *,
     request: ScoreRequest,
-    overrides: Overrides = None,
-    bound: Annotated[
-        bool,
-        typer.Option(
-            "--certify", help="Bound almost all random tickets of one size; --n is 200 then."
-        ),
-    ] = False,
-    coverage: Annotated[
-        float, typer.Option(help="With --certify: share of all tickets to bound.")
-    ] = 0.95,
-    confidence: Annotated[
-        float, typer.Option(help="With --certify: how sure the bound must be.")
-    ] = 0.99,
-    out: Annotated[
-        Path | None,
-        out_option(
-            "With --certify: folder for JSON and histogram; every ticket's number is kept "
-            "there as it comes, so the same command goes on after a stop, or with a larger --n.",
-        ),
-    ] = None,
+    tasks: str | None = option(
+        "Zero-shot tasks by comma, instead of perplexity: names of lm-eval's (extra `tasks`), "
+        "files (.jsonl, .jsonl.gz) or folders of them. With --ratio also for tickets: the nested "
+        "one of each ratio, or a random one.",
+        None,
+    ),
+    bound: bool = option(
+        "Bound almost all random tickets of one size; --n is 200 then.", False, "--certify"
+    ),
+    coverage: float = option("With --certify: share of all tickets to bound.", 0.95),
+    confidence: float = option("With --certify: how sure the bound must be.", 0.99),
+    out: Path | None = option(
+        "With --certify: folder for JSON and histogram; every ticket's number is kept "
+        "there as it comes, so the same command goes on after a stop, or with a larger --n.",
+        None,
+        *OUT,
+    ),
     device: Device = "auto",
     json_out: JsonOut = None,
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket.
 
+    With --tasks: accuracies, and bits per byte of right answers, with standard errors.
     With --certify: how good random tickets of one size are, and a bound on almost all of them
     that assumes nothing about the distribution (it is one of the measured values in order).
     """
-    more, ratios = known(overrides), request.ratios
+    (source, *others), more = split_sources(sources)
+    ratios = request.ratios
+    if tasks is not None and bound:
+        raise ValueError("--certify bounds perplexities: leave --tasks out")
+    if others and tasks is None:
+        raise ValueError(f"{others[0]}: perplexity is measured for one model at a time")
     if bound and len(ratios) > 1:
         raise ValueError(f"--certify takes one --ratio, not {len(ratios)}: {', '.join(ratios)}")
     if out is not None and not bound:
         raise ValueError(f"--out {out} is for --certify; numbers are written with --json FILE")
-    from ..system.terminal import console
+    if tasks is not None:
+        from ..tickets.tasks import open_tasks, record, score_tasks, table
+
+        sizes = ratios if is_given(context, "ratios") else ()
+        how: dict[str, Any] = {"seed": request.seed, "device": device, "overrides": more}
+        rows = list(score_tasks([source, *others], open_tasks(tasks), sizes, **how))
+        console.print(table(rows))
+        write_json(json_out, record(rows))
+        return
     from ..tickets import certify, score
     from ..tickets.parent import open_parent, what_is
 
     text: dict[str, Any] = {"data": request.data, "tokens": request.tokens}
     if bound:
-        sure: dict[str, Any] = {"coverage": coverage, "confidence": confidence}
-        n = request.n if is_given(context, "n") else CertificateRequest.n
-        asked = CertificateRequest(ratio=ratios[0], n=n, seed=request.seed, **text, **sure)
-        made = certify.certify(open_parent(source, device, more), asked, out)
+        asked = request if is_given(context, "n") else replace(request, n=200)
+        parent = open_parent(source, device, more)
+        made = certify.certify(parent, asked, coverage, confidence, out)
         console.print(certify.table(made))
         console.print(certify.reading(made))
-        write_json(json_out, made.to_dict())
+        write_json(json_out, made)
         return
     if what_is(source) == "ticket":
         if is_given(context, "ratios"):
@@ -256,25 +270,21 @@ def eval_(
     write_json(json_out, scores.to_dict())
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "twistlm plan paper\n\n"
-    "twistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500\n\n"
-    "twistlm plan paper run.wire=int8 train.n_workers=16 --gbit 10 --tflops 0.1"
+@command(
+    app,
+    "twistlm plan paper",
+    "twistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500",
+    "twistlm plan paper run.wire=int8 train.n_workers=16 --gbit 10 --tflops 0.1",
 )
 def plan(
     preset: Preset,
-    overrides: Overrides = None,
-    gbit: Annotated[float, typer.Option(help="Speed of every worker's link, Gbit/s.")] = 1.0,
-    tflops: Annotated[
-        float, typer.Option(help="Speed of a worker, TFLOP/s (`twistlm lab bench train`).")
-    ] = 100.0,
+    overrides: Overrides,
+    gbit: float = option("Speed of every worker's link, Gbit/s.", 1.0),
+    tflops: float = option("Speed of a worker, TFLOP/s (`twistlm lab bench train`).", 100.0),
     json_out: JsonOut = None,
 ) -> None:
-    """Hours here, memory, parameters, bytes, rounds and the busiest link, before training."""
-    from .. import config
-
-    cfg = config.load(preset, overrides or [])
+    """Memory, parameters, bytes, rounds and the busiest link, before training."""
+    cfg = config.load(preset, overrides)
     from ..training.plan import make, show
 
     made = make(cfg, gbit, tflops)

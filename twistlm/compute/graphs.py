@@ -6,9 +6,11 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -47,16 +49,26 @@ def _prepare_compiler() -> None:
         os.environ[CACHE] = own
 
 
-def compile_layers_(model: PreTrainedModel) -> bool:
-    """Compile each layer by itself, as Hugging Face names them; False where it names none.
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
-    Layers of one shape share one graph, so another width costs seconds, however deep the model is.
-    """
+
+def recompute_layers_(model: PreTrainedModel) -> None:
+    """Let a backward pass keep each layer's inputs alone; before `compile_layers_`, inside it."""
+    for layer in _layers(model):
+        # nothing in a layer is random: there is no dropout in eval mode
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def compile_layers_(model: PreTrainedModel) -> bool:
+    """Compile each layer by itself, for layers of one shape share a graph; False without any."""
     # by default torch does not look whether a layer has hooks: a gated one would take the graph of
     # a shared one of the same shapes, and run without its mask and scale
     torch._dynamo.config.skip_nnmodule_hook_guards = False
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = _layers(model)
     _prepare_compiler()
     # torch's own tracer looks at the .grad of a layer's input, and torch then warns about it
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 
 from ..data.teacher_cache import unpack
 from ..model import kernels
+from ..model.huggingface import vocab_size
+from ..model.kernels import LEAST, Theirs
 
 # (model, ids [batch, seq_len], teacher=None, teacher_topk=None) -> mean loss
 Loss = Callable[..., Tensor]
@@ -41,6 +43,15 @@ class HeadGrads:
     share: float = 1.0
 
 
+class Prediction(NamedTuple):
+    """A teacher's logits of a slice of tokens, beside the model's own, and the weight of KL."""
+
+    logits: Callable[[slice, Tensor], Tensor]  # on a GPU with columns more, which mean nothing
+    weight: float
+    # of a cache: k tokens of each, and their log p. A GPU needs no logits then
+    topk: tuple[Tensor, Tensor] | None = None
+
+
 @dataclass(frozen=True)
 class Teacher:
     """A frozen model to learn from, and the weight of KL(teacher || model) in the loss."""
@@ -49,30 +60,10 @@ class Teacher:
     weight: float
 
     @torch.no_grad()
-    def predict(self, ids: Tensor, teacher_topk: Tensor | None = None) -> TeacherLogits:
+    def predict(self, ids: Tensor, teacher_topk: Tensor | None = None) -> Prediction:
         """Its predictions for ids [batch, seq_len], up to the head."""
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-        head: Any = self.model.get_output_embeddings()
-        return TeacherLogits(
-            hidden.flatten(0, 1), head.weight, getattr(head, "bias", None), self.weight
-        )
-
-
-@dataclass(frozen=True)
-class TeacherLogits:
-    """A teacher's last hidden states [tokens, d] and head, which make logits by the chunk."""
-
-    hidden: Tensor
-    head: Tensor
-    bias: Tensor | None
-    weight: float  # of KL in the loss
-
-    def logits(self, at: slice, mine: Tensor) -> Tensor:
-        """[tokens, vocab]; on a GPU with some columns more, which mean nothing."""
-        logits = self.hidden[at] @ _aligned(self.head).T
-        if self.bias is None:
-            return logits
-        return logits + F.pad(self.bias, (0, logits.shape[1] - len(self.bias)))
+        hidden, (head, bias) = _hidden(self.model, ids), _padded(*_head(self.model))
+        return Prediction(lambda at, mine: F.linear(hidden[at], head, bias), self.weight)
 
 
 @dataclass(frozen=True)
@@ -82,54 +73,31 @@ class CachedTeacher:
     vocab_size: int
     weight: float
 
-    def predict(self, ids: Tensor, teacher_topk: Tensor | None = None) -> TeacherTopK:
+    def predict(self, ids: Tensor, teacher_topk: Tensor | None = None) -> Prediction:
         """What came for ids [batch, seq_len]: packed uint8 [batch, seq_len - 1, bytes]."""
         assert teacher_topk is not None, "the teacher's cache did not come with the tokens"
-        return TeacherTopK(*unpack(teacher_topk.flatten(0, 1), self.vocab_size), self.weight)
+        return topk_prediction(*unpack(teacher_topk.flatten(0, 1), self.vocab_size), self.weight)
 
 
-@dataclass(frozen=True)
-class TeacherTopK:
-    """A teacher's k likeliest tokens and their log-probs, [tokens, k]; the rest is one sum."""
+def topk_prediction(ids: Tensor, log_probs: Tensor, weight: float) -> Prediction:
+    """log p of k tokens [tokens, k]; the others have the model's logits, shifted to what p leaves.
 
-    ids: Tensor
-    log_probs: Tensor
-    weight: float  # of KL in the loss
+    With p_rest = 1 - sum p, KL to this distribution has the value and the gradient of the KL over
+    k + 1 outcomes, sum p log(p / s) + p_rest log(p_rest / s_rest): inside the rest both are alike.
+    """
 
-    def logits(self, at: slice, mine: Tensor) -> Tensor:
-        """log p of the k; for the others the model's own logits `mine`, shifted to what p leaves.
-
-        With p_rest = 1 - sum p, KL to this distribution has the value and the gradient of the KL
-        over k + 1 outcomes, sum p log(p / s) + p_rest log(p_rest / s_rest): inside the rest both
-        are alike.
-        """
-        mine, ids = _exact(mine.detach()), self.ids[at]
-        log_probs = self.log_probs[at].to(mine.dtype)
-        rest = mine.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    def logits(at: slice, mine: Tensor) -> Tensor:
+        mine = _exact(mine.detach())
+        named = log_probs[at].to(mine.dtype)
+        rest = mine.scatter(1, ids[at], -math.inf).logsumexp(-1, keepdim=True)
         # float16 may round the k up to more than 1; softmax then makes them 1
-        left = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=kernels.LEAST)
-        return (mine + (left.log() - rest)).scatter(1, ids, log_probs)
+        left = (1 - named.exp().sum(-1, keepdim=True)).clamp(min=LEAST)
+        return (mine + (left.log() - rest)).scatter(1, ids[at], named)
+
+    return Prediction(logits, weight, (ids, log_probs))
 
 
 AnyTeacher = Teacher | CachedTeacher
-Prediction = TeacherLogits | TeacherTopK
-
-
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    chunk: int,
-    prediction: Prediction | None = None,
-    head_grads: HeadGrads | None = None,
-) -> Tensor:
-    """Mean loss of the logits `hidden @ weight.T + bias` against `targets` and a teacher."""
-    leaves = (hidden, weight) if bias is None else (hidden, weight, bias)
-    # a Function's `needs_input_grad` is true of parameters under no_grad, too
-    if not (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)):
-        return _forward(hidden, weight, bias, targets, chunk, None, prediction)[0]
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, prediction, head_grads)
 
 
 def chunked_loss(
@@ -144,19 +112,13 @@ def chunked_loss(
     With `head_grads`, autograd sees the hidden states alone, this loss must be the root of its
     graph, and what lies behind `head_grads.weight` in memory must be written after it (`_aligned`).
     """
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-    head: Any = model.get_output_embeddings()
-    bias = getattr(head, "bias", None)
-    hidden, targets = hidden.flatten(0, 1), ids[:, 1:].flatten()
+    hidden, (weight, bias), targets = _hidden(model, ids), _head(model), ids[:, 1:].flatten()
     prediction = None if teacher is None else teacher.predict(ids, teacher_topk)
-    if head_grads is None and not hidden.is_cuda and len(targets) * len(head.weight) <= SMALL:
-        logits = F.linear(hidden, head.weight, bias)
-        if prediction is None:
-            return F.cross_entropy(_exact(logits), targets)
-        teacher_logits = prediction.logits(slice(None), logits)
-        return _mean_loss(logits, targets, teacher_logits, prediction.weight)
-    weight = head.weight if head_grads is None else head.weight.detach()
-    return linear_cross_entropy(hidden, weight, bias, targets, CHUNK, prediction, head_grads)
+    if head_grads is None and not hidden.is_cuda and len(targets) * len(weight) <= SMALL:
+        return _mean_loss(F.linear(hidden, weight, bias), targets, prediction)
+    weight = weight if head_grads is None else weight.detach()
+    rest = (targets, prediction, head_grads, torch.is_grad_enabled())
+    return linear_cross_entropy(hidden, weight, bias, *rest)
 
 
 def next_token_loss(
@@ -167,27 +129,39 @@ def next_token_loss(
     teacher_topk: Tensor | None = None,
 ) -> Tensor:
     """Mean loss of tokens 1.. given those before (HF's own rounds float64 to float32)."""
-    logits, targets = _logits(model, ids), ids[:, 1:].flatten()
-    if teacher is None:
-        return F.cross_entropy(_exact(logits), targets)
-    with torch.no_grad():
-        if isinstance(teacher, Teacher):
-            teacher_logits = _logits(teacher.model, ids)
-        else:
-            teacher_logits = teacher.predict(ids, teacher_topk).logits(slice(None), logits)
-    return _mean_loss(logits, targets, teacher_logits, teacher.weight)
+    logits, prediction = _logits(model, ids), None
+    if isinstance(teacher, Teacher):  # all of its logits: it may cap or scale them
+        with torch.no_grad():
+            theirs = _logits(teacher.model, ids)
+        prediction = Prediction(lambda at, mine: theirs, teacher.weight)
+    elif teacher is not None:
+        prediction = teacher.predict(ids, teacher_topk)
+    return _mean_loss(logits, ids[:, 1:].flatten(), prediction)
 
 
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
 
 
-def _mean_loss(logits: Tensor, targets: Tensor, teacher_logits: Tensor, share: float) -> Tensor:
-    """Mean over tokens of (1 - a) cross-entropy + a KL(teacher || model), a = `share`."""
-    mine = _exact(logits).log_softmax(-1)
-    teacher_log_probs = _exact(teacher_logits[:, : logits.shape[1]]).log_softmax(-1)
+def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return states[:, :-1].flatten(0, 1)
+
+
+def _head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    head: Any = model.get_output_embeddings()
+    return head.weight, getattr(head, "bias", None)
+
+
+def _mean_loss(logits: Tensor, targets: Tensor, prediction: Prediction | None) -> Tensor:
+    """Mean over tokens of (1 - a) cross-entropy + a KL(teacher || model), a = its weight."""
+    if prediction is None:
+        return F.cross_entropy(_exact(logits), targets)
+    mine, share = _exact(logits).log_softmax(-1), prediction.weight
+    theirs = prediction.logits(slice(None), logits)[:, : logits.shape[1]]
+    theirs = _exact(theirs).log_softmax(-1)
     plain = F.nll_loss(mine, targets, reduction="none")
-    kl = F.kl_div(mine, teacher_log_probs, reduction="none", log_target=True).sum(-1)
+    kl = F.kl_div(mine, theirs, reduction="none", log_target=True).sum(-1)
     return ((1 - share) * plain + share * kl).mean()
 
 
@@ -197,45 +171,49 @@ def _exact(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def loss_for(model: PreTrainedModel, teacher: AnyTeacher | None = None) -> Loss:
-    """The chunked loss where logits are the head's product, else the plain one.
-
-    (Some families cap or scale their logits.) `model` is tried on a few tokens, and so is a
-    teacher.
-    """
+    """The chunked loss where a try shows that logits are the head's product, else the plain one."""
     if isinstance(teacher, Teacher) and loss_for(teacher.model) is next_token_loss:
         return next_token_loss
-    embeddings: Any = model.get_input_embeddings()
-    ids = torch.arange(8, device=model.device)[None] % embeddings.weight.shape[0]
+    ids = torch.arange(8, device=model.device)[None] % vocab_size(model)
     plain, chunked = next_token_loss(model, ids), chunked_loss(model, ids)
     return chunked_loss if torch.allclose(plain, chunked, rtol=1e-3) else next_token_loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """mean of logsumexp(h W^T + b) - (h W^T + b)[target], mixed with KL to a teacher.
-
-    With `head_grads` it fills these, and its own gradient is taken to be 1.
-    """
+    """Mean loss of `hidden @ weight.T + bias`; with `head_grads` its own gradient is taken as 1."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        chunk: int,
-        prediction: Prediction | None,
-        head_grads: HeadGrads | None,
-    ) -> Tensor:
-        ctx.is_root = head_grads is not None
-        if head_grads is None:
-            rows = weight.new_empty(_aligned_rows(weight), weight.shape[1])
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        hidden, weight, bias, targets, prediction, head_grads, is_wanted = args
+        ctx.is_root, vocab, (head, padded) = bool(head_grads), len(weight), _padded(weight, bias)
+        if is_wanted and head_grads is None:
+            rows = weight.new_empty(head.shape)
             d_bias = None if bias is None else torch.empty_like(bias)
-            head_grads = HeadGrads(rows[: len(weight)], d_bias)
-        loss, d_hidden = _forward(hidden, weight, bias, targets, chunk, head_grads, prediction)
-        of_head = (None, None) if ctx.is_root else (head_grads.weight, head_grads.bias)
-        ctx.save_for_backward(d_hidden, *of_head)
-        return loss
+            head_grads = HeadGrads(rows[:vocab], d_bias)
+        d_head = _aligned(head_grads.weight) if is_wanted else None
+        scale = len(targets) / (head_grads.share if is_wanted else 1.0)
+        losses, d_hidden = [], []
+        for i, (x, y) in enumerate(zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)):
+            logits = F.linear(x, head, padded)  # [chunk, vocab and padding]
+            at = slice(i * CHUNK, i * CHUNK + len(y))
+            losses.append(_losses_(logits, prediction, at, y, vocab, scale, is_wanted))
+            if d_head is None:
+                continue
+            # `logits` now holds the gradient of the loss by the logits: 0 in the padding
+            d_hidden.append(logits @ head)
+            if i == 0:
+                torch.mm(logits.T, x, out=d_head)
+            else:
+                d_head.addmm_(logits.T, x)
+            if head_grads.bias is not None:
+                total = logits[:, :vocab].sum(0)
+                head_grads.bias.copy_(total if i == 0 else head_grads.bias + total)
+        if d_head is not None:
+            if d_head.data_ptr() != head_grads.weight.data_ptr():
+                head_grads.weight.copy_(d_head[:vocab])
+            of_head = (None, None) if ctx.is_root else (head_grads.weight, head_grads.bias)
+            ctx.save_for_backward(torch.cat(d_hidden), *of_head)
+        return torch.cat(losses).mean()
 
     @staticmethod
     def backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, ...]:
@@ -245,51 +223,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*found, *(None,) * 4)
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    chunk: int,
-    head_grads: HeadGrads | None = None,
-    prediction: Prediction | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The mean loss and, with `head_grads`, which it fills, its gradient by `hidden`."""
-    n_tokens, vocab = len(targets), len(weight)
-    head = _aligned(weight)
-    d_head = None if head_grads is None else _aligned(head_grads.weight)
-    n_pad = len(head) - vocab
-    losses, d_hidden = [], []
-    for i, (x, y) in enumerate(zip(hidden.split(chunk), targets.split(chunk), strict=True)):
-        logits = x @ head.T  # [chunk, vocab + n_pad]
-        if bias is not None:
-            logits = logits + F.pad(bias, (0, n_pad))
-        scale = n_tokens / (1.0 if head_grads is None else head_grads.share)
-        if prediction is None:
-            losses.append(_softmax_(logits, y, vocab, scale, head_grads is not None))
-        else:
-            at = slice(i * chunk, i * chunk + len(y))
-            losses.append(_distil_(logits, prediction, at, y, vocab, scale))
-        if head_grads is None or d_head is None:
-            continue
-        # `logits` now holds the gradient of the loss by the logits: 0 in the padding
-        d_hidden.append(logits @ head)
-        if i == 0:
-            torch.mm(logits.T, x, out=d_head)
-        else:
-            d_head.addmm_(logits.T, x)
-        if head_grads.bias is not None:
-            total = logits[:, :vocab].sum(0)
-            head_grads.bias.copy_(total if i == 0 else head_grads.bias + total)
-    if head_grads is None or d_head is None:
-        return torch.cat(losses).mean(), hidden
-    if d_head.data_ptr() != head_grads.weight.data_ptr():
-        head_grads.weight.copy_(d_head[:vocab])
-    return torch.cat(losses).mean(), torch.cat(d_hidden)
+linear_cross_entropy = _LinearCrossEntropy.apply
 
 
 def _aligned_rows(weight: Tensor) -> int:
     return len(weight) + -len(weight) % ALIGN if weight.is_cuda else len(weight)
+
+
+def _padded(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    head = _aligned(weight)
+    return head, None if bias is None else F.pad(bias, (0, len(head) - len(bias)))
 
 
 def _aligned(weight: Tensor) -> Tensor:
@@ -311,47 +254,46 @@ def _has_kernels(logits: Tensor) -> bool:
     return kernels.usable(logits) and logits.dtype != torch.float64
 
 
-def _softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wanted: bool) -> Tensor:
-    """Each token's loss; where `wanted`, `logits` become the gradient of the sum over `n_tokens`.
-
-    Columns from `vocab` on are padding: they count for nothing and their gradient is 0.
-    """
-    if _has_kernels(logits):
-        return kernels.softmax_(logits, targets, vocab, n_tokens, wanted)
-    log_probs = _exact(logits[:, :vocab]).log_softmax(-1)
-    losses = -log_probs.gather(1, targets[:, None])[:, 0]
-    if wanted:
-        grad = log_probs.exp_()
-        grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
-        logits[:, :vocab] = grad.div_(n_tokens)
-        logits[:, vocab:] = 0.0
-    return losses
-
-
-def _distil_(
+def _losses_(
     logits: Tensor,
-    prediction: Prediction,
+    prediction: Prediction | None,
     at: slice,
     targets: Tensor,
     vocab: int,
     n_tokens: float,
+    wanted: bool,
 ) -> Tensor:
-    """The same with a teacher's logits t: gradient softmax(s) - (1 - a) onehot - a softmax(t)."""
+    """`_softmax_` of the tokens `at`, with what a teacher predicts for them."""
+    if prediction is None:
+        return _softmax_(logits, targets, vocab, n_tokens, wanted, None)
     share = prediction.weight
-    if _has_kernels(logits) and isinstance(prediction, TeacherTopK):
-        named = prediction.ids[at], prediction.log_probs[at]
-        return kernels.distil_topk_(logits, *named, targets, vocab, n_tokens, share)
-    teacher_logits = prediction.logits(at, logits[:, :vocab])
+    if wanted and prediction.topk is not None and _has_kernels(logits):
+        ids, log_probs = (each[at] for each in prediction.topk)
+        return kernels.distil_topk_(logits, ids, log_probs, targets, vocab, n_tokens, share)
+    theirs = prediction.logits(at, logits[:, :vocab]), share
+    return _softmax_(logits, targets, vocab, n_tokens, wanted, theirs)
+
+
+def _softmax_(
+    logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wanted: bool, theirs: Theirs
+) -> Tensor:
+    """Each token's loss; where `wanted`, `logits` become the gradient of the sum over `n_tokens`.
+
+    That is softmax(s) - (1 - a) onehot - a softmax(t), `theirs` a teacher's t and its share a.
+    Columns from `vocab` on are padding: they count for nothing and their gradient is 0.
+    """
     if _has_kernels(logits):
-        return kernels.distil_(logits, teacher_logits, targets, vocab, n_tokens, share)
-    mine, teacher_log_probs = (
-        _exact(x[:, :vocab]).log_softmax(-1) for x in (logits, teacher_logits)
-    )
-    probs = teacher_log_probs.exp()
+        return kernels.softmax_(logits, targets, vocab, n_tokens, wanted, theirs)
+    mine, share = _exact(logits[:, :vocab]).log_softmax(-1), theirs[1] if theirs else 0.0
     losses = -(1 - share) * mine.gather(1, targets[:, None])[:, 0]
-    losses += share * (probs * (teacher_log_probs - mine)).sum(-1)
-    grad = mine.exp_() - share * probs
-    grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), share - 1.0))
-    logits[:, :vocab] = grad.div_(n_tokens)
-    logits[:, vocab:] = 0.0
+    probs: Tensor | float = 0.0
+    if theirs:
+        log_probs = _exact(theirs[0][:, :vocab]).log_softmax(-1)
+        probs = log_probs.exp()
+        losses += share * (probs * (log_probs - mine)).sum(-1)
+    if wanted:
+        grad = mine.exp_() - share * probs
+        grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), share - 1.0))
+        logits[:, :vocab] = grad.div_(n_tokens)
+        logits[:, vocab:] = 0.0
     return losses

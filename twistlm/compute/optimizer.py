@@ -8,7 +8,7 @@ bf16.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import TrainConfig
 from ..model.layout import Layout
@@ -32,42 +32,18 @@ class AdamW:
         self.slices += [(span, 0.0) for span in layout.plain]
         self.lr = torch.zeros((), dtype=torch.float32, device=buffer.device)
         self.count = torch.zeros((), dtype=torch.float32, device=buffer.device)
-        self.function = compiled(adamw_) if fast else None
+        self.rate, self.fast = 0.0, fast
+        self.function = compiled(adamw_) if fast else adamw_
         self.norm = compiled(_norm) if fast else _norm
-        self.stock = None if fast else self._stock()
-
-    def _stock(self) -> torch.optim.AdamW:
-        """torch's fused AdamW on the same slices."""
-        params: dict[float, list[nn.Parameter]] = {}  # by decay: torch makes one call for each
-        states: dict[Tensor, dict[str, Tensor]] = {}
-        for (start, end), decay in self.slices:
-            param = nn.Parameter(self.buffer[0, start:end])
-            param.grad = self.grad[start:end]
-            states[param] = {
-                "step": torch.zeros((), dtype=torch.float32, device=self.buffer.device),
-                "exp_avg": self.buffer[1, start:end],
-                "exp_avg_sq": self.buffer[2, start:end],
-            }
-            params.setdefault(decay, []).append(param)
-        groups = [{"params": some, "weight_decay": decay} for decay, some in params.items()]
-        c = self.cfg
-        stock = torch.optim.AdamW(groups, lr=c.lr, betas=c.betas, eps=c.eps, fused=True)
-        stock.state.update(states)
-        return stock
 
     def set_(self, lr: float) -> None:
         """The learning rate of the next step; on a GPU a graph reads it from memory."""
+        self.rate = lr
         self.lr.fill_(lr)
-        if self.stock is not None:
-            for group in self.stock.param_groups:
-                group["lr"] = lr
 
     def start_(self, count: int) -> None:
         """How many steps the moments have seen."""
         self.count.fill_(count)
-        if self.stock is not None:
-            for state in self.stock.state.values():
-                state["step"].fill_(count)
 
     @torch.no_grad()
     def step_(self) -> None:
@@ -76,21 +52,24 @@ class AdamW:
         factor = None
         if self.cfg.clip > 0:
             factor = (self.cfg.clip / (self.norm(self.grad) + 1e-6)).clamp(max=1.0)
-        if self.stock is not None:
-            if factor is not None:
-                self.grad.mul_(factor)
-            self.stock.step()
-            if self.work.data_ptr() != self.buffer.data_ptr():
-                self.work.copy_(self.buffer[0])
-            return
-        assert self.function is not None
+        if not self.fast and factor is not None:
+            self.grad.mul_(factor)
         for (start, end), decay in self.slices:
             span = slice(start, end)
             weights, m, v = self.buffer[:, span]
-            self.function(
-                weights, m, v, self.grad[span], self.work[span], self.lr, self.count, factor,
-                betas=self.cfg.betas, eps=self.cfg.eps, decay=decay,
+            if self.fast:
+                self.function(
+                    weights, m, v, self.grad[span], self.work[span], self.lr, self.count, factor,
+                    betas=self.cfg.betas, eps=self.cfg.eps, decay=decay,
+                )  # fmt: skip
+                continue
+            b1, b2 = self.cfg.betas
+            torch._fused_adamw_(
+                [weights], [self.grad[span]], [m], [v], [], [self.count], lr=self.rate, beta1=b1,
+                beta2=b2, weight_decay=decay, eps=self.cfg.eps, amsgrad=False, maximize=False,
             )  # fmt: skip
+        if not self.fast and self.work.data_ptr() != self.buffer.data_ptr():
+            self.work.copy_(self.buffer[0])
 
 
 def adamw_(

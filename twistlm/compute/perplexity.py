@@ -15,8 +15,9 @@ from ..data.token_file import TokenFile
 from ..model import generator
 from ..model.blocks import BlockMap, Blueprint, Widths
 from ..model.central import Central
+from ..model.depth import with_all_layers
 from ..model.layout import gather_
-from ..model.subnet import Means, Rho, Subnet, add_means_, build, scales
+from ..model.subnet import Gates, Means, Rho, Subnet, add_means_, build, scales
 from ..system.device import autocast, to_device
 from .attention import causal_
 from .loss import Loss, loss_for
@@ -86,11 +87,7 @@ def perplexity(
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a central model, as it is now, and subnets of it.
-
-    One model per width is built and then refilled; `dataclasses.replace(evaluator, text=...)` is
-    another evaluator over the same models.
-    """
+    """Evaluates a central model, as it is now, and subnets of it: one model per width, refilled."""
 
     template: PreTrainedModel
     block_map: BlockMap
@@ -121,25 +118,23 @@ class Evaluator:
         return perplexity(self.full.model, self.text, self.precision, self.loss)
 
     def refill_(self, blueprint: Blueprint) -> Subnet:
-        """A physical subnet of the central model as it is now, with its activation scale.
-
-        It is this evaluator's own model of these widths: the next call with equal widths overwrites
-        it.
-        """
+        """A physical subnet as it is now, scaled; the next call with equal widths overwrites it."""
         self.block_map.check_blueprint(blueprint)
         widths = self.block_map.widths(blueprint)
-        where = self.central.layout.narrowed(self.block_map, widths)
-        key = tuple(widths.values())
+        key, factors = tuple(widths.values()), scales(self.block_map, widths, self.scale, self.rho)
+        gates: Gates = "cut" if all(key) else "all"
+        blueprint = with_all_layers(blueprint)
+        where = self.central.layout.narrowed(self.block_map, self.block_map.widths(blueprint))
         if key not in self.models:
             weights = torch.empty(
                 where.n_params, dtype=self.central.buffer.dtype, device=self.central.buffer.device
             )
-            self.models[key] = (build(self.template, self.block_map, where, weights), weights)
-            causal_(self.models[key][0].model)
+            made = build(self.template, self.block_map, where, weights, gates=gates)
+            self.models[key] = (made, weights)
+            causal_(made.model)
         subnet, weights = self.models[key]
         segments = self.central.segments
         gather_(weights[None], self.central.buffer[:1], segments, segments.index(blueprint))
-        factors = scales(self.block_map, widths, self.scale, self.rho)
         subnet.keep_(blueprint, factors)
         add_means_(where.views(weights), self.block_map, blueprint, factors, self.means)
         return subnet

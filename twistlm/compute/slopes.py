@@ -1,8 +1,4 @@
-"""How the loss changes when a block is turned down: the gradient by a mask on every block.
-
-A mask m_b multiplies what block b feeds into its layer's output projection; m = 1 is the whole
-model.
-"""
+"""How the loss changes when a block is turned down: the gradient by a factor on what it adds."""
 
 from __future__ import annotations
 
@@ -22,11 +18,7 @@ from .loss import next_token_loss
 def mask_slopes(
     template: PreTrainedModel, block_map: BlockMap, central: Central, ids: Tensor
 ) -> Iterator[dict[str, Tensor]]:
-    """For every sequence of ids [n, seq_len] and every group dl/dm: float64 [seq_len, n_blocks].
-
-    Each token has a mask of its own; one mask for all tokens has the sum over tokens as its
-    gradient.
-    """
+    """For every sequence and group dl/dm of a mask for each token: float64 [seq_len, n_blocks]."""
     weights = central.weights
     full = build(template, block_map, central.layout, weights, gates="all")
     full.model.requires_grad_(False)
@@ -57,3 +49,17 @@ def order_of(scores: dict[str, Tensor]) -> Order:
         name: tuple(values.argsort(descending=True, stable=True).tolist())
         for name, values in scores.items()
     }
+
+
+@torch.no_grad()
+def order_of_layers(
+    template: PreTrainedModel, block_map: BlockMap, central: Central, ids: Tensor
+) -> tuple[int, ...]:
+    """The layers that are cut by falling loss of the model without each."""
+    full, losses = build(template, block_map, central.layout, central.weights, gates="all"), {}
+    for layer in sorted({group.layer for group in block_map.groups}):
+        kept = block_map.full() | {g.name: () for g in block_map.groups if g.layer == layer}
+        full.keep_(kept)
+        examples = (each.to(central.weights.device) for each in ids.split(1))
+        losses[layer] = sum(float(next_token_loss(full.model, each)) for each in examples)
+    return tuple(sorted(losses, key=losses.__getitem__, reverse=True))

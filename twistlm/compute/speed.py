@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.huggingface import vocab_size
+from ..system.device import is_bf16, pick_device
 
 PROMPT = 128  # tokens, or half of what the model can see
 STEPS = 16  # decoded tokens after it
@@ -67,19 +69,42 @@ def measure_all(
     ]
 
 
+def blank(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A model without storage as one of zeros: as fast as any of its shapes."""
+    made: Any = torch.nn.Module.to_empty(copy.deepcopy(model), device=pick_device(device))
+    made.to(dtype)
+    for tensor in (*made.parameters(), *made.buffers()):
+        tensor.data.zero_()
+    return made.eval()
+
+
+def training_seconds(model: PreTrainedModel, seq_len: int, device: str) -> float:
+    """Seconds of a forward and backward pass for one token, of a model without storage."""
+    where = pick_device(device)
+    shape = (2, seq_len) if where.type == "cuda" else (1, min(seq_len, PROMPT))
+    ready = blank(model, device, torch.bfloat16 if is_bf16("auto", where) else torch.float32)
+    ids, took = torch.zeros(shape, dtype=torch.int64, device=where), []
+    for _ in range(3):
+        began = now(where)
+        ready(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        took.append(now(where) - began)
+    return min(took) / ids.numel()
+
+
 def _seconds(model: Any, ids: Tensor, n_steps: int) -> list[float]:
     """Seconds of the prompt and of every greedy step after it."""
     seconds, past = [], None
     for _ in range(1 + n_steps):
-        began = _now(ids.device)
+        began = now(ids.device)
         # the last logits alone: with all of them the LM head would be most of the prefill
         out = model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
         ids, past = out.logits[:, -1:].argmax(-1), out.past_key_values
-        seconds.append(_now(ids.device) - began)
+        seconds.append(now(ids.device) - began)
     return seconds
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done all it was asked to."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

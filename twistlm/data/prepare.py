@@ -1,48 +1,98 @@
-"""Text in, token file out: .txt, .jsonl, .parquet or a hub data set -> `STEM.bin` + JSON."""
+"""Text in, token file out: files, folders, a hub data set or strings -> `STEM.bin` + JSON."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..model.tokenizer import find_eos, load_tokenizer
-from ..system.files import draft_folder, file_sha256
-from ..system.terminal import progress
-from .token_file import TokenFile, TokenMeta, open_tokens, write_meta
+from ..model.tokenizer import encode, find_eos, load_tokenizer
+from ..system.files import file_sha256
+from ..system.terminal import console, progress
+from .token_file import TokenFile, TokenMeta, open_tokens, token_draft, write_meta
 
 PIECE = 1 << 20  # characters of one .txt piece handed to the tokenizer
 CUT = re.compile(r"\S(?= \S)|\S\n(?=\S)")
+STRINGS = "strings"  # how a token file names documents that came from Python
 BATCH = 256  # documents per call into the tokenizer, which is parallel inside
 
+Pieces = Iterator[tuple[str, bool]]  # text, and whether a document ends with it
+Source = str | Iterable[str]  # a file, a folder or hub:NAME; or the documents themselves
 
-def documents(source: str, column: str = "text") -> Iterator[str]:
+
+def documents(source: Source, column: str = "text") -> Pieces:
     """The documents of one source, in order."""
-    check_source(source)
+    if not isinstance(source, str):
+        return _strings(source)
     if source.startswith("hub:"):
         return _hub(source, column)
-    return READERS[Path(source).suffix](Path(source), column)
-
-
-def check_source(source: str) -> None:
-    """Refuse a file that is not there, is empty or of a kind that no reader knows."""
     path = Path(source)
-    if source.startswith("hub:"):
+    return _folder(path, column) if path.is_dir() else READERS[path.suffix](path, column)
+
+
+def check_source(source: Source) -> None:
+    """Refuse a file that is not there, is empty or of a kind that no reader knows."""
+    if not isinstance(source, str) or source.startswith("hub:"):
         return
-    if not path.is_file():
+    path = Path(source)
+    if path.is_dir() and not files_in(path):
+        raise ValueError(f"{source}: no file in this folder is {', '.join(READERS)}")
+    if not path.exists():
         raise ValueError(f"{source}: no such file")
-    if path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0:
         raise ValueError(f"{source} is empty")
-    if path.suffix not in READERS:
-        raise ValueError(f"{source}: unknown kind of file; use {', '.join(READERS)} or hub:NAME")
+    if path.is_file() and path.suffix not in READERS:
+        legal = f"{', '.join(READERS)}, a folder of them or hub:NAME"
+        raise ValueError(f"{source}: unknown kind of file; use {legal}")
 
 
-def _txt(path: Path, column: str) -> Iterator[str]:
+def files_in(folder: Path) -> list[Path]:
+    """Files of text below a folder in the order of their names, none of them hidden."""
+    found = (path for path in folder.rglob("*") if path.suffix in READERS and path.is_file())
+    shown = [p for p in found if not any(part[0] == "." for part in p.relative_to(folder).parts)]
+    return sorted(path for path in shown if path.stat().st_size)
+
+
+def n_bytes(source: Source) -> int | None:
+    """Bytes of text in a source; None where they cannot be told without reading it."""
+    if not isinstance(source, str) or not (path := Path(source)).exists():
+        return None
+    files = files_in(path) if path.is_dir() else [path]
+    return None if ".parquet" in {f.suffix for f in files} else sum(f.stat().st_size for f in files)
+
+
+def _strings(texts: Iterable[str]) -> Pieces:
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"a document is {type(text).__name__}, not text")
+        if text:
+            yield text, True
+
+
+def _folder(folder: Path, column: str) -> Pieces:
+    """All files below a folder; sources that are no UTF-8 text are left out, and counted."""
+    n_odd = 0
+    for path in files_in(folder):
+        if READERS[path.suffix] is not _txt:
+            yield from READERS[path.suffix](path, column)
+            continue
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
+            n_odd += 1
+        else:
+            yield text, True
+    if n_odd:
+        console.print(f"{folder}: {n_odd} files are no UTF-8 text and were left out")
+
+
+def _txt(path: Path, column: str) -> Pieces:
     """One document, in pieces of about `PIECE` characters that end at a lone line break.
 
     A byte-level BPE never merges across such a break, so the pieces give the tokens of the whole.
@@ -55,15 +105,14 @@ def _txt(path: Path, column: str) -> Iterator[str]:
                     raise ValueError(f"{path} holds NUL bytes: it is a binary file, not text")
                 pending += chunk
                 while len(pending) > PIECE and (cut := CUT.search(pending, PIECE)):
-                    yield pending[: cut.end()]
+                    yield pending[: cut.end()], False
                     pending = pending[cut.end() :]
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text: {error}") from None
-    if pending:
-        yield pending
+    yield pending, True
 
 
-def _jsonl(path: Path, column: str) -> Iterator[str]:
+def _jsonl(path: Path, column: str) -> Pieces:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -71,18 +120,16 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
             try:
                 text = json.loads(line)[column]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: not a JSON object with {column!r} ({error!r})"
-                ) from None
+                why = f"not a JSON object with {column!r} ({error!r})"
+                raise ValueError(f"{path}, line {number}: {why}") from None
             if not isinstance(text, str):
-                raise ValueError(
-                    f"{path}, line {number}: {column!r} is {type(text).__name__}, not text"
-                )
+                kind = type(text).__name__
+                raise ValueError(f"{path}, line {number}: {column!r} is {kind}, not text")
             if text:
-                yield text
+                yield text, True
 
 
-def _parquet(path: Path, column: str) -> Iterator[str]:
+def _parquet(path: Path, column: str) -> Pieces:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -98,12 +145,12 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
         raise ValueError(f"{path}: column {column!r} is {kind}, not text: use --column")
     try:
         for batch in file.iter_batches(batch_size=BATCH, columns=[column]):
-            yield from (text for text in batch.column(0).to_pylist() if text)
+            yield from ((text, True) for text in batch.column(0).to_pylist() if text)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def _hub(source: str, column: str) -> Iterator[str]:
+def _hub(source: str, column: str) -> Pieces:
     """`hub:NAME`, `hub:NAME:CONFIG` or `hub:NAME:CONFIG:SPLIT`, streamed."""
     try:
         from datasets import load_dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -114,15 +161,16 @@ def _hub(source: str, column: str) -> Iterator[str]:
         rows = load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as error:
         raise ValueError(f"{source}: the hub gave no such data set: {error}") from None
-    yield from (row[column] for row in rows if row[column])
+    yield from ((row[column], True) for row in rows if row[column])
 
 
-WHOLE = (".txt", ".raw")  # a file is one document
-READERS = {".txt": _txt, ".raw": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
+PLAIN: tuple[str, ...] = (".txt", ".raw", ".md", ".rst", ".py")
+PLAIN += (".c", ".h", ".cpp", ".java", ".js", ".ts", ".go", ".rs", ".sh")
+READERS = {**dict.fromkeys(PLAIN, _txt), ".jsonl": _jsonl, ".parquet": _parquet}
 
 
 def prepare(
-    sources: list[str],
+    sources: Sequence[Source],
     out: str | Path,
     tokenizer: str | Tokenizer,
     *,
@@ -136,54 +184,48 @@ def prepare(
     for source in sources:  # before a tokenizer is asked of the hub
         check_source(source)
     stem = Path(str(out).removesuffix(".bin"))
+    names = [source if isinstance(source, str) else STRINGS for source in sources]
     tok = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     tok.no_truncation()
     tok.no_padding()
     eos_id = find_eos(tok, eos)
+    eos_ids = [] if eos_id is None else [eos_id]
     vocab_size = 1 + max(tok.get_vocab(with_added_tokens=True).values(), default=0)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    with draft_folder(Path(f"{stem}.bin")) as folder:
-        draft = folder / "tokens"
-        n_documents = n_tokens = 0
-        max_id = -1
+    n_documents, n_tokens, max_id = 0, 0, -1
+    with token_draft(stem) as draft:
         with Path(f"{draft}.bin").open("wb") as file, progress(quiet) as bar:
-            for source in sources:
-                path = Path(source)
-                in_bytes = path.stat().st_size if path.suffix in (*WHOLE, ".jsonl") else None
-                task = bar.add_task(f"tokenize {path.name}", total=in_bytes, note="")
-                for pieces, ends in _batches(documents(source, column), source):
-                    encoded = tok.encode_batch(pieces, add_special_tokens=False)
-                    for encoding, end in zip(encoded, ends, strict=True):
-                        eos_ids = [eos_id] if end and eos_id is not None else []
-                        array = np.array(encoding.ids + eos_ids, dtype)
+            for source, name in zip(sources, names, strict=True):
+                task = bar.add_task(f"tokenize {Path(name).name}", total=n_bytes(source), note="")
+                for group in _groups(documents(source, column)):
+                    texts, ends = zip(*group, strict=True)
+                    encoded = encode(tok, texts, special=False)
+                    for encoding, is_end in zip(encoded, ends, strict=True):
+                        array = np.array(encoding.ids + eos_ids * is_end, dtype)
                         array.tofile(file)
                         n_tokens += array.size
-                        n_documents += end
-                        max_id = max(max_id, int(array.max())) if array.size else max_id
-                    done = sum(len(piece.encode()) for piece in pieces)
+                        n_documents += is_end
+                        max_id = max(max_id, int(array.max(initial=0)))
+                    done = sum(len(text.encode()) for text in texts)
                     bar.update(task, advance=done, note=f"{n_tokens:,} tokens")
                 bar.update(task, total=bar.tasks[task].completed)  # JSON is more than its texts
         if n_tokens == 0:
-            raise ValueError(f"{', '.join(sources)}: no text in there")
+            raise ValueError(f"{', '.join(names)}: no text in there")
         tok.save(f"{draft}.tokenizer.json")
         sha256 = file_sha256(Path(f"{draft}.tokenizer.json"))
         counts = n_tokens, n_documents, vocab_size, max_id
-        write_meta(draft, TokenMeta(*counts, dtype.name, sha256, eos_id, sources))
-        for suffix in (".tokenizer.json", ".bin", ".json"):  # the last one says "complete"
-            os.replace(f"{draft}{suffix}", f"{stem}{suffix}")
+        write_meta(draft, TokenMeta(*counts, dtype.name, sha256, eos_id, names))
     return open_tokens(str(stem))
 
 
-def _batches(texts: Iterable[str], source: str) -> Iterator[tuple[list[str], list[bool]]]:
-    """Pieces in groups, and for each whether a document ends there (.txt is one document)."""
-    single = Path(source).suffix in WHOLE
-    group: list[str] = []
-    for text in texts:
-        # the last piece is kept back until it is known whether another one follows
-        if len(group) > BATCH or (len(group) > 1 and sum(map(len, group)) > 8 * PIECE):
-            yield group[:-1], [not single] * (len(group) - 1)
-            group = group[-1:]
-        group.append(text)
+def _groups(pieces: Pieces) -> Iterator[list[tuple[str, bool]]]:
+    """As many pieces as the tokenizer takes at once."""
+    group, n_chars = [], 0
+    for text, is_end in pieces:
+        group.append((text, is_end))
+        n_chars += len(text)
+        if len(group) == BATCH or n_chars > 8 * PIECE:
+            yield group
+            group, n_chars = [], 0
     if group:
-        yield group, [not single] * (len(group) - 1) + [True]
+        yield group

@@ -2,10 +2,10 @@
 
 The data is an endless stream of shuffled sequences, counted from 0. A slot is one batch: the places
 of `batch` sequences in that stream. A round of n live workers and I steps takes I * n slots; step j
-of the w-th live worker gets slots[j * n + w]. What a lost worker held is given back and is the
-first to go out again. The ledger (`Leases`) counts sequences, not batches, so that S and the batch
-may change at any round boundary: nothing is lost, nothing is seen twice. A sequence that holds an
-illegal id never goes out, and one that fails with two workers is set aside: the ledger names both.
+of the w-th live worker gets slots[j * n + w]. What a lost worker held goes out again first. The
+ledger (`Leases`) counts sequences, so that S and the batch may change at any round boundary:
+nothing is lost, nothing is seen twice. A sequence that holds an illegal id never goes out, and one
+that fails with two workers is set aside.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from .token_file import TokenFile
 class Batches:
     """`batch(worker, step)`: every sequence once per epoch, disjoint between workers, no state.
 
-    Place p = (step * S + worker) * batch + i of an endless stream that runs through one random
-    permutation of all sequences after another. Rounds draw from the same stream by slots, because
-    workers come and go (`Leases`); with all of them alive it is the same batch.
+    Place p = (step * S + worker) * batch + i of one random permutation of all sequences after
+    another. Rounds draw from the same stream by slots, because workers come and go (`Leases`).
     """
 
     file: TokenFile
@@ -38,16 +37,16 @@ class Batches:
     seed: int
     teacher_cache: TeacherCache | None = None  # of a teacher, where they come with the tokens
 
+    def rows_at(self, places: Sequence[int]) -> np.ndarray:
+        """Numbers of the sequences at these places of the stream."""
+        n = self.n_sequences
+        spots = [divmod(place, n) for place in places]
+        return np.array([_permutation(self.seed, epoch, n)[spot] for epoch, spot in spots])
+
     def rows(self, worker: int, step: int) -> np.ndarray:
         """Numbers of the sequences in this batch."""
         first = (step * self.n_workers + worker) * self.batch
         return self.rows_at(range(first, first + self.batch))
-
-    def rows_at(self, places: Sequence[int]) -> np.ndarray:
-        """Numbers of the sequences at these places of the stream."""
-        n = self.file.n_sequences(self.seq_len)
-        spots = [divmod(place, n) for place in places]
-        return np.array([_permutation(self.seed, epoch, n)[spot] for epoch, spot in spots])
 
     def __call__(self, worker: int, step: int) -> Tensor:
         """Token ids, int64 [batch, seq_len]."""
@@ -114,10 +113,7 @@ def take(leases: Leases, n: int, batch: int) -> tuple[tuple[Slot, ...], Leases]:
 def take_legal(
     batches: Batches, leases: Leases, n: int
 ) -> tuple[tuple[Slot, ...], np.ndarray, Leases]:
-    """n slots as from `take`, in which the next legal sequences stand for those with an illegal id.
-
-    With them come their ids [n, batch, seq_len], which were read to see that they are legal.
-    """
+    """n slots as from `take`, of legal sequences alone, with their ids [n, batch, seq_len]."""
     n_skipped = len(leases.skipped)
     while True:
         slots, after = take(leases, n, batches.batch)
@@ -140,12 +136,7 @@ def give_back(leases: Leases, slots: tuple[Slot, ...]) -> Leases:
 
 
 def fail(leases: Leases, slots: tuple[Slot, ...], worker: int) -> Leases:
-    """The ledger after a worker could not train these slots; a second failure skips a sequence.
-
-    For errors and for results that are not believed; a sequence that fails twice with one worker
-    may be that worker's fault, and those of a worker that is merely gone are given back, however
-    often.
-    """
+    """The ledger after an error of a worker with these slots; another's error skips a sequence."""
     places = {place for slot in slots for place in slot}
     twice = {place for place, other in leases.failed if place in places and other != worker}
     rest = give_back(leases, (tuple(sorted(places - twice)),))
@@ -163,4 +154,9 @@ def to_dict(leases: Leases) -> dict[str, Any]:
 
 def from_dict(table: dict[str, Any]) -> Leases:
     failed = tuple((place, worker) for place, worker in table.get("failed", ()))
-    return Leases(table["next"], tuple(table["returned"]), failed, tuple(table.get("aside", ())))
+    found = Leases(table["next"], tuple(table["returned"]), failed, tuple(table.get("aside", ())))
+    taken, back = range(found.next), found.returned
+    places = {*back, *found.skipped, *(place for place, _ in failed)}
+    if not all(place in taken for place in places) or list(back) != sorted(set(back)):
+        raise ValueError(f"a ledger of {found.next} sequences does not hold these")
+    return found

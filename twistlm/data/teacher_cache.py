@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..system import manifest
 from ..system.files import file_sha256, is_locked, naming, whole_file
-from ..system.manifest import HashCheck, Vouched
 from .token_file import TokenFile, check_ranges, read_description
 
 PART = "teacher.bin"  # STEM.PART is vouched for by STEM.teacher.json
@@ -50,13 +49,9 @@ class TeacherCacheMeta:
         check_ranges(self, top=(1, min(MOST, self.vocab_size)))
 
     @property
-    def record(self) -> int:
-        """Bytes of one prediction."""
-        return self.top * (id_bytes(self.vocab_size) + 2)
-
-    @property
     def shape(self) -> tuple[int, int, int]:
-        return self.n_sequences, self.seq_len - 1, self.record
+        """Windows, predictions in each, bytes of a prediction."""
+        return self.n_sequences, self.seq_len - 1, self.top * (id_bytes(self.vocab_size) + 2)
 
     @property
     def sequence_bytes(self) -> int:
@@ -70,18 +65,14 @@ class TeacherCache:
     stem: str
     meta: TeacherCacheMeta
     records: np.ndarray  # uint8 [n_sequences, seq_len - 1, bytes of a prediction]
-    hashed: HashCheck
 
     def sequences(self, rows: np.ndarray | list[int]) -> Tensor:
         """The predictions for windows by number, as they lie in the file: `unpack` reads them."""
-        self.hashed.raise_damage()
         told, width = self.records[np.asarray(rows, dtype=np.int64)], id_bytes(self.meta.vocab_size)
         ids = told[..., : self.meta.top * width].view(f"<u{width}")
         if (largest := int(ids.max(initial=0))) >= self.meta.vocab_size:
-            raise ValueError(
-                f"{self.stem}.{PART} is damaged: it holds token {largest} of a vocabulary of "
-                f"{self.meta.vocab_size}"
-            )
+            what = f"token {largest} of a vocabulary of {self.meta.vocab_size}"
+            raise ValueError(f"{self.stem}.{PART} is damaged: it holds {what}")
         return torch.from_numpy(told)
 
 
@@ -121,17 +112,25 @@ def write_teacher_cache(
             raise ValueError(f"{path}: another process makes this cache; wait for it")
         n_done, digest = _kept(file, state, meta)
         n_saved = n_done
+
+        def save() -> None:
+            """From here on a later process goes on."""
+            file.flush()
+            os.fsync(file.fileno())
+            told = {"meta": asdict(meta), "n_done": n_done, "sha256": digest.hexdigest()}
+            whole_file(state, manifest.written(told))
+
         try:
             for piece in pieces(n_done):
                 digest.update(piece.numpy().data)
                 file.write(piece.numpy().data)
                 n_done += len(piece)
                 if (n_done - n_saved) * meta.sequence_bytes >= SAVE:
-                    _save(file, state, meta, n_done, digest)
+                    save()
                     n_saved = n_done
         finally:
             if n_done > n_saved:
-                _save(file, state, meta, n_done, digest)
+                save()
             elif not n_done:
                 growing.unlink()
         about.unlink(missing_ok=True)  # of an earlier cache: now it would describe other bytes
@@ -144,34 +143,20 @@ def write_teacher_cache(
 
 
 def _kept(file: BufferedRandom, state: Path, meta: TeacherCacheMeta) -> tuple[int, Any]:
-    """Windows that an earlier process left in a part of this cache, and their sha256.
-
-    The rest is cut off, and all of it where a byte is not as it was.
-    """
-    n_done, digest = 0, hashlib.sha256()
+    """Windows that an earlier process left of this cache, and their sha256; the rest is cut off."""
     try:
         told = manifest.read_json(state)
         n = int(told["n_done"])
         if told["meta"] == asdict(meta) and 0 < n <= meta.n_sequences:
             file.truncate(n * meta.sequence_bytes)
             file.seek(0)
-            found = hashlib.file_digest(file, "sha256")
-            if found.hexdigest() == told["sha256"]:
-                n_done, digest = n, found
+            digest = hashlib.file_digest(file, "sha256")
+            if digest.hexdigest() == told["sha256"]:
+                return n, digest
     except (OSError, ValueError, TypeError, KeyError):  # nothing, or nothing that can be read
         pass
-    file.truncate(n_done * meta.sequence_bytes)
-    return n_done, digest
-
-
-def _save(
-    file: BufferedRandom, state: Path, meta: TeacherCacheMeta, n_done: int, digest: Any
-) -> None:
-    """From here on a later process goes on."""
-    file.flush()
-    os.fsync(file.fileno())
-    told = {"meta": asdict(meta), "n_done": n_done, "sha256": digest.hexdigest()}
-    whole_file(state, manifest.written(told))
+    file.truncate(0)
+    return 0, hashlib.sha256()
 
 
 def open_teacher_cache(tokens: TokenFile, seq_len: int, vocab_size: int) -> TeacherCache:
@@ -182,25 +167,20 @@ def open_teacher_cache(tokens: TokenFile, seq_len: int, vocab_size: int) -> Teac
         raise ValueError(f"no teacher's cache {path} + {about}: {again}")
     meta, file = _read(about)
     if meta.seq_len != seq_len:
-        raise ValueError(
-            f"{about} is for sequences of {meta.seq_len} tokens, data.seq_len is {seq_len}: {again}"
-        )
+        its = f"{about} is for sequences of {meta.seq_len} tokens"
+        raise ValueError(f"{its}, data.seq_len is {seq_len}: {again}")
     if meta.vocab_size != vocab_size:
         raise ValueError(
             f"{about} is of a teacher that knows {meta.vocab_size} tokens, the model {vocab_size}: "
             "a teacher needs the same tokenizer"
         )
-    manifest.check_size(path, file)
-    if (needed := math.prod(meta.shape)) != file.n_bytes:
-        raise ValueError(
-            f"{path} has {file.n_bytes} bytes, {about.name} needs {needed}: both are not of one "
-            "cache"
-        )
+    if (needed := math.prod(meta.shape)) != (found := path.stat().st_size):
+        raise ValueError(f"{path} is damaged: {found:,} bytes instead of {needed:,}")
     mine = (tokens.n_sequences(seq_len), tokens.meta.tokenizer_sha256, tokens_sha256(tokens))
     if (meta.n_sequences, meta.tokenizer_sha256, meta.tokens_sha256) != mine:
         raise ValueError(f"{about} is for other tokens than those in {tokens.stem}.bin: {again}")
-    records = np.memmap(path, np.uint8, "r", shape=meta.shape)
-    return TeacherCache(tokens.stem, meta, records, HashCheck(path, file.sha256))
+    manifest.check_file(path, file)
+    return TeacherCache(tokens.stem, meta, np.memmap(path, np.uint8, "r", shape=meta.shape))
 
 
 def verify_teacher_cache(tokens: TokenFile) -> str | None:
@@ -208,13 +188,12 @@ def verify_teacher_cache(tokens: TokenFile) -> str | None:
     path, about = _paths(tokens.stem)
     if not about.is_file():
         return None
-    meta, file = _read(about)
-    found = open_teacher_cache(tokens, meta.seq_len, meta.vocab_size)
-    manifest.check_hash(path, file.sha256)
-    return f"teacher's cache {path}: {found.meta.n_sequences:,} sequences match their sha256"
+    meta, _ = _read(about)
+    open_teacher_cache(tokens, meta.seq_len, meta.vocab_size)
+    return f"teacher's cache {path}: {meta.n_sequences:,} sequences match their sha256"
 
 
-def _read(about: Path) -> tuple[TeacherCacheMeta, Vouched]:
+def _read(about: Path) -> tuple[TeacherCacheMeta, dict[str, Any]]:
     """The description, and what it vouches for."""
     what = "the description of a teacher's cache"
     meta, record = read_description(about, TeacherCacheMeta, what)

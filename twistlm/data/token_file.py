@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..fields import WHOLE
 from ..system import manifest
-from ..system.manifest import HashCheck, Vouched
+from ..system.files import draft_folder
 
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 PARTS = ("bin", "tokenizer.json")  # STEM.part is vouched for by STEM.json
@@ -46,13 +50,9 @@ class TokenMeta:
         """Refuse what no token file can say; the JSON is a stranger's until its hash is known."""
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, legal are {' and '.join(DTYPES)}")
-        check_ranges(
-            self,
-            n_tokens=(0, manifest.LARGEST - 1),
-            n_documents=(0, manifest.LARGEST - 1),
-            vocab_size=(1, (1 << 33) - 1),
-            max_id=(0, (1 << 8 * DTYPES[self.dtype].itemsize) - 1),
-        )
+        any_count = (0, WHOLE)
+        check_ranges(self, n_tokens=any_count, n_documents=any_count, vocab_size=(1, 1 << 33))
+        check_ranges(self, max_id=(0, (1 << 8 * DTYPES[self.dtype].itemsize) - 1))
         if not isinstance(self.tokenizer_sha256, str):
             raise ValueError(f"tokenizer_sha256 is {self.tokenizer_sha256!r}, not text")
 
@@ -64,16 +64,11 @@ class TokenFile:
     stem: str
     meta: TokenMeta
     tokens: np.ndarray
-    hashed: HashCheck | None = None  # None: nothing vouches for a file of before manifests
+    sha256: str = ""  # of the ids; empty: nothing vouches for a file of before manifests
 
     @property
     def tokenizer_path(self) -> Path:
         return Path(f"{self.stem}.tokenizer.json")
-
-    @property
-    def sha256(self) -> str:
-        """Of the ids; empty where nothing vouches for them."""
-        return self.hashed.sha256 if self.hashed is not None else ""
 
     def n_sequences(self, seq_len: int) -> int:
         return self.meta.n_tokens // seq_len
@@ -101,9 +96,7 @@ class TokenFile:
         )
 
     def _cut(self, rows: np.ndarray | list[int], seq_len: int) -> np.ndarray:
-        """[len(rows), seq_len] of the file's own dtype; a file known to be damaged is refused."""
-        if self.hashed is not None:
-            self.hashed.raise_damage()
+        """[len(rows), seq_len] of the file's own dtype."""
         starts = np.asarray(rows, dtype=np.int64)[:, None] * seq_len
         return self.tokens[starts + np.arange(seq_len)]
 
@@ -120,62 +113,45 @@ class TokenFile:
                 f"vocabulary of {vocab_size}: the tokenizer does not match the model"
             )
         if tokenizer_sha256 and tokenizer_sha256 != self.meta.tokenizer_sha256:
+            its, mine = self.meta.tokenizer_sha256[:12], tokenizer_sha256[:12]
             raise ValueError(
-                f"{self.stem} was made with another tokenizer (sha256 "
-                f"{self.meta.tokenizer_sha256[:12]}...) than this run's "
-                f"({tokenizer_sha256[:12]}...)"
+                f"{self.stem} was made with another tokenizer (sha256 {its}...) than this run's "
+                f"({mine}...)"
             )
 
 
 def open_tokens(stem: str) -> TokenFile:
-    """Open a token file: sizes are compared now, the hash in the background."""
+    """Open a token file, which must be as it was written."""
     stem = stem.removesuffix(".bin").removesuffix(".json")
-    meta, files = _read(stem)
-    ids = Path(f"{stem}.bin")
-    hashed = HashCheck(ids, files["bin"].sha256) if "bin" in files else None
-    return TokenFile(stem, meta, np.memmap(ids, dtype=DTYPES[meta.dtype], mode="r"), hashed)
+    about, ids = Path(f"{stem}.json"), Path(f"{stem}.bin")
+    if not about.is_file() or not ids.is_file():
+        how = f"make one with `twistlm prepare FILE... -o {stem}`"
+        raise ValueError(f"no token file {stem}.bin + {stem}.json: {how}")
+    meta, record = read_description(about, TokenMeta, "a token file's description")
+    size, dtype = ids.stat().st_size, DTYPES[meta.dtype]
+    if size != meta.n_tokens * dtype.itemsize or size == 0:
+        raise ValueError(
+            f"{ids} has {size} bytes, but {about.name} says {meta.n_tokens} tokens of "
+            f"{dtype.itemsize} bytes: the file is empty, truncated or from another run"
+        )
+    files = manifest.vouched(about, record)
+    for part, told in files.items():
+        manifest.check_file(Path(f"{stem}.{part}"), told)
+    sha256 = files.get("bin", {}).get("sha256", "")
+    return TokenFile(stem, meta, np.memmap(ids, dtype=dtype, mode="r"), sha256)
 
 
 def verify_tokens(stem: str) -> str:
     """Read every byte of a token file; a sentence about what was found right."""
-    file = open_tokens(stem)
-    _, files = _read(file.stem)
-    for part, expected in files.items():
-        manifest.check_hash(Path(f"{file.stem}.{part}"), expected.sha256)
-    step = 1 << 20
+    file, step = open_tokens(stem), 1 << 20
     for first in range(0, file.meta.n_tokens, step):
         if (top := int(file.tokens[first : first + step].max())) > file.meta.max_id:
-            raise ValueError(
-                f"{file.stem}.bin is damaged: it holds id {top}, the largest legal one is "
-                f"{file.meta.max_id}"
-            )
+            legal = f"the largest legal one is {file.meta.max_id}"
+            raise ValueError(f"{file.stem}.bin is damaged: it holds id {top}, {legal}")
     what = f"token file {file.stem}: {file.meta.n_tokens:,} ids are legal"
-    if not files:
+    if not file.sha256:
         return f"{what}; nothing vouches for them (written before manifests): prepare it anew"
-    return f"{what}, {len(files)} files match their sha256"
-
-
-def _read(stem: str) -> tuple[TokenMeta, dict[str, Vouched]]:
-    """The description, and what it vouches for by part."""
-    meta_path, bin_path = Path(f"{stem}.json"), Path(f"{stem}.bin")
-    if not meta_path.is_file() or not bin_path.is_file():
-        raise ValueError(
-            f"no token file {stem}.bin + {stem}.json: make one with `twistlm prepare FILE... -o "
-            f"{stem}`"
-        )
-    meta, record = read_description(meta_path, TokenMeta, "a token file's description")
-    size, itemsize = bin_path.stat().st_size, DTYPES[meta.dtype].itemsize
-    if size != meta.n_tokens * itemsize or size == 0:
-        raise ValueError(
-            f"{bin_path} has {size} bytes, but {meta_path.name} says {meta.n_tokens} tokens of "
-            f"{itemsize} bytes: the file is empty, truncated or from another run"
-        )
-    files = manifest.vouched(meta_path, record)
-    for part, expected in files.items():
-        manifest.check_size(Path(f"{stem}.{part}"), expected)
-    if "tokenizer.json" in files:  # a few MB
-        manifest.check_hash(Path(f"{stem}.tokenizer.json"), files["tokenizer.json"].sha256)
-    return meta, files
+    return f"{what}, all files match their sha256"
 
 
 def read_description(path: Path, kind: type, what: str) -> tuple[Any, dict[str, Any]]:
@@ -186,6 +162,15 @@ def read_description(path: Path, kind: type, what: str) -> tuple[Any, dict[str, 
         return kind(**rest), record
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not {what}: {error}") from None
+
+
+@contextmanager
+def token_draft(stem: Path) -> Iterator[Path]:
+    """The stem of a draft to fill; its files then appear under `stem`, or nothing does."""
+    with draft_folder(Path(f"{stem}.bin")) as folder:
+        yield folder / "tokens"
+        for suffix in (*reversed(PARTS), "json"):  # the last one says "complete"
+            os.replace(folder / f"tokens.{suffix}", f"{stem}.{suffix}")
 
 
 def write_meta(stem: Path, meta: TokenMeta) -> None:

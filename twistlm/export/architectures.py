@@ -6,6 +6,7 @@ every layer: `deci` is Llama's graph and `openelm` is Qwen3's with tied embeddin
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +20,11 @@ from ..model.families import layer_widths, sublayers
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of llama.cpp's graphs: where it expects which tensor."""
+    """One of llama.cpp's graphs; gguf's own table names its tensors."""
 
     name: str
-    shared: dict[str, str]  # Hugging Face module -> GGUF tensor, without .weight or .bias
-    layer: dict[str, str]
-    layers: str = "model.layers"
     activation: str = "silu"
-    fused: tuple[str, ...] = ()  # these modules' rows in one `attn_qkv`
+    fused: bool = False  # q, k and v are rows of one tensor
     interleaved: bool = False  # RoPE turns neighbouring pairs: rows of q and k are reordered
     per_layer: bool = False  # arrays for heads, kv heads and FFN
     biases: bool = True
@@ -34,64 +32,31 @@ class Architecture:
     all_heads: bool = False  # it takes as many heads as fill the embedding
     one_plus: bool = False  # norms are stored as the factor itself, not as what is added to 1
 
+    def places(self, model: PreTrainedModel) -> dict[str, str | None]:
+        """Parameter -> its tensor in the file, None where the graph has no place for it."""
+        import gguf
 
-SHARED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-HEAD = {"lm_head": "output"}
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-SEPARATE = dict(zip(QKV, ("attn_q", "attn_k", "attn_v"), strict=True))
-NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-SANDWICH = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
+        kind, n_layers = gguf.MODEL_ARCH[self.name.upper()], model.config.num_hidden_layers
+        names, found = gguf.get_tensor_name_map(kind, n_layers), {}
+        for name in huggingface.state(model):
+            asked = re.sub(r"[qkv]_proj", "qkv_proj", name) if self.fused else name
+            place = names.get_name(asked, (".weight", ".bias"))
+            found[name] = None if name.endswith(".bias") and not self.biases else place
+        return found
 
-LLAMA = Architecture("llama", SHARED | HEAD, LAYER | SEPARATE, interleaved=True, scales_rope=True)
-QWEN2 = Architecture("qwen2", SHARED | HEAD, LAYER | SEPARATE, all_heads=True)
-QWEN3 = Architecture("qwen3", SHARED | HEAD, LAYER | SEPARATE | NORMS, biases=False)
+
+LLAMA = Architecture("llama", interleaved=True, scales_rope=True)
+QWEN2 = Architecture("qwen2", all_heads=True)
+QWEN3 = Architecture("qwen3", biases=False)
 SMOLLM3 = replace(LLAMA, name="smollm3", biases=False, scales_rope=False)
-GEMMA3 = Architecture(
-    "gemma3",
-    SHARED | HEAD,
-    LAYER | SEPARATE | NORMS | SANDWICH,
-    activation="gelu_pytorch_tanh",
-    biases=False,
-    one_plus=True,
-)
-GPT2 = Architecture(
-    "gpt2",
-    {
-        "transformer.wte": "token_embd",
-        "transformer.wpe": "position_embd",
-        "transformer.ln_f": "output_norm",
-        **HEAD,
-    },
-    {
-        "ln_1": "attn_norm",
-        "attn.c_attn": "attn_qkv",
-        "attn.c_proj": "attn_output",
-        "ln_2": "ffn_norm",
-        "mlp.c_fc": "ffn_up",
-        "mlp.c_proj": "ffn_down",
-    },
-    layers="transformer.h",
-    activation="gelu_new",
-    all_heads=True,
-)
+GEMMA3 = Architecture("gemma3", activation="gelu_pytorch_tanh", biases=False, one_plus=True)
+GPT2 = Architecture("gpt2", activation="gelu_new", all_heads=True)
 OWN = {
     "llama": LLAMA, "mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "smollm3": SMOLLM3,
     "gemma3_text": GEMMA3, "gpt2": GPT2,
 }  # fmt: skip
 DECI = replace(LLAMA, name="deci", per_layer=True)
-OPENELM = Architecture("openelm", SHARED, LAYER | NORMS, fused=QKV, per_layer=True, biases=False)
+OPENELM = Architecture("openelm", fused=True, per_layer=True, biases=False)
 UNEVEN = {"llama": DECI, "mistral": DECI, "qwen2": DECI, "qwen3": OPENELM}
 
 
@@ -111,24 +76,20 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     first, *others = widths(model)
     is_even = all(layer == first for layer in others)
     if not is_even and family not in UNEVEN:
-        raise _refusal(
-            model,
-            "its layers have different widths, which llama.cpp takes for "
-            f"{', '.join(UNEVEN)} models only; cut all layers alike (`extract --stock`)",
-        )
+        known = f"{', '.join(UNEVEN)} models only; cut all layers alike (`extract --stock`)"
+        raise _refusal(model, f"its layers have different widths, as llama.cpp takes of {known}")
     found = (OWN if is_even else UNEVEN)[family]
     heads = first[sublayers(model)["attn"].width]
     if found.all_heads and heads * families.head_dim(config) != config.hidden_size:
         if family not in UNEVEN:
-            raise _refusal(
-                model,
-                "llama.cpp takes all of its heads, and this ticket lost some "
-                "(blocks.setting=ffn leaves them alone)",
-            )
+            why = "and this ticket lost some (blocks.setting=ffn leaves them alone)"
+            raise _refusal(model, f"llama.cpp takes all of its heads, {why}")
         found = UNEVEN[family]
-    reason = _other_graph(found, model) or _other_tensors(found, model)
-    if reason is not None:
+    if reason := _other_graph(found, model):
         raise _refusal(model, f"llama.cpp's {found.name} {reason}")
+    for name, place in found.places(model).items():
+        if place is None:
+            raise _refusal(model, f"llama.cpp's {found.name} has no place for {name}")
     return found
 
 
@@ -168,23 +129,8 @@ def _other_graph(found: Architecture, model: PreTrainedModel) -> str | None:
     return None
 
 
-def _other_tensors(found: Architecture, model: PreTrainedModel) -> str | None:
-    """A parameter that has no place in the file, if there is one."""
-    known = {*found.shared, *found.layer, *found.fused}
-    depth = found.layers.count(".") + 2
-    for name in huggingface.state(model):
-        module, _, leaf = name.rpartition(".")
-        inner = module.split(".", depth)[depth] if module.startswith(f"{found.layers}.") else module
-        if inner not in known or (leaf == "bias" and not found.biases):
-            return f"has no place for {name}"
-    return None
-
-
 def add_rope_(writer: Any, found: Architecture, model: PreTrainedModel) -> Tensor | None:
-    """Write how positions turn heads; returns `rope_freqs` where the frequencies are scaled.
-
-    llama.cpp divides theta^(-2i/dh) by them.
-    """
+    """Write how heads are turned; returns `rope_freqs`, divisors of theta^(-2i/dh), if scaled."""
     if found is GPT2:  # it adds position embeddings
         return None
     config, dh = model.config, families.head_dim(model.config)
@@ -202,11 +148,8 @@ def add_rope_(writer: Any, found: Architecture, model: PreTrainedModel) -> Tenso
     writer.add_rope_freq_base(base)
     frequencies: Any = model.get_submodule("model.rotary_emb").inv_freq
     if kind not in ("default", "linear", "llama3") or 2 * len(frequencies) != dh:
-        raise _refusal(
-            model,
-            f"rope_type {kind!r} with {2 * len(frequencies)} of {dh} head dimensions turned is not "
-            "written; default, linear and llama3 of all dimensions are",
-        )
+        turned = f"rope_type {kind!r} with {2 * len(frequencies)} of {dh} head dimensions turned"
+        raise _refusal(model, f"{turned} is not default, linear or llama3 of all dimensions")
     plain = base ** -(torch.arange(0, dh, 2, dtype=torch.float64) / dh)
     factors = (plain / frequencies.double().cpu()).float()
     if torch.allclose(factors, torch.ones_like(factors), rtol=1e-6):

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
 from ..compute.perplexity import Text
 from ..model import families, huggingface
 from ..model.families import kv_name, sublayers
 from ..system.files import draft_folder
-from . import GGUF_TYPES, installed, llamacpp, need, ollama, verify
-from .architectures import QKV, Architecture, add_rope_, architecture_of, widths
+from . import GGUF_TYPES, installed, need, verify
+from .architectures import Architecture, add_rope_, architecture_of, widths
+
+QUANTIZES = ("q4_k_m",)  # types that llama.cpp itself makes, out of float32
+ROLES = ("system", "user", "assistant")
+ELSEWHERE = (
+    "# the tokenizer's chat template says more than a TEMPLATE can: Ollama looks for it in its own "
+    "list"
+)
+
+
+def check(model: PreTrainedModel, type_: str, option: str = "--type") -> Architecture:
+    """How llama.cpp names the model, which may have no storage; refuse what cannot be written."""
+    if type_ not in GGUF_TYPES:
+        raise ValueError(f"{option} {type_}: GGUF is written as {', '.join(GGUF_TYPES)}")
+    need("a GGUF file", "gguf", "gguf")
+    if type_ in QUANTIZES:
+        need(f"{option} {type_}, which llama.cpp makes,", "llama", "llama_cpp")
+    return architecture_of(model)
 
 
 def export(
@@ -30,63 +49,47 @@ def export(
     tokenizer: Path | None = None,
     text: Text | None = None,
     prompt: str = verify.PROMPT,
-    tell: verify.Tell = verify.silent,
 ) -> list[verify.Verified]:
     """Write a GGUF file, PATH.json and PATH.Modelfile (Ollama), and compare it with torch.
 
     It is run in llama.cpp where that is installed. Matrices get `type_`; vectors stay float32, and
     rows that q8_0 cannot hold (no multiple of 32) f16. q4_k_m is made by llama.cpp.
     """
-    if type_ not in GGUF_TYPES:
-        raise ValueError(f"--type {type_}: GGUF is written as {', '.join(GGUF_TYPES)}")
-    need("a GGUF file", "gguf", "gguf")
-    if type_ in llamacpp.QUANTIZES:
-        need(f"--type {type_}, which llama.cpp makes,", "llama", "llama_cpp")
-    import gguf
-
-    found = architecture_of(model)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    found = check(model, type_)
     with draft_folder(path) as folder:
         draft = folder / path.name
-        tell("write the file")
-        tensors = dict(_tensors(model, found))
-        plain = type_ if type_ not in llamacpp.QUANTIZES else "f32"
-        _write(gguf, model, found, tensors, draft, plain, tokenizer)
+        plain = type_ if type_ not in QUANTIZES else "f32"
+        tensors = _write(model, found, draft, plain, tokenizer)
         if plain != type_:
-            llamacpp.quantize_(draft, type_)
-        tell("read it back")
-        worst = _read_back(gguf, draft, tensors)
-        tell("run torch")
+            _quantize_(draft, type_)
+        worst = _read_back(draft, tensors)
         goal = verify.reference(model, tokenizer, prompt)
         rows = [verify.torch_row(model, goal, text)]
-        tell("run llama.cpp")
         if installed("llama_cpp"):
             n_ctx = max(len(goal.logits), text.seq_len if text else 0)
-            runner = llamacpp.LlamaRunner(draft, n_ctx, all_logits=True, exact=type_ == "f32")
+            runner = LlamaRunner(draft, n_ctx, all_logits=True, exact=type_ == "f32")
             if goal.tokenizer and (ids := runner.tokenize(prompt)) != goal.prompt:
                 raise ValueError(f"llama.cpp splits {prompt!r} into other tokens: {ids}")
             name = f"llama.cpp {type_}"
             rows.append(verify.check(name, runner, goal, text, draft.stat().st_size))
             if type_ == "f32":
                 verify.demand_equal(rows[-1], goal)
-        record = {"format": "gguf", "type": type_, "max_weight_delta": worst}
-        record |= verify.record(rows)
+        about = {"format": "gguf", "type": type_, "max_weight_delta": worst}
+        record = about | verify.record(rows)
         Path(f"{draft}.json").write_text(json.dumps(record, indent=1) + "\n")
-        Path(f"{draft}.Modelfile").write_text(ollama.modelfile(path.name, tokenizer))
+        Path(f"{draft}.Modelfile").write_text(modelfile(path.name, tokenizer))
         for suffix in (".json", ".Modelfile", ""):
             os.replace(f"{draft}{suffix}", f"{path}{suffix}")
     return rows
 
 
 def _write(
-    gguf: Any,
-    model: PreTrainedModel,
-    found: Architecture,
-    tensors: dict[str, Tensor],
-    path: Path,
-    type_: str,
-    tokenizer: Path | None,
-) -> None:
+    model: PreTrainedModel, found: Architecture, path: Path, type_: str, tokenizer: Path | None
+) -> dict[str, Tensor]:
+    """Write the file; returns what is in it, exactly."""
+    import gguf
+
+    tensors = _tensors(model, found)
     config, n_tokens = model.config, huggingface.vocab_size(model)
     writer = gguf.GGUFWriter(path, found.name)
     writer.add_name(path.stem)
@@ -124,40 +127,33 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return tensors
 
 
-def _tensors(model: PreTrainedModel, found: Architecture) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: PreTrainedModel, found: Architecture) -> dict[str, Tensor]:
     """GGUF name and value of every tensor; rows of q and k in the order of llama.cpp's RoPE."""
-    state = {name: p.detach().float().cpu() for name, p in huggingface.state(model).items()}
-    dh = families.head_dim(model.config)
-
-    def turned(module: str, leaf: str) -> Tensor:
-        """(heads, 2 halves, dh/2) -> (heads, dh/2, 2): Hugging Face's halves as neighbours."""
-        rows = state[f"{module}.{leaf}"]
-        if leaf == "weight" and isinstance(model.get_submodule(module), Conv1D):
+    places, dh = found.places(model), families.head_dim(model.config)
+    tensors: dict[str, Tensor] = {}
+    for name, param in huggingface.state(model).items():
+        rows, place = param.detach().float().cpu(), str(places[name])
+        if rows.ndim == 2 and isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
             rows = rows.T
         if found.one_plus and rows.ndim == 1:
             rows = 1 + rows
-        if not found.interleaved or not module.endswith(QKV[:2]):
-            return rows.contiguous()
-        halves = rows.reshape(-1, 2, dh // 2, *rows.shape[1:])
-        return halves.transpose(1, 2).reshape(rows.shape)
-
-    places = list(found.shared.items())
-    for i in range(model.config.num_hidden_layers):
-        layer = f"{found.layers}.{i}"
-        places += [(f"{layer}.{m}", f"blk.{i}.{t}") for m, t in found.layer.items()]
-        if found.fused:
-            parts = [turned(f"{layer}.{module}", "weight") for module in found.fused]
-            yield f"blk.{i}.attn_qkv.weight", torch.cat(parts)
-    for module, target in places:
-        for leaf in ("weight", "bias"):
-            if f"{module}.{leaf}" in state:
-                yield f"{target}.{leaf}", turned(module, leaf)
+        if found.interleaved and place.split(".")[-2] in ("attn_q", "attn_k"):
+            # (heads, 2 halves, dh/2) -> (heads, dh/2, 2): Hugging Face's halves as neighbours
+            halves = rows.reshape(-1, 2, dh // 2, *rows.shape[1:])
+            rows = halves.transpose(1, 2).reshape(rows.shape)
+        tensors[place] = (
+            torch.cat([tensors[place], rows]) if place in tensors else rows.contiguous()
+        )
+    return tensors
 
 
-def _read_back(gguf: Any, path: Path, tensors: dict[str, Tensor]) -> float:
+def _read_back(path: Path, tensors: dict[str, Tensor]) -> float:
     """The largest |Δweight| of the file against what it was made of."""
+    import gguf
+
     entries = gguf.GGUFReader(path).tensors
     assert len(entries) == len(tensors)
     values = ((t.name, gguf.quants.dequantize(t.data, t.tensor_type)) for t in entries)
@@ -235,3 +231,118 @@ def _split(plain: dict[str, Any], path: Path) -> str:
             f"llama.cpp that twistlm knows ({', '.join(SPLITS.values())}); use `--to onnx`"
         )
     return SPLITS[tuple(words)]
+
+
+def _quantize_(path: Path, type_: str) -> None:
+    """Replace a float32 GGUF file by llama.cpp's quantization of it."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type_.upper()}")
+    target = path.with_suffix(".quantized")
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # it tells of every tensor
+    if llama_cpp.llama_model_quantize(str(path).encode(), str(target).encode(), params):
+        raise ValueError(f"llama.cpp cannot quantize this model to {type_}")
+    os.replace(target, path)
+
+
+class LlamaRunner(verify.Runner):
+    """A GGUF file in llama.cpp; `all_logits` for n_logits > 1, `exact` for a float32 KV cache."""
+
+    def __init__(
+        self, path: Path, n_ctx: int, threads: int = 0, all_logits: bool = False, exact=False
+    ):
+        need("llama.cpp (it compiles)", "llama", "llama_cpp")
+        import llama_cpp
+
+        # flash attention takes other widths in every layer, but rounds keys and values to f16
+        cache = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
+        self._llm = llama_cpp.Llama(
+            str(path),
+            n_ctx=n_ctx,
+            logits_all=all_logits,
+            flash_attn=not exact,
+            type_k=cache,
+            type_v=cache,
+            n_threads=threads or None,
+            n_threads_batch=threads or None,
+            verbose=False,
+        )
+        self._last = llama_cpp.llama_get_logits_ith
+        self._all_logits = all_logits
+
+    def forget(self) -> None:
+        self._llm.reset()
+
+    def tokenize(self, text: str) -> list[int]:
+        """llama.cpp's own tokens of a text."""
+        return self._llm.tokenize(text.encode(), special=True)
+
+    def read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+        self._llm.eval(list(ids))
+        if self._all_logits:
+            return self._llm.scores[self._llm.n_tokens - n_logits : self._llm.n_tokens].copy()
+        assert n_logits == 1
+        last = self._last(self._llm.ctx, -1)
+        return np.ctypeslib.as_array(last, shape=(1, self._llm.n_vocab())).copy()
+
+
+def modelfile(gguf: str, tokenizer: Path | None) -> str:
+    """The Modelfile of a GGUF file, with a chat format if it can say what the tokenizer's says."""
+    lines = [f"FROM ./{gguf}"]
+    if tokenizer is not None and (tokenizer.parent / "chat_template.jinja").is_file():
+        lines += _chat(PreTrainedTokenizerFast.from_pretrained(tokenizer.parent))
+    return "\n".join(lines) + "\n"
+
+
+def _chat(tokenizer: Any) -> list[str]:
+    """TEMPLATE, SYSTEM and the stop word, found by rendering a talk whose words are known.
+
+    Ollama writes a turn as system, prompt and answer, each between two strings. They are read off
+    the rendered talk; a template that does more than that is left to Ollama's own list.
+    """
+    adds = tokenizer("a").input_ids[0] != tokenizer("a", add_special_tokens=False).input_ids[0]
+    added = (adds and tokenizer.bos_token) or ""  # the runtime puts it before a text by itself
+
+    def render(*talk: tuple[str, str], ask: bool = False) -> str:
+        messages = [{"role": role, "content": words} for role, words in talk]
+        made = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+        return made.removeprefix(added)
+
+    talk = [("system", "@S@"), ("user", "@U@"), ("assistant", "@A@"), ("user", "@V@")]
+    try:
+        pieces = _around(render(*talk), [words for _, words in talk])
+        first, alone = render(*talk[:2], ask=True), render(talk[1], ask=True)
+    except (TemplateError, ValueError, TypeError):
+        return [ELSEWHERE]
+    before = {role: pieces[0].replace("system", role) for role in ROLES}
+    after = {role: pieces[i + 1] for i, role in enumerate(ROLES)}
+    for role, following in zip(ROLES, ("user", "assistant", "user"), strict=True):
+        after[role] = after[role].removesuffix(before[following])
+    made = "".join(before[role] + words + after[role] for role, words in talk)
+    head = before["system"] + "@S@" + after["system"]
+    turn = before["user"] + "@U@" + after["user"] + before["assistant"]
+    default = alone.removesuffix(turn).removeprefix(before["system"]).removesuffix(after["system"])
+    whole = before["system"] + default + after["system"] if default else ""
+    if (made, first, alone) != (render(*talk), head + turn, whole + turn) or '"""' in made:
+        return [ELSEWHERE]
+    parts = [
+        f"{{{{ if {field} }}}}{before[role]}{{{{ {field} }}}}{after[role]}{{{{ end }}}}"
+        for role, field in (("system", ".System"), ("user", ".Prompt"))
+    ]
+    answer = f"{before['assistant']}{{{{ .Response }}}}{after['assistant']}"
+    lines = [f'TEMPLATE """{"".join(parts)}{answer}"""']
+    if default:
+        lines.append(f'SYSTEM """{default}"""')
+    if stop := after["assistant"].strip():
+        lines.append(f"PARAMETER stop {json.dumps(stop)}")
+    return lines
+
+
+def _around(text: str, words: list[str]) -> list[str]:
+    """The strings around known words, in order."""
+    pieces = []
+    for word in words:
+        before, text = text.split(word, 1)  # ValueError where it is not written as it is
+        pieces.append(before)
+    return [*pieces, text]

@@ -46,12 +46,10 @@ def export(
     tokenizer: Path | None = None,
     text: Text | None = None,
     prompt: str = verify.PROMPT,
-    tell: verify.Tell = verify.silent,
 ) -> list[verify.Verified]:
     """Write an ONNX folder, compare it with torch on the spot, and return the comparison's rows.
 
-    q8 stores matrices as 8-bit integers in blocks of 32 (MatMulNBits): plain dynamic int8 costs
-    quality.
+    q8 stores matrices in blocks of 32 (MatMulNBits): plain dynamic int8 costs quality.
     """
     need("ONNX", "onnx", "onnx", "onnxscript", "onnxruntime")
     if type_ not in ONNX_TYPES:
@@ -59,21 +57,16 @@ def export(
     held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if folder.is_file() or (held and not {FILE, RECORD} <= held):
         raise ValueError(f"--out {folder} exists and is no ONNX export: choose another folder")
-    tell("run torch")
     goal = verify.reference(model, tokenizer, prompt)
     rows = [verify.torch_row(model, goal, text)]
-    folder.parent.mkdir(parents=True, exist_ok=True)
     ours = {FILE, f"{FILE}.data", RECORD, "config.json", "generation_config.json"}
     ours |= {"tokenizer.json", *BESIDE}
     with files.whole_folder(folder, manifest.foreign_files(folder, ours)) as draft:
-        tell("trace the graph")
         with _quiet():
             _write(model, draft / FILE, untie=type_ == "q8")
-        tell("run onnxruntime")
         rows.append(verify.check("onnxruntime f32", OnnxRunner(draft), goal, text, _size(draft)))
         verify.demand_equal(rows[-1], goal)
         if type_ == "q8":
-            tell("store eight bits and run them")
             with _quiet():
                 _quantize_(draft)
             rows.append(verify.check("onnxruntime q8", OnnxRunner(draft), goal, text, _size(draft)))
@@ -84,8 +77,7 @@ def export(
             for name in ("tokenizer.json", *BESIDE):
                 if (tokenizer.parent / name).is_file():
                     shutil.copyfile(tokenizer.parent / name, draft / name)
-        names = {"inputs": _names(model, "past_key_values"), "outputs": _names(model, "present")}
-        record = {"format": "onnx", "type": type_, **names, **verify.record(rows)}
+        record = {"format": "onnx", "type": type_, **verify.record(rows)}
         (draft / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return rows
 
@@ -99,9 +91,8 @@ class OnnxRunner(verify.Runner):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3  # errors
-        self._session = onnxruntime.InferenceSession(
-            folder / FILE, options, providers=["CPUExecutionProvider"]
-        )
+        providers = ["CPUExecutionProvider"]
+        self._session = onnxruntime.InferenceSession(folder / FILE, options, providers=providers)
         caches = self._session.get_inputs()[len(INPUTS) :]
         self._names = [cache.name for cache in caches]
         self._empty = [np.zeros((1, c.shape[1], 0, c.shape[3]), np.float32) for c in caches]
@@ -117,9 +108,8 @@ class OnnxRunner(verify.Runner):
             "position_ids": np.arange(n_past, n_past + len(ids))[None],
             FROM: np.array([-n_logits], np.int64),
         }
-        logits, *self._past = self._session.run(
-            None, inputs | dict(zip(self._names, self._past, strict=True))
-        )
+        inputs |= dict(zip(self._names, self._past, strict=True))
+        logits, *self._past = self._session.run(None, inputs)
         return logits[0]
 
 
@@ -146,11 +136,9 @@ class _HeadFrom(nn.Module):
         self.start = torch.zeros(1, dtype=torch.int64)  # of each call
 
     def forward(self, states: Tensor) -> Tensor:
-        end, dim = torch.tensor([2**31 - 1]), torch.tensor([1])
-        at = (states, self.start, end, dim)
-        return self.head(
-            torch.onnx.ops.symbolic("Slice", at, dtype=states.dtype, shape=states.shape)
-        )
+        at = (states, self.start, torch.tensor([2**31 - 1]), torch.tensor([1]))
+        cut = torch.onnx.ops.symbolic("Slice", at, dtype=states.dtype, shape=states.shape)
+        return self.head(cut)
 
 
 class _Graph(nn.Module):
@@ -163,23 +151,13 @@ class _Graph(nn.Module):
         model.set_output_embeddings(self.head)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        past: tuple[Tensor, ...],
-        logits_from: Tensor,
+        self, ids: Tensor, mask: Tensor, positions: Tensor, past: tuple[Tensor, ...], start: Tensor
     ) -> Any:
-        self.head.start = logits_from
+        self.head.start = start
         # without the config, so that a sliding layer keeps all of its past and masks it
         cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
-        out: Any = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-        )
+        said = dict(zip(INPUTS, (ids, mask, positions), strict=True))
+        out: Any = self.model(**said, past_key_values=cache, use_cache=True)
         return out.logits, *_flat(cache)
 
 
@@ -188,9 +166,8 @@ def _flat(cache: Any) -> tuple[Tensor, ...]:
 
 
 def _names(model: PreTrainedModel, what: str) -> list[str]:
-    first = list(INPUTS) if what == "past_key_values" else ["logits"]
     layers = range(model.config.num_hidden_layers)
-    return first + [f"{what}.{i}.{part}" for i in layers for part in ("key", "value")]
+    return [f"{what}.{i}.{part}" for i in layers for part in ("key", "value")]
 
 
 @torch.no_grad()
@@ -213,14 +190,14 @@ def _write(model: PreTrainedModel, path: Path, untie: bool) -> None:
         (ids, mask, positions, past, torch.zeros(1).long()),
         dynamo=True,
         verbose=False,
-        input_names=[*_names(model, "past_key_values"), FROM],
-        output_names=_names(model, "present"),
+        input_names=[*INPUTS, *_names(model, "past_key_values"), FROM],
+        output_names=["logits", *_names(model, "present")],
         dynamic_shapes={
-            "input_ids": {0: "batch", 1: "length"},
-            "attention_mask": {0: "batch", 1: "total"},
-            "position_ids": {0: "batch", 1: "length"},
+            "ids": {0: "batch", 1: "length"},
+            "mask": {0: "batch", 1: "total"},
+            "positions": {0: "batch", 1: "length"},
             "past": tuple({0: "batch", 2: "past"} for _ in past),
-            "logits_from": None,
+            "start": None,
         },
     )
     graph = program.model.graph
@@ -247,9 +224,8 @@ def _quantize_(folder: Path) -> None:
     quantizer.process()
     for old in folder.glob(f"{FILE}*"):
         old.unlink()
-    onnx.save(
-        quantizer.model.model, folder / FILE, save_as_external_data=True, location=f"{FILE}.data"
-    )
+    where: Any = {"save_as_external_data": True, "location": f"{FILE}.data"}
+    onnx.save(quantizer.model.model, folder / FILE, **where)
 
 
 @contextmanager

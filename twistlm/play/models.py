@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +13,14 @@ from transformers import DynamicCache, PreTrainedModel
 from ..compute import speed
 from ..compute.perplexity import Evaluator, perplexity
 from ..model import huggingface
-from ..model.blocks import Blueprint, Widths, widths_of_ratio
-from ..model.tokenizer import load_tokenizer
-from ..tickets import deploy, stock
+from ..model.blocks import Blueprint, Widths
+from ..model.tokenizer import encode, load_tokenizer
+from ..tickets import deploy
 from ..tickets.budget import ladder, weights_bytes
+from ..tickets.importance import AUTO, parse_pick, pick_blocks, pick_for
 from ..tickets.parent import Parent, open_parent
-from ..tickets.pick import AUTO, NESTED, RANDOM, parse_pick, pick_blocks, pick_for
-from ..tickets.score import evaluator
-from . import TicketChoice, read_lines
+from ..tickets.score import evaluator, text_of
+from . import TicketChoice
 
 N_TOKENS = 8192  # of text behind a perplexity, where the run does not say (run.eval_tokens)
 MOST_PROMPT = 512  # tokens that are read of a prompt
@@ -43,10 +40,9 @@ class Models:
         except ValueError:
             self.tokenizer = None
         self.evaluator: Evaluator | None = None
+        n_tokens = self.parent.cfg.run.eval_tokens or N_TOKENS
         try:
-            self.evaluator = evaluator(
-                self.parent, data, self.parent.cfg.run.eval_tokens or N_TOKENS
-            )
+            self.evaluator = evaluator(self.parent, text_of(self.parent, data, n_tokens))
             text, option = self.evaluator.text, f" --data {data}" if data else ""
             n = text.n_sequences * text.seq_len
             self.measured_on = (
@@ -59,7 +55,7 @@ class Models:
             self.measured_on = f"no perplexity: {error}"
         self.of_whole: dict[str, Any] = {}  # what was measured
         self.of_tickets: dict[TicketChoice, dict[str, Any]] = {}
-        self.last: tuple[TicketChoice, PreTrainedModel] | None = None
+        self.last: tuple[TicketChoice, PreTrainedModel] | None = None  # cut last
 
     def describe(self) -> Iterator[dict[str, Any]]:
         """What the page shows before anything is asked."""
@@ -73,7 +69,6 @@ class Models:
                 for widths in self.sizes
             ],
             "parameters": [layout.narrowed(block_map, w).n_params for w in self.sizes],
-            "known": _known(self.parent, self.sizes),
             "pick": pick_for(self.parent, AUTO).asked,
             "measured_on": self.measured_on,
             "has_text": self.evaluator is not None,
@@ -86,11 +81,8 @@ class Models:
         models = {"whole": self.whole, "ticket": self.ticket(choice)}
         found = {"whole": self.of_whole, "ticket": self.of_tickets.setdefault(choice, {})}
         for name, model in models.items():
-            shapes = huggingface.shapes(model)
             found[name]["parameters"] = sum(p.numel() for p in model.parameters())
-            found[name]["bytes"] = weights_bytes(shapes)
-            config = stock.stock_config(self.parent.template, shapes)  # or why there is none
-            found[name]["stock"] = not isinstance(config, str)
+            found[name]["bytes"] = weights_bytes(huggingface.shapes(model))
         yield found
         if "ms" not in found["ticket"]:  # both in turn: a busy machine slows them alike
             speeds = speed.measure_all(list(models.values()), n_repeats=2, n_prompt=16, n_steps=8)
@@ -110,7 +102,7 @@ class Models:
         """What the whole model and the ticket write after a prompt, token by token in turn."""
         if self.tokenizer is None:
             raise ValueError(f"{self.parent.source} has no tokenizer: it can read no text")
-        ids = self.tokenizer.encode(prompt[-100 * MOST_PROMPT :]).ids or [0]
+        ids = encode(self.tokenizer, [prompt[-100 * MOST_PROMPT :]])[0].ids or [0]
         room = getattr(self.whole.config, "max_position_embeddings", None) or 1 << 20
         n_new = min(n_new, room // 2)
         read = ids[-min(MOST_PROMPT, room - n_new) :]
@@ -135,12 +127,9 @@ class Models:
     def blueprint(self, choice: TicketChoice) -> Blueprint:
         """The blocks that `extract` picks; a parent without an order nests by their magnitude."""
         has_order = bool(self.parent.progress.order)
-        how = {
-            "nested": NESTED if has_order else parse_pick("importance:magnitude"),
-            "random": RANDOM,
-            "best of 4": parse_pick("best-of:4"),
-        }[choice.pick]
-        if how.needs_perplexity and self.evaluator is None:
+        nested = "nested" if has_order else "importance:magnitude"
+        how = parse_pick({"nested": nested, "best of 4": "best-of:4"}.get(choice.pick, "random"))
+        if how.n_draws > 1 and self.evaluator is None:
             raise ValueError(f"the {choice.pick} is chosen by perplexity; {self.measured_on}")
         widths, seed = self.sizes[choice.size - 1], choice.seed
         return pick_blocks(self.parent, widths, how, seed=seed, evaluator=self.evaluator)[0]
@@ -174,25 +163,3 @@ def _texts(
             return
         text += decoder.step(tokenizer, ids[0]) or ""
         yield text
-
-
-def _known(parent: Parent, sizes: list[Widths]) -> list[str]:
-    """What the run's evaluation and its certificates say about random tickets of each size."""
-    run = Path(parent.source)
-    run = run.parents[1] if run.name.startswith("round-") else run
-    evaluated = [row for row in read_lines(run / "metrics.jsonl") if row.get("eval")]
-    rows = evaluated[-1]["eval"] if evaluated else {}
-    found = [
-        (ratio, f"random tickets {row['mean']:.2f} (worst of {row['n']}: {row['worst']:.2f})")
-        for ratio, row in rows.items()
-        if ratio != "full"
-    ]
-    for path in sorted(run.glob("**/certificate.json")):
-        made = json.loads(path.read_text())
-        said = "certified: {coverage:.0%} of all are ≤ {value:.2f}".format(**made["bound"])
-        found.append((made["spread"]["ratio"], said))
-    known: list[list[str]] = [[] for _ in sizes]
-    for ratio, said in found:
-        with suppress(ValueError):  # a ratio of other blocks, or of none of the sizes
-            known[sizes.index(widths_of_ratio(parent.block_map, ratio))].append(said)
-    return ["; ".join(said) for said in known]

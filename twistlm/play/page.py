@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from . import PICKS, TicketChoice, read_lines
+from . import PICKS, TicketChoice
 from .process import ModelEnded, ModelProcess
 
 CSS = """
@@ -35,14 +34,14 @@ NUMBERS = {
     "ms": "time per token",
     "perplexity": "perplexity (less is better)",
 }
-SIZE_COLUMNS = ["blocks", "parameters", "time per token", "perplexity", "measured in training"]
+SIZE_COLUMNS = ["blocks", "parameters", "time per token", "perplexity"]
 MOST_SHOWN = 300  # of a prompt that stand before what is written
 MOST_SIZES = 16  # that the tab of sizes measures
 REFUSALS = (ValueError, ModelEnded)  # said instead of an answer
 
 
-def build(model: ModelProcess, run: Path | None) -> Any:
-    """The page over a model's process; its last tab follows the training in the folder `run`."""
+def build(model: ModelProcess) -> Any:
+    """The page over a model's process."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     model.start()  # it loads while gradio is imported
@@ -87,11 +86,6 @@ def build(model: ModelProcess, run: Path | None) -> Any:
                 note = warning(str(error))
             yield note, pandas.DataFrame(found.values()), size_rows(found, about)
 
-    def follow_training() -> tuple[Any, ...]:
-        html, losses, evaluations = training(run)
-        plot = gr.LinePlot(pandas.DataFrame(losses), visible=bool(losses))
-        return html, plot, gr.Dataframe(evaluations, visible=bool(evaluations))
-
     with gr.Blocks(title="twistlm play", analytics_enabled=False) as page:
         gr.HTML(title(about), elem_classes="twist")
         with gr.Tab("Play"):
@@ -128,14 +122,9 @@ def build(model: ModelProcess, run: Path | None) -> Any:
             curve = gr.LinePlot(
                 x="parameters", y="perplexity", height=280, visible=about["has_text"]
             )
-            rows, headers = size_rows({}, about), SIZE_COLUMNS[: 4 + any(about["known"])]
-            table = gr.Dataframe(rows, headers=headers, interactive=False, elem_id="sizes")
-        with gr.Tab("Training"):
-            status = gr.HTML(elem_id="training", elem_classes="twist")
-            losses = gr.LinePlot(x="round", y="loss", height=280)
-            headers = ["round", "perplexity by share of blocks that stay"]
-            evaluations = gr.Dataframe(headers=headers, interactive=False)
-        choice, progress = [size, pick, seed], [status, losses, evaluations]
+            rows = size_rows({}, about)
+            table = gr.Dataframe(rows, headers=SIZE_COLUMNS, interactive=False, elem_id="sizes")
+        choice = [size, pick, seed]
         asked, written = [prompt, n_new, temperature, *choice], [whole, ticket, note]
         quiet = {"trigger_mode": "always_last", "show_progress": "hidden"}
         gr.on([page.load, size.change, pick.change, seed.change], measure, choice, shown, **quiet)
@@ -145,21 +134,23 @@ def build(model: ModelProcess, run: Path | None) -> Any:
         stop.click(None, cancels=[running])
         opened = [page.load, sizes_tab.select]
         gr.on(opened, measure_sizes, [pick, seed], [sizes_note, curve, table], **quiet)
-        follows = [page.load] + ([gr.Timer(2.0).tick] if run is not None else [])
-        gr.on(follows, follow_training, None, progress, show_progress="hidden")
     return page.queue(default_concurrency_limit=8, max_size=64)
 
 
 def launch(page: Any, server: str, port: int | None) -> str:
     """Serve the page; returns its address. Nothing is shared, nothing is fetched from elsewhere."""
     import gradio as gr
+    from starlette.responses import Response
+    from starlette.routing import Route
 
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     # fonts by name: gradio's own come from a web server
     theme = gr.themes.Default(primary_hue="teal", neutral_hue="slate", **fonts)
+    # before gradio's own, which takes files from anyone: nothing here needs one
+    closed = Route("/gradio_api/upload", lambda _: Response(status_code=404), methods=["POST"])
     _, address, _ = page.launch(
         server_name=server, server_port=port, share=False, quiet=True, prevent_thread_lock=True,
-        footer_links=[], ssr_mode=False, css=CSS, theme=theme,
+        footer_links=[], ssr_mode=False, css=CSS, theme=theme, app_kwargs={"routes": [closed]},
     )  # fmt: skip
     return address
 
@@ -184,12 +175,8 @@ def numbers(found: dict[str, Any], about: dict[str, Any], size: int) -> str:
             continue
         values = [_text(key, each.get(key)) for each in (ticket, whole)]
         html += tile(name, values[0], f"whole model {values[1]}")
-    said = [f"keeps {about['sizes'][size - 1]} blocks of every layer"]
-    said += [f"loads as a stock {about['family']} model"] if ticket["stock"] else []
-    said += [known] if (known := about["known"][size - 1]) else []
-    return (
-        f'<div class="tiles">{html}</div>' + faint(" · ".join(said)) + faint(about["measured_on"])
-    )
+    said = f"keeps {about['sizes'][size - 1]} blocks of every layer; {about['measured_on']}"
+    return f'<div class="tiles">{html}</div>{faint(said)}'
 
 
 def _text(key: str, value: float | None) -> str:
@@ -218,39 +205,9 @@ def warning(text: str) -> str:
 
 def size_rows(measured: dict[int, dict[str, Any]], about: dict[str, Any]) -> list[list[Any]]:
     """All sizes with what is known of them: rows of SIZE_COLUMNS."""
-    rows, n_columns = [], 4 + any(about["known"])
+    rows = []
     for i, blocks in enumerate(about["sizes"]):
         found = measured.get(i + 1, {})
         cells = [_text(key, found[key]) if key in found else "" for key in ("ms", "perplexity")]
-        rows.append([blocks, f"{about['parameters'][i]:,}", *cells, about["known"][i]][:n_columns])
+        rows.append([blocks, f"{about['parameters'][i]:,}", *cells])
     return rows
-
-
-def training(run: Path | None) -> tuple[str, list[dict[str, Any]], list[list[str]]]:
-    """How a run's training stands: HTML, its losses for a plot, its evaluations for a table."""
-    if run is None or not (run / "run.json").is_file():
-        return faint("This model is no run folder: there is no training to follow."), [], []
-    train = json.loads((run / "run.json").read_text())["config"]["train"]
-    planned = train["rounds"] or "…"
-    for resumed in read_lines(run / "resumes.jsonl"):
-        planned = resumed["changed"].get("train.rounds", (planned, planned))[1]
-    rows = read_lines(run / "metrics.jsonl")
-    done = rows[-1]["round"] if rows else 0
-    how = f"{train['method']}, {train['n_workers']} workers"
-    html = tile("training", f"{done:,} of {planned} rounds", how)
-    if rows:
-        last = rows[-1]
-        html += tile("loss", f"{last['loss']:.3f}", f"learning rate {last['lr']:.2g}")
-        speed = f"{last['n_tokens'] / last['seconds']:,.0f}"
-        html += tile("tokens per second", speed, f"{last['seconds']:.1f} s per round")
-    html = f'<div class="tiles">{html}</div>'
-    for event in read_lines(run / "events.jsonl")[-5:]:
-        html += faint(" ".join(f"{k} {v}" for k, v in event.items() if k != "time"))
-    every = max(1, len(rows) // 400)  # of a long training
-    losses = [{"round": row["round"], "loss": row["loss"]} for row in rows[::every]]
-    evaluations = []
-    for row in [row for row in rows if row.get("eval")][-8:]:
-        means = {n: v["mean"] if isinstance(v, dict) else v for n, v in row["eval"].items()}
-        shown = ", ".join(f"{name}: {value:.2f}" for name, value in means.items())
-        evaluations.append([str(row["round"]), shown])
-    return html, losses, evaluations

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-PATIENCE = 600  # seconds for the next part of an answer: a model may be large
-
 
 class ModelEnded(Exception):
     """The model's process is gone; the next question starts another."""
@@ -29,13 +27,27 @@ class ModelProcess:
         """The parts of an answer as they come; users take turns. Closing the iterator ends it."""
         with self._lock:
             try:
-                yield from self._answer(name, arguments)
+                self.start()
+                self._stop.clear()
+                self._pipe.send((name, arguments))
+                kind, value = self._pipe.recv()
+                try:
+                    while kind == "part":
+                        yield value
+                        kind, value = self._pipe.recv()
+                except GeneratorExit:  # a user who left: the next answer begins after the rest
+                    self._stop.set()
+                    while kind == "part":
+                        kind, value = self._pipe.recv()
+                    raise
             except (EOFError, OSError):
                 self.close()
                 raise ModelEnded(
                     "the model's process ended (killed, or out of memory); ask again and it is "
                     "started anew"
                 ) from None
+            if kind == "error":
+                raise ValueError(value)
 
     def start(self) -> None:
         """Start the process if there is none: forked off one that has imported torch already."""
@@ -58,28 +70,6 @@ class ModelProcess:
             self.process.join()
             self._pipe.close()
             self.process = None
-
-    def _answer(self, name: str, arguments: dict[str, Any]) -> Iterator[Any]:
-        self.start()
-        self._stop.clear()
-        self._pipe.send((name, arguments))
-        kind, value = self._receive()
-        try:
-            while kind == "part":
-                yield value
-                kind, value = self._receive()
-        except GeneratorExit:  # a user who left: the next answer begins after this one's rest
-            self._stop.set()
-            while kind == "part":
-                kind, value = self._receive()
-            raise
-        if kind == "error":
-            raise ValueError(value)
-
-    def _receive(self) -> tuple[str, Any]:
-        if not self._pipe.poll(PATIENCE):
-            raise EOFError
-        return self._pipe.recv()
 
 
 def _serve(

@@ -9,65 +9,40 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
-import types
 import typing
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from ..fields import WHOLE
+
 T = TypeVar("T")
+PRESETS = Path(__file__).parent
 
 
 def preset_names() -> list[str]:
     """The presets that ship with the package."""
-    return sorted(
-        Path(entry.name).stem
-        for entry in resources.files(__name__).iterdir()
-        if entry.name.endswith(".toml")
-    )
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
 def read_table(source: str) -> dict[str, Any]:
-    """The table of a preset, of a TOML file, or of a run folder: what its newest checkpoint was
-    trained with.
-    """
-    if source not in preset_names() and Path(source).is_dir():
-        return _run_table(Path(source))
+    """The table of a preset, of a TOML file, or of a run folder's newest checkpoint."""
+    path = Path(source)
     if source in preset_names():
-        data = (resources.files(__name__) / f"{source}.toml").read_bytes()
-    elif Path(source).is_file():
-        data = Path(source).read_bytes()
-    else:
+        path = PRESETS / f"{source}.toml"
+    elif path.is_dir():
+        return _run_table(path)
+    elif not path.is_file():
         raise ValueError(
             f"{source!r} is neither a TOML file nor a preset, nor a run folder; presets: "
             f"{', '.join(preset_names())}"
         )
     try:
-        return _parse(data.decode(), source)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(path.read_text())
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, nested too deeply
         raise ValueError(f"{source} is not valid TOML: {error}") from None
-
-
-def _parse(text: str, what: str) -> dict[str, Any]:
-    """TOML whose values can be reckoned with: no deeper than Python reaches, no longer than 63
-    bits.
-    """
-    try:
-        table = tomllib.loads(text)
-    except RecursionError:
-        raise ValueError(f"{what}: nested too deeply") from None
-    _check_numbers(table, what)
-    return table
-
-
-def _check_numbers(value: Any, what: str) -> None:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for each in inner:
-        _check_numbers(each, what)
-    if isinstance(value, int) and abs(value) >= 1 << 63:
-        raise ValueError(f"{what}: a number of {len(str(value))} digits is more than 63 bits hold")
 
 
 def _run_table(folder: Path) -> dict[str, Any]:
@@ -100,10 +75,25 @@ def overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
     return table
 
 
+def to_toml(table: dict[str, Any], header: str = "") -> str:
+    """A config's table as a TOML file: its sections, and in them values and one level of tables."""
+    lines, parts = [f"# {line}" for line in header.splitlines()], {}
+    for section, values in table.items():
+        parts[section] = {k: v for k, v in values.items() if not isinstance(v, dict)}
+        parts |= {f"{section}.{k}": v for k, v in values.items() if isinstance(v, dict)}
+    for name, values in parts.items():
+        if values:
+            said = {k: repr(v) if v == math.inf else json.dumps(v) for k, v in values.items()}
+            lines += ["", f"[{name}]", *(f"{key} = {value}" for key, value in said.items())]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
 def _parse_value(text: str) -> Any:
     try:
-        return _parse(f"value = {text}", text[:40])["value"]
-    except tomllib.TOMLDecodeError:
+        return tomllib.loads(f"value = {text}")["value"]
+    except RecursionError:
+        raise ValueError(f"{text[:40]}: nested too deeply") from None
+    except ValueError:
         return text  # a bare word is a string
 
 
@@ -145,8 +135,10 @@ def _coerce(value: Any, hint: Any, name: str) -> Any:
         return float(value)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    plain = dict if origin is dict else hint
+    plain = origin or hint
     if not isinstance(value, plain) or (hint is int and isinstance(value, bool)):
-        expected = plain.__name__ if isinstance(plain, type | types.GenericAlias) else str(hint)
-        raise ValueError(f"{name} = {value!r}: must be {expected}, not {type(value).__name__}")
+        kind = type(value).__name__
+        raise ValueError(f"{name} = {value!r}: must be {plain.__name__}, not {kind}")
+    if hint is int and abs(value) > WHOLE:
+        raise ValueError(f"{name}: a number of {len(str(value))} digits, legal are 63 bits")
     return value

@@ -1,12 +1,10 @@
-"""Where twistlm reaches into transformers beyond its public interface; imports happen in calls."""
+"""The version of transformers, and its silence; nothing is imported before a call."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
 TRANSFORMERS = ((5, 14), (6,))  # from, below: as pyproject.toml has it
 
@@ -24,24 +22,6 @@ def check_transformers() -> None:
         raise ValueError(
             f"twistlm needs {wanted}, and transformers {found} is installed: pip install '{wanted}'"
         )
-
-
-def choose_config_class(choose: Callable[[type, dict[str, Any]], type]) -> None:
-    """Let `choose(class of transformers, config.json)` pick the config class; twice does nothing.
-
-    transformers finds classes by `model_type` alone, and `AutoConfig.register` replaces one for all
-    models of a type. Two classes that share a type need this patch of `PreTrainedConfig.from_dict`.
-    """
-    from transformers.configuration_utils import PreTrainedConfig
-
-    stock: Any = PreTrainedConfig.__dict__["from_dict"].__func__
-    if stock.__module__ == __name__:  # patched already
-        return
-
-    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return stock(choose(cls, config_dict), config_dict, **kwargs)
-
-    setattr(PreTrainedConfig, "from_dict", classmethod(from_dict))  # noqa: B010 (mypy: a method)
 
 
 def quiet_transformers() -> None:

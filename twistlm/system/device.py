@@ -6,7 +6,6 @@ import platform
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -66,7 +65,9 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 def out_of_memory(error: Exception) -> str:
     """Who had no memory for how much, of an error that says so; empty of any other one."""
     of_gpu, told = isinstance(error, torch.OutOfMemoryError), str(error)
-    if not (of_gpu or isinstance(error, MemoryError) or "DefaultCPUAllocator" in told):
+    # SystemError: Python's own, where C code found no memory and could not even say so
+    of_python = isinstance(error, MemoryError | SystemError)
+    if not (of_gpu or of_python or "DefaultCPUAllocator" in told or "bad_alloc" in told):
         return ""
     asked = re.search(r"tried to allocate ([\d.]+ \w+)", told, re.IGNORECASE)
     more = asked[1] if asked else "what was asked for"
@@ -77,16 +78,3 @@ def to_device(ids: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return ids.pin_memory().to(device, non_blocking=True)
     return ids
-
-
-@dataclass
-class BufferPool:
-    """Buffers by name, used again: the first touch of fresh memory costs more than its transfer."""
-
-    kept: dict[str, Tensor] = field(default_factory=dict)
-
-    def get(self, name: str, n_bytes: int) -> Tensor:
-        """uint8 [n_bytes], with anything in it."""
-        if name not in self.kept or self.kept[name].numel() < n_bytes:
-            self.kept[name] = torch.empty(n_bytes, dtype=torch.uint8)
-        return self.kept[name][:n_bytes]

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -15,24 +14,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 DRAFT = ".draft-"
 OLD = "old-"  # in a draft: the folder that is being replaced
+LOCK = "lock"
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write safetensors that transformers reads."""
-    # views of one buffer are cloned one by one: safetensors refuses shared storage
-    copies = {name: t.detach().cpu().clone() for name, t in tensors.items()}
-    try:
-        save_file(copies, path, {"format": "pt"})
-    except SafetensorError as error:  # how safetensors reports a full disk
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code) if number else str(error), str(path)) from None
+    apart = {name: _own_storage(tensor) for name, tensor in tensors.items()}
+    with naming(path):
+        save_file(apart, path, {"format": "pt"})
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """The same memory as a storage of its own: safetensors refuses views of one buffer."""
+    plain = tensor.detach().cpu()
+    # numpy knows no bfloat16; what does not lie in one piece is for safetensors to judge
+    can = plain.dtype in (torch.float32, torch.float64) and plain.is_contiguous()
+    return torch.from_numpy(plain.numpy()) if can else plain.clone()
 
 
 @contextmanager
@@ -44,7 +48,11 @@ def whole_folder(target: Path, keep: Iterable[Path] = ()) -> Iterator[Path]:
     with draft_folder(target) as place:
         draft, old = place / "new", place / f"{OLD}{target.name}"
         draft.mkdir()
+        mode = draft.stat().st_mode & 0o777  # of the umask; safetensors makes private files
         yield draft
+        for path in (*draft.rglob("*"), draft):
+            path.chmod(mode if path.is_dir() else mode & 0o666)
+            _fsync(path)
         for path in keep:
             if os.path.lexists(draft / path):
                 raise ValueError(f"{target / path} is not ours and would be replaced: move it away")
@@ -53,13 +61,6 @@ def whole_folder(target: Path, keep: Iterable[Path] = ()) -> Iterator[Path]:
                 (draft / path).mkdir()  # an empty one
             else:
                 shutil.copy2(target / path, draft / path, follow_symlinks=False)
-        (place / "mode").mkdir()  # shows the umask; reading it would change it for all threads
-        mode = (place / "mode").stat().st_mode & 0o777
-        kept = {draft / path for path in keep}
-        for path in (*draft.rglob("*"), draft):  # mkdtemp and safetensors make private ones
-            if path not in kept:
-                path.chmod(mode if path.is_dir() else mode & 0o666)
-                _fsync(path)
         if target.exists():
             os.rename(target, old)  # if the process dies here, the next one puts it back
         try:
@@ -73,13 +74,9 @@ def whole_folder(target: Path, keep: Iterable[Path] = ()) -> Iterator[Path]:
 
 def whole_file(path: Path, write: Callable[[Path], Any] | str) -> None:
     """Write a text, or let `write` fill a draft; the file appears whole, or the draft is gone."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with draft_folder(path) as place:
         draft = place / path.name
-        if isinstance(write, str):
-            draft.write_text(write)
-        else:
-            write(draft)
+        draft.write_text(write) if isinstance(write, str) else write(draft)
         draft.replace(path)
 
 
@@ -89,9 +86,10 @@ def draft_folder(target: Path) -> Iterator[Path]:
 
     What a killed process left there goes when the next one starts. An error names `target`.
     """
-    name = f"{DRAFT}{socket.gethostname()}-{os.getpid()}-"
     with naming(target):
-        remove_dead_drafts(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_dead_drafts(target.parent)
+        name = f"{DRAFT}{socket.gethostname()}-{os.getpid()}-"
         draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=name))
         try:
             yield draft
@@ -104,17 +102,19 @@ def naming(target: Path) -> Iterator[None]:
     """Let an error of the disk name what was being written."""
     try:
         yield
-    except OSError as error:
-        why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        code = error.errno or errno.EIO
-        raise OSError(code, f"could not be written: {why}", str(target)) from None
+    except (OSError, SafetensorError) as error:
+        code, said = getattr(error, "errno", None) or errno.EIO, str(error)
+        said = (getattr(error, "strerror", None) or said).removeprefix("could not be written: ")
+        if code == errno.ENOSPC or "os error 28" in said:  # as safetensors says it
+            said = "the disk is full"
+        raise OSError(code, f"could not be written: {said}", str(target)) from None
 
 
-def remove_dead_drafts(folder: Path) -> None:
+def _remove_dead_drafts(folder: Path) -> None:
     """Remove the drafts of this machine's processes that are gone; others are not ours to judge."""
     for path in folder.glob(f"{DRAFT}*"):
-        host, _, rest = path.name.removeprefix(DRAFT).rpartition("-")[0].rpartition("-")
-        if host == socket.gethostname() and rest.isdigit() and not _lives(int(rest)):
+        host, _, pid = path.name.removeprefix(DRAFT).rpartition("-")[0].rpartition("-")
+        if host == socket.gethostname() and pid.isdigit() and not _lives(int(pid)):
             for old in path.glob(f"{OLD}*"):
                 if not (target := folder / old.name.removeprefix(OLD)).exists():
                     os.rename(old, target)
@@ -142,9 +142,6 @@ def _fsync(path: Path) -> None:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-LOCK = "lock"
 
 
 class InUse(ValueError):

@@ -36,17 +36,12 @@ def git_hash() -> str:
     here = Path(__file__).parents[2]
     if not (here / ".git").exists():  # an installed wheel, perhaps in somebody else's clone
         return "unknown"
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    how: dict = {"cwd": here, "stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
     try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(words, **how).strip()
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return run.stdout.strip() if run.returncode == 0 else "unknown"
 
 
 @cache  # a package's metadata takes milliseconds to read, and points ask for every cell

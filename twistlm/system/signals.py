@@ -11,14 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .terminal import console
 
 TOO_FEW = 4  # the exit code of a run that waited too long for workers, or whose Ray is gone
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LOOK = 0.05  # seconds between a parent's looks at its child
 SAME = 1.0  # seconds: schedulers send one signal to a process and to its parent, which passes it on
 
 
@@ -87,70 +85,34 @@ def end_with_launcher() -> None:
         end_with_parent(signal.SIGTERM)  # in good order, with a checkpoint
 
 
-def children(parent: int) -> list[int]:
-    """Where Linux runs, the processes that a process has started or adopted."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(path.parent.name))
-    return found
-
-
 @contextmanager
 def apart(sentence: str) -> Iterator[None]:
-    """Go on in a child process, for libraries that end theirs without a word (`_exit`, `abort`).
+    """Go on in a child: Ray ends its process without a word, and then the parent says `sentence`.
 
-    The parent passes signals on, ends as the child does, and leaves nothing behind that the child
-    has started; where the child was ended by such a library, it ends with `sentence` and TOO_FEW.
+    The parent passes signals on and ends as the child does.
     """
-    if not hasattr(os, "fork"):
-        yield
-        return
     sys.stdout.flush()
-    sys.stderr.flush()
-    ends, parent = os.pipe(), os.getpid()
-    with suppress(OSError, AttributeError):  # Linux: adopt what one's children leave behind
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it cannot wait for a child
+    ends = os.pipe()
     # a signal that comes before the parent can pass it on waits
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if child := os.fork():
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: os.kill(child, number))
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # not a wait without end: Python would pass on at its end what comes just before it begins
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            time.sleep(0.05)
+        code = os.waitstatus_to_exitcode(ended[1])
         os.close(ends[1])
-        raise _stand_by(child, ends[0], sentence, mask)
+        with suppress(OSError):
+            os.killpg(child, signal.SIGKILL)  # what Ray started, if the child had no time to end it
+        if code < 0 and code != -signal.SIGABRT:
+            raise Ended(f"the run was ended by {signal.Signals(-code).name}", 128 - code)
+        raise SystemExit(code) if os.read(ends[0], 1) or not code else Ended(sentence, TOO_FEW)
+    os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     end_with_parent(signal.SIGTERM)  # in good order, with a checkpoint
-    if os.getppid() != parent:  # it was gone before that
-        os._exit(1)
     try:
         yield
     finally:
         os.write(ends[1], b".")  # what follows is Python's own end
-
-
-def _stand_by(
-    child: int, end: int, sentence: str, mask: set[int | signal.Signals]
-) -> BaseException:
-    """Wait for a child, with the signals of `mask` held back; how this process is to end."""
-
-    def pass_on(number: int, frame: Any) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(child, number)
-
-    for number in SIGNALS:
-        signal.signal(number, pass_on)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    # not a wait without end: Python would pass on at its end what comes just before it begins
-    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-        time.sleep(LOOK)
-    code = os.waitstatus_to_exitcode(ended[1])
-    while left := children(os.getpid()):  # with each of them its own children become ours
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    if os.read(end, 1) or code == 0:
-        return SystemExit(code if code >= 0 else 128 - code)
-    if code in (1, -signal.SIGABRT):
-        return Ended(sentence, TOO_FEW)
-    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return Ended(f"the run was ended by {name}", 128 - code if code < 0 else code)

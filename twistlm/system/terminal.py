@@ -9,20 +9,9 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+from rich import progress as bars
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -58,19 +47,8 @@ class _Console(Console):
         return super().render_str(clean(text), **style)
 
 
-class _Words(TextColumn):
-    """Words of a task, as text."""
-
-    def render(self, task: Task) -> Text:
-        text = super().render(task)
-        text.plain = clean(text.plain)
-        return text
-
-
 ROOMY = 120  # characters: a pipe or a log file has no width of its own, and tables need room
 console = _Console(markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else ROOMY)
-
-
 # bars are for a person who waits: what is printed can be piped without them
 waiting = _Console(stderr=True, markup=False, soft_wrap=True)
 
@@ -78,13 +56,8 @@ waiting = _Console(stderr=True, markup=False, soft_wrap=True)
 def table(title: str, *heads: str, words: int = 1) -> Table:
     """An empty table: first columns of words, then of numbers; narrow, it folds, cuts nothing."""
     gap = 0 if console.width < ROOMY else 1  # beside the one space between columns
-    made = Table(
-        title=f"\n{title}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, gap, 0, 0),
-    )
+    look: dict[str, Any] = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, gap, 0, 0)}
+    made = Table(title=f"\n{title}", title_justify="left", **look)
     for i, head in enumerate(heads):
         made.add_column(head, justify="left" if i < words else "right", overflow="fold")
     return made
@@ -93,44 +66,28 @@ def table(title: str, *heads: str, words: int = 1) -> Table:
 EVERY = 30.0  # seconds between the lines of work whose bar nobody sees
 
 
-def _line(task: Task) -> str:
-    total = "" if task.total is None else f"/{task.total:.0f}"
-    spent = timedelta(seconds=round(task.finished_time or task.elapsed or 0))
-    left = None if task.finished else task.time_remaining
-    said = [f"{task.description} {task.completed:.0f}{total}", f"{spent} so far"]
-    said += [f"{timedelta(seconds=round(left))} left"] if left is not None else []
-    said += [str(task.fields["note"])] if task.fields.get("note") else []
-    return clean(", ".join(said))
-
-
-class _Bar(Progress):
+class _Bar(bars.Progress):
     """A progress bar with something of the caller's below it; in a log, a line now and then."""
 
     below: RenderableType | None = None
     told: float | None = None  # when lines were last printed; None: the bar is seen, or silent
 
-    def __init__(self, *columns: ProgressColumn, **options: Any):
-        super().__init__(*columns, **options)
-        self._ended: set[TaskID] = set()  # tasks whose end was told
-
-    def update(self, task_id: TaskID, **what: Any) -> None:
+    def update(self, task_id: bars.TaskID, **what: Any) -> None:
         super().update(task_id, **what)
-        self._tell()
-
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        super().advance(task_id, advance)
-        self._tell()
-
-    def _tell(self) -> None:
-        """A line for every task that goes on; for a finished one, once."""
         if self.told is None or time.monotonic() < self.told + EVERY:
             return
         self.told = time.monotonic()
         for task in self.tasks:
-            if task.id not in self._ended:
-                self.console.print(_line(task), highlight=False)
-            if task.finished:
-                self._ended.add(task.id)
+            if task.id == task_id or not task.finished:
+                line = f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}"
+                line += f", {timedelta(seconds=round(task.elapsed or 0))}"
+                if task.time_remaining is not None:
+                    line += f" so far, {timedelta(seconds=round(task.time_remaining))} left"
+                note = task.fields["note"]
+                self.console.print(line + (f", {note}" if note else ""), highlight=False)
+
+    def advance(self, task_id: bars.TaskID, advance: float = 1) -> None:
+        self.update(task_id, advance=advance)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
@@ -138,16 +95,16 @@ class _Bar(Progress):
             yield self.below
 
 
-def progress(quiet: bool = False, below: RenderableType | None = None) -> Progress:
+def progress(quiet: bool = False, below: RenderableType | None = None) -> bars.Progress:
     """A bar whose tasks have a `note`; lines without a terminal. Silent ranks pass `quiet`."""
     bar = _Bar(
-        SpinnerColumn(),
-        _Words("{task.description}", markup=False),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        _Words("{task.fields[note]}", markup=False),
+        bars.SpinnerColumn(),
+        "{task.description}",
+        bars.BarColumn(bar_width=30),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
+        "{task.fields[note]}",
         console=waiting,
         redirect_stdout=sys.stdout.isatty(),  # else prints of a pipe would go where the bar is
         disable=quiet or not waiting.is_terminal,  # a log wants no half-drawn bars

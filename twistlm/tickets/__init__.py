@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 IMPORTANCES = ("fisher", "mask-fisher", "taylor", "magnitude", "random")  # `importance.METHODS`
-NEEDS_TEXT = (
-    "fisher",
-    "mask-fisher",
-    "taylor",
-)  # importances that are measured on calibration text
+NEEDS_TEXT = ("fisher", "mask-fisher", "taylor")  # these are measured on calibration text
 PICKS = ("nested", "random", "best-of:N", "importance", "importance:METHOD")
 SPENDS = ("measured", "even")  # where the blocks of a budget go
 DTYPES = ("float32", "bfloat16", "float16")  # of a ticket's weights

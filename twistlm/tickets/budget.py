@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
-from ..model.blocks import KINDS, BlockGroup, BlockMap, Shapes, Widths, count, widths_of_ratio
-from ..system.manifest import LARGEST
+from ..fields import WHOLE
+from ..model.blocks import KINDS, BlockMap, Shapes, Widths, widths_of_ratio
 
 Cost = Callable[[Widths], float]
 
@@ -57,21 +58,26 @@ class Budget:
         context = f"-context-{self.context}" if self.context else ""
         return re.sub(r"[^A-Za-z0-9.=_]+", "-", f"{self.kind}-{self.asked}{context}")
 
+    def count(self, shapes: Shapes, dtype: str, n_cached: Callable[[Shapes, int], int]) -> int:
+        """Parameters or bytes of a model of these shapes; `n_cached` counts keys and values."""
+        if self.kind == "size":
+            return weights_bytes(shapes, dtype)
+        n_params = sum(map(math.prod, shapes.values()))
+        if self.kind == "params":
+            return n_params
+        return STORED[dtype][1] * (n_params + n_cached(shapes, self.context))
 
-def parse_budget(context: str | None = None, **options: str | None) -> Budget:
-    """The one budget among `ratio`, `params`, `size`, `latency` and `memory` (with `context`)."""
-    given = {kind: text for kind, text in options.items() if text is not None}
-    if len(given) != 1:
-        what = " and ".join(f"--{kind}" for kind in given) or "none"
-        raise ValueError(
-            f"give exactly one of --ratio, --params, --size, --latency and --memory (given: {what})"
+    def impossible(self, least: float) -> ValueError:
+        unit = {"params": "parameters", "latency": "ms"}.get(self.kind, "bytes")
+        takes = f"{least:.2f}" if unit == "ms" else f"{least:,}"
+        return ValueError(
+            f"--{self.kind} {self.asked} is impossible: the smallest ticket of this parent (one "
+            f"block, or the common ones, in every cut layer that stays) takes {takes} {unit}"
         )
-    return parse_budgets(context, **{kind: [text] for kind, text in given.items()})[0]
 
 
-def parse_budgets(context: str | None = None, **options: list[str] | None) -> list[Budget]:
-    """Every budget that is given, each for a ticket of its own; `context` belongs to `memory`."""
-    given = [(kind, text) for kind, texts in options.items() for text in texts or ()]
+def parse_budgets(context: str | None, given: list[tuple[str, str]]) -> list[Budget]:
+    """A budget of each (kind, text); `context` belongs to `memory`."""
     if not given:
         raise ValueError(
             "give --ratio, --params, --size, --latency or --memory, several for several tickets"
@@ -84,13 +90,13 @@ def parse_budgets(context: str | None = None, **options: list[str] | None) -> li
     n_tokens = 0 if context is None else int(amount("context", context))
     if context is not None and not n_tokens:
         raise ValueError(f"--context {context}: must be 1 token at least")
-    found = []
+    found: dict[str, Budget] = {}
     for kind, text in given:
         limit = math.inf if kind == "ratio" else amount(kind, text)
-        found.append(Budget(kind, text, limit, n_tokens if kind == "memory" else 0))
-    if twice := [b.slug for b in found if [o.slug for o in found].count(b.slug) > 1]:
-        raise ValueError(f"{twice[0]} is asked for twice")
-    return found
+        each = Budget(kind, text, limit, n_tokens if kind == "memory" else 0)
+        if found.setdefault(each.slug, each) is not each:
+            raise ValueError(f"{each.slug} is asked for twice")
+    return list(found.values())
 
 
 def amount(kind: str, text: str, option: str | None = None) -> float:
@@ -101,8 +107,8 @@ def amount(kind: str, text: str, option: str | None = None) -> float:
         legal = f"(units: {', '.join(unit for unit in units if unit)})"
         raise ValueError(f"{option} {text!r} is no amount such as {EXAMPLES[kind]} {legal}")
     digits = re.sub("[_,]", "", found[1])
-    value = Fraction(digits) * units[found[2].lower()] if len(digits) <= 40 else LARGEST
-    if value >= LARGEST:  # a ticket's record could not be read again
+    value = Fraction(digits) * units[found[2].lower()] if len(digits) <= 40 else WHOLE + 1
+    if value > WHOLE:
         raise ValueError(f"{option} {text[:40]}: legal are less than 2^63")
     return float(value) if kind == "latency" else math.floor(value)
 
@@ -133,124 +139,65 @@ def ladder(block_map: BlockMap) -> list[Widths]:
     return rungs
 
 
-def climb(rungs: list[Widths], budget: Budget, cost: Cost, unit: str) -> list[Widths]:
-    """The rungs within the budget, smallest first; the bisection looks at few of them."""
-
-    @cache  # a latency is measured
-    def at(rung: int) -> float:
-        return cost(rungs[rung])
-
-    n_within = bisect_right(range(len(rungs)), budget.limit, key=at)
-    if n_within == 0:
-        raise impossible(budget, at(0), unit)
-    return rungs[:n_within]
-
-
-def impossible(budget: Budget, least: float, unit: str) -> ValueError:
-    takes = f"{least:.2f}" if unit == "ms" else f"{least:,}"
-    return ValueError(
-        f"--{budget.kind} {budget.asked} is impossible: the smallest ticket of this parent (one "
-        f"block, or the common ones, in every cut layer) takes {takes} {unit}"
-    )
-
-
-def add_blocks(block_map: BlockMap, widths: Widths, limit: float, cost: Cost) -> Widths:
-    """Add blocks while any fits: first where the kept share is smallest, then spread over depth."""
+def grow(
+    widths: Widths, most: Widths, limit: float, cost: Cost, turn: Callable[[str, int], Any]
+) -> Widths:
+    """Add blocks while any fits: next is the group whose `turn(name, width)` is the smallest."""
     widths = dict(widths)
-
-    def turn(group: BlockGroup) -> tuple[Fraction, int]:
-        # reversed bits put layers in the order 0, 8, 4, 12, 2, ...: any beginning is spread evenly
-        return Fraction(widths[group.name], group.n_blocks), int(f"{group.layer:032b}"[::-1], 2)
-
-    growing = [group for group in block_map.groups if widths[group.name] < group.n_blocks]
+    growing = [name for name, k in widths.items() if k < most[name]]
     while growing:
-        group = min(growing, key=turn)
-        widths[group.name] += 1
+        name = min(growing, key=lambda name: turn(name, widths[name]))
+        widths[name] += 1
         over = cost(widths) > limit
-        if over:
-            widths[group.name] -= 1
-        if over or widths[group.name] == group.n_blocks:  # cost only grows: it will never fit
-            growing.remove(group)
+        widths[name] -= over
+        if over or widths[name] == most[name]:  # cost only grows: it will never fit
+            growing.remove(name)
     return widths
 
 
-def most(legal: list[Widths], budget: Budget, costs: Costs) -> Widths:
-    """The largest legal widths that fit: the kind that is cut most decides, then all blocks."""
-    n_blocks = costs.block_map.full_widths()
-    cost, unit = costs.of(budget)
-    within = [widths for widths in legal if cost(widths) <= budget.limit]
-    if not within:
-        raise impossible(budget, min(map(cost, legal)), unit)
-
-    def order(widths: Widths) -> tuple[Fraction, int]:
-        return min(Fraction(k, n_blocks[name]) for name, k in widths.items()), sum(widths.values())
-
-    return max(within, key=order)
+def grow_evenly(block_map: BlockMap, widths: Widths, limit: float, cost: Cost) -> Widths:
+    """Add blocks first where the kept share is smallest, then spread over depth."""
+    most = block_map.full_widths()
+    # reversed bits put layers in the order 0, 8, 4, 12, 2, ...: any beginning is spread evenly
+    place = {g.name: int(f"{g.layer:032b}"[::-1], 2) for g in block_map.groups}
+    return grow(widths, most, limit, cost, lambda name, k: (Fraction(k, most[name]), place[name]))
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What subnets of a model cost; `milliseconds` measures one decoded token."""
-
-    block_map: BlockMap
-    shapes: Shapes
-    dtype: str
-    milliseconds: Cost
-    cached: Callable[[Shapes, int], int] = lambda shapes, context: 0  # keys and values, numbers
-
-    def parameters(self, widths: Widths) -> int:
-        return count(self.block_map, self.shapes, widths)
-
-    def size(self, widths: Widths) -> int:
-        """Bytes of the weights file."""
-        return weights_bytes(self.block_map.narrowed(self.shapes, widths), self.dtype)
-
-    def memory(self, widths: Widths, context: int) -> int:
-        """Bytes of weights, and of the keys and values of one sequence of `context` tokens."""
-        cached = self.cached(self.block_map.narrowed(self.shapes, widths), context)
-        return STORED[self.dtype][1] * (self.parameters(widths) + cached)
-
-    def of(self, budget: Budget) -> tuple[Cost, str]:
-        """The cost that a budget limits, and its unit."""
-        if budget.kind == "memory":
-            return lambda widths: self.memory(widths, budget.context), "bytes"
-        known: dict[str, tuple[Cost, str]] = {
-            "params": (self.parameters, "parameters"),
-            "size": (self.size, "bytes"),
-            "latency": (self.milliseconds, "ms"),
-        }
-        return known[budget.kind]
-
-
-def fit(budget: Budget, costs: Costs, legal: list[Widths] | None = None) -> list[Widths]:
+def fit(
+    budget: Budget, block_map: BlockMap, cost: Cost, legal: list[Widths] | None = None
+) -> list[Widths]:
     """Even widths that a budget buys; for a latency, which is a measurement, smaller ones follow.
 
     `legal` are the only ones to choose from (`--stock`).
     """
     if budget.kind == "ratio":
-        return [widths_of_ratio(costs.block_map, budget.asked)]
+        return [widths_of_ratio(block_map, budget.asked)]
     if legal is not None and budget.kind != "latency":
-        return [most(legal, budget, costs)]
-    cost, unit = costs.of(budget)
-    steps = [rung for rung in ladder(costs.block_map) if legal is None or rung in legal]
-    rungs = climb(steps, budget, cost, unit)
+        within = [widths for widths in legal if cost(widths) <= budget.limit]
+        if not within:
+            raise budget.impossible(min(map(cost, legal)))
+        most = block_map.full_widths()  # the kind that is cut most decides, then all blocks
+        order = [(min(Fraction(w[n], most[n]) for n in w), sum(w.values())) for w in within]
+        return [within[order.index(max(order))]]
+    rungs = [rung for rung in ladder(block_map) if legal is None or rung in legal]
+    at = cache(lambda rung: cost(rungs[rung]))  # a latency is measured, at few rungs
+    n_within = bisect_right(range(len(rungs)), budget.limit, key=at)
+    if n_within == 0:
+        raise budget.impossible(at(0))
     if budget.kind == "latency":
-        return rungs[::-1]
-    return [add_blocks(costs.block_map, rungs[-1], budget.limit, cost)]
+        return rungs[:n_within][::-1]
+    return [grow_evenly(block_map, rungs[n_within - 1], budget.limit, cost)]
 
 
-def predicted(costs: Costs, even: Widths) -> Cost:
+def predicted(block_map: BlockMap, cost: Cost, even: Widths) -> Cost:
     """Milliseconds as a line: those of even widths, and a measured slope for each kind."""
-    base, slopes = costs.milliseconds(even), {}
+    base, slopes = cost(even), {}
     for kind in KINDS:
-        groups = [g for g in costs.block_map.groups if g.kind == kind]
+        groups = [g for g in block_map.groups if g.kind == kind]
         n = sum(even[g.name] - g.least for g in groups)
-        less = costs.milliseconds(even | {g.name: g.least for g in groups}) if n else 0.0
+        less = cost(even | {g.name: g.least for g in groups}) if n else 0.0
         # a clock may find less to be slower
         slopes[kind] = max((base - less) / max(1, n), base / 1e4)
-
-    def milliseconds(widths: Widths) -> float:
-        groups = costs.block_map.groups
-        return base + sum(slopes[g.kind] * (widths[g.name] - even[g.name]) for g in groups)
-
-    return milliseconds
+    return lambda widths: (
+        base + sum(slopes[g.kind] * (widths[g.name] - even[g.name]) for g in block_map.groups)
+    )

@@ -13,8 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,95 +21,56 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from ..compute.perplexity import Evaluator, Spread
-from ..model.blocks import Widths, widths_of_ratio
-from ..model.generator import draws
-from ..model.masks import prefixes
+from ..model.blocks import widths_of_ratio
 from ..system import terminal
 from ..system.files import whole_file
 from ..system.manifest import parse_json
-from ..system.provenance import describe_run
-from ..system.terminal import console, progress
-from . import score
-from .bounds import Bound, bound, covered_by_worst, percent
+from ..system.terminal import console
 from .parent import Parent
-from .requests import CertificateRequest
+from .requests import ScoreRequest
+from .score import score_parent, text_of
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
 N_BINS = 24
 DRAWS = "draws.jsonl"
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """The spread of random tickets of one size, and the bound that follows."""
-
-    source: str
-    full: float  # perplexity of the whole parent
-    spread: Spread
-    bound: Bound
-    seed: int
-    data: str
-    n_tokens: int
-    run: dict[str, Any]
-    nested: float | None = None  # perplexity of the nested ticket, where the parent has an order
-
-    def to_dict(self) -> dict[str, Any]:
-        values = self.spread.values
-        counts, edges = np.histogram(values, bins=N_BINS)
-        return {
-            **asdict(self),
-            "spread": {**asdict(self.spread), **self.spread.summary()},
-            "quantiles": quantiles(values),
-            "covered_by_worst": covered_by_worst(len(values), self.bound.confidence),
-            "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
-        }
-
-
 def certify(
-    parent: Parent, request: CertificateRequest, out: Path | None = None, quiet: bool = False
-) -> Certificate:
+    parent: Parent,
+    request: ScoreRequest,
+    coverage: float = 0.95,
+    confidence: float = 0.99,
+    out: Path | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
     """Measure n random tickets, going on from those that the folder `out` holds.
 
-    Of a parent with an order the nested ticket is measured, too: it is the only one of its kind.
+    At least `coverage` of all tickets lie at or below the bound, said with `confidence`.
     """
-    widths = widths_of_ratio(parent.block_map, request.ratio)
-    ready = score.evaluator(parent, request.data, request.tokens)
-    values: list[float] = []
+    r, values = rank(request.n, coverage, confidence), []
     if out is not None:
-        values = _read_draws(out, _identity(parent, ready, widths, request.seed))
-    with progress(quiet) as bar:
-        task = bar.add_task(f"certify {request.ratio}", total=1 + request.n, note="")
-        full = ready.full_perplexity()
-        bar.update(task, completed=1 + min(request.n, len(values)))
-        first = len(values)
-        tickets = draws(parent.block_map, widths, seed=request.seed, n=request.n, first=first)
-        for number, blueprint in enumerate(tickets, first):
-            value = ready.subnet_perplexity(blueprint)
-            if math.isnan(value):
-                raise ValueError(f"{parent.source}: ticket {number} has no perplexity (NaN logits)")
-            values.append(value)
-            if out is not None:  # at once: a stopped certificate goes on from here
-                _add_line(out, {"draw": number, "perplexity": value})
-            bar.update(task, advance=1, note=f"worst {max(values):.2f}")
-    nested = None
-    if order := parent.progress.order:
-        nested = ready.subnet_perplexity(prefixes(parent.block_map, order, widths))
-    n_params = parent.central.layout.narrowed(parent.block_map, widths).n_params
-    spread = Spread(request.ratio, n_params, tuple(values[: request.n]))
-    made = Certificate(
-        source=parent.source,
-        full=full,
-        spread=spread,
-        bound=bound(spread.values, request.coverage, request.confidence),
-        seed=request.seed,
-        data=ready.text.file.stem,
-        n_tokens=ready.text.n_sequences * ready.text.seq_len,
-        run=describe_run(),
-        nested=nested,
-    )
+        values = _read_draws(out, _identity(parent, request))
+
+    def note(number: int, value: float) -> None:
+        if math.isnan(value):
+            raise ValueError(f"{parent.source}: ticket {number} has no perplexity (NaN logits)")
+        if out is not None:  # at once: a stopped certificate goes on from here
+            _add_line(out, {"draw": number, "perplexity": value})
+
+    scores = score_parent(parent, request, parent.source, quiet, values, note)
+    plain, drawn = scores.to_dict(), scores.subnets[0].values
+    bound = {"coverage": coverage, "confidence": confidence, "rank": r}
+    made = {
+        "source": parent.source,
+        **{key: plain[key] for key in ("full", "seed", "data", "n_tokens", "run")},
+        "nested": scores.nested[0] if scores.nested else None,
+        "spread": plain["subnets"][0],
+        "bound": bound | {"value": sorted(drawn)[r - 1]},
+        "quantiles": {percent(share): float(np.quantile(drawn, share)) for share in SHARES},
+        "covered_by_worst": float(1 - Fraction(str(confidence))) ** (1 / request.n),
+    }
     if out is not None:
-        whole_file(out / "certificate.json", json.dumps(made.to_dict(), indent=1) + "\n")
+        whole_file(out / "certificate.json", json.dumps(made, indent=1) + "\n")
         try:
             whole_file(out / "histogram.png", lambda path: _draw_histogram(made, path))
         except ImportError:
@@ -118,23 +78,25 @@ def certify(
     return made
 
 
-def _identity(parent: Parent, ready: Evaluator, widths: Widths, seed: int) -> dict[str, Any]:
+def _identity(parent: Parent, request: ScoreRequest) -> dict[str, Any]:
     """Everything that a draw's perplexity follows from: draws of one file must agree in it."""
-    text, cut = ready.text, parent.block_map
+    text = text_of(parent, request.data, request.tokens)
+    widths = widths_of_ratio(parent.block_map, request.ratios[0])
     ids = text.file.tokens[: text.n_sequences * text.seq_len]
     weights = parent.central.weights.detach().cpu().view(torch.uint8).numpy()
-    tickets = {g.name: f"{widths[g.name]}/{g.n_blocks}" for g in cut.groups}
-    for group in (group for group in cut.groups if group.common):
-        tickets[group.name] += f" with {', '.join(map(str, group.common))}"
+    tickets = {}
+    for group in parent.block_map.groups:
+        common = f" with {', '.join(map(str, group.common))}" if group.common else ""
+        tickets[group.name] = f"{widths[group.name]}/{group.n_blocks}{common}"
     return {
         "weights_sha256": hashlib.sha256(weights.data).hexdigest(),
         "tokens_sha256": hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest(),
         "seq_len": text.seq_len,
-        "precision": f"{ready.precision} on {parent.central.buffer.device.type}",
+        "precision": f"{parent.cfg.train.precision} on {parent.central.buffer.device.type}",
         "tickets": tickets,
         "attn_by": parent.cfg.blocks.attn_by,
         "scales": parent.scales(widths),
-        "seed": seed,
+        "seed": request.seed,
     }
 
 
@@ -162,51 +124,66 @@ def _add_line(folder: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _draw_histogram(made: Certificate, path: Path) -> None:
+def _draw_histogram(made: dict[str, Any], path: Path) -> None:
     """Counts of tickets over perplexity, with the bound and the whole parent marked."""
     from matplotlib.figure import Figure  # no pyplot: it looks for a display
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.hist(made.spread.values, bins=N_BINS, color="tab:blue", alpha=0.6)
-    axes.axvline(made.bound.value, color="tab:red", label=str(made.bound))
-    axes.axvline(made.full, color="black", linestyle=":", label=f"whole parent: {made.full:.2f}")
-    if made.nested is not None:
-        axes.axvline(made.nested, color="tab:green", label=f"nested ticket: {made.nested:.2f}")
-    axes.set_title(f"{len(made.spread.values)} random tickets of {made.spread.ratio} blocks")
-    axes.set_xlabel(f"perplexity on {made.n_tokens:,} tokens")
-    axes.set_ylabel("tickets")
+    figure, spread = Figure(figsize=(7, 4), layout="constrained"), made["spread"]
+    title = f"{spread['n']} random tickets of {spread['ratio']} blocks"
+    axes = figure.add_subplot(xlabel="perplexity", ylabel="tickets", title=title)
+    axes.hist(spread["values"], bins=N_BINS, color="tab:blue", alpha=0.6)
+    axes.axvline(made["bound"]["value"], color="tab:red", label=reading(made).partition(" (")[0])
+    axes.axvline(made["full"], color="black", label=f"whole parent: {made['full']:.2f}")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     figure.savefig(path, format="png", dpi=150)
 
 
-def table(made: Certificate) -> Table:
-    spread, n = made.spread, len(made.spread.values)
+def table(made: dict[str, Any]) -> Table:
+    spread = made["spread"]
     title = (
-        f"perplexity of {n} random tickets of {spread.ratio} blocks ({spread.n_params:,} "
-        f"parameters) on {made.n_tokens:,} tokens"
+        f"perplexity of {spread['n']} random tickets of {spread['ratio']} blocks "
+        f"({spread['n_params']:,} parameters) on {made['n_tokens']:,} tokens"
     )
-    rows = {"whole parent": made.full}
-    rows |= {} if made.nested is None else {"nested ticket": made.nested}
-    rows |= {"mean": spread.mean}
-    rows |= {} if spread.sd is None else {"sd": spread.sd}
-    rows |= quantiles(spread.values) | {"worst": spread.worst}
+    rows = {"whole parent": made["full"], "nested ticket": made["nested"], "mean": spread["mean"]}
+    rows |= {"sd": spread["sd"], **made["quantiles"], "worst": spread["worst"]}
+    rows = {name: value for name, value in rows.items() if value is not None}
     result = terminal.table(title, *rows, words=0)
     result.add_row(*(f"{value:.2f}" for value in rows.values()))
     return result
 
 
-def reading(made: Certificate) -> str:
+def reading(made: dict[str, Any]) -> str:
     """What the draws promise, in two sentences."""
-    n = len(made.spread.values)
-    # rounded down: a promise must hold
-    share = int(covered_by_worst(n, made.bound.confidence) * 1000) / 10
+    bound, n = made["bound"], made["spread"]["n"]
+    worst = int(made["covered_by_worst"] * 1000) / 10  # rounded down: a promise must hold
     return (
-        f"{made.bound} (draw {made.bound.rank} of {n} in order). "
-        f"With the same confidence, {share}% are no worse than the worst one seen."
+        f"{percent(bound['coverage'])} of tickets are at or below {bound['value']:.2f}, with "
+        f"{percent(bound['confidence'])} confidence (draw {bound['rank']} of {n} in order). "
+        f"With the same confidence, {worst}% are no worse than the worst one seen."
     )
 
 
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Sample quantiles, linear between draws."""
-    return {percent(share): float(np.quantile(values, share)) for share in SHARES}
+def rank(n: int, coverage: float, confidence: float) -> int:
+    """The smallest r with P(Binomial(n, coverage) >= r) <= 1 - confidence, in exact integers.
+
+    With this confidence, the r-th smallest of n draws bounds that share of all tickets.
+    """
+    for name, value in {"coverage": coverage, "confidence": confidence}.items():
+        if not 0 < value < 1:
+            raise ValueError(f"{name} = {value}: must lie between 0 and 1")
+    p, wrong = Fraction(str(coverage)), 1 - Fraction(str(confidence))  # as typed: 0.95 is 19/20
+    hits, misses = p.numerator, p.denominator - p.numerator
+    left, r = wrong * p.denominator**n, n + 1  # in units of p.denominator ** -n
+    while (left := left - math.comb(n, r - 1) * hits ** (r - 1) * misses ** (n - r + 1)) >= 0:
+        r -= 1
+    if r > n:
+        raise ValueError(
+            f"n = {n} draws bound no {percent(coverage)} of tickets with {percent(confidence)} "
+            f"confidence: n must be at least {math.ceil(math.log(wrong) / math.log(p) - 1e-9)}"
+        )
+    return r
+
+
+def percent(share: float) -> str:
+    """`99.9%`, with no more digits than it has."""
+    return f"{100 * share:.10g}%"

@@ -1,10 +1,20 @@
-"""A ticket as a Hugging Face folder: config with a width per layer, modelling file, tokenizer."""
+"""A ticket as a Hugging Face folder: config, modelling file, tokenizer and model card.
+
+With the same widths in every layer a ticket is a plain ("stock") model of its family, which any
+program loads: the family's own class decides, built without memory from the narrowed config.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoTokenizer,
     PretrainedConfig,
@@ -13,17 +23,19 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from ..config import BlocksConfig
 from ..model import families, huggingface
-from ..model.blocks import Kind
-from ..model.families import kv_name, layer_widths
+from ..model.blocks import BlockMap, Kind, Shapes, Widths
+from ..model.depth import shallower
+from ..model.families import kv_name, layer_widths, sublayers
 from ..model.tokenizer import find_eos, load_tokenizer
 from ..system.files import save_tensors
+from ..system.terminal import markdown_cell, markdown_code, markdown_text
 from . import modeling_ticket
 from .parent import Parent
-from .stock import stock_config
 
 CODE = Path(modeling_ticket.__file__).stem
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+CARD = "README.md"
 
 
 def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> PretrainedConfig:
@@ -32,17 +44,20 @@ def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> PretrainedCon
     Where the family's own config can say it, the folder is a stock model; elsewhere it holds widths
     for each layer and the modelling file.
     """
-    kinds = {group.kind for group in parent.block_map.groups}
     config = stock_config(parent.template, huggingface.shapes(ticket))
     if isinstance(config, str):
-        config = ticket_config(parent.template, ticket, kinds)
+        kinds = {group.kind for group in parent.block_map.groups}
+        config = _ticket_config(parent.template, ticket, kinds)
     config.dtype = ticket.dtype
     generation = ticket.generation_config
     tokenizer = parent_tokenizer(parent)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         for settings in (config, generation):
-            _stay_in_vocabulary_(settings, config.vocab_size, tokenizer.eos_token_id)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                token = getattr(settings, name, None)
+                if isinstance(token, int) and token >= config.vocab_size:
+                    setattr(settings, name, tokenizer.eos_token_id)  # GPT-2's 50256 in a small one
     save_tensors(huggingface.state(ticket), folder / "model.safetensors")
     config.save_pretrained(folder)  # and the modelling file
     if generation is not None:  # as it is: save_pretrained refuses some that from_pretrained takes
@@ -50,16 +65,15 @@ def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> PretrainedCon
     return config
 
 
-def ticket_config(
+def _ticket_config(
     full: PreTrainedModel, ticket: PreTrainedModel, kinds: set[Kind]
 ) -> PretrainedConfig:
     """The full model's config, the widths of each layer, and what these are widths of."""
-    family = families.family(full)
+    family, stock = families.family(full), full.config
     subs = {kind: getattr(family, kind) for kind in sorted(kinds)}
-    layers = family.layers.removeprefix(f"{full.base_model_prefix}.")
-    stock = full.config
     projections: dict[str, tuple[str, str, int]] = {}
     attributes: dict[str, tuple[str | int, ...]] = {}
+    fields: dict[str, Any] = stock.to_dict()
     if "attn" in subs:
         sub, dh, kv = subs["attn"], families.head_dim(stock), kv_name(stock, subs["attn"])
         projections |= dict.fromkeys(sub.ins, ("out", kv, dh))
@@ -71,29 +85,28 @@ def ticket_config(
             "queries_per_kv": (sub.width, 1, kv),
         }
         attributes |= {name: counts[what] for name, what in sub.follows}
+        fields["head_dim"] = dh  # GPT-2 and OPT have no such field: it would be guessed from heads
     if "ffn" in subs:
         projections |= dict.fromkeys(subs["ffn"].ins, ("out", subs["ffn"].width, 1))
         projections[subs["ffn"].out] = ("in", subs["ffn"].width, 1)
-    fields: dict[str, Any] = {
-        **stock.to_dict(),
+    shapes, layers = huggingface.shapes(ticket), range(stock.num_hidden_layers)
+    model_class, config_class = f"Ticket{type(full).__name__}", f"Ticket{type(stock).__name__}"
+    fields |= {
         **layer_widths(full, huggingface.shapes(full), 0, subs),
-        "per_layer_config": {
-            i: layer_widths(full, huggingface.shapes(ticket), i, subs)
-            for i in range(stock.num_hidden_layers)
+        "per_layer_config": {i: layer_widths(full, shapes, i, subs) for i in layers},
+        "ticket": {
+            "layers": family.layers.removeprefix(f"{full.base_model_prefix}."),
+            "projections": projections,
+            "attributes": attributes,
         },
-        "ticket": {"layers": layers, "projections": projections, "attributes": attributes},
-        "architectures": [f"Ticket{type(full).__name__}"],
-        "dtype": ticket.dtype,
+        "architectures": [model_class],
+        "auto_map": {
+            "AutoConfig": f"{CODE}.{config_class}",
+            "AutoModel": f"{CODE}.Ticket{type(full.base_model).__name__}",
+            "AutoModelForCausalLM": f"{CODE}.{model_class}",
+        },
     }
-    if "attn" in subs:  # GPT-2 and OPT have no such field: it would be guessed from the head count
-        fields["head_dim"] = families.head_dim(stock)
-    config_class = getattr(modeling_ticket, f"Ticket{type(stock).__name__}")
-    fields["auto_map"] = {
-        "AutoConfig": f"{CODE}.{config_class.__name__}",
-        "AutoModel": f"{CODE}.Ticket{type(full.base_model).__name__}",
-        "AutoModelForCausalLM": f"{CODE}.Ticket{type(full).__name__}",
-    }
-    return config_class.from_dict(fields)
+    return getattr(modeling_ticket, config_class).from_dict(fields)
 
 
 def parent_tokenizer(parent: Parent) -> PreTrainedTokenizerBase | None:
@@ -132,9 +145,196 @@ def _whole_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _stay_in_vocabulary_(settings: Any, n_tokens: int, eos: int | None) -> None:
-    """Special tokens that the model does not have (GPT-2's 50256 in a small one) become `eos`."""
-    for name in SPECIAL:
-        token = getattr(settings, name, None)
-        if isinstance(token, int) and token >= n_tokens:
-            setattr(settings, name, eos)
+def stock_config(full: PreTrainedModel, shapes: Shapes) -> PretrainedConfig | str:
+    """The family's own config of a model with these shapes, or the reason why there is none."""
+    name, subs = full.config.model_type, sublayers(full)
+    layers = range(full.config.num_hidden_layers)
+    widths = [layer_widths(full, shapes, i, subs) for i in layers]
+    for key in widths[0]:
+        if len(found := sorted({layer[key] for layer in widths})) > 1:
+            sizes = ", ".join(map(str, found))
+            return f"its layers differ in {key} ({sizes}), and {name} has one for all layers"
+    fields = full.config.to_dict() | widths[0]
+    if "attn" in subs and fields[heads := subs["attn"].width] != getattr(full.config, heads):
+        fields["head_dim"] = families.head_dim(full.config)  # or it is guessed from the heads
+    try:
+        config = type(full.config).from_dict(fields)
+        with torch.device("meta"):
+            made = huggingface.shapes(type(full)(config))
+    except (StrictDataclassError, ValueError, TypeError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ").rstrip(".")
+        return f"{name}'s config refuses it: {why}"
+    for key, shape in shapes.items():
+        if made.get(key) != shape:
+            return f"{name}'s config cannot say it: {key} would be {made.get(key)}, not {shape}"
+    config.architectures = [type(full).__name__]
+    return config
+
+
+def described(
+    full: PreTrainedModel, shapes: Shapes, dropped: Collection[int] = ()
+) -> dict[str, str] | str:
+    """`k/n` of every width of a stock ticket by its name in the config, or why it is none."""
+    found = stock_config(shallower(full, dropped), shapes)
+    if isinstance(found, str):
+        return found
+    subs = sublayers(full)
+    ours, whole = (layer_widths(full, s, 0, subs) for s in (shapes, huggingface.shapes(full)))
+    if dropped:
+        name, n_layers = "num_hidden_layers", full.config.num_hidden_layers
+        ours, whole = ours | {name: n_layers - len(dropped)}, whole | {name: n_layers}
+    return {name: f"{ours[name]}/{whole[name]}" for name in ours}
+
+
+def refuse_shared(blocks: BlocksConfig) -> None:
+    """A parent with shared layers has no stock tickets."""
+    if blocks.shared_first or blocks.shared_last:
+        raise ValueError(
+            f"--stock: blocks.shared_first={blocks.shared_first} "
+            f"blocks.shared_last={blocks.shared_last} leave layers whole: train a parent with both "
+            "at 0, or cut this one so by giving both here"
+        )
+
+
+def stock_ks(model: PreTrainedModel, block_map: BlockMap) -> dict[Kind, list[int]]:
+    """Every K of each cut kind with which, in all layers, a ticket is a plain model."""
+    full, shapes = block_map.full_widths(), huggingface.shapes(model)
+    legal: dict[Kind, list[int]] = {}  # kinds do not disturb each other: n + m looks, not n * m
+    for kind in dict.fromkeys(group.kind for group in block_map.groups):
+        names = [group.name for group in block_map.groups if group.kind == kind]
+        tried = {k: full | dict.fromkeys(names, k) for k in range(1, block_map.n_blocks(kind) + 1)}
+        made = {k: stock_config(model, block_map.narrowed(shapes, w)) for k, w in tried.items()}
+        legal[kind] = [k for k, config in made.items() if not isinstance(config, str)]
+    return legal
+
+
+def all_widths(block_map: BlockMap, legal: dict[Kind, list[int]]) -> list[Widths]:
+    """One of the legal K for each kind, in all layers."""
+    each = (dict(zip(legal, ks, strict=True)) for ks in product(*legal.values()))
+    return [{group.name: k[group.kind] for group in block_map.groups} for k in each]
+
+
+def stock_widths(parent: Parent, asked: Widths | None) -> list[Widths]:
+    """All widths of this parent's stock tickets.
+
+    An error says what would do if those that were `asked` for, or all, are none.
+    """
+    refuse_shared(parent.cfg.blocks)
+    block_map = parent.block_map
+    legal = stock_ks(parent.template, block_map)
+    ratios = (
+        f"{kind}=K/{block_map.n_blocks(kind)} with K in {', '.join(map(str, ks))}"
+        for kind, ks in legal.items()
+    )
+    would_do = f"--ratio {' and '.join(ratios)} would do"
+    if none := all(len(ks) < 2 for ks in legal.values()):
+        would_do = "no cut of this parent is stock"
+        would_do += "; blocks.setting=ffn may be" if "attn" in legal else ""
+    if asked is not None:
+        shapes = block_map.narrowed(huggingface.shapes(parent.template), asked)
+        if isinstance(why := stock_config(parent.template, shapes), str):
+            raise ValueError(f"--stock: this ratio makes no stock ticket, for {why}; {would_do}")
+    if none:
+        raise ValueError(f"--stock: {would_do}")
+    return all_widths(block_map, legal)
+
+
+def save_card(
+    parent: Parent, config: PretrainedConfig, record: dict[str, Any], folder: Path
+) -> None:
+    """Write README.md, with licence, base model, widths and numbers: `record` is ticket.json."""
+    base, asked, pick = parent.cfg.model.weights, record.get("budget"), record.get("pick")
+    proof, chosen = record, ""
+    if not isinstance(record["parent"], dict):  # cut without a proof
+        proof = record | {"parent": {"n_params": parent.central.layout.n_params}}
+    if asked and pick:
+        how = pick["how"] + (f", seed {pick['seed']}" if pick["how"] == "random" else "")
+        chosen = f"Asked for: {asked['kind']} {asked['asked']}; blocks chosen by: {how}. "
+    is_run = base != parent.source and os.path.exists(parent.source)
+    start = "random weights" if base == "random" else markdown_code(name_of(base))
+    is_hub_id = base != "random" and not base.startswith("gguf:") and not os.path.exists(base)
+    data = ModelCardData(
+        license=_license(base),
+        base_model=base if is_hub_id else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["twistlm", "pruned"],
+    )
+    ModelCard.from_template(
+        data,
+        template_path=str(Path(__file__).with_name("card.md")),
+        name=markdown_text(name_of(parent.source)),
+        family=config.model_type,
+        start=start if is_run else "",
+        numbers=_table(("", "ticket", "parent"), numbers(proof)),
+        chosen=chosen,
+        made=f"{markdown_code(record['command'])}, twistlm {record['git']}, {record['device']}",
+        stock=isinstance(record["stock"], dict),
+        widths=_widths(config, record["stock"]),
+    ).save(folder / CARD)
+
+
+def numbers(proof: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
+    """What was measured, in rows: its name, the ticket's number and the parent's."""
+    whole, share = proof["parent"], proof["n_params"] / proof["parent"]["n_params"]
+    yield "parameters", f"{proof['n_params']:,} ({share:.1%})", f"{whole['n_params']:,}"
+    if "bytes" in proof:
+        name = f"bytes of weights ({proof['dtype']})"
+        yield name, f"{proof['bytes']:,}", f"{whole['bytes']:,}"
+    if found := proof.get("perplexity"):
+        name = f"perplexity on {found['n_tokens']:,} tokens of {os.path.basename(found['data'])}"
+        yield name, f"{found['ticket']:.2f}", f"{found['parent']:.2f}"
+    if took := proof.get("speed"):
+        where = f"{took['device']}, {took['n_threads']} threads"
+        for key, name in {
+            "decode_ms": f"ms per decoded token ({where})",
+            "prefill_ms": f"ms for a prompt of {took['n_prompt']} tokens",
+        }.items():
+            yield name, f"{took[key]:.2f}", f"{whole['speed'][key]:.2f}"
+    if (far := proof.get("max_logit_difference")) is not None:
+        yield "max_logit_difference to the masked parent", f"{far:.1e}", ""
+    for key in ("method", "ratio", "scale"):  # of a baseline
+        if key in proof:
+            yield key, str(proof[key]), ""
+
+
+def name_of(source: str) -> str:
+    """A hub id or gguf:FILE as it is; of a folder, the last parts that say something."""
+    if not os.path.exists(source):
+        return source
+    parts = [part for part in Path(source).parts if part != "checkpoints"]
+    return "/".join(parts[-2:] if parts[-1].startswith("round-") else parts[-1:])
+
+
+def _widths(config: PretrainedConfig, stock: dict[str, str] | str) -> str:
+    if isinstance(stock, dict):
+        stocked = ((name, *text.split("/")) for name, text in stock.items())
+        return _table(("in every layer", "ticket", "parent"), stocked)
+    names = sorted({width for _, width, _ in config.ticket["projections"].values()})
+    full = config.to_dict()
+    rows = (
+        (i, *(f"{getattr(layer, name)} / {full[name]}" for name in names))
+        for i, layer in enumerate(config.per_layer_config)
+    )
+    return _table(("layer", *names), rows)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[Any]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    cells = (" | ".join(markdown_cell(str(cell)) for cell in line) for line in lines)
+    return "\n".join(f"| {each} |" for each in cells)
+
+
+def _license(base: str) -> str | None:
+    """The base model's licence, where it tells one: its own card or its GGUF file."""
+    if base == "random":
+        return None
+    if base.startswith("gguf:"):
+        from gguf import GGUFReader
+
+        field = GGUFReader(huggingface.gguf_path(base)).fields.get("general.license")
+        return field.contents() if field is not None else None
+    try:
+        return ModelCard.load(Path(base) / CARD if os.path.exists(base) else base).data.license
+    except (OSError, ValueError):  # no card, or no network
+        return None

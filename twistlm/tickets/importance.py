@@ -1,4 +1,4 @@
-"""How much each block matters: scores per block, the same for every family.
+"""How much each block matters, on which text, and which blocks a ticket keeps.
 
 A score is a number per block of every group, read through the `(sections, n_blocks, chunk)` view.
 The loss of an example (one sequence) is its mean next-token loss under the full parent, float32.
@@ -8,96 +8,88 @@ projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from rich.progress import Progress
 from torch import Tensor
 
 from ..compute import slopes
 from ..compute.loss import next_token_loss
-from ..model.blocks import BlockGroup, BlockMap, Blueprint, Partition, Widths
+from ..compute.perplexity import Evaluator
+from ..config import Config
+from ..data.token_file import TokenFile
+from ..model import huggingface
+from ..model.blocks import BlockMap, Blueprint, Widths
+from ..model.generator import draws
+from ..model.masks import prefixes
 from ..model.subnet import build
-from . import NEEDS_TEXT
-from .parent import Parent
+from . import IMPORTANCES, NEEDS_TEXT, PICKS
+from .parent import Parent, open_text
 
 BlockScores = dict[str, Tensor]  # group name -> float64 [n_blocks]
-Tick = Callable[[], None]  # called after every example
-
-
-def fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> BlockScores:
-    """F_b = mean over examples of the sum over the block's weights of (dl/dw)^2."""
-    block_map, central = parent.block_map, parent.central
-    grads = torch.zeros_like(central.weights)
-    full = build(parent.template, block_map, central.layout, central.weights, grads)
-    views, scores = central.layout.views(grads), _zeros(parent)
-    for example in ids.split(1):  # the square of a batch's gradient is no sum of squares
-        grads.zero_()
-        next_token_loss(full.model, example.to(grads.device)).backward()
-        for group in block_map.groups:
-            for part in group.parts:
-                squares = views[part.param].detach().square()
-                scores[group.name] += sum_blocks(group, part, squares) / len(ids)
-        tick()
-    return scores
-
-
-def mask_fisher(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> BlockScores:
-    """Mean over examples of (dl/dm_b)^2."""
-    return slopes.mask_fisher(_slopes(parent, ids), len(ids), tick)
-
-
-def taylor(parent: Parent, ids: Tensor, seed: int, tick: Tick) -> BlockScores:
-    """Mean over tokens of |dl/dm_b|, with a mask of its own for every token."""
-    scores = _zeros(parent)
-    for each in _slopes(parent, ids):
-        for name, slope in each.items():
-            scores[name] += slope.abs().mean(0) / len(ids)
-        tick()
-    return scores
-
-
-def magnitude(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> BlockScores:
-    """The L2 norm of all weights of a block."""
-    views, scores = parent.central.layout.views(parent.central.weights), _zeros(parent)
-    for group in parent.block_map.groups:
-        for part in group.parts:
-            squares = views[part.param].detach().square()
-            scores[group.name] += sum_blocks(group, part, squares)
-        scores[group.name].sqrt_()
-    return scores
-
-
-def uniform(parent: Parent, ids: Tensor | None, seed: int, tick: Tick) -> BlockScores:
-    """Random scores: keeping the best of them is the paper's random extraction (SE)."""
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        group.name: torch.rand(group.n_blocks, dtype=torch.float64, generator=draw)
-        for group in parent.block_map.groups
-    }
-
-
-METHODS: dict[str, Callable[..., BlockScores]] = {  # `tickets.IMPORTANCES`
-    "fisher": fisher,
-    "mask-fisher": mask_fisher,
-    "taylor": taylor,
-    "magnitude": magnitude,
-    "random": uniform,
-}
+MOST_SEQUENCES = 128  # of calibration, unless more are asked for
 
 
 def score(
-    parent: Parent, method: str, ids: Tensor | None, seed: int = 0, tick: Tick = lambda: None
+    parent: Parent,
+    method: str,
+    ids: Tensor | None,
+    seed: int = 0,
+    tick: Callable[[], None] = lambda: None,
 ) -> BlockScores:
-    """Scores of every block by one of `METHODS`; `ids` are calibration sequences [n, seq_len]."""
-    if method not in METHODS:
-        raise ValueError(f"importance {method!r}: use one of {', '.join(METHODS)}")
-    if method in NEEDS_TEXT and (ids is None or not len(ids)):
-        raise ValueError(f"importance {method!r} needs text: give --data STEM")
-    scores = {n: values.cpu() for n, values in METHODS[method](parent, ids, seed, tick).items()}
+    """Scores of every block; `ids` [n, seq_len] are calibration sequences, `tick` follows each.
+
+    fisher        mean over examples of the sum over the block's weights of (dl/dw)^2
+    mask-fisher   mean over examples of (dl/dm_b)^2
+    taylor        mean over tokens of |dl/dm_b|, with a mask of its own for every token
+    magnitude     the L2 norm of all weights of a block
+    random        keeping the best of these is the paper's random extraction (SE)
+    """
+    central, block_map, draw = parent.central, parent.block_map, torch.Generator().manual_seed(seed)
+    n_blocks = {group.name: group.n_blocks for group in block_map.groups}
+    kind: dict = {"dtype": torch.float64, "device": central.weights.device}
+    scores = {name: torch.zeros(n, **kind) for name, n in n_blocks.items()}
+    if method == "random":
+        kind = {"dtype": torch.float64, "generator": draw}
+        scores = {name: torch.rand(n, **kind) for name, n in n_blocks.items()}
+    elif method == "magnitude":
+        _add_squares_(scores, parent, central.weights)
+        scores = {name: values.sqrt() for name, values in scores.items()}
+    elif ids is None:
+        raise ValueError(f"importance {method!r} needs calibration text")
+    elif method == "fisher":
+        grads = torch.zeros_like(central.weights)
+        full = build(parent.template, block_map, central.layout, central.weights, grads)
+        for example in ids.split(1):  # the square of a batch's gradient is no sum of squares
+            grads.zero_()
+            next_token_loss(full.model, example.to(grads.device)).backward()
+            _add_squares_(scores, parent, grads, len(ids))
+            tick()
+    else:
+        for each in slopes.mask_slopes(parent.template, block_map, central, ids):
+            for name, slope in each.items():
+                found = slope.abs().mean(0) if method == "taylor" else slope.sum(0).square()
+                scores[name] += found / len(ids)
+            tick()
     for name, values in scores.items():
         if not values.isfinite().all():
             raise FloatingPointError(f"importance {method!r} of {name} is not finite")
-    return scores
+    return {name: values.cpu() for name, values in scores.items()}
+
+
+def _add_squares_(scores: BlockScores, parent: Parent, values: Tensor, n: int = 1) -> None:
+    """Add 1/n of the sums of squares over each block's parts of all parameters."""
+    views = parent.central.layout.views(values.detach())
+    for group in parent.block_map.groups:
+        for part in group.parts:
+            rows = views[part.param].square().movedim(part.dim, 0)
+            rows = rows.reshape(part.sections, group.n_blocks, -1)
+            scores[group.name] += rows.sum((0, 2), dtype=torch.float64) / n
 
 
 def keep_best(block_map: BlockMap, scores: BlockScores, widths: Widths) -> Blueprint:
@@ -111,19 +103,140 @@ def keep_best(block_map: BlockMap, scores: BlockScores, widths: Widths) -> Bluep
     return blueprint
 
 
-def sum_blocks(group: BlockGroup, part: Partition, values: Tensor) -> Tensor:
-    """Sums over each block's part of a parameter-shaped tensor: float64 [n_blocks]."""
-    rows = values.movedim(part.dim, 0).reshape(part.sections, group.n_blocks, -1)
-    return rows.sum((0, 2), dtype=torch.float64)
+@dataclass(frozen=True)
+class Calibration:
+    """Windows of the text that blocks are scored on and pruned models are fitted to."""
+
+    stem: str
+    ids: Tensor  # int64 [n_sequences, seq_len]
 
 
-def _slopes(parent: Parent, ids: Tensor) -> Iterator[dict[str, Tensor]]:
-    return slopes.mask_slopes(parent.template, parent.block_map, parent.central, ids)
+def calibrate(
+    parent: Parent,
+    data: str | None,
+    n: int,
+    seed: int,
+    options: tuple[str, str] = ("--data", "--n"),  # what the caller calls `data` and `n`
+) -> Calibration:
+    """`n` random windows of `data.seq_len` tokens; text that has fewer is refused."""
+    cfg = parent.cfg.data
+    file = check_calibration(parent.source, parent.cfg, data, options[0])
+    file.check(cfg.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
+    huggingface.check_positions(parent.template, cfg.seq_len)
+    n_all = file.n_sequences(cfg.seq_len)
+    if not 1 <= n <= n_all:
+        raise ValueError(
+            f"{file.stem} is too short for {options[1]} {n}: it has {n_all} sequences of "
+            f"data.seq_len = {cfg.seq_len}; legal are 1..{n_all}"
+        )
+    rows = random.Random(seed).sample(range(n_all), n)
+    return Calibration(file.stem, file.sequences(rows, cfg.seq_len))
 
 
-def _zeros(parent: Parent) -> BlockScores:
-    device = parent.central.weights.device
-    return {
-        group.name: torch.zeros(group.n_blocks, dtype=torch.float64, device=device)
-        for group in parent.block_map.groups
-    }
+def calibrate_on_tokens(parent: Parent, data: str | None, tokens: int, seed: int) -> Calibration:
+    """About `tokens` tokens (0: no limit) in random windows: 1 to `MOST_SEQUENCES` of them."""
+    seq_len = parent.cfg.data.seq_len
+    n_all = check_calibration(parent.source, parent.cfg, data).n_sequences(seq_len)
+    n = max(1, tokens // seq_len) if tokens else MOST_SEQUENCES
+    return calibrate(parent, data, max(1, min(n, MOST_SEQUENCES, n_all)), seed)
+
+
+def check_calibration(
+    source: str, cfg: Config, data: str | None, option: str = "--data"
+) -> TokenFile:
+    """The text to calibrate on: `data`, else the training tokens of the run.
+
+    Never its validation tokens unless they are named: the result is measured on those.
+    """
+    if not (data or cfg.data.train):
+        raise ValueError(f"{source} has no tokens to calibrate on: give {option} STEM")
+    return open_text(source, cfg, data, "train")
+
+
+@dataclass(frozen=True)
+class Pick:
+    """`random` is one draw, `best-of:N` are N, `nested` and `importance[:METHOD]` draw nothing.
+
+    `auto` is `nested` for a parent that was trained with an order of blocks, else `random`.
+    """
+
+    asked: str
+    n_draws: int = 1
+    method: str | None = None
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method in NEEDS_TEXT
+
+
+RANDOM, NESTED, AUTO = Pick("random"), Pick("nested"), Pick("auto")
+
+
+def pick_for(parent: Parent, how: Pick) -> Pick:
+    """What `auto` means for a parent; a nested ticket needs a parent with an order."""
+    has_order = bool(parent.progress.order)
+    if how == AUTO:
+        return NESTED if has_order else RANDOM
+    if how == NESTED and not has_order:
+        raise ValueError(
+            f"--pick nested: {parent.source} was trained without an order of blocks "
+            "(blocks.nested = 0); use importance:mask-fisher, which scores them now, or random"
+        )
+    return how
+
+
+def parse_pick(text: str) -> Pick:
+    """A pick as it is typed."""
+    name, colon, rest = text.partition(":")
+    if plain := {how.asked: how for how in (RANDOM, NESTED, AUTO)}.get(text):
+        return plain
+    if name == "best-of" and rest.isdecimal() and int(rest) > 0:
+        return Pick(text, n_draws=int(rest))
+    method = rest if colon else "fisher"
+    if name == "importance" and method in IMPORTANCES:
+        return Pick(text, method=method)
+    *names, last = PICKS
+    raise ValueError(
+        f"--pick {text!r}: use {', '.join(names)} or {last} "
+        f"(METHOD is one of {', '.join(IMPORTANCES)})"
+    )
+
+
+def pick_blocks(
+    parent: Parent,
+    widths: Widths,
+    how: Pick,
+    seed: int = 0,
+    evaluator: Evaluator | None = None,
+    calibration: Calibration | None = None,
+    bar: Progress | None = None,
+) -> tuple[Blueprint, dict[str, Any]]:
+    """A blueprint of these widths, and what it was chosen by.
+
+    `best-of:N` needs the `evaluator`, scores that go by text need the `calibration`.
+    """
+    bar, block_map = bar or Progress(disable=True), parent.block_map
+    if how == NESTED:
+        return prefixes(block_map, parent.progress.order, widths), {}
+    if how.method is not None:
+        based_on: dict[str, Any] = {"method": how.method}
+        ids = None
+        if calibration is not None:
+            ids = calibration.ids
+            n, seq_len = ids.shape
+            based_on |= {"data": calibration.stem, "n_sequences": n, "seq_len": seq_len}
+        task = bar.add_task(f"pick {how.asked}", total=1 if ids is None else len(ids), note="")
+        scores = score(parent, how.method, ids, seed, lambda: bar.advance(task))
+        return keep_best(block_map, scores, widths), based_on
+    drawn = draws(block_map, widths, seed=seed, n=how.n_draws)
+    if how.n_draws == 1:
+        return next(iter(drawn)), {}
+    assert evaluator is not None
+    task = bar.add_task(f"pick {how.asked}", total=how.n_draws, note="")
+    found: list[float] = []
+    for blueprint in drawn:  # one at a time, however many are asked for
+        found.append(evaluator.subnet_perplexity(blueprint))
+        if found[-1] < min(found[:-1], default=math.inf):
+            best = blueprint
+        bar.update(task, advance=1, note=f"best perplexity {min(found):.2f}")
+    return best, {"data": evaluator.text.file.stem, "perplexities": found}

@@ -16,7 +16,7 @@ from ..config import ActivationScale, Config, DataConfig, ModelConfig, Setting
 from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
 from ..model import families, huggingface
-from ..model.blocks import BlockMap, Widths
+from ..model.blocks import BlockMap, State, Widths
 from ..model.central import Central, create
 from ..model.subnet import Means, scales
 from ..system import manifest
@@ -51,11 +51,6 @@ class Parent:
     def scale(self) -> ActivationScale:
         """The activation scale of its subnets (`train.scale`)."""
         return self.cfg.train.scale
-
-    @property
-    def round(self) -> int:
-        """Rounds of training behind it."""
-        return self.progress.round
 
     def scales(self, widths: Widths) -> dict[str, float]:
         """The factor on each group's output in a subnet of these widths."""
@@ -107,12 +102,18 @@ def open_parent(
         model = source if source.dtype == torch.float32 else copy.deepcopy(source).float()
         name = source.config.name_or_path or ""
         return _from_model(model, name or f"a {type(model).__name__}", name, device, overrides)
-    kind = what_is(source)
+    kind, name = what_is(source), str(source)
     if kind == "ticket":
         raise ValueError(f"{source} {IS_CUT}")
     if kind == "checkpoint":
         return _from_checkpoint(Path(source), device, overrides)
-    return _from_hugging_face(str(source), device, overrides)
+    try:
+        model = huggingface.pretrained(name)
+    except ValueError as error:
+        if name.startswith("gguf:") or name.endswith(".gguf"):
+            raise
+        raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
+    return _from_model(model, name, name, device, overrides)
 
 
 def config_of(source: str | Path, overrides: Sequence[str] = ()) -> Config | None:
@@ -139,15 +140,21 @@ def recut(parent: Parent, setting: Setting) -> Parent:
     block_map = families.partition(parent.template, cfg.blocks)
     block_map = block_map.with_ranks(cfg.blocks, parent.progress.order)
     old = parent.central
-    central = create(
-        old.layout.views(old.weights),
-        huggingface.shapes(parent.template),
-        block_map,
-        carry=False,
-        outer=False,
-        device=old.weights.device,
-    )
+    state = old.layout.views(old.weights)
+    central = _central(state, parent.template, block_map, old.weights.device)
     return replace(parent, cfg=cfg, block_map=block_map, central=central)
+
+
+def _central(
+    state: State, model: PreTrainedModel, block_map: BlockMap, device: torch.device
+) -> Central:
+    shapes = huggingface.shapes(model)
+    return create(state, shapes, block_map, carry=False, outer=False, device=device)
+
+
+def _tokenizer(folder: Path) -> Path | None:
+    path = folder / "tokenizer.json"
+    return path if path.is_file() else None
 
 
 def _from_checkpoint(path: Path, device: str, overrides: Sequence[str]) -> Parent:
@@ -155,29 +162,17 @@ def _from_checkpoint(path: Path, device: str, overrides: Sequence[str]) -> Paren
     cfg = config.override(found.config, overrides)
     template = checkpoint.template(found)
     block_map = families.partition(template, cfg.blocks)
-    central = checkpoint.restore(found, template, block_map, pick_device(device))
     progress = checkpoint.progress_of(found, block_map)
-    tokenizer = found.path / "tokenizer.json"
     return Parent(
         source=str(found.path),
         cfg=cfg,
         template=template,
         block_map=block_map.with_ranks(cfg.blocks, progress.order),
-        central=central,
-        tokenizer=tokenizer if tokenizer.is_file() else None,
-        tokenizer_sha256=found.tokenizer_sha256,
+        central=checkpoint.restore(found, template, block_map, pick_device(device)),
+        tokenizer=_tokenizer(found.path),
+        tokenizer_sha256=found.manifest["tokenizer_sha256"],
         progress=progress,
     )
-
-
-def _from_hugging_face(source: str, device: str, overrides: Sequence[str]) -> Parent:
-    try:
-        model = huggingface.pretrained(source)
-    except ValueError as error:
-        if source.startswith("gguf:") or source.endswith(".gguf"):
-            raise
-        raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
-    return _from_model(model, source, source, device, overrides)
 
 
 def _from_model(
@@ -186,28 +181,23 @@ def _from_model(
     """A loaded model by the name `source`; `weights` says where it comes from, "" is unknown."""
     if getattr(model.config, "is_heterogeneous", False):  # in memory, or without its ticket.json
         raise ValueError(f"{source} {IS_CUT}")
-    most = getattr(model.config, "max_position_embeddings", None) or 1024
     cfg = Config(
         model=ModelConfig(weights=weights or "random", type=model.config.model_type),
-        data=replace(DataConfig(), train="", valid="", seq_len=min(1024, most)),
+        data=replace(DataConfig(), train="", valid="", seq_len=default_seq_len(model)),
     )
     cfg = config.override(cfg, overrides)
     block_map = families.partition(model, cfg.blocks)
-    central = create(
-        huggingface.state(model),
-        huggingface.shapes(model),
-        block_map,
-        carry=False,
-        outer=False,
-        device=pick_device(device),
-    )
-    tokenizer = Path(source) / "tokenizer.json"
     return Parent(
         source=source,
         cfg=cfg,
         template=model.eval(),
         block_map=block_map,
-        central=central,
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        central=_central(huggingface.state(model), model, block_map, pick_device(device)),
+        tokenizer=_tokenizer(Path(source)),
         tokenizer_sha256=None,
     )
+
+
+def default_seq_len(model: PreTrainedModel) -> int:
+    """Of a model that is no run: 1024 tokens, or as many as it has positions."""
+    return min(1024, getattr(model.config, "max_position_embeddings", None) or 1024)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..system.compat import choose_config_class
-
 
 def register() -> None:
     """Let `AutoModelForCausalLM.from_pretrained` take ticket folders; twice does nothing more.
 
     A ticket keeps its family's `model_type`, so that tokenizers and tools know it: what tells it
-    from a stock model is the section `ticket` in its config.json. vLLM calls this as a plugin.
+    from a stock model is the section `ticket` in its config.json. transformers finds classes by
+    `model_type` alone, and `AutoConfig.register` replaces one for all models of a type: two that
+    share a type need this patch of `PreTrainedConfig.from_dict`. vLLM calls this as a plugin.
     """
-    choose_config_class(_class_of)
+    from transformers.configuration_utils import PreTrainedConfig
 
+    stock: Any = PreTrainedConfig.__dict__["from_dict"].__func__
+    if stock.__module__ == __name__:  # patched already
+        return
 
-def _class_of(chosen: type, config: dict[str, Any]) -> type:
-    is_ticket = "projections" in (config.get("ticket") or ())
-    if not is_ticket or chosen.__name__.startswith("Ticket"):
-        return chosen
-    from . import modeling_ticket
+    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        is_ticket = "projections" in (config_dict.get("ticket") or ())
+        if is_ticket and not cls.__name__.startswith("Ticket"):
+            from . import modeling_ticket
 
-    return getattr(modeling_ticket, f"Ticket{chosen.__name__}")
+            cls = getattr(modeling_ticket, f"Ticket{cls.__name__}")
+        return stock(cls, config_dict, **kwargs)
+
+    setattr(PreTrainedConfig, "from_dict", classmethod(from_dict))  # noqa: B010 (mypy: a method)

@@ -6,7 +6,7 @@ Imports no torch: `--help` reads this module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,9 @@ from .. import fields
 from ..config import Config
 from ..fields import option, seed_of, words
 from . import DTYPES, IMPORTANCES, SPENDS
-from .bounds import rank
 
 if TYPE_CHECKING:
     from .budget import Budget
-    from .pick import Pick
 
 TEXT = "Token file; default: the run's data.valid."
 ALL = "Use this many tokens; 0 takes all."
@@ -43,9 +41,16 @@ class TicketRequest:
         "At most so many bytes of weights and of the keys and values of --context tokens: 2GB.", ()
     )
     context: str | None = option("Tokens that --memory has room for: 8k (8192) or 2000.", None)
+    layers: int | None = option(
+        "Keep so many layers, alone or with a budget: the first of the order that the parent was "
+        "trained with, or else those whose absence costs the most loss.",
+        None,
+        least=1,
+    )
     spend: str = option(
         "measured: blocks of a budget (not of a ratio) go where losing them costs the most loss "
-        "on the text that blocks are scored on; even: the same share everywhere.",
+        "on the text that blocks are scored on, and whole layers may go; even: the same share "
+        "everywhere.",
         SPENDS[0],
         choices=SPENDS,
     )
@@ -72,8 +77,8 @@ class TicketRequest:
         for kind in KINDS:  # numbers are natural in Python: params=90_000, ratio=0.5
             object.__setattr__(self, kind, tuple(map(str, getattr(self, kind))))
         for name in ("context", "data"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, str(getattr(self, name)))
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, str(value))
         fields.check(self)
 
     @property
@@ -81,32 +86,25 @@ class TicketRequest:
         """Every budget that is given, each for a ticket of its own."""
         from .budget import parse_budgets
 
-        return parse_budgets(self.context, **{kind: list(getattr(self, kind)) for kind in KINDS})
+        given = [(kind, asked) for kind in KINDS for asked in getattr(self, kind)]
+        if self.layers is not None and not given:
+            given = [("ratio", "1")]
+        return parse_budgets(self.context, given)
 
     @property
     def budget(self) -> Budget:
         """The one budget of a request for one ticket."""
-        from .budget import parse_budget
+        first, *others = self.budgets
+        if others:
+            kinds = " and ".join(f"--{each.kind}" for each in (first, *others))
+            raise ValueError(f"give one budget for one ticket (given: {kinds})")
+        return first
 
-        given = {kind: asked for kind in KINDS for asked in getattr(self, kind)}
-        if sum(len(getattr(self, kind)) for kind in KINDS) > len(given):
-            raise ValueError("give one budget for one ticket")
-        return parse_budget(self.context, **given)
 
-    @property
-    def how(self) -> Pick:
-        """The pick, understood."""
-        from .pick import parse_pick
-
-        return parse_pick(self.pick)
-
-    def each(self) -> list[TicketRequest]:
-        """A request of its own for every budget."""
-        alone: Any = dict.fromkeys(KINDS, ())
-        return [
-            replace(self, **alone | {b.kind: b.asked}, context=self.context if b.context else None)
-            for b in self.budgets
-        ]
+def _of(request: type, name: str) -> Any:
+    """The same option as another request's."""
+    its = request.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    return field(default=its.default, metadata=its.metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,22 +118,6 @@ class ScoreRequest:
     data: str | None = option(TEXT, None)
     tokens: int = option(ALL, 0, least=0)
     seed: int = seed_of("the random subnets")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CertificateRequest:
-    """How many random tickets of which size are measured, and what they should promise."""
-
-    ratio: str = option("Share of blocks, as 6/12 or attn=2/3,ffn=6/12.", "6/12")
-    n: int = option("Random tickets to measure.", 200, least=1, most=10**6)
-    data: str | None = option(TEXT, None)
-    tokens: int = option(ALL, 0, least=0)
-    seed: int = seed_of("the random tickets")
-    coverage: float = option("Share of all tickets to bound.", 0.95)
-    confidence: float = option("How sure the bound must be.", 0.99)
-
-    def __post_init__(self) -> None:
-        rank(self.n, self.coverage, self.confidence)  # refuses an n that promises nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +143,39 @@ class HealRequest:
     overrides: Sequence[str] = ()
     like: Config | None = None  # a run whose settings are taken, instead of the teacher's
 
-    @property
-    def n_tokens(self) -> int:
-        """The amount, understood."""
-        from .budget import amount
 
-        return int(amount("tokens", str(self.tokens)))
+@dataclass(frozen=True, kw_only=True)
+class ShrinkRequest:
+    """Which model becomes how small, on what text, for how many tokens or hours."""
+
+    model: str = option(
+        "A Hugging Face folder or hub id, gguf:FILE, or a run folder.", argument=True
+    )
+    out: Path = option("Folder for everything that is made.", MISSING, "--out", "-o")
+    text: tuple[Any, ...] = option(
+        "Files of text or sources, .jsonl, .parquet, a folder of them, hub:NAME or "
+        "builtin:python-docs; repeatable, with a share of the tokens: code/:0.7.",
+        (),
+        metavar="SOURCE",
+    )
+    to: tuple[str, ...] = option(
+        "At most so many parameters: 350M. Sizes are repeatable: a ticket for each.", ()
+    )
+    size: tuple[str, ...] = _of(TicketRequest, "size")
+    latency: tuple[str, ...] = _of(TicketRequest, "latency")
+    memory: tuple[str, ...] = _of(TicketRequest, "memory")
+    context: str | None = _of(TicketRequest, "context")
+    tokens: str | None = option("Tokens to train on: 50M. Default: the text once.", None)
+    hours: float | None = option("Train for about so long instead.", None, least=0)
+    gguf: str | None = option("Write the tickets for llama.cpp, too: q8_0 or f16.", None)
+    tasks: str | None = option("Zero-shot tasks at the end, as `eval` takes them.", None)
+    tokenizer: str | None = option(
+        "tokenizer.json, a folder with one, a hub id, or gguf:FILE. Default: the model's.", None
+    )
+    column: str = option("Text column of .jsonl and .parquet.", "text")
+    dtype: str = _of(TicketRequest, "dtype")
+    overrides: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        fields.fill_tuples_(self)
+        fields.check(self)

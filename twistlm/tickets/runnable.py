@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..data.teacher_cache import verify_teacher_cache
 from ..data.token_file import open_tokens, verify_tokens
 from ..model import huggingface
-from ..model.tokenizer import load_tokenizer
+from ..model.tokenizer import encode, load_tokenizer
 from ..system import manifest
 from ..system.device import pick_device
 from ..training import checkpoint
@@ -31,11 +31,6 @@ class Runnable:
 
     source: str
     model: PreTrainedModel
-
-    @property
-    def n_positions(self) -> int:
-        """Tokens that fit into the model's context."""
-        return getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
 
     def tokenizer(self) -> Tokenizer:
         try:
@@ -80,10 +75,11 @@ def check_room(runnable: Runnable, n_prompt: int, max_new_tokens: int | None) ->
     """How many tokens to write after a prompt: what was asked, or by default 100 if they fit."""
     if n_prompt < 1:
         raise ValueError("the prompt is empty: give at least one token")
-    room = runnable.n_positions - n_prompt
+    most = getattr(runnable.model.config, "max_position_embeddings", None) or 1 << 30
+    room = most - n_prompt
     if room < (max_new_tokens or 1):
         raise ValueError(
-            f"{runnable.source} has {runnable.n_positions} positions and the prompt takes "
+            f"{runnable.source} has {most} positions and the prompt takes "
             f"{n_prompt}: {max(0, room)} tokens fit after it"
             + (f", not --max-new-tokens {max_new_tokens}" if max_new_tokens else "")
         )
@@ -106,7 +102,6 @@ class Stream(BaseStreamer):
         pass
 
 
-@torch.no_grad()
 def write(
     runnable: Runnable,
     prompt: str,
@@ -119,23 +114,23 @@ def write(
 ) -> list[int]:
     """Emit the prompt and its continuation; greedy, unless a temperature or top-k asks to draw."""
     tokenizer = runnable.tokenizer()
-    ids = torch.tensor([tokenizer.encode(prompt).ids], dtype=torch.long)
-    n_new = check_room(runnable, ids.shape[1], max_new_tokens)
-    options: dict[str, Any] = {"do_sample": False}
+    ids = torch.tensor(encode(tokenizer, [prompt])[0].ids, dtype=torch.long)
+    n_new = check_room(runnable, len(ids), max_new_tokens)
+    options: dict[str, Any] = {"streamer": Stream(tokenizer, emit)}
     if temperature is not None or top_k is not None:
         # top_k = 0 is "all tokens": transformers' own default would be 50
-        options = {"do_sample": True, "temperature": temperature or 1.0, "top_k": top_k or 0}
+        options |= {"do_sample": True, "temperature": temperature or 1.0, "top_k": top_k or 0}
         torch.manual_seed(seed)
+    return generate(runnable, ids, n_new, **options).tolist()
+
+
+@torch.no_grad()
+def generate(runnable: Runnable, ids: Tensor, n_new: int, **options: Any) -> Tensor:
+    """The prompt (int64 [length]) and its continuation; greedy, unless options say otherwise."""
     model: Any = runnable.model
-    ids = ids.to(model.device)
-    written = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=n_new,
-        streamer=Stream(tokenizer, emit),
-        **options,
-    )
-    return written[0].tolist()
+    ids, more = ids[None].to(model.device), {"do_sample": False, **options}
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=n_new, **more)[0]
 
 
 def verify(source: str) -> list[str]:
@@ -148,18 +143,15 @@ def verify(source: str) -> list[str]:
         told = verify_teacher_cache(open_tokens(source))
         return [verify_tokens(source), *([told] if told else [])]
     if what_is(source) == "ticket":
-        ticket = verify_ticket(folder)
-        n = len(ticket.get(manifest.FILES, ()))
+        n = len(verify_ticket(folder).get(manifest.FILES, ()))
         if not n:
             return [f"ticket {source}: nothing vouches for its files (written before manifests)"]
         return [f"ticket {source}: {n} files match their sha256"]
-    if (folder / checkpoint.MANIFEST).is_file():
-        found = [checkpoint.verify(folder)]
-    elif not (
-        found := [checkpoint.verify(path) for path in checkpoint.numbered(folder / "checkpoints")]
-    ):
+    is_one = (folder / checkpoint.MANIFEST).is_file()
+    paths = [folder] if is_one else checkpoint.numbered(folder / "checkpoints")
+    if not paths:
         raise ValueError(f"{source} is no token file, ticket, checkpoint or run: nothing to verify")
     return [
         f"checkpoint {each.path}: {len(each.manifest['files'])} files match their sha256"
-        for each in found
+        for each in map(checkpoint.verify, paths)
     ]

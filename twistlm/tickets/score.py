@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
 from ..model import huggingface
 from ..model.blocks import widths_of_ratio
+from ..model.generator import draws
 from ..model.masks import prefixes
 from ..system import provenance, terminal
 from ..system.device import pick_device
 from ..system.terminal import progress
-from .deploy import load_ticket, read_ticket
-from .parent import Parent, config_of, open_text, what_is
+from .deploy import cut_from, load_ticket, read_ticket
+from .parent import Parent, config_of, default_seq_len, open_text, what_is
 from .requests import ScoreRequest
 
 
@@ -34,16 +35,16 @@ class Scores:
     """Full-model perplexity and the spread of random subnets at each ratio."""
 
     name: str
-    round: int
     n_params: int
     full: float
-    subnets: tuple[Spread, ...]
     data: str
     n_tokens: int
-    seed: int
-    run: dict[str, Any]  # command, git hash, versions, device
+    round: int = 0
+    subnets: tuple[Spread, ...] = ()
+    seed: int = 0
     scale: str = ""  # of the subnets, where it is not that of training
     nested: tuple[float, ...] = ()  # at each ratio, where the parent has an order of blocks
+    run: dict[str, Any] = field(default_factory=provenance.describe_run)
 
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)
@@ -52,12 +53,7 @@ class Scores:
         return plain
 
 
-def evaluator(parent: Parent, data: str | None = None, tokens: int = 0) -> Evaluator:
-    """An evaluator on `data`, or on the validation tokens of the parent's run."""
-    return evaluator_on(parent, text_of(parent, data, tokens))
-
-
-def evaluator_on(parent: Parent, text: Text) -> Evaluator:
+def evaluator(parent: Parent, text: Text) -> Evaluator:
     """An evaluator of a parent and its tickets, scaled and made up for as the parent says."""
     return Evaluator(
         parent.template,
@@ -81,38 +77,49 @@ def text_of(parent: Parent, data: str | None, tokens: int) -> Text:
 
 
 def score_parent(
-    parent: Parent, request: ScoreRequest, name: str, *, quiet: bool = False
+    parent: Parent,
+    request: ScoreRequest,
+    name: str,
+    quiet: bool = False,
+    known: Sequence[float] = (),
+    note: Callable[[int, float], None] = lambda number, value: None,
 ) -> Scores:
-    """Perplexity of the full model and of n random subnets of each ratio."""
-    ready = evaluator(parent, request.data, request.tokens)
-    widths = {ratio: widths_of_ratio(parent.block_map, ratio) for ratio in request.ratios}
-    n, seed = request.n, request.seed
+    """Perplexity of the full model and of n random subnets of each ratio.
+
+    The first draws of a ratio may be `known` from before; each new one is told to `note`.
+    """
+    text = text_of(parent, request.data, request.tokens)
+    ready = evaluator(parent, text)
+    block_map, order, layout = parent.block_map, parent.progress.order, parent.central.layout
+    widths = {ratio: widths_of_ratio(block_map, ratio) for ratio in request.ratios}
+    subnets, nested = [], []
     with progress(quiet) as bar:
-        order = parent.progress.order
-        total = 1 + (n + bool(order)) * len(widths)
+        total = 1 + (request.n + bool(order)) * len(widths)
         task = bar.add_task(f"evaluate {name}", total=total, note="")
         full = ready.full_perplexity()
         bar.advance(task)
-        subnets = tuple(
-            ready.random_subnets(ratio, widths[ratio], n, seed, lambda: bar.advance(task))
-            for ratio in request.ratios
-        )
-        nested = []
-        for ratio in request.ratios if order else ():
-            kept = prefixes(parent.block_map, order, widths[ratio])
-            nested.append(ready.subnet_perplexity(kept))
-            bar.advance(task)
-    text = ready.text
+        for ratio, each in widths.items():
+            values = list(known[: request.n])
+            bar.advance(task, len(values))
+            drawn = draws(block_map, each, seed=request.seed, n=request.n, first=len(values))
+            for number, blueprint in enumerate(drawn, len(values)):
+                values.append(ready.subnet_perplexity(blueprint))
+                note(number, values[-1])
+                bar.update(task, advance=1, note=f"worst {max(values):.2f}")
+            n_params = layout.narrowed(block_map, each).n_params
+            subnets.append(Spread(ratio, n_params, tuple(values)))
+            if order:
+                nested.append(ready.subnet_perplexity(prefixes(block_map, order, each)))
+                bar.advance(task)
     return Scores(
-        name=name,
-        round=parent.round,
-        n_params=parent.central.layout.n_params,
-        full=full,
-        subnets=subnets,
-        data=text.file.stem,
-        n_tokens=text.n_sequences * text.seq_len,
-        seed=seed,
-        run=provenance.describe_run(),
+        name,
+        layout.n_params,
+        full,
+        text.file.stem,
+        text.n_sequences * text.seq_len,
+        round=parent.progress.round,
+        subnets=tuple(subnets),
+        seed=request.seed,
         nested=tuple(nested),
     )
 
@@ -128,23 +135,20 @@ def score_ticket(
     """The perplexity of a ticket folder, on `data` or the validation text of its parent's run."""
     own = None if data else _parents_text(folder, read_ticket(folder))
     model = load_ticket(folder)
-    most = getattr(model.config, "max_position_embeddings", None) or 1024
-    default = Config(data=DataConfig(seq_len=own[1] if own else min(1024, most)))
+    default = Config(data=DataConfig(seq_len=own[1] if own else default_seq_len(model)))
     cfg = config.override(default, overrides)
     huggingface.check_positions(model, cfg.data.seq_len)
     file = own[0] if own else open_tokens(resolve(data or "", "valid"))
     file.check(cfg.data.seq_len, huggingface.vocab_size(model))
     check_same_tokenizer(file, folder / "tokenizer.json")
     torch.nn.Module.to(model, pick_device(device))
-    return score_model(
-        model, Text(file, cfg.data.seq_len, tokens), folder.name, cfg.train.precision
-    )
+    text = Text(file, cfg.data.seq_len, tokens)
+    return score_model(model, text, folder.name, cfg.train.precision)
 
 
 def _parents_text(folder: Path, record: dict[str, Any]) -> tuple[TokenFile, int]:
     """The validation tokens of the run that a ticket was cut out of, and its sequence length."""
-    source = record["parent"]
-    source = source["source"] if isinstance(source, dict) else source  # of a ticket with a proof
+    source = cut_from(record)
     cfg = config_of(source) if what_is(source) == "checkpoint" else None
     try:
         if cfg is not None:
@@ -159,17 +163,8 @@ def _parents_text(folder: Path, record: dict[str, Any]) -> tuple[TokenFile, int]
 
 def score_model(model: PreTrainedModel, text: Text, name: str, precision: str = "auto") -> Scores:
     """The perplexity of a model as it is: one number."""
-    return Scores(
-        name=name,
-        round=0,
-        n_params=sum(p.numel() for p in model.parameters()),
-        full=perplexity(model, text, precision),
-        subnets=(),
-        data=text.file.stem,
-        n_tokens=text.n_sequences * text.seq_len,
-        seed=0,
-        run=provenance.describe_run(),
-    )
+    full, n_params = perplexity(model, text, precision), sum(p.numel() for p in model.parameters())
+    return Scores(name, n_params, full, text.file.stem, text.n_sequences * text.seq_len)
 
 
 def check_same_tokenizer(file: TokenFile, path: Path) -> None:

@@ -8,7 +8,7 @@ fewer passes of the parent.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,28 +18,11 @@ from torch import Tensor
 from ..data.builtin import resolve
 from ..data.token_file import open_tokens
 from ..model import huggingface
+from ..model.tokenizer import encode
 from ..system import terminal
 from ..system.provenance import describe_run
 from ..system.terminal import progress
-from .runnable import Runnable, check_room
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """What a ticket's drafts save."""
-
-    parent: str
-    ticket: str
-    n_draft: int
-    rows: list[dict[str, Any]]  # one for each prompt: tokens, passes, seconds, same text or not
-    acceptance: float  # share of proposed tokens that the parent would have written too
-    tokens_per_pass: float  # tokens written per forward pass of the parent; 1 without drafts
-    plain_rate: float  # tokens per second of the parent alone
-    drafted_rate: float
-    run: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+from .runnable import Runnable, check_room, generate
 
 
 def prompts(
@@ -49,7 +32,7 @@ def prompts(
     if not texts and data is None:
         raise ValueError("nothing to go on from: give --prompt TEXT or --data STEM")
     tokenizer = parent.tokenizer() if texts else None
-    found = [torch.tensor(tokenizer.encode(text).ids) for text in texts] if tokenizer else []
+    found = [torch.tensor(e.ids) for e in encode(tokenizer, texts)] if tokenizer else []
     if data is not None:
         file = open_tokens(resolve(data, "valid"))
         file.check(n_tokens, huggingface.vocab_size(parent.model))
@@ -59,7 +42,6 @@ def prompts(
     return found
 
 
-@torch.no_grad()
 def draft(
     parent: Runnable,
     ticket: Runnable,
@@ -68,7 +50,7 @@ def draft(
     max_new_tokens: int | None = None,
     n_draft: int = 5,
     quiet: bool = False,
-) -> Drafts:
+) -> dict[str, Any]:
     """Continue each prompt (int64 [length]) greedily, alone and with drafts."""
     sizes = [huggingface.vocab_size(runnable.model) for runnable in (parent, ticket)]
     if sizes[0] != sizes[1]:
@@ -81,75 +63,57 @@ def draft(
     config.num_assistant_tokens = n_draft
     config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = 0.0  # always n_draft tokens: nothing adapts
-    passes = {"n_parent": 0, "n_proposed": 0}  # every pass of the ticket proposes one token
-
-    def count(name: str) -> Any:
-        def hook(module: Any, args: Any) -> None:
-            passes[name] += 1
-
-        return hook
-
-    rows, pairs = [], {"n_parent": parent.model, "n_proposed": ticket.model}
+    passes: Counter[str] = Counter()  # every pass of the ticket proposes one token
+    hooks = [
+        runnable.model.register_forward_pre_hook(lambda *_, name=name: passes.update([name]))
+        for name, runnable in (("n_parent", parent), ("n_proposed", ticket))
+    ]
+    rows: list[dict[str, Any]] = []
     with progress(quiet) as bar:
         task = bar.add_task("draft", total=len(prompts), note="")
         # the first call of a process pays for everything that is set up once
-        generate(parent, prompts[0], min(4, n_new[0]), ticket)
+        generate(parent, prompts[0], min(4, n_new[0]), assistant_model=ticket.model)
         for prompt, n in zip(prompts, n_new, strict=True):
             began = time.perf_counter()
             plain = generate(parent, prompt, n)
             middle = time.perf_counter()
-            passes.update(n_parent=0, n_proposed=0)
-            hooks = [m.register_forward_pre_hook(count(name)) for name, m in pairs.items()]
-            drafted = generate(parent, prompt, n, ticket)
+            passes.clear()
+            drafted = generate(parent, prompt, n, assistant_model=ticket.model)
             ended = time.perf_counter()
-            for hook in hooks:
-                hook.remove()
             row: dict[str, Any] = {"n_prompt": len(prompt), "n_plain": len(plain) - len(prompt)}
             row |= {"n_new": len(drafted) - len(prompt), **passes}
             row |= {"n_accepted": row["n_new"] - row["n_parent"]}  # a pass writes one of its own
             row |= {"plain_s": middle - began, "drafted_s": ended - middle}
             rows.append(row | {"same": torch.equal(plain, drafted)})
             bar.advance(task)
+    for hook in hooks:
+        hook.remove()
     sums = {name: sum(row[name] for row in rows) for name in rows[0]}
-    return Drafts(
-        parent=parent.source,
-        ticket=ticket.source,
-        n_draft=n_draft,
-        rows=rows,
-        acceptance=sums["n_accepted"] / max(1, sums["n_proposed"]),
-        tokens_per_pass=sums["n_new"] / sums["n_parent"],
-        plain_rate=sums["n_plain"] / sums["plain_s"],
-        drafted_rate=sums["n_new"] / sums["drafted_s"],
-        run=describe_run(),
-    )
+    return {
+        "parent": parent.source,
+        "ticket": ticket.source,
+        "n_draft": n_draft,
+        "rows": rows,
+        "acceptance": sums["n_accepted"] / max(1, sums["n_proposed"]),  # share of what is proposed
+        "tokens_per_pass": sums["n_new"] / sums["n_parent"],  # of the parent; 1 without drafts
+        "plain_rate": sums["n_plain"] / sums["plain_s"],  # tokens per second of the parent alone
+        "drafted_rate": sums["n_new"] / sums["drafted_s"],
+        "run": describe_run(),
+    }
 
 
-def generate(
-    parent: Runnable, prompt: Tensor, n_new: int, assistant: Runnable | None = None
-) -> Tensor:
-    """The parent's greedy text, int64 [length]."""
-    model: Any = parent.model
-    ids = prompt[None].to(model.device)
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=n_new,
-        do_sample=False,
-        assistant_model=assistant.model if assistant else None,
-    )[0]
-
-
-def table(made: Drafts) -> Table:
+def table(made: dict[str, Any]) -> Table:
     """Speed and passes with and without drafts."""
-    title = f"{len(made.rows)} prompts, written greedily, {made.n_draft} tokens drafted at a time"
+    n, plain, drafted = len(made["rows"]), made["plain_rate"], made["drafted_rate"]
+    title = f"{n} prompts, written greedily, {made['n_draft']} tokens drafted at a time"
     result = terminal.table(title, "", "tokens/s", "tokens per parent pass", "drafts accepted")
-    rate = f"{made.drafted_rate:.1f} ({made.drafted_rate / made.plain_rate:.2f}x)"
-    result.add_row("parent alone", f"{made.plain_rate:.1f}", "1.00", "")
-    result.add_row("with drafts", rate, f"{made.tokens_per_pass:.2f}", f"{made.acceptance:.1%}")
+    result.add_row("parent alone", f"{plain:.1f}", "1.00", "")
+    rate, per_pass = f"{drafted:.1f} ({drafted / plain:.2f}x)", f"{made['tokens_per_pass']:.2f}"
+    result.add_row("with drafts", rate, per_pass, f"{made['acceptance']:.1%}")
     return result
 
 
-def reading(made: Drafts) -> str:
+def reading(made: dict[str, Any]) -> str:
     """Whether the text is the parent's own; a batched pass may round a tie to another token."""
-    same = sum(row["same"] for row in made.rows)
-    return f"The text is identical to the parent's own in {same} of {len(made.rows)} cases."
+    same = sum(row["same"] for row in made["rows"])
+    return f"The text is identical to the parent's own in {same} of {len(made['rows'])} cases."

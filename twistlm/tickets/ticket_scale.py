@@ -24,7 +24,7 @@ from ..model.blocks import BlockMap, Blueprint, Widths
 from ..model.generator import draws
 from ..model.subnet import Means, Rho, build, measure_means
 from .parent import Parent
-from .score import evaluator_on
+from .score import evaluator
 
 SCALES = {"none": "no scale", "sqrt": "sqrt(N/K)", "measured": "measured", "inverse": "N/K"}
 TRIED: tuple[ActivationScale, ...] = ("none", "sqrt", "measured")
@@ -70,8 +70,8 @@ class TicketScales:
     def __init__(
         self, parent: Parent, reported: Text, choice: Text | None, precision: str | None = None
     ):
-        self.parent, self.reported, self.choice = parent, reported, choice
-        ready = evaluator_on(parent, reported)
+        self.parent, self.choice = parent, choice
+        ready = evaluator(parent, reported)
         self.ready = replace(ready, precision=precision or ready.precision)
 
     @cached_property
@@ -86,13 +86,10 @@ class TicketScales:
 
     def candidates(self) -> list[TicketScale]:
         """The parent's own first: of equal ones it is kept."""
-        if self.choice is None:
-            return [TicketScale(self.parent.scale)]
-        scales = dict.fromkeys((self.parent.scale, *TRIED))
+        scales = dict.fromkeys((self.parent.scale, *(TRIED if self.choice else ())))
         biased = any(len(group.out) > 1 for group in self.parent.block_map.groups)
-        return [
-            TicketScale(s, m) for m, s in product((False, True) if biased else (False,), scales)
-        ]
+        means = (False, True) if biased and self.choice else (False,)
+        return [TicketScale(scale, m) for m, scale in product(means, scales)]
 
     def parent_with(self, chosen: TicketScale) -> Parent:
         """The parent as its tickets are cut with this scale."""
@@ -107,22 +104,16 @@ class TicketScales:
 
     def evaluator(self, scale: TicketScale, text: Text | None = None) -> Evaluator:
         """On the reported text, or on `text`; models of all sizes are this object's, built once."""
-        parent = self.parent_with(scale)
-        return replace(
-            self.ready,
-            text=text or self.reported,
-            scale=parent.scale,
-            rho=parent.progress.rho,
-            means=parent.means,
-        )
+        made = evaluator(self.parent_with(scale), text or self.ready.text)
+        return replace(made, precision=self.ready.precision, models=self.ready.models)
 
     def best(self, tickets: Sequence[Blueprint]) -> tuple[TicketScale, dict[str, Any]]:
         """The scale with the lowest mean loss of these tickets, and the perplexities of all."""
-        text, found = self.choice, dict.fromkeys(self.candidates(), 0.0)
+        text, candidates = self.choice, self.candidates()
         if text is None:
-            (own,) = found
-            return own, {"chosen": str(own), "tried": {}, "text": None}
-        for scale in found:
+            return candidates[0], {"chosen": str(candidates[0]), "tried": {}, "text": None}
+        found = {}
+        for scale in candidates:
             ready = self.evaluator(scale, text)
             losses = [math.log(ready.subnet_perplexity(ticket)) for ticket in tickets]
             found[scale] = statistics.fmean(losses)

@@ -16,9 +16,9 @@ from ..model.layout import mean_
 class Stats:
     """What a worker tells about its local steps."""
 
-    loss_sum: Tensor | float  # stays on the device until the round is over: no sync inside it
-    n_steps: int
-    n_tokens: int
+    loss_sum: Tensor | float = 0.0  # stays on the device until the round is over: no sync inside it
+    n_steps: int = 0
+    n_tokens: int = 0
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(
@@ -35,7 +35,7 @@ class Result:
     worker: int
     buffer: Tensor  # [rows, n_subnet]
     index: Tensor  # its blocks' segments in the central buffer
-    stats: Stats
+    stats: Stats = Stats()
 
 
 class Mean:
@@ -47,17 +47,15 @@ class Mean:
     """
 
     def __init__(self, central: Central, holders: Tensor, outer: tuple[float, float] | None = None):
-        if central.sums is None:
-            central.sums = torch.empty_like(central.buffer)
         self.central, self.holders, self.outer = central, holders, outer
-        self.mean = central.buffer if outer is None else central.sums
-        self.n, self.stats = 0, Stats(0.0, 0, 0)
+        self.n, self.stats = 0, Stats()
 
     def add(self, result: Result) -> None:
         """Take in one worker's result; its buffer is free afterwards."""
-        sums, segments = self.central.sums, self.central.segments
-        assert sums is not None
-        mean_(self.mean, sums, result.buffer, segments, result.index, self.holders, self.n)
+        central, sums = self.central, self.central.scratch()
+        mean = central.buffer if self.outer is None else sums
+        where = (central.segments, result.index, self.holders)
+        mean_(mean, sums, result.buffer, *where, self.n)
         self.n += 1
         self.stats += result.stats
 
@@ -68,7 +66,8 @@ class Mean:
             assert central.velocity is not None
             held = self.holders[central.segments.block_of, 2:] > 0  # [n_segments, 1]
             grain = central.segments.grain
-            old, new = (buffer.unflatten(1, (-1, grain)) for buffer in (central.buffer, self.mean))
+            both = (central.buffer, central.scratch())
+            old, new = (buffer.unflatten(1, (-1, grain)) for buffer in both)
             velocity = central.velocity.view(-1, grain)
             new[0] = nesterov_(old[0], new[0], velocity, held, *self.outer)
             torch.where(held, new, old, out=old)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,14 +15,13 @@ from ..data import stream
 from ..data.stream import Leases, Slot
 from ..model import generator, masks
 from ..model.blocks import Blueprint
-from ..model.central import SubnetBuffer, subnet_buffer
 from ..model.layout import Segments, holders
 from ..model.masks import WorkerRound
 from ..model.subnet import Rho, gate_values, measure_rho, scale_of, scales
 from ..system.device import to_device
 from ..system.terminal import console
 from ..transport import wire
-from ..transport.ranks import TrainerKind
+from .aggregator import Stats
 from .run import Progress, Run
 
 RHO_DECAY = 0.9  # of the running rho per layer
@@ -32,18 +32,20 @@ Present = Sequence[tuple[int, Mapping[Kind, int]]]
 
 @dataclass(frozen=True)
 class Deal:
-    """Which blocks each worker of a round holds; it follows from the round's number alone."""
+    """Which blocks each worker of a round holds."""
 
+    segments: Segments
     round: int
     blueprints: list[Blueprint]
-    indices: list[Tensor]  # each worker's `Segments.index`
-    holders: Tensor
 
+    @cached_property
+    def indices(self) -> list[Tensor]:
+        """Each worker's `Segments.index`."""
+        return [self.segments.index(blueprint) for blueprint in self.blueprints]
 
-def deal_of(segments: Segments, round: int, blueprints: list[Blueprint]) -> Deal:
-    """These blueprints, and where their blocks lie in the central buffer."""
-    indices = [segments.index(blueprint) for blueprint in blueprints]
-    return Deal(round, blueprints, indices, holders(segments, blueprints))
+    @cached_property
+    def holders(self) -> Tensor:
+        return holders(self.segments, self.blueprints)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,36 @@ class Traffic:
     up: int  # and from them
     wire: int  # what crossed a process boundary, seen from the central rank
     teacher: int = 0  # from a teacher's cache, beside the tokens
+
+
+def traffic(
+    run: Run, dealt: Sequence[Blueprint], back: Sequence[Blueprint], wired: int = 0
+) -> Traffic:
+    """What these subnets cost both ways, and what of it went over a network."""
+    kind, dtype, t, cache = (
+        run.cfg.run.wire,
+        run.cut.dtype,
+        run.cfg.train,
+        run.batches.teacher_cache,
+    )
+
+    def shape(blueprint: Blueprint) -> tuple[int, int]:
+        return run.rows, run.cut.segments.layout_of(blueprint).n_params
+
+    down = sum(wire.down_bytes(kind, shape(blueprint), dtype) for blueprint in dealt)
+    up = sum(wire.up_bytes(kind, shape(blueprint), dtype) for blueprint in back)
+    n_sequences = len(dealt) * t.interval * t.batch
+    cache = run.batches.teacher_cache
+    return Traffic(down, up, wired, cache.meta.sequence_bytes * n_sequences if cache else 0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A committed round: its losses, its bytes, and where the run stands now."""
+
+    stats: Stats
+    traffic: Traffic
+    progress: Progress
 
 
 @dataclass(frozen=True)
@@ -69,16 +101,11 @@ class Assignments:
     leases: Leases  # once all of them are trained
     rho: Rho  # for the measured scale
 
-    def kind(self, worker: int) -> TrainerKind:
-        return self.run.cluster.placement.kinds[self.numbers[worker]]
-
-    def subnet(self, worker: int, source: Tensor) -> SubnetBuffer:
-        """Its weights and moments, out of the central buffer or of what came over a wire."""
-        blueprint, index = self.deal.blueprints[worker], self.deal.indices[worker]
-        return subnet_buffer(self.run.segments, worker, blueprint, source, index)
-
     def slots_of(self, worker: int) -> tuple[Slot, ...]:
         return self.slots[worker :: len(self.numbers)]
+
+    def n_params(self, worker: int) -> int:
+        return self.run.cut.segments.layout_of(self.deal.blueprints[worker]).n_params
 
     def tokens(self, worker: int) -> Tensor:
         """Its batches: int64 [interval, batch, T]."""
@@ -94,49 +121,36 @@ class Assignments:
         """Masks times scales: [steps, rows, held blocks], or [1, 1, held blocks] for all steps."""
         run, held = self.run, self.deal.blueprints[worker]
         if run.cfg.blocks.masks == "round":
-            widths = run.block_map.widths(held)
-            factors = scales(run.block_map, widths, run.cfg.train.scale, self.rho)
-            return gate_values(run.block_map, held, factors)[None]
+            block_map = run.cut.block_map
+            factors = scales(block_map, block_map.widths(held), run.cfg.train.scale, self.rho)
+            return gate_values(block_map, held, factors)[None]
         return drawn_gates(run, self.progress, held, self.numbers[worker], self.rho)
 
-    def committed(
-        self, leases: Leases | None = None, back: Sequence[Blueprint] | None = None
-    ) -> Progress:
-        """The progress once the results, of the blueprints `back`, are in the central model."""
-        progress, back = self.progress, self.deal.blueprints if back is None else back
-        return replace(
+    def outcome(
+        self,
+        stats: Stats,
+        wired: int = 0,
+        leases: Leases | None = None,
+        back: Sequence[Blueprint] | None = None,
+    ) -> Outcome:
+        """The round once the results, of the blueprints `back`, are in the central model."""
+        dealt, progress = self.deal.blueprints, self.progress
+        back = dealt if back is None else back
+        now = replace(
             progress,
             round=progress.round + 1,
             leases=self.leases if leases is None else leases,
             held=generator.counted(progress.held, back),
             rho={**progress.rho, **self.rho},
         )
-
-    def traffic(self, wired: int = 0, back: Sequence[Blueprint] | None = None) -> Traffic:
-        """What the subnets cost both ways, and what of it went over a network."""
-        run, dealt = self.run, self.deal.blueprints
-        back = dealt if back is None else back
-
-        def shape(blueprint: Blueprint) -> tuple[int, int]:
-            widths = run.block_map.widths(blueprint)
-            return run.rows, run.full.narrowed(run.block_map, widths).n_params
-
-        kind, dtype = run.cfg.run.wire, run.cut.dtype
-        down = sum(wire.down_bytes(kind, shape(blueprint), dtype) for blueprint in dealt)
-        up = sum(wire.up_bytes(kind, shape(blueprint), dtype) for blueprint in back)
-        return Traffic(down, up, wired, teacher_cache_bytes(run, len(dealt)))
+        return Outcome(stats, traffic(self.run, dealt, back, wired), now)
 
 
-def everyone(run: Run) -> Present:
-    """All S workers, each with the round's usual K."""
-    return [(number, {}) for number in range(run.cluster.placement.n_workers)]
-
-
-def deal(run: Run, progress: Progress, present: Present) -> Deal:
-    """(2) Who holds what in the next round: a function of its number and the counts so far."""
+def assign(run: Run, progress: Progress, present: Present, rho: Rho) -> Assignments:
+    """(2) Deal the next round's blocks, by its number and the counts so far, with sequences."""
     blueprints = generator.for_training(
-        run.block_map,
-        run.cluster.placement.n_workers,
+        run.cut.block_map,
+        run.cfg.train.n_workers,
         run.cfg.blocks,
         seed=run.cfg.run.seed,
         round=progress.round,
@@ -144,11 +158,7 @@ def deal(run: Run, progress: Progress, present: Present) -> Deal:
         present=present,
         order=progress.order,
     )
-    return deal_of(run.segments, progress.round, blueprints)
-
-
-def assign(run: Run, progress: Progress, dealt: Deal, present: Present, rho: Rho) -> Assignments:
-    """The blocks of a deal, with sequences and scales for everyone in it."""
+    dealt = Deal(run.cut.segments, progress.round, blueprints)
     slots, ids, after = take(run, progress, run.cfg.train.interval * len(present))
     numbers = tuple(number for number, _ in present)
     return Assignments(run, progress, dealt, numbers, slots, ids, after, rho)
@@ -169,28 +179,29 @@ def drawn_gates(run: Run, progress: Progress, held: Blueprint, number: int, rho:
     rows = t.batch if blocks.masks == "sequence" else 1
     steps = WorkerRound(run.cfg.run.seed, progress.round, number, t.interval, rows)
     scale, order = scale_of(t.scale, rho), progress.order
-    return masks.draw(run.block_map, held, blocks, steps, order, t.method, scale)
+    return masks.draw(run.cut.block_map, held, blocks, steps, order, t.method, scale)
 
 
-def measured_rho(run: Run, progress: Progress) -> Rho:
-    """The running rho, with a measurement on the central model and the round's first sequence."""
+def measured_rho(
+    run: Run, progress: Progress, measure: Callable[[Tensor], Rho] | None = None
+) -> Rho:
+    """The running rho, with a measurement on the central model and the round's first sequence.
+
+    `measure` does so where the central model is elsewhere.
+    """
     if run.cfg.train.scale != "measured":
         return progress.rho
     rho = dict(progress.rho)
-    names = [group.name for group in run.block_map.groups]
-    if run.central is not None:
-        assert run.evaluator is not None
+    names = [group.name for group in run.cut.block_map.groups]
+    if run.cluster.is_central:
         ids = stream.take_legal(run.batches, progress.leases, 1)[1][0, :1]
         first = torch.from_numpy(ids.astype(np.int64))
-        fresh = measure_rho(run.evaluator.full, to_device(first, run.cluster.device))
+        if measure is None:
+            assert run.evaluator is not None
+            fresh = measure_rho(run.evaluator.full, to_device(first, run.cluster.device))
+        else:
+            fresh = measure(first)
         for name in names:
             rho[name] = RHO_DECAY * rho.get(name, fresh[name]) + (1 - RHO_DECAY) * fresh[name]
     values = run.cluster.broadcast([rho.get(name, 1.0) for name in names])
     return dict(zip(names, values, strict=True))
-
-
-def teacher_cache_bytes(run: Run, n_workers: int) -> int:
-    """What a teacher's cache sends to so many workers in a round, beside their tokens."""
-    cache, t = run.batches.teacher_cache, run.cfg.train
-    n_sequences = n_workers * t.interval * t.batch
-    return 0 if cache is None else n_sequences * cache.meta.sequence_bytes

@@ -4,6 +4,7 @@ round-000120/
   model.safetensors    weights by Hugging Face name (with config.json: a plain HF folder)
   moments.safetensors  Adam's m/ and v/, when they are carried
   outer.safetensors    the outer optimizer's momentum, when there is one
+  *-0000i-of-0000n.safetensors, model.safetensors.index.json: the same from n owners, as HF has it
   config.json          Hugging Face's
   tokenizer.json
   checkpoint.json      round, twistlm config, git hash, versions, sha256 of every file above
@@ -12,10 +13,15 @@ round-000120/
 from __future__ import annotations
 
 import copy
+import json
+import re
 import shutil
 import sys
-import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +38,9 @@ from ..data.stream import Leases
 from ..model import huggingface
 from ..model.blocks import BlockMap, State
 from ..model.central import Central, create
+from ..model.ranges import state_of
 from ..system import manifest
+from ..system.device import out_of_memory
 from ..system.files import DRAFT, file_sha256, save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
@@ -51,7 +59,8 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        return config.from_record(self.manifest["config"])
+        with _reading(self, MANIFEST):
+            return config.from_record(self.manifest["config"])
 
     @property
     def round(self) -> int:
@@ -65,14 +74,27 @@ class Checkpoint:
         t = self.config.train
         return Leases(self.round * t.interval * t.n_workers * t.batch)
 
-    @property
-    def tokenizer_sha256(self) -> str | None:
-        return self.manifest["tokenizer_sha256"]
+
+def write_tensors(views: list[State], velocity: State | None, draft: Path, part: str = "") -> None:
+    """The files of weights, m and v, and outer momentum; `part` is the name of an owner's part."""
+    save_tensors(views[0], draft / f"model{part}.safetensors")
+    if len(views) > 1:
+        moments = {f"m/{name}": t for name, t in views[1].items()}
+        moments |= {f"v/{name}": t for name, t in views[2].items()}
+        save_tensors(moments, draft / f"moments{part}.safetensors")
+    if velocity is not None:
+        save_tensors(velocity, draft / f"outer{part}.safetensors")
+
+
+def write_central(central: Central, draft: Path) -> None:
+    views = [central.layout.views(row) for row in central.buffer]
+    outer = None if central.velocity is None else central.layout.views(central.velocity)
+    write_tensors(views, outer, draft)
 
 
 def save(
     folder: Path,
-    central: Central,
+    central: Central | Callable[[Path], object],  # or what writes its files into a folder
     progress: Progress,
     cfg: Config,
     model: PreTrainedModel,
@@ -86,32 +108,31 @@ def save(
     for dead in folder.glob(f"{DRAFT}*"):
         shutil.rmtree(dead, ignore_errors=True)
     with whole_folder(target) as draft:
-        views = [central.layout.views(row) for row in central.buffer]
-        save_tensors(views[0], draft / "model.safetensors")
-        if len(views) > 1:
-            moments = {f"m/{name}": t for name, t in views[1].items()}
-            moments |= {f"v/{name}": t for name, t in views[2].items()}
-            save_tensors(moments, draft / "moments.safetensors")
-        if central.velocity is not None:
-            save_tensors(central.layout.views(central.velocity), draft / "outer.safetensors")
+        write_central(central, draft) if isinstance(central, Central) else central(draft)
+        parts = {p.name: huggingface.header(p) for p in draft.glob("model-*.safetensors")}
+        if parts:  # as Hugging Face joins them
+            where = {name: file for file, held in sorted(parts.items()) for name in held}
+            index = json.dumps({"metadata": {}, "weight_map": where}, indent=1)
+            (draft / "model.safetensors.index.json").write_text(index + "\n")
         hf_config = copy.deepcopy(model.config)
         hf_config.architectures = [type(model).__name__]
-        hf_config.dtype = central.buffer.dtype
+        hf_config.dtype = model.dtype
         hf_config.save_pretrained(draft)
-        if tokenizer is not None:
+        if tokenizer is not None and tokenizer.is_file():
             shutil.copyfile(tokenizer, draft / "tokenizer.json")
+        files = {p.name: file_sha256(p) for p in sorted(draft.iterdir())}
         record = {
             "format": FORMAT,
             "round": progress.round,
             "config": config.to_dict(cfg),
-            "tokenizer_sha256": file_sha256(tokenizer) if tokenizer else None,
+            "tokenizer_sha256": files.get("tokenizer.json"),
             "leases": stream.to_dict(progress.leases),
             "held": {name: list(counts) for name, counts in progress.held.items()},
             "rho": dict(progress.rho),
             "order": {name: list(blocks) for name, blocks in progress.order.items()},
             "teacher": progress.teacher,
             **describe_run(),
-            "files": {p.name: file_sha256(p) for p in sorted(draft.iterdir())},
+            "files": files,
         }
         (draft / MANIFEST).write_text(manifest.written(manifest.sealed(record)))
     until_now = [path for path in numbered(folder) if _round(path) <= progress.round]
@@ -168,30 +189,22 @@ def verify(path: Path) -> Checkpoint:
     """Read the manifest and compare every file's sha256: a flipped byte is refused."""
     try:
         record = manifest.read_json(path / MANIFEST)
-        files, version = dict(record["files"]), record["format"]
+        version, _, _ = record["format"], dict(record["files"]), range(record["round"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no checkpoint: {MANIFEST} cannot be read ({error!r})"
         ) from None
     if version != FORMAT:
         raise ValueError(f"{path} has checkpoint format {version}; this twistlm reads {FORMAT}")
-    manifest.check_seal(path / MANIFEST, record)
-    for name, sha256 in files.items():
-        file = path / Path(name).name
-        if not file.is_file():
-            raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
-        try:
-            manifest.check_hash(file, sha256)
-        except ValueError:
-            raise ValueError(
-                f"checkpoint {path} is damaged: {name} does not match its sha256"
-            ) from None
+    manifest.check_folder(path, MANIFEST)
     return Checkpoint(path, record)
 
 
 def template(checkpoint: Checkpoint) -> PreTrainedModel:
     """The checkpoint's model, with its weights."""
-    held = huggingface.header(checkpoint.path / "model.safetensors")
+    held: dict[str, tuple[int, ...]] = {}
+    for name in _files(checkpoint, "model"):
+        held |= huggingface.header(checkpoint.path / name)
     try:
         hf_config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
         huggingface.drop_code_(hf_config)
@@ -200,20 +213,16 @@ def template(checkpoint: Checkpoint) -> PreTrainedModel:
             f"{checkpoint.path}: config.json cannot be read: {huggingface.one_line(error)}"
         ) from None
     what = f"{checkpoint.path} holds {len(held)} tensors"
-    want = huggingface.shapes(huggingface.check_size(hf_config, sys.maxsize, len(held), what))
-    if missing := set(want) ^ set(held):
-        raise ValueError(
-            f"{checkpoint.path}: weights and config.json disagree about {sorted(missing)[0]}"
-        )
-    for name, shape in want.items():
-        if held[name] != shape:
-            raise ValueError(f"{checkpoint.path}: {name} has shape {held[name]}")
-    weights = _load(checkpoint, "model.safetensors")
+    want = huggingface.shapes(huggingface.on_meta(hf_config, sys.maxsize, len(held), what))
+    for name in {**want, **held}:
+        if (has := held.get(name)) != (needs := want.get(name)):
+            about = f"{name}: {has} and {needs}"
+            raise ValueError(f"{checkpoint.path}: weights and config.json disagree about {about}")
+    weights = _load(checkpoint, "model")
     model = AutoModelForCausalLM.from_config(
         hf_config, dtype=torch.float32, trust_remote_code=False
     )
-    dtype = next(iter(weights.values())).dtype
-    model.to(dtype)
+    model.to(next(iter(weights.values())).dtype)
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(weights[name])
@@ -224,41 +233,64 @@ def restore(
     checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap, device: torch.device
 ) -> Central:
     """The central model as it was saved; `model` is the checkpoint's `template`."""
-    files, weights = checkpoint.manifest["files"], _load(checkpoint, "model.safetensors")
-    carry, outer = "moments.safetensors" in files, "outer.safetensors" in files
+    weights = _load(checkpoint, "model")
+    carry, outer = (bool(_files(checkpoint, stem)) for stem in ("moments", "outer"))
     shapes = huggingface.shapes(model)
     central = create(weights, shapes, block_map, carry=carry, outer=outer, device=device)
+    rows: dict[str, dict[str, Tensor]] = {}
     if carry:
-        moments = _load(checkpoint, "moments.safetensors")
-        for row, prefix in ((1, "m/"), (2, "v/")):
-            for name, view in central.layout.views(central.buffer[row]).items():
-                view.copy_(moments[prefix + name])
+        rows["moments"] = {"m/": central.buffer[1], "v/": central.buffer[2]}
     if central.velocity is not None:
-        saved = _load(checkpoint, "outer.safetensors")
-        for name, view in central.layout.views(central.velocity).items():
-            view.copy_(saved[name])
+        rows["outer"] = {"": central.velocity}
+    for stem, parts in rows.items():
+        saved = _load(checkpoint, stem)
+        with _reading(checkpoint, f"{stem}.safetensors"):
+            for prefix, row in parts.items():
+                for name, view in central.layout.views(row).items():
+                    view.copy_(saved[prefix + name])
     return central
 
 
 def progress_of(checkpoint: Checkpoint, block_map: BlockMap) -> Progress:
     """Where the run stood; blocks of another number than then are counted anew."""
-    held = dict(beginning(block_map).held)
-    for name, counts in checkpoint.manifest["held"].items():
-        if len(counts) == len(held.get(name, ())):
-            held[name] = tuple(counts)
-    rho = dict(checkpoint.manifest["rho"])
-    order = {n: tuple(blocks) for n, blocks in checkpoint.manifest.get("order", {}).items()}
-    if any(sorted(order.get(g.name, ())) != list(range(g.n_blocks)) for g in block_map.groups):
-        order = {}  # none, or one of blocks that are cut otherwise now
-    teacher = str(checkpoint.manifest.get("teacher", ""))
-    return Progress(checkpoint.round, checkpoint.leases, held, rho, order, teacher)
+    record, held = checkpoint.manifest, dict(beginning(block_map).held)
+    with _reading(checkpoint, MANIFEST):
+        for name, counts in record["held"].items():
+            if len(counts) == len(held.get(name, ())):
+                held[name] = tuple(map(int, counts))
+        order = {n: tuple(blocks) for n, blocks in record.get("order", {}).items()}
+        if any(sorted(order.get(g.name, ())) != list(range(g.n_blocks)) for g in block_map.groups):
+            order = {}  # none, or one of blocks that are cut otherwise now
+        rho, teacher = {n: float(x) for n, x in record["rho"].items()}, record.get("teacher", "")
+        return Progress(checkpoint.round, checkpoint.leases, held, rho, order, str(teacher))
 
 
-def _load(checkpoint: Checkpoint, name: str) -> State:
+@contextmanager
+def _reading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
+    """Let what makes no sense, though its hash is right, name its file."""
     try:
-        return load_file(checkpoint.path / name)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"checkpoint {checkpoint.path} is damaged: {name}: {error}") from None
+        yield
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if out_of_memory(error):
+            raise
+        where = checkpoint.path / name
+        raise ValueError(f"{where} makes no sense: {huggingface.one_line(error)}") from None
+
+
+def _files(checkpoint: Checkpoint, stem: str) -> list[str]:
+    """Of one owner of everything, or of several."""
+    pattern = rf"{stem}(-\d+-of-\d+)?\.safetensors"
+    return [name for name in checkpoint.manifest["files"] if re.fullmatch(pattern, name)]
+
+
+def _load(checkpoint: Checkpoint, stem: str) -> State:
+    found: State = {}
+    for name in _files(checkpoint, stem):
+        try:
+            found |= load_file(checkpoint.path / name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"checkpoint {checkpoint.path} is damaged: {name}: {error}") from None
+    return found
 
 
 def numbered(folder: Path) -> list[Path]:
@@ -282,39 +314,33 @@ class Writer:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        cfg: Config,
-        model: PreTrainedModel,
-        tokenizer: Path | None,
-        central: Central | None,  # None on ranks that save nothing
+        self, folder: Path, cfg: Config, model: PreTrainedModel, tokenizer: Path | None, n: int
     ):
         self.folder, self.cfg, self.model, self.tokenizer = folder, cfg, model, tokenizer
-        self.last: Path | None = None  # the newest checkpoint that is whole on disk
+        self.n_bytes = n
         self.failure: str | None = None  # why the one before could not be written
-        # host memory, used again for every checkpoint; the first touch of its pages is the slow one
-        self._copy = None if central is None else _copied(central, None)
-        self._thread: threading.Thread | None = None
-        self._bug: BaseException | None = None
+        self._writing: Future[None] | None = None
 
-    def save(self, central: Central, progress: Progress) -> None:
-        """Copy the central model and write it from there; it may change as soon as this returns."""
+    def save(self, snapshot: Callable[[], Callable[[Path], object]], progress: Progress) -> None:
+        """Write a snapshot of the central model, which may change as soon as this returns."""
         self.wait()
         self.failure = None
-        self._copy = _copied(central, self._copy)
-        self._thread = threading.Thread(
-            target=self._write, args=(self._copy, progress), name="checkpoint"
-        )
-        self._thread.start()
+        try:
+            write = snapshot()
+        except OSError as error:
+            self._fail(progress, error)
+            return
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = thread.submit(self._write, write, progress)
+        thread.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Until nothing is in flight."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._bug is not None:
-            bug, self._bug = self._bug, None
-            raise bug
+        """Until nothing is in flight; a bug in the thread is raised here."""
+        if (writing := self._writing) is not None:
+            try:
+                writing.result()
+            finally:
+                self._writing = None if self._writing is writing else self._writing
 
     def __enter__(self) -> Writer:
         return self
@@ -324,41 +350,42 @@ class Writer:
         if self.failure and kind is None:
             raise OSError(self.failure)
 
-    def _write(self, central: Central, progress: Progress) -> None:
+    def _write(self, write: Callable[[Path], object], progress: Progress) -> None:
         try:
             where = (self.cfg, self.model, self.tokenizer, self.cfg.run.keep)
-            self.last = save(self.folder, central, progress, *where)
+            save(self.folder, write, progress, *where)
         except OSError as error:
-            self.failure = self._sentence(central, progress.round, error)
-            console.print(self.failure, style="yellow")
-        except BaseException as bug:  # not ours to hide: it is raised where the run can see it
-            self._bug = bug
+            self._fail(progress, error)
 
-    def _sentence(self, central: Central, done: int, error: OSError) -> str:
-        kept = [central.buffer] if central.velocity is None else [central.buffer, central.velocity]
-        n_bytes = sum(tensor.nbytes for tensor in kept)
-        try:
+    def _fail(self, progress: Progress, error: OSError) -> None:
+        free = "unknown"
+        with suppress(OSError):
             free = f"{shutil.disk_usage(self.folder).free:,}"
-        except OSError:
-            free = "unknown"
-        return (
-            f"checkpoint {self.folder / folder_name(done)} ({n_bytes:,} bytes, {free} "
-            f"free) could not be written: {error}; older checkpoints are unharmed"
+        self.failure = (
+            f"checkpoint {self.folder / folder_name(progress.round)} ({self.n_bytes:,} bytes, "
+            f"{free} free) could not be written: {error}; older checkpoints are unharmed"
         )
+        console.print(self.failure, style="yellow")
 
 
-def _copied(central: Central, old: Central | None) -> Central:
-    """A copy in host memory; the tensors of an earlier copy are filled anew."""
-    buffer = _host(central.buffer, old.buffer if old else None)
-    velocity = None
-    if central.velocity is not None:
-        velocity = _host(central.velocity, old.velocity if old else None)
-    if central.buffer.is_cuda:
-        torch.cuda.current_stream(central.buffer.device).synchronize()
-    return replace(central, buffer=buffer, velocity=velocity, sums=None)
+class HostCopy:
+    """Copies a central model, whenever it is called, for a thread to write it from there."""
+
+    def __init__(self, central: Central):
+        self.central = central
+        self.copy: Central | None = None  # kept: the first touch of its pages is slow
+
+    def __call__(self) -> Callable[[Path], object]:
+        central = self.central
+        if self.copy is None:
+            velocity = None if central.velocity is None else _host(central.velocity)
+            # on a CPU the aggregator's scratch, which is free between rounds
+            buffer = _host(central.buffer) if central.buffer.is_cuda else central.scratch()
+            self.copy = Central(central.segments, buffer, velocity)
+        for own, now in zip(state_of(self.copy), state_of(central), strict=True):
+            own.copy_(now)
+        return partial(write_central, self.copy)
 
 
-def _host(tensor: Tensor, old: Tensor | None) -> Tensor:
-    if old is None:
-        old = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return old.copy_(tensor, non_blocking=True)
+def _host(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

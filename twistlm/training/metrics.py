@@ -1,9 +1,10 @@
-"""A line of JSON for each round, and TensorBoard where it is installed."""
+"""A line of JSON for each round; the same for TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from ..system.manifest import parse_json
 
 
 class Metrics:
-    """`metrics.jsonl`: one line per round; on resume, lines of rounds that will run again are
-    dropped.
+    """`metrics.jsonl`: one line per round, without those of rounds that a resume runs again.
 
-    Where TensorBoard is installed, the same numbers go to `tensorboard/` in the run folder.
+    The same numbers go to `tensorboard/` of the run folder where TensorBoard is installed, and to
+    Weights & Biases where a run of it is open or WANDB_PROJECT names where to open one.
     """
 
-    def __init__(self, out: Path, start: int):
-        self.board = _board(out / "tensorboard", start)
+    def __init__(self, out: Path, start: int, about: dict[str, Any] | None = None):
+        self.board, self.wandb = _board(out / "tensorboard", start), _wandb(out, about or {})
         self.path = out / "metrics.jsonl"
         kept = []
         if self.path.is_file():
@@ -43,31 +44,43 @@ class Metrics:
             if file.write(data) == len(data):
                 self.size += len(data)
                 self.waiting = ""
+        if self.board is None and self.wandb is None:
+            return
+        numbers = {f"train/{key}": row[key] for key in row if key not in ("round", "eval")}
+        numbers["train/tokens_per_s"] = row["n_tokens"] / row["seconds"]
+        for size, value in row.get("eval", {}).items():
+            numbers[f"perplexity/{size}"] = value if size == "full" else value["mean"]
         if self.board is not None:
-            for name, value in scalars(row).items():
+            for name, value in numbers.items():
                 self.board.add_scalar(name, value, row["round"])
             self.board.flush()
+        if self.wandb is not None:
+            self.wandb[0].log({**numbers, "round": row["round"]})
 
     def close(self) -> None:
         if self.board is not None:
             self.board.close()
-
-
-def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """A round's numbers by name: `train/loss`, `perplexity/6/12`."""
-    found = {f"train/{key}": row[key] for key in row if key not in ("round", "eval")}
-    found["train/tokens_per_s"] = row["n_tokens"] / row["seconds"]
-    for size, value in row.get("eval", {}).items():
-        found[f"perplexity/{size}"] = value if size == "full" else value["mean"]
-    return found
+        if self.wandb is not None and self.wandb[1]:
+            self.wandb[0].finish()
 
 
 def _board(folder: Path, start: int) -> Any:
     """A writer of TensorBoard's own format, or None where it is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
     try:
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:  # a broken installation must not stop a training
+    except ImportError:  # none, or a broken installation, which must not stop a training
         return None
     return SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+
+def _wandb(out: Path, about: dict[str, Any]) -> tuple[Any, bool] | None:
+    """A run of Weights & Biases, and whether it was opened here; None where nobody asked for it."""
+    if (loaded := sys.modules.get("wandb")) and loaded.run is not None:
+        return loaded.run, False
+    if not os.environ.get("WANDB_PROJECT"):
+        return None
+    try:
+        import wandb  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        return None
+    return wandb.init(name=out.name, dir=str(out), config=about), True

@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from transformers import PreTrainedModel
-
 from ..compute.loss import AnyTeacher
 from ..compute.perplexity import Evaluator
 from ..config import Config
@@ -16,12 +14,12 @@ from ..data.stream import Batches, Leases
 from ..model.blocks import BlockMap
 from ..model.central import ROWS, Central
 from ..model.generator import Held
-from ..model.layout import CutModel, Layout, Segments
+from ..model.layout import CutModel
 from ..model.masks import Order
 from ..model.subnet import Rho
 from ..system.signals import Stop
 from ..transport.ranks import Cluster
-from .worker import LocalTrainer, TrainerPool
+from .worker import TrainerPool
 
 
 @dataclass(frozen=True)
@@ -76,34 +74,22 @@ class Run:
     evaluator: Evaluator | None = None  # likewise
     teacher: AnyTeacher | None = None
     stop: Stop = field(default_factory=Stop)
-    # by shape; given to the next run of the same teacher, what was compiled is not compiled again
-    kept_trainers: dict[tuple, LocalTrainer] = field(default_factory=dict)
-
-    @property
-    def template(self) -> PreTrainedModel:
-        return self.cut.template
-
-    @property
-    def block_map(self) -> BlockMap:
-        return self.cut.block_map
-
-    @property
-    def segments(self) -> Segments:
-        return self.cut.segments
-
-    @property
-    def full(self) -> Layout:
-        return self.cut.full
 
     @cached_property
     def trainers(self) -> TrainerPool:
         """Where this process trains the workers that it plays."""
         weights = self.central.weights if self.central else None
-        return TrainerPool(self.cut, self.cfg, weights, self.teacher, self.kept_trainers)
+        return TrainerPool(self.cut, self.cfg, weights, self.teacher)
 
     @property
     def rows(self) -> int:
         return n_rows(self.cfg)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the central model: weights, moments, outer momentum."""
+        rows = self.rows + (self.cfg.train.method == "twist" and bool(self.cfg.train.nesterov()))
+        return rows * self.cut.full.n_params * self.cut.dtype.itemsize
 
     @property
     def total_steps(self) -> int:

@@ -13,20 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from .. import config
 from ..compute.perplexity import Evaluator, Text
-from ..compute.slopes import mask_fisher, mask_slopes, order_of
+from ..compute.slopes import mask_fisher, mask_slopes, order_of, order_of_layers
 from ..config import Config
 from ..data.builtin import resolve
 from ..data.stream import Batches
 from ..data.token_file import TokenFile, open_tokens
-from ..model import generator, huggingface, masks
+from ..model import depth, generator, huggingface, masks
 from ..model.blocks import widths_of_ratio
 from ..model.central import Central, create
+from ..model.generator import LAYERS, Order
 from ..model.layout import CutModel, cut_model
-from ..model.masks import Order
 from ..system import terminal
 from ..system.files import whole_file
 from ..system.provenance import describe_run
@@ -37,10 +36,8 @@ from .checkpoint import Checkpoint
 from .run import Progress, Run, beginning, n_rows, share
 
 # what may not change when a run goes on
-REFUSED = (
-    *("model", "data", "run.seed", "train.method", "train.moments"),
-    *("train.precision", "train.teacher"),
-)
+REFUSED = {"model", "data", "run.seed"}
+REFUSED |= {"train.method", "train.moments", "train.precision", "train.teacher"}
 N_SCORED = 64  # training sequences that the order of blocks is scored on
 
 
@@ -61,7 +58,10 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     saved = _find(folder, cfg) if resumes and cluster.is_central else None
     cut = _cut(cfg, saved, cluster.device)
     train, valid = _open_data(cfg, cluster)
-    _check_data(cfg, cut.template, saved, [train, valid])
+    tokenizer = saved.manifest["tokenizer_sha256"] if saved else train.meta.tokenizer_sha256
+    huggingface.check_positions(cut.template, cfg.data.seq_len)
+    for file in (train, valid):
+        file.check(cfg.data.seq_len, huggingface.vocab_size(cut.template), tokenizer)
     t = cfg.train
     cache = teacher.cache(cfg, cut, train)
     batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed, cache)
@@ -70,7 +70,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     frozen, named = teacher.load(cfg, cut, train, cache, saved is not None)
     if not cluster.is_central:
         progress = share(progress, cluster)
-        cut = _ranked(cfg, cut, progress)
+        cut = replace(cut, block_map=cut.block_map.with_ranks(cfg.blocks, progress.order))
         return Run(cfg, cluster, cut, batches, n_rounds, teacher=frozen), progress
     if saved is not None:
         central = checkpoint.restore(saved, cut.template, cut.block_map, cluster.device)
@@ -85,15 +85,16 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
             progress = replace(progress, order=_order(cfg, cut, central, train, quiet))
         described = {"config": config.to_dict(cfg), **describe_run()}
         whole_file(out / "run.json", json.dumps(described, indent=1) + "\n")
+    if cut.device.type == "cpu":  # one copy of the weights, not two
+        huggingface.bind_(cut.template, central.layout.views(central.weights))
     progress = replace(progress, teacher=named)
-    cut = _ranked(cfg, cut, progress)
+    # common blocks, where they are chosen by importance
+    cut = replace(cut, block_map=cut.block_map.with_ranks(cfg.blocks, progress.order))
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
     evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)
     run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator, frozen)
-    if saved is not None and saved.round >= run.end(progress):
-        _finished(saved, cfg, quiet)
-    elif saved is not None:
-        _go_on(saved, cfg, quiet)
+    if saved is not None:
+        (_finished if saved.round >= run.end(progress) else _go_on)(saved, cfg, quiet)
     return run, share(progress, cluster)
 
 
@@ -112,6 +113,8 @@ def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutMode
     if cfg.train.method != "dense":
         generator.check(cut.block_map, cfg.blocks, cfg.train.n_workers, cfg.train.method)
     masks.check(cut.block_map, cfg.blocks, cfg.train.method)
+    if any(cfg.blocks.mask_depth):
+        depth.check(cut.template, ())
     for ratio in cfg.run.eval_ratios:
         try:
             widths_of_ratio(cut.block_map, ratio)
@@ -132,15 +135,6 @@ def _open_data(cfg: Config, cluster: Cluster) -> tuple[TokenFile, TokenFile]:
     return train, valid
 
 
-def _check_data(
-    cfg: Config, template: PreTrainedModel, saved: Checkpoint | None, files: list[TokenFile]
-) -> None:
-    tokenizer = saved.tokenizer_sha256 if saved else files[0].meta.tokenizer_sha256
-    huggingface.check_positions(template, cfg.data.seq_len)
-    for file in files:
-        file.check(cfg.data.seq_len, huggingface.vocab_size(template), tokenizer)
-
-
 def _n_rounds(cfg: Config, batches: Batches, saved: Checkpoint | None) -> int:
     t = cfg.train
     n_rounds = t.rounds or batches.n_rounds(t.epochs, t.interval)
@@ -158,18 +152,17 @@ def _n_rounds(cfg: Config, batches: Batches, saved: Checkpoint | None) -> int:
     return n_rounds
 
 
-def _ranked(cfg: Config, cut: CutModel, progress: Progress) -> CutModel:
-    """The model with its common blocks, where they are chosen by importance."""
-    return replace(cut, block_map=cut.block_map.with_ranks(cfg.blocks, progress.order))
-
-
 def _order(cfg: Config, cut: CutModel, central: Central, tokens: TokenFile, quiet: bool) -> Order:
     """Every layer's blocks by mask-Fisher, on sequences from all over the training tokens."""
     ids = scored_sequences(tokens, cfg.data.seq_len)
     with terminal.progress(quiet) as bar:
         task = bar.add_task("order of blocks", total=len(ids), note="")
         slopes = mask_slopes(cut.template, cut.block_map, central, ids)
-        return order_of(mask_fisher(slopes, len(ids), lambda: bar.advance(task)))
+        order = order_of(mask_fisher(slopes, len(ids), lambda: bar.advance(task)))
+        if any(cfg.blocks.mask_depth):
+            bar.update(task, description="order of layers")
+            order = {**order, LAYERS: order_of_layers(cut.template, cut.block_map, central, ids)}
+        return order
 
 
 def scored_sequences(tokens: TokenFile, seq_len: int) -> Tensor:
@@ -187,8 +180,7 @@ def _find(folder: Path, cfg: Config) -> Checkpoint | None:
         if broken:
             raise ValueError(f"no checkpoint in {folder} is valid: {broken[0]}")
         return None
-    changed = _changes(found, cfg)
-    for name, (was, now) in changed.items():
+    for name, (was, now) in _changes(found, cfg).items():
         outer_appears = name == "train.outer" and "none" in (was, now)
         if name in REFUSED or name.split(".")[0] in REFUSED or outer_appears:
             raise ValueError(
@@ -231,8 +223,6 @@ def _finished(found: Checkpoint, cfg: Config, quiet: bool) -> None:
 def _changes(found: Checkpoint, cfg: Config) -> dict[str, tuple[Any, Any]]:
     """`section.key` -> (was, is now) of every knob that makes a difference to what is trained."""
     old, new = config.to_dict(found.config), config.to_dict(cfg)
-    knobs = [
-        (section, key) for section in ("model", "data", "blocks", "train") for key in new[section]
-    ]
+    knobs = [(s, key) for s in ("model", "data", "blocks", "train") for key in new[s]]
     pairs = {f"{s}.{k}": (old[s][k], new[s][k]) for s, k in [*knobs, ("run", "seed")]}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -41,7 +41,8 @@ def load(
     if t.teacher == "none" or t.distil == 0:
         return None, ""
     if cached is not None:
-        return _cached(cfg, cut), f"{cached.meta.weights_sha256} top {cached.meta.top}"
+        named = f"{cached.meta.weights_sha256} top {cached.meta.top}"
+        return CachedTeacher(cached.meta.vocab_size, t.distil), named
     is_start = t.teacher == "start"
     if is_start and not resumes and cut.dtype == torch.float32:
         model = copy.deepcopy(cut.template)
@@ -82,22 +83,16 @@ def _check_tokenizer(what: str, source: str, tokens: TokenFile) -> None:
     except ValueError as error:  # a file that is no tokenizer
         raise ValueError(f"{what}: {error}") from None
     if its and wanted.is_file() and not covers(its, load_tokenizer(str(wanted))):
-        raise ValueError(
-            f"{what}: its tokenizer is not that of {tokens.stem}, and a teacher needs the same one"
-        )
-
-
-def _cached(cfg: Config, cut: CutModel) -> CachedTeacher | None:
-    if cfg.train.teacher != "cache" or cfg.train.distil == 0:
-        return None
-    return CachedTeacher(huggingface.vocab_size(cut.template), cfg.train.distil)
+        more = "and a teacher needs the same one"
+        raise ValueError(f"{what}: its tokenizer is not that of {tokens.stem}, {more}")
 
 
 def cache(cfg: Config, cut: CutModel, tokens: TokenFile) -> TeacherCache | None:
     """The predictions beside the tokens, where `train.teacher` asks for them."""
-    if (teacher := _cached(cfg, cut)) is None:
+    if cfg.train.teacher != "cache" or cfg.train.distil == 0:
         return None
-    return teacher_cache.open_teacher_cache(tokens, cfg.data.seq_len, teacher.vocab_size)
+    vocab = huggingface.vocab_size(cut.template)
+    return teacher_cache.open_teacher_cache(tokens, cfg.data.seq_len, vocab)
 
 
 def write_cache(
@@ -112,9 +107,8 @@ def write_cache(
         raise ValueError(f"--top {top}: must lie in 1..{most}")
     positions = getattr(model.config, "max_position_embeddings", None)
     if seq_len < 2 or (positions is not None and seq_len > positions):
-        raise ValueError(
-            f"--seq-len {seq_len}: must lie in 2..{positions or 'any'}, as {name} reads it"
-        )
+        legal = f"2..{positions or 'any'}"
+        raise ValueError(f"--seq-len {seq_len}: must lie in {legal}, as {name} reads it")
     tokens.check(seq_len, vocab)
     _check_tokenizer(f"--teacher {name}", name, tokens)
     meta = TeacherCacheMeta(
@@ -169,7 +163,8 @@ def pack(teacher: AnyTeacher | None) -> Packed | None:
 def unpack(packed: Packed | None, cfg: Config, cut: CutModel) -> AnyTeacher | None:
     """The teacher that was packed, ready on this process's device."""
     if packed is None:
-        return _cached(cfg, cut)
+        t, vocab = cfg.train, huggingface.vocab_size(cut.template)
+        return CachedTeacher(vocab, t.distil) if t.teacher == "cache" and t.distil else None
     described, weights = AutoConfig.for_model(**packed[0]), load_tensors(packed[1])
     model = AutoModelForCausalLM.from_config(described, dtype=cut.dtype, trust_remote_code=False)
     for name, param in model.named_parameters():

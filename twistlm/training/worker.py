@@ -26,7 +26,9 @@ class LocalTrainer:
     """Trains subnets of one shape; it is loaded anew in every round.
 
     The optimizer always works on compact buffers of the subnet's own size. A physical trainer's
-    model is the subnet itself; a masked or central one runs the full model (`FullModel`).
+    model is the subnet itself. A masked one runs a copy of the full model, a central one the
+    central weights: gradients of the subnet's blocks are gathered from it, new weights scattered
+    to it, so absent blocks cannot move, whatever Adam's moments or the weight decay say.
 
     In bf16 the model reads rounded weights (`work`) and writes a bf16 gradient; master weights and
     moments stay in float32.
@@ -43,25 +45,32 @@ class LocalTrainer:
         *,
         fresh: bool = False,
     ):
-        device, dtype = cut.device, cut.dtype
+        device, dtype, full = cut.device, cut.dtype, kind != "physical"
         self.cfg, self.device, self.fast = cfg, device, graphs.is_on(cfg.compile, device)
         low = torch.bfloat16 if is_bf16(cfg.precision, device) else dtype
         # weights, m, v
         self.buffer = torch.zeros(3, layout.n_params, dtype=dtype, device=device)
         self.grad = torch.zeros_like(self.buffer[0], dtype=low if self.fast else dtype)
         self.work = self.buffer[0] if low == dtype else torch.zeros_like(self.grad, dtype=low)
-        self.full: FullModel | None = None
+        # weights and gradient of the full model [1, n_params]; None: the model is the subnet
+        self.full: tuple[Tensor, Tensor] | None = None
+        # of a trainer that lends the central weights: the subnet's at the start of the round
+        self.before: Tensor | None = None
+        lent = central_weights if kind == "central" and low == dtype else None
+        self.lends = lent is not None
         where, weights, grad = layout, self.work, self.grad
-        if kind != "physical":
-            shared = central_weights if kind == "central" and low == dtype else None
-            self.full = FullModel(cut, low, self.grad.dtype, shared, restores=kind == "central")
-            where, weights, grad = cut.full, self.full.weights, self.full.grad
-        gates: Gates = "all" if self.full or fresh else "cut"
+        if full:
+            where, n = cut.full, cut.full.n_params
+            weights = torch.zeros(n, dtype=low, device=device) if lent is None else lent
+            grad = torch.zeros(n, dtype=self.grad.dtype, device=device)
+            self.full = weights[None], grad[None]
+        gates: Gates = "all" if full or fresh else "cut"
         self.subnet = build(cut.template, cut.block_map, where, weights, gates=gates)
         causal_(self.subnet.model)
         self.subnet.model.requires_grad_()
         loss, views = loss_for(cut.template, teacher), where.views(grad)
-        self.gradient = gradient_of(self.subnet.model, loss, views, self.fast, teacher)
+        how = (self.fast, teacher, cfg.recompute)
+        self.gradient = gradient_of(self.subnet.model, loss, views, *how)
         self.optimizer = AdamW(self.buffer, self.grad, self.work, layout, cfg, self.fast)
         self.losses = torch.zeros((), dtype=torch.float64, device=device)  # sum over steps
         # storages never move, so compiled and recorded graphs outlive every repartition
@@ -93,8 +102,10 @@ class LocalTrainer:
         topk = [None] * n if teacher_topk is None else to_device(teacher_topk, self.device)
         for batch, lesson, step in zip(batches, topk, range(first, first + n), strict=True):
             self.step(batch, learning_rate(self.cfg, step, total_steps), lesson)
+        if self.before is not None:  # the aggregator alone changes central weights
+            self._write(self.before)
         stats = Stats(self.losses.clone(), n, ids.numel())
-        return Result(part.worker, self.result(), part.index, stats)
+        return Result(part.worker, self.buffer[: part.rows], part.index, stats)
 
     def load(self, part: SubnetBuffer, gates: Tensor, step: int) -> None:
         """Take a subnet's weights, and moments if they came; `step` is Adam's count so far."""
@@ -105,8 +116,8 @@ class LocalTrainer:
         self.optimizer.start_(step if part.rows > 1 else 0)
         self.losses.zero_()
         self.gate(gates)
-        if self.full is not None:
-            self.full.load_(self.work, self.buffer[0], part)
+        self.before = self.buffer[0].clone() if self.lends else None
+        self._write(self.work)
 
     def gate(self, gates: Tensor) -> None:
         """Bring the factors of all coming steps to the device at once."""
@@ -133,17 +144,15 @@ class LocalTrainer:
     def apply(self, lr: float) -> None:
         """Clip the gradient that lies in the buffer and make one AdamW step."""
         if self.full is not None:
-            self.full.read_grad_(self.grad, self.part)
+            gather_(self.grad[None], self.full[1], self.part.segments, self.part.index)
         self.optimizer.set_(lr)
         self._optimize()
-        if self.full is not None:
-            self.full.write_(self.work, self.part)
+        self._write(self.work)
 
-    def result(self) -> Tensor:
-        """The trained buffer, with as many rows as came; central weights are as they were."""
+    def _write(self, weights: Tensor) -> None:
+        """The subnet's weights [n_subnet] into the full model, where there is one."""
         if self.full is not None:
-            self.full.restore_(self.part)
-        return self.buffer[: self.part.rows]
+            scatter_(self.full[0], weights[None], self.part.segments, self.part.index)
 
     def _place(self, ids: Tensor, share: float, teacher_topk: Tensor | None) -> None:
         """Put a batch where recorded graphs read it; another shape means other graphs."""
@@ -172,47 +181,6 @@ class LocalTrainer:
         self.optimizer.step_()
 
 
-class FullModel:
-    """The full model that a masked subnet is trained in: its own copy, or the central weights.
-
-    Gradients of the subnet's blocks are gathered from it, new weights scattered to it: absent
-    blocks cannot move, whatever Adam's moments or the weight decay say.
-    """
-
-    def __init__(
-        self,
-        cut: CutModel,
-        dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        central_weights: Tensor | None,
-        *,
-        restores: bool,
-    ):
-        n, device = cut.full.n_params, cut.device
-        self.grad = torch.zeros(n, dtype=grad_dtype, device=device)
-        if central_weights is None:
-            central_weights = torch.zeros(n, dtype=dtype, device=device)
-        self.weights = central_weights
-        self.restores = restores
-        self.before: Tensor | None = None  # the subnet's weights at the start of the round
-
-    def load_(self, weights: Tensor, exact: Tensor, part: SubnetBuffer) -> None:
-        self.before = exact.clone() if self.restores else None
-        self.write_(weights, part)
-
-    def write_(self, weights: Tensor, part: SubnetBuffer) -> None:
-        """The subnet's weights [n_subnet] into the model."""
-        scatter_(self.weights[None], weights[None], part.segments, part.index)
-
-    def read_grad_(self, out: Tensor, part: SubnetBuffer) -> None:
-        gather_(out[None], self.grad[None], part.segments, part.index)
-
-    def restore_(self, part: SubnetBuffer) -> None:
-        """Central weights as they were: the aggregator alone changes them."""
-        if self.before is not None:
-            self.write_(self.before.to(self.weights.dtype), part)
-
-
 class TrainerPool:
     """The trainers of one process: one is made when a subnet of its kind and shape first comes."""
 
@@ -222,21 +190,18 @@ class TrainerPool:
         cfg: Config,
         central_weights: Tensor | None = None,
         teacher: AnyTeacher | None = None,
-        made: dict[tuple, LocalTrainer] | None = None,
     ):
         self.cut, self.cfg, self.central_weights = cut, cfg.train, central_weights
         self.teacher, self.fresh = teacher, cfg.blocks.masks != "round"
-        self.made = {} if made is None else made
+        self.made: dict[tuple, LocalTrainer] = {}
 
     def get(self, where: Layout, kind: TrainerKind, *, fresh: bool | None = None) -> LocalTrainer:
         """A trainer of subnets of this layout; `fresh` masks need gates in whole layers, too."""
-        t, fresh = self.cfg, self.fresh if fresh is None else fresh
-        of_config = (t.betas, t.eps, t.weight_decay, t.clip, t.precision, t.compile, t.distil)
-        key = (kind, fresh, tuple(where.shapes.values()), of_config)
+        fresh = self.fresh if fresh is None else fresh
+        key = (kind, fresh, tuple(where.shapes.values()))
         if key not in self.made:
-            weights, teacher = self.central_weights, self.teacher
-            self.made[key] = LocalTrainer(self.cut, where, kind, t, weights, teacher, fresh=fresh)
-        self.made[key].cfg = t  # rate and interval may be another run's
+            more = (self.cfg, self.central_weights, self.teacher)
+            self.made[key] = LocalTrainer(self.cut, where, kind, *more, fresh=fresh)
         return self.made[key]
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..system.terminal import console
 
-LOUD = {"lost", "late", "refused", "stranger", "quarantined", "waiting", "giving up", "set aside"}
+LOUD = {"lost", "late", "refused", "quarantined", "waiting", "giving up", "set aside"}
 MOST_ROWS = 40  # workers in the table; `events.jsonl` has all of them
 
 
@@ -54,37 +54,29 @@ class Events:
             console.print(f"{event}: {worker}{' ' if worker else ''}{rest}", style="yellow")
 
     def _keep(self, event: str, worker: str, more: dict[str, Any]) -> None:
-        if event == "round":
-            in_order = sorted(more["seconds"].items(), key=lambda item: item[1])
-            before = 0.0
-            for name, seconds in in_order:
-                status = self.statuses.setdefault(name, WorkerStatus())
-                status.rounds, status.seconds = status.rounds + 1, seconds
-                status.state, before_this = "in", before
-                before = seconds
-            if in_order:
-                self.statuses[in_order[-1][0]].waited += before - before_this
-        elif worker and event != "stranger":
+        for name, seconds in more["seconds"].items() if event == "round" else ():
+            status = self.statuses.setdefault(name, WorkerStatus())
+            status.rounds, status.seconds, status.state = status.rounds + 1, seconds, "in"
+        if event == "round" and more["seconds"]:
+            last = max(more["seconds"], key=more["seconds"].get)
+            before, latest = [0.0, *sorted(more["seconds"].values())][-2:]
+            self.statuses[last].waited += latest - before
+        elif worker:
             status = self.statuses.setdefault(worker, WorkerStatus())
-            status.state = {"joined": "in", "refused": status.state}.get(event, event)
+            known = {"joined": "in", "restored": "in", "refused": status.state}
+            status.state = known.get(event, event)
             status.why = more.get("why", "")
             status.refused += event == "refused"
 
     def __rich__(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0))
-        for name in ("worker", "state", "rounds", "last, s", "waited for, s", "refused", ""):
-            numeric = name in ("rounds", "last, s", "waited for, s", "refused")
-            table.add_column(name, justify="right" if numeric else "left")
+        for name in ("worker", "state"):
+            table.add_column(name)
+        for name in ("rounds", "last, s", "waited for, s", "refused"):
+            table.add_column(name, justify="right")
         with self._lock:
             newest = sorted(self.statuses.items(), key=lambda item: item[1].state != "in")
         for name, s in newest[:MOST_ROWS]:
-            table.add_row(
-                name,
-                s.state,
-                str(s.rounds),
-                f"{s.seconds:.2f}",
-                f"{s.waited:.1f}",
-                str(s.refused),
-                s.why,
-            )
+            seconds, waited = f"{s.seconds:.2f}", f"{s.waited:.1f}"
+            table.add_row(name, s.state, str(s.rounds), seconds, waited, str(s.refused), s.why)
         return table

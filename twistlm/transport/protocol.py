@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config import Config, Kind, TrainConfig
+from ..config import Kind, TrainConfig, Wire
 from . import wire
-from .ranks import TrainerKind
 
 ROW = 64  # words of 8 bytes that a checksum adds up
 MOST_LOSS = 1e6  # nats per token: no model is more wrong, and 1e308 would poison the mean
@@ -31,6 +31,11 @@ def checksum(payload: Tensor) -> str:
     return digest.hexdigest()[:32]
 
 
+def checksums(*sent: Tensor | None) -> tuple[str, ...]:
+    """Of all that goes to a worker."""
+    return tuple("" if t is None else checksum(t.reshape(-1).view(torch.uint8)) for t in sent)
+
+
 @dataclass(frozen=True)
 class RunDescription:
     """All that a worker must know to build its model: it has neither the config nor the data."""
@@ -39,7 +44,6 @@ class RunDescription:
     config: dict[str, Any]  # of the run, as a table
     model: dict[str, Any]  # Hugging Face's config of the full model
     total_steps: int  # of the learning rate's schedule
-    rows: int  # of the buffer that travels: weights, or weights, m and v
 
 
 @dataclass(frozen=True)
@@ -52,26 +56,48 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Bytes on their way between an owner of a range and a worker, or another owner."""
+
+    payload: Any  # uint8 [n_bytes], a numpy array: it is read where it lies in the object store
+    checksum: str
+
+
+def packed(payload: Tensor) -> Piece:
+    return Piece(payload.numpy(), checksum(payload))
+
+
+def unpacked(piece: Piece) -> Tensor:
+    """The bytes of a piece, not copied; nobody writes into them."""
+    payload = as_tensor(piece.payload)
+    if checksum(payload) != piece.checksum:
+        raise RejectedResult("a wrong checksum")
+    return payload
+
+
+def as_tensor(array: Any) -> Tensor:
+    """A numpy array of the object store as a tensor, not copied; nobody writes into it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is read-only
+        return torch.from_numpy(array)
+
+
+@dataclass(frozen=True)
 class RoundOrder:
     """What one worker trains in a round; weights, tokens and predictions come beside it."""
 
     round: int
     worker: int  # among those of the round
     blueprint: dict[str, tuple[int, ...]]  # block group -> the blocks of the subnet
-    trainer: TrainerKind
     gates: Any  # [steps, rows, held blocks], a numpy array: masks times activation scales
-    weights_checksum: str
-    tokens_checksum: str
-    teacher_checksum: str = ""  # of what a teacher's cache holds for the tokens
+    checksums: tuple[str, ...]  # of tokens, and what a teacher's cache holds for them
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A trained subnet."""
+    """What a worker says of its round; its update goes to the owners, a piece to each."""
 
     round: int
-    update: Any  # uint8 [n_bytes], a numpy array: it is read where it lies in the object store
-    checksum: str
     loss_sum: float  # over the round's steps; NaN is legal here, and refused by the checks
 
 
@@ -79,22 +105,32 @@ class RejectedResult(ValueError):
     """A result that must not enter the central model, and why."""
 
 
-def check_result(cfg: Config, result: RoundResult, payload: Tensor, sent: Tensor) -> Tensor:
-    """The buffer [rows, n] of a result that came as `payload` (uint8); `sent` [rows, n] went down.
+def read_result(kind: Wire, piece: Piece, shape: tuple[int, int], sent: Tensor) -> Tensor:
+    """A piece [rows, n] of a result, read where it lies; the weights `sent` [n] went down."""
+    wanted, has = wire.up_bytes(kind, shape, sent.dtype), piece.payload.size
+    if has != wanted:
+        raise RejectedResult(f"{has} bytes instead of {wanted}")
+    return wire.read_up(kind, unpacked(piece), shape, sent)
 
-    It is read where it lies; every byte of it is looked at three times, which takes a core as long
-    as a fast link takes to bring it: several threads do it.
-    """
-    shape = (sent.shape[0], sent.shape[1])
-    wanted = wire.up_bytes(cfg.run.wire, shape, sent.dtype)
-    if payload.numel() != wanted:
-        raise RejectedResult(f"{payload.numel()} bytes instead of {wanted}")
-    if checksum(payload) != result.checksum:
-        raise RejectedResult("a wrong checksum")
-    buffer = wire.read_up(cfg.run.wire, payload, shape, sent[0])
-    if why := reason_to_reject(cfg.train, buffer, sent, result.loss_sum):
-        raise RejectedResult(why)
-    return buffer
+
+@dataclass(frozen=True)
+class Norms:
+    """What the guard must know of a piece of a result: sums of squares, and v's least value."""
+
+    moved: float  # from the weights that went down
+    rest: tuple[float, ...]  # of the moments
+    sent: float  # of the weights that went down
+    least: float = 0.0
+
+
+def norms_of(result: Tensor, sent: Tensor) -> Norms:
+    """Of a piece [rows, n]; NaN or Inf if a value is, or overflows squared."""
+    # the norm sees every NaN and Inf, and is 15 times cheaper than isfinite
+    pairs = zip(result[0].split(CHUNK), sent.split(CHUNK), strict=True)
+    moved = _squares(new - old for new, old in pairs)  # without a third tensor of their size
+    rest = tuple(_squares(row.split(CHUNK)) for row in result[1:])
+    least = float(result[2].amin()) if len(result) > 2 and result.shape[1] else 0.0
+    return Norms(moved, rest, _squares(sent.split(CHUNK)), least)
 
 
 def longest_step(cfg: TrainConfig, n: int, norm: float) -> float:
@@ -108,30 +144,24 @@ def longest_step(cfg: TrainConfig, n: int, norm: float) -> float:
     return cfg.interval * cfg.lr * (step * math.sqrt(n) + 2 * cfg.weight_decay * norm)
 
 
-def length(pieces: Iterable[Tensor]) -> float:
-    """L2 norm of a vector in pieces; NaN or Inf if a value is, or overflows squared."""
-    return math.sqrt(sum(float(torch.dot(piece, piece)) for piece in pieces))
+def _squares(pieces: Iterable[Tensor]) -> float:
+    return sum(float(torch.dot(piece, piece)) for piece in pieces)
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """|a - b| (L2) in one pass over memory, without a third tensor of their size."""
-    return length(x - y for x, y in zip(a.split(CHUNK), b.split(CHUNK), strict=True))
+def reason_to_reject(
+    cfg: TrainConfig, parts: Sequence[Norms], n: int, loss_sum: float
+) -> str | None:
+    """Why a result of n weights must not be believed, by its pieces; None if there is no reason.
 
-
-def reason_to_reject(cfg: TrainConfig, result: Tensor, sent: Tensor, loss_sum: float) -> str | None:
-    """Why a result [rows, n] must not be believed; None if there is no reason."""
+    The norm is that of all pieces, whoever owns them: it depends on their number by rounding alone.
+    """
     if not 0 <= loss_sum <= MOST_LOSS * cfg.interval:
         return f"its loss is {loss_sum}"
-    # the norm sees every NaN and Inf, and is 15 times cheaper than isfinite
-    moved = distance(result[0], sent[0])
-    rest = [length(row.split(CHUNK)) for row in result[1:]]
-    if not all(map(math.isfinite, (moved, *rest))):
+    moved, sent = (math.sqrt(sum(getattr(p, k) for p in parts)) for k in ("moved", "sent"))
+    if not all(map(math.isfinite, (moved, *(x for part in parts for x in part.rest)))):
         return "NaN or Inf in the update"
-    bound = longest_step(cfg, sent.shape[1], 0.0)
-    if moved > bound:  # seldom: only then the weights' own norm is asked for
-        bound = longest_step(cfg, sent.shape[1], length(sent[0].split(CHUNK)))
-    if moved > bound:
+    if moved > (bound := longest_step(cfg, n, sent)):
         return f"the update's norm is {moved:.3g}, and {bound:.3g} is the most that AdamW can move"
-    if len(result) > 2 and float(result[2].amin()) < 0:
+    if any(part.least < 0 for part in parts):
         return "a negative second moment"
     return None

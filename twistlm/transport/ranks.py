@@ -7,14 +7,15 @@ subnet, a masked copy of the full model, or the central weights themselves behin
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,51 +27,29 @@ from ..system.signals import end_with_launcher
 TrainerKind = Literal["physical", "masked", "central"]
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Worker -> rank and kind of trainer.
-
-    Rank 0 hosts the central model (or speaks for its shards).
-    """
-
-    ranks: tuple[int, ...]
-    kinds: tuple[TrainerKind, ...]
-
-    @property
-    def n_workers(self) -> int:
-        return len(self.ranks)
-
-    def workers_of(self, rank: int) -> list[int]:
-        return [worker for worker, at in enumerate(self.ranks) if at == rank]
-
-
 def place_workers(
-    variant: str, n_workers: int, world_size: int, kind: TrainerKind = "physical"
-) -> Placement:
-    """The seating table of a variant; a wrong number of ranks is refused."""
+    variant: str, n_workers: int, world_size: int, kind: TrainerKind
+) -> tuple[tuple[int, ...], tuple[TrainerKind, ...]]:
+    """Each worker's rank, and its kind of trainer; a wrong number of ranks is refused."""
     if variant in ("local", "ray"):
         if world_size != 1:
             raise ValueError(
                 f"run.variant = {variant!r} is one process, but torchrun started {world_size}: "
                 f"use masked, true, hybrid or sharded"
             )
-        if variant == "ray":  # this process trains nothing
-            kind = "physical"
-            return Placement(tuple(range(1, n_workers + 1)), (kind,) * n_workers)
-        return Placement((0,) * n_workers, (kind,) * n_workers)
-    trainers = world_size - 1 if variant == "true" else world_size
-    if n_workers != trainers:
-        need = n_workers + 1 if variant == "true" else n_workers
+        return (0,) * n_workers, (kind,) * n_workers
+    need = n_workers + (variant == "true")
+    if world_size != need:
         raise ValueError(
             f"run.variant = {variant!r} with train.n_workers = {n_workers} needs {need} ranks, but "
             f"there {'is' if world_size == 1 else 'are'} {world_size}: start it with torchrun "
             f"--nproc-per-node {need} -m twistlm train ..."
         )
-    same = variant in ("true", "sharded")
-    first: TrainerKind = "physical" if same else "masked" if variant == "masked" else "central"
-    others: TrainerKind = "masked" if variant == "masked" else "physical"
-    ranks = range(1, world_size) if variant == "true" else range(world_size)
-    return Placement(tuple(ranks), (first,) + (others,) * (n_workers - 1))
+    first: TrainerKind = "central" if variant == "hybrid" else "physical"
+    others: TrainerKind = "physical"
+    if variant == "masked":
+        first = others = "masked"
+    return tuple(range(need - n_workers, need)), (first,) + (others,) * (n_workers - 1)
 
 
 def on_central_rank() -> bool:
@@ -78,16 +57,10 @@ def on_central_rank() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-LONGEST = timedelta(days=1)  # of a wait: whoever has a heart may take its time (`Heart`)
+LONGEST = timedelta(days=1)  # of a wait: whoever gives signs of life may take its time
 BEAT = 0.5  # seconds
 LAST = 1 << 40  # more beats than a run can have
 LEAVE = 5.0  # seconds for the last beat
-
-
-def _store_host() -> str:
-    """Who keeps the store that ranks meet at: rank 0, or torchrun's own process beside it."""
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return "torchrun on the machine of rank 0" if by_torchrun else "rank 0"
 
 
 @contextmanager
@@ -113,7 +86,8 @@ class Heartbeat:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, silence: float):
-        self.store, self.rank, self.world_size, self.silence = store, rank, world_size, silence
+        self.store, self.rank, self.silence = store, rank, silence
+        store.set(f"pid/{rank}", str(os.getpid()))
         self.lived = 0.0  # seconds
         # rank -> its beats, and when they changed
         self.seen = dict.fromkeys(range(world_size), (0, self.lived))
@@ -143,23 +117,36 @@ class Heartbeat:
         while not self.ended.wait(BEAT):
             slept, woke = time.monotonic() - woke, time.monotonic()
             self.lived += min(slept, 2 * BEAT)
-            late = [
-                f"rank {rank}"
+            silent = [
+                rank
                 for rank, (beats, at) in self.seen.items()
                 # a store that is silent itself says nothing of the others
                 if rank != self.rank and beats < LAST and self.answered - at > self.silence
             ]
-            if self.lived - self.answered > self.silence:
-                late = [_store_host()]
+            late = [f"rank {rank}" for rank in silent]
+            if self.lived - self.answered > self.silence:  # who keeps the store that ranks meet at
+                silent = []
+                by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                late = ["torchrun on the machine of rank 0" if by_torchrun else "rank 0"]
             if late and not self.ended.is_set():
-                print(
+                sys.stderr.write(
                     f"error: no sign of life from {' and '.join(late)} for {self.silence:g} s "
                     f"(run.silence): start the run again with --resume, its newest checkpoint is "
-                    f"unharmed",
-                    file=sys.stderr,
-                    flush=True,
+                    f"unharmed\n"
                 )
+                sys.stderr.flush()
+                for rank in silent:
+                    self._end_stopped(rank)
                 os._exit(2)
+
+    def _end_stopped(self, rank: int) -> None:
+        """torchrun waits 30 s for its ranks to obey SIGTERM, which one that is stopped does not."""
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            with suppress(OSError, RuntimeError):
+                pid = int(self.store.get(f"pid/{rank}"))
+                about = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                if int(about[1]) == os.getppid():  # on this machine, and torchrun's
+                    os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Leave in good order: nobody waits for another beat or a stopped store."""
@@ -175,8 +162,9 @@ class Cluster:
     ):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.placement = place_workers(variant, n_workers, self.world_size, kind)
+        self.ranks, self.kinds = place_workers(variant, n_workers, self.world_size, kind)
         self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.nothing = torch.empty(0, dtype=torch.uint8, device=self.device)  # to send
         self.n_sent = self.n_received = 0  # bytes of exchanges
         self._n_exchanges = 0
         self._heartbeat: Heartbeat | None = None
@@ -186,15 +174,11 @@ class Cluster:
                 torch.cuda.set_device(self.device)
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             with _alive():
-                store, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.world_size)))
-                self._heartbeat = Heartbeat(store.clone(), self.rank, self.world_size, silence)
-                dist.init_process_group(
-                    backend,
-                    store=dist.PrefixStore("twistlm", store),
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    timeout=LONGEST,
-                )
+                rank, n = self.rank, self.world_size
+                store, _, _ = next(iter(dist.rendezvous("env://", rank, n)))
+                self._heartbeat = Heartbeat(store.clone(), rank, n, silence)
+                ours = dist.PrefixStore("twistlm", store)
+                dist.init_process_group(backend, None, LONGEST, n, rank, store=ours)
 
     @property
     def is_central(self) -> bool:
@@ -203,7 +187,7 @@ class Cluster:
     @property
     def workers(self) -> list[int]:
         """The workers that this rank plays."""
-        return self.placement.workers_of(self.rank)
+        return [worker for worker, at in enumerate(self.ranks) if at == self.rank]
 
     def exchange(self, parts: list[Tensor], sizes: list[int]) -> Callable[[], list[Tensor]]:
         """Start sending part i (bytes) to rank i; the call returned waits for theirs."""
@@ -241,21 +225,20 @@ class Cluster:
         return self.broadcast_(numbers).tolist()
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
-        if self._heartbeat is not None:
-            with _alive():
-                dist.broadcast(tensor, 0)
+        self._together(dist.broadcast, tensor, 0)
         return tensor
 
     def barrier(self) -> None:
-        if self._heartbeat is not None:
-            with _alive():
-                dist.barrier()
+        self._together(dist.barrier)
 
     def sum_(self, tensor: Tensor) -> Tensor:
+        self._together(dist.all_reduce, tensor)
+        return tensor
+
+    def _together(self, function: Callable, *args: Any) -> None:
         if self._heartbeat is not None:
             with _alive():
-                dist.all_reduce(tensor)
-        return tensor
+                function(*args)
 
     def close(self) -> None:
         if self._heartbeat is not None:

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -17,22 +18,56 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from ..config import Config
 from ..system.signals import Stop, end_with_parent, on_signals
 
 
+def token_file() -> Path:
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray/auth_token"))
+
+
 def token() -> str:
-    """The cluster's token: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token; or none."""
+    """The cluster's token: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token; or none.
+
+    A file that others can read is closed first, or else refused.
+    """
     if word := os.environ.get("RAY_AUTH_TOKEN"):
         return word.strip()
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray/auth_token"))
-    return path.read_text().strip() if path.is_file() else ""
+    path = token_file()
+    if not path.is_file():
+        return ""
+    if (mode := path.stat().st_mode & 0o777) & 0o077:
+        try:
+            path.chmod(0o600)
+        except OSError as error:
+            raise ValueError(
+                f"{path}: others can read the token (mode {mode:o}), and whoever has it can run "
+                f"code here: use chmod 600 ({error.strerror})"
+            ) from None
+        print(f"{path}: others could read the token (mode {mode:o}); now only you", file=sys.stderr)
+    return path.read_text().strip()
+
+
+def make_token() -> bool:
+    """Write a token that only its owner can read (Ray's own is for all), unless there is one."""
+    if token() or os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return False
+    path = token_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return True
 
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_enable_infeasible_task_early_exit", "0")  # workers wait for a machine
+for port in ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"):
+    os.environ.setdefault(port, "-1")  # no port: metrics would answer anyone who asks
 for name, value in {
+    "enable_metrics_collection": 0,  # likewise
+    "task_events_report_interval_ms": 0,  # the head would keep every call of every round
     "health_check_period_ms": 1000,  # silent for 5 x (1 + 3) s is dead; Ray's own: 5 x (3 + 10)
     "health_check_timeout_ms": 3000,
     # a node that was taken for dead ends; own: 60 s
@@ -48,8 +83,11 @@ if token():  # Ray reads this once, when it is imported: others import it from h
 import grpc  # noqa: E402
 import ray  # noqa: E402
 from ray import exceptions  # noqa: E402, F401
+from ray._common.tls_utils import load_certs_from_env  # noqa: E402
+from ray._private import ray_constants  # noqa: E402
 from ray.core.generated.gcs_service_pb2 import InternalKVGetRequest  # noqa: E402
 from ray.core.generated.gcs_service_pb2_grpc import InternalKVGcsServiceStub  # noqa: E402
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 NAMESPACE = "twistlm"
 PROBE = 10.0  # seconds for a head to answer
@@ -59,6 +97,7 @@ GONE = 15.0  # seconds without a head after which a run ends
 USAGE = 2  # the exit code of `ray start` for an option that does not exist
 LEAST_STORE = 80_000_000  # bytes: Ray's own lower limit
 K_LABELS = {"attn": "twistlm-k-attn", "ffn": "twistlm-k-ffn"}  # of a node: K of its workers
+MEMORY_LABEL = "twistlm-memory"  # bytes for each of its workers, instead of K; 0: what is free
 
 
 def address_of(cfg: Config) -> str:
@@ -81,17 +120,20 @@ def is_near(address: str) -> bool:
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except socket.gaierror as error:
-        raise ValueError(
-            f"the head's address {address!r}: {host} is unknown: {error.strerror}"
-        ) from None
+        what = f"the head's address {address!r}: {host} is unknown"
+        raise ValueError(f"{what}: {error.strerror}") from None
     return all(ipaddress.ip_address(str(text).partition("%")[0]).is_loopback for text in found)
 
 
-def check(address: str, is_open: bool) -> None:
-    """Refuse a silent head, another version, a wrong token, or an open door."""
-    if address in ("", "auto") or os.environ.get("RAY_USE_TLS") == "1":
+def check(address: str, is_open: bool, where: str = "") -> None:
+    """Refuse a silent head, another version, a wrong token, or an open door.
+
+    A door is judged by `where` its head listens, if that is known already.
+    """
+    where = where or address
+    if address in ("", "auto"):  # known after ray.init
         return
-    near, mine = is_near(address), token()
+    near, mine = is_near(where) or uses_tls(), token()
     code, said = _ask(address, "")
     if code == grpc.StatusCode.UNAUTHENTICATED:
         if not mine:
@@ -107,7 +149,7 @@ def check(address: str, is_open: bool) -> None:
             )
     elif code is None and not near and not is_open:
         raise ValueError(
-            f"the Ray cluster at {address} asks for no token, so whoever reaches it can run code "
+            f"the Ray cluster at {where} asks for no token, so whoever reaches it can run code "
             f"on it: start its head with `twistlm node --head`, or say ray.open=true"
         )
     if code is not None:
@@ -119,17 +161,31 @@ def check(address: str, is_open: bool) -> None:
     for name, version in mine_are.items():
         if theirs.get(name, version) != version:
             raise ValueError(
-                f"the Ray cluster at {address} has version {theirs[name]} of "
-                f"{name.capitalize()}, this process "
-                f"{version}: install the same on all machines"
+                f"the Ray cluster at {address} has version {theirs[name]} of {name.capitalize()}, "
+                f"this process {version}: install the same on all machines"
             )
+
+
+def uses_tls() -> bool:
+    """Whether Ray speaks TLS, in which both sides show certificates."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def _channel(address: str) -> grpc.Channel:
+    fresh = [("grpc.use_local_subchannel_pool", 1)]  # no earlier failure delays this question
+    if not uses_tls():
+        return grpc.insecure_channel(address, fresh)
+    try:
+        chain, key, root = load_certs_from_env()
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, chain), fresh)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: {error}") from None
 
 
 def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCode | None, Any]:
     """(None, the head's record of its versions as JSON), or gRPC's code and words."""
     metadata = [("authorization", f"Bearer {mine}")] if mine else []
-    fresh = [("grpc.use_local_subchannel_pool", 1)]  # no earlier failure delays this question
-    with grpc.insecure_channel(address, fresh) as channel:
+    with _channel(address) as channel:
         try:
             asked = InternalKVGetRequest(key=b"CLUSTER_METADATA", namespace=b"cluster")
             stub = InternalKVGcsServiceStub(channel)
@@ -150,7 +206,7 @@ class Head:
     @property
     def silent(self) -> float:
         """Seconds for which it has not answered; it is asked every few seconds."""
-        if time.monotonic() - self.asked > EVERY and os.environ.get("RAY_USE_TLS") != "1":
+        if time.monotonic() - self.asked > EVERY:
             asked = time.monotonic()
             code, _ = _ask(self.address, token(), seconds=2.0)
             lost = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -159,8 +215,9 @@ class Head:
         return time.monotonic() - self.since if self.since else 0.0
 
 
-def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:
-    """Connect this process, or start a Ray here; a round puts `n_bytes` in its store.
+def enter(cfg: Config, n_bytes: int, state: int = 0) -> dict[str, Any]:
+    """Connect this process, or start a Ray here; a round puts `n_bytes` in its stores, and at times
+    copies of the central model's ranges of `state` bytes lie beside them.
 
     Returns what Ray says of the place: `address`, `node_id`, `webui_url`.
     """
@@ -170,8 +227,8 @@ def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:
     if not address:
         n_gpus = {} if cfg.run.device != "cpu" else {"num_gpus": 0}
         settings |= {"num_cpus": t.n_workers * cpus(cfg), "include_dashboard": False, **n_gpus}
-        settings |= {"object_store_memory": max(LEAST_STORE, n_bytes + n_bytes // 4)}
-        settings |= {"_node_ip_address": "127.0.0.1"}
+        settings |= {"object_store_memory": max(LEAST_STORE, (n_bytes + state) * 5 // 4)}
+        make_token()
         free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else sys.maxsize
         if settings["object_store_memory"] > free:
             raise ValueError(_too_small(cfg, n_bytes, "/dev/shm of this machine", free))
@@ -179,16 +236,25 @@ def enter(cfg: Config, n_bytes: int) -> dict[str, Any]:
     # a thread that prints a lost node's last log lines and stack; `events.jsonl` has what it costs
     ray._private.worker.listen_error_messages = lambda *_: None
     try:
-        said = ray.init(address or "local", **settings).address_info
-    except (RuntimeError, ConnectionError, ValueError) as error:
+        # a Ray that may be no cluster has the address of loopback, and all of it listens there
+        may = bool(address) and ray_constants.ENABLE_RAY_CLUSTER
+        with mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", may):
+            said = ray.init(address or "local", **settings).address_info
+    except Exception as error:  # one that does not start within 30 s is a bare Exception
         words = " ".join(str(error).split())[:300]
         raise ValueError(f"Ray at {address or 'this machine'}: {words}") from None
-    if address:
-        here = [node for node in ray.nodes() if node["NodeID"] == said["node_id"]]
-        room = int(here[0]["Resources"].get("object_store_memory", 0)) if here else sys.maxsize
-        if n_bytes > room:
-            ray.shutdown()
-            raise ValueError(_too_small(cfg, n_bytes, "the object store of this machine", room))
+    try:
+        nodes, port = ray.nodes(), said["address"].rpartition(":")[2]
+        heads = [node for node in nodes if "node:__internal_head__" in node["Resources"]]
+        for node in heads:  # of 127.0.0.1 and `auto`, too: Ray listens on all interfaces
+            check(said["address"], cfg.ray.open, f"{node['NodeManagerAddress']}:{port}")
+        rooms = [int(node["Resources"].get("object_store_memory", 0)) for node in machines()]
+        n_bytes = (n_bytes + state) // min(cfg.ray.owners or len(rooms), len(rooms))
+        if address and n_bytes > min(rooms):
+            raise ValueError(_too_small(cfg, n_bytes, "the store of a machine", min(rooms)))
+    except ValueError:
+        ray.shutdown()
+        raise
     return said
 
 
@@ -212,21 +278,35 @@ def gpus(cfg: Config) -> float:
     return min(1.0, n if address_of(cfg) else n / cfg.train.n_workers)
 
 
+def detached(kind: Any, name: str, **options: Any) -> Any:
+    """How to start an actor that outlives its driver; one of that name that is there is taken,
+    for it belongs to an earlier process of the same run."""
+    options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+    return kind.options(get_if_exists=True, max_restarts=0, **options)
+
+
+def near(machine: str) -> Any:
+    """A strategy of Ray's: on this machine, or elsewhere if it is gone."""
+    return NodeAffinitySchedulingStrategy(machine, soft=True)
+
+
+def machines() -> list[dict[str, Any]]:
+    """Those of the cluster that have cores for workers; else all."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [node for node in alive if node["Resources"].get("CPU")] or alive
+
+
 def room() -> str:
     """What the cluster has, in words."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    n_cpus, n_gpus = (
-        sum(int(node["Resources"].get(kind, 0)) for node in nodes) for kind in ("CPU", "GPU")
-    )
-    return f"{len(nodes)} machines with {n_cpus} cores and {n_gpus} GPUs"
+    has, n = ray.cluster_resources(), sum(node["Alive"] for node in ray.nodes())
+    return f"{n} machines with {has.get('CPU', 0):.0f} cores and {has.get('GPU', 0):.0f} GPUs"
 
 
 def keep_node(command: Sequence[str], head: str = "") -> int:
     """Run `ray start --block ...` until a signal comes; start it anew whenever it ends by itself.
 
     A node that does not hear `head` for some seconds is ended, and begun anew as soon as it does:
-    Ray's own connections need a minute or more to find out that they are broken, and may never
-    come back.
+    Ray's own connections take a minute or more to break, and may never come back.
     """
     stop, pause = Stop(), 1.0
     with on_signals(stop, quiet=True):
@@ -245,9 +325,8 @@ def keep_node(command: Sequence[str], head: str = "") -> int:
                 return USAGE
             while watched is not None and watched.silent and not stop.requested:
                 time.sleep(0.1)
-            lasted = time.monotonic() - began
-            pause = 1.0 if cut or lasted > 60 else min(30.0, 2 * pause)
-            until = time.monotonic() + pause
-            while time.monotonic() < until and not stop.requested:
+            pause = 1.0 if cut or time.monotonic() > began + 60 else min(30.0, 2 * pause)
+            began = time.monotonic()
+            while time.monotonic() < began + pause and not stop.requested:
                 time.sleep(0.1)
     return 128 + stop.signal

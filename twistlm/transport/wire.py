@@ -25,6 +25,14 @@ from torch import Tensor
 from ..config import Wire
 
 Code = Literal[Wire, "share8", "log8"]  # share8 is the int8 of m / sqrt(v)
+Shape = tuple[int, ...]  # [rows, n] of a subnet's buffer
+# the codes of weights, m and v
+DOWN: dict[Wire, tuple[Code, ...]] = {
+    "fp32": ("fp32", "fp32", "fp32"),
+    "bf16": ("bf16", "bf16", "bf16"),
+    "int8": ("bf16", "share8", "log8"),
+}
+UP: dict[Wire, tuple[Code, ...]] = DOWN | {"int8": ("int8", "share8", "log8")}
 GROUP = 256  # values of 8 bits that share a float32 scale
 # below a group's largest value that log8 can tell; what is smaller, or 0, is raised to the last
 OCTAVES = 24
@@ -60,18 +68,14 @@ def encode(kind: Code, tensor: Tensor) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def decode(
-    kind: Code, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype = FLOAT32
-) -> Tensor:
+def decode(kind: Code, payload: Tensor, shape: Shape, dtype: torch.dtype = FLOAT32) -> Tensor:
     """The tensor behind a payload; its shape is known beforehand and never read from a peer."""
-    n = torch.Size(shape).numel()
+    n = math.prod(shape)
     want = n_bytes(kind, n, dtype)
     if payload.dtype != torch.uint8 or payload.numel() != want:
         raise ValueError(
             f"a {kind} payload of {n} values has {want} bytes, this one {payload.numel()}"
         )
-    if not n:
-        return torch.empty(shape, dtype=dtype, device=payload.device)
     if kind == "fp32":
         return payload[: n * dtype.itemsize].view(dtype).view(shape)
     if kind == "bf16":
@@ -84,68 +88,43 @@ def decode(
 
 def down(kind: Wire, buffer: Tensor) -> Tensor:
     """A subnet's buffer [rows, n] on its way to a worker; with `fp32` it is not copied."""
-    if kind == "fp32":
-        return encode(kind, buffer)
-    return _write(_down(kind), [*buffer])
+    return encode(kind, buffer) if kind == "fp32" else _write(DOWN[kind], [*buffer])
 
 
-def read_down(
-    kind: Wire, payload: Tensor, shape: tuple[int, int], dtype: torch.dtype = FLOAT32
-) -> Tensor:
+def read_down(kind: Wire, payload: Tensor, shape: Shape, dtype: torch.dtype = FLOAT32) -> Tensor:
     """What the worker makes of it."""
-    return _read(_down(kind), payload, shape, dtype)
+    return _read(DOWN[kind], payload, shape, dtype)
 
 
 def up(kind: Wire, result: Tensor, sent: Tensor) -> Tensor:
     """A trained buffer [rows, n] on its way back; `sent` [n] are the weights that came."""
     if kind == "fp32":
         return encode(kind, result)
-    return _write(_up(kind), [result[0] - sent, *result[1:]])
+    return _write(UP[kind], [result[0] - sent, *result[1:]])
 
 
-def read_up(kind: Wire, payload: Tensor, shape: tuple[int, int], sent: Tensor) -> Tensor:
+def read_up(kind: Wire, payload: Tensor, shape: Shape, sent: Tensor) -> Tensor:
     """What the centre makes of it; `sent` [n] are its own weights, not rounded."""
-    result = _read(_up(kind), payload, shape, sent.dtype)
+    result = _read(UP[kind], payload, shape, sent.dtype)
     if kind != "fp32":
         result[0] += sent
     return result
 
 
-def received(kind: Wire, buffer: Tensor) -> Tensor:
-    """A subnet's buffer as a worker would receive it over a wire of this kind."""
-    shape = (buffer.shape[0], buffer.shape[1])
-    return read_down(kind, down(kind, buffer), shape, buffer.dtype)
-
-
-def returned(kind: Wire, result: Tensor, sent: Tensor, own: Tensor) -> Tensor:
-    """A result as the centre would read it; `sent` and `own` are its weights there and here."""
-    return read_up(kind, up(kind, result, sent), (result.shape[0], result.shape[1]), own)
-
-
-def down_bytes(kind: Wire, shape: tuple[int, int], dtype: torch.dtype = FLOAT32) -> int:
+def down_bytes(kind: Wire, shape: Shape, dtype: torch.dtype = FLOAT32) -> int:
     """Bytes of a buffer [rows, n] to a worker."""
-    return sum(_sizes(_down(kind), shape, dtype))
+    return sum(_sizes(DOWN[kind], shape, dtype))
 
 
-def up_bytes(kind: Wire, shape: tuple[int, int], dtype: torch.dtype = FLOAT32) -> int:
+def up_bytes(kind: Wire, shape: Shape, dtype: torch.dtype = FLOAT32) -> int:
     """Bytes of a buffer [rows, n] from a worker."""
-    return sum(_sizes(_up(kind), shape, dtype))
+    return sum(_sizes(UP[kind], shape, dtype))
 
 
-def _down(kind: Wire) -> tuple[Code, Code, Code]:
-    """The codes of weights, m and v to a worker."""
-    return "fp32" if kind == "fp32" else "bf16", *_up(kind)[1:]
-
-
-def _up(kind: Wire) -> tuple[Code, Code, Code]:
-    """The codes of weights, m and v from a worker."""
-    return (kind, "share8", "log8") if kind == "int8" else (kind, kind, kind)
-
-
-def _sizes(kinds: tuple[Code, ...], shape: tuple[int, int], dtype: torch.dtype) -> list[int]:
+def _sizes(kinds: tuple[Code, ...], shape: Shape, dtype: torch.dtype) -> list[int]:
     """Bytes of each row; where all are `fp32` the buffer travels as one."""
     rows, n = shape
-    if set(kinds) == {"fp32"}:
+    if kinds[0] == "fp32":
         return [n_bytes("fp32", rows * n, dtype)]
     return [n_bytes(kind, n, dtype) for kind in kinds[:rows]]
 
@@ -154,9 +133,24 @@ def _write(kinds: tuple[Code, ...], rows: list[Tensor]) -> Tensor:
     """Rows end to end; m is divided by the root of v as the other side will read it."""
     parts = [encode(kind, row) for kind, row in zip(kinds, rows, strict=False) if kind != "share8"]
     if "share8" in kinds and len(rows) > 1:
-        v = decode(kinds[2], parts[-1], tuple(rows[2].shape), rows[2].dtype)
+        v = decode(kinds[2], parts[-1], rows[2].shape, rows[2].dtype)
         parts.insert(1, encode("share8", _fused(_shares, v)(rows[1], v)))
     return torch.cat(parts)
+
+
+def _read(kinds: tuple[Code, ...], payload: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    sizes = _sizes(kinds, shape, dtype)
+    if payload.numel() != sum(sizes):
+        raise ValueError(
+            f"a buffer {list(shape)} has {sum(sizes)} bytes, this payload {payload.numel()}"
+        )
+    if len(sizes) == 1:  # in place: a copy into fresh memory costs more than the transfer
+        return decode(kinds[0], payload, shape, dtype)
+    parts = zip(kinds, payload.split(sizes), strict=False)
+    rows = [decode(kind, part, shape[1:], dtype) for kind, part in parts]
+    if "share8" in kinds:
+        rows[1] = _fused(_undo_shares, payload)(rows[1], rows[2])
+    return torch.stack(rows)
 
 
 def _shares(m: Tensor, v: Tensor) -> Tensor:
@@ -170,23 +164,6 @@ def _undo_shares(shares: Tensor, v: Tensor) -> Tensor:
 def _root(v: Tensor) -> Tensor:
     """What m is a share of; positive, so that an m without a v is read back."""
     return v.sqrt().clamp_min(torch.finfo(FLOAT32).tiny)
-
-
-def _read(
-    kinds: tuple[Code, ...], payload: Tensor, shape: tuple[int, int], dtype: torch.dtype
-) -> Tensor:
-    sizes = _sizes(kinds, shape, dtype)
-    if payload.numel() != sum(sizes):
-        raise ValueError(
-            f"a buffer {list(shape)} has {sum(sizes)} bytes, this payload {payload.numel()}"
-        )
-    if len(sizes) == 1:  # in place: a copy into fresh memory costs more than the transfer
-        return decode(kinds[0], payload, shape, dtype)
-    parts = zip(kinds, payload.split(sizes), strict=False)
-    rows = [decode(kind, part, shape[1:], dtype) for kind, part in parts]
-    if "share8" in kinds and len(rows) > 1:
-        rows[1] = _fused(_undo_shares, payload)(rows[1], rows[2])
-    return torch.stack(rows)
 
 
 def _groups(flat: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, cast
 
 from rich.table import Table
@@ -24,98 +24,75 @@ from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...training.plan import busiest
 from ...transport import wire
-from .request import CommRequest
+from . import CommRequest
 
 LONGEST = 1800  # seconds for one set of processes
 RAY_PORT = 6379
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One engine's exchange: every worker gets its subnet and returns it."""
+class NetworkHost:
+    """Where a process runs."""
 
-    where: str
-    engine: str
-    n_workers: int
-    megabytes: float  # of one subnet in float32
-    seconds: tuple[float, ...]
-    n_bytes: int  # of the busiest link, by the formula
-    n_counted: int | None  # and as its interface counted them, headers included
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
+    prefix: tuple[str, ...]  # of its command
+    address: str
+    interface: str
 
 
-@dataclass(frozen=True)
-class CommReport:
-    """Everything `twistlm bench comm` prints."""
-
-    rows: tuple[Measured, ...]
-    left_out: dict[str, str]  # what was not measured, and why
-    about: dict[str, Any]
+LOOPBACK = NetworkHost((), "127.0.0.1", "lo")
 
 
-def bench(request: CommRequest) -> CommReport:
+def bench(request: CommRequest) -> dict[str, Any]:
     """S = `workers` on this machine; S in `slow` on hosts with links of `gbit` Gbit/s."""
-    rows, left_out, about = [], {}, describe_run()
-    repeats, slow = request.repeats, request.slow
-    wire = cast(Wire, request.wire)
-    about |= {"cores": os.cpu_count(), "load before": os.getloadavg()[0]}
+    about = describe_run() | {"cores": os.cpu_count(), "load before": os.getloadavg()[0]}
+    made: dict[str, Any] = {"rows": [], "left_out": {}, "about": about}
+    slow = request.slow
     if slow and (why := why_not()):
-        left_out["slow links"], slow = f"not measured: {why}", ()
-    with progress(False) as bar:
-        task = bar.add_task("exchanges", total=3 + 3 * len(slow), note="")
-        for engines in (("bare", "star"), ("sharded",), ENGINES):
-            rows += _measure(Job("loopback", engines, request.workers, request.mb, repeats, wire))
+        made["left_out"]["slow links"], slow = f"not measured: {why}", ()
+    job = {"repeats": request.repeats, "wire": request.wire}
+    fast = {"where": "loopback", "n_workers": request.workers, "megabytes": request.mb, "gbit": 0}
+    jobs = [job | fast | {"engines": each} for each in (["bare", "star"], ["sharded"])]
+    jobs += [job | fast | {"engines": ["ray"], "owners": each} for each in (1, request.workers)]
+    for n in slow:
+        far = {"where": "slow", "n_workers": n, "megabytes": request.slow_mb, "gbit": request.gbit}
+        jobs += [job | far | {"engines": each} for each in (["bare", "star"], ["sharded"])]
+        jobs += [job | far | {"engines": ["ray"], "owners": each} for each in (1, n)]
+    with progress() as bar:
+        task = bar.add_task("exchanges", total=len(jobs), note="")
+        for job in jobs:
+            made["rows"] += _measure(job)
             bar.advance(task)
-        for n in slow:
-            for engines in (("star",), ("sharded",), ENGINES):
-                job = Job("slow", engines, n, request.slow_mb, repeats, wire, request.gbit)
-                rows += _measure(job)
-                bar.advance(task)
     about["load after"] = os.getloadavg()[0]
-    return CommReport(tuple(rows), left_out, about)
-
-
-ENGINES = ("ray", "ray, checked")  # of peer_ray
-
-
-@dataclass(frozen=True)
-class Job:
-    """Engines that are measured in the same processes, one exchange after the other."""
-
-    where: str
-    engines: tuple[str, ...]
-    n_workers: int
-    megabytes: float
-    repeats: int
-    wire: Wire
-    gbit: float = 0.0
-
-
-def _measure(job: Job) -> list[Measured]:
-    n = job.n_workers + (job.engines != ("sharded",))  # the centre of a star does not train here
-    with slow_hosts(n, job.gbit) if job.gbit else nullcontext([LOOPBACK] * n) as hosts:
-        said = _run_ray(hosts, job) if job.engines == ENGINES else _run(hosts, job)
-    made = []
-    for engine in job.engines:
-        # what crosses the busiest link: in a star one way after the other, else both at once
-        shape = (1, said["n_subnet"])
-        both = wire.down_bytes(job.wire, shape) + wire.up_bytes(job.wire, shape)
-        formula = busiest("sharded" if engine == "sharded" else "ray", job.n_workers, both, 0, 0)
-        link = statistics.median(said["link"][engine]) if job.gbit else None
-        if link is not None and engine == "sharded":
-            link /= 2  # the interface counts both directions
-        counted = None if link is None else int(link)
-        seconds = tuple(said["seconds"][engine])
-        made.append(
-            Measured(job.where, engine, job.n_workers, job.megabytes, seconds, formula, counted)
-        )
     return made
 
 
-def _run(hosts: list[NetworkHost], job: Job) -> dict[str, Any]:
+def _measure(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each engine: they take turns in the same processes."""
+    n, gbit = job["n_workers"], job["gbit"]
+    n_hosts = n + (job["engines"] != ["sharded"])  # the centre of a star does not train here
+    with slow_hosts(n_hosts, gbit) if gbit else nullcontext([LOOPBACK] * n_hosts) as hosts:
+        said = _run_ray(hosts, job) if job["engines"] == ["ray"] else _run(hosts, job)
+    shape, kind, rows = (1, said["n_subnet"]), cast(Wire, job["wire"]), []
+    both = wire.down_bytes(kind, shape) + wire.up_bytes(kind, shape)
+    owners = job.get("owners", 1)
+    for engine in job["engines"]:
+        # what crosses the busiest link: in a star one way after the other, else both at once
+        link, flat = statistics.median(said["link"][engine]), engine == "sharded" or owners > 1
+        formula = busiest(
+            "sharded" if engine == "sharded" else "ray", n, both, state=said["state"], owners=owners
+        )
+        row = {key: job[key] for key in ("where", "n_workers", "megabytes")} | {
+            "engine": engine if engine != "ray" else f"ray, {owners} owners",
+            "seconds": said["seconds"][engine],
+            # of the busiest link, by the formula, and as its interface counted them, with headers
+            "n_bytes": formula,
+            "n_counted": int(link / 2 if flat else link) if gbit else None,
+        }
+        rows.append(row)
+    return rows
+
+
+def _run(hosts: list[NetworkHost], job: dict[str, Any]) -> dict[str, Any]:
     """A process on every host; what rank 0 says."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -125,31 +102,30 @@ def _run(hosts: list[NetworkHost], job: Job) -> dict[str, Any]:
         env = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "OMP_NUM_THREADS": "1"}
         env |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": port}
         env |= {"GLOO_SOCKET_IFNAME": host.interface, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        started.append(_start(host, "peer", asdict(job), env))
+        started.append(_start(host, job, env))
     return _said(started)
 
 
-def _run_ray(hosts: list[NetworkHost], job: Job) -> dict[str, Any]:
+def _run_ray(hosts: list[NetworkHost], job: dict[str, Any]) -> dict[str, Any]:
     """A driver on the first host and a raylet on each other one; on loopback Ray starts itself."""
-    what = asdict(job) | {"address": ""}
     # it would kill where memory is short
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    if not job.gbit:
-        return _said([_start(hosts[0], "peer_ray", what, {})])
+    if not job["gbit"]:
+        return _said([_start(hosts[0], job | {"address": ""}, {})])
     head, nodes = f"{hosts[0].address}:{RAY_PORT}", []
-    store = f"--object-store-memory={max(80_000_000, int(3e6 * job.megabytes * job.n_workers))}"
+    n_bytes = max(80_000_000, int(3e6 * job["megabytes"] * (2 + job["n_workers"])))
     try:
         for i, host in enumerate(hosts):
             role = f"--join {head}" if i else f"--head --port {RAY_PORT}"
-            more = f"--num-cpus {int(i > 0)} {store} --temp-dir={tempfile.mkdtemp('tw')}"
+            more = f"--num-cpus {int(i > 0)} --object-store-memory={n_bytes}"
+            more += f" --temp-dir={tempfile.mkdtemp('tw')}"
             more += "" if i else " --include-dashboard=false"
             node = f"-m twistlm node {role} --host {host.address} -- {more}"
-            command = [*host.prefix, sys.executable, *node.split()]
-            log = subprocess.DEVNULL
+            command, log = [*host.prefix, sys.executable, *node.split()], subprocess.DEVNULL
             nodes.append(subprocess.Popen(command, stdout=log, stderr=log))
             if i == 0:
-                wait_for(host, RAY_PORT)
-        return _said([_start(hosts[0], "peer_ray", what | {"address": head}, {})])
+                _wait_for(host, RAY_PORT)
+        return _said([_start(hosts[0], job | {"address": head}, {})])
     finally:
         for process in reversed(nodes):
             process.terminate()
@@ -157,7 +133,7 @@ def _run_ray(hosts: list[NetworkHost], job: Job) -> dict[str, Any]:
             process.wait()
 
 
-def wait_for(host: NetworkHost, port: int) -> None:
+def _wait_for(host: NetworkHost, port: int) -> None:
     """Until something listens there."""
     knock = f"import socket; socket.create_connection(('{host.address}', {port}), 1)"
     command, until = [*host.prefix, sys.executable, "-c", knock], time.monotonic() + 60
@@ -167,10 +143,8 @@ def wait_for(host: NetworkHost, port: int) -> None:
         time.sleep(0.2)
 
 
-def _start(
-    host: NetworkHost, module: str, job: dict[str, Any], env: dict[str, str]
-) -> subprocess.Popen:
-    command = [*host.prefix, sys.executable, "-m", f"twistlm.lab.bench.{module}"]
+def _start(host: NetworkHost, job: dict[str, Any], env: dict[str, str]) -> subprocess.Popen:
+    command = [*host.prefix, sys.executable, "-m", "twistlm.lab.bench.peer"]
     command.append(json.dumps(job | {"interface": host.interface}))
     pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=os.environ | env, **pipes)
@@ -189,30 +163,18 @@ def _said(started: list[subprocess.Popen]) -> dict[str, Any]:
     return json.loads(said[0][0].splitlines()[-1])
 
 
-def table(made: CommReport) -> Table:
+def table(made: dict[str, Any]) -> Table:
     """For a person."""
     heads = ["where", "engine", "S", "MB a subnet", "seconds"]
     heads += ["busiest link, MB", "counted", "MB/s"]
     result = terminal.table("one exchange of all workers, nothing trained", *heads, words=2)
-    for row in made.rows:
-        counted = "" if row.n_counted is None else f"{row.n_counted / row.n_bytes - 1:+.1%}"
-        size, speed = f"{row.n_bytes / 1e6:,.0f}", f"{row.n_bytes / row.median / 1e6:,.0f}"
-        took = f"{row.median:.2f}"
-        n = str(row.n_workers)
-        result.add_row(row.where, row.engine, n, f"{row.megabytes:g}", took, size, counted, speed)
+    for row in made["rows"]:
+        n_bytes, median = row["n_bytes"], statistics.median(row["seconds"])
+        counted = "" if row["n_counted"] is None else f"{row['n_counted'] / n_bytes - 1:+.1%}"
+        first = (row["where"], row["engine"], str(row["n_workers"]), f"{row['megabytes']:g}")
+        speed = f"{n_bytes / median / 1e6:,.0f}"
+        result.add_row(*first, f"{median:.2f}", f"{n_bytes / 1e6:,.0f}", counted, speed)
     return result
-
-
-@dataclass(frozen=True)
-class NetworkHost:
-    """Where a process runs."""
-
-    prefix: tuple[str, ...]  # of its command
-    address: str
-    interface: str
-
-
-LOOPBACK = NetworkHost((), "127.0.0.1", "lo")
 
 
 def why_not() -> str | None:

@@ -2,7 +2,7 @@
 
     python -m twistlm.lab.bench.peer JOB    (JSON; RANK, WORLD_SIZE, MASTER_ADDR as under torchrun)
 
-Rank 0 prints what it measured as the last line.
+Rank 0, or the driver of `ray`, prints what it measured as the last line.
 """
 
 from __future__ import annotations
@@ -11,64 +11,77 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ... import config
 from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Partition
 from ...model.central import Central, create, cut_subnet
 from ...model.layout import Segments, cut_segments, layout
+from ...model.ranges import Ranges
 from ...training.aggregator import Result, Stats, aggregate_
-from ...training.assignments import Deal, deal_of
-from ...training.engines.sharded import spread
-from ...transport import wire
+from ...training.assignments import Deal
+from ...training.engines.sharded import Shard
+from ...training.run import Progress
+from ...transport import protocol, wire
+from ...transport.events import Events
 from ...transport.ranks import Cluster
 
-N_BLOCKS, K = 12, 4
+N_BLOCKS, K, LAYERS = 12, 4, 12
 WARM = 2  # exchanges that are not counted: pages are touched once
 SHARED = 0.78  # of a subnet, as of GPT-2 124M with a third of the blocks
 UNIT = 1024  # elements: the grain
-Exchange = Callable[[int], None]  # of round r
+Exchange = Callable[[int], object]  # of round r
+Count = Callable[[], list[int]]  # bytes on links
+Job = dict[str, Any]
 
 
-def model(megabytes: float) -> tuple[BlockMap, dict[str, tuple[int, ...]]]:
-    """One shared and one partitioned matrix; a subnet of K blocks has so many MB in float32."""
-    rows = max(1, round(1e6 * megabytes * (1 - SHARED) / K / UNIT / 4))
+def make(megabytes: float) -> tuple[Central, Segments, int]:
+    """One shared matrix and one in every layer; a subnet of K blocks has so many MB in float32.
+
+    Returns the elements of a subnet, too.
+    """
+    rows = max(1, round(1e6 * megabytes * (1 - SHARED) / K / LAYERS / UNIT / 4))
     n_shared = max(1, round(1e6 * megabytes * SHARED / UNIT / 4))
-    part = Partition("blocks", 0, rows)
-    group = BlockGroup("blocks", "ffn", 0, N_BLOCKS, (part,), ("blocks",))
-    return BlockMap((group,)), {"shared": (n_shared, UNIT), "blocks": (N_BLOCKS * rows, UNIT)}
-
-
-def make(megabytes: float) -> tuple[Central, Segments]:
-    block_map, shapes = model(megabytes)
+    names, device = [f"layer {i}" for i in range(LAYERS)], torch.device("cpu")
+    groups = (
+        BlockGroup(name, "ffn", i, N_BLOCKS, (Partition(name, 0, rows),), (name,))
+        for i, name in enumerate(names)
+    )
+    block_map = BlockMap(tuple(groups))
+    shapes = {"shared": (n_shared, UNIT)} | dict.fromkeys(names, (N_BLOCKS * rows, UNIT))
     params = {name: torch.ones(shape) for name, shape in shapes.items()}
-    device = torch.device("cpu")
     whole = cut_segments(layout(block_map, shapes), block_map, device)
-    return create(params, shapes, block_map, carry=False, outer=False, device=device), whole
+    central = create(params, shapes, block_map, carry=False, outer=False, device=device)
+    return central, whole, (n_shared + K * rows * LAYERS) * UNIT
 
 
 def deal(whole: Segments, n_workers: int, r: int) -> Deal:
-    hands = generator.deal(random.Random(r), N_BLOCKS, [K] * n_workers)
-    return deal_of(whole, r, [{"blocks": hand} for hand in hands])
+    rng, names = random.Random(r), [group.name for group in whole.block_map.groups]
+    hands = {name: generator.deal(rng, N_BLOCKS, [K] * n_workers) for name in names}
+    return Deal(whole, r, [{name: hands[name][i] for name in names} for i in range(n_workers)])
 
 
-def n_subnet(whole: Segments) -> int:
-    n_shared = whole.full.n_shared
-    return n_shared + (whole.full.n_params - n_shared) * K // N_BLOCKS
+def add_up(central: Central, there: Deal, buffers: list[Tensor]) -> None:
+    stats = Stats(0.0, 1, 1)
+    results = [Result(i, each, there.indices[i], stats) for i, each in enumerate(buffers)]
+    aggregate_(central, results, there.holders)
 
 
-def sharded(job: dict[str, Any], cluster: Cluster) -> Exchange:
+def sharded(job: Job, cluster: Cluster) -> Exchange:
     """A round of the sharded engine without its local steps."""
-    central, segments = make(job["megabytes"])
+    central, segments, _ = make(job["megabytes"])
     whole = central if cluster.is_central else None
-    shard = spread(whole, segments, cluster, 1, False, torch.float32, job["wire"])
+    shard = Shard(whole, segments, cluster, 1, False, torch.float32, job["wire"])
 
     def exchange(r: int) -> None:
         there = deal(segments, cluster.world_size, r)
@@ -78,9 +91,9 @@ def sharded(job: dict[str, Any], cluster: Cluster) -> Exchange:
     return exchange
 
 
-def bare(job: dict[str, Any], cluster: Cluster) -> Exchange:
+def bare(job: Job, cluster: Cluster) -> Exchange:
     """What gloo does by itself: isend to all, irecv from all; nothing checked or added up."""
-    n, central = n_subnet(make(job["megabytes"])[1]), cluster.is_central
+    n, central = make(job["megabytes"])[2], cluster.is_central
     buffers = {i: torch.ones(n) for i in (range(1, cluster.world_size) if central else [0])}
 
     def exchange(r: int) -> None:
@@ -92,11 +105,11 @@ def bare(job: dict[str, Any], cluster: Cluster) -> Exchange:
     return exchange
 
 
-def star(job: dict[str, Any], cluster: Cluster) -> Exchange:
+def star(job: Job, cluster: Cluster) -> Exchange:
     """A round of torchrun's star without its local steps: cut, exchange, aggregate."""
     kind, n = job["wire"], cluster.world_size
-    central, segments = make(job["megabytes"])
-    shape = (1, n_subnet(segments))
+    central, segments, n_subnet = make(job["megabytes"])
+    shape = (1, n_subnet)
     nothing, others = torch.empty(0, dtype=torch.uint8), n - 1
 
     def work(r: int) -> None:
@@ -117,11 +130,72 @@ def star(job: dict[str, Any], cluster: Cluster) -> Exchange:
     return work if cluster.rank else lead
 
 
-def add_up(central: Central, there: Deal, buffers: list[Tensor]) -> None:
-    results = [
-        Result(i, buffer, there.indices[i], Stats(0.0, 1, 1)) for i, buffer in enumerate(buffers)
-    ]
-    aggregate_(central, results, there.holders)
+def on_ray(job: Job) -> tuple[Exchange, Count]:
+    """A round on Ray without its local steps: cut, checksums both ways, the guard, the sum, copies.
+
+    The actors are those of a training, but for what they build their model from.
+    """
+    from ...training.engines import owner, owners
+    from ...transport import ray_cluster
+    from ...transport.ray_cluster import ray
+
+    n_workers, kind = job["n_workers"], job["wire"]
+    table = {"ray": {"address": job["address"], "open": True, "owners": job["owners"]}}
+    table |= {"train": {"n_workers": n_workers, "lr": 1.0, "moments": "reset"}}  # none is too far
+    cfg = config.from_dict(table | {"run": {"device": "cpu", "wire": kind}})
+    central, segments, _ = make(job["megabytes"])
+    ray_cluster.enter(cfg, int(2e6 * job["megabytes"] * n_workers), 2 * central.buffer.nbytes)
+
+    while job["gbit"] and len(ray_cluster.machines()) < n_workers:  # they join one by one
+        time.sleep(0.2)
+
+    class EchoOwner(owner.Owner):
+        def segments(self, run):
+            torch.set_num_threads(1)
+            return cfg, make(job["megabytes"])[1]
+
+        def link(self):
+            return on_the_link(job["interface"])
+
+    class Echo:
+        """A worker that trains nothing."""
+
+        def __init__(self):
+            self.segments = make(job["megabytes"])[1]
+
+        def turn(self, blueprint, *pieces):
+            segments = self.segments
+            split = Ranges(segments, len(pieces)).split(segments.index(blueprint))
+            parts = []
+            for i, piece in enumerate(pieces):
+                sent = wire.read_down(kind, protocol.unpacked(piece), (1, split.size(i)))
+                parts.append(protocol.packed(wire.up(kind, sent, sent[0])))
+            return True, *parts
+
+    owner.OWNER = EchoOwner
+    settings = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+    actors = [ray.remote(Echo).options(**settings).remote() for _ in range(n_workers)]
+    pulse = owners.Pulse(600.0)
+    ranges, log = Ranges(segments, job["owners"]), Events(Path(tempfile.mkdtemp()), True)
+    keepers = owners.Owners(cfg, ranges, str(job), "bench", pulse, log)
+    keepers.begin(central, Progress(), False)
+
+    def exchange(r: int) -> None:
+        there = deal(segments, n_workers, r).blueprints
+        asked, checks = {}, dict[Any, int]()
+        for i, (worker, pieces) in enumerate(zip(actors, keepers.cut(there), strict=True)):
+            turn = worker.turn.options(num_returns=1 + len(pieces))
+            done, *update = turn.remote(there[i], *pieces)
+            asked[done] = i, update
+        while asked:
+            (ref,), _ = ray.wait(list(asked))
+            i, update = asked.pop(ref)
+            checks |= dict.fromkeys(keepers.check(i, update), i)
+        said = ray.get(list(checks))
+        assert not [word for word in said if isinstance(word, str)], said
+        keepers.commit(list(range(n_workers)), Progress(round=r + 1), lambda: None)
+
+    return exchange, lambda: ray.get([actor.link.remote() for actor in keepers.actors])
 
 
 ENGINES = {"sharded": sharded, "bare": bare, "star": star}
@@ -137,29 +211,37 @@ def on_the_link(interface: str) -> int:
 
 
 def measure(
-    engines: dict[str, Exchange], job: dict[str, Any], barrier: Callable[[], object]
-) -> dict[str, Any]:
-    """Seconds and the link's bytes of every engine's exchanges, in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    link: dict[str, list[int]] = {name: [] for name in engines}
+    engines: dict[str, Exchange], job: Job, barrier: Callable[[], object], count: Count
+) -> Job:
+    """Seconds and the busiest link's bytes of every engine's exchanges, in turn."""
+    central, _, n_subnet = make(job["megabytes"])
+    made: Job = {"n_subnet": n_subnet, "state": central.buffer.nbytes}
+    made |= {what: {name: [] for name in engines} for what in ("seconds", "link")}
     for r in range(WARM + job["repeats"]):
         for name, exchange in engines.items():
             barrier()
-            before, began = on_the_link(job["interface"]), time.perf_counter()
+            before, began = count(), time.perf_counter()
             exchange(r)
             barrier()
             if r >= WARM:
-                seconds[name].append(time.perf_counter() - began)
-                link[name].append(on_the_link(job["interface"]) - before)
-    n = n_subnet(make(job["megabytes"])[1])
-    return {"n_subnet": n, "seconds": seconds, "link": link}
+                made["seconds"][name].append(time.perf_counter() - began)
+                made["link"][name].append(max(np.subtract(count(), before).tolist()))
+    return made
 
 
-def main(job: dict[str, Any]) -> None:
+def main(job: Job) -> None:
     torch.set_num_threads(1)
+    if job["engines"] == ["ray"]:
+        from ...transport.ray_cluster import ray
+
+        exchange, count = on_ray(job)
+        made = measure({"ray": exchange}, job, lambda: None, count)
+        ray.shutdown()
+        print(json.dumps(made), flush=True)
+        return
     cluster = Cluster("sharded", int(os.environ["WORLD_SIZE"]), "physical", "cpu")
     engines = {name: ENGINES[name](job, cluster) for name in job["engines"]}
-    made = measure(engines, job, cluster.barrier)
+    made = measure(engines, job, cluster.barrier, lambda: [on_the_link(job["interface"])])
     if cluster.is_central:
         print(json.dumps(made), flush=True)
     cluster.barrier()

@@ -9,130 +9,69 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...compute.loss import next_token_loss
+from ...compute.speed import now
 from ...config import Config, override
+from ...data.builtin import resolve
 from ...data.stream import Batches
-from ...data.token_file import TokenFile, TokenMeta
+from ...data.token_file import TokenFile, TokenMeta, open_tokens
 from ...model import families, generator, huggingface
-from ...model.blocks import BlockMap, widths_of_ratio
+from ...model.blocks import widths_of_ratio
 from ...model.central import create
 from ...model.layout import Layout, cut_model
 from ...system import terminal
-from ...system.device import is_bf16
+from ...system.device import is_bf16, pick_device
 from ...system.provenance import describe_run
 from ...system.terminal import progress
+from ...training import checkpoint
 from ...training.engines.local import Local
 from ...training.run import Run, beginning
-from ...training.worker import LocalTrainer
+from ...training.worker import LocalTrainer, learning_rate
 from ...transport.ranks import Cluster
-from .curve import stock_model
-from .request import TrainBenchRequest
+from . import TrainBenchRequest
 
 FULL = "12/12"
 REPEATS = 7
 SEQUENCES = 256  # random ones; rounds walk through them
-N_STEPS = 3  # that are profiled
-GROUPS = {  # parts of a kernel's name; the first group that fits takes it
-    "attention": ("sdpa", "flash", "fmha", "cudnn"),
-    "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
-    "softmax and loss": ("_softmax",),
-    "AdamW": ("rsub_sqrt",),
-    "gradients into the buffer": ("multi_tensor_apply",),
-    "norms, GELU, sums, copies": ("",),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerCost:
-    """One size of worker."""
-
-    setting: str
-    ratio: str
-    n_params: int
-    ms: float  # median of a local step, optimizer included
-    ms_fastest: float
-    tokens_per_s: float
-    tflops: float  # TFLOP/s by `_flops`
-    flops: int  # of a step
-    state_bytes: int  # weights, gradient and moments
-    peak_bytes: int | None  # of the GPU's memory, with activations, without the central model
-    round_ms: float  # median of a worker's round: dispatch, `interval` steps, aggregation
-    overhead: float  # share of it that is not local steps
-    round_bytes: int  # counted: down and up of all workers in a round, carried moments included
-    profile: dict[str, float] | None = None  # ms of kernels, on a GPU
-
-
-@dataclass(frozen=True)
-class StockStep:
-    """Hugging Face's own model and torch's own AdamW."""
-
-    name: str
-    ms: float
-    peak_bytes: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainBench:
-    """All rows of one run, and what they are held against."""
-
-    rows: tuple[WorkerCost, ...]
-    references: tuple[StockStep, ...]
-    ceiling_tflops: float  # a large matrix product in the step's precision
-    run: dict[str, Any]  # command, versions, device, config
-
-    def full(self) -> WorkerCost | None:
-        return next((row for row in self.rows if row.ratio == FULL), None)
+SMOOTH = 20  # steps: single losses scatter
+EAGER, COMPILED = "Hugging Face, float32, eager", "Hugging Face, compiled"
 
 
 def bench(
-    cfg: Config,
-    request: TrainBenchRequest,
-    *,
-    quiet: bool = False,
-    save: Callable[[TrainBench], object] = lambda made: None,
-) -> TrainBench:
+    cfg: Config, request: TrainBenchRequest, save: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
     """Measure every size of every setting; whole models are the same in all settings.
 
     `save` gets what there is after every row: a run that is cut off loses nothing.
     """
     sizes, settings = request.sizes.split(","), request.settings.split(",")
-    n_steps, t = request.steps, cfg.train
-    cluster = Cluster("local", t.n_workers, "physical", cfg.run.device)
-    device = cluster.device
+    cluster = Cluster("local", cfg.train.n_workers, "physical", cfg.run.device)
     template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
     points = [(s, r) for s in settings for r in sizes if r != FULL or s == settings[0]]
     for setting, ratio in points:  # a mistake is told before minutes are spent
         blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
         widths_of_ratio(families.partition(template, blocks), ratio)
-    names = ("Hugging Face, float32, eager", "Hugging Face, compiled") if request.references else ()
-    made = TrainBench(
-        rows=(), references=(), ceiling_tflops=0.0, run=describe_run() | {"config": asdict(cfg)}
-    )
-    with progress(quiet) as bar:
-        task = bar.add_task("bench train", total=1 + len(points) + len(names), note="ceiling")
-        made = replace(made, ceiling_tflops=_ceiling(device, is_bf16(t.precision, device)))
-        bar.advance(task)
-        for name in names:
-            bar.update(task, note=name)
-            reference = _reference(template, cfg, device, n_steps, name)
-            made = replace(made, references=(*made.references, reference))
-            save(made)
-            bar.advance(task)
-        for setting, ratio in points:
-            bar.update(task, note=f"{ratio} {setting}")
-            row = measure_worker(template, cfg, cluster, setting, ratio, n_steps)
-            made = replace(made, rows=(*made.rows, row))
+    run = describe_run() | {"config": asdict(cfg)}
+    ceiling = _ceiling(cluster.device, is_bf16(cfg.train.precision, cluster.device))
+    made: dict[str, Any] = {"ceiling_tflops": ceiling, "references": [], "rows": [], "run": run}
+    names = [(name,) for name in (EAGER, COMPILED) if request.references]
+    jobs: list[Any] = [("references", _reference, which) for which in names]
+    jobs += [("rows", measure_worker, which) for which in points]
+    with progress() as bar:
+        task = bar.add_task("bench train", total=len(jobs), note="")
+        for key, measure, which in jobs:
+            bar.update(task, note=" ".join(which))
+            made[key].append(measure(template, cfg, cluster, *which, request.steps))
             save(made)
             bar.advance(task)
     return made
@@ -140,147 +79,144 @@ def bench(
 
 def measure_worker(
     template: PreTrainedModel, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
-) -> WorkerCost:
+) -> dict[str, Any]:
     """One size of one setting."""
+    t, device = cfg.train, cluster.device
     blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
     block_map = families.partition(template, blocks)
     widths = widths_of_ratio(block_map, ratio)
     ks = {group.kind: widths[group.name] for group in block_map.groups}
     k_attn, k_ffn = ((ks.get(kind, 1),) for kind in ("attn", "ffn"))
     cfg = replace(cfg, blocks=replace(blocks, k_attn=k_attn, k_ffn=k_ffn))
-    _forget(cluster.device)
-    run = _run(cfg, template, block_map, cluster)
-    generator.check(block_map, cfg.blocks, cfg.train.n_workers)
-    where = run.full.narrowed(block_map, widths)
-    moved: list[int] = []
+    generator.check(block_map, cfg.blocks, t.n_workers)
+    _forget(device)
+    run = _run(template, cfg, cluster)
     # any order will do for a time: a run would score its blocks first
     order = {group.name: tuple(range(group.n_blocks)) for group in block_map.groups}
-    engine, progress = Local(run), replace(beginning(block_map), order=order)
+    engine, done = Local(run), replace(beginning(block_map), order=order)
+    moved = 0
 
-    def one_round(i: int) -> None:
-        nonlocal progress
-        done = engine.round(progress)
-        progress = done.progress
-        moved.append(done.traffic.down + done.traffic.up)
+    def one_round() -> None:
+        nonlocal done, moved
+        made = engine.round(done)
+        done, moved = made.progress, made.traffic.down + made.traffic.up
 
-    round_times = list(_times(one_round, cluster.device, 3, warm=1))
+    round_ms = 1e3 * statistics.median(_times(one_round, device, 4)[1:]) / t.n_workers
     trainer = next(iter(run.trainers.made.values()))
-    ids = run.batches(0, 0).to(cluster.device)
-
-    step_times = _each(lambda: trainer.step(ids, cfg.train.lr), cluster.device, n_steps)
-    ms = 1e3 * statistics.median(step_times)
-    round_ms = 1e3 * statistics.median(round_times) / cfg.train.n_workers
-    n_tokens = cfg.train.batch * cfg.data.seq_len
-    flops = n_tokens * _flops(template, where, cfg.data.seq_len)
-    return WorkerCost(
-        setting=setting,
-        ratio=ratio,
-        n_params=where.n_params,
-        ms=ms,
-        ms_fastest=1e3 * min(step_times),
-        tokens_per_s=1e3 * n_tokens / ms,
-        tflops=flops / ms / 1e9,
-        flops=flops,
-        state_bytes=_state_bytes(trainer),
-        peak_bytes=_peak(cluster.device, run),
-        round_ms=round_ms,
-        overhead=1 - cfg.train.interval * ms / round_ms,
-        round_bytes=moved[-1],
-        profile=profile(lambda: trainer.step(ids, cfg.train.lr), cluster.device),
-    )
+    ids = run.batches(0, 0).to(device)
+    ms = _step_ms(lambda: trainer.step(ids, t.lr), device, n_steps)
+    where, n_tokens = run.cut.full.narrowed(block_map, widths), t.batch * cfg.data.seq_len
+    is_copy = trainer.work.data_ptr() != trainer.buffer.data_ptr()
+    held = [trainer.buffer, trainer.grad, trainer.work if is_copy else None]
+    assert run.central is not None
+    peak = _peak(device, run.central.buffer, run.central.sums)
+    return {
+        "setting": setting,
+        "ratio": ratio,
+        "n_params": where.n_params,
+        "ms": ms,  # median of a local step, optimizer included
+        "tokens_per_s": 1e3 * n_tokens / ms,
+        "flops": n_tokens * _flops(template, where, cfg.data.seq_len),  # of a step
+        "state_bytes": _n_bytes(*held),  # weights, gradient and moments
+        "peak_bytes": peak,  # of the GPU's memory, with activations, without the central model
+        "round_ms": round_ms,  # of a worker: dispatch, `interval` steps, aggregation
+        "overhead": 1 - t.interval * ms / round_ms,
+        "round_bytes": moved,  # counted: down and up of all workers, carried moments included
+    }
 
 
-def _run(cfg: Config, template: PreTrainedModel, block_map: BlockMap, cluster: Cluster) -> Run:
+def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
     """A run over random tokens that lives in memory alone."""
-    vocab, seq_len = huggingface.vocab_size(template), cfg.data.seq_len
+    vocab, seq_len, t = huggingface.vocab_size(template), cfg.data.seq_len, cfg.train
     tokens = np.random.default_rng(cfg.run.seed).integers(0, vocab, SEQUENCES * seq_len)
     meta = TokenMeta(len(tokens), 1, vocab, vocab - 1, "uint32", "", None)
-    file, t = TokenFile("random", meta, tokens), cfg.train
+    file = TokenFile("random", meta, tokens)
     batches = Batches(file, seq_len, t.n_workers, t.batch, cfg.run.seed)
     cut = cut_model(template, cfg.blocks, cluster.device, torch.float32)
-    central = create(
-        huggingface.state(template),
-        cut.full.shapes,
-        block_map,
-        carry=t.moments == "carry",
-        outer=t.nesterov() is not None,
-        device=cluster.device,
-    )
+    start = huggingface.state(template), cut.full.shapes, cut.block_map
+    carry, outer = t.moments == "carry", t.nesterov() is not None
+    central = create(*start, carry=carry, outer=outer, device=cluster.device)
     return Run(cfg, cluster, cut, batches, 10**6, central)
 
 
-def _reference(
-    template: PreTrainedModel, cfg: Config, device: torch.device, n_steps: int, name: str
-) -> StockStep:
-    """Stock model, stock loss, stock AdamW: what most people run."""
-    _forget(device)
-    eager = name.endswith("eager")
-    model = stock_model(template, device)
-    adamw = torch.optim.AdamW(model.parameters(), lr=cfg.train.lr, fused=not eager)
-    loss = next_token_loss if eager else torch.compile(next_token_loss)
-    low = not eager and is_bf16(cfg.train.precision, device)
-    vocab = huggingface.vocab_size(template)
-    ids = torch.randint(vocab, (cfg.train.batch, cfg.data.seq_len), device=device)
+def _stock_step(
+    template: PreTrainedModel, cfg: Config, device: torch.device, compiled: bool = False
+) -> Callable[[Tensor, float], Tensor]:
+    """Hugging Face's model, torch's AdamW: in float32 (no tf32), or compiled and in low precision.
 
-    def step() -> None:
+    Returns step(ids, lr), which trains a copy of the template and returns the loss.
+    """
+    t, model = cfg.train, huggingface.clone_structure(template)
+    huggingface.bind_(model, {n: p.detach().clone() for n, p in template.named_parameters()})
+    nn.Module.to(model, device).requires_grad_()
+    plain = [p for p in model.parameters() if p.dim() < 2]
+    groups: list[Any] = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
+    groups += [{"params": plain, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, t.lr, t.betas, t.eps, t.weight_decay, fused=compiled)
+    loss_of = torch.compile(next_token_loss) if compiled else next_token_loss
+    low = compiled and is_bf16(t.precision, device)
+
+    def step(ids: Tensor, lr: float) -> Tensor:
+        for group in adamw.param_groups:
+            group["lr"] = lr
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
-            value = loss(model, ids)
-        value.backward()
+            loss = loss_of(model, ids)
+        loss.backward()
+        if t.clip > 0:
+            nn.utils.clip_grad_norm_(model.parameters(), t.clip)
         adamw.step()
         adamw.zero_grad()
+        return loss.detach()
 
-    times = _each(step, device, n_steps)
-    return StockStep(name, 1e3 * statistics.median(times), _peak(device))
+    return step
 
 
-def _each(function: Callable[[], Any], device: torch.device, n_calls: int) -> list[float]:
-    """Seconds of one call, `REPEATS` times, each from `n_calls` (0: as many as take 0.2 s)."""
+def _reference(
+    template: PreTrainedModel, cfg: Config, cluster: Cluster, name: str, n_steps: int
+) -> dict[str, Any]:
+    """What most people run."""
+    device, vocab = cluster.device, huggingface.vocab_size(template)
+    _forget(device)
+    step = _stock_step(template, cfg, device, name == COMPILED)
+    ids = torch.randint(vocab, (cfg.train.batch, cfg.data.seq_len), device=device)
+    ms = _step_ms(lambda: step(ids, cfg.train.lr), device, n_steps)
+    return {"name": name, "ms": ms, "peak_bytes": _peak(device)}
 
-    def calls(_: int) -> None:
-        for _ in range(n_calls):
-            function()
 
+def _step_ms(step: Callable[[], Any], device: torch.device, n_steps: int) -> float:
+    """The median of `REPEATS` times of `n_steps` (0: as many as take 0.2 s)."""
     for _ in range(3):  # compile and record
-        function()
-    if not n_calls:
-        n_calls = 1
-        n_calls = max(1, round(0.2 / min(_times(calls, device, 2))))
-    return [seconds / n_calls for seconds in _times(calls, device, REPEATS)]
+        step()
+    n_steps = n_steps or max(1, round(0.2 / min(_times(step, device, 4)[2:])))
+    return 1e3 * statistics.median(_times(step, device, 2 + REPEATS, n_steps)[2:])
 
 
 def _times(
-    function: Callable[[int], Any], device: torch.device, n: int, warm: int = 2
-) -> Iterator[float]:
-    """Seconds of n calls, after some that warm up."""
-    for i in range(warm + n):
-        _wait(device)
-        began = time.perf_counter()
-        function(i)
-        _wait(device)
-        if i >= warm:
-            yield time.perf_counter() - began
+    call: Callable[[], Any], device: torch.device, n_repeats: int, n_calls: int = 1
+) -> list[float]:
+    """Seconds of one call, each from `n_calls`."""
+    found = []
+    for _ in range(n_repeats):
+        began = now(device)
+        for _ in range(n_calls):
+            call()
+        found.append((now(device) - began) / n_calls)
+    return found
 
 
 def _ceiling(device: torch.device, low: bool) -> float:
-    """TFLOP/s of a large square matrix product, once the clocks are up: the fastest of repeats."""
-    size = 8192 if device.type == "cuda" else 1024
-    dtype = torch.bfloat16 if low else torch.float32
+    """TFLOP/s of a large square matrix product in the step's precision, the fastest of repeats."""
+    size, dtype = 8192 if device.type == "cuda" else 1024, torch.bfloat16 if low else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = [seconds for _ in range(3) for seconds in _each(lambda: torch.mm(a, b), device, 0)]
-    return 2 * size**3 / min(times) / 1e12
+    return 2 * size**3 / min(_times(lambda: torch.mm(a, b), device, 9, 20)) / 1e12
 
 
 def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
     """FLOPs of a token: embeddings are looked up, not multiplied; the head is a product."""
-    tables = {
-        f"{name}.weight" for name, m in template.named_modules() if isinstance(m, nn.Embedding)
-    }
-    head: Any = template.get_output_embeddings()
-    products = sum(
-        math.prod(shape)
-        for name, shape in where.shapes.items()
-        if len(shape) == 2 and name not in tables
-    )
+    modules, head = dict(template.named_modules()), template.get_output_embeddings()
+    tables = {f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Embedding)}
+    shapes = [shape for name, shape in where.shapes.items() if name not in tables]
+    products = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     if not any(p is head.weight for n, p in template.named_parameters() if n not in tables):
         products += head.weight.numel()  # tied to a table
     attn = families.block_map(template, "attn").groups
@@ -289,11 +225,13 @@ def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
     return 6 * products + 12 * seq_len * sum(widths)
 
 
-def _state_bytes(trainer: LocalTrainer) -> int:
-    held = [trainer.buffer, trainer.grad]
-    if trainer.work.data_ptr() != trainer.buffer.data_ptr():
-        held.append(trainer.work)
-    return sum(t.numel() * t.element_size() for t in held)
+def _n_bytes(*tensors: Tensor | None) -> int:
+    return sum(t.nbytes for t in tensors if t is not None)
+
+
+def _peak(device: torch.device, *without: Tensor | None) -> int | None:
+    cuda = device.type == "cuda"
+    return torch.cuda.max_memory_allocated(device) - _n_bytes(*without) if cuda else None
 
 
 def _forget(device: torch.device) -> None:
@@ -304,86 +242,85 @@ def _forget(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _peak(device: torch.device, run: Run | None = None) -> int | None:
-    if device.type != "cuda":
-        return None
-    held = [] if run is None or run.central is None else [run.central.buffer, run.central.sums]
-    central = sum(t.numel() * t.element_size() for t in held if t is not None)
-    return torch.cuda.max_memory_allocated(device) - central
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def profile(step: Callable[[], object], device: torch.device) -> dict[str, float] | None:
-    """Milliseconds of a step by group of kernels; the rest of its time is gaps. None on a CPU."""
-    if device.type != "cuda":
-        return None
-    on_gpu = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=on_gpu, acc_events=True) as made:
-        for _ in range(N_STEPS):
-            step()
-        torch.cuda.synchronize(device)
-    groups = dict.fromkeys(GROUPS, 0.0)
-    for event in made.key_averages():
-        group = next(g for g, parts in GROUPS.items() if any(p in event.key for p in parts))
-        groups[group] += event.self_device_time_total / 1e3 / N_STEPS
-    return groups
-
-
-def tables(made: TrainBench) -> list[Table]:
+def tables(made: dict[str, Any]) -> list[Table]:
     """The sizes, and what stock tools take in the same run."""
-    train, seq_len = made.run["config"]["train"], made.run["config"]["data"]["seq_len"]
+    train, seq_len = made["run"]["config"]["train"], made["run"]["config"]["data"]["seq_len"]
     title = (
         f"a local step: batch {train['batch']} x {seq_len} tokens, AdamW included (faster: than "
-        "the full model; ideal: by FLOPs; ceiling: share of "
-        f"{made.ceiling_tflops:.3g} TFLOP/s; overhead: share of a round of {train['n_workers']} "
-        f"workers x {train['interval']} steps)"
+        "the full model; ideal: by FLOPs; ceiling: share of a matrix product's "
+        f"{made['ceiling_tflops']:.3g} TFLOP/s; overhead: share of a round of "
+        f"{train['n_workers']} workers x {train['interval']} steps)"
     )
-    result = terminal.table(
-        title,
-        *("blocks", "params", "ms", "tok/s", "TFLOP/s", "ceiling"),
-        *("faster", "ideal", "state MB", "peak MB", "overhead"),
-    )
-    full = made.full()
-    for row in made.rows:
-        result.add_row(
-            f"{row.ratio} {row.setting}",
-            f"{row.n_params / 1e6:.1f}M",
-            f"{row.ms:.2f}",
-            f"{row.tokens_per_s / 1e3:.0f}k",
-            f"{row.tflops:.3g}",
-            f"{row.tflops / made.ceiling_tflops:.1%}",
-            f"{full.ms / row.ms:.2f}x" if full else "",
-            f"{full.flops / row.flops:.2f}x" if full else "",
-            f"{row.state_bytes / 1e6:,.0f}",
-            _megabytes(row.peak_bytes),
-            f"{row.overhead:.1%}",
-        )
-    found = [result]
-    shown = [r for r in made.rows if r.profile and r.setting == made.rows[0].setting]
-    if shown:
-        heads = (f"{row.ratio} {row.setting}" for row in shown)
-        kernels = terminal.table("where a step's milliseconds go", "", *heads)
-        for group in GROUPS:
-            kernels.add_row(group, *(f"{(row.profile or {})[group]:.2f}" for row in shown))
-        gaps = (row.ms - sum((row.profile or {}).values()) for row in shown)
-        kernels.add_row("gaps", *(f"{ms:.2f}" for ms in gaps))
-        found.append(kernels)
-    if not made.references:
-        return found
-    beside = terminal.table(
-        "the same step with stock parts", "", "ms/step", "peak MB", "ours at full width"
-    )
-    for reference in made.references:
-        faster = f"{reference.ms / full.ms:.1f}x faster" if full else ""
-        beside.add_row(
-            reference.name, f"{reference.ms:.2f}", _megabytes(reference.peak_bytes), faster
-        )
-    return [*found, beside]
+    heads = "blocks,params,ms,tok/s,TFLOP/s,ceiling,faster,ideal,state MB,peak MB,overhead"
+    result = terminal.table(title, *heads.split(","))
+    full = next((row for row in made["rows"] if row["ratio"] == FULL), None)
+    for row in made["rows"]:
+        size = f"{row['ratio']} {row['setting']}", f"{row['n_params'] / 1e6:.1f}M"
+        speed = [f"{row['ms']:.2f}", f"{row['tokens_per_s'] / 1e3:.0f}k"]
+        tflops = row["flops"] / row["ms"] / 1e9
+        speed += [f"{tflops:.3g}", f"{tflops / made['ceiling_tflops']:.1%}"]
+        than = (f"{full[key] / row[key]:.2f}x" if full else "" for key in ("ms", "flops"))
+        memory = map(_megabytes, (row["state_bytes"], row["peak_bytes"]))
+        result.add_row(*size, *speed, *than, *memory, f"{row['overhead']:.1%}")
+    heads = ",ms/step,peak MB,ours at full width"
+    beside = terminal.table("the same step with stock parts", *heads.split(","))
+    for stock in made["references"]:
+        faster = f"{stock['ms'] / full['ms']:.1f}x faster" if full else ""
+        peak = _megabytes(stock["peak_bytes"])
+        beside.add_row(stock["name"], f"{stock['ms']:.2f}", peak, faster)
+    return [result, beside] if made["references"] else [result]
 
 
 def _megabytes(n_bytes: int | None) -> str:
     return "" if n_bytes is None else f"{n_bytes / 1e6:,.0f}"
+
+
+# ---------------------------------------------------------------- --curve
+
+
+def curve(cfg: Config, n_steps: int, quiet: bool = False) -> dict[str, Any]:
+    """Losses of the full model of a config, trained for `n_steps` by our step and by stock parts.
+
+    `difference` is the largest relative one between means over the last `SMOOTH` steps.
+    """
+    device = pick_device(cfg.run.device)
+    template = huggingface.load(checkpoint.resolved(cfg).model, cfg.run.seed)
+    file = open_tokens(resolve(cfg.data.train, "train"))
+    file.check(cfg.data.seq_len, huggingface.vocab_size(template))
+    batches = Batches(file, cfg.data.seq_len, 1, cfg.train.batch, cfg.run.seed)
+    trainer = whole_trainer(template, cfg, device)
+
+    def our_step(ids: Tensor, lr: float) -> Tensor:
+        trainer.losses.zero_()
+        trainer.step(ids, lr)
+        return trainer.losses
+
+    losses: list[list[float]] = []
+    with progress(quiet) as bar:
+        task = bar.add_task("bench train", total=2 * n_steps, note="")
+        for name, step in (("ours", our_step), (EAGER, _stock_step(template, cfg, device))):
+            bar.update(task, note=name)
+            losses.append([])
+            for i in range(n_steps):
+                lr = learning_rate(cfg.train, i, n_steps)
+                losses[-1].append(float(step(batches(0, i).to(device), lr)))
+                bar.advance(task)
+    ends = range(1, n_steps + 1)
+    ours, stock = ([statistics.fmean(x[max(0, i - SMOOTH) : i]) for i in ends] for x in losses)
+    difference = max(abs(a - b) / b for a, b in zip(ours, stock, strict=True))
+    terminal.console.print(
+        f"{n_steps} steps: loss {losses[0][-1]:.4f}, stock {losses[1][-1]:.4f}; smoothed over "
+        f"{SMOOTH} steps they differ by at most {difference:.3%}"
+    )
+    run = describe_run() | {"config": asdict(cfg)}
+    return {"ours": losses[0], "stock": losses[1], "difference": difference, "run": run}
+
+
+def whole_trainer(template: PreTrainedModel, cfg: Config, device: torch.device) -> LocalTrainer:
+    """A trainer of the whole model that holds the template's weights."""
+    cut = cut_model(template, cfg.blocks, device, torch.float32)
+    trainer = LocalTrainer(cut, cut.full, "physical", cfg.train)
+    for name, view in cut.full.views(trainer.buffer[0]).items():
+        view.copy_(huggingface.state(template)[name].detach())
+    trainer.work.copy_(trainer.buffer[0])
+    return trainer

@@ -1,6 +1,72 @@
 """One table of parents x settings x sizes x methods, each number measured once.
 
-`cells.list_cells(parents, sweep)` lists what is measured as data; `measure.Comparison(parents,
-sweep, points)` has `fill(cell)`, which returns a finished result or measures it, and `find(cell)`.
-The command (`run.compare`), its table and the paper's Table 1 are made of these.
+`cells` says what is measured, `measure` how, `table` shows it; this is what the command is asked
+for, without torch.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...baselines import COMPARED, REPAIRS, ZPRUNERS
+from ...config import Method
+from ...fields import Checked, option, seed_of
+
+RATIOS = "8/12,6/12,4/12,3/12"
+DEFAULT = ",".join(name for name in COMPARED if name not in ZPRUNERS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareRequest(Checked):
+    """Which parents are compared, at which sizes, and with which ways to prune after training."""
+
+    parent_dense: str | None = option(
+        "Trained by data parallel. A run folder, a checkpoint, a Hugging Face folder or hub id, "
+        "or gguf:FILE.",
+        None,
+    )
+    parent_dropout: str | None = option("Trained with structured dropout.", None)
+    parent_twist: tuple[str, ...] = option("Trained with TwIST; repeatable.", ())
+    ratios: tuple[str, ...] = option(
+        "Shares of blocks (or of single weights) that stay: a list of fractions, or one by kinds "
+        "of layer, as attn=2/3,ffn=6/12; repeatable.",
+        (RATIOS,),
+    )
+    settings: str = option(
+        "Kinds of layer that are cut. A TwIST or dropout parent shows tickets where its training "
+        "cut.",
+        "attn,ffn,both",
+    )
+    methods: str = option(
+        f"Of twistlm lab prune, with commas: {', '.join(COMPARED)}; '' for none.", DEFAULT
+    )
+    on: str = option("Parents that these methods prune: dense, dropout, twist.", "dense")
+    repair: str = option(
+        f"Add repaired tickets: {', '.join(REPAIRS)}, each on 16 of the calibration sequences.", ""
+    )
+    heal: str = option(
+        "Add what users do instead, with so many tokens for all sizes of a setting together: "
+        "blocks of the dense parent chosen by score and trained with it as teacher (twistlm heal), "
+        "and a model of that shape from random weights. Totals are equal if the dense parent is "
+        "the start of the others, and this is what each of them was trained on: 20M. Nested "
+        "tickets are trained so, too, on top of that.",
+        "",
+    )
+    n: int = option(
+        "Random tickets of each parent and size; 0: none.", 20, "--n", least=0, most=10**6
+    )
+    data: str | None = option("Token file; default: the first run's data.valid.", None)
+    tokens: int = option("Use this many tokens; 0 takes all.", 0, least=0)
+    calibration: str | None = option(
+        "Token file to calibrate on; default: the first run's data.train.", None
+    )
+    calibration_sequences: int = option("Sequences of data.seq_len tokens.", 128, least=1)
+    seed: int = seed_of("random tickets and calibration")
+
+    @property
+    def sources(self) -> list[tuple[Method, str]]:
+        """How each parent was trained, and where it lies."""
+        twist: list[tuple[Method, str]] = [("twist", source) for source in self.parent_twist]
+        dense: list[tuple[Method, str | None]]
+        dense = [("dense", self.parent_dense), ("dropout", self.parent_dropout)]
+        return [(method, source) for method, source in dense if source is not None] + twist

@@ -6,19 +6,29 @@ Sizes are as they are typed: `6/12`, or a share for each kind of layer as `attn=
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from ...baselines import STRUCTURED
+from ...baselines import COMPARED, REPAIRS, STRUCTURED
 from ...baselines.methods import METHODS
-from ...compute.perplexity import Text
-from ...config import Setting
-from ...model.blocks import KINDS, SETTINGS
-from .parents import ComparedParent
+from ...baselines.repair import check_repair
+from ...config import Method, Setting
+from ...model import families, huggingface
+from ...model.blocks import KINDS, SETTINGS, shares_of_ratio, widths_of_ratio
+from ...tickets import NEEDS_TEXT
+from ...tickets.budget import amount
+from ...tickets.importance import calibrate
+from ...tickets.parent import Parent, open_parent, open_text, recut, what_is
+from ...tickets.score import text_of
+from ...tickets.ticket_scale import choice_text
+from . import CompareRequest
 
+BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
+LABELS: dict[Method, str] = {"dense": "dense", "dropout": "dropout", "twist": "TwIST"}
 BY_KIND = "one ratio by kinds of layer is attn=2/3,ffn=6/12, others follow in their own --ratios"
 # What a cell measures: one of these, or a method of `baselines.NAMES`
 WHOLE, RANDOM = "whole", "random"
@@ -26,46 +36,87 @@ NESTED = "nested"  # the first blocks of a parent's own order
 SCORED_BY = "mask-fisher"  # the best score for whole blocks so far
 HEALED, NESTED_HEALED = f"{STRUCTURED}{SCORED_BY} + heal", f"{NESTED} + heal"
 SCRATCH = "from scratch"  # the shape of HEALED, trained from random weights
-DECODE, ZEROS = "decode", "zeros"  # CPU speed of a ticket's shapes, and of a model with zeros
+TRAINED = (HEALED, NESTED_HEALED, SCRATCH)
+OWN = (RANDOM, NESTED, NESTED_HEALED)  # tickets as a parent gives them: rows go by its name
+DECODE = "decode"  # CPU speed of a ticket's shapes
 
 
 @dataclass(frozen=True)
-class Healing:
-    """How each size is trained for itself."""
+class ComparedParent:
+    """One parent, cut in the widest setting that is asked for."""
 
-    teacher: ComparedParent  # its training settings count, too
-    tokens: int  # shared by all sizes of a setting
-    data: str  # stem of the training tokens
-    folder: Path  # for unfinished trainings
+    label: str  # what tables call it
+    method: Method  # how it was trained
+    parent: Parent
+    sha256: str  # of its weights: results belong to them, wherever the folder lies
+    settings: tuple[Setting, ...]  # those that its training cut
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What is compared, with its text and its calibration sequences read."""
+    """What is compared, with its text and its calibration sequences read.
 
-    settings: tuple[Setting, ...]
-    ratios: tuple[str, ...]
-    methods: tuple[str, ...]  # of `baselines.NAMES`
-    on: tuple[str, ...]  # kinds of parent that they prune
-    n: int  # random tickets of each parent and size; 0: none
-    seed: int
-    text: Text
-    choice: Text | None  # what activation scales are chosen on: never `text`
-    ids: Tensor | None  # calibration [n, seq_len]; None where nothing needs it
-    repairs: tuple[str, ...] = ()  # of `baselines.REPAIRS`
-    healing: Healing | None = None
+    All that can be refused is refused here, before anything is measured.
+    """
 
-    def ratios_in(self, setting: Setting) -> tuple[str, ...]:
-        """Sizes in one setting, each once: two may differ in a kind that it does not cut."""
-        found: dict[str, str] = {}
-        for ratio in (in_setting(ratio, setting) for ratio in self.ratios):
-            found.setdefault(exact(ratio), ratio)
-        return tuple(found.values())
+    def __init__(self, request: CompareRequest, device: str, overrides: Sequence[str]):
+        self.n, self.seed, heal = request.n, request.seed, request.heal
+        settings: Any = _names(request.settings, "--settings", list(SETTINGS))
+        self.settings: tuple[Setting, ...] = settings
+        if not self.settings:
+            raise ValueError(f"--settings names none of {', '.join(SETTINGS)}")
+        self.ratios = parse_ratios(request.ratios)
+        self.methods = _names(request.methods, "--methods", COMPARED)
+        self.repairs = _names(request.repair, "--repair", REPAIRS)
+        kinds = {method for method, _ in request.sources}
+        # kinds of parent that methods prune
+        self.on = _names(request.on, "--on", list(LABELS)) if self.methods else ()
+        if kinds and (missing := [kind for kind in self.on if kind not in kinds]):
+            raise ValueError(
+                f"--on {missing[0]!r}: give --parent-{missing[0]}, other parents to prune, or "
+                "--methods ''"
+            )
+        # tokens that all sizes of a setting share, each trained for itself
+        self.heal = int(amount("tokens", heal, "--heal")) if heal else 0
+        if heal and "dense" not in kinds:
+            raise ValueError("--heal prunes and trains a data-parallel parent: give --parent-dense")
+        self.parents = _open_all(request.sources, self.settings, device, overrides)
+        first = self.parents[0].parent
+        source, cfg = first.source, first.cfg
+        for how in self.repairs:
+            check_repair(first, how)
+        self.ids: Tensor | None = None  # calibration [n, seq_len], where something needs it
+        if self.repairs or heal or any(map(reads_text, self.methods)):
+            options = ("--calibration", "--calibration-sequences")
+            n = request.calibration_sequences
+            self.ids = calibrate(first, request.calibration, n, request.seed, options).ids
+        self.text = text_of(first, request.data, request.tokens)
+        for each in (each.parent for each in self.parents):
+            vocab = huggingface.vocab_size(each.template)
+            self.text.file.check(cfg.data.seq_len, vocab, each.tokenizer_sha256)
+            self._check_ratios(each)
+        # what activation scales are chosen on: never `text`
+        self.choice = choice_text(self.text, cfg.data, Path(source))
+        self.heal_data = open_text(source, cfg, request.calibration, "train").stem if heal else ""
 
     @property
     def has_tickets(self) -> bool:
         """Whether a size must be a whole number of blocks."""
-        return self.n > 0 or self.healing is not None or not set(self.methods) <= set(METHODS)
+        return self.n > 0 or self.heal > 0 or not set(self.methods) <= set(METHODS)
+
+    def _check_ratios(self, parent: Parent) -> None:
+        """Of single weights any share can stay, of tickets a whole number of blocks."""
+        read = widths_of_ratio if self.has_tickets else shares_of_ratio
+        for setting in self.settings:
+            blocks = replace(parent.cfg.blocks, setting=setting)
+            block_map = families.partition(parent.template, blocks)
+            for ratio in self.ratios:
+                try:
+                    read(block_map, ratio)
+                except ValueError as error:
+                    n_blocks = {block_map.n_blocks(kind) for kind in SETTINGS[setting]}
+                    advice = "; each kind can have its own, as in --ratios attn=1/3,ffn=4/12"
+                    advice = advice if len(n_blocks) > 1 and "=" not in ratio else ""
+                    raise ValueError(f"--ratios {ratio}: {error}{advice}") from None
 
 
 @dataclass(frozen=True)
@@ -82,28 +133,19 @@ class Cell:
         parts = [self.parent.label, self.setting, self.ratio, self.what, self.repair]
         return " ".join(part for part in parts if part)
 
-    @property
-    def is_pruned(self) -> bool:
-        """A row of the table, rather than a whole parent or a speed."""
-        return self.what not in (WHOLE, DECODE, ZEROS)
 
-
-def list_cells(parents: Sequence[ComparedParent], sweep: Sweep) -> list[Cell]:
+def list_cells(sweep: Sweep) -> list[Cell]:
     """All cells in the order of measurement: parent, setting, ratio; speeds last."""
     found: list[Cell] = []
-    for parent in parents:
+    for parent in sweep.parents:
         found.append(Cell(parent, WHOLE))
         for setting in sweep.settings:
             rows = list(_rows(parent, setting, sweep))
-            for ratio in sweep.ratios_in(setting):
+            for ratio in sweep.ratios:
                 found += [Cell(parent, what, setting, ratio, repair) for what, repair in rows]
-    # a ticket's speed depends on its shapes alone; zeros are tried once, where there are most
     for setting in sweep.settings if sweep.has_tickets else ():
-        found += [Cell(parents[0], DECODE, setting, r) for r in sweep.ratios_in(setting)]
-    if set(sweep.methods) & set(METHODS):
-        setting = sweep.settings[-1]
-        least = min(sweep.ratios_in(setting), key=mean_share)
-        found.append(Cell(parents[0], ZEROS, setting, least))
+        # a ticket's speed depends on its shapes alone
+        found += [Cell(sweep.parents[0], DECODE, setting, r) for r in sweep.ratios]
     return found
 
 
@@ -120,90 +162,127 @@ def _rows(
     for method in sweep.methods if parent.method in sweep.on else ():
         for repair in repairs if method not in METHODS else (None,):
             yield method, repair
-    if sweep.healing is not None:
-        if parent.method == "dense":
-            yield HEALED, None
-            yield SCRATCH, None
-        elif has_order and learnt:
-            yield NESTED_HEALED, None
+    if sweep.heal and parent.method == "dense":
+        yield HEALED, None
+        yield SCRATCH, None
+    elif sweep.heal and has_order and learnt:
+        yield NESTED_HEALED, None
+
+
+def importance_of(what: str) -> str | None:
+    """What the blocks of a cell are scored by, if they are."""
+    if what in (HEALED, SCRATCH):
+        return SCORED_BY
+    return what.removeprefix(STRUCTURED) if what.startswith(STRUCTURED) else None
+
+
+def reads_text(what: str) -> bool:
+    """Whether what is measured needs calibration text."""
+    if what in METHODS:
+        return METHODS[what].observe is not None
+    return importance_of(what) in NEEDS_TEXT
+
+
+def _names(text: str, option: str, legal: Sequence[str]) -> tuple[str, ...]:
+    """The parts of `a,b,c`, each once."""
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in found:
+        if name not in legal:
+            raise ValueError(f"{option} {name!r}: use some of {', '.join(legal)}")
+    return found
+
+
+def _open_all(
+    sources: Sequence[tuple[Method, str]],
+    settings: Sequence[Setting],
+    device: str,
+    overrides: Sequence[str],
+) -> list[ComparedParent]:
+    """Open the parents in order; the first one's text, precision and blocks hold for all."""
+    if not sources:
+        raise ValueError("give at least one of --parent-dense, --parent-dropout and --parent-twist")
+    kinds = {kind for setting in settings for kind in SETTINGS[setting]}
+    widest = next(name for name, cut in SETTINGS.items() if set(cut) == kinds)
+    found: list[ComparedParent] = []
+    for method, source in sources:
+        opened = open_parent(source, device, overrides)
+        trained = opened.cfg.train.method
+        if what_is(source) == "checkpoint" and trained != method:
+            raise ValueError(
+                f"--parent-{method} {source} was trained with train.method = {trained}: "
+                f"give it as --parent-{trained}"
+            )
+        # of a setting that its training never cut, a parent's tickets are no better than dense ones
+        learnt = SETTINGS[opened.cfg.blocks.setting] if method != "dense" else SETTINGS["both"]
+        shown = tuple(s for s in settings if set(SETTINGS[s]) <= set(learnt))
+        alone = sum(other == method for other, _ in sources) == 1
+        label = LABELS[method] if alone else f"{LABELS[method]} {source}"
+        sha256 = huggingface.weights_sha256(opened.template)
+        found.append(ComparedParent(label, method, recut(opened, widest), sha256, shown))
+        _check_alike(found[0].parent, found[-1].parent)
+    return found
+
+
+def _check_alike(one: Parent, other: Parent) -> None:
+    """Numbers of two parents mean something side by side if text, model and blocks are the same."""
+    pair = other, one
+    shapes = [huggingface.shapes(p.template) for p in pair]
+    shas = [p.tokenizer_sha256 for p in pair]
+    looks: dict[str, list[Any]] = {"it is a": [p.template.config.model_type for p in pair]}
+    looks["its tokenizer has sha256"] = ["", ""] if None in shas else shas
+    for name in sorted(shapes[0].keys() | shapes[1].keys()):
+        looks[f"{name} has shape"] = [each.get(name) for each in shapes]
+    # C belongs to a parent's training, as its K does: each keeps its own
+    if one.block_map.with_common({}) != other.block_map.with_common({}):
+        looks |= {f"blocks.{key} =": [getattr(p.cfg.blocks, key) for p in pair] for key in BLOCKS}
+    looks["data.seq_len ="] = [p.cfg.data.seq_len for p in pair]
+    for what, (a, b) in looks.items():
+        if a != b:
+            advice = f"; give {what[:-2]}=... for all of them" if what.endswith("=") else ""
+            raise ValueError(
+                f"{other.source} cannot be compared with {one.source}: {what} {a}, not {b}{advice}"
+            )
 
 
 # ---------------------------------------------------------------- sizes
 
 
-def named_shares(ratio: str) -> dict[str, str]:
-    """What stays of each kind or single layer that a ratio names; nothing for a plain fraction."""
-    pairs = (pair.split("=", 1) for pair in ratio.split(",")) if "=" in ratio else ()
-    return dict(pairs)
-
-
-def in_setting(ratio: str, setting: Setting) -> str:
-    """What a ratio says of the kinds that a setting cuts: of `attn=2/3,ffn=6/12` in ffn, `6/12`."""
-    kinds = SETTINGS[setting]
-    mine = {
-        key: text for key, text in named_shares(ratio).items() if key.partition(".")[0] in kinds
-    }
-    if not mine:
-        return ratio
-    alone = len(kinds) == 1 and set(mine) == set(kinds)
-    return mine[kinds[0]] if alone else ",".join(f"{key}={text}" for key, text in mine.items())
+def _shares(ratio: str) -> dict[str, Fraction]:
+    """What stays of each kind or single layer that a ratio names; a plain fraction names ''."""
+    pairs = (piece.rpartition("=")[::2] for piece in ratio.split(","))
+    try:
+        shares = {key: Fraction(text) for key, text in pairs}
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"--ratios {ratio!r} is not a fraction such as 6/12 or 0.5") from None
+    if not all(0 < share <= 1 for share in shares.values()):
+        raise ValueError(f"--ratios {ratio!r}: it must lie in (0, 1]")
+    return shares
 
 
 def exact(ratio: str) -> str:
     """The same for all ways to write a ratio: `1/2` for 6/12 and for attn=2/4,ffn=0.5."""
-    shares = {key: Fraction(text) for key, text in named_shares(ratio).items()}
-    if len(set(shares.values())) < 2:
-        return str(next(iter(shares.values()), None) or Fraction(ratio))
-    own = {
-        key: share
-        for key, share in shares.items()
-        if share != shares.get(key.partition(".")[0]) or key in KINDS
-    }
-    return ",".join(f"{key}={own[key]}" for key in sorted(own))
+    shares = _shares(ratio)
+    if len(set(shares.values())) == 1:
+        return str(next(iter(shares.values())))
+    return ",".join(f"{key}={shares[key]}" for key in sorted(shares))
 
 
 def mean_share(ratio: str) -> Fraction:
     """How large a ratio is, among others: its share, or the mean of those of its kinds of layer."""
-    found = [Fraction(text) for key, text in named_shares(ratio).items() if key in KINDS]
-    return sum(found, Fraction(0)) / len(found) if found else Fraction(ratio)
+    found = [share for key, share in _shares(ratio).items() if "." not in key]
+    return sum(found, Fraction(0)) / len(found)
 
 
-def parse_ratios(options: Sequence[str], settings: Sequence[Setting]) -> tuple[str, ...]:
-    """Each size once, as it was typed first in one of several --ratios."""
-    found: dict[str, str] = {}
+def parse_ratios(options: Sequence[str]) -> tuple[str, ...]:
+    """Each size once, out of several --ratios."""
+    found: list[str] = []
     for typed in options:
-        pieces = [piece.strip() for piece in typed.split(",") if piece.strip()]
-        for ratio in [_by_kind(typed, pieces, settings)] if "=" in typed else pieces:
-            for text in named_shares(ratio).values() or [ratio]:
-                _check_share(text)
-            found.setdefault(exact(ratio), ratio)
+        pieces = [piece for piece in typed.replace(" ", "").split(",") if piece]
+        keys = [piece.rpartition("=")[0] for piece in pieces]
+        odd = {key.split(".")[0] for key in keys} - set(KINDS) or len(set(keys)) < len(keys)
+        if "=" in typed and odd:
+            raise ValueError(f"--ratios {typed!r} mixes two ways to say it; {BY_KIND}")
+        found += [",".join(pieces)] if "=" in typed else pieces
     if not found:
         raise ValueError("--ratios names no ratio: give some as 8/12,6/12")
-    return tuple(found.values())
-
-
-def _by_kind(typed: str, pieces: list[str], settings: Sequence[Setting]) -> str:
-    """`attn=2/3,ffn=6/12` without spaces; it must name every kind that is cut, each once."""
-    found: dict[str, str] = {}
-    for piece in pieces:
-        key, equals, text = (part.strip() for part in piece.partition("="))
-        kind, dot, layer = key.partition(".")
-        if not equals or kind not in KINDS or (dot and not layer.isdecimal()) or key in found:
-            raise ValueError(f"--ratios {typed!r}: {piece!r} is out of place; {BY_KIND}")
-        found[key] = text
-    for setting in settings:
-        if missing := [kind for kind in SETTINGS[setting] if kind not in found]:
-            raise ValueError(
-                f"--ratios {typed!r} says nothing about {missing[0]}, which --settings {setting} "
-                f"cuts; {BY_KIND}"
-            )
-    return ",".join(f"{key}={text}" for key, text in found.items())
-
-
-def _check_share(text: str) -> None:
-    try:
-        share = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"--ratios {text!r} is not a fraction such as 6/12 or 0.5") from None
-    if not 0 < share <= 1:
-        raise ValueError(f"--ratios {text!r}: it must lie in (0, 1]")
+    return tuple({exact(ratio): ratio for ratio in found}.values())

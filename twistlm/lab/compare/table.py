@@ -1,145 +1,147 @@
-"""A comparison as one table: for the terminal, and as CSV, Markdown and JSON in files."""
+"""`twistlm lab compare`: fill the cells that are missing, write the table.
+
+FOLDER/
+  points.jsonl   a line per cell: a stopped comparison goes on from here
+  compare.csv    a row per parent, method, setting and ratio, all numbers
+  compare.md     a table per setting
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from ...config import Setting
 from ...system import terminal
 from ...system.files import whole_file
 from ...system.provenance import describe_run
-from .cells import (
-    DECODE,
-    NESTED,
-    NESTED_HEALED,
-    RANDOM,
-    SCRATCH,
-    WHOLE,
-    ZEROS,
-    Cell,
-    Sweep,
-    mean_share,
-)
+from ...system.terminal import progress
+from ..points import Points
+from . import CompareRequest
+from .cells import DECODE, OWN, SCRATCH, WHOLE, Cell, Sweep, list_cells, mean_share
+from .measure import Comparison
 
 Lines = list[tuple[str, ...]]  # the header first
-FILES = ("compare.csv", "compare.md", "compare.json")
-OWN = (RANDOM, NESTED, NESTED_HEALED)  # tickets as a parent gives them: rows go by its name
+Row = dict[str, Any]  # a cell with all that it cost; None: not measured yet
+FILES = ("compare.csv", "compare.md")
 LEGEND = """\
 Scale: the activation scale of tickets, with `+ mean` where biases make up for absent blocks; the
-best of some, chosen on other text (`chosen_on` in compare.json). Seconds: after training, for one
+best of some, chosen on other text (`chosen_on` in points.jsonl). Seconds: after training, for one
 ticket. Tokens: those that were read to prune. MB: the weights on disk in float32. Decode: measured
-speed on the CPU (the fastest token) against the whole parent, of tickets by their shapes, of single
-zeros once, where there are most.
+speed on the CPU (the fastest token) against the whole parent, of tickets by their shapes.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparisonRow:
-    """One cell with all that it cost; None: not measured yet."""
+def compare(
+    request: CompareRequest, out: Path, device: str = "auto", overrides: Sequence[str] = ()
+) -> list[Table]:
+    """Measure what is missing and write the table to `out`; returns it for the terminal.
 
-    setting: str
-    ratio: str
-    parent: str
-    method: str
-    repair: str
-    perplexity: float | None
-    sd: float | None  # of n random tickets
-    n: int | None
-    seconds: float | None  # after training, per ticket
-    calibration_tokens: int | None
-    bytes: int | None  # of the weights on disk, float32
-    speedup: float | None  # decoding on the CPU, against the whole parent
-    values: tuple[float, ...] = ()
-    scale: str = ""  # of tickets: what was chosen on other text
-
-    @property
-    def name(self) -> str:
-        """How tables call it: a ticket by its parent, a pruned model by its method."""
-        what = f"{self.parent}, {self.method}" if self.method in OWN else self.method
-        return what + (f" + {self.repair}" if self.repair else "")
-
-    def shown(self) -> str:
-        """Perplexity, with the spread of random tickets."""
-        if self.perplexity is None:
-            return ""
-        return _number(self.perplexity) + (f" ± {_number(self.sd)}" if self.sd is not None else "")
-
-    def costs(self) -> tuple[str, ...]:
-        """Seconds, tokens, MB and speed."""
-        if self.perplexity is None or self.bytes is None:
-            return ("",) * 4
-        decode = "" if self.speedup is None else f"{self.speedup:.2f}x"
-        spent = "" if self.method == WHOLE else f"{self.seconds:.3g}"
-        return spent, f"{self.calibration_tokens:,}", f"{self.bytes / 1e6:,.1f}", decode
-
-
-def is_smaller(method: str) -> bool:
-    """Whether whole blocks go, and with them bytes and time; else single weights become zeros."""
-    return method in OWN or ":" in method or method.startswith(SCRATCH)
-
-
-def rows(measured: list[tuple[Cell, dict[str, Any]]]) -> list[ComparisonRow]:
-    """A row for every cell but the speeds, in order; the result of an unfinished one is empty."""
-    speeds = {(c.what, c.setting, c.ratio): r.get("speedup") for c, r in measured}
-    zeros = next((r.get("speedup") for c, r in measured if c.what == ZEROS), None)
-    several = len({c.parent.label for c, _ in measured if c.is_pruned and c.what not in OWN}) > 1
-    made = []
-    for cell, result in measured:
-        what = cell.what
-        if what in (DECODE, ZEROS):
-            continue
-        speed = speeds.get((DECODE, cell.setting, cell.ratio)) if is_smaller(what) else zeros
-        by_parent = several and cell.is_pruned and what not in OWN
-        made.append(
-            ComparisonRow(
-                setting=cell.setting or "",
-                ratio=cell.ratio,
-                parent=cell.parent.label,
-                method=f"{what} ({cell.parent.label})" if by_parent else what,
-                repair=cell.repair or "",
-                perplexity=result.get("mean"),
-                sd=result.get("sd"),
-                n=result.get("n"),
-                seconds=result.get("seconds"),
-                calibration_tokens=result.get("calibration_tokens"),
-                bytes=result.get("bytes"),
-                speedup=1.0 if what == WHOLE else speed,
-                values=tuple(result.get("values", ())),
-                scale=result.get("treatment", {}).get("chosen", ""),
-            )
+    `out` is a folder, or a file of points FILE.jsonl with the table in FILE/.
+    """
+    points = Points(out)
+    folder, healing = points.folder, points.folder / "healing"
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not points.file.is_file() and not is_free:
+        raise ValueError(f"--out {folder} exists and is no comparison: choose another folder")
+    sweep = Sweep(request, device, overrides)
+    cells = list_cells(sweep)
+    comparison = Comparison(sweep, points, healing)
+    cut = [s for s in sweep.settings if any(c.setting == s and c.what != DECODE for c in cells)]
+    if not cut:
+        raise ValueError(
+            f"nothing to compare in --settings {request.settings}: no method, and no parent that "
+            f"was trained so shows random tickets (--n {request.n})"
         )
+    try:
+        with progress() as bar:
+            task = bar.add_task("compare", total=len(cells), note="")
+
+            def note(cell: Cell, where: str) -> None:
+                bar.update(task, note=f"{cell} {where}")
+
+            for cell in cells:
+                comparison.fill(cell, partial(note, cell))
+                bar.advance(task)
+        with suppress(OSError):  # unfinished sizes lie there
+            healing.rmdir()
+    finally:  # what is there is shown, whatever stopped the rest
+        rows = rows_of([(cell, comparison.find(cell) or {}) for cell in cells])
+        summaries = {title(sweep, s): summary(rows, s) for s in cut}
+        write(folder, rows, summaries)
+    return [to_rich(lines, title) for title, lines in summaries.items()]
+
+
+def rows_of(measured: list[tuple[Cell, dict[str, Any]]]) -> list[Row]:
+    """A row for every cell but the speeds, in order; the result of an unfinished one is empty."""
+    speeds = {(c.setting, c.ratio): r.get("speedup") for c, r in measured if c.what == DECODE}
+    pruned = {c.parent.label for c, _ in measured if c.what not in (*OWN, WHOLE, DECODE)}
+    made: list[Row] = []
+    for cell, result in ((cell, result) for cell, result in measured if cell.what != DECODE):
+        what, label = cell.what, cell.parent.label
+        is_smaller = what in OWN or ":" in what or what == SCRATCH  # else weights become zeros
+        speed = speeds.get((cell.setting, cell.ratio)) if is_smaller else None
+        by_parent = len(pruned) > 1 and what not in (*OWN, WHOLE)
+        row: Row = {"setting": cell.setting or "", "ratio": cell.ratio, "parent": label}
+        row |= {"method": f"{what} ({label})" if by_parent else what, "repair": cell.repair or ""}
+        row["perplexity"] = result.get("mean")
+        costs = ("sd", "n", "seconds", "calibration_tokens", "bytes")
+        row |= {key: result.get(key) for key in costs}
+        row["speedup"] = 1.0 if what == WHOLE else speed
+        made.append(row | {"scale": result.get("treatment", {}).get("chosen", "")})
     return made
 
 
-def title(sweep: Sweep, setting: Any) -> str:
+def title(sweep: Sweep, setting: Setting) -> str:
     """What stands above the table of one setting."""
     n_tokens = sweep.text.n_sequences * sweep.text.seq_len
     spread = f" (random: mean ± sd of {sweep.n})" if sweep.n > 1 else ""
-    least = size_name(min(sweep.ratios_in(setting), key=mean_share))
+    least = size_name(min(sweep.ratios, key=mean_share))
     return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; costs at {least}"
 
 
-def summary(made: list[ComparisonRow], setting: str) -> Lines:
+def summary(rows: list[Row], setting: str) -> Lines:
     """One setting: a line per row, perplexity at every ratio, and costs at its smallest one."""
-    mine = [row for row in made if row.setting == setting]
-    ratios = list(dict.fromkeys(row.ratio for row in mine))
+    mine = [row for row in rows if row["setting"] == setting]
+    ratios = list(dict.fromkeys(row["ratio"] for row in mine))
     heads = (size_name(ratio) for ratio in ratios)
     lines: Lines = [("", "whole", *heads, "scale", "seconds", "tokens", "MB", "decode")]
-    for row in (row for row in made if row.method == WHOLE):
-        lines.append((row.parent, row.shown(), *("",) * len(ratios), "", *row.costs()))
-    for name in dict.fromkeys(row.name for row in mine):
-        by_ratio = {row.ratio: row for row in mine if row.name == name}
-        shown = (by_ratio[ratio].shown() if ratio in by_ratio else "" for ratio in ratios)
-        chosen = by_size([by_ratio[ratio].scale for ratio in ratios if ratio in by_ratio])
+    for row in (row for row in rows if row["method"] == WHOLE):
+        lines.append((row["parent"], _shown(row), *("",) * len(ratios), "", *_costs(row)))
+    for name in dict.fromkeys(map(_name, mine)):
+        by_ratio = {row["ratio"]: row for row in mine if _name(row) == name}
+        shown = (_shown(by_ratio[ratio]) if ratio in by_ratio else "" for ratio in ratios)
+        chosen = by_size([row["scale"] for row in by_ratio.values()])
         least = min(by_ratio, key=mean_share)  # of a stopped comparison not the smallest of all
-        lines.append((name, "", *shown, chosen, *by_ratio[least].costs()))
+        lines.append((name, "", *shown, chosen, *_costs(by_ratio[least])))
     return lines
+
+
+def _name(row: Row) -> str:
+    """How tables call it: a ticket by its parent, a pruned model by its method."""
+    what = f"{row['parent']}, {row['method']}" if row["method"] in OWN else row["method"]
+    return what + (f" + {row['repair']}" if row["repair"] else "")
+
+
+def _shown(row: Row) -> str:
+    """Perplexity, with the spread of random tickets."""
+    return " ± ".join(_number(row[key]) for key in ("perplexity", "sd") if row[key] is not None)
+
+
+def _costs(row: Row) -> tuple[str, ...]:
+    """Seconds, tokens, MB and speed."""
+    if row["perplexity"] is None:
+        return ("",) * 4
+    decode = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+    spent = "" if row["method"] == WHOLE else f"{row['seconds']:.3g}"
+    return spent, f"{row['calibration_tokens']:,}", f"{row['bytes'] / 1e6:,.1f}", decode
 
 
 def size_name(ratio: str) -> str:
@@ -150,14 +152,6 @@ def size_name(ratio: str) -> str:
 def by_size(scales: list[str]) -> str:
     """One scale for all sizes, or one after the other in their order."""
     return scales[0] if len(set(scales)) == 1 else "; ".join(scale or "?" for scale in scales)
-
-
-def everything(made: list[ComparisonRow]) -> Lines:
-    """Every row with every column, numbers as they are."""
-    names = [field.name for field in fields(ComparisonRow) if field.name != "values"]
-    cells = [tuple(getattr(row, name) for name in names) for row in made]
-    lines: Lines = [tuple(names)]
-    return lines + [tuple("" if v is None else str(v) for v in cell) for cell in cells]
 
 
 def to_rich(lines: Lines, title: str) -> Table:
@@ -175,22 +169,18 @@ def to_markdown(lines: Lines) -> str:
     return "\n".join("| " + " | ".join(map(terminal.markdown_cell, line)) + " |" for line in ruled)
 
 
-def write(
-    folder: Path, made: list[ComparisonRow], summaries: dict[str, Lines], record: dict[str, Any]
-) -> None:
-    """The rows as CSV, the summaries and all rows as Markdown, everything as JSON."""
-    run, lines = describe_run(), everything(made)
-    as_csv = io.StringIO()
-    csv.writer(as_csv, lineterminator="\n").writerows(lines)
+def write(folder: Path, rows: list[Row], summaries: dict[str, Lines]) -> None:
+    """The rows as CSV, the summaries as Markdown."""
+    run, as_csv = describe_run(), io.StringIO()
+    lines = csv.DictWriter(as_csv, list(rows[0]), lineterminator="\n")
+    lines.writeheader()
+    lines.writerows(rows)
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     parts = ["# Comparison"]
     parts += [f"## {title}\n\n{to_markdown(shown)}" for title, shown in summaries.items()]
-    parts += [LEGEND, f"## All rows\n\n{to_markdown(lines)}"]
     command = terminal.markdown_code(run["command"])
-    parts.append(f"{command}, twistlm {run['git']}, {run['device']}, {versions}\n")
-    as_json = json.dumps({"rows": [asdict(row) for row in made], **record, **run}, indent=1)
-    texts = (as_csv.getvalue(), "\n\n".join(parts), as_json + "\n")
-    for name, content in zip(FILES, texts, strict=True):
+    parts += [LEGEND, f"{command}, twistlm {run['git']}, {run['device']}, {versions}\n"]
+    for name, content in zip(FILES, (as_csv.getvalue(), "\n\n".join(parts)), strict=True):
         whole_file(folder / name, content)
 
 

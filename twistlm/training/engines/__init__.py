@@ -31,14 +31,15 @@ def join(cfg: Config) -> Cluster:
     )
 
 
-def start(run: Run, progress: Progress, quiet: bool) -> Engine:
+def start(run: Run, progress: Progress, quiet: bool, resumes: bool = False) -> Engine:
     """The engine of a run."""
     if run.cfg.train.method != "twist":
         return DataParallel(run, progress)
     if run.cfg.run.variant == "ray":
         from .elastic import Elastic
 
-        return Elastic(run, progress.round, quiet)
+        return Elastic(run, progress, quiet, resumes)
     if run.cfg.run.variant == "sharded":
-        return Sharded(run)
-    return Local(run) if run.cfg.run.variant == "local" else ParameterServer(run)
+        return Sharded(run, progress)
+    kind = Local if run.cfg.run.variant == "local" else ParameterServer
+    return kind(run, progress)

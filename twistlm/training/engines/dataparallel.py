@@ -6,33 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ...data.stream import Slot
 from ...model.central import subnet_buffer
-from ...model.subnet import Rho
 from ...system.device import to_device
 from ..aggregator import Stats
-from ..assignments import Traffic, drawn_gates, measured_rho, take
+from ..assignments import Outcome, Traffic, drawn_gates, measured_rho, take
 from ..run import Progress, Run
 from ..worker import learning_rate
-from .engine import Engine, Outcome
-
-
-def ring_bytes(n_bytes: int, n_workers: int, world_size: int) -> tuple[int, int]:
-    """What an all-reduce of a gradient moves: all workers together per direction, one rank both
-    ways.
-
-    A ring scatters the sums and gathers them again; in each half every one of S workers passes on
-    (S - 1) / S of the gradient: 2 (S - 1) M in all.
-    """
-    each_half = 2 * (world_size - 1) * n_bytes // world_size  # a rank's own links, out and in
-    return (n_workers - 1) * n_bytes, 2 * each_half
+from .engine import Engine
 
 
 class DataParallel(Engine):
-    """Every step takes the mean gradient over all workers' batches; every rank holds the whole
-    model.
+    """Every step takes the mean gradient over all workers' batches, on whole models.
 
     With structured dropout (`train.method = "dropout"`) a fresh random mask is drawn for each step,
     the same for all workers, or, with `blocks.masks = "sequence"`, for every sequence: then it is
@@ -40,29 +26,36 @@ class DataParallel(Engine):
     """
 
     def __init__(self, run: Run, progress: Progress):
-        super().__init__(run)
+        super().__init__(run, progress)
         self.drops = run.cfg.train.method == "dropout"
-        self.trainer = run.trainers.get(run.full, "physical", fresh=self.drops)
+        self.trainer = run.trainers.get(run.cut.full, "physical", fresh=self.drops)
         own = self.trainer.buffer[: run.rows].clone() if run.central is None else run.central.buffer
         source = run.cluster.broadcast_(own)
-        part = subnet_buffer(run.segments, 0, run.block_map.full(), source)
-        gates = torch.ones(1, 1, sum(run.block_map.full_widths().values()))
+        block_map = run.cut.block_map
+        part = subnet_buffer(run.cut.segments, 0, block_map.full(), source)
+        gates = torch.ones(1, 1, sum(block_map.full_widths().values()))
         self.trainer.load(part, gates, progress.round * run.cfg.train.interval)
 
     def round(self, progress: Progress) -> Outcome:
         """`interval` steps of everyone together; then the central model is a copy."""
-        run, t = self.run, self.run.cfg.train
+        run, t, n_ranks = self.run, self.run.cfg.train, self.run.cluster.world_size
         rho = measured_rho(run, progress) if self.drops else progress.rho
         slots, ids, after = take(run, progress, t.interval * t.n_workers)
-        if self.drops:
-            self.trainer.gate(self._gates(progress, rho))
+        if self.drops:  # as workers that hold all blocks draw them
+            full, every = run.cut.block_map.full(), run.cfg.blocks.masks == "sequence"
+            mine = run.cluster.workers if every else [0]
+            gates = [drawn_gates(run, progress, full, worker, rho) for worker in mine]
+            self.trainer.gate(torch.cat(gates, 1))
         stats = self._steps(progress.round, slots, ids)
-        if run.cluster.world_size > 1:  # ranks must agree; one alone waits for no GPU here
-            self.share(Stats(0.0, 0, 0))
-        moved, wired = ring_bytes(self.trainer.grad.nbytes, t.n_workers, run.cluster.world_size)
-        both = moved * t.interval
+        if n_ranks > 1:  # ranks must agree; one alone waits for no GPU here
+            self.share(Stats())
+        # a ring scatters the sums and gathers them again: in each half every one of n workers
+        # passes on (n - 1) / n of the gradient
+        gradient = self.trainer.grad.nbytes
+        both = (t.n_workers - 1) * gradient * t.interval
+        wired = 2 * (2 * (n_ranks - 1) * gradient // n_ranks) * t.interval
         now = replace(progress, round=progress.round + 1, leases=after, rho=rho)
-        return Outcome(stats, Traffic(both, both, wired * t.interval), now)
+        return Outcome(stats, Traffic(both, both, wired), now)
 
     def _steps(self, round: int, slots: tuple[Slot, ...], ids: np.ndarray) -> Stats:
         """A rank's workers are one larger batch: that is data parallel in one process."""
@@ -82,9 +75,3 @@ class DataParallel(Engine):
             run.central.buffer.copy_(trainer.buffer[: run.central.buffer.shape[0]])
         n_steps = t.interval * t.n_workers
         return Stats(losses, n_steps, n_steps * run.batches.batch * run.batches.seq_len)
-
-    def _gates(self, progress: Progress, rho: Rho) -> Tensor:
-        """The factors of a round's steps, as workers that hold all blocks draw them."""
-        run, full = self.run, self.run.block_map.full()
-        mine = run.cluster.workers if run.cfg.blocks.masks == "sequence" else [0]
-        return torch.cat([drawn_gates(run, progress, full, worker, rho) for worker in mine], 1)

@@ -5,47 +5,158 @@ from __future__ import annotations
 import secrets
 import statistics
 import time
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from ... import config
+from ...compute.perplexity import Text
 from ...data import stream
 from ...data.stream import Leases
 from ...model import generator
-from ...model.central import cut_subnet
-from ...model.layout import holders
-from ...system.device import BufferPool
+from ...model.ranges import Ranges
 from ...system.provenance import version
 from ...system.signals import TOO_FEW, Ended, stopped
-from ...transport import ray_cluster, wire
+from ...transport import protocol, ray_cluster
 from ...transport.events import Events
-from ...transport.protocol import (
-    RejectedResult,
-    RoundOrder,
-    RoundResult,
-    RunDescription,
-    check_result,
-    checksum,
-)
+from ...transport.protocol import Norms, RoundOrder, RoundResult, WorkerInfo
 from ...transport.ray_cluster import exceptions, ray
-from .. import aggregator
-from ..aggregator import Result, Stats
-from ..assignments import Assignments, assign, deal, measured_rho, teacher_cache_bytes
+from ..aggregator import Stats
+from ..assignments import Assignments, Outcome, assign, measured_rho, traffic
 from ..run import Progress, Run
 from ..teacher import pack
-from .actor import as_tensor
-from .engine import Engine, Outcome
-from .worker_pool import WorkerPool, WorkerSlot, last_words
+from . import actor
+from .engine import Engine
+from .owners import Lost, Owners, Pulse, is_there
 
 RECENT = 9  # rounds behind the median
 FIRST = 10  # times the floor: the deadline of a round with nothing to compare it with
-CHECKERS = 4  # threads; more of them would wait for memory
+STRIKES = 3
+LONGEST_PAUSE = 30.0  # seconds between two tries to start a worker
+
+
+NOBODY = WorkerInfo("", "")
+
+
+@dataclass
+class WorkerSlot:
+    """One of the S workers of a run, and the actor that fills it."""
+
+    number: int
+    actor: Any = None
+    entering: Any = None  # the reference of its hello, until it is there
+    info: WorkerInfo = NOBODY
+    asked: Any = None  # the reference of a result that has not come
+    since: float = 0.0  # when it was asked
+    fresh: bool = True  # it has not brought a result yet: its first steps compile
+    again: float = 0.0  # not before: a slot that fails is filled more and more slowly
+    pause: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.number}@{self.info.name}" if self.info.name else f"place {self.number}"
+
+
+class WorkerPool:
+    """S actors that are started, found again, or replaced; lives as long as the engine."""
+
+    def __init__(self, run: Run, described: Any, name: str, pulse: Pulse, events: Events):
+        self.cfg, self.block_map, self.events = run.cfg, run.cut.block_map, events
+        self.pulse, self._id, self._gpus = pulse, name, ray_cluster.gpus(run.cfg)
+        self.slots = [WorkerSlot(number) for number in range(self.cfg.train.n_workers)]
+        self.barred: set[str] = set()  # machines whose results were wrong three times
+        self.strikes: Counter[str] = Counter()  # by machine
+        self._kind = ray.remote(concurrency_groups={"pulse": 1})(actor.WORKER)
+        self._hello = described, ray.put(pack(run.teacher))
+
+    def admit(self, r: int, longest: float) -> list[WorkerSlot]:
+        """Start who is missing, take in who is ready, replace who has been late for long."""
+        for slot in self.slots:
+            if slot.actor is None and time.monotonic() >= slot.again:
+                self._start(slot)
+            if slot.entering is not None and is_there(slot.entering):
+                self._take_in(slot)
+            if slot.asked is not None:
+                first = FIRST * self.cfg.ray.floor if slot.fresh else 0.0
+                self._look_after(slot, r, max(longest, first))
+        return [slot for slot in self.slots if slot.info.name and slot.asked is None]
+
+    def _start(self, slot: WorkerSlot) -> None:
+        """Anywhere but on a machine whose results were wrong three times."""
+        good = {"ray.io/node-id": f"!in({','.join(self.barred)})"}
+        made = ray_cluster.detached(
+            self._kind,
+            f"{self._id}-{slot.number}",
+            num_cpus=ray_cluster.cpus(self.cfg),
+            num_gpus=self._gpus,
+            scheduling_strategy="SPREAD",
+            label_selector=good if self.barred else None,
+        )
+        slot.actor = self.pulse.add(made.remote(self.cfg.ray.patience))
+        slot.entering, slot.fresh = slot.actor.enter.remote(*self._hello), True
+
+    def _take_in(self, slot: WorkerSlot) -> None:
+        try:
+            slot.info, slot.entering = ray.get(slot.entering), None
+            if slot.info.node in self.barred:
+                raise ValueError("its machine is in quarantine")
+            generator.check_own(self.block_map, self.cfg.blocks, slot.info.widths)
+        except exceptions.RayError as error:
+            refused = isinstance(error, exceptions.RayTaskError)
+            self.lose(slot, "turned away" if refused else "lost", why=last_words(error))
+        except ValueError as error:
+            self.barred.add(slot.info.node)
+            self.lose(slot, "turned away", why=str(error))
+        else:
+            slot.pause = 0.0
+            self.events.write("joined", slot.name, place=slot.number, **slot.info.widths)
+
+    def _look_after(self, slot: WorkerSlot, r: int, longest: float) -> None:
+        """A late worker is kept: it may only be slow. What it brings now is refused."""
+        if is_there(slot.asked):
+            ref, slot.asked, slot.fresh = slot.asked, None, False
+            try:
+                result = ray.get(ref)
+            except exceptions.RayTaskError:
+                return
+            except exceptions.RayError as error:
+                self.lose(slot, "lost", round=r, why=last_words(error))
+                return
+            why = f"late: round {r} is on"
+            self.events.write("refused", slot.name, round=result.round, why=why)
+            self.events.write("joined", slot.name, place=slot.number, **slot.info.widths)
+        elif time.monotonic() - slot.since > longest:
+            self.lose(slot, "lost", round=r, why=f"silent for {longest:.0f} s: replaced")
+
+    def lose(self, slot: WorkerSlot, event: str, **more: Any) -> None:
+        """Empty a slot; it is filled again, at once for the first time."""
+        self.events.write(event, slot.name, **more)
+        self.pulse.drop(slot.actor)
+        slot.actor = slot.entering = slot.asked = None
+        slot.info = NOBODY
+        slot.again = time.monotonic() + slot.pause
+        slot.pause = min(LONGEST_PAUSE, max(0.5, 2 * slot.pause))
+
+    def strike(self, slot: WorkerSlot, r: int, why: str) -> None:
+        """Refuse a result; a machine that brought three wrong ones gets no new workers."""
+        node = slot.info.node
+        self.strikes[node] += 1
+        slot.fresh = False
+        self.events.write("refused", slot.name, round=r, why=why)
+        if self.strikes[node] >= STRIKES:
+            self.barred.add(node)
+            self.lose(slot, "quarantined", round=r, why=why)
+
+    def close(self) -> None:
+        for slot in self.slots:
+            self.pulse.drop(slot.actor)
 
 
 @dataclass
@@ -53,10 +164,10 @@ class Asked:
     """What one worker was asked for in a round, and what came of it."""
 
     slot: WorkerSlot
-    weights: Any  # the reference that keeps what was sent in the object store
-    buffer: Tensor  # [rows, n]: the centre's copy of it
-    checked: Future[Tensor] | None = None  # its result, being checked by a thread
-    loss_sum: float = 0.0
+    pieces: list[Any]  # references to its update, one for every owner
+    said: RoundResult | None = None
+    norms: dict[int, Norms] = field(default_factory=dict)  # of the pieces that owners checked
+    stats: Stats | None = None  # came in time and was accepted
     seconds: float = 0.0  # until it was there
     failed: bool = False  # it answered with an error, or its result was rejected
 
@@ -71,40 +182,40 @@ class Elastic(Engine):
 
     events: Events
 
-    def __init__(self, run: Run, start: int, quiet: bool):
-        super().__init__(run)
-        cfg, out = run.cfg, Path(run.cfg.run.out)
-        self.began = False  # whether a round has been committed since this process started
-        self.n_bytes = 0  # that went through the store
-        self.durations: deque[float] = deque(maxlen=RECENT)
-        self.buffers = BufferPool()
-        self.events = Events(out, quiet)
-        there = ray_cluster.enter(cfg, self._store_bytes())
-        described = RunDescription(
+    def __init__(self, run: Run, start: Progress, quiet: bool, resumes: bool):
+        cfg, s, block_map = run.cfg, run.cfg.train.n_workers, run.cut.block_map
+        dealt = generator.for_training(block_map, s, cfg.blocks, seed=0, round=0)
+        stored, several = traffic(run, dealt, dealt), cfg.ray.owners != 1
+        there = ray_cluster.enter(
+            cfg, stored.down + stored.up + stored.teacher, run.state_bytes * (1 + several)
+        )
+        self.durations: deque[float] = deque(maxlen=RECENT)  # of rounds since this process started
+        self.events = Events(Path(cfg.run.out), quiet)
+        self.head, self.pulse = ray_cluster.Head(there["address"]), Pulse(cfg.ray.patience)
+        described = protocol.RunDescription(
             version=version("twistlm"),
             config=config.to_dict(cfg),
-            model=run.template.config.to_dict(),
+            model=run.cut.template.config.to_dict(),
             total_steps=run.total_steps,
-            rows=run.rows,
         )
-        self.head = ray_cluster.Head(there["address"])
-        self.pool = WorkerPool(cfg, run_id(out), described, pack(run.teacher), self.events)
-        self.pool.check_widths = lambda own: generator.check_own(run.block_map, cfg.blocks, own)
-        self.checkers = ThreadPoolExecutor(CHECKERS)
-        url = there.get("webui_url") or ""
-        more = {"dashboard": f"http://{url}"} if url else {}
-        self.events.write("started", round=start, address=there["address"], **more)
-
-    def _store_bytes(self) -> int:
-        """What a round puts in this machine's object store: subnets, a teacher's cache."""
-        run, s, kind = self.run, self.run.cfg.train.n_workers, self.run.cfg.run.wire
-        n_bytes = teacher_cache_bytes(run, s)
-        for blueprint in generator.for_training(run.block_map, s, run.cfg.blocks, seed=0, round=0):
-            narrow = run.full.narrowed(run.block_map, run.block_map.widths(blueprint))
-            shape = (run.rows, narrow.n_params)
-            n_bytes += wire.down_bytes(kind, shape, run.cut.dtype)
-            n_bytes += wire.up_bytes(kind, shape, run.cut.dtype)
-        return n_bytes
+        # a word by which a restarted process finds the run's actors again
+        path = Path(cfg.run.out) / "ray-id.txt"
+        if not path.is_file():
+            path.write_text(secrets.token_hex(6) + "\n")
+        name, ref = path.read_text().strip(), ray.put(described)
+        self.pool = WorkerPool(run, ref, name, self.pulse, self.events)
+        ranges = Ranges(run.cut.segments, cfg.ray.owners or len(ray_cluster.machines()))
+        self.owners = Owners(cfg, ranges, ref, name, self.pulse, self.events)
+        assert run.central is not None
+        assert run.evaluator is not None
+        self.text = run.evaluator.text
+        start = self.owners.begin(run.central, start, resumes)
+        run.cut.template.to(torch.device("meta"))  # type: ignore[arg-type]
+        super().__init__(replace(run, central=None, evaluator=None, teacher=None), start)
+        url = there.get("webui_url")
+        more: dict[str, Any] = {"dashboard": f"http://{url}"} if url else {}
+        more |= {"owners": [told.pid for _, told in sorted(self.owners.standings().items())]}
+        self.events.write("started", round=start.round, address=there["address"], **more)
 
     def round(self, progress: Progress) -> Outcome:
         """One round with those who are in, unless Ray itself is gone."""
@@ -122,44 +233,99 @@ class Elastic(Engine):
         )
 
     def _round(self, progress: Progress) -> Outcome:
-        """Tried again until `ray.min_workers` results are there."""
-        run, r = self.run, progress.round
-        assert run.central is not None
-        rho = measured_rho(run, progress)
-        before, first = self.n_bytes, time.monotonic()
+        """Tried again until `ray.min_workers` results are there, and all owners with them."""
+        run, r, need = self.run, progress.round, self.run.cfg.ray.min_workers
+        rho, first = None, time.monotonic()
         while True:
-            team = self._gather(r, first)
-            present = [(slot.number, slot.widths) for slot in team]
-            work = assign(run, progress, deal(run, progress, present), present, rho)
-            began = time.monotonic()
-            asked = self._post(work, team)
-            self._collect(r, asked, began)
-            results = self._results(work, asked)
-            if run.stop.requested and len(results) < len(team):
-                raise stopped(run.stop, r)
-            if len(results) >= run.cfg.ray.min_workers:
-                break
-            self._abandoned(r, len(results), first)
-        there = [result.worker for result in results]
-        back, held_by, leases = work.deal.blueprints, work.deal.holders, work.leases
-        if len(there) < len(team):
-            back = [back[i] for i in there]
-            held_by = holders(run.segments, back)
-            leases = self._returned(work, asked, there)
-        stats = aggregator.aggregate_(run.central, results, held_by, run.cfg.train.nesterov())
-        took = time.monotonic() - began
-        self.began = True
-        self.durations.append(took)
+            team, asked, there = list[WorkerSlot](), list[Asked](), list[int]()
+            try:
+                team = self._gather(r, first)
+                if rho is None:
+                    rho = measured_rho(run, progress, lambda ids: self._on_a_worker("rho", ids))
+                present = [(slot.number, slot.info.widths) for slot in team]
+                work, began = assign(run, progress, present, rho), time.monotonic()
+                asked = self._post(work, team)
+                self._collect(work, asked, began)
+                there = [i for i, each in enumerate(asked) if each.stats is not None]
+                if run.stop.requested and len(there) < len(team):
+                    raise stopped(run.stop, r)
+                if len(there) >= need:
+                    outcome = self._outcome(work, asked, there)
+                    note = partial(self._note, work, asked, there, began)
+                    self.owners.commit(there, outcome.progress, note)
+                    return outcome
+                why = ""
+            except Lost as error:
+                why = f"owners are lost: {error}"
+            self.events.write("not committed", round=r, n_results=len(there), need=need, why=why)
+            self._drain(asked)
+            if why or not there:
+                self.owners.mend()
+            if (waited := time.monotonic() - first) > run.cfg.ray.patience:
+                raise self._too_few(r, len(there), waited, why)
+
+    def _note(self, work: Assignments, asked: list[Asked], there: list[int], began: float) -> None:
+        self.durations.append(time.monotonic() - began)
         self.events.write(
             "round",
-            round=r,
+            round=work.deal.round,
             seconds={asked[i].slot.name: asked[i].seconds for i in there},
-            took=took,
+            took=self.durations[-1],
             places=list(work.numbers),
             lost=[number for i, number in enumerate(work.numbers) if i not in there],
         )
-        traffic = work.traffic(self.n_bytes - before, back)
-        return Outcome(stats, traffic, work.committed(leases, back))
+
+    def _outcome(self, work: Assignments, asked: list[Asked], there: list[int]) -> Outcome:
+        """The round with these results."""
+        back, leases = work.deal.blueprints, work.leases
+        if len(there) < len(asked):
+            back, leases = [back[i] for i in there], self._returned(work, asked, there)
+        stats = sum((each.stats for each in asked if each.stats), Stats())
+        sent = traffic(self.run, work.deal.blueprints, back)
+        wired = sent.down + sent.up + sent.teacher + 4 * work.ids.size
+        wired += self.run.state_bytes if self.owners.n > 1 else 0  # copies
+        return work.outcome(stats, wired, leases, back)
+
+    def _drain(self, asked: list[Asked]) -> None:
+        """Until workers have ended what will not be used: the next try is for all of them."""
+        left = [each.slot.asked for each in asked if each.slot.asked is not None]
+        if left:
+            ray.wait(left, num_returns=len(left), timeout=self.deadline(), fetch_local=False)
+        for each in asked:
+            if each.slot.asked is not None and is_there(each.slot.asked):
+                each.slot.asked = None
+
+    def _on_a_worker(self, method: str, *args: Any) -> Any:
+        """What a worker says of the central weights, which go to it from all owners."""
+        since = time.monotonic()
+        while True:
+            team = self.pool.admit(self.start.round, 2 * self.deadline())
+            if not team:
+                if (waited := time.monotonic() - since) > self.run.cfg.ray.patience:
+                    raise self._too_few(self.start.round, 0, waited)
+                time.sleep(0.02)
+                continue
+            ref = getattr(team[0].actor, method).remote(*args, *self.owners.weights())
+            while not is_there(ref) and self.pulse.silent(team[0].actor) < self.deadline():
+                time.sleep(0.01)
+                with suppress(Lost):
+                    self.owners.check_alive()
+                    continue
+                self.owners.mend()
+            try:
+                return ray.get(ref, timeout=0)
+            except exceptions.RayTaskError as error:
+                if not isinstance(error.cause, exceptions.RayError):
+                    raise
+                self.owners.mend()
+            except exceptions.RayError as error:  # gone or silent
+                self.pool.lose(team[0], "lost", why=last_words(error))
+
+    def evaluate(self, progress: Progress, advance: Callable[[], None]) -> tuple[dict, str]:
+        return self._on_a_worker("evaluate", _in_memory(self.text), progress)
+
+    def snapshot(self) -> Callable[[Path], object]:
+        return self.owners.snapshot()
 
     def _returned(self, work: Assignments, asked: list[Asked], there: list[int]) -> Leases:
         """The ledger without the sequences of those who brought nothing."""
@@ -177,8 +343,10 @@ class Elastic(Engine):
 
     def close(self, crashed: bool) -> None:
         """Workers of a run that crashed stay, for `--resume`; else they end with it."""
-        self.checkers.shutdown()
-        self.pool.close(end=not crashed)
+        self.pulse.ended.set()
+        if not crashed:
+            self.pool.close()
+            self.owners.close()
         ray.shutdown()
 
     def deadline(self) -> float:
@@ -192,19 +360,20 @@ class Elastic(Engine):
         """The workers of a round in order of their numbers; a run that has just started waits for
         all S, so that a restarted one deals as before."""
         cfg, stop = self.run.cfg, self.run.stop
+        wait = 0.0 if self.durations else cfg.ray.wait
         reported, delay = 0.0, 1.0
         while True:
             if self.head.silent > ray_cluster.GONE:
                 raise self._headless("its head does not answer")
-            team = self.pool.admit(r, 2 * self.deadline(), FIRST * cfg.ray.floor)
+            self.owners.check_alive()
+            team = self.pool.admit(r, 2 * self.deadline())
             waited = time.monotonic() - since
-            starts = not self.began and waited < cfg.ray.wait
-            need = cfg.train.n_workers if starts else cfg.ray.min_workers
+            need = cfg.train.n_workers if waited < wait else cfg.ray.min_workers
             if stop.requested:
                 raise stopped(stop, r)
             if len(team) >= max(1, need):
                 return team
-            if waited > max(cfg.ray.patience, 0.0 if self.began else cfg.ray.wait):
+            if waited > max(cfg.ray.patience, wait):
                 raise self._too_few(r, len(team), waited)
             if waited >= reported + delay:
                 reported, delay = waited, 2 * delay
@@ -214,92 +383,91 @@ class Elastic(Engine):
             time.sleep(0.02)
 
     def _post(self, work: Assignments, team: list[WorkerSlot]) -> list[Asked]:
-        """Send everybody a subnet; nothing is waited for."""
-        run, blueprints, kind = self.run, work.deal.blueprints, self.run.cfg.run.wire
-        assert run.central is not None
-        posted = []
-        for i, slot in enumerate(team):
-            cut = cut_subnet(run.central, blueprints[i], buffers=self.buffers).to("cpu")
-            payload = wire.down(kind, cut)
+        """Tell everybody where its subnet is; nothing but the owners' word is waited for."""
+        posted, blueprints = [], [dict(each) for each in work.deal.blueprints]
+        for i, pieces in enumerate(self.owners.cut(blueprints)):
+            slot = team[i]
             tokens, topk = work.tokens(i).to(torch.int32), work.teacher_topk(i)
-            order = RoundOrder(
-                round=work.deal.round,
-                worker=i,
-                blueprint=dict(blueprints[i]),
-                trainer=work.kind(i),
-                gates=work.gates(i).numpy(),
-                weights_checksum=checksum(payload),
-                tokens_checksum=checksum(tokens.view(-1).view(torch.uint8)),
-                teacher_checksum="" if topk is None else checksum(topk.view(-1)),
-            )
-            weights = ray.put(payload.numpy())
-            own = cut.clone() if kind != "fp32" else cut
-            if kind == "fp32":  # exact values are read where they lie in the store: no copy more
-                stored = as_tensor(ray.get(weights))
-                own = wire.read_down(kind, stored, (cut.shape[0], cut.shape[1]), cut.dtype)
-            slot.ask(order, weights, tokens.numpy(), None if topk is None else topk.numpy())
-            posted.append(Asked(slot, weights, own))
-            self.n_bytes += payload.numel() + tokens.nbytes + (0 if topk is None else topk.nbytes)
+            sums, gates = protocol.checksums(tokens, topk), work.gates(i).numpy()
+            order = RoundOrder(work.deal.round, i, blueprints[i], gates, sums)
+            beside = None if topk is None else topk.numpy()
+            train = slot.actor.train.options(num_returns=1 + len(pieces))
+            slot.since = time.monotonic()
+            slot.asked, *update = train.remote(order, tokens.numpy(), beside, *pieces)
+            posted.append(Asked(slot, update))
         return posted
 
-    def _collect(self, r: int, asked: list[Asked], began: float) -> None:
-        """Wait for results until the deadline; each is checked while others are on their way."""
-        limit, open_ = self.deadline(), {each.slot.asked: each for each in asked}
-        while open_ and not self.run.stop.requested:
+    def _collect(self, work: Assignments, asked: list[Asked], began: float) -> None:
+        """Wait for results until the deadline; owners check each while others are on their way."""
+        limit, stop = self.deadline(), self.run.stop
+        open_, left = {each.slot.asked: i for i, each in enumerate(asked)}, limit
+        checks: dict[Any, tuple[int, int]] = {}  # reference -> worker and owner
+        late: set[int] = set()
+        while (open_ or checks) and left > -limit and not stop.requested:
             left = began + limit - time.monotonic()
-            if left <= 0:
-                break
-            ready, _ = ray.wait(list(open_), num_returns=1, timeout=min(left, 0.2))
-            for ref in ready:
-                each = open_.pop(ref)
-                each.slot.asked = None
-                try:
-                    result: RoundResult = ray.get(ref)
-                except exceptions.RayTaskError as error:  # the worker lives, its round failed
-                    self.pool.strike(each.slot, r, last_words(error))
-                    each.failed = True
+            awaited, patience = [*open_, *checks], min(max(left, 0.0), 0.2) if open_ else 0.2
+            n_awaited = 1 if left > 0 or not open_ else len(awaited)
+            for ref in ray.wait(awaited, num_returns=n_awaited, timeout=patience)[0]:
+                if ref in checks:
+                    self._checked(ref, *checks.pop(ref), work, asked)
                     continue
-                except exceptions.RayError as error:
-                    self.pool.lose(each.slot, "lost", round=r, why=last_words(error))
-                    continue
-                each.slot.fresh = False
-                each.loss_sum, each.seconds = result.loss_sum, time.monotonic() - began
-                payload = as_tensor(result.update)
-                self.n_bytes += payload.numel()
-                each.checked = self.checkers.submit(
-                    check_result, self.run.cfg, result, payload, each.buffer
-                )
-        if not self.run.stop.requested:
-            for each in open_.values():
-                why = f"no result within {limit:.1f} s"
-                self.events.write("late", each.slot.name, round=r, seconds=limit, why=why)
+                i = open_.pop(ref)
+                asked[i].seconds = time.monotonic() - began
+                if self._came(ref, asked[i], work.deal.round):
+                    told = self.owners.check(i, asked[i].pieces)
+                    checks |= {ref: (i, owner) for owner, ref in enumerate(told)}
+            if left <= 0:  # who came while others were checked is in
+                late |= set(open_.values())
+                open_.clear()
+            self.owners.check_alive()
+        for i in () if stop.requested else late | {i for i, _ in checks.values()}:
+            why = f"no result within {limit:.1f} s"
+            name = asked[i].slot.name
+            self.events.write("late", name, round=work.deal.round, seconds=limit, why=why)
 
-    def _results(self, work: Assignments, asked: list[Asked]) -> list[Result]:
-        """The results that came in time and were accepted, in worker order."""
-        run, t, results = self.run, self.run.cfg.train, []
-        n_tokens = t.interval * t.batch * run.batches.seq_len
-        for i, each in enumerate(asked):
-            if each.checked is None:
-                continue
-            try:
-                buffer = each.checked.result().to(run.cluster.device, non_blocking=True)
-            except RejectedResult as why:
-                self.pool.strike(each.slot, work.deal.round, str(why))
+    def _came(self, ref: Any, each: Asked, r: int) -> bool:
+        """Whether a worker has brought a result, for the owners to check."""
+        each.slot.asked = None
+        try:
+            each.said = ray.get(ref)
+            return True
+        except exceptions.RayTaskError as error:  # it lives
+            if not isinstance(error.cause, exceptions.RayError):  # else an owner's piece is lost
+                self.pool.strike(each.slot, r, last_words(error))
                 each.failed = True
-                continue
-            stats = Stats(each.loss_sum, t.interval, n_tokens)
-            results.append(Result(i, buffer, work.deal.indices[i], stats))
-        return results
+        except exceptions.RayError as error:
+            self.pool.lose(each.slot, "lost", round=r, why=last_words(error))
+        return False
 
-    def _abandoned(self, r: int, n: int, since: float) -> None:
-        """Too few results: the round will be tried again, unless that has been so for long."""
-        need, waited = self.run.cfg.ray.min_workers, time.monotonic() - since
-        self.events.write("not committed", round=r, n_results=n, need=need)
-        if waited > self.run.cfg.ray.patience:
-            raise self._too_few(r, n, waited)
+    def _checked(self, ref: Any, i: int, owner: int, work: Assignments, asked: list[Asked]) -> None:
+        """An owner's word on its piece of a result; after the last one it is in, or refused."""
+        each, t, n = asked[i], self.run.cfg.train, work.n_params(i)
+        try:
+            told: Norms | str = ray.get(ref)
+        except exceptions.RayTaskError as error:
+            if not isinstance(error.cause, exceptions.RayError):
+                raise
+            why = f"its result is lost: {type(error.cause).__name__}"
+            self.events.write("lost", each.slot.name, round=work.deal.round, why=why)
+            return
+        except exceptions.RayError as error:
+            raise Lost({owner: type(error).__name__}) from None
+        why = told if isinstance(told, str) else ""
+        if isinstance(told, Norms):
+            each.norms[owner] = told
+        if not why and len(each.norms) == self.owners.n and each.said is not None:
+            norms = [each.norms[i] for i in range(self.owners.n)]
+            why = protocol.reason_to_reject(t, norms, n, each.said.loss_sum) or ""
+            if not why:
+                n_tokens = t.interval * t.batch * self.run.batches.seq_len
+                each.stats = Stats(each.said.loss_sum, t.interval, n_tokens)
+                each.slot.fresh = False
+        if why and not each.failed:
+            each.failed = True
+            self.pool.strike(each.slot, work.deal.round, why)
 
-    def _too_few(self, r: int, n: int, waited: float) -> Ended:
-        cfg, room = self.run.cfg.ray, ray_cluster.room()
+    def _too_few(self, r: int, n: int, waited: float, why: str = "") -> Ended:
+        cfg, room = self.run.cfg.ray, ray_cluster.room() + (f" ({why})" if why else "")
         self.events.write("giving up", round=r, n_workers=n, need=cfg.min_workers)
         return Ended(
             f"round {r} needs {cfg.min_workers} workers (ray.min_workers), {n} are in after "
@@ -309,9 +477,16 @@ class Elastic(Engine):
         )
 
 
-def run_id(out: Path) -> str:
-    """A word in the run's folder by which a restarted process finds the run's workers again."""
-    path = out / "ray-id.txt"
-    if not path.is_file():
-        path.write_text(secrets.token_hex(6) + "\n")
-    return path.read_text().strip()
+def _in_memory(text: Text) -> Text:
+    """Its windows alone: workers have no files."""
+    first, n = text.first * text.seq_len, text.n_sequences * text.seq_len
+    meta, tokens = replace(text.file.meta, n_tokens=n), text.file.tokens[first : first + n]
+    file = replace(text.file, meta=meta, tokens=np.array(tokens))
+    return replace(text, file=file, max_tokens=0, first=0)
+
+
+def last_words(error: exceptions.RayError) -> str:
+    """What went wrong, in one line: the last one of a traceback, else Ray's first."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    words = lines[-1] if isinstance(error, exceptions.RayTaskError) else lines[0]
+    return f"{type(error).__name__}: {words}"[:200]

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ...model.central import subnet_buffer
 from ...transport import wire
 from ...transport.events import Events
 from ..aggregator import Result, Stats
-from ..assignments import Assignments, Deal, Traffic, assign, deal, everyone, measured_rho
+from ..assignments import Assignments, Outcome, Present, assign, measured_rho
+from ..checkpoint import HostCopy
+from ..evaluate import evaluate
 from ..run import Progress, Run
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """A committed round: its losses, its bytes, and where the run stands now."""
-
-    stats: Stats
-    traffic: Traffic
-    progress: Progress
+NOWHERE = Progress()  # of an engine that is asked for rounds, not for a run
 
 
 class Engine:
@@ -29,9 +26,9 @@ class Engine:
     is_whole = True  # the central tensors are those of the last round without `collect_`
     events: Events | None = None  # workers that come and go, for the live view
 
-    def __init__(self, run: Run):
-        self.run = run
-        self._ahead: Deal | None = None
+    def __init__(self, run: Run, start: Progress = NOWHERE):
+        self.run, self.start = run, start  # the run may be one that has let go of its model
+        self._copy: HostCopy | None = None
         self._agreed = False  # on stopping, in the last exchange of all ranks
 
     def round(self, progress: Progress) -> Outcome:
@@ -40,6 +37,18 @@ class Engine:
 
     def collect_(self) -> None:
         """Bring the central tensors up to date; called on all ranks, before they are read."""
+
+    def snapshot(self) -> Callable[[Path], object]:
+        """What writes the central model of now into a folder; the one before has been written."""
+        if self._copy is None:
+            assert self.run.central is not None
+            self._copy = HostCopy(self.run.central)
+        return self._copy()
+
+    def evaluate(self, progress: Progress, advance: Callable[[], None]) -> tuple[dict, str]:
+        """Perplexities of the central model and its subnets; `advance` is told of each."""
+        assert self.run.evaluator is not None
+        return evaluate(self.run.evaluator, self.run.cfg.run, progress, advance)
 
     @property
     def stops(self) -> bool:
@@ -50,24 +59,18 @@ class Engine:
         """Let go of what was opened; a crashed run may leave what `--resume` finds again."""
 
     def assign(self, progress: Progress) -> Assignments:
-        """The round's work for all S workers."""
-        run, present = self.run, everyone(self.run)
-        rho = measured_rho(run, progress)
-        dealt = self._ahead
-        if dealt is None or dealt.round != progress.round:
-            dealt = deal(run, progress, present)
-        return assign(run, progress, dealt, present, rho)
-
-    def deal_ahead(self, progress: Progress) -> None:
-        """Deal the next round while a GPU still works on this one."""
-        self._ahead = deal(self.run, progress, everyone(self.run))
+        """The round's work for all S workers, each with the round's usual K."""
+        everyone: Present = [(number, {}) for number in range(self.run.cfg.train.n_workers)]
+        return assign(self.run, progress, everyone, measured_rho(self.run, progress))
 
     def train(self, work: Assignments, worker: int, source: Tensor) -> Result:
         """A worker's local steps in this process; `source` is what its subnet is cut from."""
-        run, part = self.run, work.subnet(worker, source)
-        trainer = run.trainers.get(part.layout, work.kind(worker))
+        run, dealt = self.run, work.deal
+        blueprint, index = dealt.blueprints[worker], dealt.indices[worker]
+        part = subnet_buffer(run.cut.segments, worker, blueprint, source, index)
+        trainer = run.trainers.get(part.layout, run.cluster.kinds[worker])
         gates, tokens, topk = work.gates(worker), work.tokens(worker), work.teacher_topk(worker)
-        return trainer.train(part, gates, tokens, topk, work.deal.round, run.total_steps)
+        return trainer.train(part, gates, tokens, topk, dealt.round, run.total_steps)
 
     def share(self, stats: Stats) -> Stats:
         """The sum over ranks, in worker order, on every rank; and any rank's signal with it."""
@@ -75,7 +78,7 @@ class Engine:
         mine = [stats.loss_sum, stats.n_steps, stats.n_tokens, stop.signal]
         values = torch.tensor(mine, dtype=torch.float64, device=cluster.device)
         payload, n = wire.encode("fp32", values), cluster.world_size
-        total, signal = Stats(0.0, 0, 0), 0
+        total, signal = Stats(), 0
         for received in cluster.exchange([payload] * n, [payload.numel()] * n)():
             row = wire.decode("fp32", received, (4,), torch.float64).tolist()
             total += Stats(row[0], int(row[1]), int(row[2]))

@@ -7,8 +7,9 @@ from dataclasses import replace
 from ...model.central import cut_subnet
 from ...transport import wire
 from ..aggregator import Mean
+from ..assignments import Outcome
 from ..run import Progress
-from .engine import Engine, Outcome
+from .engine import Engine
 
 
 class Local(Engine):
@@ -16,21 +17,17 @@ class Local(Engine):
 
     def round(self, progress: Progress) -> Outcome:
         """One round of the paper: generate, dispatch, train, aggregate."""
-        run, kind = self.run, self.run.cfg.run.wire
+        run, kind, work = self.run, self.run.cfg.run.wire, self.assign(progress)
         assert run.central is not None
-        work = self.assign(progress)
         mean = Mean(run.central, work.deal.holders, run.cfg.train.nesterov())
         for worker, blueprint in enumerate(work.deal.blueprints):
             if kind == "fp32":  # cut into the trainer itself, without a copy between
                 result = self.train(work, worker, run.central.buffer)
             else:  # rounded on both ways as a wire of this kind would
                 own = cut_subnet(run.central, blueprint)
-                sent = wire.received(kind, own)
+                sent = wire.read_down(kind, wire.down(kind, own), own.shape, own.dtype)
                 result = self.train(work, worker, sent)
-                back = wire.returned(kind, result.buffer, sent[0], own[0])
-                result = replace(result, buffer=back)
+                back = wire.up(kind, result.buffer, sent[0])
+                result = replace(result, buffer=wire.read_up(kind, back, own.shape, own[0]))
             mean.add(result)
-        stats = mean.commit_()
-        after = work.committed()
-        self.deal_ahead(after)
-        return Outcome(stats, work.traffic(), after)
+        return work.outcome(mean.commit_())

@@ -1,0 +1,95 @@
+"""Texts with weights: every source gives its share, and its end is never trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import word_level
+
+from twistlm.data import mixture
+from twistlm.data.mixture import mix, parse
+from twistlm.data.token_file import open_tokens
+
+WORDS = ["<eos>", *"abcdefg"]
+
+
+@pytest.fixture
+def tok():
+    return word_level(WORDS)
+
+
+def write(path: Path, word: str, n: int) -> str:
+    path.write_text(" ".join([word] * n))
+    return str(path)
+
+
+def test_shares_of_tokens_and_the_end_of_every_source(tmp_path, tok, monkeypatch):
+    """60,000 a's at 0.75 and 10,000 b's at 0.25: 29,400 of the a's fit to 9,800 b's."""
+    monkeypatch.setattr(mixture, "CHUNK", 100)
+    texts = [f"{write(tmp_path / f'{w}.txt', w, n)}:{share}" for w, n, share in
+             (("a", 60_000, 0.75), ("b", 10_000, 0.25))]  # fmt: skip
+    train, valid = mix(parse(texts), tmp_path / "out", tok)
+    counts = {name: np.bincount(file.tokens, minlength=3)[1:3].tolist() for name, file in
+              (("train", train), ("valid", valid))}  # fmt: skip
+    assert counts == {"train": [29_400, 9_800], "valid": [1200, 200]}
+    assert train.meta.n_tokens == 39_200
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        f"{split}.{part}"
+        for split in ("train", "valid")
+        for part in ("bin", "json", "tokenizer.json")
+    )
+    # without weights all of it is taken
+    whole, _ = mix(parse([t.rpartition(":")[0] for t in texts]), tmp_path / "all", tok)
+    assert np.bincount(whole.tokens, minlength=3)[1:3].tolist() == [58_800, 9_800]
+
+
+def test_chunks_come_from_all_over_a_source():
+    kept = mixture._spread(np.arange(10 * mixture.CHUNK), 0.3)
+    starts = [int(chunk[0]) // mixture.CHUNK for chunk in kept]
+    assert starts == [3, 6, 9]
+
+
+def test_no_document_is_on_both_sides(tmp_path):
+    """The last 20 of 1,000 tokens are held out, and the rest of the document before."""
+    from twistlm.model.tokenizer import EOS_NAMES
+
+    tok = word_level([EOS_NAMES[0], *"abcdefg"])
+    docs = ["a " * 480, "b " * 489, "c " * 13, "d " * 14]  # and four ends: 1,000 tokens
+    train, valid = mix([mixture.Weighted(docs)], tmp_path, tok)
+    assert (train.meta.n_tokens, valid.meta.n_tokens) == (985, 15)  # 980 lies inside of the c's
+    assert set(train.tokens.tolist()) == {0, 1, 2, 3}
+    assert set(valid.tokens.tolist()) == {0, 4}
+    assert (train.meta.n_documents, valid.meta.n_documents) == (3, 1)
+
+
+def test_a_stopped_mixture_goes_on_with_the_sources_that_are_there(tmp_path, tok):
+    first, second = (write(tmp_path / f"{w}.txt", w, 500) for w in "ab")
+    with pytest.raises(ValueError, match="not text"):
+        mix([mixture.Weighted(first), mixture.Weighted([7])], tmp_path / "out", tok)
+    Path(first).unlink()  # it must not be read again
+    train, _ = mix([mixture.Weighted(first), mixture.Weighted(second)], tmp_path / "out", tok)
+    assert np.bincount(train.tokens).tolist() == [0, 490, 490]
+    Path(second).unlink()
+    again, _ = mix([mixture.Weighted(first)], tmp_path / "out", tok)
+    assert again.sha256 == train.sha256 == open_tokens(str(tmp_path / "out/train")).sha256
+
+
+@pytest.mark.parametrize(
+    ("texts", "part"),
+    [
+        ([], "give --text"),
+        (["a.txt:0"], "greater than 0"),
+        (["a.txt:nan"], "greater than 0"),
+        (["a.txt:0.5", "b.txt"], "every --text a weight"),
+        (["none.txt:0.5"], "none.txt: no such file"),
+        (["none.txt"], "none.txt: no such file"),
+    ],
+)
+def test_refused(tmp_path, monkeypatch, texts, part):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        write(Path(f"{name}.txt"), name, 3)
+    with pytest.raises(ValueError, match=part):
+        parse(texts)

@@ -1,0 +1,115 @@
+"""The central model in ranges on Ray: bitwise the local run, whichever owner dies and when."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from checkpoints import joined, same
+from processes import same_bits
+from test_ray import TRAIN, same_as_local
+from transformers import AutoModelForCausalLM
+
+from twistlm.system.signals import TOO_FEW, Ended
+from twistlm.training import rounds
+
+
+def test_any_number_of_owners_is_the_local_run_bit_for_bit(scene, tmp_path):
+    """One process, then four owners, then one again; evaluations, too, which a worker makes."""
+    train = TRAIN | {"schedule": "constant", "scale": "measured", "rounds": 2}
+    run = {"eval_every": 2, "wire": "bf16", "keep": 9}
+    here = scene(train=train, run=run, blocks={"deal": "balanced", "k_attn": [2, 3]})
+    first = here.config(here.out, run={"variant": "local"})
+    rounds.train(first, quiet=True)
+    here.sections["train"]["rounds"], here.sections["ray"]["owners"] = 4, 4
+    here.train(resume=True)
+    files = {path.name for path in here.last().glob("model*")}
+    assert files >= {"model-00001-of-00004.safetensors", "model.safetensors.index.json"}
+    model = AutoModelForCausalLM.from_pretrained(here.last())
+    held = joined(here.last(), "model")
+    assert all(torch.equal(p, held[name]) for name, p in model.named_parameters())
+    more = {"train": {"rounds": 6}, "run": {"variant": "local"}}
+    straight = rounds.train(here.config(tmp_path / "straight", **more), quiet=True)
+    resumed = rounds.train(here.config(here.out, **more), resume=True, quiet=True)
+    for r in (1, 2, 3, 4):
+        same(straight.parent / f"round-{r:06d}", resumed.parent / f"round-{r:06d}")
+    same(straight, resumed)
+    ours, theirs = (
+        [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for out in (here.out, tmp_path / "straight")
+    )
+    for key in ("loss", "eval"):
+        assert [row.get(key) for row in ours] == [row.get(key) for row in theirs]
+    assert ours[1]["eval"]["full"] > 1
+
+
+PHASES = {"cut": 0, "add": 1, "prepare": 2, "keep": 0, "commit": 1}
+
+
+def test_an_owner_killed_in_any_phase_costs_at_most_the_round(scene, tmp_path):
+    """Each comes back from its neighbour's copy, and the round is done again: bit for bit."""
+    here = scene(train=TRAIN | {"rounds": 6}, ray={"owners": 3})
+    here.suffers(
+        *(
+            {"owner": i, "round": 1 + r, "at": at, "do": "SIGKILL"}
+            for r, (at, i) in enumerate(PHASES.items())
+        )
+    )
+    here.train()
+    back = [(row["worker"], row["round"]) for row in here.events("restored")]
+    assert [who for who, _ in back] == [f"owner {i}" for i in PHASES.values()]
+    # a round that all owners had prepared and kept is committed without the dead one
+    assert [r for _, r in back] == [1, 2, 3, 4, 6]
+    assert [row["round"] for row in here.events("not committed")] == [1, 2, 3, 4]
+    assert not [row for row in here.events("round") if row["lost"]]
+    same_as_local(here, tmp_path / "local")
+
+
+@pytest.mark.chaos
+def test_a_frozen_owner_is_replaced_and_workers_lost_beside_it(scene):
+    """SIGSTOP is silence; workers killed in the same rounds cost their results, as ever."""
+    here = scene(train=TRAIN | {"rounds": 5}, ray={"owners": 2, "floor": 4.0})
+    here.suffers(
+        {"owner": 1, "round": 1, "at": "prepare", "do": "SIGSTOP"},
+        {"place": 0, "round": 2, "at": "send", "do": "SIGKILL"},
+        {"place": 2, "round": 3, "at": "send", "do": "nan"},
+    )
+    here.train()
+    assert [row["why"] for row in here.events("lost", worker="owner 1")] == ["silent for 4 s"] * 2
+    assert [row["lost"] for row in here.events("round")][:4] == [[], [], [0], [2]]
+    assert same_bits(here.replay(), here.last())
+
+
+@pytest.mark.chaos
+def test_two_neighbours_at_once_mean_the_last_checkpoint(scene, tmp_path):
+    here = scene(train=TRAIN | {"rounds": 5}, ray={"owners": 3}, run={"save_every": 2})
+    here.suffers(
+        {"owner": 1, "round": 3, "at": "prepare", "do": "SIGKILL"},
+        {"owner": 2, "round": 3, "at": "prepare", "do": "SIGKILL"},
+    )
+    sentence = "owners 1 and 2 of the central model are lost together: .*--resume"
+    with pytest.raises(Ended, match=sentence) as end:
+        here.train()
+    assert end.value.code == TOO_FEW
+    here.train(resume=True)
+    assert [row["round"] for row in here.events("started")] == [0, 2]
+    same_as_local(here, tmp_path / "local")
+
+
+def test_a_killed_driver_finds_owners_and_their_round(scene, tmp_path):
+    """Killed before any owner has committed, and after all have: no round is lost, no checkpoint
+    is needed."""
+    here = scene(train=TRAIN | {"rounds": 5}, ray={"owners": 2}, run={"save_every": 3})
+    phases = ("owners.Owners._settle", 3), ("elastic.Elastic._gather", 2), ("checkpoint.save", 0)
+    for i, (at, n) in enumerate(phases):
+        driver = here.start(resume=i > 0, kill={"at": at, "n": n})
+        driver.join(120)
+        assert driver.exitcode == -signal.SIGKILL, here.text
+    here.train(resume=True)
+    assert [row["round"] for row in here.events("started")] == [0, 2, 4, 5]
+    assert len({tuple(row["owners"]) for row in here.events("started")}) == 1
+    assert all(os.path.exists(f"/proc/{pid}") for pid in here.events("started")[0]["owners"])
+    same_as_local(here, tmp_path / "local")

@@ -1,0 +1,69 @@
+"""`twistlm lab bench depth`: tickets of equal parameters by depth, by width and by both."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from ...compute import speed
+from ...system import terminal
+from ...system.provenance import describe_run
+from ...system.terminal import progress
+from ...tickets import extract
+from ...tickets.parent import Parent
+from ...tickets.requests import TicketRequest
+from . import DepthRequest
+
+REPEATS = 5  # runs behind a time, all models in turn
+
+
+def bench(parent: Parent, request: DepthRequest, *, quiet: bool = False) -> dict[str, Any]:
+    """For each number of layers a ticket of whole layers, and two others of as many parameters.
+
+    One keeps all layers, the other is free; their blocks go where losing them costs the most loss.
+    """
+    n_layers = parent.template.config.num_hidden_layers
+    text: dict[str, Any] = {"data": request.data, "tokens": request.tokens, "seed": request.seed}
+    with progress(quiet) as bar:
+
+        def cut(**asked: Any) -> extract.Ticket:
+            return extract.choose(parent, TicketRequest(**asked, **text), bar)
+
+        rows = [("whole", cut(ratio="1"))]
+        for n in request.layers or (3 * n_layers // 4, n_layers // 2):
+            rows += [("depth", cut(layers=n))]
+            same = rows[-1][1].proof["n_params"]
+            rows += [("width", cut(params=same, layers=n_layers)), ("both", cut(params=same))]
+    times = speed.measure_all([ticket.model for _, ticket in rows], REPEATS)
+    return {
+        "source": parent.source,
+        "rows": [
+            {
+                "cut": cut,
+                "n_params": ticket.proof["n_params"],
+                "n_layers": ticket.model.config.num_hidden_layers,
+                "blocks": {kind: kept for kind, kept, _ in ticket.kept()},
+                "perplexity": ticket.proof["perplexity"]["ticket"],
+                "speed": asdict(took),
+            }
+            for (cut, ticket), took in zip(rows, times, strict=True)
+        ],
+        "run": describe_run(),
+    }
+
+
+def table(made: dict[str, Any]) -> Table:
+    """A row for each ticket."""
+    took = made["rows"][0]["speed"]
+    title = f"{made['source']}: {took['device']}, {took['n_threads']} threads"
+    heads = ("parameters", "layers", "attn blocks", "ffn blocks", "perplexity")
+    result = terminal.table(title, "cut by", *heads, "ms a token", f"ms for {took['n_prompt']}")
+    for row in made["rows"]:
+        kept = (" ".join(map(str, each)) for each in row["blocks"].values())
+        ms = (f"{row['speed'][key]:.2f}" for key in ("decode_ms", "prefill_ms"))
+        head = (row["cut"], f"{row['n_params']:,}", str(row["n_layers"]))
+        ends = row["cut"] in ("whole", "both")
+        result.add_row(*head, *kept, f"{row['perplexity']:.2f}", *ms, end_section=ends)
+    return result

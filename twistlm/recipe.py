@@ -1,0 +1,205 @@
+"""What `shrink` trains: a config out of a model's shapes, the sizes asked for and a text's length.
+
+Pure functions: the same model, sizes and tokens give the same config on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedModel
+
+from . import config
+from .config import BlocksConfig, Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from .model import families, huggingface
+from .model.blocks import KINDS, BlockMap, Kind, Shapes, Widths, count
+from .presets import to_toml
+from .tickets.budget import Budget, fit
+from .tickets.hf_folder import all_widths, refuse_shared, stock_ks
+from .tickets.parent import default_seq_len
+from .training import plan
+
+N_WORKERS, INTERVAL = 4, 10
+BATCHES = (8, 4, 2, 1)  # sequences in a local step: the most that leave
+STEPS = 300  # local steps
+N_FFN = 12  # blocks in an FFN layer, about; as in the measured presets
+FEWEST, MOST = 8, 64
+UNIT = 64  # neurons: a block of so many, or half, is whole in kernels and quantised rows
+WHOLE, CUT = 2, 6  # of eight masks: the whole model, and the sizes in turn
+RATE, RATE_AT, HIGHEST = 1e-3, 135e6, 3e-3  # suits SmolLM2; larger models want less, ~ 1/sqrt(n)
+
+DecodeMs = Callable[[Shapes], float]  # milliseconds of a token in a model of these shapes
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size that was asked for, and the widths that it buys: one K for each kind."""
+
+    budget: Budget
+    ratio: str  # attn=2/3,ffn=8/12
+    ks: dict[Kind, int]
+    n_params: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The blocks of a model, and the widths of its stock tickets."""
+
+    blocks: BlocksConfig
+    block_map: BlockMap
+    legal: list[Widths]
+
+
+def blocks_in(n_neurons: int) -> int:
+    """How many blocks an FFN layer is cut into: whole units first, then about a dozen."""
+
+    def badness(n: int) -> tuple[bool, int, float]:
+        return n < FEWEST, -math.gcd(n_neurons // n, UNIT), abs(math.log(n / N_FFN))
+
+    most = min(MOST, n_neurons)
+    return min((n for n in range(1, most + 1) if n_neurons % n == 0), key=badness)
+
+
+def cut_for(model: PreTrainedModel, overrides: Sequence[str] = ()) -> Cut:
+    """How a model is cut: all layers, in the way that has most widths of attention.
+
+    Widths count that make plain models of the family. Of kv groups and query heads with as many,
+    groups are cut: the cache shrinks, too.
+    """
+    own = [word for word in overrides if word.startswith("blocks.")]
+    n_ffn = blocks_in(families.block_map(model, "ffn").n_blocks("ffn"))
+    usual = BlocksConfig(n_ffn=n_ffn, shared_first=0, shared_last=0, masks="sequence", nested=0.5)
+
+    def legal_of(kind: Kind, by: Any) -> tuple[list[int], BlocksConfig]:
+        given = config.override(Config(blocks=replace(usual, attn_by=by)), own).blocks
+        refuse_shared(given)
+        if given.setting not in ("both", kind):
+            return [], given
+        return stock_ks(model, families.partition(model, replace(given, setting=kind)))[kind], given
+
+    ffn, blocks = legal_of("ffn", "auto")
+    legal: dict[Kind, list[int]] = {}
+    for by in ("auto", "query"):
+        with suppress(ValueError):  # a family whose attention cannot be cut, or not in this way
+            ks, given = legal_of("attn", by)
+            if len(ks) > max(1, len(legal.get("attn", ()))):
+                legal["attn"], blocks = ks, given
+    legal |= {"ffn": ffn} if len(ffn) > 1 else {}
+    if not legal:
+        kind = model.config.model_type
+        raise ValueError(f"no cut of this {kind} is a plain {kind}: its widths have no divisors")
+    setting: Any = "both" if len(legal) > 1 else next(iter(legal))
+    blocks = replace(blocks, setting=setting)
+    cut = families.partition(model, blocks)
+    return Cut(blocks, cut, all_widths(cut, legal))
+
+
+def sizes_for(
+    model: PreTrainedModel,
+    made: Cut,
+    budgets: Sequence[Budget],
+    dtype: str = "float32",
+    decode_ms: DecodeMs | None = None,
+) -> list[Size]:
+    """The stock ticket that each budget buys, the largest first."""
+    cut, shapes, found = made.block_map, huggingface.shapes(model), []
+    n_full = count(cut, shapes, cut.full_widths())
+    for budget in budgets:
+
+        def cost(widths: Widths, budget: Budget = budget) -> float:
+            narrow = cut.narrowed(shapes, widths)
+            if budget.kind == "latency" and decode_ms is not None:
+                return decode_ms(narrow)
+            return budget.count(narrow, dtype, partial(families.n_cached, model))
+
+        widths = fit(budget, cut, cost, made.legal)[0]
+        if widths == cut.full_widths():
+            raise ValueError(
+                f"--{budget.kind} {budget.asked} has room for the whole model of {n_full:,} "
+                "parameters: ask for less"
+            )
+        ks = {group.kind: widths[group.name] for group in cut.groups}
+        ratio = ",".join(f"{kind}={k}/{cut.n_blocks(kind)}" for kind, k in ks.items())
+        found.append(Size(budget, ratio, ks, count(cut, shapes, widths)))
+    found.sort(key=lambda size: -size.n_params)
+    for one, other in pairwise(found):
+        if one.ratio == other.ratio:
+            raise ValueError(
+                f"--{one.budget.kind} {one.budget.asked} and --{other.budget.kind} "
+                f"{other.budget.asked} buy the same ticket, {one.ratio} with {one.n_params:,} "
+                "parameters: ask for sizes further apart"
+            )
+    return found
+
+
+def choose(
+    model: PreTrainedModel,
+    weights: str,
+    made: Cut,
+    sizes: Sequence[Size],
+    *,
+    out: str,
+    n_text: int,
+    n_tokens: int,
+    room: float = math.inf,
+    overrides: Sequence[str] = (),
+) -> Config:
+    """The training of `n_tokens` out of a text of `n_text`, in at most `room` bytes of memory."""
+    n_blocks = {kind: n for kind in KINDS if (n := made.block_map.n_blocks(kind))}
+    turns = [sizes[-1 - i % len(sizes)].ks for i in range(max(CUT, len(sizes)))]  # smallest first
+    turns.sort(key=lambda ks: [-k for k in ks.values()])
+    masks = {kind: [n] * WHOLE + [ks[kind] for ks in turns] for kind, n in n_blocks.items()}
+    own: dict[str, Any] = {f"k_{kind}": (n,) for kind, n in n_blocks.items()}
+    own |= {f"mask_{kind}": tuple(widths) for kind, widths in masks.items()}
+    seq_len = default_seq_len(model)
+    n_params = sum(map(math.prod, huggingface.shapes(model).values()))
+    rate = min(HIGHEST, RATE * math.sqrt(RATE_AT / n_params))
+    cfg = Config(
+        model=ModelConfig(weights, model.config.model_type, numbers_of(model)),
+        data=DataConfig(train=f"{out}/text/train", valid=f"{out}/text/valid", seq_len=seq_len),
+        blocks=replace(made.blocks, **own),
+        run=RunConfig(
+            out=f"{out}/parent", eval_every=-1, eval_ratios=tuple(size.ratio for size in sizes)
+        ),
+    )
+    for batch in BATCHES:
+        per_step = N_WORKERS * batch * seq_len
+        n_rounds = max(1, n_tokens // (per_step * INTERVAL))
+        t = TrainConfig(
+            n_workers=N_WORKERS, rounds=n_rounds, interval=INTERVAL, batch=batch,
+            lr=float(f"{rate:.1e}"), schedule="cosine", warmup=min(100, n_rounds),
+            betas=(0.9, 0.95), weight_decay=0.1, clip=1.0,
+            # what is read twice is predicted once; what is read once costs as much beside a step
+            teacher="cache" if n_tokens > n_text else "start",
+        )  # fmt: skip
+        saved = replace(cfg.run, save_every=max(1, min(50, n_rounds // 20)))
+        whole = config.override(replace(cfg, train=t, run=saved), overrides)
+        if n_tokens >= per_step * STEPS and plan.memory(whole, model)[1] <= room:
+            break
+    return whole
+
+
+def numbers_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What a model's config says in numbers and differs from its type's defaults."""
+    usual = AutoConfig.for_model(model.config.model_type)
+    return {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if isinstance(value, int) and hasattr(usual, key) and getattr(usual, key) != value
+    }
+
+
+def written(cfg: Config, header: str) -> str:
+    """The config as a file for `twistlm train`: all that differs from the defaults."""
+    usual, mine = asdict(Config()), asdict(cfg)
+    changed = {
+        section: {key: value for key, value in keys.items() if value != usual[section][key]}
+        for section, keys in mine.items()
+    }
+    return to_toml(changed, header)

@@ -1,0 +1,297 @@
+"""`twistlm shrink`: from a model and text to tickets of the sizes asked for, in one command.
+
+OUT/shrink.json   what was asked, and the widths of every size
+OUT/text          tokens to train and to measure on, and a teacher's predictions where cached
+OUT/train.toml    everything that was chosen, for `twistlm train`
+OUT/parent        the training run
+OUT/params-350M   a ticket of each size, and with --gguf its file for llama.cpp
+
+Every stage leaves its result whole or not at all, so the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.filesize import decimal
+from rich.table import Table
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from . import config, recipe
+from .api import python_words
+from .compute import speed
+from .config import Config
+from .data import mixture
+from .data.prepare import STRINGS, n_bytes
+from .data.teacher_cache import id_bytes
+from .data.token_file import open_tokens
+from .export import gguf
+from .model import huggingface
+from .model.blocks import Shapes
+from .model.tokenizer import covers, load_tokenizer, vocabulary_of
+from .recipe import Size
+from .system import terminal
+from .system.device import pick_device
+from .system.files import alone, whole_file
+from .system.terminal import console, waiting
+from .tickets import deploy
+from .tickets.budget import amount, parse_budgets
+from .tickets.extract import write
+from .tickets.hf_folder import stock_config
+from .tickets.parent import open_parent
+from .tickets.requests import ShrinkRequest, TicketRequest
+from .tickets.score import score_model, text_of
+from .tickets.tasks import open_tasks
+from .training import checkpoint, plan, rounds
+from .training.teacher import write_cache
+
+RECORD, CONFIG = "shrink.json", "train.toml"
+MEASURED = 32768  # tokens that every size is measured on
+BYTES_PER_TOKEN = 4  # of text that is not read yet
+TAUGHT = 4 / 3  # of a forward and backward pass: with a teacher's forward pass beside it
+SPARE = 0.9  # of --hours: text, tickets and measurements have the rest
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model as it was measured: the one that was given, the trained parent, or a ticket."""
+
+    name: str
+    folder: Path
+    n_params: int
+    perplexity: float
+    n_bytes: int
+    decode_ms: float
+
+
+def shrink(
+    model: str | Path, text: Any, *overrides: str, out: str | Path, **asked: Any
+) -> list[Row]:
+    """Train a model for the sizes asked for and write a ticket of each; whole models come first.
+
+    `text` is a file, a folder, hub:NAME, a list of them ("code/:0.7"), or any other iterable: of
+    documents. Other keywords are the options of `twistlm shrink` (`ShrinkRequest`): `to="350M"`,
+    `tokens="50M"`. The same call goes on after a stop. The tickets are in `row.folder`.
+    """
+    several = text if isinstance(text, list | tuple) else [text]
+    texts = tuple(str(each) if isinstance(each, Path) else each for each in several)
+    given: dict[str, Any] = {"text": texts, "out": Path(out), "overrides": overrides}
+    with python_words():
+        return run(ShrinkRequest(model=str(model), **given, **asked))
+
+
+def run(request: ShrinkRequest) -> list[Row]:
+    """All stages, or those that an earlier call has left."""
+    out, record = request.out, {"asked": _asked(request)}
+    if (out / RECORD).is_file():
+        before = json.loads((out / RECORD).read_text())
+        for key, was in before["asked"].items():
+            if was != (now := record["asked"].get(key)):
+                raise ValueError(
+                    f"--out {out} was made with {key} = {was!r}, not {now!r}: choose another "
+                    f"folder; `twistlm extract {out}/parent --stock` cuts other sizes"
+                )
+        record = before
+    elif out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"--out {out} is not empty and was not made by shrink: choose another")
+    if request.tasks:
+        open_tasks(request.tasks)
+    checked = None if "sizes" in record else check(request)
+    with alone(out):
+        if checked is not None:
+            whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
+            record["sizes"] = _prepare(request, checked)
+            whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
+        cfg = config.load(str(out / CONFIG))
+        _train(cfg)
+        return _cut(request, cfg, record["sizes"])
+
+
+def _asked(request: ShrinkRequest) -> dict[str, Any]:
+    """What decides over training and tickets, as JSON."""
+    named = tuple(text if isinstance(text, str) else STRINGS for text in request.text)
+    told = asdict(replace(request, text=named))
+    return json.loads(json.dumps({k: told[k] for k in told if k not in ("out", "gguf", "tasks")}))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What follows from a request with which nothing is known to be wrong."""
+
+    texts: list[mixture.Weighted]
+    tokenizer: Tokenizer
+    model: PreTrainedModel  # without storage
+    device: str
+    sizes: list[Size]
+    choose: Callable[..., Config]  # of n_text and n_tokens
+
+
+def check(request: ShrinkRequest) -> Checked:
+    """Refuse in one sentence what cannot work, before anything long starts."""
+    texts, name, overrides = mixture.parse(request.text), request.model, request.overrides
+    kinds = {"params": request.to, "size": request.size}
+    kinds |= {"latency": request.latency, "memory": request.memory}
+    given = [(kind, str(each)) for kind in kinds for each in kinds[kind]]
+    if not given:
+        raise ValueError("give --to, --size, --latency or --memory, several for several sizes")
+    if request.tokens and request.hours:
+        raise ValueError("give --tokens or --hours, not both")
+    n_tokens = int(amount("tokens", str(request.tokens))) if request.tokens else 0
+    weights = f"gguf:{name}" if name.endswith(".gguf") and ":" not in name else name
+    weights = checkpoint.weights_of(weights)
+    model = huggingface.outline(weights)
+    tokenizer = load_tokenizer(request.tokenizer or weights)
+    its = vocabulary_of(weights) if request.tokenizer else None
+    largest, n_known = max(tokenizer.get_vocab().values()), huggingface.vocab_size(model)
+    if largest >= n_known or (its and not covers(its, tokenizer)):
+        raise ValueError(
+            f"--tokenizer {request.tokenizer or weights}: it is not that of {name}, which knows "
+            f"{n_known} tokens"
+        )
+    if request.gguf:
+        gguf.check(model, request.gguf, "--gguf")
+    cut = recipe.cut_for(model, overrides)
+    device = config.override(Config(), overrides).run.device
+
+    def decode_ms(shapes: Shapes) -> float:
+        narrow: Any = stock_config(model, shapes)
+        ready = speed.blank(huggingface.on_meta(narrow), device, getattr(torch, request.dtype))
+        return speed.measure_all([ready])[0].decode_ms
+
+    try:
+        budgets = parse_budgets(request.context, given)
+        sizes = recipe.sizes_for(model, cut, budgets, request.dtype, decode_ms)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--params", "--to")) from None
+    own: dict[str, Any] = {"out": str(request.out), "overrides": overrides}
+    choose = partial(recipe.choose, model, weights, cut, sizes, room=_room(device)[0], **own)
+    checked = Checked(texts, tokenizer, model, device, sizes, choose)
+    n_text = sum(n_bytes(each.source) or 0 for each in texts) // BYTES_PER_TOKEN  # about
+    needs(request, checked, choose(n_text=n_text, n_tokens=n_tokens), n_text)
+    return checked
+
+
+def needs(request: ShrinkRequest, checked: Checked, cfg: Config, n_text: int) -> str:
+    """Memory and disk that a training takes, in words; an error where there is less."""
+    memory, (room, whose) = plan.memory(cfg, checked.model)[1], _room(checked.device)
+    if memory > room:
+        raise ValueError(
+            f"training {request.model} takes about {decimal(memory)} of memory, and {whose} has "
+            f"{decimal(room)}: lower data.seq_len = {cfg.data.seq_len}, or take a smaller model"
+        )
+    n_params = sum(map(math.prod, huggingface.shapes(checked.model).values()))
+    width = id_bytes(huggingface.vocab_size(checked.model))
+    cached = plan.TOP * (width + 2) if cfg.train.teacher == "cache" else 0
+    disk = n_text * (2 * width + cached)  # tokens: each source, then all
+    disk += 3 * 12 * n_params  # checkpoints: two, and one that is being written
+    disk += (4 + 2 * bool(request.gguf)) * sum(size.n_params for size in checked.sizes)
+    near = next(path for path in (request.out, *request.out.absolute().parents) if path.exists())
+    if disk > (free := shutil.disk_usage(near).free):
+        raise ValueError(
+            f"--out {request.out} takes about {decimal(disk)} of disk, and {decimal(free)} are "
+            "free: choose another folder, or fewer --tokens"
+        )
+    return f"{decimal(memory)} of memory, {decimal(disk)} of disk in {request.out}"
+
+
+def _room(device: str) -> tuple[int, str]:
+    """Bytes of memory for a training, and whose."""
+    where = pick_device(device)
+    if where.type == "cuda":
+        return torch.cuda.mem_get_info(where)[0], "the GPU"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+
+
+def _prepare(request: ShrinkRequest, checked: Checked) -> dict[str, str]:
+    """Make the tokens, choose the config, say what it takes: the name of each size -> its ratio."""
+    folder = request.out / "text"
+    train, valid = mixture.mix(checked.texts, folder, checked.tokenizer, request.column)
+    n_text, n_valid = train.meta.n_tokens, valid.meta.n_tokens
+    n_tokens = int(amount("tokens", str(request.tokens))) if request.tokens else n_text
+    cfg = checked.choose(n_text=n_text, n_tokens=n_tokens)
+    seq_len = cfg.data.seq_len
+    least = recipe.N_WORKERS * recipe.INTERVAL * seq_len
+    if n_text < least or n_valid < seq_len:
+        shutil.rmtree(folder)
+        (request.out / RECORD).unlink()
+        raise ValueError(
+            f"--text: {n_text:,} tokens to train and {n_valid:,} to measure on are too few: one "
+            f"round takes {least:,}, a measurement {seq_len:,} (data.seq_len = {seq_len})"
+        )
+    seconds = TAUGHT * speed.training_seconds(checked.model, seq_len, checked.device)
+    if request.hours:
+        n_tokens = int(SPARE * 3600 * request.hours / seconds)
+        cfg = checked.choose(n_text=n_text, n_tokens=n_tokens)
+    takes, t = needs(request, checked, cfg, n_text), cfg.train
+    n_tokens = t.rounds * t.interval * t.n_workers * t.batch * seq_len
+    for size in checked.sizes:
+        console.print(f"{size.budget.slug}: {size.n_params:,} parameters, {size.ratio}")
+    about = timedelta(seconds=round(n_tokens * seconds))
+    console.print(f"{n_tokens:,} tokens in {t.rounds:,} rounds: about {about}, {takes}")
+    header = f"Chosen by `twistlm shrink {request.model}`; what it trains:\n"
+    header += f"  twistlm train {request.out / CONFIG} --auto-resume"
+    whole_file(request.out / CONFIG, recipe.written(cfg, header))
+    return {size.budget.slug: size.ratio for size in checked.sizes}
+
+
+def _train(cfg: Config) -> None:
+    """The teacher's predictions where they are read more than once, then all rounds."""
+    t = cfg.train
+    if t.teacher == "cache" and not Path(f"{cfg.data.train}.teacher.json").is_file():
+        file = open_tokens(cfg.data.train)
+        top = min(plan.TOP, file.meta.vocab_size)
+        write_cache(file, cfg.model.weights, top, cfg.data.seq_len, cfg.run.device)
+    last = Path(cfg.run.out) / "checkpoints" / checkpoint.folder_name(t.rounds)
+    rounds.train(cfg, resume=True, quiet=last.is_dir())
+
+
+def _cut(request: ShrinkRequest, cfg: Config, sizes: dict[str, str]) -> list[Row]:
+    """A ticket of each size, its GGUF file where that is asked for, and what all are worth."""
+    parent = open_parent(cfg.run.out, cfg.run.device)
+    rows: list[Row] = []
+    for name, ratio in sizes.items():
+        folder, file = request.out / name, request.out / f"{name}.gguf"
+        if not (folder / deploy.TICKET).is_file():
+            asked = TicketRequest(ratio=(ratio,), stock=True, tokens=MEASURED, dtype=request.dtype)
+            write(parent, folder, asked)
+        proof = deploy.read_ticket(folder)
+        found = proof["perplexity"]
+        if not rows:
+            rows.append(_row("trained", Path(cfg.run.out), proof["parent"], found["parent"]))
+        rows.append(_row(name, folder, proof, found["ticket"]))
+        if request.gguf and not file.is_file():
+            with waiting.status(f"write {file}"):
+                model = deploy.load_ticket(folder).float()
+                gguf.export(model, file, request.gguf, folder / "tokenizer.json")
+    start = huggingface.load(checkpoint.resolved(cfg).model, cfg.run.seed)
+    torch.nn.Module.to(start, parent.central.weights.device)
+    score = score_model(start, text_of(parent, None, MEASURED), request.model, cfg.train.precision)
+    given = replace(rows[0], name=request.model, folder=Path(request.model), perplexity=score.full)
+    return [given, *rows]
+
+
+def _row(name: str, folder: Path, proof: dict[str, Any], perplexity: float) -> Row:
+    n_bytes, decode_ms = proof["bytes"], proof["speed"]["decode_ms"]
+    return Row(name, folder, proof["n_params"], perplexity, n_bytes, decode_ms)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Whole models and tickets: parameters, perplexity on held-out text, bytes, speed."""
+    heads = ("", "parameters", "of whole", "perplexity", "MB", "ms per token")
+    made = terminal.table("measured on text that was held out", *heads)
+    for row in rows:
+        share = f"{row.n_params / rows[0].n_params:.1%}"
+        numbers = f"{row.perplexity:.2f}", f"{row.n_bytes / 1e6:,.1f}", f"{row.decode_ms:.2f}"
+        made.add_row(row.name, f"{row.n_params:,}", share, *numbers)
+    return made

@@ -1,0 +1,291 @@
+"""How a budget is spent: which layers a ticket keeps, and how wide they are.
+
+Even widths come first. Where there is text to measure on, tickets without one layer, without two,
+and so on are tried as long as the loss falls, then widths by sensitivity: every layer is tried with
+a quarter of its blocks fewer and more, the others as they are. That gives each layer two slopes,
+loss per block. The budget is then spent anew, greedily by slope / cost, within the tried range; one
+more pass starts from there with half the step. Of all widths that were measured the best are kept,
+so that they are never worse than even ones on this text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from ..compute import speed
+from ..compute.attention import causal_
+from ..compute.loss import loss_for
+from ..model import depth
+from ..model.blocks import KINDS, BlockGroup, BlockMap, Blueprint, Widths, widths_of_ratio
+from ..model.families import n_cached
+from ..model.generator import for_deployment
+from ..model.masks import layer_order
+from ..model.subnet import add_means_, build
+from ..system.device import autocast, to_device
+from ..system.terminal import console
+from . import deploy, hf_folder, importance
+from .budget import Budget, Cost, fit, grow, grow_evenly, predicted
+from .importance import NESTED, Pick
+from .parent import Parent
+from .requests import TicketRequest
+
+Loss = Callable[[Widths], float]
+STEPS = (4, 8)  # the n-th part of a layer's blocks that is taken or added, pass by pass
+N_RANDOM = 2  # nested random choices of blocks behind a loss, where blocks are not picked by scores
+LONG = 10.0  # seconds of measurement that are announced
+PATIENCE = 2  # numbers of layers in a row that are no better: fewer are not tried any more
+
+
+def choose_widths(
+    parent: Parent, request: TicketRequest, budget: Budget, how: Pick, bar: Progress
+) -> tuple[Cost, list[tuple[Widths, dict[str, Any]]]]:
+    """What widths cost, and those that the budget buys, each with how it was spent.
+
+    The best come first; smaller ones, for a latency that turns out too long, follow.
+    """
+    block_map = parent.block_map
+    most = getattr(parent.template.config, "max_position_embeddings", None)
+    if most is not None and budget.context > most:
+        raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
+    n_left_out = _n_left_out(parent, request.layers)
+    order = layer_order(block_map, parent.progress.order)
+
+    def cost(widths: Widths) -> float:
+        if budget.kind != "latency":
+            shapes = block_map.narrowed(parent.central.layout.shapes, widths)
+            if budget.kind == "size":  # a file holds names, too
+                shapes = depth.renumbered(parent.template, shapes)
+            return budget.count(shapes, request.dtype, partial(n_cached, parent.template))
+        some = for_deployment(block_map, widths, seed=0)  # any blocks: equal shapes
+        model = deploy.cut_ticket(parent, some).to(getattr(torch, request.dtype))
+        return speed.measure_all([model])[0].decode_ms
+
+    def all_of(widths: Widths) -> Widths:
+        """With 0 in layers that are left out, in the order of the map."""
+        return {g.name: widths.get(g.name, 0) for g in block_map.groups}
+
+    legal = None
+    if request.stock:
+        asked = widths_of_ratio(block_map, budget.asked) if budget.kind == "ratio" else None
+        legal = hf_folder.stock_widths(parent, asked)
+
+    @cache
+    def even(left_out: tuple[int, ...]) -> list[Widths]:
+        """Even widths without these layers."""
+        rest = block_map.without(left_out)
+        here = legal and [{g.name: each[g.name] for g in rest.groups} for each in legal]
+        return [all_of(each) for each in fit(budget, rest, lambda w: cost(all_of(w)), here)]
+
+    def evenly(found: list[Widths]) -> tuple[Cost, list[tuple[Widths, dict[str, Any]]]]:
+        return cost, [(each, {"how": "even"}) for each in found]
+
+    is_open = budget.kind != "ratio" and not request.stock and request.spend == "measured"
+    tries_depth = is_open and request.layers is None and not why_whole(parent)
+    layers = tuple(sorted({group.layer for group in block_map.groups}))
+    first: list[Widths] = []
+    refused = None
+    if order or not n_left_out:
+        try:
+            first = even(order[len(order) - n_left_out :])
+        except ValueError as error:
+            if not tries_depth:
+                raise
+            refused = error
+            even(layers[1:])  # too large with a single one, too?
+        if first and (not is_open or first[0] == block_map.full_widths()):
+            return evenly(first)
+    try:
+        text = importance.calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
+    except ValueError as error:
+        if not first:
+            raise refused or error from None
+        console.print(f"the budget is spent evenly: {error}")
+        return evenly(first)
+
+    losses = Sensitivity(parent, text.ids, scores_for(parent, how, text.ids, request.seed))
+    total = 2 * (n_losses(block_map) + len(layers))  # without each layer, each number of them
+    task = bar.add_task("sensitivity", total=total, note="")
+
+    def loss(widths: Widths) -> float:
+        value = losses.loss(widths)
+        bar.update(task, completed=len(losses.measured), note=f"loss {value:.3f}")
+        return value
+
+    began = time.monotonic()
+    losses.loss(first[0] if first else block_map.full_widths())
+    if (seconds := total * (time.monotonic() - began)) > LONG:
+        console.print(
+            f"measuring what each layer is worth: up to {total} losses, about {seconds:.0f} s; "
+            "--spend even needs none of them, fewer --tokens less time"
+        )
+    if not order and (tries_depth or n_left_out):
+
+        def without(layer: int) -> float:
+            return loss(all_of(block_map.without([layer]).full_widths()))
+
+        order = tuple(sorted(layers, key=without, reverse=True))
+    best, worse = first, 0
+    numbers = range(len(layers)) if tries_depth else range(n_left_out, n_left_out + 1)
+    for n in numbers:
+        try:
+            tried = even(order[len(order) - n :])
+        except ValueError:  # too large still
+            if n == numbers[-1] and not best:
+                raise
+            continue
+        if not best or loss(tried[0]) < loss(best[0]):
+            best, worse = tried, 0
+        elif best is not tried and (worse := worse + 1) == PATIENCE:
+            break
+    if not is_open:
+        return evenly(best)
+    found = []
+    for tried in (first, best) if first and best is not first else (best,):
+        rest = block_map.without(block_map.dropped(tried[0]))
+        start, price = {g.name: tried[0][g.name] for g in rest.groups}, lambda w: cost(all_of(w))
+        if budget.kind == "latency":
+            price = predicted(rest, price, start)
+        widths = measured_widths(rest, start, budget.limit, price, lambda w: loss(all_of(w)))
+        found.append((all_of(widths), tried))
+    bar.update(task, completed=total)
+    widths, tried = min(found, key=lambda each: loss(each[0]))
+    spent = {"loss": loss(widths), "loss_of_even_widths": loss((first or best)[0])}
+    others = [(each, {"how": "even"}) for each in tried if each != widths]
+    return cost, [(widths, {"how": "measured", **spent}), *others]
+
+
+def why_whole(parent: Parent) -> str:
+    """Why no layer of a parent can be left out; empty if it can."""
+    if {group.kind for group in parent.block_map.groups} != set(KINDS):
+        return "one kind of layer is not cut (blocks.setting = 'both' cuts both)"
+    if any(group.common for group in parent.block_map.groups):
+        return "its common blocks stay in every ticket"
+    try:
+        depth.check(parent.template, ())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _n_left_out(parent: Parent, asked: int | None) -> int:
+    """How many layers `--layers` leaves out."""
+    if asked is None:
+        return 0
+    n_layers = parent.template.config.num_hidden_layers
+    n_cut = len({group.layer for group in parent.block_map.groups})
+    least = n_layers - n_cut + 1
+    if not least <= asked <= n_layers:
+        raise ValueError(
+            f"--layers {asked}: {parent.source} has {n_layers}, of which {n_cut} are cut; legal "
+            f"are {least}..{n_layers}"
+        )
+    if asked < n_layers and (why := why_whole(parent)):
+        raise ValueError(f"--layers {asked}: {why}")
+    return n_layers - asked
+
+
+def measured_widths(
+    block_map: BlockMap, even: Widths, limit: float, cost: Cost, loss: Loss
+) -> Widths:
+    """The best measured widths of at most `limit`, found from `even` ones."""
+    found = [even]
+    for part in STEPS:
+        found.append(_spend_anew(block_map, found[-1], part, limit, cost, loss))
+    return min(found, key=loss)
+
+
+def _spend_anew(
+    block_map: BlockMap, centre: Widths, part: int, limit: float, cost: Cost, loss: Loss
+) -> Widths:
+    """From the lowest tried widths up: the block with the most loss saved per cost comes first."""
+    prices = {g.name: _slopes(g, centre, part, loss) for g in block_map.groups}
+    low = {name: tried[0] for name, (tried, _, _) in prices.items()}
+    high = {name: tried[-1] for name, (tried, _, _) in prices.items()}
+    spent = cost(low)  # blocks of a layer cost the same, but for a few bytes of a file's header
+    each = {n: max(cost(low | {n: low[n] + 1}) - spent, 1e-9) for n in low if low[n] < high[n]}
+
+    def turn(name: str, k: int) -> tuple[float, str]:
+        _, below, above = prices[name]
+        return -(below if k < centre[name] else above) / each[name], name
+
+    grown = grow(low, high, limit, cost, turn)
+    return grow_evenly(block_map, grown, limit, cost)  # what is left
+
+
+def n_losses(block_map: BlockMap) -> int:
+    """How many losses `measured_widths` measures, at most."""
+    return 1 + len(STEPS) * (1 + 2 * len(block_map.groups))
+
+
+def _slopes(group: BlockGroup, centre: Widths, part: int, loss: Loss) -> tuple[range, float, float]:
+    """Widths to choose from, and what a block is worth below and above the centre."""
+    k, step, here = centre[group.name], max(1, group.n_blocks // part), loss(centre)
+    low, high = max(group.least, k - step), min(group.n_blocks, k + step)
+    below = (loss(centre | {group.name: low}) - here) / (k - low) if low < k else 0.0
+    above = (here - loss(centre | {group.name: high})) / (high - k) if high > k else 0.0
+    if above > below:  # noise, or a layer that needs many: one price for all, so that order is kept
+        below = above = (below * (k - low) + above * (high - k)) / (high - low)
+    return range(low, high + 1), below, above
+
+
+class MaskedParent:
+    """A parent's subnets by masks and scales, one in the place of the other: nothing is cut."""
+
+    def __init__(self, parent: Parent):
+        self.parent, central = parent, parent.central
+        self._weights = central.weights.clone() if parent.means else central.weights
+        self._subnet = build(
+            parent.template, parent.block_map, central.layout, self._weights, gates="all"
+        )
+        self.model = self._subnet.model
+
+    def keep_(self, blueprint: Blueprint) -> None:
+        parent, central = self.parent, self.parent.central
+        factors = parent.scales(parent.block_map.widths(blueprint))
+        self._subnet.keep_(blueprint, factors)
+        if parent.means:
+            self._weights.copy_(central.weights)
+            views = central.layout.views(self._weights)
+            add_means_(views, parent.block_map, blueprint, factors, parent.means)
+
+
+class Sensitivity(MaskedParent):
+    """The mean loss of a parent's subnets on text, each measured once."""
+
+    def __init__(self, parent: Parent, ids: Tensor, scores: list[importance.BlockScores]):
+        super().__init__(parent)
+        causal_(self.model)
+        self.ids, self.scores, self._loss = ids, scores, loss_for(parent.template)
+        self.measured: dict[tuple[int, ...], float] = {}
+
+    @torch.no_grad()
+    def loss(self, widths: Widths) -> float:
+        """Of nested choices: a wider subnet holds all blocks of a narrower one."""
+        key, device = tuple(widths.values()), self.model.device
+        if key not in self.measured:
+            losses = [0.0] * len(self.scores)
+            for i, scores in enumerate(self.scores):
+                self.keep_(importance.keep_best(self.parent.block_map, scores, widths))
+                for batch in self.ids.split(16):
+                    with autocast(self.parent.cfg.train.precision, device):
+                        found = self._loss(self.model, to_device(batch, device))
+                    losses[i] += float(found) * len(batch)
+            self.measured[key] = sum(loss / len(self.ids) for loss in losses) / len(losses)
+        return self.measured[key]
+
+
+def scores_for(parent: Parent, how: Pick, ids: Tensor, seed: int) -> list[importance.BlockScores]:
+    """Orders of blocks that a pick goes by: the parent's own, scores, or random ones."""
+    if how == NESTED:
+        order = parent.progress.order
+        return [{name: -torch.tensor(blocks).argsort().double() for name, blocks in order.items()}]
+    if how.method is not None:
+        return [importance.score(parent, how.method, ids, seed)]
+    return [importance.score(parent, "random", None, seed + i) for i in range(N_RANDOM)]

@@ -1,0 +1,403 @@
+"""Zero-shot tasks: which continuation a model finds likelier, of local files or of lm-eval.
+
+Every log-likelihood is made here, in one way for models, parents and tickets; lm-eval, where a task
+is one of its own, asks the questions and makes the metrics.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..model import huggingface
+from ..model.blocks import widths_of_ratio
+from ..model.generator import draws
+from ..model.masks import prefixes
+from ..model.tokenizer import encode, find_eos
+from ..system import provenance, terminal
+from ..system.device import autocast
+from ..system.terminal import progress
+from .deploy import cut_ticket
+from .parent import open_parent
+from .runnable import Runnable, open_runnable
+
+SUFFIXES = (".jsonl", ".jsonl.gz")
+WITHOUT_QUESTION = 1_000_000  # doc_ids from here on repeat the answers without their question
+BATCH = 1 << 14  # tokens in a pass
+LOGITS = 1 << 28  # numbers of a pass: 1 GB in float32
+SCORED = ("multiple_choice", "loglikelihood")  # kinds of lm-eval's tasks
+Pair = tuple[str, str]  # context, continuation
+Found = tuple[float, bool]  # log p of a continuation, and whether greedy decoding writes it
+
+
+@dataclass(frozen=True)
+class Question:
+    """Continuations of which one is right; a single one is only predicted."""
+
+    pairs: tuple[Pair, ...]
+    gold: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A mean over questions and its standard error."""
+
+    value: float
+    error: float | None
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f}" + (f" ± {self.error:.4f}" if self.error is not None else "")
+
+
+Results = dict[str, dict[str, Measured]]  # task -> metric -> number
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """What one model reaches in every task."""
+
+    name: str
+    n_params: int
+    tasks: Results
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Accuracies, averaged over the tasks that have them."""
+        found: dict[str, list[float]] = {"acc": [], "acc_norm": []}
+        for metrics in self.tasks.values():
+            for metric, values in found.items():
+                values += [metrics[metric].value] if metric in metrics else []
+        return {f"mean {name}": statistics.fmean(v) for name, v in found.items() if len(v) > 1}
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Questions by task, and lm-eval's tasks as it loads them."""
+
+    files: dict[str, list[Question]]
+    of_lm_eval: dict[str, Any]
+
+
+def open_tasks(asked: str) -> Tasks:
+    """Tasks by comma: files, folders of them, or names of lm-eval's; refused before any model."""
+    paths, names = [], []
+    for each in filter(None, map(str.strip, asked.split(","))):
+        path = Path(each).expanduser()
+        if path.is_dir():
+            inside = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+            if not inside:
+                raise ValueError(f"--tasks {each}: the folder holds no {' or '.join(SUFFIXES)}")
+            paths += inside
+        elif path.exists():
+            paths.append(path)
+        else:
+            names.append(each)
+    if not paths and not names:
+        raise ValueError("--tasks names no task")
+    files = {path.name.split(".")[0]: read_task(path) for path in paths}
+    if len(files) < len(paths):
+        raise ValueError(f"--tasks {asked}: two files have one name")
+    return Tasks(files, _of_lm_eval(names) if names else {})
+
+
+def read_task(path: Path) -> list[Question]:
+    """A file with one JSON line for each continuation: `request`, `doc_id` and `label`.
+
+    `request` holds `context` and `continuation`; `label` is the right one's number among those of
+    a `doc_id`. Answers that are repeated without their question are left out.
+    """
+    documents: dict[Any, list[dict[str, Any]]] = {}
+    number = 0
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                number += 1
+                row = json.loads(line)
+                document, request = row["doc_id"], row["request"]
+                if not all(isinstance(request[key], str) for key in ("context", "continuation")):
+                    raise TypeError
+                if not (isinstance(document, int) and document >= WITHOUT_QUESTION):
+                    documents.setdefault(document, []).append(row)
+    except (OSError, EOFError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} could not be read: {error}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{path}, line {number}, is no line of a task: it needs doc_id, and request with the "
+            "texts context and continuation"
+        ) from None
+    made = []
+    for document, rows in documents.items():
+        gold = rows[0].get("label") if len(rows) > 1 else 0
+        if type(gold) is not int or not 0 <= gold < len(rows):
+            raise ValueError(
+                f"{path}: label = {gold!r} of doc_id {document} is no number from 0 to "
+                f"{len(rows) - 1}"
+            )
+        requests = [row["request"] for row in rows]
+        made.append(Question(tuple((r["context"], r["continuation"]) for r in requests), gold))
+    if not made:
+        raise ValueError(f"{path} holds no question")
+    return made
+
+
+def _of_lm_eval(names: Sequence[str]) -> dict[str, Any]:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            f"--tasks {names[0]}: no such file, and lm-eval, which may know a task of this name, "
+            "is not installed: pip install -e '.[tasks]'"
+        )
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager()
+    for name in names:
+        if name not in manager.all_tasks:
+            raise ValueError(f"--tasks {name}: no such file, and lm-eval knows no such task")
+    try:
+        loaded: dict[str, Any] = dict(manager.load(list(names)))
+    except Exception as error:  # a data set that is out of reach fails in many ways
+        why = huggingface.one_line(error)
+        raise ValueError(f"--tasks {','.join(names)}: no data for them: {why}") from None
+    for name, task in loaded["tasks"].items():
+        if task.OUTPUT_TYPE not in SCORED:
+            raise ValueError(
+                f"--tasks {name}: lm-eval asks for {task.OUTPUT_TYPE}; legal are tasks that choose "
+                f"between given continuations ({', '.join(SCORED)})"
+            )
+    return loaded
+
+
+def score_tasks(
+    sources: Sequence[str],
+    tasks: Tasks,
+    ratios: Sequence[str] = (),
+    *,
+    seed: int = 0,
+    device: str = "auto",
+    overrides: Sequence[str] = (),
+) -> Iterator[TaskScores]:
+    """Every model on every task: each source, and its tickets at `ratios`.
+
+    Those are nested where the parent has an order of blocks; else one random ticket for each ratio.
+    """
+    with progress() as bar:
+        for name, runnable in _models(sources, ratios, seed, device, overrides):
+            n_params = sum(p.numel() for p in runnable.model.parameters())
+            ask = partial(_ask, bar, name, runnable.model, runnable.tokenizer())
+            found = {each: metrics(asked, ask) for each, asked in tasks.files.items()}
+            if tasks.of_lm_eval:
+                found |= _ask_lm_eval(tasks.of_lm_eval, ask)
+            yield TaskScores(name, n_params, found)
+
+
+def _ask(
+    bar: Progress, name: str, model: PreTrainedModel, tokenizer: Tokenizer, pairs: Sequence[Pair]
+) -> list[Found]:
+    """`loglikelihoods` with a bar."""
+    task = bar.add_task(f"score {name}", total=len(pairs), note="")
+    found = loglikelihoods(model, tokenizer, pairs, lambda n: bar.advance(task, n))
+    bar.remove_task(task)
+    return found
+
+
+def _models(
+    sources: Sequence[str],
+    ratios: Sequence[str],
+    seed: int,
+    device: str,
+    overrides: Sequence[str],
+) -> Iterator[tuple[str, Runnable]]:
+    """One model after the other, each let go before the next is made."""
+    for source in sources:
+        name = Path(source).name
+        if not ratios:
+            yield name, open_runnable(source, device)
+            continue
+        parent = open_parent(source, device, overrides)
+        order, blocks = parent.progress.order, parent.block_map
+        asked = {ratio: widths_of_ratio(blocks, ratio) for ratio in ratios}
+        for ratio, widths in {"": blocks.full_widths(), **asked}.items():
+            (kept,) = draws(blocks, widths, seed=seed, n=1)
+            if order:
+                kept = prefixes(blocks, order, widths)
+            how = f" {ratio} {'nested' if order else 'random'}" if ratio else ""
+            yield name + how, Runnable(parent.source, cut_ticket(parent, kept).eval())
+
+
+@torch.no_grad()
+def loglikelihoods(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    pairs: Sequence[Pair],
+    advance: Callable[[int], None] = lambda n: None,
+) -> list[Found]:
+    """log p of each continuation after its context, and whether greedy decoding would write it.
+
+    As lm-eval has it: a continuation's tokens are those that it adds to its context's, spaces at
+    the context's end are part of it, and a text too long for the model loses its beginning.
+    """
+    n_tokens = huggingface.vocab_size(model)
+    most = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    made = _tokens(model, tokenizer, pairs)
+    rows = [(ids[-most - 1 :], min(n, most, len(ids) - 1)) for ids, n in made]
+    if rows and (largest := max(max(ids) for ids, _ in rows)) >= n_tokens:
+        raise ValueError(f"the tokenizer makes token {largest}, and the model has {n_tokens}")
+    found: list[Found] = [(0.0, True)] * len(rows)
+    for batch in _batches(rows, n_tokens):  # the longest first: memory ends at once, or never
+        length = len(rows[batch[0]][0])
+        ids = torch.zeros(len(batch), length, dtype=torch.int64)
+        for at, i in enumerate(batch):  # what is behind a text's end cannot be seen from before it
+            ids[at, : len(rows[i][0])] = torch.tensor(rows[i][0])
+        first = min(len(rows[i][0]) - rows[i][1] for i in batch)  # that is predicted
+        ids = ids.to(model.device)
+        with autocast("auto", model.device):
+            logits = model(
+                input_ids=ids[:, :-1], use_cache=False, logits_to_keep=length - first
+            ).logits
+        sums = []
+        for at, i in enumerate(batch):
+            end = len(rows[i][0])
+            begin = end - rows[i][1]
+            mine = logits[at, begin - first : end - first]
+            sums.append(torch.stack(_sums(mine, ids[at, begin:end])))
+        for i, (log_p, greedy) in zip(batch, torch.stack(sums).tolist(), strict=True):
+            found[i] = log_p, bool(greedy)
+        advance(len(batch))
+    return found
+
+
+def _sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of a text and whether all of its tokens are the likeliest, both float64."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    greedy = (exact.argmax(-1) == targets).all()
+    return exact.gather(1, targets[:, None]).double().sum(), greedy.double()
+
+
+def _tokens(
+    model: PreTrainedModel, tokenizer: Tokenizer, pairs: Sequence[Pair]
+) -> Iterator[tuple[list[int], int]]:
+    """The tokens of each pair, and how many of them are the continuation's."""
+    config = model.config
+    known = (config.bos_token_id, config.eos_token_id, find_eos(tokenizer), 0)
+    before = next(token for token in known if isinstance(token, int))
+    contexts = [context.rstrip() for context, _ in pairs]
+    whole = encode(tokenizer, [context + text for context, text in pairs])
+    for context, text in zip(encode(tokenizer, contexts), whole, strict=True):
+        n = len(context.ids)
+        yield (text.ids, len(text.ids) - n) if n else ([before, *text.ids], len(text.ids))
+
+
+def _batches(rows: Sequence[tuple[list[int], int]], n_tokens: int) -> Iterator[list[int]]:
+    """Numbers of texts of like length: as many as `BATCH` and `LOGITS` allow."""
+    batch: list[int] = []
+    length = first = 0
+    predicted = (i for i, (_, n) in enumerate(rows) if n > 0)  # others add no token to the context
+    for i in sorted(predicted, key=lambda i: -len(rows[i][0])):
+        ids, n = rows[i]
+        length, first = (length, min(first, len(ids) - n)) if batch else (len(ids), len(ids) - n)
+        size = len(batch) + 1
+        if batch and (size * length > BATCH or size * (length - first) * n_tokens > LOGITS):
+            yield batch
+            batch, length, first = [], len(ids), len(ids) - n
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def metrics(
+    questions: Sequence[Question], score: Callable[[Sequence[Pair]], list[Found]]
+) -> dict[str, Measured]:
+    """Accuracy by log p and by log p per character, and bits per byte of the right continuation.
+
+    Where there is one continuation alone: how often greedy decoding writes it, and its bits.
+    """
+    found = iter(score([pair for question in questions for pair in question.pairs]))
+    values: dict[str, list[float]] = {}
+    for question in questions:
+        scored = [next(found) for _ in question.pairs]
+        context, right = question.pairs[question.gold]
+        if len(scored) > 1:
+            lengths = [len(text.removeprefix(" ")) or 1 for _, text in question.pairs]
+            by_length = [log_p / n for (log_p, _), n in zip(scored, lengths, strict=True)]
+            plain = [log_p for log_p, _ in scored]
+            for name, each in (("acc", plain), ("acc_norm", by_length)):
+                values.setdefault(name, []).append(float(each.index(max(each)) == question.gold))
+        else:
+            values.setdefault("greedy", []).append(float(scored[0][1]))
+        n_bytes = len((context[len(context.rstrip()) :] + right).encode())
+        bits = -scored[question.gold][0] / math.log(2)
+        values.setdefault("bits per byte", []).append(bits / max(1, n_bytes))
+    return {name: _measured(each) for name, each in values.items()}
+
+
+def _measured(values: Sequence[float]) -> Measured:
+    n = len(values)
+    error = statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+    return Measured(statistics.fmean(values), error, n)
+
+
+def _ask_lm_eval(loaded: dict[str, Any], score: Callable[[Sequence[Pair]], list[Found]]) -> Results:
+    from lm_eval.api.model import LM
+    from lm_eval.evaluator import evaluate
+
+    class Ours(LM):
+        """lm-eval's view of a model: what it asks is answered here."""
+
+        def loglikelihood(self, requests: list[Any]) -> list[Found]:
+            return score([request.args for request in requests])
+
+        # lm-eval wants both; tasks that would call them were refused (`SCORED`)
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            raise NotImplementedError
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            raise NotImplementedError
+
+    made = evaluate(Ours(), loaded, log_samples=False, bootstrap_iters=1000)
+    results: Results = {}
+    for task, numbers in made["results"].items():
+        n = made.get("n-samples", {}).get(task, {}).get("effective", 0)
+        for key, value in numbers.items():
+            metric, _, how = key.partition(",")
+            if how and not metric.endswith("_stderr") and isinstance(value, int | float):
+                error = numbers.get(f"{metric}_stderr,{how}")
+                error = float(error) if isinstance(error, int | float) else None
+                name = metric if how == "none" else f"{metric}, {how}"
+                results.setdefault(task, {})[name] = Measured(float(value), error, n)
+    return results
+
+
+def table(rows: Sequence[TaskScores]) -> Table:
+    """One line for each task and metric, one column for each model."""
+    names = [f"{row.name}\n{row.n_params:,}" for row in rows]
+    title = "zero-shot tasks: mean ± standard error"
+    made = terminal.table(title, "task", "metric", "questions", *names, words=2)
+    for task, found in rows[0].tasks.items():
+        for i, (metric, first) in enumerate(found.items()):
+            cells = (str(row.tasks[task][metric]) for row in rows)
+            last = i == len(found) - 1
+            made.add_row("" if i else task, metric, f"{first.n:,}", *cells, end_section=last)
+    for name in rows[0].means:
+        made.add_row(name, "", "", *(f"{row.means[name]:.4f}" for row in rows))
+    return made
+
+
+def record(rows: Sequence[TaskScores]) -> dict[str, Any]:
+    """All numbers, and what made them."""
+    models = [{**asdict(row), "means": row.means} for row in rows]
+    return {"models": models, "run": provenance.describe_run()}

@@ -1,0 +1,214 @@
+"""(3), (5) An owner of a range of the central model, as a Ray actor.
+
+It keeps its range's weights, moments and outer momentum after the last committed round, and a copy
+of its predecessor's. A round is *prepared* beside them; `settle` makes it the committed one, or
+throws it away. So a range outlives its owner, and a round is in all ranges or in none.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from ...config import Config
+from ...model import huggingface
+from ...model.blocks import Blueprint
+from ...model.central import Central, gathered
+from ...model.layout import Segments, cut_model, holders
+from ...model.ranges import Ranges, Split, overlap, put_, take
+from ...transport import wire
+from ...transport.protocol import (
+    Norms,
+    Piece,
+    RejectedResult,
+    RunDescription,
+    norms_of,
+    packed,
+    read_result,
+    unpacked,
+)
+from ...transport.ray_cluster import ray
+from ..aggregator import Result, aggregate_
+from ..checkpoint import write_tensors
+from ..run import Progress, n_rows
+from .actor import Actor, settings
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What an owner has: nothing yet, or a committed round, one that is prepared, and copies."""
+
+    pid: int
+    progress: Progress | None = None
+    prepared: int | None = None
+    copies: tuple[int, ...] = ()  # rounds of its predecessor's range
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try of a round: a piece that comes after it has ended does no harm."""
+
+    number: int
+    blueprints: list[Blueprint]
+    splits: list[Split]  # [worker]
+    results: dict[int, Tensor] = field(default_factory=dict)  # worker -> its checked piece
+
+
+class Owner(Actor):
+    """Cuts, checks, adds up and keeps range `i` of `n`."""
+
+    of: tuple = ()  # the run, i and n
+
+    def enter(self, run: RunDescription, i: int, n: int) -> Standing:
+        """Where it stands; an owner in another run, or of another range, forgets that."""
+        self.heard = time.monotonic()
+        # not the model's config: what a checkpoint says of it has other words for the same shapes
+        of = getattr(run, "config", run), getattr(run, "version", ""), i, n
+        if self.of != of:
+            self.of = ()
+            self.build(*self.segments(run), i, n)
+            self.of = of
+        prepared = self.prepared[0].round if self.prepared else None
+        return Standing(os.getpid(), self.progress, prepared, tuple(self.copies))
+
+    def segments(self, run: RunDescription) -> tuple[Config, Segments]:
+        cfg, dtype = settings(run)
+        template = huggingface.on_meta(AutoConfig.for_model(**run.model))
+        return cfg, cut_model(template, cfg.blocks, torch.device("cpu"), dtype).segments
+
+    def build(self, cfg: Config, segments: Segments, i: int, n: int) -> None:
+        """An owner of range i that has nothing yet."""
+        self.cfg, self.ranges, self.i = cfg, Ranges(segments, n), i
+        self.dtype = torch.float64 if cfg.train.precision == "float64" else torch.float32
+        self.rows, self.outer = n_rows(cfg), cfg.train.nesterov()
+        self.small, self.mine = self.ranges.small(i), self.ranges.whole.slices(i)
+        self.progress: Progress | None = None
+        self.prepared: tuple[Progress, Tensor] | None = None
+        self.copies: dict[int, Tensor] = {}  # round -> the predecessor's range
+        self.attempt = Attempt(0, [], [])
+        # memory of the last round, for the next
+        self.sums: Tensor | None = None
+        self.spare: Tensor | None = None
+
+    def load(self, progress: Progress, state: Piece) -> None:
+        """Take over a range as it was after a round."""
+        self.state = self._read(state, self.i)
+        self.progress, self.prepared = progress, None
+
+    def _read(self, state: Piece, i: int) -> Tensor:
+        """[rows, n] of a whole range, and with an outer optimizer its momentum as the last row."""
+        shape = (self.rows + (self.outer is not None), self.ranges.whole.size(i))
+        return wire.decode("fp32", unpacked(state), shape, self.dtype).clone()
+
+    def _central(self, state: Tensor) -> Central:
+        velocity = None if self.outer is None else state[self.rows]
+        return Central(self.small, state[: self.rows], velocity, self.sums)
+
+    def cut(self, attempt: int, blueprints: list[Blueprint]) -> tuple[bool | Piece, ...]:
+        """(3) A round begins: its part of every worker's subnet, after a word that it is done."""
+        indices = map(self.ranges.segments.index, blueprints)
+        self.attempt = Attempt(attempt, blueprints, [self.ranges.split(index) for index in indices])
+        central = self._central(self.state)
+        parts = (gathered(central, split.inside(self.i)) for split in self.attempt.splits)
+        return True, *(packed(wire.down(self.cfg.run.wire, part)) for part in parts)
+
+    def weights(self) -> Piece:
+        """Its part of the central weights: to evaluate them elsewhere."""
+        return packed(wire.encode("fp32", self.state[:1]))
+
+    @ray.method(concurrency_group="pieces")  # one that does not arrive holds up no other
+    def check(self, number: int, worker: int, piece: Piece) -> Norms | str:
+        """Keep a worker's piece of this attempt and measure it, or say what is wrong with it."""
+        self.heard, attempt = time.monotonic(), self.attempt
+        if attempt.number != number:
+            return "late"
+        central = self._central(self.state)
+        sent = gathered(central, attempt.splits[worker].inside(self.i), 1)[0]
+        try:
+            result = read_result(self.cfg.run.wire, piece, (self.rows, sent.numel()), sent)
+        except RejectedResult as error:
+            return str(error)
+        attempt.results[worker] = result
+        return norms_of(result, sent)
+
+    def prepare(self, there: list[int], progress: Progress) -> tuple[bool, Piece | None]:
+        """(5) The mean over these workers beside the committed range, and a copy to be kept."""
+        state = torch.empty_like(self.state) if self.spare is None else self.spare
+        central, attempt = self._central(state.copy_(self.state)), self.attempt
+        results = [
+            Result(n, attempt.results[i], attempt.splits[i].inside(self.i))
+            for n, i in enumerate(there)
+        ]
+        held = holders(self.small, [attempt.blueprints[i] for i in there])
+        aggregate_(central, results, held, self.outer)
+        attempt.results.clear()
+        self.prepared, self.sums, self.spare = (progress, state), central.sums, None
+        return True, self.range() if self.ranges.n > 1 else None
+
+    def range(self, *, prepared: bool = True) -> Piece:
+        """Its whole range, as prepared or else as committed."""
+        state = self.prepared[1] if self.prepared and prepared else self.state
+        return packed(wire.encode("fp32", state))
+
+    def keep(self, round: int, state: Piece) -> None:
+        """A copy of the predecessor's range after a round."""
+        self.copies[round] = self._read(state, (self.i - 1) % self.ranges.n)
+
+    def copy(self) -> Piece:
+        """The committed copy of the predecessor's range: its owner is lost."""
+        (state,) = self.copies.values()
+        return packed(wire.encode("fp32", state))
+
+    def settle(self, round: int) -> None:
+        """What it has of this round is committed; what it has of another is thrown away."""
+        if self.prepared and self.prepared[0].round == round:
+            self.spare, (self.progress, self.state) = self.state, self.prepared
+        self.prepared = None
+        self.attempt.results.clear()
+        self.copies = {at: state for at, state in self.copies.items() if at == round}
+
+    def lend(self) -> tuple[Piece, ...] | Piece:
+        """What each owner needs of the committed range to write whole tensors."""
+        places = [overlap(self.mine, span)[0] for span in self.ranges.tensors]
+        lent = [packed(wire.encode("fp32", take(self.state, place))) for place in places]
+        return tuple(lent) if len(lent) > 1 else lent[0]
+
+    @ray.method(concurrency_group="disk")  # while rounds go on
+    def write(self, draft: Path, *lent: Piece) -> dict[str, Any]:
+        """Its part of a checkpoint; name -> bytes where the folder cannot be seen from here."""
+        self.heard = time.monotonic()
+        span = self.ranges.tensors[self.i]
+        sizes = [part.stop - part.start for part in span]
+        rows = self.rows + (self.outer is not None)
+        state = torch.empty(rows, sum(sizes), dtype=self.dtype)
+        for i, piece in enumerate(lent):
+            _, place = overlap(self.ranges.whole.slices(i), span)
+            n = sum(part.stop - part.start for part in place)
+            put_(state, place, wire.decode("fp32", unpacked(piece), (rows, n), self.dtype))
+        full, first = self.ranges.segments.full, (span[0].start, span[1].start - sizes[0])
+        views: list[dict[str, Tensor]] = [{} for _ in range(rows)]
+        for name, at in full.offsets.items():
+            for part, start in zip(span, first, strict=True):
+                if part.start <= at < part.stop:
+                    n, shape = torch.Size(full.shapes[name]).numel(), full.shapes[name]
+                    for view, row in zip(views, state, strict=True):
+                        view[name] = row[at - start : at - start + n].view(shape)
+        n, outer = self.ranges.n, None if self.outer is None else views[self.rows]
+        part_name = "" if n == 1 else f"-{self.i + 1:05d}-of-{n:05d}"
+        with tempfile.TemporaryDirectory() as own:
+            folder = draft if draft.is_dir() else Path(own)
+            if views[0]:
+                write_tensors(views[: self.rows], outer, folder, part_name)
+            return {path.name: np.fromfile(path, np.uint8) for path in Path(own).iterdir()}
+
+
+OWNER = Owner

@@ -1,0 +1,287 @@
+"""The owners of the central model, seen from the driver: a round is in all ranges or in none."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config import Config
+from ...model.blocks import Blueprint
+from ...model.central import Central
+from ...model.ranges import Ranges, state_of
+from ...system.signals import TOO_FEW, Ended
+from ...transport import ray_cluster, wire
+from ...transport.events import Events
+from ...transport.protocol import packed
+from ...transport.ray_cluster import exceptions, ray
+from ..run import Progress
+from . import owner
+from .owner import Standing
+
+BEAT = 1.0  # seconds between two pings
+
+
+class Lost(Exception):
+    """An owner is gone or silent, or what it sent is: the round is abandoned."""
+
+
+class Pulse:
+    """Pings a run's actors, which end when nobody does, and knows how long each is silent."""
+
+    def __init__(self, patience: float):
+        self.patience, self.every = patience, min(BEAT, patience / 10)
+        self.asked: dict[Any, Any] = {}  # actor -> its ping that is not answered yet
+        self.answered: dict[Any, float] = {}
+        self.ended = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def add(self, actor: Any) -> Any:
+        """Until its first answer it starts, which may take as long as `patience`."""
+        self.answered[actor] = time.monotonic() + self.patience
+        return actor
+
+    def drop(self, actor: Any) -> None:
+        """End an actor."""
+        with suppress(Exception):
+            ray.kill(actor)
+        self.answered.pop(actor, None)
+        self.asked.pop(actor, None)
+
+    def silent(self, actor: Any) -> float:
+        return time.monotonic() - self.answered.get(actor, 0.0)
+
+    def _beat(self) -> None:
+        while not self.ended.wait(self.every):
+            for actor in list(self.answered):
+                with suppress(Exception):
+                    if (ref := self.asked.get(actor)) is not None:
+                        if not is_there(ref):
+                            continue
+                        try:
+                            ray.get(ref)
+                            self.answered[actor] = time.monotonic()
+                        except exceptions.RayActorError:  # it is dead: silent for ever
+                            if actor in self.answered:
+                                self.answered[actor] = -math.inf
+                    self.asked[actor] = actor.ping.remote()
+
+
+def is_there(ref: Any) -> bool:
+    return bool(ray.wait([ref], timeout=0)[0])
+
+
+class Owners:
+    """H actors, each with a range; lives as long as the engine."""
+
+    def __init__(self, cfg: Config, ranges: Ranges, run: Any, name: str, pulse: Pulse, log: Events):
+        self.cfg, self.ranges, self.n, self.events = cfg, ranges, ranges.n, log
+        self.name, self.pulse, self._run, self.attempt = name, pulse, run, 0
+        groups = {"pulse": 1, "disk": 1, "pieces": cfg.train.n_workers}
+        self._kind = ray.remote(concurrency_groups=groups)(owner.OWNER)
+        self.at: list[str] = []  # the machine of each
+        self.actors: list[Any] = []
+        for i in range(self.n):
+            self.at.append("")
+            self.actors.append(self._start(i))
+
+    def _start(self, i: int) -> Any:
+        """On a machine with few owners, and not its neighbours' where another is to be had."""
+        near = {self.at[j % len(self.at)] for j in (i - 1, i + 1)}
+        machines = [node["NodeID"] for node in ray_cluster.machines()]
+        self.at[i] = min(machines, key=lambda m: (self.at.count(m), m in near, machines.index(m)))
+        made = ray_cluster.detached(
+            self._kind,
+            f"{self.name}-owner-{i}",
+            num_cpus=0,
+            allow_out_of_order_execution=True,
+            scheduling_strategy=ray_cluster.near(self.at[i]),
+        )
+        return self.pulse.add(made.remote(self.cfg.ray.patience))
+
+    def _replace(self, i: int) -> Standing:
+        self.pulse.drop(self.actors[i])
+        self.actors[i] = self._start(i)
+        return self.wait({self.actors[i].enter.remote(self._run, i, self.n): i})[i]
+
+    def begin(self, central: Central, progress: Progress, resumes: bool) -> Progress:
+        """Give everybody its range, unless owners of this run have a newer round: where it is."""
+        told = self.standings()
+        rounds = [each.progress.round for each in told.values() if each.progress]
+        if resumes and max(rounds, default=-1) >= progress.round:
+            with suppress(Ended):  # too much of it is lost: the checkpoint
+                return self.mend()
+        while True:
+            try:
+                for i, actor in enumerate(self.actors):
+                    rows = [self.ranges.whole.get(row, i) for row in state_of(central)]
+                    state = ray.put(packed(wire.encode("fp32", torch.cat(rows).cpu())))
+                    self.wait({actor.load.remote(progress, state): i})
+                    if self.n > 1:
+                        self.wait({self._keep(i, progress.round, state): i})
+                self._settle(progress.round)
+                return progress
+            except Lost:
+                time.sleep(self.pulse.every)
+                with suppress(Lost):
+                    for i in set(range(self.n)) - set(self.standings()):
+                        self._replace(i)
+
+    def cut(self, blueprints: list[Blueprint]) -> list[tuple[Any, ...]]:
+        """[worker][owner]: references to the parts of everybody's subnet."""
+        self.attempt += 1
+        calls = [
+            actor.cut.options(num_returns=1 + len(blueprints)).remote(self.attempt, blueprints)
+            for actor in self.actors
+        ]
+        self.wait({refs[0]: i for i, refs in enumerate(calls)})
+        return list(zip(*(refs[1:] for refs in calls), strict=True))
+
+    def weights(self) -> list[Any]:
+        return [actor.weights.remote() for actor in self.actors]
+
+    def check(self, worker: int, pieces: list[Any]) -> list[Any]:
+        """References to what each owner says of its piece of a result."""
+        pairs = zip(self.actors, pieces, strict=True)
+        return [actor.check.remote(self.attempt, worker, piece) for actor, piece in pairs]
+
+    def commit(self, there: list[int], progress: Progress, note: Callable[[], object]) -> None:
+        """These workers' results into all ranges; until all of them are kept, into none.
+
+        `note` writes down that it is done: if this process dies before the first owner has
+        committed, the round is done again, and noted again.
+        """
+        calls = [a.prepare.options(num_returns=2).remote(there, progress) for a in self.actors]
+        self.wait({refs[0]: i for i, refs in enumerate(calls)})
+        if self.n > 1:
+            kept = {self._keep(i, progress.round, c[1]): i for i, c in enumerate(calls)}
+            self.wait(kept)
+        note()
+        with suppress(Lost):  # whoever is left has it
+            self._settle(progress.round)
+            return
+        self.mend()
+
+    def _keep(self, i: int, round: int, state: Any) -> Any:
+        return self.actors[(i + 1) % self.n].keep.remote(round, state)
+
+    def _settle(self, round: int) -> None:
+        self.wait({actor.settle.remote(round): i for i, actor in enumerate(self.actors)})
+
+    def wait(self, asked: Mapping[Any, int]) -> dict[int, Any]:
+        """Owner -> its answer, once all have answered or are lost; then those are told."""
+        open_, answers, lost = dict(asked), dict[int, Any](), dict[int, str]()
+        while open_:
+            for ref in ray.wait(list(open_), timeout=0.2)[0]:
+                i = open_.pop(ref)
+                try:
+                    answers[i] = ray.get(ref)
+                    self.pulse.answered[self.actors[i]] = time.monotonic()
+                except exceptions.RayError as error:
+                    cause = getattr(error, "cause", None)
+                    if isinstance(error, exceptions.RayTaskError) and not isinstance(
+                        cause, exceptions.RayError
+                    ):
+                        raise  # a bug
+                    lost[i] = type(error).__name__
+            for ref, i in list(open_.items()):
+                if self.is_silent(i):
+                    lost[open_.pop(ref)] = f"silent for {self.cfg.ray.floor:g} s"
+        if lost:
+            for i, why in lost.items():
+                self.events.write("lost", f"owner {i}", why=why)
+            raise Lost(lost)
+        return answers
+
+    def is_silent(self, i: int) -> bool:
+        return self.pulse.silent(self.actors[i]) > max(self.cfg.ray.floor, 3 * BEAT)
+
+    def check_alive(self) -> None:
+        """Raise `Lost` if one is dead or silent: the sooner, the less likely is a second one."""
+        if silent := {i: "silent" for i in range(self.n) if self.is_silent(i)}:
+            raise Lost(silent)
+
+    def standings(self) -> dict[int, Standing]:
+        """What owners have; those that do not say are left out."""
+        told: dict[int, Standing] = {}
+        asked = {a.enter.remote(self._run, i, self.n): i for i, a in enumerate(self.actors)}
+        for ref, i in asked.items():
+            with suppress(Lost):
+                told |= self.wait({ref: i})
+        return told
+
+    def mend(self) -> Progress:
+        """Bring all owners to one committed round, and lost ranges back from their copies."""
+        while True:
+            told = self.standings()
+            have = [each.progress for each in told.values() if each.progress]
+            if not have:
+                raise self._gone(sorted(set(range(self.n)) - set(told)), "are lost")
+            # a round that one has committed was prepared and kept by all
+            now = max(have, key=lambda progress: progress.round)
+            lost = [i for i in range(self.n) if not _has(told.get(i), now.round)]
+            for i in lost:
+                after = (i + 1) % self.n
+                if after in lost or now.round not in told[after].copies:
+                    raise self._gone(sorted({i, after}), "are lost together")
+            try:
+                there = [i for i in range(self.n) if i not in lost]
+                self.wait({self.actors[i].settle.remote(now.round): i for i in there})
+                for i in lost:
+                    state = self.actors[(i + 1) % self.n].copy.remote()
+                    found = told.get(i) or self._replace(i)
+                    self.wait({self.actors[i].load.remote(now, state): i})
+                    self.events.write("restored", f"owner {i}", round=now.round, pid=found.pid)
+                for i in range(self.n) if self.n > 1 else ():
+                    if i not in lost and now.round in told[i].copies:
+                        continue
+                    before = (i - 1) % self.n
+                    state = self.actors[before].range.remote(prepared=False)
+                    self.wait({self._keep(before, now.round, state): i})
+                return now
+            except Lost:
+                time.sleep(self.pulse.every)
+
+    def _gone(self, who: list[int], what: str) -> Ended:
+        names = " and ".join(map(str, who))
+        self.events.write("giving up", why=f"owners {names} {what}")
+        return Ended(
+            f"owners {names} of the central model {what}: start the run again with --resume, it "
+            f"goes on from the last checkpoint",
+            TOO_FEW,
+        )
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """What writes the committed ranges of now into a folder."""
+        calls = [actor.lend.options(num_returns=self.n).remote() for actor in self.actors]
+        lent = [[refs] if self.n == 1 else refs for refs in calls]
+
+        def write(draft: Path) -> None:
+            pairs = zip(self.actors, zip(*lent, strict=True), strict=True)
+            asked = {a.write.remote(draft, *pieces): i for i, (a, pieces) in enumerate(pairs)}
+            try:
+                for files in self.wait(asked).values():
+                    for name, content in files.items():
+                        content.tofile(draft / name)
+            except Lost as error:
+                raise OSError(f"owners are lost: {error}") from None
+            except exceptions.RayTaskError as error:
+                raise error.cause from None
+
+        return write
+
+    def close(self) -> None:
+        for actor in self.actors:
+            self.pulse.drop(actor)
+
+
+def _has(told: Standing | None, round: int) -> bool:
+    """Whether an owner has the state after a round, committed or prepared."""
+    committed = told.progress.round if told and told.progress else None
+    return told is not None and round in (committed, told.prepared)
