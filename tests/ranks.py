@@ -18,7 +18,7 @@ from twistlm.system.signals import Ended
 SERVER = multiprocessing.get_context("forkserver")  # one for each pytest process
 SERVER.set_forkserver_preload(["twistlm.training.rounds", "twistlm.cli", "conftest", "checkpoints"])
 
-# 400 ports for each of pytest's processes, beyond those that Ray takes for its workers (10002-19999)
+# 400 ports for each of pytest's processes, beyond those of Ray's workers (10002 to 19999)
 _SHARE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 30
 _PORTS = iter(range(20000 + 400 * _SHARE, 20400 + 400 * _SHARE))
 
