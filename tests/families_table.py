@@ -290,19 +290,22 @@ def sentence(call, *args, **kwargs) -> str:
 
 
 def open_parent(
-    name: str, attn_by: str, folder: Path, *words: str, **config: Any
+    name: str, attn_by: str, folder: Path, *words: str, without: int = -1, **config: Any
 ) -> tuple[Parent, Blueprint]:
-    """A parent on disk, opened as a user would, and the blueprint of an uneven ticket."""
+    """A parent on disk, opened as a user would, and the blueprint of an uneven ticket.
+
+    The ticket has no layer of number `without`.
+    """
     row = TABLE[name]
     build(row.type, row.config | config).save_pretrained(folder)
     cut = [f"blocks.attn_by={attn_by}", f"blocks.n_ffn={CUT_FFN}", "blocks.shared_first=0"]
     opened = parent.open_parent(folder, "cpu", [*cut, "blocks.shared_last=0", *words])
-    kept = {"attn": KEPT_ATTN, "ffn": KEPT_FFN}
-    return opened, {g.name: kept[g.kind][g.layer] for g in opened.block_map.groups}
+    kept, groups = {"attn": KEPT_ATTN, "ffn": KEPT_FFN}, opened.block_map.groups
+    return opened, {g.name: kept[g.kind][g.layer] if g.layer != without else () for g in groups}
 
 
 def tiny_ticket(name: str, attn_by: str, folder: Path, **config: Any) -> PreTrainedModel:
-    """The ticket as it is loaded from its own folder in `folder`; `config` changes the row's."""
+    """The ticket as it is loaded from its own folder in `folder`; `config` as in `open_parent`."""
     deploy.save_ticket(*open_parent(name, attn_by, folder, **config), folder / "ticket")
     return deploy.load_ticket(folder / "ticket")
 

@@ -38,23 +38,26 @@ class Row:
     arch: str  # llama.cpp's name
     config: dict = field(default_factory=dict)  # changes
     stock: str = ""  # the setting that is cut alike
+    without: int = -1  # a layer that is left out
 
     def make(self, folder: Path):
+        config = {**self.config, "without": self.without}
         if not self.stock:
-            return tiny_ticket(self.name, self.attn_by, folder, **self.config)
+            return tiny_ticket(self.name, self.attn_by, folder, **config)
         words = [f"blocks.setting={self.stock}"]
-        opened, blueprint = open_parent(self.name, self.attn_by, folder, *words, **self.config)
-        deploy.save_ticket(opened, dict.fromkeys(blueprint, (0, 2)), folder / "ticket")
+        opened, blueprint = open_parent(self.name, self.attn_by, folder, *words, **config)
+        alike = {name: kept and (0, 2) for name, kept in blueprint.items()}
+        deploy.save_ticket(opened, alike, folder / "ticket")
         return deploy.load_ticket(folder / "ticket")
 
 
 ROWS = [
     Row("llama", "head", "deci", {"rope_parameters": LLAMA3_ROPE}),
-    Row("llama-mqa", "query", "deci"),
+    Row("llama-mqa", "query", "deci", without=1),
     Row("mistral", "group", "deci", {"sliding_window": None}),
     Row("qwen2", "query", "deci", TIED),
     Row("qwen3", "group", "openelm", TIED),
-    Row("llama-biases", "head", "llama", TIED, stock="both"),
+    Row("llama-biases", "head", "llama", TIED, stock="both", without=2),
     Row("qwen2", "group", "qwen2", TIED, stock="ffn"),
     Row("qwen2", "group", "deci", TIED, stock="both"),  # llama.cpp's qwen2 takes all heads
     Row("qwen3", "group", "qwen3", stock="both"),
@@ -68,9 +71,9 @@ def fields(path: Path) -> dict:
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
-def as_llamacpp(model, arch: str, dh: int) -> dict[str, np.ndarray]:
+def as_llamacpp(model, arch: str, dh: int, n_layers: int) -> dict[str, np.ndarray]:
     """Tensors by the names of gguf's own table, with values as llama.cpp's converter makes them."""
-    names, made = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 3), {}
+    names, made = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], n_layers), {}
     for name, param in model.named_parameters():
         value = param.detach().numpy()
         if arch == "gpt2" and ".c_" in name:
@@ -100,18 +103,20 @@ def test_the_file_holds_the_ticket(row, tmp_path):
     if rope.get("rope_type") == "llama3":
         scaled = 10000.0 ** -(np.arange(0, dh, 2) / dh) / found.pop("rope_freqs.weight")
         assert scaled == pytest.approx(model.model.rotary_emb.inv_freq.numpy(), rel=1e-5)
-    want = as_llamacpp(model, row.arch, dh)
+    n_layers = 3 - (row.without >= 0)
+    want = as_llamacpp(model, row.arch, dh, n_layers)
     assert found.keys() == want.keys()
     assert all(np.array_equal(found[name], value) for name, value in want.items())
     sizes = [meta[f"{row.arch}.{key}"] for key in SIZES]
     per_layer = row.arch in ("deci", "openelm")
-    for i in range(3):
+    for i in range(n_layers):
         heads, n_kv, n_ffn = (n[i] for n in sizes) if per_layer else sizes
         parts = [want.get(f"blk.{i}.attn_{part}.weight", ()) for part in ("q", "k", "v", "qkv")]
         assert sum(map(len, parts)) == (heads + 2 * n_kv) * dh
         assert want[f"blk.{i}.attn_output.weight"].shape[1] == heads * dh
         assert len(want[f"blk.{i}.ffn_up.weight"]) == n_ffn
     values = {"attention.key_length": dh, "context_length": model.config.max_position_embeddings}
+    values["block_count"] = n_layers
     if row.arch == "gemma3":  # the first five layers of six have a window and a base of their own
         values |= {"rope.freq_base_swa": 10000.0, "attention.sliding_window": 5}
     elif row.arch != "gpt2":
