@@ -129,7 +129,8 @@ OVER_RANKS = {
     "dropout": (
         "hybrid", 3, CONTROL | {"method": "dropout", "scale": "measured"}, {}, {}, False,
     ),
-    "cached teacher": ("sharded", 3, {"teacher": "cache"}, {}, {}, False),
+    # with a K for each worker, masks of blocks and of layers
+    "cached teacher": ("sharded", 3, FLOAT32 | {"teacher": "cache"}, {}, {}, True),
 }  # fmt: skip
 
 
