@@ -148,6 +148,7 @@ def choose(
     n_text: int,
     n_tokens: int,
     room: float = math.inf,
+    device: str = "cuda",
     overrides: Sequence[str] = (),
 ) -> Config:
     """The training of `n_tokens` out of a text of `n_text`, in at most `room` bytes of memory."""
@@ -180,7 +181,7 @@ def choose(
         )  # fmt: skip
         saved = replace(cfg.run, save_every=max(1, min(50, n_rounds // 20)))
         whole = config.override(replace(cfg, train=t, run=saved), overrides)
-        if n_tokens >= per_step * STEPS and plan.memory(whole, model)[1] <= room:
+        if n_tokens >= per_step * STEPS and plan.memory(whole, model, device)[1] <= room:
             break
     return whole
 

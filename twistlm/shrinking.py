@@ -175,7 +175,8 @@ def check(request: ShrinkRequest) -> Checked:
     except ValueError as error:
         raise ValueError(str(error).replace("--params", "--to")) from None
     own: dict[str, Any] = {"out": str(request.out), "overrides": overrides}
-    choose = partial(recipe.choose, model, weights, cut, sizes, room=_room(device)[0], **own)
+    own |= {"room": _room(device)[0], "device": pick_device(device).type}
+    choose = partial(recipe.choose, model, weights, cut, sizes, **own)
     checked = Checked(texts, tokenizer, model, device, sizes, choose)
     n_text = sum(n_bytes(each.source) or 0 for each in texts) // BYTES_PER_TOKEN  # about
     needs(request, checked, choose(n_text=n_text, n_tokens=n_tokens), n_text)
@@ -184,7 +185,8 @@ def check(request: ShrinkRequest) -> Checked:
 
 def needs(request: ShrinkRequest, checked: Checked, cfg: Config, n_text: int) -> str:
     """Memory and disk that a training takes, in words; an error where there is less."""
-    memory, (room, whose) = plan.memory(cfg, checked.model)[1], _room(checked.device)
+    memory = plan.memory(cfg, checked.model, pick_device(checked.device).type)[1]
+    room, whose = _room(checked.device)
     if memory > room:
         raise ValueError(
             f"training {request.model} takes about {decimal(memory)} of memory, and {whose} has "

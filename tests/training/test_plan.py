@@ -196,6 +196,40 @@ def test_memory_by_hand():
     assert dense[1] - dense[0] == 3 * 4 * n_full  # nothing is added up
 
 
+def test_memory_on_a_cpu_by_hand():
+    """float32, and what each operation keeps; logits of 126 tokens five times, taught ten."""
+    n_full, n_tokens, own = 140_832, 2 * 64, [f"blocks.{change}" for change in HAND]
+    layer = 6 * 48 + (3 + 1) * 48 + (1 + 2) * 192  # norms; q, k, v and the output; FFN in, out
+    kept, n_logits = (4 * layer + 2 * 48) * n_tokens, 2 * 63 * 512
+    cfg = config.load("demo", [*own, "train.batch=2"])
+    whole = plan.make(cfg).cpu_bytes
+    state, largest = (16 + 24) * n_full, 512 * 48  # the embedding's gradient, a moment twice
+    assert whole == state + 4 * (kept + 5 * n_logits + 2 * largest) + plan.CPU_REST
+    taught = plan.make(config.override(cfg, ["train.teacher=cache"])).cpu_bytes
+    assert taught - whole == 4 * 5 * n_logits
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "measured"),
+    [
+        ((384, 1536, 12, 6, 3, 8192), ["train.batch=1", "data.seq_len=64"], 1_684_688_896),
+        ((384, 1536, 12, 6, 3, 8192), ["train.batch=4", "data.seq_len=256"], 2_352_717_824),
+        ((768, 3072, 10, 12, 4, 16384), ["train.batch=1", "data.seq_len=64"], 4_664_897_536),
+    ],
+)
+def test_memory_of_llamas_beside_a_cpu(shape, change, measured):
+    """VmHWM of two rounds by two workers that hold all blocks and mask them (docs/log.md)."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "vocab_size")
+    size = dict(zip(names, shape, strict=True)) | {"tie_word_embeddings": True}
+    n_kv = size["num_key_value_heads"]
+    table: dict = {"model": {"type": "llama", "config": size}, "train": {"rounds": 1}}
+    table["blocks"] = {"k_attn": n_kv, "k_ffn": 12, "shared_first": 0, "shared_last": 0}
+    table["blocks"] |= {"masks": "sequence", "mask_attn": [n_kv, 2], "mask_ffn": [12, 6]}
+    made = plan.make(config.override(config.from_dict(table), change))
+    assert made.cpu_bytes == pytest.approx(measured, rel=0.05)
+
+
 def test_the_largest_k_that_a_machine_s_memory_takes():
     """A worker of K = 6 fits its own bytes, and one byte less is K = 5; too little is refused."""
     own = [f"blocks.{change}" for change in HAND]

@@ -29,8 +29,8 @@ from ..model.kernels import LEAST, Theirs
 # (model, ids [batch, seq_len], teacher=None, teacher_topk=None) -> mean loss
 Loss = Callable[..., Tensor]
 
-CHUNK = 8192  # tokens; their logits for a vocabulary of 50,304 are 0.8 GB in bf16
-SMALL = 1 << 24  # logits; so few (64 MB in float32) a CPU takes all at once, with torch's own loss
+CHUNK = 8192  # tokens on a GPU; their logits for a vocabulary of 50,304 are 0.8 GB in bf16
+SMALL = 1 << 24  # logits on a CPU; so few (64 MB in float32) are made by torch's own loss
 ALIGN = 64  # rows of the head on a GPU: with 50,257 its products run at a sixth of their speed
 
 
@@ -193,9 +193,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_head = _aligned(head_grads.weight) if is_wanted else None
         scale = len(targets) / (head_grads.share if is_wanted else 1.0)
         losses, d_hidden = [], []
-        for i, (x, y) in enumerate(zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)):
+        n = CHUNK if hidden.is_cuda else min(CHUNK, SMALL // vocab or CHUNK)
+        for i, (x, y) in enumerate(zip(hidden.split(n), targets.split(n), strict=True)):
             logits = F.linear(x, head, padded)  # [chunk, vocab and padding]
-            at = slice(i * CHUNK, i * CHUNK + len(y))
+            at = slice(i * n, i * n + len(y))
             losses.append(_losses_(logits, prediction, at, y, vocab, scale, is_wanted))
             if d_head is None:
                 continue

@@ -10,6 +10,12 @@ activations   2 for what compiled layers keep for the backward pass of every tok
               times if gated. With train.recompute d for every layer, and all of this for one
 logits        2, a chunk of tokens at a time: the model's (two of several chunks), a teacher's
 rest          library workspaces and what a backward pass holds for a moment
+
+On a CPU, in float32 and not compiled: as many for weights, moments and gradient, 4 of a teacher,
+and 4 for what every operation of a layer keeps: 6 d (two norms: input, normed, times its weights),
+the outputs of attention once less, and twice the inputs of the FFN's projections out. Logits are
+at most `SMALL`, in several copies. The FFN of families whose activation is written in Python
+(GPT-2's) keeps more.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from pathlib import Path
 from rich.filesize import decimal
 from transformers import PreTrainedModel
 
-from ..compute.loss import ALIGN, CHUNK
+from ..compute.loss import ALIGN, CHUNK, SMALL
 from ..config import Config
 from ..data.teacher_cache import id_bytes, open_teacher_cache
 from ..data.token_file import open_tokens
@@ -37,10 +43,11 @@ from .run import n_rows
 RATIOS = ("10/12", "8/12", "6/12", "4/12", "3/12")
 # bytes beyond the count, in the middle of twelve steps of GPT-2 small to large on an H200
 REST = 320_000_000
+CPU_REST = 450_000_000  # Python, torch and transformers
 HALF, FULL = 2, 4  # bytes of a number
-TRAINER = 3 * FULL + 2 * HALF
+TRAINER = 3 * FULL + 2 * HALF  # on a CPU no copy in bf16, and a gradient in float32
 TOP = 64  # likeliest tokens in a cache that is not made yet: the default of `twistlm prepare`
-SMALL = 0.1  # of the local steps' time: an engine that costs less is worth what it survives
+CHEAP = 0.1  # of the local steps' time: an engine that costs less is worth what it survives
 STORE = 5.0  # Gbit/s that Ray's object store carries between hosts, however fast they are linked
 ENGINES = {
     "ray": "it survives any worker and any machine",
@@ -76,6 +83,7 @@ class Plan:
     # of a worker without a teacher that holds all blocks, half, or half and no shared layers
     holding: dict[str, int]
     process_bytes: int  # on a GPU: one that has the central model, too, and plays all workers
+    cpu_bytes: int  # the same process on a CPU
     teacher_params: int  # of the model beside every worker; 0 with a cache
     teacher_bytes: int  # from a cache to all workers in a round, beside their tokens
     link_bytes: dict[str, int]  # of the busiest link in a round, by engine
@@ -118,7 +126,7 @@ def make(cfg: Config, gbit: float = 1.0, tflops: float = 100.0) -> Plan:
     # forward and backward take 6 FLOPs per parameter and token
     steps = 6 * max(sizes) * t.interval * t.batch * cfg.data.seq_len / (1e12 * tflops)
     take = "ray"
-    if seconds["ray"] > SMALL * steps:
+    if seconds["ray"] > CHEAP * steps:
         take = "ddp" if seconds["ddp"] < seconds["sharded"] else "sharded"
     return Plan(
         model=cfg.model.type,
@@ -135,6 +143,7 @@ def make(cfg: Config, gbit: float = 1.0, tflops: float = 100.0) -> Plan:
         worker_bytes=worker,
         holding=_holding(cfg, model),
         process_bytes=process,
+        cpu_bytes=memory(cfg, model, "cpu")[1],
         teacher_params=n_teacher,
         teacher_bytes=cache_bytes,
         link_bytes=n_bytes,
@@ -144,8 +153,8 @@ def make(cfg: Config, gbit: float = 1.0, tflops: float = 100.0) -> Plan:
     )
 
 
-def memory(cfg: Config, model: PreTrainedModel) -> tuple[int, int]:
-    """Bytes on a GPU: of a worker, and of a process with the central model that plays all."""
+def memory(cfg: Config, model: PreTrainedModel, device: str = "cuda") -> tuple[int, int]:
+    """Bytes of a worker, and of a process with the central model that plays all workers."""
     block_map, shapes, t = (
         families.partition(model, cfg.blocks),
         huggingface.shapes(model),
@@ -153,19 +162,24 @@ def memory(cfg: Config, model: PreTrainedModel) -> tuple[int, int]:
     )
     n_full = count(block_map, shapes, block_map.full_widths())
     n_teacher, _ = _teacher(cfg, model, n_full)
-    worker = worker_bytes(cfg, model, _subnets(cfg, block_map), n_teacher)
+    worker = worker_bytes(cfg, model, _subnets(cfg, block_map), n_teacher, device)
     # the central buffer, the sums that workers' results are added up in, the outer momentum
     n_buffers = n_rows(cfg) * (1 + (t.method == "twist")) + (t.nesterov() is not None)
     return worker, worker + FULL * n_full * n_buffers
 
 
-def worker_bytes(cfg: Config, model: PreTrainedModel, subnets: list[Widths], n_teacher: int) -> int:
-    """What a worker that trains subnets of these widths takes on a GPU in bf16."""
+def worker_bytes(
+    cfg: Config, model: PreTrainedModel, subnets: list[Widths], n_teacher: int, device: str = "cuda"
+) -> int:
+    """What a worker that trains subnets of these widths takes on a GPU in bf16, or on a CPU."""
     block_map, shapes = families.partition(model, cfg.blocks), huggingface.shapes(model)
     sizes = [count(block_map, shapes, widths) for widths in subnets]
     largest = subnets[sizes.index(max(sizes))]
-    values = _values(cfg, model, block_map, largest, n_teacher)
-    return TRAINER * sum(sizes) + HALF * (n_teacher + values) + REST
+    values = _values(cfg, model, block_map, largest, n_teacher, device)
+    number, rest = HALF, REST
+    if device == "cpu":  # autograd holds a parameter's gradient for a moment, a tied one's twice
+        number, rest = FULL, CPU_REST + 2 * FULL * max(map(math.prod, shapes.values()))
+    return TRAINER * sum(sizes) + number * (n_teacher + values) + rest
 
 
 def _holding(cfg: Config, model: PreTrainedModel) -> dict[str, int]:
@@ -267,7 +281,12 @@ def _teacher(cfg: Config, model: PreTrainedModel, n_params: int) -> tuple[int, i
 
 
 def _values(
-    cfg: Config, model: PreTrainedModel, block_map: BlockMap, widths: Widths, n_teacher: int
+    cfg: Config,
+    model: PreTrainedModel,
+    block_map: BlockMap,
+    widths: Widths,
+    n_teacher: int,
+    device: str,
 ) -> int:
     """Numbers of a step's activations and logits, in a subnet of these widths."""
     t, shapes, vocab = cfg.train, huggingface.shapes(model), huggingface.vocab_size(model)
@@ -277,18 +296,23 @@ def _values(
     uncut = replace(cfg.blocks, setting="both", shared_first=0, shared_last=0)
     groups = families.partition(model, uncut).groups
     d = shapes[groups[0].out[0]][1 - groups[0].out_part.dim]
-    layers = [3 * d] * (1 + max(group.layer for group in groups))
+    eager = device == "cpu"
+    layers = [(6 if eager else 3) * d] * (1 + max(group.layer for group in groups))
     for group in groups:
         out = group.out_part
         into = [p for p in group.parts if p.param not in group.out and len(shapes[p.param]) > 1]
-        copies = 2 + (group.name in gated) if group.kind == "attn" else 1
+        is_attn = group.kind == "attn"
+        copies = 2 - eager + (group.name in gated) if is_attn else 1 + eager
         numbers = sum(shapes[p.param][p.dim] for p in into) + copies * shapes[out.param][out.dim]
         layers[group.layer] += numbers * widths.get(group.name, group.n_blocks) // group.n_blocks
     # recomputed: the inputs of all, and one layer at a time; and last norm, head
     kept = (len(layers) * d + max(layers) if t.recompute else sum(layers)) + 2 * d
     n_tokens = t.batch * (cfg.data.seq_len - 1)
     n_logits = min(n_tokens, CHUNK) * (1 + (n_tokens > CHUNK) + (n_teacher > 0))
-    return kept * t.batch * cfg.data.seq_len + n_logits * (vocab + -vocab % ALIGN)
+    n_logits *= vocab + -vocab % ALIGN
+    if eager:
+        n_logits = min(n_tokens * vocab, SMALL) * (10 if t.teacher != "none" else 5)
+    return kept * t.batch * cfg.data.seq_len + n_logits
 
 
 def busiest(
@@ -316,6 +340,7 @@ def show(plan: Plan, cfg: Config) -> None:
         f"on a GPU in bf16: about {decimal(plan.worker_bytes)} for a worker, "
         f"{decimal(plan.process_bytes)} where one process has the central model and plays all "
         f"workers",
+        f"on a CPU: about {decimal(plan.cpu_bytes)} for such a process",
         f"{plan.model}: {plan.n_params:,} parameters, {decimal(FULL * plan.n_params)} in float32",
         f"{plan.n_sequences:,} sequences: {plan.true_rounds:,} rounds of local steps; the paper's "
         f"formula counts {plan.paper_rounds:,}",
