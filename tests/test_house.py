@@ -16,7 +16,8 @@ SOURCES = {  # "cli.training" -> its source; a folder's __init__ goes by the fol
 
 # a room imports from rooms before its own; two rooms without a bar between them are strangers
 ORDER = "fields | presets | config system | model transport | data | compute | training"
-ORDER += " | tickets export | api recipe | baselines demo shrinking | lab | play | cli | __main__"
+ORDER += " | tickets export | recipe | shrinking | api | baselines demo | lab | play | cli"
+ORDER += " | __main__"
 FLOOR = {name: i for i, names in enumerate(ORDER.split("|")) for name in names.split()}
 
 

@@ -68,7 +68,7 @@ def test_numbers_and_tables_are_natural(after, monkeypatch):
     twistlm.train("demo", "train.lr=1e-3", "run.out=x", "run.eval_every=-1", {"run.seed": 3})
     assert seen[0] == seen[1]
     assert (seen[0].train.lr, seen[0].run.out, seen[0].run.seed) == (1e-3, "x", 3)
-    with pytest.raises(ValueError, match=r"not a GPT2LMHeadModel: .* save_pretrained"):
+    with pytest.raises(ValueError, match="a GPT2LMHeadModel came alone"):
         twistlm.train(after[1]["plain"])
 
 

@@ -117,6 +117,33 @@ def test_the_same_call_goes_on_and_another_is_refused(home, made, monkeypatch, c
     assert (code, "is finished" in printed) == (0, True)
 
 
+def test_train_takes_a_model_and_text(home, tmp_path, monkeypatch):
+    """By name and a file, in memory and strings, or by the config that was chosen: one result."""
+    monkeypatch.chdir(tmp_path)
+    how, rounds = {"train.rounds": 2, "run": {"device": "cpu", "threads": 1}}, []
+    text, llama = home / "notes.md", home / "llama"
+    named = twistlm.train(llama, text, how, "run.out=named", on_round=rounds.append)
+    assert [row["round"] for row in rounds] == [1, 2]
+    cfg = config.load("named/train.toml")
+    assert (cfg.blocks.mask_attn, cfg.train.teacher) == ((3, 3, 2, 2, 1, 1, 1, 1), "start")
+    assert cfg.blocks.mask_ffn == (12, 12, 8, 6, 4, 4, 3, 3)
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    how |= {"run.out": "held"}
+    model.name_or_path = ""
+    with pytest.raises(ValueError, match="a model in memory needs its tokenizer"):
+        twistlm.train(model, iter([text.read_text()]), how)
+    held = twistlm.train(model, iter([text.read_text()]), how, tokenizer=word_level(WORDS))
+    chosen = twistlm.train("named/train.toml", "run.out=chosen")
+    sums = {file_sha256(path / "model.safetensors") for path in (named, held, chosen)}
+    assert len(sums) == 1
+    with pytest.raises(ValueError, match="'held' already holds a run: say resume=True"):
+        twistlm.train(model, iter(["other"]), how)
+    longer = how | {"train.rounds": 3}
+    assert twistlm.train(model, iter(["other"]), longer, resume=True).name == "round-000003"
+    with pytest.raises(ValueError, match="demo is a config, which names its own text"):
+        twistlm.train("demo", "notes.md")
+
+
 def test_no_room_is_told_before_anything_is_read(home, monkeypatch, capsys):
     """A machine with one page of memory, then a disk with one free byte."""
     monkeypatch.chdir(home)

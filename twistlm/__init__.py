@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .api import Parent as Parent
     from .api import evaluate as evaluate
     from .api import open_parent as open_parent
+    from .api import shrink as shrink
     from .api import train as train
     from .config import Config as Config
-    from .shrinking import shrink as shrink
     from .tickets.deploy import load_ticket as load_ticket
     from .tickets.extract import Ticket as Ticket
     from .tickets.register import register as register
@@ -40,7 +40,7 @@ _HOMES = {
     "load_ticket": "tickets.deploy",
     "open_parent": "api",
     "register": "tickets.register",
-    "shrink": "shrinking",
+    "shrink": "api",
     "train": "api",
 }
 __all__ = ["__version__", *_HOMES]

@@ -1,4 +1,4 @@
-"""What `import twistlm` offers: train a parent, open any, cut tickets out of it, evaluate both."""
+"""What `import twistlm` offers: train and shrink models, open parents, cut and measure tickets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from . import config
+from . import config, shrinking
 from .config import Config
+from .shrinking import Row
+from .system.files import alone, whole_file, whole_folder
 from .system.terminal import progress
 from .tickets import extract, parent
 from .tickets.extract import Ticket
 from .tickets.parent import what_is
-from .tickets.requests import ScoreRequest, TicketRequest
+from .tickets.requests import ScoreRequest, ShrinkRequest, TicketRequest
 from .tickets.score import Scores, score_parent, score_ticket
 from .training import rounds
 
@@ -26,30 +28,55 @@ Overrides = str | Mapping[str, Any]  # "train.lr=1e-3" or {"train.lr": 1e-3}
 
 
 def train(
-    source: str | Path | Config,
+    source: str | Path | Config | PreTrainedModel,
+    text: Any = None,
     *overrides: Overrides,
+    tokenizer: Any = None,
     resume: bool = False,
     on_round: Callable[[dict[str, Any]], None] | None = None,
 ) -> Path:
-    """Train a parent as a config says; returns its last checkpoint, which `open_parent` takes.
+    """Train a parent; returns its last checkpoint, which `open_parent` takes.
 
-    `source` is the name of a preset ("demo"), the path of a TOML file, or a `Config`; `overrides`
-    are changes to it, such as "train.rounds=20" or {"train.rounds": 20}. `resume` goes on from the
-    newest checkpoint in `run.out`. `on_round` is called after every round with its metrics: the
-    line of `metrics.jsonl`.
+    `source` is a model: a Hugging Face folder or hub id, gguf:FILE, a run folder, or a causal
+    language model of transformers in memory; it is trained on `text` (see `shrink`) once, as
+    `shrink` would for tickets of 2/3 to 1/4 of the blocks. A model in memory needs its `tokenizer`,
+    unless it was loaded by a name that has one. Or `source` is a config that names model and text:
+    a preset ("demo"), the path of a TOML file, a run folder or a `Config`.
+
+    `overrides` such as "train.rounds=20" or {"train.rounds": 20} are changes to the config. What is
+    made lies in `run.out`; `resume` goes on from its newest checkpoint. `on_round` is called after
+    every round with its metrics: the line of `metrics.jsonl`.
     """
+    if text is not None and _is_override(text):
+        text, overrides = None, (text, *overrides)
+    words = _words(overrides)
     with python_words():
-        if isinstance(source, Config):
-            cfg = config.override(source, _words(overrides))
+        if text is not None:
+            cfg = _config_for(source, _texts(text), tokenizer, words, resume)
+        elif isinstance(source, Config):
+            cfg = config.override(source, words)
         elif isinstance(source, str | Path):
-            cfg = config.load(str(source), _words(overrides))
+            cfg = config.load(str(source), words)
         else:
             raise ValueError(
-                f"train takes a preset, a TOML file or a Config, not a {type(source).__name__}: to "
-                'train a model on, save it with save_pretrained(FOLDER) and call train("demo", '
-                '"model.weights=FOLDER")'
+                f"train takes a preset, a TOML file or a Config, or a model and its text: train("
+                f"model, text); a {type(source).__name__} came alone"
             )
         return rounds.train(cfg, resume=resume, on_round=on_round)
+
+
+def shrink(
+    model: str | Path, text: Any, *overrides: Overrides, out: str | Path, **asked: Any
+) -> list[Row]:
+    """Train a model for the sizes asked for and write a ticket of each; whole models come first.
+
+    `text` is a file, a folder, hub:NAME, a list of them ("code/:0.7"), or any other iterable: of
+    documents. Other keywords are the options of `twistlm shrink` (`ShrinkRequest`): `to="350M"`,
+    `tokens="50M"`. The same call goes on after a stop. The tickets are in `row.folder`.
+    """
+    given: dict[str, Any] = {"text": _texts(text), "out": Path(out), "overrides": _words(overrides)}
+    with python_words():
+        return shrinking.run(ShrinkRequest(model=str(model), **given, **asked))
 
 
 def open_parent(
@@ -121,6 +148,49 @@ class Parent(parent.Parent):
         request = ScoreRequest(ratios=ratios, n=n, data=self.data, tokens=tokens, seed=seed)
         with python_words():
             return score_parent(self, request, Path(self.source).name, quiet=True)
+
+
+def _config_for(
+    model: Any, texts: tuple[Any, ...], tokenizer: Any, words: list[str], resume: bool
+) -> Config:
+    """A model's training on texts, all of it made ready in `run.out`, or what lies there."""
+    out = Path(config.override(Config(), words).run.out)
+    made = out / shrinking.CONFIG
+    if isinstance(model, Config) or str(model) in config.preset_names():
+        raise ValueError(f"{model} is a config, which names its own text: give no other")
+    if not resume and (made.exists() or (out / "text").exists()):
+        raise ValueError(
+            f"run.out = {str(out)!r} already holds a run: say resume=True, or choose another folder"
+        )
+    if made.exists():
+        return config.load(str(made), words)
+    if isinstance(model, PreTrainedModel):
+        tokenizer = tokenizer or model.name_or_path
+        if not tokenizer:
+            raise ValueError("a model in memory needs its tokenizer: train(..., tokenizer=...)")
+        with whole_folder(out / "start") as draft:
+            model.save_pretrained(draft)
+        model = out / "start"
+    if tokenizer is not None and not isinstance(tokenizer, str):  # of transformers, or its own
+        own = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        tokenizer = str(out / "tokenizer.json")
+        whole_file(Path(tokenizer), lambda draft: own.save(str(draft)))
+    given: dict[str, Any] = {"model": str(model), "text": texts, "tokenizer": tokenizer, "out": out}
+    with alone(out):
+        shrinking.prepare(ShrinkRequest(**given, overrides=[*words, f"run.out={out}"]))
+    return config.load(str(made))
+
+
+def _texts(text: Any) -> tuple[Any, ...]:
+    """One source or several, as `mixture.parse` takes them."""
+    several = text if isinstance(text, list | tuple) else [text]
+    return tuple(str(each) if isinstance(each, Path) else each for each in several)
+
+
+def _is_override(text: Any) -> bool:
+    return isinstance(text, Mapping) or bool(
+        isinstance(text, str) and re.match(r"[a-z]+(\.\w+)+=", text)
+    )
 
 
 def _words(overrides: Sequence[Overrides]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What `shrink` trains: a config out of a model's shapes, the sizes asked for and a text's length.
+"""What a model is trained with: a config out of its shapes, its sizes and a text's length.
 
 Pure functions: the same model, sizes and tokens give the same config on every machine.
 """
@@ -32,6 +32,7 @@ N_FFN = 12  # blocks in an FFN layer, about; as in the measured presets
 FEWEST, MOST = 8, 64
 UNIT = 64  # neurons: a block of so many, or half, is whole in kernels and quantised rows
 WHOLE, CUT = 2, 6  # of eight masks: the whole model, and the sizes in turn
+SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4)  # of the blocks: sizes where none are asked for
 RATE, RATE_AT, HIGHEST = 1e-3, 135e6, 3e-3  # suits SmolLM2; larger models want less, ~ 1/sqrt(n)
 
 DecodeMs = Callable[[Shapes], float]  # milliseconds of a token in a model of these shapes
@@ -124,9 +125,7 @@ def sizes_for(
                 f"--{budget.kind} {budget.asked} has room for the whole model of {n_full:,} "
                 "parameters: ask for less"
             )
-        ks = {group.kind: widths[group.name] for group in cut.groups}
-        ratio = ",".join(f"{kind}={k}/{cut.n_blocks(kind)}" for kind, k in ks.items())
-        found.append(Size(budget, ratio, ks, count(cut, shapes, widths)))
+        found.append(_size(model, cut, widths, budget))
     found.sort(key=lambda size: -size.n_params)
     for one, other in pairwise(found):
         if one.ratio == other.ratio:
@@ -136,6 +135,28 @@ def sizes_for(
                 "parameters: ask for sizes further apart"
             )
     return found
+
+
+def usual_sizes(model: PreTrainedModel, made: Cut) -> list[Size]:
+    """Stock tickets near the usual shares of the blocks, the largest first."""
+    cut, found = made.block_map, {}
+    most = cut.full_widths()
+    for share in SHARES:
+
+        def distance(widths: Widths, share: float = share) -> float:
+            return sum(abs(k / most[name] - share) for name, k in widths.items())
+
+        widths = min((each for each in made.legal if each != most), key=distance)
+        size = _size(model, cut, widths)
+        found[size.ratio] = size
+    return sorted(found.values(), key=lambda size: -size.n_params)
+
+
+def _size(model: PreTrainedModel, cut: BlockMap, widths: Widths, budget: Any = None) -> Size:
+    ks = {group.kind: widths[group.name] for group in cut.groups}
+    ratio = ",".join(f"{kind}={k}/{cut.n_blocks(kind)}" for kind, k in ks.items())
+    n_params = count(cut, huggingface.shapes(model), widths)
+    return Size(budget or Budget("ratio", ratio), ratio, ks, n_params)
 
 
 def choose(

@@ -29,7 +29,6 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from . import config, recipe
-from .api import python_words
 from .compute import speed
 from .config import Config
 from .data import mixture
@@ -75,22 +74,6 @@ class Row:
     decode_ms: float
 
 
-def shrink(
-    model: str | Path, text: Any, *overrides: str, out: str | Path, **asked: Any
-) -> list[Row]:
-    """Train a model for the sizes asked for and write a ticket of each; whole models come first.
-
-    `text` is a file, a folder, hub:NAME, a list of them ("code/:0.7"), or any other iterable: of
-    documents. Other keywords are the options of `twistlm shrink` (`ShrinkRequest`): `to="350M"`,
-    `tokens="50M"`. The same call goes on after a stop. The tickets are in `row.folder`.
-    """
-    several = text if isinstance(text, list | tuple) else [text]
-    texts = tuple(str(each) if isinstance(each, Path) else each for each in several)
-    given: dict[str, Any] = {"text": texts, "out": Path(out), "overrides": overrides}
-    with python_words():
-        return run(ShrinkRequest(model=str(model), **given, **asked))
-
-
 def run(request: ShrinkRequest) -> list[Row]:
     """All stages, or those that an earlier call has left."""
     out, record = request.out, {"asked": _asked(request)}
@@ -105,13 +88,15 @@ def run(request: ShrinkRequest) -> list[Row]:
         record = before
     elif out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out {out} is not empty and was not made by shrink: choose another")
+    if not (request.to or request.size or request.latency or request.memory):
+        raise ValueError("give --to, --size, --latency or --memory, several for several sizes")
     if request.tasks:
         open_tasks(request.tasks)
     checked = None if "sizes" in record else check(request)
     with alone(out):
         if checked is not None:
             whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
-            record["sizes"] = _prepare(request, checked)
+            record["sizes"] = prepare(request, checked)
             whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
         cfg = config.load(str(out / CONFIG))
         _train(cfg)
@@ -143,8 +128,6 @@ def check(request: ShrinkRequest) -> Checked:
     kinds = {"params": request.to, "size": request.size}
     kinds |= {"latency": request.latency, "memory": request.memory}
     given = [(kind, str(each)) for kind in kinds for each in kinds[kind]]
-    if not given:
-        raise ValueError("give --to, --size, --latency or --memory, several for several sizes")
     if request.tokens and request.hours:
         raise ValueError("give --tokens or --hours, not both")
     n_tokens = int(amount("tokens", str(request.tokens))) if request.tokens else 0
@@ -170,10 +153,11 @@ def check(request: ShrinkRequest) -> Checked:
         return speed.measure_all([ready])[0].decode_ms
 
     try:
-        budgets = parse_budgets(request.context, given)
+        budgets = parse_budgets(request.context, given) if given else []
         sizes = recipe.sizes_for(model, cut, budgets, request.dtype, decode_ms)
     except ValueError as error:
         raise ValueError(str(error).replace("--params", "--to")) from None
+    sizes = sizes or recipe.usual_sizes(model, cut)
     own: dict[str, Any] = {"out": str(request.out), "overrides": overrides}
     own |= {"room": _room(device)[0], "device": pick_device(device).type}
     choose = partial(recipe.choose, model, weights, cut, sizes, **own)
@@ -215,8 +199,9 @@ def _room(device: str) -> tuple[int, str]:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
 
 
-def _prepare(request: ShrinkRequest, checked: Checked) -> dict[str, str]:
+def prepare(request: ShrinkRequest, checked: Checked | None = None) -> dict[str, str]:
     """Make the tokens, choose the config, say what it takes: the name of each size -> its ratio."""
+    checked = checked or check(request)
     folder = request.out / "text"
     train, valid = mixture.mix(checked.texts, folder, checked.tokenizer, request.column)
     n_text, n_valid = train.meta.n_tokens, valid.meta.n_tokens
@@ -226,7 +211,7 @@ def _prepare(request: ShrinkRequest, checked: Checked) -> dict[str, str]:
     least = recipe.N_WORKERS * recipe.INTERVAL * seq_len
     if n_text < least or n_valid < seq_len:
         shutil.rmtree(folder)
-        (request.out / RECORD).unlink()
+        (request.out / RECORD).unlink(missing_ok=True)
         raise ValueError(
             f"--text: {n_text:,} tokens to train and {n_valid:,} to measure on are too few: one "
             f"round takes {least:,}, a measurement {seq_len:,} (data.seq_len = {seq_len})"
