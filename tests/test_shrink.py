@@ -107,8 +107,17 @@ def test_the_same_call_goes_on_and_another_is_refused(home, made, monkeypatch, c
         shutil.rmtree(out / name)
     words = "shrink llama --text code/:0.7 --text notes.md:0.3 --to 16k --to 13k -o out-llama"
     words += " run.device=cpu run.threads=1"
-    code, printed, err = in_process(monkeypatch, capsys, *words.split(), "--tokens", "2k")
+    texts = ({"context": "w1 w2", "continuation": text} for text in (" w3", " w3"))
+    asked = [{"doc_id": 0, "label": 0, "request": text} for text in texts]  # the first is right
+    Path("ask.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
+    own = ("--tokens", "2k", "--tasks", "ask.jsonl")
+    code, printed, err = in_process(monkeypatch, capsys, *words.split(), *own)
     assert code == 0, err
+    (head,) = (line for line in printed.splitlines() if "perplexity" in line and "acc" in line)
+    assert head.index("perplexity") < head.index("ask acc") < head.index("ms per token")
+    found = json.loads((out / "tasks.json").read_text())["models"]
+    assert [each["name"] for each in found] == ["llama", "parent", *SIZES["llama"]]
+    assert {each["tasks"]["ask"]["acc"]["value"] for each in found} == {1.0}
     assert [file_sha256(path) for path in weights] == before
     assert all(name in printed for name in ("trained", "params-16k", "ms per token"))
     refused = in_process(monkeypatch, capsys, *words.split(), "--tokens", "3k")

@@ -5,6 +5,7 @@ OUT/text          tokens to train and to measure on, and a teacher's predictions
 OUT/train.toml    everything that was chosen, for `twistlm train`
 OUT/parent        the training run
 OUT/params-350M   a ticket of each size, and with --gguf its file for llama.cpp
+OUT/tasks.json    with --tasks: every task's numbers and standard errors, for all models
 
 Every stage leaves its result whole or not at all, so the same command goes on where it stopped.
 """
@@ -16,7 +17,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,8 @@ from .tickets.hf_folder import stock_config
 from .tickets.parent import open_parent
 from .tickets.requests import ShrinkRequest, TicketRequest
 from .tickets.score import score_model, text_of
-from .tickets.tasks import open_tasks
+from .tickets.tasks import TaskScores, open_tasks, score_tasks
+from .tickets.tasks import record as task_record
 from .training import checkpoint, plan, rounds
 from .training.teacher import write_cache
 
@@ -72,6 +74,7 @@ class Row:
     perplexity: float
     n_bytes: int
     decode_ms: float
+    tasks: dict[str, float] = field(default_factory=dict)  # with --tasks: means over them
 
 
 def run(request: ShrinkRequest) -> list[Row]:
@@ -90,8 +93,7 @@ def run(request: ShrinkRequest) -> list[Row]:
         raise ValueError(f"--out {out} is not empty and was not made by shrink: choose another")
     if not (request.to or request.size or request.latency or request.memory):
         raise ValueError("give --to, --size, --latency or --memory, several for several sizes")
-    if request.tasks:
-        open_tasks(request.tasks)
+    tasks = open_tasks(request.tasks) if request.tasks else None
     checked = None if "sizes" in record else check(request)
     with alone(out):
         if checked is not None:
@@ -100,7 +102,19 @@ def run(request: ShrinkRequest) -> list[Row]:
             whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
         cfg = config.load(str(out / CONFIG))
         _train(cfg)
-        return _cut(request, cfg, record["sizes"])
+        rows = _cut(request, cfg, record["sizes"])
+    if tasks is None:
+        return rows
+    folders = [str(row.folder) for row in rows]
+    scores = list(score_tasks(folders, tasks, device=cfg.run.device))
+    whole_file(out / "tasks.json", json.dumps(task_record(scores), indent=1) + "\n")
+    return [replace(row, tasks=_means(each)) for row, each in zip(rows, scores, strict=True)]
+
+
+def _means(scores: TaskScores) -> dict[str, float]:
+    """Means over several tasks, or all numbers of one."""
+    found = ((task, *each) for task, named in scores.tasks.items() for each in named.items())
+    return scores.means or {f"{task} {metric}": number.value for task, metric, number in found}
 
 
 def _asked(request: ShrinkRequest) -> dict[str, Any]:
@@ -274,11 +288,12 @@ def _row(name: str, folder: Path, proof: dict[str, Any], perplexity: float) -> R
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Whole models and tickets: parameters, perplexity on held-out text, bytes, speed."""
-    heads = ("", "parameters", "of whole", "perplexity", "MB", "ms per token")
-    made = terminal.table("measured on text that was held out", *heads)
+    """Whole models and tickets: parameters, perplexity on held-out text, tasks, bytes, speed."""
+    heads = ("", "parameters", "of whole", "perplexity", *rows[0].tasks, "MB", "ms per token")
+    made = terminal.table("perplexity on text that was held out", *heads)
     for row in rows:
         share = f"{row.n_params / rows[0].n_params:.1%}"
-        numbers = f"{row.perplexity:.2f}", f"{row.n_bytes / 1e6:,.1f}", f"{row.decode_ms:.2f}"
-        made.add_row(row.name, f"{row.n_params:,}", share, *numbers)
+        numbers = f"{row.perplexity:.2f}", *(f"{mean:.4f}" for mean in row.tasks.values())
+        size = f"{row.n_bytes / 1e6:,.1f}", f"{row.decode_ms:.2f}"
+        made.add_row(row.name, f"{row.n_params:,}", share, *numbers, *size)
     return made

@@ -53,11 +53,6 @@ def shrink(request: ShrinkRequest, overrides: Overrides) -> None:
 
     rows = shrinking.run(replace(request, overrides=tuple(overrides)))
     console.print(shrinking.table(rows))
-    if request.tasks:
-        from ..tickets.tasks import open_tasks, score_tasks, table
-
-        models = [str(row.folder) for row in rows]
-        console.print(table(list(score_tasks(models, open_tasks(request.tasks)))))
     console.print(f"tickets: {', '.join(str(row.folder) for row in rows[2:])}")
 
 
