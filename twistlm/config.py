@@ -161,6 +161,9 @@ class TrainConfig:
     recompute: bool = False
     """Keep only the inputs of each layer for the backward pass, which computes the rest again: far
     less memory for activations, a third more computation, the same gradients."""
+    accumulate: int = limited(1, above=0)
+    """Pieces of a local step's batch that pass one after the other, their gradients added up: the
+    same step with as much less memory for activations. It must divide `batch`."""
 
     def nesterov(self) -> tuple[float, float] | None:
         """(lr, momentum) of the outer optimizer, None for the plain mean."""
@@ -258,6 +261,10 @@ class Config:
             raise ValueError(
                 f"train.n_workers x train.interval x train.batch = {n:,} sequences in a round: "
                 f"legal are at most {MOST_SEQUENCES:,}"
+            )
+        if t.batch % t.accumulate:
+            raise ValueError(
+                f"train.accumulate = {t.accumulate}: must divide train.batch = {t.batch}"
             )
         if not self.run.out.strip():  # it would be the current folder
             raise ValueError(f"run.out = {self.run.out!r}: name a folder")

@@ -37,10 +37,11 @@ def test_direct_equals_autograd(name, monkeypatch):
         monkeypatch.setattr("twistlm.compute.loss.SMALL", small)
         grads = {n: torch.full_like(p, torch.nan) for n, p in params.items()}  # all is overwritten
         run = make(model, grads)
-        for _ in range(2):  # nothing is left over from the call before
-            torch.testing.assert_close(run(ids, 0.25), value.detach())
-        for (param, got), want in zip(grads.items(), expected, strict=True):
-            torch.testing.assert_close(got, want, msg=lambda text, param=param: f"{param}: {text}")
+        for many in (ids.split(3), ids.split(1)):  # nothing is left over from the call before
+            found = [run(each, 0.25 / len(many), add=i > 0) for i, each in enumerate(many)]
+            torch.testing.assert_close(torch.stack(found).mean(), value.detach())
+            for (param, got), want in zip(grads.items(), expected, strict=True):
+                torch.testing.assert_close(got, want, msg=lambda text, at=param: f"{at}: {text}")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler's own

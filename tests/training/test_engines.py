@@ -189,6 +189,26 @@ def test_the_recipe_stopped_and_resumed_is_the_uninterrupted_run(cached, tmp_pat
     assert open_(whole).manifest["order"] == open_(parts).manifest["order"] != {}
 
 
+@pytest.mark.parametrize(
+    ("method", "teacher", "seat"),
+    [
+        ("twist", "cache", "physical"),
+        ("twist", "start", "masked"),
+        ("dropout", "start", "physical"),
+    ],
+)
+def test_a_batch_in_pieces_is_the_same_step(cached, tmp_path, method, teacher, seat):
+    """Each sequence takes its masks and its teacher's predictions with it."""
+    _, config, tokens = cached
+    blocks = config["blocks"] | ({"widths": "cycle"} if method == "dropout" else {})
+    train = FLOAT64_TRAIN | {"teacher": teacher, "method": method, "batch": 4, "rounds": 2}
+    made = []
+    for n in (1, 2, 4):
+        own = {"blocks": blocks, "run": {"seat": seat}, "train": train | {"accumulate": n}}
+        made.append(rounds.train(tiny(tokens, tmp_path / str(n), **config | own), quiet=True))
+    assert 0 < max(distance(made[0], each, FILES[:2]) for each in made[1:]) < 1e-10
+
+
 def test_workers_that_hold_all_blocks_draw_the_masks_of_their_twin(cached, tmp_path):
     """One local step in a round and plain SGD: the workers' mean is the synchronous twin's step."""
     _, config, tokens = cached

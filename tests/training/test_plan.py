@@ -176,6 +176,8 @@ def test_memory_by_hand():
     assert whole[1] - whole[0] == 2 * 3 * 4 * n_full  # the central buffer and its sums
     again = hand_memory("train.recompute=true")  # three layers' inputs instead of all they keep
     assert whole[0] - again[0] == 2 * (3 * layer - 4 * 48) * n_tokens
+    pieces = hand_memory("train.accumulate=2")  # one of two sequences at a time
+    assert whole[0] - pieces[0] == kept // 2
     half = hand_memory("blocks.k_attn=6", "blocks.k_ffn=6")  # gated: a third output of attention
     less = 2 * 2 * n_tokens * (5 * 48 - (3 + 3) * 24 + 192)
     assert whole[0] - half[0] == 16 * (n_full - subnet[6, 6]) + less

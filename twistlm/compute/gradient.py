@@ -6,7 +6,7 @@ head's matrix products write into the buffer: for GPT-2 124M that is a third of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,8 +19,8 @@ from ..model.blocks import State
 from . import graphs
 from .loss import AnyTeacher, HeadGrads, Loss, chunked_loss
 
-# (ids [batch, seq_len], share, teacher_topk=None) -> loss; the views then hold the gradient of
-# share * loss
+# (ids [batch, seq_len], share, teacher_topk=None, add=False) -> loss; the views then hold the
+# gradient of share * loss, or with `add` what they held before and that
 Gradient = Callable[..., Tensor]
 
 
@@ -46,10 +46,12 @@ def plain(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
     named = dict(model.named_parameters())
     params = [named[name] for name in grads]
 
-    def gradient(ids: Tensor, share: float, teacher_topk: Tensor | None = None) -> Tensor:
+    def gradient(
+        ids: Tensor, share: float, teacher_topk: Tensor | None = None, add: bool = False
+    ) -> Tensor:
         value = loss(model, ids, teacher_topk=teacher_topk)
         found = torch.autograd.grad(value * share, params)
-        torch._foreach_copy_(list(grads.values()), found)
+        _put_(list(grads.values()), found, add)
         return value.detach()
 
     return gradient
@@ -57,11 +59,21 @@ def plain(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
 
 def hooked(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
     """As `plain`, but each gradient is copied and let go as it comes, 4 bytes a parameter less."""
-    named = dict(model.named_parameters())
-    for name, view in grads.items():
-        named[name].register_post_accumulate_grad_hook(partial(_move, view))
+    named, adds = dict(model.named_parameters()), False
 
-    def gradient(ids: Tensor, share: float, teacher_topk: Tensor | None = None) -> Tensor:
+    def move(view: Tensor, param: Tensor) -> None:
+        assert param.grad is not None
+        _put_([view], [param.grad], adds)
+        param.grad = None
+
+    for name, view in grads.items():
+        named[name].register_post_accumulate_grad_hook(partial(move, view))
+
+    def gradient(
+        ids: Tensor, share: float, teacher_topk: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        nonlocal adds
+        adds = add
         value = loss(model, ids, teacher_topk=teacher_topk)
         (value * share).backward(inputs=[named[name] for name in grads])
         return value.detach()
@@ -70,10 +82,11 @@ def hooked(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
 
 
 @torch.no_grad()
-def _move(view: Tensor, param: Tensor) -> None:
-    assert param.grad is not None
-    view.copy_(param.grad)
-    param.grad = None
+def _put_(views: list[Tensor], found: Iterable[Tensor], add: bool) -> None:
+    if add:
+        torch._foreach_add_(views, list(found))
+    else:
+        torch._foreach_copy_(views, list(found))
 
 
 def direct(model: PreTrainedModel, grads: State, teacher: AnyTeacher | None = None) -> Gradient:
@@ -87,10 +100,13 @@ def direct(model: PreTrainedModel, grads: State, teacher: AnyTeacher | None = No
     inner = [name for name in grads if name not in (weight, bias)]
     tied = [weight] if table.weight is head.weight else []
 
-    def gradient(ids: Tensor, share: float, teacher_topk: Tensor | None = None) -> Tensor:
-        value = chunked_loss(model, ids, replace(buffers, share=share), teacher, teacher_topk)
+    def gradient(
+        ids: Tensor, share: float, teacher_topk: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        head = replace(buffers, share=share, add=add)
+        value = chunked_loss(model, ids, head, teacher, teacher_topk)
         found = torch.autograd.grad(value, [named[name] for name in inner + tied])
-        torch._foreach_copy_([grads[name] for name in inner], found[: len(inner)])
+        _put_([grads[name] for name in inner], found[: len(inner)], add)
         for name, of_table in zip(tied, found[len(inner) :], strict=True):
             grads[name].add_(of_table)
         return value.detach()

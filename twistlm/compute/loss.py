@@ -41,6 +41,7 @@ class HeadGrads:
     weight: Tensor
     bias: Tensor | None
     share: float = 1.0
+    add: bool = False  # to what they hold
 
 
 class Prediction(NamedTuple):
@@ -202,13 +203,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             # `logits` now holds the gradient of the loss by the logits: 0 in the padding
             d_hidden.append(logits @ head)
-            if i == 0:
+            fills = i == 0 and not head_grads.add
+            if fills:
                 torch.mm(logits.T, x, out=d_head)
             else:
                 d_head.addmm_(logits.T, x)
             if head_grads.bias is not None:
                 total = logits[:, :vocab].sum(0)
-                head_grads.bias.copy_(total if i == 0 else head_grads.bias + total)
+                head_grads.bias.copy_(total if fills else head_grads.bias + total)
         if d_head is not None:
             if d_head.data_ptr() != head_grads.weight.data_ptr():
                 head_grads.weight.copy_(d_head[:vocab])

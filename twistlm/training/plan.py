@@ -307,12 +307,13 @@ def _values(
         layers[group.layer] += numbers * widths.get(group.name, group.n_blocks) // group.n_blocks
     # recomputed: the inputs of all, and one layer at a time; and last norm, head
     kept = (len(layers) * d + max(layers) if t.recompute else sum(layers)) + 2 * d
-    n_tokens = t.batch * (cfg.data.seq_len - 1)
+    n_rows = t.batch // t.accumulate
+    n_tokens = n_rows * (cfg.data.seq_len - 1)
     n_logits = min(n_tokens, CHUNK) * (1 + (n_tokens > CHUNK) + (n_teacher > 0))
     n_logits *= vocab + -vocab % ALIGN
     if eager:
         n_logits = min(n_tokens * vocab, SMALL) * (10 if t.teacher != "none" else 5)
-    return kept * t.batch * cfg.data.seq_len + n_logits
+    return kept * n_rows * cfg.data.seq_len + n_logits
 
 
 def busiest(

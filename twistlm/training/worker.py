@@ -77,6 +77,7 @@ class LocalTrainer:
         self.ids = torch.empty(0, 0, dtype=torch.int64, device=device)
         self.teacher_topk: Tensor | None = None  # by a teacher's cache
         self.share, self.n_rows = 1.0, 1
+        self.gates: list[Tensor] = []  # of this step, for every sequence or for all
         self._recorded: tuple = ()  # what the graphs below were recorded for
         self._coming: Iterator[tuple[Tensor, ...]] = iter(())
         self._optimize = graphs.Replayed(self.optimizer.step_, device, self.fast)
@@ -164,17 +165,29 @@ class LocalTrainer:
             self.teacher_topk = None
             if teacher_topk is not None:
                 self.teacher_topk = torch.empty_like(teacher_topk, device=self.device)
+            n_rows = max(1, self.n_rows // self.cfg.accumulate)  # of a piece
+            self.gates = self.subnet.gate_tensors(n_rows)
+            if n_rows < self.n_rows:
+                self.gates = [each.repeat(self.cfg.accumulate, 1, 1) for each in self.gates]
             self._backward = graphs.Replayed(self._differentiate, self.device, self.fast)
             self._both = graphs.Replayed(self._whole_step, self.device, self.fast)
         # the gates of this step; where no more come, the last ones stay
         if (values := next(self._coming, None)) is not None:
-            torch._foreach_copy_(self.subnet.gate_tensors(self.n_rows), values)
+            torch._foreach_copy_(self.gates, values)
         self.ids.copy_(ids, non_blocking=True)
         if self.teacher_topk is not None and teacher_topk is not None:
             self.teacher_topk.copy_(teacher_topk, non_blocking=True)
 
     def _differentiate(self) -> None:
-        self.losses += self.gradient(self.ids, self.share, self.teacher_topk)
+        """The mean over the pieces of a batch is that over the batch: they are of one length."""
+        n = self.cfg.accumulate
+        for i, ids in enumerate(self.ids.chunk(n)):
+            at = slice(i * len(ids), (i + 1) * len(ids))
+            topk = None if self.teacher_topk is None else self.teacher_topk[at]
+            if n > 1 and self.n_rows > 1 and self.gates:
+                own = self.subnet.gate_tensors(len(ids))
+                torch._foreach_copy_(own, [each[at] for each in self.gates])
+            self.losses += self.gradient(ids, self.share / n, topk, add=i > 0) / n
 
     def _whole_step(self) -> None:
         self._differentiate()
