@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from twistlm.baselines.methods import (
     DAMP,
     METHODS,
-    Pattern,
+    Sparsity,
     hessian,
     input_norms,
     magnitude,
-    n_of_m,
     prune_,
     sparsegpt,
     wanda,
@@ -34,7 +33,7 @@ from twistlm.model.blocks import BlockMap
 from twistlm.training import rounds
 
 BY_ROW = ("wanda", "zpruner-rows")  # methods that compare within an output row
-HALF = Pattern(Fraction(1, 2))
+HALF = Fraction(1, 2)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -51,7 +50,7 @@ def correlated(n_tokens: int, n_inputs: int, seed: int = 1) -> Tensor:
 
 
 def obs(
-    weight: Tensor, hessian: Tensor, pattern: Pattern, columns=128, damp=0.01, drop=None
+    weight: Tensor, hessian: Tensor, sparsity: Sparsity, columns=128, damp=0.01, drop=None
 ) -> Tensor:
     """Optimal brain surgeon by brute force: an inverse of its own for every column, row by row.
 
@@ -62,14 +61,12 @@ def obs(
     hessian[dead, dead], weight[:, dead] = 1, 0
     hessian.diagonal().add_(damp * hessian.diagonal().mean())
     inverses = [torch.linalg.inv(hessian[j:, j:]) for j in range(n_inputs)]
-    gone, columns = weight.bool() & False if drop is None else drop, pattern.m or columns
+    gone = weight.bool() & False if drop is None else drop
     for j in range(n_inputs):
         if drop is None and j % columns == 0:
             some = range(j, min(j + columns, n_inputs))
-            cost = torch.stack([weight[:, i] ** 2 / inverses[i][0, 0] for i in some], 1)
-            cost = cost if pattern.m else cost.view(1, -1)
-            n = pattern.n or int(cost.numel() * pattern.sparsity) + 1
-            chosen = cost.argsort(1).argsort(1) < n
+            cost = torch.stack([weight[:, i] ** 2 / inverses[i][0, 0] for i in some], 1).flatten()
+            chosen = cost.argsort().argsort() < int(cost.numel() * sparsity) + 1
             gone[:, some] = chosen.view(len(weight), -1)
         for r in gone[:, j].nonzero():
             weight[r, j:] -= weight[r, j] / inverses[j][0, 0] * inverses[j][0]
@@ -77,46 +74,41 @@ def obs(
     return weight
 
 
-@pytest.mark.parametrize(
-    ("asked", "columns", "damp"), [("0.25", 5, 0.01), ("2/3", 128, 0.3), ("2:4", 7, 0.01)]
-)
-def test_sparsegpt_is_optimal_brain_surgeon(asked, columns, damp):
-    """Groups of columns are multiples of m: no m neighbours are torn apart."""
-    pattern = n_of_m(asked) if ":" in asked else Pattern(Fraction(asked))
-    weight, x, m = draw(6, 12), correlated(40, 12), pattern.m or 1
-    ours = sparsegpt(weight, hessian(x), pattern, columns, damp)
-    want = obs(weight, 2 * x.T @ x, pattern, max(columns // m, 1) * m, damp)
+@pytest.mark.parametrize(("ratio", "columns", "damp"), [("0.25", 5, 0.01), ("2/3", 128, 0.3)])
+def test_sparsegpt_is_optimal_brain_surgeon(ratio, columns, damp):
+    weight, x, sparsity = draw(6, 12), correlated(40, 12), Fraction(ratio)
+    ours = sparsegpt(weight, hessian(x), sparsity, columns, damp)
+    want = obs(weight, 2 * x.T @ x, sparsity, columns, damp)
     torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-9)
 
 
 def test_dead_inputs_lose_their_weights_and_disturb_no_other():
     weight, x = draw(6, 12), correlated(40, 12)
     x[:, [3, 7]] = 0
-    for pattern in (HALF, n_of_m("2:4")):
-        ours = sparsegpt(weight, hessian(x), pattern)
-        torch.testing.assert_close(ours, obs(weight, 2 * x.T @ x, pattern))
-        others = (method(weight, input_norms(x), pattern) for method in (wanda, zpruner))
-        assert not any(made[:, [3, 7]].any() for made in (ours, *others))
+    ours = sparsegpt(weight, hessian(x), HALF)
+    torch.testing.assert_close(ours, obs(weight, 2 * x.T @ x, HALF))
+    others = (method(weight, input_norms(x), HALF) for method in (wanda, zpruner))
+    assert not any(made[:, [3, 7]].any() for made in (ours, *others))
     nothing = torch.zeros(12, 12, dtype=torch.float64)
     assert not sparsegpt(weight, nothing, HALF).any()
 
 
 def test_wanda_and_magnitude_are_their_loops():
-    weight, x, pattern = draw(7, 10), correlated(20, 10), Pattern(Fraction("0.35"))
+    weight, x, share = draw(7, 10), correlated(20, 10), Fraction("0.35")
     a = [sum(float(v) ** 2 for v in x[:, j]) for j in range(10)]
     want = weight.clone()
     for row in want:
         order = sorted(range(10), key=lambda j: abs(float(row[j])) * a[j] ** 0.5)
-        row[order[: int(10 * Fraction("0.35"))]] = 0
-    ours = wanda(weight, input_norms(x), pattern)
+        row[order[: int(10 * share)]] = 0
+    ours = wanda(weight, input_norms(x), share)
     assert torch.equal(ours, want)
     # magnitude counts over the matrix, and one more goes
     order, flat = weight.flatten().abs().argsort(), weight.flatten().clone()
-    flat[order[: int(70 * Fraction("0.35")) + 1]] = 0
-    assert torch.equal(magnitude(weight, None, pattern).flatten(), flat)
+    flat[order[: int(70 * share) + 1]] = 0
+    assert torch.equal(magnitude(weight, None, share).flatten(), flat)
     # equal scores: the first go
     ones = torch.ones(3, 200, dtype=torch.float64)
-    ours = wanda(ones, ones[0], Pattern(0.25))
+    ours = wanda(ones, ones[0], 0.25)
     assert not ours[:, :50].any()
     assert ours[:, 50:].all()
 
@@ -138,7 +130,7 @@ def test_zpruner_is_its_formula(with_data):
     want = weight.clone().flatten()
     for n, place in enumerate(score.flatten().argsort()):
         want[place] = 0
-        ours = zpruner(weight, norms, Pattern(Fraction(n, weight.numel())))
+        ours = zpruner(weight, norms, Fraction(n, weight.numel()))
         assert torch.equal(ours.flatten(), want), n
 
 
@@ -158,19 +150,11 @@ def test_zpruner_survives_zero_rows_zero_columns_and_equal_weights():
     """A NaN would compare false with the threshold and let everything stay."""
     weight = draw(6, 9)
     weight[2], weight[:, 4] = 0, 0
-    ours = zpruner(weight, None, Pattern(0.6))
+    ours = zpruner(weight, None, 0.6)
     assert ours.isfinite().all()
     assert 54 > int((ours == 0).sum()) >= int(54 * 0.6) + 1
     for odd in (torch.zeros(3, 4), torch.ones(3, 4), torch.ones(1, 1)):
-        assert not zpruner(odd, None, Pattern(0.5)).any()  # equal scores go together
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_two_of_four(name):
-    weight, x = draw(5, 12), correlated(20, 12)
-    mean = METHODS[name].observe(x) if METHODS[name].observe else None
-    ours = METHODS[name].prune(weight, mean, n_of_m("2:4"))
-    assert ((ours.view(-1, 4) == 0).sum(1) == 2).all()
+        assert not zpruner(odd, None, 0.5).any()  # equal scores go together
 
 
 # ---------------------------------------------------------------- the walk, every method
@@ -234,10 +218,10 @@ def test_every_matrix_is_pruned_by_what_the_pruned_layers_before_it_give(
 ):
     model, block_map, ids = small(name, setting, attn_by, first)
     before = copy_of(model)
-    patterns = dict.fromkeys((g.name for g in block_map.groups), Pattern(0))
-    prune_(model, block_map, METHODS[method], patterns, ids)
+    shares = dict.fromkeys((g.name for g in block_map.groups), 0)
+    prune_(model, block_map, METHODS[method], shares, ids)
     assert all(torch.equal(value, before[name]) for name, value in copy_of(model).items())
-    zeros = prune_(model, block_map, METHODS[method], dict.fromkeys(patterns, Pattern(0.6)), ids)
+    zeros = prune_(model, block_map, METHODS[method], dict.fromkeys(shares, 0.6), ids)
     after = copy_of(model)
     cut, prefix = cut_matrices(name, setting, attn_by, first), f"{TABLE[name].layers}."
     assert set(zeros) == set(cut)
@@ -255,7 +239,7 @@ def test_every_matrix_is_pruned_by_what_the_pruned_layers_before_it_give(
         mean, observe = None, METHODS[method].observe
         if observe is not None:
             mean = sum(observe(x) for x in fed(model, params, param, ids)) / len(ids)
-        want = METHODS[method].prune(turn(before[param]), mean, Pattern(0.6))
+        want = METHODS[method].prune(turn(before[param]), mean, 0.6)
         torch.testing.assert_close(turn(after[param]), want, rtol=1e-8, atol=1e-10)
         n_out, n_in = want.shape
         n_zeros = n_out * int(n_in * 0.6) if method in BY_ROW else int(n_out * n_in * 0.6) + 1
@@ -269,8 +253,8 @@ def test_batches_change_nothing(name, monkeypatch):
     for batch in (11, 22, 33):  # tokens, of sequences of 11
         monkeypatch.setattr("twistlm.baselines.walk.BATCH", batch)
         model, block_map, ids = small(name)
-        patterns = {g.name: HALF for g in block_map.groups}
-        prune_(model, block_map, METHODS["sparsegpt"], patterns, ids)
+        shares = {g.name: HALF for g in block_map.groups}
+        prune_(model, block_map, METHODS["sparsegpt"], shares, ids)
         made.append(copy_of(model))
     for other in made[1:]:
         torch.testing.assert_close(other, made[0], rtol=1e-8, atol=1e-10)
@@ -348,12 +332,9 @@ def test_the_command_writes_a_plain_model(home, prune):
 
 BAD = {  # what follows `--method` -> a part of the sentence
     "wands --ratio 1/4": "--method 'wands': use one of sparsegpt",
-    "magnitude": "give one of --sparsity, --ratio and --nm",
-    "magnitude --sparsity 1": "--sparsity '1': it must lie in [0, 1)",
-    "magnitude --sparsity half": "--sparsity 'half': it must lie in",
-    "block:random --sparsity 0.5": "give --ratio",
-    "sparsegpt --nm 4:2": "--nm '4:2': use N:M with 0 < N < M",
-    "sparsegpt --nm 2:5 --data tokens --n 2": "of 5",
+    "magnitude --ratio 0": "ratio '0': it must lie in (0, 1]",
+    "magnitude --ratio half": "ratio 'half' is not a fraction",
+    "block:random --ratio 1/3": "ratio '1/3' is no whole number of attn blocks",
     "wanda --ratio 1/4": "no tokens to calibrate on: give --data",
     "wanda --ratio 1/4 --data tokens": "tokens is too short for --n 128: it has 35 sequences of "
     "data.seq_len = 20",

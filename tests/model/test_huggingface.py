@@ -133,7 +133,7 @@ def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
     widths = widths_of_ratio(parent.block_map, "attn=4/4,ffn=2/4")
     blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
     deploy.save_ticket(parent, blueprint, tmp_path / "ticket")
-    write(parent, tmp_path / "pruned", PruneRequest(method="magnitude", sparsity="0.5"), quiet=True)
+    write(parent, tmp_path / "pruned", PruneRequest(method="magnitude", ratio="0.5"), quiet=True)
     forged = tmp_path / "forged"  # with hashes that agree
     shutil.copytree(tmp_path / "ticket", forged)
     (forged / "config.json").write_text(

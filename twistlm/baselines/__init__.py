@@ -27,11 +27,10 @@ class PruneRequest:
         f"{words(SINGLE_WEIGHTS)} (single weights); {words(WHOLE_BLOCKS)} (whole blocks).",
         choices=NAMES,
     )
-    sparsity: str | None = option("Share of weights that go from every matrix: 0.667.", None)
-    ratio: str | None = option(
-        "Share of blocks that stay: 4/12; of single weights 1 - 4/12 go.", None
+    ratio: str = option(
+        "Share of blocks, or of single weights in every matrix, that stays: 4/12 or "
+        "attn=2/3,ffn=6/12.",
     )
-    nm: str | None = option("N of every M weights in a row go: 2:4.", None, "--nm")
     data: str | None = option("Token file to calibrate on; default: the run's data.train.", None)
     n: int = option("Calibration sequences.", 128, "--n", least=1)
     seed: int = seed_of("the sequences and of block:random")
@@ -43,12 +42,9 @@ class PruneRequest:
 
     def __post_init__(self) -> None:
         fields.check(self)
-        method, is_block = self.method, self.method.startswith(STRUCTURED)
         if self.repair not in (None, *REPAIRS):
             raise ValueError(f"--repair {self.repair!r}: use one of {', '.join(REPAIRS)}")
-        if self.repair is not None and not is_block:
+        if self.repair is not None and not self.method.startswith(STRUCTURED):
             raise ValueError(
-                f"--repair {self.repair} is for whole blocks: --method {method} removes none"
+                f"--repair {self.repair} is for whole blocks: --method {self.method} removes none"
             )
-        if is_block and (self.ratio is None or self.sparsity or self.nm):
-            raise ValueError(f"--method {method} keeps whole blocks: give --ratio, and only that")

@@ -1,7 +1,7 @@
 """Pruners of single weights: a pure function of one matrix and its statistic each, on one walk.
 
-`prune(weight [out, in], mean, pattern)` returns the new weight; `mean` is the mean over calibration
-sequences of what `observe` made of the matrix's inputs.
+`prune(weight [out, in], mean, sparsity)` returns the new weight; `mean` is the mean over
+calibration sequences of what `observe` made of the matrix's inputs.
 """
 
 from __future__ import annotations
@@ -15,43 +15,33 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..model.blocks import BlockMap
+from ..model.blocks import BlockMap, shares_of_ratio
 from .walk import Linear, Observe, Tick, linears, walk_
 
 DAMP = 0.01  # of the mean diagonal of H
+Sparsity = float | Fraction  # a fraction counts without rounding: int(100 * 0.29) is 28
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """A share of all weights, or `n` of every `m` neighbours in a row (N:M, where m > 0)."""
-
-    sparsity: float | Fraction  # a fraction counts without rounding: int(100 * 0.29) is 28
-    n: int = 0
-    m: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity {float(self.sparsity):g}: it must lie in [0, 1)")
-
-    def lowest(self, score: Tensor, by_row: bool = False) -> Tensor:
-        """True where a score [out, in] is among the lowest, of equal ones in a row the first.
-
-        Over the matrix: score <= sorted(score)[int(count * sparsity)], so int(count * s) + 1 go.
-        """
-        if self.m:
-            neighbours = score.unflatten(1, (-1, self.m)).flatten(0, 1)
-            return _first(neighbours, self.n).view(score.shape)
-        if by_row:
-            return _first(score, int(score.shape[1] * self.sparsity))
-        return score <= score.flatten().sort().values[int(score.numel() * self.sparsity)]
+def sparsities(block_map: BlockMap, ratio: str) -> dict[str, Fraction]:
+    """What share of each group's single weights goes where `ratio` of them stays, exactly."""
+    shares = shares_of_ratio(block_map, ratio)
+    try:
+        found = {name: 1 - Fraction(text) for name, text in shares.items()}
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"ratio {ratio!r} is not a fraction such as 6/12 or 0.5") from None
+    if not all(0 <= sparsity < 1 for sparsity in found.values()):
+        raise ValueError(f"ratio {ratio!r}: it must lie in (0, 1]")
+    return found
 
 
-def n_of_m(text: str) -> Pattern:
-    """The pattern of `2:4`: 2 of every 4 weights in a row go."""
-    n, colon, m = text.partition(":")
-    if not colon or not n.isdecimal() or not m.isdecimal() or not 0 < int(n) < int(m):
-        raise ValueError(f"--nm {text!r}: use N:M with 0 < N < M, as in 2:4")
-    return Pattern(Fraction(int(n), int(m)), int(n), int(m))
+def lowest(score: Tensor, sparsity: Sparsity, by_row: bool = False) -> Tensor:
+    """True where a score [out, in] is among the lowest, of equal ones in a row the first.
+
+    Over the matrix: score <= sorted(score)[int(count * sparsity)], so int(count * s) + 1 go.
+    """
+    if by_row:
+        return _first(score, int(score.shape[1] * sparsity))
+    return score <= score.flatten().sort().values[int(score.numel() * sparsity)]
 
 
 def _first(score: Tensor, n: int) -> Tensor:
@@ -65,25 +55,27 @@ def input_norms(inputs: Tensor) -> Tensor:
     return inputs.square().sum(0)
 
 
-def magnitude(weight: Tensor, mean: None, pattern: Pattern) -> Tensor:
+def magnitude(weight: Tensor, mean: None, sparsity: Sparsity) -> Tensor:
     """The smallest |W| of a matrix go; no data is needed."""
-    return weight.masked_fill(pattern.lowest(weight.abs()), 0)
+    return weight.masked_fill(lowest(weight.abs(), sparsity), 0)
 
 
-def wanda(weight: Tensor, mean: Tensor, pattern: Pattern) -> Tensor:
+def wanda(weight: Tensor, mean: Tensor, sparsity: Sparsity) -> Tensor:
     """The lowest |W| sqrt(a_j) of each output row go; an input that is always 0 goes first."""
-    return weight.masked_fill(pattern.lowest(weight.abs() * mean.sqrt(), by_row=True), 0)
+    return weight.masked_fill(lowest(weight.abs() * mean.sqrt(), sparsity, by_row=True), 0)
 
 
-def zpruner(weight: Tensor, mean: Tensor | None, pattern: Pattern, by_row: bool = False) -> Tensor:
+def zpruner(
+    weight: Tensor, mean: Tensor | None, sparsity: Sparsity, by_row: bool = False
+) -> Tensor:
     """The lowest Z-Pruner scores go, of the matrix or of each output row."""
-    return weight.masked_fill(pattern.lowest(z_scores(weight, mean), by_row), 0)
+    return weight.masked_fill(lowest(z_scores(weight, mean), sparsity, by_row), 0)
 
 
-def zpruner_repair(weight: Tensor, mean: Tensor, pattern: Pattern) -> Tensor:
+def zpruner_repair(weight: Tensor, mean: Tensor, sparsity: Sparsity) -> Tensor:
     """The weights that stay make up for the others as SparseGPT's do, with `mean` = H = 2 X X^T."""
-    drop = pattern.lowest(z_scores(weight, mean.diagonal() / 2))
-    return sparsegpt(weight, mean, pattern, drop=drop)
+    drop = lowest(z_scores(weight, mean.diagonal() / 2), sparsity)
+    return sparsegpt(weight, mean, sparsity, drop=drop)
 
 
 def z_scores(weight: Tensor, mean: Tensor | None) -> Tensor:
@@ -116,7 +108,7 @@ def hessian(inputs: Tensor) -> Tensor:
 
 
 def sparsegpt(
-    weight: Tensor, mean: Tensor, pattern: Pattern, columns=128, damp=DAMP, drop=None
+    weight: Tensor, mean: Tensor, sparsity: Sparsity, columns=128, damp=DAMP, drop=None
 ) -> Tensor:
     """Drop what costs least, and let the weights that are still to come make up for it.
 
@@ -125,8 +117,7 @@ def sparsegpt(
     So many `columns` are chosen together, or `drop` [out, in] is True where weights go that another
     method chose: what is left is the update.
     """
-    n_inputs, m = weight.shape[1], pattern.m if drop is None else 0
-    columns = max(columns // (pattern.m or 1), 1) * (pattern.m or 1)  # no m are torn apart
+    n_inputs = weight.shape[1]
     upper = _inverse_factor(mean, damp)
     # with rows of diagonal 1 a dropped weight answers for itself: w - w * 1 is exactly 0
     unit = upper / upper.diagonal()[:, None]
@@ -136,15 +127,11 @@ def sparsegpt(
         end = min(start + columns, n_inputs)
         group, u = turned[start:end], upper[start:end, start:end]
         errors, v = torch.empty_like(group), unit[start:end, start:end]
-        if drop is not None:
-            gone = drop[:, start:end].T.to(group.dtype)
-        elif not m:
-            gone = pattern.lowest(_cost(group, u)).to(group.dtype)
+        cost = group.square() / u.diagonal().square()[:, None]
+        gone = lowest(cost, sparsity) if drop is None else drop[:, start:end].T
+        gone = gone.to(group.dtype)
         for i in range(end - start):
-            if m and i % m == 0:
-                here = slice(i, i + m)
-                gone = pattern.lowest(_cost(group[here], u[here, here]).T).T.to(group.dtype)
-            torch.mul(group[i], gone[i % m if m else i], out=errors[i])
+            torch.mul(group[i], gone[i], out=errors[i])
             group[i:].addcmul_(v[i, i:, None], errors[i], value=-1)
         turned[end:].addmm_(unit[start:end, end:].T, errors, alpha=-1)
     return turned.T.contiguous()
@@ -163,10 +150,6 @@ def _inverse_factor(mean: Tensor, damp: float) -> Tensor:
         raise ValueError(
             f"the inputs of a matrix leave their Hessian singular: damp = {damp:g} is too little"
         ) from None
-
-
-def _cost(turned: Tensor, upper: Tensor) -> Tensor:
-    return turned.square() / upper.diagonal().square()[:, None]
 
 
 @dataclass(frozen=True)
@@ -193,7 +176,7 @@ def prune_(
     model: PreTrainedModel,
     block_map: BlockMap,
     method: PruneMethod,
-    patterns: Mapping[str, Pattern],  # by group name
+    sparsity: Mapping[str, Sparsity],  # by group name
     ids: Tensor | None = None,
     tick: Tick = lambda: None,
 ) -> dict[str, int]:
@@ -204,20 +187,15 @@ def prune_(
     zeros: dict[str, Tensor] = {}
     matrices = linears(model, block_map)
     for linear in matrices:
-        weight, nm = linear.weight(model), patterns[linear.group]
-        _check_finite(weight, f"{linear.param} holds")
-        if nm.m and (n_inputs := weight.shape[1]) % nm.m:
-            raise ValueError(
-                f"--nm {nm.n}:{nm.m}: a matrix has {n_inputs} inputs, no multiple of {nm.m}"
-            )
+        _check_finite(linear.weight(model), f"{linear.param} holds")
 
     def prune_alike(alike: list[Linear], mean: Tensor | None) -> None:
         if mean is not None:
             _check_finite(mean, f"what the model feeds into {alike[0].param} has")
         for linear in alike:
-            weight, pattern = linear.weight(model), patterns[linear.group]
-            if pattern.sparsity > 0:  # every rule by threshold would take one weight at 0 too
-                weight.copy_(method.prune(weight, mean, pattern))
+            weight, share = linear.weight(model), sparsity[linear.group]
+            if share > 0:  # every rule by threshold would take one weight at 0 too
+                weight.copy_(method.prune(weight, mean, share))
             zeros[linear.param] = (weight == 0).sum()
 
     if method.observe is None:

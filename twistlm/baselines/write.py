@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..model.blocks import BlockMap, widths_of_ratio
+from ..model.blocks import widths_of_ratio
 from ..model.subnet import build
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
@@ -19,7 +18,7 @@ from ..tickets import NEEDS_TEXT, deploy, extract, hf_folder, importance
 from ..tickets.importance import calibrate
 from ..tickets.parent import Parent
 from . import STRUCTURED, PruneRequest
-from .methods import METHODS, Pattern, n_of_m, prune_
+from .methods import METHODS, prune_, sparsities
 from .repair import check_repair, repair_parent
 
 RECORD = "prune.json"
@@ -36,22 +35,6 @@ def check_target(folder: Path, source: str) -> None:
         raise ValueError(f"--out {folder} exists and is no pruned model: choose another folder")
 
 
-def patterns(block_map: BlockMap, request: PruneRequest) -> dict[str, Pattern]:
-    """What goes from each group's matrices; K/N of the blocks means a sparsity of 1 - K/N."""
-    sparsity, ratio, nm = request.sparsity, request.ratio, request.nm
-    if sum(said is not None for said in (sparsity, ratio, nm)) != 1:
-        raise ValueError("give one of --sparsity, --ratio and --nm")
-    if ratio is not None:
-        widths = widths_of_ratio(block_map, ratio)
-        return {g.name: Pattern(1 - Fraction(widths[g.name], g.n_blocks)) for g in block_map.groups}
-    try:
-        pattern = Pattern(Fraction(str(sparsity))) if nm is None else n_of_m(nm)
-    except (ValueError, ZeroDivisionError) as error:
-        said = str(error) if nm else f"--sparsity {sparsity!r}: it must lie in [0, 1), as 0.5"
-        raise ValueError(said) from None
-    return {group.name: pattern for group in block_map.groups}
-
-
 def write(
     parent: Parent, folder: Path, request: PruneRequest, quiet: bool = False
 ) -> dict[str, Any]:
@@ -64,11 +47,11 @@ def write(
     name, is_block = method.removeprefix(STRUCTURED), method.startswith(STRUCTURED)
     n_layers = len({group.layer for group in block_map.groups})  # each reads every sequence
     if is_block:
-        widths, scored = widths_of_ratio(block_map, str(request.ratio)), name in NEEDS_TEXT
+        widths, scored = widths_of_ratio(block_map, request.ratio), name in NEEDS_TEXT
         check_repair(parent, how)
         n_passes = scored + (n_layers if how else 0)
     else:
-        wanted = patterns(block_map, request)
+        wanted = sparsities(block_map, request.ratio)
         n_passes = n_layers if METHODS[name].observe else 0
     ids, based_on = None, dict[str, Any]()
     if n_passes:
@@ -99,8 +82,7 @@ def write(
     record = {
         "parent": parent.source,
         "method": method,
-        "sparsity": {name: float(pattern.sparsity) for name, pattern in wanted.items()},
-        "nm": request.nm,
+        "sparsity": {name: float(sparsity) for name, sparsity in wanted.items()},
         "calibration": based_on | {"seed": request.seed} if based_on else {},
         "seconds": seconds,
         "n_pruned": sum(model.get_parameter(name).numel() for name in zeros),

@@ -75,11 +75,10 @@ def compare(
 @command(
     lab,
     "twistlm lab prune gpt2 -o pruned --method sparsegpt --ratio 4/12 --data data/wiki/train",
-    "twistlm lab prune runs/wiki -o pruned --method wanda --sparsity 0.5 blocks.setting=ffn",
-    "twistlm lab prune runs/wiki -o pruned --method sparsegpt --nm 2:4",
+    "twistlm lab prune runs/wiki -o pruned --method wanda --ratio 0.5 blocks.setting=ffn",
     "twistlm lab prune runs/wiki -o ticket --method block:fisher --ratio 4/12 --repair lstsq",
     f"twistlm lab prune {SMOLLM2} -o pruned --method wanda "
-    "--sparsity 0.5 --data data/wiki/train blocks.shared_first=0 blocks.shared_last=0",
+    "--ratio 0.5 --data data/wiki/train blocks.shared_first=0 blocks.shared_last=0",
 )
 def prune(
     *,
@@ -110,7 +109,6 @@ def prune(
     bench,
     "twistlm lab bench train paper",
     "twistlm lab bench train paper train.batch=32 --sizes 12/12,4/12 --settings both",
-    "twistlm lab bench train demo run.device=cpu --curve 200",
 )
 def train(
     preset: Preset, request: TrainBenchRequest, overrides: Overrides, json_out: JsonOut = None
@@ -120,11 +118,8 @@ def train(
     The model of the preset is built with random weights and fed random tokens; nothing is loaded.
     """
     cfg = config.load(preset, overrides)
-    from ..lab.bench.train import bench, curve, tables
+    from ..lab.bench.train import bench, tables
 
-    if request.curve:
-        write_json(json_out, curve(cfg, request.curve))
-        return
     for table in tables(bench(cfg, request, lambda made: write_json(json_out, made))):
         console.print(table)
 
@@ -140,7 +135,7 @@ def deploy(
     overrides: Overrides,
     out: Path | None = option("New folder for the numbers and the models measured.", None, *OUT),
 ) -> None:
-    """The full parent against tickets: prefill, decode with KV cache, bytes on disk, memory."""
+    """The full parent against tickets: prefill, decode with KV cache, bytes on disk."""
     from ..lab.bench.deploy import bench, table
     from ..tickets.parent import open_parent
 

@@ -209,12 +209,7 @@ def eval_(
     ),
     coverage: float = option("With --certify: share of all tickets to bound.", 0.95),
     confidence: float = option("With --certify: how sure the bound must be.", 0.99),
-    out: Path | None = option(
-        "With --certify: folder for JSON and histogram; every ticket's number is kept "
-        "there as it comes, so the same command goes on after a stop, or with a larger --n.",
-        None,
-        *OUT,
-    ),
+    out: Path | None = option("With --certify: folder for JSON and histogram.", None, *OUT),
     device: Device = "auto",
     json_out: JsonOut = None,
 ) -> None:

@@ -163,9 +163,7 @@ def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int 
     return blueprint
 
 
-def draws(
-    block_map: BlockMap, widths: Widths, *, seed: int, n: int, first: int = 0
-) -> Iterator[Blueprint]:
-    """Random subnets number `first` to n - 1; each depends on its number alone."""
-    for draw in range(first, n):
+def draws(block_map: BlockMap, widths: Widths, *, seed: int, n: int) -> Iterator[Blueprint]:
+    """n random subnets; each depends on its number alone."""
+    for draw in range(n):
         yield for_deployment(block_map, widths, seed=seed, draw=draw)

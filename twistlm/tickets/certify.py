@@ -1,38 +1,30 @@
 """`twistlm eval --certify`: n random tickets of one size, and what they promise for all of them.
 
 FOLDER/
-  draws.jsonl        what is measured, then one line per ticket as it comes: an interrupted
-                     certificate goes on from here, and a larger n adds to it
   certificate.json   all numbers
   histogram.png
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.table import Table
 
-from ..model.blocks import widths_of_ratio
 from ..system import terminal
 from ..system.files import whole_file
-from ..system.manifest import parse_json
 from ..system.terminal import console
 from .parent import Parent
 from .requests import ScoreRequest
-from .score import score_parent, text_of
+from .score import score_parent
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
 N_BINS = 24
-DRAWS = "draws.jsonl"
 
 
 def certify(
@@ -43,22 +35,15 @@ def certify(
     out: Path | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Measure n random tickets, going on from those that the folder `out` holds.
+    """Measure n random tickets; `out` is a folder for the numbers and a histogram.
 
     At least `coverage` of all tickets lie at or below the bound, said with `confidence`.
     """
-    r, values = rank(request.n, coverage, confidence), []
-    if out is not None:
-        values = _read_draws(out, _identity(parent, request))
-
-    def note(number: int, value: float) -> None:
-        if math.isnan(value):
-            raise ValueError(f"{parent.source}: ticket {number} has no perplexity (NaN logits)")
-        if out is not None:  # at once: a stopped certificate goes on from here
-            _add_line(out, {"draw": number, "perplexity": value})
-
-    scores = score_parent(parent, request, parent.source, quiet, values, note)
+    r = rank(request.n, coverage, confidence)
+    scores = score_parent(parent, request, parent.source, quiet)
     plain, drawn = scores.to_dict(), scores.subnets[0].values
+    if any(map(math.isnan, drawn)):
+        raise ValueError(f"{parent.source}: a ticket has no perplexity (NaN logits)")
     bound = {"coverage": coverage, "confidence": confidence, "rank": r}
     made = {
         "source": parent.source,
@@ -76,52 +61,6 @@ def certify(
         except ImportError:
             console.print("no histogram.png: it needs matplotlib: pip install -e '.[plot]'")
     return made
-
-
-def _identity(parent: Parent, request: ScoreRequest) -> dict[str, Any]:
-    """Everything that a draw's perplexity follows from: draws of one file must agree in it."""
-    text = text_of(parent, request.data, request.tokens)
-    widths = widths_of_ratio(parent.block_map, request.ratios[0])
-    ids = text.file.tokens[: text.n_sequences * text.seq_len]
-    weights = parent.central.weights.detach().cpu().view(torch.uint8).numpy()
-    tickets = {}
-    for group in parent.block_map.groups:
-        common = f" with {', '.join(map(str, group.common))}" if group.common else ""
-        tickets[group.name] = f"{widths[group.name]}/{group.n_blocks}{common}"
-    return {
-        "weights_sha256": hashlib.sha256(weights.data).hexdigest(),
-        "tokens_sha256": hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest(),
-        "seq_len": text.seq_len,
-        "precision": f"{parent.cfg.train.precision} on {parent.central.buffer.device.type}",
-        "tickets": tickets,
-        "attn_by": parent.cfg.blocks.attn_by,
-        "scales": parent.scales(widths),
-        "seed": request.seed,
-    }
-
-
-def _read_draws(folder: Path, identity: dict[str, Any]) -> list[float]:
-    """The draws that a folder holds of this very thing; half a line of a killed process goes."""
-    path = folder / DRAWS
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = path.read_bytes().rpartition(b"\n")[0] if path.is_file() else b""
-    lines = [parse_json(line, path) for line in whole.split(b"\n") if line]
-    if not lines:
-        path.write_bytes(b"")
-        _add_line(folder, identity)
-        return []
-    if odd := [key for key in identity if lines[0].get(key) != identity[key]]:
-        raise ValueError(
-            f"{folder} holds a certificate of something else ({', '.join(odd)} differ): choose "
-            "another folder or remove it"
-        )
-    os.truncate(path, len(whole) + 1)
-    return [line["perplexity"] for line in lines[1:]]
-
-
-def _add_line(folder: Path, line: dict[str, Any]) -> None:
-    with (folder / DRAWS).open("a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def _draw_histogram(made: dict[str, Any], path: Path) -> None:

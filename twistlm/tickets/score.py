@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,18 +76,8 @@ def text_of(parent: Parent, data: str | None, tokens: int) -> Text:
     return Text(file, cfg.data.seq_len, tokens)
 
 
-def score_parent(
-    parent: Parent,
-    request: ScoreRequest,
-    name: str,
-    quiet: bool = False,
-    known: Sequence[float] = (),
-    note: Callable[[int, float], None] = lambda number, value: None,
-) -> Scores:
-    """Perplexity of the full model and of n random subnets of each ratio.
-
-    The first draws of a ratio may be `known` from before; each new one is told to `note`.
-    """
+def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool = False) -> Scores:
+    """Perplexity of the full model and of n random subnets of each ratio."""
     text = text_of(parent, request.data, request.tokens)
     ready = evaluator(parent, text)
     block_map, order, layout = parent.block_map, parent.progress.order, parent.central.layout
@@ -99,12 +89,9 @@ def score_parent(
         full = ready.full_perplexity()
         bar.advance(task)
         for ratio, each in widths.items():
-            values = list(known[: request.n])
-            bar.advance(task, len(values))
-            drawn = draws(block_map, each, seed=request.seed, n=request.n, first=len(values))
-            for number, blueprint in enumerate(drawn, len(values)):
+            values: list[float] = []
+            for blueprint in draws(block_map, each, seed=request.seed, n=request.n):
                 values.append(ready.subnet_perplexity(blueprint))
-                note(number, values[-1])
                 bar.update(task, advance=1, note=f"worst {max(values):.2f}")
             n_params = layout.narrowed(block_map, each).n_params
             subnets.append(Spread(ratio, n_params, tuple(values)))

@@ -22,12 +22,6 @@ class TrainBenchRequest(Checked):
     references: bool = option(
         "Measure Hugging Face's own step too.", True, "--references/--no-references"
     )
-    curve: int = option(
-        "Instead of times, train the full model on the preset's text for so many steps, with our "
-        "step and with stock Hugging Face in float32, and compare the losses.",
-        0,
-        least=0,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,11 @@
 """`twistlm lab bench deploy`: the full parent against tickets of several sizes, on this machine.
 
-Latency: one process holds all sizes and runs them in turn, so that a busy machine slows all of them
-alike. Memory: one process per size.
+One process of each runtime holds all sizes and runs them in turn, so that a busy machine slows all
+of them alike.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import shutil
@@ -119,27 +118,6 @@ def _once(runner: Runner, plan: Workload) -> tuple[Times, np.ndarray]:
     return found, logits[-1]
 
 
-def peak_bytes(name: str, path: Path, plan: Workload) -> int | None:
-    """Peak resident memory of one model at work, less what the process held before it was loaded.
-
-    VmHWM after a reset - VmRSS; None where the system keeps no such count.
-    """
-
-    def resident(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
-
-    try:
-        before = resident("VmRSS")
-        runner = open_runner(name, path, plan.threads, len(plan.ids))
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
-    except OSError:
-        return None
-    _once(runner, plan)
-    return resident("VmHWM") - before
-
-
 def bench(
     parent: Parent, request: DeployRequest, folder: Path | None = None, *, quiet: bool = False
 ) -> dict[str, Any]:
@@ -192,7 +170,6 @@ def bench(
                     "ms": ms,
                     "median_ms": {key: statistics.median(each) for key, each in ms.items()},
                     "min_ms": {key: min(each) for key, each in ms.items()},
-                    "peak_bytes": in_a_process(peak_bytes, name, heads[ratio], plan),
                     "delta": float(delta),  # max |logit - torch's logit|
                 }
                 made["rows"].append(row)
@@ -222,7 +199,7 @@ def table(made: dict[str, Any]) -> Table:
         f"{made['source']}: ms, median / minimum of {plan['n_repeats']} runs in turn (x full); "
         f"{plan['threads']} threads"
     )
-    heads = ("MB on disk", "peak MB", *rows[0]["ms"], "max |Δlogit|")
+    heads = ("MB on disk", *rows[0]["ms"], "max |Δlogit|")
     result = terminal.table(title, "runtime", "blocks", *heads, words=2)
     full = {row["runtime"]: row["median_ms"] for row in rows if row["ratio"] == FULL}
     for row in rows:
@@ -230,7 +207,6 @@ def table(made: dict[str, Any]) -> Table:
             f"{ms:.2f} / {row['min_ms'][key]:.2f} ({full[row['runtime']][key] / ms:.2f}x)"
             for key, ms in row["median_ms"].items()
         ]
-        peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.1f}"
-        head = (row["runtime"], row["ratio"], f"{row['n_bytes'] / 1e6:.1f}", peak)
+        head = (row["runtime"], row["ratio"], f"{row['n_bytes'] / 1e6:.1f}")
         result.add_row(*head, *cells, f"{row['delta']:.1e}")
     return result

@@ -22,28 +22,24 @@ from transformers import PreTrainedModel
 from ...compute.loss import next_token_loss
 from ...compute.speed import now
 from ...config import Config, override
-from ...data.builtin import resolve
 from ...data.stream import Batches
-from ...data.token_file import TokenFile, TokenMeta, open_tokens
+from ...data.token_file import TokenFile, TokenMeta
 from ...model import families, generator, huggingface
 from ...model.blocks import widths_of_ratio
 from ...model.central import create
 from ...model.layout import Layout, cut_model
 from ...system import terminal
-from ...system.device import is_bf16, pick_device
+from ...system.device import is_bf16
 from ...system.provenance import describe_run
 from ...system.terminal import progress
-from ...training import checkpoint
 from ...training.engines.local import Local
 from ...training.run import Run, beginning
-from ...training.worker import LocalTrainer, learning_rate
 from ...transport.ranks import Cluster
 from . import TrainBenchRequest
 
 FULL = "12/12"
 REPEATS = 7
 SEQUENCES = 256  # random ones; rounds walk through them
-SMOOTH = 20  # steps: single losses scatter
 EAGER, COMPILED = "Hugging Face, float32, eager", "Hugging Face, compiled"
 
 
@@ -140,11 +136,11 @@ def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
 
 
 def _stock_step(
-    template: PreTrainedModel, cfg: Config, device: torch.device, compiled: bool = False
-) -> Callable[[Tensor, float], Tensor]:
+    template: PreTrainedModel, cfg: Config, device: torch.device, compiled: bool
+) -> Callable[[Tensor], None]:
     """Hugging Face's model, torch's AdamW: in float32 (no tf32), or compiled and in low precision.
 
-    Returns step(ids, lr), which trains a copy of the template and returns the loss.
+    Returns step(ids), which trains a copy of the template.
     """
     t, model = cfg.train, huggingface.clone_structure(template)
     huggingface.bind_(model, {n: p.detach().clone() for n, p in template.named_parameters()})
@@ -156,9 +152,7 @@ def _stock_step(
     loss_of = torch.compile(next_token_loss) if compiled else next_token_loss
     low = compiled and is_bf16(t.precision, device)
 
-    def step(ids: Tensor, lr: float) -> Tensor:
-        for group in adamw.param_groups:
-            group["lr"] = lr
+    def step(ids: Tensor) -> None:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
             loss = loss_of(model, ids)
         loss.backward()
@@ -166,7 +160,6 @@ def _stock_step(
             nn.utils.clip_grad_norm_(model.parameters(), t.clip)
         adamw.step()
         adamw.zero_grad()
-        return loss.detach()
 
     return step
 
@@ -179,7 +172,7 @@ def _reference(
     _forget(device)
     step = _stock_step(template, cfg, device, name == COMPILED)
     ids = torch.randint(vocab, (cfg.train.batch, cfg.data.seq_len), device=device)
-    ms = _step_ms(lambda: step(ids, cfg.train.lr), device, n_steps)
+    ms = _step_ms(lambda: step(ids), device, n_steps)
     return {"name": name, "ms": ms, "peak_bytes": _peak(device)}
 
 
@@ -273,54 +266,3 @@ def tables(made: dict[str, Any]) -> list[Table]:
 
 def _megabytes(n_bytes: int | None) -> str:
     return "" if n_bytes is None else f"{n_bytes / 1e6:,.0f}"
-
-
-# ---------------------------------------------------------------- --curve
-
-
-def curve(cfg: Config, n_steps: int, quiet: bool = False) -> dict[str, Any]:
-    """Losses of the full model of a config, trained for `n_steps` by our step and by stock parts.
-
-    `difference` is the largest relative one between means over the last `SMOOTH` steps.
-    """
-    device = pick_device(cfg.run.device)
-    template = huggingface.load(checkpoint.resolved(cfg).model, cfg.run.seed)
-    file = open_tokens(resolve(cfg.data.train, "train"))
-    file.check(cfg.data.seq_len, huggingface.vocab_size(template))
-    batches = Batches(file, cfg.data.seq_len, 1, cfg.train.batch, cfg.run.seed)
-    trainer = whole_trainer(template, cfg, device)
-
-    def our_step(ids: Tensor, lr: float) -> Tensor:
-        trainer.losses.zero_()
-        trainer.step(ids, lr)
-        return trainer.losses
-
-    losses: list[list[float]] = []
-    with progress(quiet) as bar:
-        task = bar.add_task("bench train", total=2 * n_steps, note="")
-        for name, step in (("ours", our_step), (EAGER, _stock_step(template, cfg, device))):
-            bar.update(task, note=name)
-            losses.append([])
-            for i in range(n_steps):
-                lr = learning_rate(cfg.train, i, n_steps)
-                losses[-1].append(float(step(batches(0, i).to(device), lr)))
-                bar.advance(task)
-    ends = range(1, n_steps + 1)
-    ours, stock = ([statistics.fmean(x[max(0, i - SMOOTH) : i]) for i in ends] for x in losses)
-    difference = max(abs(a - b) / b for a, b in zip(ours, stock, strict=True))
-    terminal.console.print(
-        f"{n_steps} steps: loss {losses[0][-1]:.4f}, stock {losses[1][-1]:.4f}; smoothed over "
-        f"{SMOOTH} steps they differ by at most {difference:.3%}"
-    )
-    run = describe_run() | {"config": asdict(cfg)}
-    return {"ours": losses[0], "stock": losses[1], "difference": difference, "run": run}
-
-
-def whole_trainer(template: PreTrainedModel, cfg: Config, device: torch.device) -> LocalTrainer:
-    """A trainer of the whole model that holds the template's weights."""
-    cut = cut_model(template, cfg.blocks, device, torch.float32)
-    trainer = LocalTrainer(cut, cut.full, "physical", cfg.train)
-    for name, view in cut.full.views(trainer.buffer[0]).items():
-        view.copy_(huggingface.state(template)[name].detach())
-    trainer.work.copy_(trainer.buffer[0])
-    return trainer

@@ -38,9 +38,10 @@ class CompareRequest(Checked):
         "attn,ffn,both",
     )
     methods: str = option(
-        f"Of twistlm lab prune, with commas: {', '.join(COMPARED)}; '' for none.", DEFAULT
+        "Of twistlm lab prune, on the dense parent, with commas: "
+        f"{', '.join(COMPARED)}; '' for none.",
+        DEFAULT,
     )
-    on: str = option("Parents that these methods prune: dense, dropout, twist.", "dense")
     repair: str = option(
         f"Add repaired tickets: {', '.join(REPAIRS)}, each on 16 of the calibration sequences.", ""
     )

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ...baselines import COMPARED, REPAIRS, STRUCTURED
-from ...baselines.methods import METHODS
+from ...baselines.methods import METHODS, sparsities
 from ...baselines.repair import check_repair
 from ...config import Method, Setting
 from ...model import families, huggingface
-from ...model.blocks import KINDS, SETTINGS, shares_of_ratio, widths_of_ratio
+from ...model.blocks import SETTINGS, widths_of_ratio
 from ...tickets import NEEDS_TEXT
 from ...tickets.budget import amount
 from ...tickets.importance import calibrate
@@ -29,7 +28,6 @@ from . import CompareRequest
 
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
 LABELS: dict[Method, str] = {"dense": "dense", "dropout": "dropout", "twist": "TwIST"}
-BY_KIND = "one ratio by kinds of layer is attn=2/3,ffn=6/12, others follow in their own --ratios"
 # What a cell measures: one of these, or a method of `baselines.NAMES`
 WHOLE, RANDOM = "whole", "random"
 NESTED = "nested"  # the first blocks of a parent's own order
@@ -64,17 +62,12 @@ class Sweep:
         self.settings: tuple[Setting, ...] = settings
         if not self.settings:
             raise ValueError(f"--settings names none of {', '.join(SETTINGS)}")
-        self.ratios = parse_ratios(request.ratios)
+        self.ratios = _sizes(request.ratios)
         self.methods = _names(request.methods, "--methods", COMPARED)
         self.repairs = _names(request.repair, "--repair", REPAIRS)
         kinds = {method for method, _ in request.sources}
-        # kinds of parent that methods prune
-        self.on = _names(request.on, "--on", list(LABELS)) if self.methods else ()
-        if kinds and (missing := [kind for kind in self.on if kind not in kinds]):
-            raise ValueError(
-                f"--on {missing[0]!r}: give --parent-{missing[0]}, other parents to prune, or "
-                "--methods ''"
-            )
+        if self.methods and kinds and "dense" not in kinds:
+            raise ValueError("--methods prune a data-parallel parent: give --parent-dense, or ''")
         # tokens that all sizes of a setting share, each trained for itself
         self.heal = int(amount("tokens", heal, "--heal")) if heal else 0
         if heal and "dense" not in kinds:
@@ -105,7 +98,7 @@ class Sweep:
 
     def _check_ratios(self, parent: Parent) -> None:
         """Of single weights any share can stay, of tickets a whole number of blocks."""
-        read = widths_of_ratio if self.has_tickets else shares_of_ratio
+        read: Any = widths_of_ratio if self.has_tickets else sparsities
         for setting in self.settings:
             blocks = replace(parent.cfg.blocks, setting=setting)
             block_map = families.partition(parent.template, blocks)
@@ -159,7 +152,7 @@ def _rows(
         yield RANDOM, repair
         if has_order:
             yield NESTED, repair
-    for method in sweep.methods if parent.method in sweep.on else ():
+    for method in sweep.methods if parent.method == "dense" else ():
         for repair in repairs if method not in METHODS else (None,):
             yield method, repair
     if sweep.heal and parent.method == "dense":
@@ -244,45 +237,10 @@ def _check_alike(one: Parent, other: Parent) -> None:
             )
 
 
-# ---------------------------------------------------------------- sizes
-
-
-def _shares(ratio: str) -> dict[str, Fraction]:
-    """What stays of each kind or single layer that a ratio names; a plain fraction names ''."""
-    pairs = (piece.rpartition("=")[::2] for piece in ratio.split(","))
-    try:
-        shares = {key: Fraction(text) for key, text in pairs}
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"--ratios {ratio!r} is not a fraction such as 6/12 or 0.5") from None
-    if not all(0 < share <= 1 for share in shares.values()):
-        raise ValueError(f"--ratios {ratio!r}: it must lie in (0, 1]")
-    return shares
-
-
-def exact(ratio: str) -> str:
-    """The same for all ways to write a ratio: `1/2` for 6/12 and for attn=2/4,ffn=0.5."""
-    shares = _shares(ratio)
-    if len(set(shares.values())) == 1:
-        return str(next(iter(shares.values())))
-    return ",".join(f"{key}={shares[key]}" for key in sorted(shares))
-
-
-def mean_share(ratio: str) -> Fraction:
-    """How large a ratio is, among others: its share, or the mean of those of its kinds of layer."""
-    found = [share for key, share in _shares(ratio).items() if "." not in key]
-    return sum(found, Fraction(0)) / len(found)
-
-
-def parse_ratios(options: Sequence[str]) -> tuple[str, ...]:
-    """Each size once, out of several --ratios."""
-    found: list[str] = []
-    for typed in options:
-        pieces = [piece for piece in typed.replace(" ", "").split(",") if piece]
-        keys = [piece.rpartition("=")[0] for piece in pieces]
-        odd = {key.split(".")[0] for key in keys} - set(KINDS) or len(set(keys)) < len(keys)
-        if "=" in typed and odd:
-            raise ValueError(f"--ratios {typed!r} mixes two ways to say it; {BY_KIND}")
-        found += [",".join(pieces)] if "=" in typed else pieces
-    if not found:
+def _sizes(options: Sequence[str]) -> tuple[str, ...]:
+    """Each size once: `8/12,6/12` are two, `attn=2/3,ffn=6/12` is one."""
+    found = [[typed] if "=" in typed else typed.split(",") for typed in options]
+    sizes = [size.replace(" ", "") for some in found for size in some if size.strip()]
+    if not sizes:
         raise ValueError("--ratios names no ratio: give some as 8/12,6/12")
-    return tuple({exact(ratio): ratio for ratio in found}.values())
+    return tuple(dict.fromkeys(sizes))

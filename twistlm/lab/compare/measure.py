@@ -7,7 +7,6 @@ import platform
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ...baselines import STRUCTURED, repair
-from ...baselines.methods import METHODS, Pattern, prune_
+from ...baselines import repair
+from ...baselines.methods import METHODS, prune_, sparsities
 from ...compute import speed
 from ...compute.attention import causal_
 from ...compute.perplexity import Spread, Text, perplexity
 from ...compute.speed import now
 from ...config import Setting
-from ...model.blocks import Blueprint, shares_of_ratio, widths_of_ratio
+from ...model.blocks import Blueprint, widths_of_ratio
 from ...model.generator import for_deployment
 from ...model.masks import prefixes
 from ...model.subnet import build
@@ -35,12 +34,12 @@ from ...tickets.requests import HealRequest
 from ...tickets.ticket_scale import TicketScale, TicketScales, random_tickets, score_tickets
 from ..points import Points, name_of
 from . import cells
-from .cells import BLOCKS, Cell, ComparedParent, Sweep, exact, importance_of, reads_text
+from .cells import BLOCKS, Cell, ComparedParent, Sweep, importance_of, reads_text
 
 REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
-COMMON = ("common_attn", "common_ffn")  # named where there are some: older points have none
+COMMON = ("common_attn", "common_ffn", "common_by")
 # of the parent's training: what healing takes from there
-HEALS = ("lr", "betas", "eps", "weight_decay", "clip", "moments", "distil")
+HEALS = ("lr", "betas", "eps", "weight_decay", "clip", "moments", "distil", "batch", "n_workers")
 Note = Callable[[str], None]  # says where a long measurement stands
 Result = dict[str, Any]
 Measured = tuple[list[float], float, Result]  # perplexities, seconds, what else is known
@@ -51,7 +50,7 @@ class Comparison:
 
     `find(cell)` is the result of a finished cell, `fill(cell)` measures it if there is none. Both
     go by `config(cell)`, everything that the number follows from: weights by their sha256, tokens
-    by theirs, so that another sweep, parent folder or spelling of a ratio finds it, too. What is
+    by theirs, so that another sweep or parent folder finds it, too. What is
     being healed lies in `folder`.
     """
 
@@ -80,42 +79,27 @@ class Comparison:
         made: Result = {"what": what, "weights": cell.parent.sha256, "text": self.text}
         if cell.setting is None:  # the whole model
             return made
-        made |= {"blocks": _blocks(parent, cell.setting), "ratio": exact(cell.ratio)}
+        blocks = {key: getattr(parent.cfg.blocks, key) for key in (*BLOCKS, *COMMON)}
+        made |= {"setting": cell.setting, "blocks": blocks, "ratio": cell.ratio}
         if what == cells.DECODE:
-            del made["text"]
             return made | {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
-        if what in METHODS or what.startswith(STRUCTURED) or what == cells.SCRATCH:
-            made["calibration"] = self._calibration() if reads_text(what) else None
-        if what in METHODS:
-            return made
-        how, scale = cell.repair, parent.scale
-        made |= {
-            "scale": {scale: parent.progress.rho} if scale == "measured" else scale,
-            "chosen_on": self.choice,
-            "repair": None if how is None else {how: self._calibration(REPAIR_SEQUENCES)},
-        }
+        made |= {"seed": sweep.seed, "repair": cell.repair, "chosen_on": self.choice}
+        made |= {"scale": parent.scale, "rho and order": _learnt(parent)}
+        if (reads_text(what) or cell.repair) and sweep.ids is not None:
+            made["calibration"] = hashlib.sha256(sweep.ids.numpy().data).hexdigest()
         if what == cells.RANDOM:
-            made |= {"n": sweep.n, "seed": sweep.seed}
-        if what in (cells.NESTED, cells.NESTED_HEALED):
-            made["order"] = name_of(parent.progress.order)
+            made["n"] = sweep.n
         if what in cells.TRAINED:
             train = self._teacher.parent.cfg.train
             made |= {"tokens": sweep.heal // len(sweep.ratios), "data": sweep.heal_data}
             made["train"] = {key: getattr(train, key) for key in HEALS}
-            made["train"]["batch"] = train.batch * train.n_workers
-        if what == cells.NESTED_HEALED:
-            made["teacher"] = self._teacher.sha256
+            made |= {"teacher": self._teacher.sha256}
         return made
 
     @property
     def _teacher(self) -> ComparedParent:
         """Of healing: its training settings count, too."""
         return next(parent for parent in self.sweep.parents if parent.method == "dense")
-
-    def _calibration(self, n: int | None = None) -> dict[str, Any]:
-        assert self.sweep.ids is not None
-        ids = self.sweep.ids[:n].contiguous()
-        return {"sha256": hashlib.sha256(ids.numpy().data).hexdigest(), "shape": list(ids.shape)}
 
     # ---------------------------------------------------------------- how it is measured
 
@@ -254,21 +238,15 @@ def score_pruned(
     weights = parent.central.weights.clone()
     model = build(parent.template, block_map, parent.central.layout, weights).model
     causal_(model)
-    shares = shares_of_ratio(block_map, ratio)
-    patterns = {name: Pattern(1 - Fraction(text)) for name, text in shares.items()}
     began = now(model.device)
-    prune_(model, block_map, METHODS[method], patterns, ids)
+    prune_(model, block_map, METHODS[method], sparsities(block_map, ratio), ids)
     seconds = now(model.device) - began
     return perplexity(model, cut.ready.text, cut.ready.precision, cut.ready.loss), seconds
 
 
-def _blocks(parent: Parent, setting: Setting) -> dict[str, Any]:
-    """How a setting cuts a parent's layers."""
-    blocks = parent.cfg.blocks
-    common: dict[str, Any] = {key: c for key in COMMON if (c := list(getattr(blocks, key)))}
-    if common and blocks.common_by != "index":  # the same numbers mean other blocks
-        common["common_by"] = blocks.common_by
-    return {"setting": setting, **{key: getattr(blocks, key) for key in BLOCKS}, **common}
+def _learnt(parent: Parent) -> str:
+    """What training measured on the blocks of a parent, by its hash."""
+    return name_of({"rho": parent.progress.rho, "order": parent.progress.order})
 
 
 def _tokens_of(text: Text) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ..points import Points
 from . import CompareRequest
-from .cells import DECODE, OWN, SCRATCH, WHOLE, Cell, Sweep, list_cells, mean_share
+from .cells import DECODE, OWN, SCRATCH, WHOLE, Cell, Sweep, list_cells
 from .measure import Comparison
 
 Lines = list[tuple[str, ...]]  # the header first
@@ -82,16 +82,14 @@ def compare(
 def rows_of(measured: list[tuple[Cell, dict[str, Any]]]) -> list[Row]:
     """A row for every cell but the speeds, in order; the result of an unfinished one is empty."""
     speeds = {(c.setting, c.ratio): r.get("speedup") for c, r in measured if c.what == DECODE}
-    pruned = {c.parent.label for c, _ in measured if c.what not in (*OWN, WHOLE, DECODE)}
     made: list[Row] = []
     for cell, result in ((cell, result) for cell, result in measured if cell.what != DECODE):
-        what, label = cell.what, cell.parent.label
+        what = cell.what
         is_smaller = what in OWN or ":" in what or what == SCRATCH  # else weights become zeros
         speed = speeds.get((cell.setting, cell.ratio)) if is_smaller else None
-        by_parent = len(pruned) > 1 and what not in (*OWN, WHOLE)
-        row: Row = {"setting": cell.setting or "", "ratio": cell.ratio, "parent": label}
-        row |= {"method": f"{what} ({label})" if by_parent else what, "repair": cell.repair or ""}
-        row["perplexity"] = result.get("mean")
+        row: Row = {"setting": cell.setting or "", "ratio": cell.ratio}
+        row["parent"] = cell.parent.label
+        row |= {"method": what, "repair": cell.repair or "", "perplexity": result.get("mean")}
         costs = ("sd", "n", "seconds", "calibration_tokens", "bytes")
         row |= {key: result.get(key) for key in costs}
         row["speedup"] = 1.0 if what == WHOLE else speed
@@ -103,12 +101,12 @@ def title(sweep: Sweep, setting: Setting) -> str:
     """What stands above the table of one setting."""
     n_tokens = sweep.text.n_sequences * sweep.text.seq_len
     spread = f" (random: mean ± sd of {sweep.n})" if sweep.n > 1 else ""
-    least = size_name(min(sweep.ratios, key=mean_share))
-    return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; costs at {least}"
+    last = size_name(sweep.ratios[-1])
+    return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; costs at {last}"
 
 
 def summary(rows: list[Row], setting: str) -> Lines:
-    """One setting: a line per row, perplexity at every ratio, and costs at its smallest one."""
+    """One setting: a line per row, perplexity at every ratio, and costs at the last."""
     mine = [row for row in rows if row["setting"] == setting]
     ratios = list(dict.fromkeys(row["ratio"] for row in mine))
     heads = (size_name(ratio) for ratio in ratios)
@@ -119,8 +117,7 @@ def summary(rows: list[Row], setting: str) -> Lines:
         by_ratio = {row["ratio"]: row for row in mine if _name(row) == name}
         shown = (_shown(by_ratio[ratio]) if ratio in by_ratio else "" for ratio in ratios)
         chosen = by_size([row["scale"] for row in by_ratio.values()])
-        least = min(by_ratio, key=mean_share)  # of a stopped comparison not the smallest of all
-        lines.append((name, "", *shown, chosen, *_costs(by_ratio[least])))
+        lines.append((name, "", *shown, chosen, *_costs(by_ratio[ratios[-1]])))
     return lines
 
 
