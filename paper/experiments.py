@@ -30,7 +30,7 @@ from twistlm.lab.points import name_of
 from twistlm.model import families, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap
 from twistlm.model.masks import Order
-from twistlm.model.subnet import activation_scale, block_shares, build, rho_of
+from twistlm.model.subnet import activation_scale, block_shares, rho_of
 from twistlm.system.device import pick_device, to_device
 from twistlm.system.terminal import console
 from twistlm.tickets import importance, lost_nodes
@@ -245,8 +245,7 @@ def perplexities(lab: Lab, source: str) -> Result:
 def _whole_times(scales: TicketScales) -> Result:
     """Perplexities of the whole model with every factor on its cut layers, by text."""
     parent, ready, found = scales.parent, scales.ready, Result()
-    central, kept = parent.central, parent.block_map.full()
-    whole = build(parent.template, parent.block_map, central.layout, central.weights, gates="all")
+    kept, whole = parent.block_map.full(), parent.whole(gates="all")
     causal_(whole.model)
     for name, text in (("test", ready.text), ("choice", scales.choice)):
         for factor in WHOLE_FACTORS if text is not None else ():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +15,13 @@ from twistlm.lab.bench import DeployRequest, DepthRequest
 from twistlm.lab.bench import deploy as bench_deploy
 from twistlm.lab.bench import depth as bench_depth
 from twistlm.lab.bench.deploy import bench, in_a_process
+from twistlm.model import generator
+from twistlm.model.blocks import widths_of_ratio
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import Parent, open_parent
 
 CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
 FEW: dict = {"prefill": (4, 9), "decode": 3, "repeats": 2, "threads": THREADS}
-NAMES = {"full": "full", "attn=2/4,ffn=1/4": "attn=2-4,ffn=1-4"}  # of sizes -> of their folders
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +47,12 @@ def test_tickets_by_depth_and_by_width_have_the_same_parameters(parent, tmp_path
 
 
 @pytest.fixture(scope="module")
-def made(parent, tmp_path_factory) -> tuple[dict, Path]:
+def made(parent) -> dict:
     """All runtimes but those that take long to write, in this process."""
-    out = tmp_path_factory.mktemp("bench") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_deploy, "RUNTIMES", ("torch", "llama.cpp-q8_0"))
         patch.setattr(bench_deploy, "in_a_process", lambda function, *args: function(*args))
-        result = bench(parent, DeployRequest(ratio=["attn=2/4,ffn=1/4"], **FEW), out, quiet=True)
-    return result, out
+        return bench(parent, DeployRequest(ratio=["attn=2/4,ffn=1/4"], **FEW), quiet=True)
 
 
 def test_a_process_of_its_own_that_dies_is_an_error():
@@ -63,11 +60,10 @@ def test_a_process_of_its_own_that_dies_is_an_error():
         in_a_process(os._exit, 1)
 
 
-def test_rows_are_the_models_it_leaves(made):
+def test_rows_are_the_models_that_were_measured(parent, made, tmp_path):
     """Warm-up is not counted: repeats times prompts, repeats times tokens."""
-    result, out = made
-    rows = result["rows"]
-    assert [(row["runtime"], row["ratio"]) for row in rows] == [("torch", name) for name in NAMES]
+    rows, widths = made["rows"], {"full": "1", "attn=2/4,ffn=1/4": "attn=2/4,ffn=1/4"}
+    assert [(row["runtime"], row["ratio"]) for row in rows] == [("torch", name) for name in widths]
     for row in rows:
         counts = {"prefill 4": 2, "prefill 9": 2, "decode": 2 * 3}
         assert {key: len(ms) for key, ms in row["ms"].items()} == counts
@@ -75,21 +71,19 @@ def test_rows_are_the_models_it_leaves(made):
             assert row["median_ms"][key] == pytest.approx(float(np.median(ms)))
             assert row["min_ms"][key] == min(ms) > 0
         assert row["delta"] == 0
-        file = out / "torch" / NAMES[row["ratio"]] / "model.safetensors"
-        assert row["n_bytes"] == file.stat().st_size
-    assert json.loads((out / "deploy.json").read_text())["rows"] == rows
-    assert {"command", "git", "versions", "device"} <= set(result["run"])
+        kept = widths_of_ratio(parent.block_map, widths[row["ratio"]])
+        ticket = generator.for_deployment(parent.block_map, kept, seed=0)
+        deploy.save_ticket(parent, ticket, tmp_path / "ticket")
+        assert row["n_bytes"] == (tmp_path / "ticket/model.safetensors").stat().st_size
+    assert {"command", "git", "versions", "device"} <= set(made["run"])
 
 
-def test_a_family_without_a_home_is_left_out_with_the_reason(parent, made, tmp_path):
-    """llama.cpp takes no narrow GPT-2; asked for by name, that is an error, and nothing is left."""
-    result, out = made
-    assert "llama.cpp" in result["left_out"]["llama.cpp-q8_0"]
-    assert sorted(path.name for path in out.iterdir()) == ["deploy.json", "torch"]
+def test_a_family_without_a_home_is_left_out_with_the_reason(parent, made):
+    """llama.cpp takes no narrow GPT-2; asked for by name, that is an error."""
+    assert "llama.cpp" in made["left_out"]["llama.cpp-q8_0"]
     request = DeployRequest(ratio=[], runtime=["llama.cpp-q8_0"], **FEW)
     with pytest.raises(ValueError, match=r"llama\.cpp"):
-        bench(parent, request, tmp_path / "out", quiet=True)
-    assert not list(tmp_path.iterdir())
+        bench(parent, request, quiet=True)
 
 
 @pytest.mark.parametrize(

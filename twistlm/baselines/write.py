@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..compute.slopes import order_of
 from ..model.blocks import widths_of_ratio
-from ..model.subnet import build
+from ..model.masks import prefixes
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import progress
@@ -63,12 +64,11 @@ def write(
         tick, began = partial(bar.advance, task), time.perf_counter()
         if is_block:
             scores = importance.score(parent, name, ids if scored else None, request.seed, tick)
-            blueprint = importance.keep_best(block_map, scores, widths)
+            blueprint = prefixes(block_map, order_of(scores), widths)
             if how is not None and ids is not None:
                 parent = repair_parent(parent, blueprint, how, ids, tick)
         else:
-            weights = parent.central.weights.clone()  # the parent stays as it is
-            model = build(parent.template, block_map, parent.central.layout, weights).model
+            model = parent.whole(parent.central.weights.clone()).model  # it stays as it is
             zeros = prune_(model, block_map, METHODS[name], wanted, ids, tick)
         seconds = time.perf_counter() - began
     if is_block:

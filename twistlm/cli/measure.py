@@ -127,19 +127,20 @@ def train(
 @command(
     bench,
     "twistlm lab bench deploy runs/demo/twist",
-    "twistlm lab bench deploy gpt2 --ratio 6/12 --runtime onnx --threads 2 -o runs/bench",
+    "twistlm lab bench deploy gpt2 --ratio 6/12 --runtime onnx --threads 2 --json deploy.json",
 )
 def deploy(
     source: Parent,
     request: DeployRequest,
     overrides: Overrides,
-    out: Path | None = option("New folder for the numbers and the models measured.", None, *OUT),
+    json_out: JsonOut = None,
 ) -> None:
     """The full parent against tickets: prefill, decode with KV cache, bytes on disk."""
     from ..lab.bench.deploy import bench, table
     from ..tickets.parent import open_parent
 
-    made = bench(open_parent(source, "cpu", overrides), request, out)
+    made = bench(open_parent(source, "cpu", overrides), request)
+    write_json(json_out, made)
     console.print(table(made))
     for name, why in made["left_out"].items():
         console.print(f"without {name}: {why}")

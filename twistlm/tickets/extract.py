@@ -20,7 +20,6 @@ from ..compute import speed
 from ..compute.perplexity import perplexity
 from ..model import huggingface
 from ..model.blocks import KINDS, Blueprint
-from ..model.subnet import build
 from ..system import manifest, terminal
 from ..system.terminal import console, progress
 from . import deploy, hf_folder
@@ -155,8 +154,7 @@ def choose(
     if how.needs_calibration:
         calibration = calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
     cost, candidates = choose_widths(parent, request, budget, how, bar)
-    whole = build(parent.template, parent.block_map, central.layout, central.weights, gates="none")
-    full = whole.model.to(dtype)  # timed beside the ticket
+    full = parent.whole(gates="none").model.to(dtype)  # timed beside the ticket
     for widths, spend in candidates:  # noqa: B007
         blueprint, based_on = pick_blocks(parent, widths, how, request.seed, text, calibration, bar)
         model = deploy.cut_ticket(parent, blueprint)

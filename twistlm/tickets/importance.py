@@ -24,7 +24,7 @@ from ..compute.perplexity import Evaluator
 from ..config import Config
 from ..data.token_file import TokenFile
 from ..model import huggingface
-from ..model.blocks import BlockMap, Blueprint, Widths
+from ..model.blocks import Blueprint, Widths
 from ..model.generator import draws
 from ..model.masks import prefixes
 from ..model.subnet import build
@@ -90,17 +90,6 @@ def _add_squares_(scores: BlockScores, parent: Parent, values: Tensor, n: int = 
             rows = views[part.param].square().movedim(part.dim, 0)
             rows = rows.reshape(part.sections, group.n_blocks, -1)
             scores[group.name] += rows.sum((0, 2), dtype=torch.float64) / n
-
-
-def keep_best(block_map: BlockMap, scores: BlockScores, widths: Widths) -> Blueprint:
-    """The common blocks and each group's highest scores; of equal ones the first."""
-    blueprint = {}
-    for group in block_map.groups:
-        order = scores[group.name].argsort(descending=True, stable=True).tolist()
-        rest = [block for block in order if block not in group.common]
-        best = rest[: widths[group.name] - len(group.common)]
-        blueprint[group.name] = tuple(sorted([*group.common, *best]))
-    return blueprint
 
 
 @dataclass(frozen=True)
@@ -227,7 +216,7 @@ def pick_blocks(
             based_on |= {"data": calibration.stem, "n_sequences": n, "seq_len": seq_len}
         task = bar.add_task(f"pick {how.asked}", total=1 if ids is None else len(ids), note="")
         scores = score(parent, how.method, ids, seed, lambda: bar.advance(task))
-        return keep_best(block_map, scores, widths), based_on
+        return prefixes(block_map, slopes.order_of(scores), widths), based_on
     drawn = draws(block_map, widths, seed=seed, n=how.n_draws)
     if how.n_draws == 1:
         return next(iter(drawn)), {}

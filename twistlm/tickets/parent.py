@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import config
@@ -18,7 +19,7 @@ from ..data.token_file import TokenFile, open_tokens
 from ..model import families, huggingface
 from ..model.blocks import BlockMap, State, Widths
 from ..model.central import Central, create
-from ..model.subnet import Means, scales
+from ..model.subnet import Gates, Means, Subnet, build, scales
 from ..system import manifest
 from ..system.device import pick_device
 from ..training import checkpoint
@@ -55,6 +56,11 @@ class Parent:
     def scales(self, widths: Widths) -> dict[str, float]:
         """The factor on each group's output in a subnet of these widths."""
         return scales(self.block_map, widths, self.scale, self.progress.rho)
+
+    def whole(self, weights: Tensor | None = None, gates: Gates = "cut") -> Subnet:
+        """The whole model over its own weights, or over others in the same layout."""
+        mine = self.central.weights if weights is None else weights
+        return build(self.template, self.block_map, self.central.layout, mine, gates=gates)
 
 
 def open_text(

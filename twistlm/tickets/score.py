@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
 from ..model import huggingface
 from ..model.blocks import widths_of_ratio
-from ..model.generator import draws
 from ..model.masks import prefixes
 from ..system import provenance, terminal
 from ..system.device import pick_device
@@ -86,18 +86,14 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
     with progress(quiet) as bar:
         total = 1 + (request.n + bool(order)) * len(widths)
         task = bar.add_task(f"evaluate {name}", total=total, note="")
+        tick = partial(bar.advance, task)
         full = ready.full_perplexity()
-        bar.advance(task)
+        tick()
         for ratio, each in widths.items():
-            values: list[float] = []
-            for blueprint in draws(block_map, each, seed=request.seed, n=request.n):
-                values.append(ready.subnet_perplexity(blueprint))
-                bar.update(task, advance=1, note=f"worst {max(values):.2f}")
-            n_params = layout.narrowed(block_map, each).n_params
-            subnets.append(Spread(ratio, n_params, tuple(values)))
+            subnets.append(ready.random_subnets(ratio, each, request.n, request.seed, tick))
             if order:
                 nested.append(ready.subnet_perplexity(prefixes(block_map, order, each)))
-                bar.advance(task)
+                tick()
     return Scores(
         name,
         layout.n_params,

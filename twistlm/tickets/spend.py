@@ -22,12 +22,13 @@ from torch import Tensor
 from ..compute import speed
 from ..compute.attention import causal_
 from ..compute.loss import loss_for
+from ..compute.slopes import order_of
 from ..model import depth
 from ..model.blocks import KINDS, BlockGroup, BlockMap, Blueprint, Widths, widths_of_ratio
 from ..model.families import n_cached
 from ..model.generator import for_deployment
-from ..model.masks import layer_order
-from ..model.subnet import add_means_, build
+from ..model.masks import Order, layer_order, prefixes
+from ..model.subnet import add_means_
 from ..system.device import autocast, to_device
 from ..system.terminal import console
 from . import deploy, hf_folder, importance
@@ -109,7 +110,7 @@ def choose_widths(
         console.print(f"the budget is spent evenly: {error}")
         return evenly(first)
 
-    losses = Sensitivity(parent, text.ids, scores_for(parent, how, text.ids, request.seed))
+    losses = Sensitivity(parent, text.ids, orders_for(parent, how, text.ids, request.seed))
     total = 2 * (n_losses(block_map) + len(layers))  # without each layer, each number of them
     task = bar.add_task("sensitivity", total=total, note="")
 
@@ -241,9 +242,7 @@ class MaskedParent:
     def __init__(self, parent: Parent):
         self.parent, central = parent, parent.central
         self._weights = central.weights.clone() if parent.means else central.weights
-        self._subnet = build(
-            parent.template, parent.block_map, central.layout, self._weights, gates="all"
-        )
+        self._subnet = parent.whole(self._weights, gates="all")
         self.model = self._subnet.model
 
     def keep_(self, blueprint: Blueprint) -> None:
@@ -259,10 +258,10 @@ class MaskedParent:
 class Sensitivity(MaskedParent):
     """The mean loss of a parent's subnets on text, each measured once."""
 
-    def __init__(self, parent: Parent, ids: Tensor, scores: list[importance.BlockScores]):
+    def __init__(self, parent: Parent, ids: Tensor, orders: list[Order]):
         super().__init__(parent)
         causal_(self.model)
-        self.ids, self.scores, self._loss = ids, scores, loss_for(parent.template)
+        self.ids, self.orders, self._loss = ids, orders, loss_for(parent.template)
         self.measured: dict[tuple[int, ...], float] = {}
 
     @torch.no_grad()
@@ -270,9 +269,9 @@ class Sensitivity(MaskedParent):
         """Of nested choices: a wider subnet holds all blocks of a narrower one."""
         key, device = tuple(widths.values()), self.model.device
         if key not in self.measured:
-            losses = [0.0] * len(self.scores)
-            for i, scores in enumerate(self.scores):
-                self.keep_(importance.keep_best(self.parent.block_map, scores, widths))
+            losses = [0.0] * len(self.orders)
+            for i, order in enumerate(self.orders):
+                self.keep_(prefixes(self.parent.block_map, order, widths))
                 for batch in self.ids.split(16):
                     with autocast(self.parent.cfg.train.precision, device):
                         found = self._loss(self.model, to_device(batch, device))
@@ -281,11 +280,11 @@ class Sensitivity(MaskedParent):
         return self.measured[key]
 
 
-def scores_for(parent: Parent, how: Pick, ids: Tensor, seed: int) -> list[importance.BlockScores]:
-    """Orders of blocks that a pick goes by: the parent's own, scores, or random ones."""
+def orders_for(parent: Parent, how: Pick, ids: Tensor, seed: int) -> list[Order]:
+    """Orders of blocks that a pick goes by: the parent's own, by score, or random ones."""
     if how == NESTED:
-        order = parent.progress.order
-        return [{name: -torch.tensor(blocks).argsort().double() for name, blocks in order.items()}]
+        return [parent.progress.order]
     if how.method is not None:
-        return [importance.score(parent, how.method, ids, seed)]
-    return [importance.score(parent, "random", None, seed + i) for i in range(N_RANDOM)]
+        return [order_of(importance.score(parent, how.method, ids, seed))]
+    draws = (importance.score(parent, "random", None, seed + i) for i in range(N_RANDOM))
+    return [order_of(scores) for scores in draws]

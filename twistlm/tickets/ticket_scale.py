@@ -22,7 +22,7 @@ from ..data.builtin import resolve
 from ..data.token_file import open_tokens
 from ..model.blocks import BlockMap, Blueprint, Widths
 from ..model.generator import draws
-from ..model.subnet import Means, Rho, build, measure_means
+from ..model.subnet import Means, Rho, measure_means
 from .parent import Parent
 from .score import evaluator
 
@@ -79,10 +79,9 @@ class TicketScales:
         """rho and means of the whole parent on the choice's text."""
         if self.choice is None:
             return self.parent.progress.rho, {}
-        parent, central, text = self.parent, self.parent.central, self.choice
-        full = build(parent.template, parent.block_map, central.layout, central.weights)
+        text = self.choice
         rows = [text.first + row for row in range(min(N_MEASURED, text.n_sequences))]
-        return measure_means(full, text.file.sequences(rows, text.seq_len))
+        return measure_means(self.parent.whole(), text.file.sequences(rows, text.seq_len))
 
     def candidates(self) -> list[TicketScale]:
         """The parent's own first: of equal ones it is kept."""

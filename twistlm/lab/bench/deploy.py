@@ -6,9 +6,7 @@ of them alike.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import shutil
 import statistics
 import tempfile
 import time
@@ -28,7 +26,6 @@ from ...export.verify import Runner, TorchRunner
 from ...model import generator, huggingface
 from ...model.blocks import widths_of_ratio
 from ...system import terminal
-from ...system.files import whole_folder
 from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...tickets import deploy
@@ -118,12 +115,8 @@ def _once(runner: Runner, plan: Workload) -> tuple[Times, np.ndarray]:
     return found, logits[-1]
 
 
-def bench(
-    parent: Parent, request: DeployRequest, folder: Path | None = None, *, quiet: bool = False
-) -> dict[str, Any]:
-    """Measure the full parent and one random ticket per ratio; `folder` keeps the models too."""
-    if folder is not None and folder.exists():
-        raise ValueError(f"--out {folder} exists already: choose another folder")
+def bench(parent: Parent, request: DeployRequest, *, quiet: bool = False) -> dict[str, Any]:
+    """Measure the full parent and one random ticket per ratio."""
     cut, kept = parent.block_map, {FULL: parent.block_map.full()}
     for ratio in request.ratio:
         kept[ratio] = generator.for_deployment(cut, widths_of_ratio(cut, ratio), seed=request.seed)
@@ -137,10 +130,8 @@ def bench(
     made: dict[str, Any] = {"source": parent.source, "plan": asdict(plan), "rows": []}
     made |= {"left_out": {}, "run": describe_run()}
     files: dict[str, dict[str, list[Path]]] = {}
-    # a folder that appears when all is measured, or a passing one
-    room = tempfile.TemporaryDirectory() if folder is None else whole_folder(folder)
-    with room as name, progress(quiet) as bar:
-        place, task = Path(name), bar.add_task("bench", total=len(chosen), note="extract")
+    with tempfile.TemporaryDirectory() as folder, progress(quiet) as bar:
+        place, task = Path(folder), bar.add_task("bench", total=len(chosen), note="extract")
         places = {ratio: ratio.replace("/", "-") for ratio in kept}
         for ratio, blueprint in kept.items():
             deploy.save_ticket(parent, blueprint, place / "torch" / places[ratio])
@@ -155,7 +146,6 @@ def bench(
                 if name in request.runtime:
                     raise
                 made["left_out"][name] = str(error)
-                shutil.rmtree(place / name)
                 bar.advance(task)  # nothing to measure
         reference: dict[str, np.ndarray] = {}  # torch's logits after the shortest prompt
         for name, written in files.items():
@@ -174,7 +164,6 @@ def bench(
                 }
                 made["rows"].append(row)
             bar.advance(task)
-        (place / "deploy.json").write_text(json.dumps(made, indent=1) + "\n")
     return made
 
 

@@ -20,12 +20,12 @@ from ...baselines.methods import METHODS, prune_, sparsities
 from ...compute import speed
 from ...compute.attention import causal_
 from ...compute.perplexity import Spread, Text, perplexity
+from ...compute.slopes import order_of
 from ...compute.speed import now
 from ...config import Setting
 from ...model.blocks import Blueprint, widths_of_ratio
 from ...model.generator import for_deployment
 from ...model.masks import prefixes
-from ...model.subnet import build
 from ...tickets import NEEDS_TEXT, budget, deploy, importance
 from ...tickets.healing import heal
 from ...tickets.importance import BlockScores
@@ -225,9 +225,9 @@ def tickets_of(
     widths = widths_of_ratio(block_map, ratio)
     if what == cells.RANDOM:
         return random_tickets(block_map, widths, n=n, seed=seed)
-    if name := importance_of(what):
-        return [importance.keep_best(block_map, score(name), widths)], []
-    return [prefixes(block_map, cut.parent.progress.order, widths)], []
+    name = importance_of(what)
+    order = order_of(score(name)) if name else cut.parent.progress.order
+    return [prefixes(block_map, order, widths)], []
 
 
 def score_pruned(
@@ -235,8 +235,7 @@ def score_pruned(
 ) -> tuple[float, float]:
     """Single weights pruned to a sparsity of 1 - ratio, exactly: perplexity, seconds of pruning."""
     parent, block_map = cut.parent, cut.parent.block_map
-    weights = parent.central.weights.clone()
-    model = build(parent.template, block_map, parent.central.layout, weights).model
+    model = parent.whole(parent.central.weights.clone()).model
     causal_(model)
     began = now(model.device)
     prune_(model, block_map, METHODS[method], sparsities(block_map, ratio), ids)
