@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from twistlm.lab.compare.table import to_markdown
 from twistlm.lab.points import Points
 from twistlm.system.files import whole_file
-from twistlm.system.terminal import markdown_text
+from twistlm.system.terminal import markdown_table, markdown_text
 
 from . import NAMES, tables
 from .scales import SCALES, N
@@ -75,12 +74,12 @@ def _chapter(name: str, points: list[dict[str, Any]], out: Path | None) -> str:
             claims.append((each.says, "yes" if each.holds else "**no**", each.numbers))
         elif isinstance(each, Table):
             parts += [f"## {each.name}", markdown_text(each.title)]
-            parts.append(to_markdown([each.head, *each.rows]))
+            parts.append(markdown_table([each.head, *each.rows]))
         elif out:
             save(each, out / f"{plain}-{each.name}.png")
             parts.append(f"![{markdown_text(each.title)}]({plain}-{each.name}.png)")
     if claims:
-        parts += ["## claims", to_markdown([("claim", "holds", "numbers"), *claims])]
+        parts += ["## claims", markdown_table([("claim", "holds", "numbers"), *claims])]
     return "\n\n".join(parts) + "\n"
 
 

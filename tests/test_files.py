@@ -30,7 +30,6 @@ from paper.report import report
 from twistlm import config
 from twistlm.data.prepare import prepare
 from twistlm.data.token_file import open_tokens
-from twistlm.lab.compare.table import to_markdown
 from twistlm.lab.points import Points
 from twistlm.model import huggingface
 from twistlm.system import files, manifest, terminal
@@ -461,7 +460,7 @@ def test_names_are_text_wherever_they_are_printed(tmp_path, monkeypatch, capsys)
     parent, blueprint = families_table.open_parent("gpt2", "head", tmp_path / name)
     deploy.save_ticket(parent, blueprint, tmp_path / "ticket", {"method": name})
     card = (tmp_path / "ticket/README.md").read_text()
-    for text in (card, to_markdown([("parent", "perplexity"), (name, "3.0")])):
+    for text in (card, terminal.markdown_table([("parent", "perplexity"), (name, "3.0")])):
         assert not CODES & set(text)
         outside = re.sub(r"(`+) .*? \1", "", text)  # code spans
         assert not re.search("<script>|<i>", outside)

@@ -242,6 +242,7 @@ extract run --ratio 2/4 --pick importance:obd -> 'importance:obd' | taylor
 extract plain --ratio 2/4 --pick best-of:3 blocks.n_ffn=4 blocks.shared_last=0 -> give --data STEM
 extract run --ratio 2/4 --dtype int3 -> --dtype 'int3' | bfloat16
 extract run --ratio 2/4 -o run -> run | is no ticket
+extract run --ratio 2/4 -o a.txt/t -> a.txt/t cannot be written | a.txt is no folder
 # certifying
 twistlm eval run --certify --ratio 2/4 --n 89 -o made -> n = 89 | at least 90
 twistlm eval run --certify --coverage 1 -> coverage = 1.0 | between 0 and 1
@@ -289,7 +290,6 @@ twistlm lab draft run wide-model --data tokens -> wide-model | 70 | 64
 # bench
 twistlm lab bench deploy run --runtime tpu -> --runtime tpu | torch
 twistlm lab bench deploy run --ratio 2/4 --prefill 9 --decode 8 -> --prefill 9 | 16 positions | 1..8
-twistlm lab bench deploy run --ratio 2/4 -o run -> --out run | exists
 # many machines
 twistlm node --head --port 10050 -> --port 10050 | 10002 to 19999
 twistlm node --join here -> --join 'here' | host:port

@@ -402,7 +402,6 @@ def test_mistakes_are_told_before_the_model_is_loaded(home, tmp_path, monkeypatc
         ("t", "no tokens to calibrate on: give --data STEM", {"pick": "importance"}),
         ("t", "gone", {"pick": "importance", "data": gone}),
         ("t", "--stock: blocks.shared_first=2 .* leave layers whole", {"stock": True}),
-        ("file/t", "--out .*file is no folder", {}),
         ("file", "exists and is no ticket", {}),
     ):
         request = TicketRequest(ratio="1/2", **asked)

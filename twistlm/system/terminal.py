@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,13 @@ def markdown_text(text: str) -> str:
 def markdown_cell(text: str) -> str:
     """The same for one cell of a table."""
     return markdown_text(text).replace("|", "\\|").replace("\n", " ")
+
+
+def markdown_table(lines: Sequence[Sequence[Any]]) -> str:
+    """Lines, the header first, as a table of words and then numbers."""
+    ruled = [lines[0], ("---", *("---:",) * (len(lines[0]) - 1)), *lines[1:]]
+    cells = (" | ".join(markdown_cell(str(cell)) for cell in line) for line in ruled)
+    return "\n".join(f"| {each} |" for each in cells)
 
 
 def markdown_code(text: str) -> str:

@@ -5,7 +5,6 @@ A budget says how wide, a pick says which blocks, a proof says what came out.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -132,10 +131,6 @@ def check_target(folder: Path) -> None:
             why = f" ({error})"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out {folder} exists and is no ticket{why}: choose another folder")
-    above = next(path for path in folder.absolute().parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        what = "cannot be written to" if above.is_dir() else "is no folder"
-        raise ValueError(f"--out {folder}: {above} {what}: choose another folder")
 
 
 def choose(

@@ -30,7 +30,7 @@ from ..model.depth import shallower
 from ..model.families import kv_name, layer_widths, sublayers
 from ..model.tokenizer import find_eos, load_tokenizer
 from ..system.files import save_tensors
-from ..system.terminal import markdown_cell, markdown_code, markdown_text
+from ..system.terminal import markdown_code, markdown_table, markdown_text
 from . import modeling_ticket
 from .parent import Parent
 
@@ -266,7 +266,7 @@ def save_card(
         name=markdown_text(name_of(parent.source)),
         family=config.model_type,
         start=start if is_run else "",
-        numbers=_table(("", "ticket", "parent"), numbers(proof)),
+        numbers=markdown_table([("", "ticket", "parent"), *numbers(proof)]),
         chosen=chosen,
         made=f"{markdown_code(record['command'])}, twistlm {record['git']}, {record['device']}",
         stock=isinstance(record["stock"], dict),
@@ -309,20 +309,14 @@ def name_of(source: str) -> str:
 def _widths(config: PretrainedConfig, stock: dict[str, str] | str) -> str:
     if isinstance(stock, dict):
         stocked = ((name, *text.split("/")) for name, text in stock.items())
-        return _table(("in every layer", "ticket", "parent"), stocked)
+        return markdown_table([("in every layer", "ticket", "parent"), *stocked])
     names = sorted({width for _, width, _ in config.ticket["projections"].values()})
     full = config.to_dict()
     rows = (
         (i, *(f"{getattr(layer, name)} / {full[name]}" for name in names))
         for i, layer in enumerate(config.per_layer_config)
     )
-    return _table(("layer", *names), rows)
-
-
-def _table(head: tuple[str, ...], rows: Iterable[Any]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    cells = (" | ".join(markdown_cell(str(cell)) for cell in line) for line in lines)
-    return "\n".join(f"| {each} |" for each in cells)
+    return markdown_table([("layer", *names), *rows])
 
 
 def _license(base: str) -> str | None:

@@ -160,12 +160,6 @@ def to_rich(lines: Lines, title: str) -> Table:
     return result
 
 
-def to_markdown(lines: Lines) -> str:
-    """A table in which names of parents are text."""
-    ruled = [lines[0], ("---", *("---:",) * (len(lines[0]) - 1)), *lines[1:]]
-    return "\n".join("| " + " | ".join(map(terminal.markdown_cell, line)) + " |" for line in ruled)
-
-
 def write(folder: Path, rows: list[Row], summaries: dict[str, Lines]) -> None:
     """The rows as CSV, the summaries as Markdown."""
     run, as_csv = describe_run(), io.StringIO()
@@ -174,7 +168,9 @@ def write(folder: Path, rows: list[Row], summaries: dict[str, Lines]) -> None:
     lines.writerows(rows)
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     parts = ["# Comparison"]
-    parts += [f"## {title}\n\n{to_markdown(shown)}" for title, shown in summaries.items()]
+    parts += [
+        f"## {title}\n\n{terminal.markdown_table(shown)}" for title, shown in summaries.items()
+    ]
     command = terminal.markdown_code(run["command"])
     parts += [LEGEND, f"{command}, twistlm {run['git']}, {run['device']}, {versions}\n"]
     for name, content in zip(FILES, (as_csv.getvalue(), "\n\n".join(parts)), strict=True):
