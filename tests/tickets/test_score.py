@@ -292,8 +292,8 @@ def test_values_are_those_of_extracted_tickets(home, parent, tmp_path, monkeypat
     assert [path.name for path in (tmp_path / "bare").iterdir()] == ["certificate.json"]
 
 
-def test_a_ticket_without_a_perplexity_is_refused(parent):
+def test_a_parent_without_a_perplexity_is_refused(parent):
     broken = open_parent(parent.source, "cpu", CUT16)
     broken.central.weights.fill_(math.nan)
-    with pytest.raises(ValueError, match="a ticket has no perplexity"):
+    with pytest.raises(ValueError, match="has no perplexity: its logits are not finite"):
         make(broken)

@@ -42,8 +42,6 @@ def certify(
     r = rank(request.n, coverage, confidence)
     scores = score_parent(parent, request, parent.source, quiet)
     plain, drawn = scores.to_dict(), scores.subnets[0].values
-    if any(map(math.isnan, drawn)):
-        raise ValueError(f"{parent.source}: a ticket has no perplexity (NaN logits)")
     bound = {"coverage": coverage, "confidence": confidence, "rank": r}
     made = {
         "source": parent.source,

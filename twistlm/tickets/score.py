@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -94,6 +95,8 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
             if order:
                 nested.append(ready.subnet_perplexity(prefixes(block_map, order, each)))
                 tick()
+    if any(map(math.isnan, (full, *nested, *(v for spread in subnets for v in spread.values)))):
+        raise ValueError(f"{parent.source} has no perplexity: its logits are not finite")
     return Scores(
         name,
         layout.n_params,
