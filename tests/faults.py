@@ -93,6 +93,8 @@ class FaultyOwner(Owner):
             if (fault.get("owner"), fault["round"], fault["at"]) == (self.i, r, at):
                 with suppress(FileExistsError):
                     (self.out / f"fault-{n}").touch(exist_ok=False)
+                    if fault["do"] == "bug":
+                        raise OSError("a bug of an owner")
                     os.kill(os.getpid(), signal.Signals[fault["do"]])
 
     def cut(self, attempt, blueprints):

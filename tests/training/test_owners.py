@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from twistlm.system.signals import TOO_FEW, Ended
 from twistlm.training import rounds
+from twistlm.training.engines import owners
 
 
-def test_any_number_of_owners_is_the_local_run_bit_for_bit(scene, tmp_path):
+def test_any_number_of_owners_is_the_local_run_bit_for_bit(scene, tmp_path, monkeypatch):
     """One process, then four owners, then one again; evaluations, too, which a worker makes."""
+    monkeypatch.setattr(owners, "PART", 1000)  # several for each owner
     train = TRAIN | {"schedule": "constant", "scale": "measured", "rounds": 2}
     run = {"eval_every": 2, "wire": "bf16", "keep": 9}
     here = scene(train=train, run=run, blocks={"deal": "balanced", "k_attn": [2, 3]})
@@ -68,6 +70,17 @@ def test_an_owner_killed_in_any_phase_costs_at_most_the_round(scene, tmp_path):
     same_as_local(here, tmp_path / "local")
 
 
+def test_an_owner_with_a_bug_is_not_a_ray_that_is_gone(scene, tmp_path):
+    """Its traceback is told, and the next process goes on from the owners' round."""
+    here = scene(train=TRAIN | {"rounds": 3}, ray={"owners": 2})
+    here.suffers({"owner": 1, "round": 1, "at": "prepare", "do": "bug"})
+    with pytest.raises(RuntimeError, match=r"prepare\(\)(.|\n)*OSError: a bug of an owner"):
+        here.train()
+    assert here.events("giving up")[0]["why"].endswith("OSError: a bug of an owner")
+    here.train(resume=True)
+    same_as_local(here, tmp_path / "local")
+
+
 @pytest.mark.chaos
 def test_a_frozen_owner_is_replaced_and_workers_lost_beside_it(scene):
     """SIGSTOP is silence; workers killed in the same rounds cost their results, as ever."""
@@ -103,7 +116,7 @@ def test_a_killed_driver_finds_owners_and_their_round(scene, tmp_path):
     """Killed before any owner has committed, and after all have: no round is lost, no checkpoint
     is needed."""
     here = scene(train=TRAIN | {"rounds": 5}, ray={"owners": 2}, run={"save_every": 3})
-    phases = ("owners.Owners._settle", 3), ("elastic.Elastic._gather", 2), ("checkpoint.save", 0)
+    phases = ("owners.Owners._settle", 2), ("elastic.Elastic._gather", 2), ("checkpoint.save", 0)
     for i, (at, n) in enumerate(phases):
         driver = here.start(resume=i > 0, kill={"at": at, "n": n})
         driver.join(120)

@@ -68,6 +68,7 @@ for port in ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"):
 for name, value in {
     "enable_metrics_collection": 0,  # likewise
     "task_events_report_interval_ms": 0,  # the head would keep every call of every round
+    "free_objects_batch_size": 1,  # a store's room is free at once; own: 100, or after a second
     "health_check_period_ms": 1000,  # silent for 5 x (1 + 3) s is dead; Ray's own: 5 x (3 + 10)
     "health_check_timeout_ms": 3000,
     # a node that was taken for dead ends; own: 60 s

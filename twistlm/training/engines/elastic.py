@@ -221,6 +221,9 @@ class Elastic(Engine):
         """One round with those who are in, unless Ray itself is gone."""
         try:
             return self._round(progress)
+        except exceptions.RayTaskError as error:  # a bug in an owner, whose traceback it has
+            self.events.write("giving up", round=progress.round, why=last_words(error))
+            raise RuntimeError(str(error)) from None
         except (OSError, exceptions.RayError) as error:
             raise self._headless(str(error).strip().splitlines()[0]) from None
 

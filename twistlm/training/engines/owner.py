@@ -99,15 +99,23 @@ class Owner(Actor):
         self.sums: Tensor | None = None
         self.spare: Tensor | None = None
 
-    def load(self, progress: Progress, state: Piece) -> None:
-        """Take over a range as it was after a round."""
-        self.state = self._read(state, self.i)
-        self.progress, self.prepared = progress, None
+    def load(self, progress: Progress, state: Piece, first: int = 0) -> None:
+        """Take over a range as it was after a round, or its values from the `first` on.
 
-    def _read(self, state: Piece, i: int) -> Tensor:
+        It counts once it is whole: a driver may die in between.
+        """
+        if first == 0:
+            self.state = torch.empty(self._shape(self.i), dtype=self.dtype)
+            self.progress, self.prepared, self.copies = None, None, {}
+        rest = self.state.view(-1)[first:]
+        n = min(rest.numel(), state.payload.size // self.dtype.itemsize)
+        rest[:n] = wire.decode("fp32", unpacked(state), (n,), self.dtype)
+        if n == rest.numel():
+            self.progress = progress
+
+    def _shape(self, i: int) -> tuple[int, int]:
         """[rows, n] of a whole range, and with an outer optimizer its momentum as the last row."""
-        shape = (self.rows + (self.outer is not None), self.ranges.whole.size(i))
-        return wire.decode("fp32", unpacked(state), shape, self.dtype).clone()
+        return self.rows + (self.outer is not None), self.ranges.whole.size(i)
 
     def _central(self, state: Tensor) -> Central:
         velocity = None if self.outer is None else state[self.rows]
@@ -161,7 +169,8 @@ class Owner(Actor):
 
     def keep(self, round: int, state: Piece) -> None:
         """A copy of the predecessor's range after a round."""
-        self.copies[round] = self._read(state, (self.i - 1) % self.ranges.n)
+        shape = self._shape((self.i - 1) % self.ranges.n)
+        self.copies[round] = wire.decode("fp32", unpacked(state), shape, self.dtype).clone()
 
     def copy(self) -> Piece:
         """The committed copy of the predecessor's range: its owner is lost."""
@@ -188,7 +197,7 @@ class Owner(Actor):
         self.heard = time.monotonic()
         span = self.ranges.tensors[self.i]
         sizes = [part.stop - part.start for part in span]
-        rows = self.rows + (self.outer is not None)
+        rows, _ = self._shape(self.i)
         state = torch.empty(rows, sum(sizes), dtype=self.dtype)
         for i, piece in enumerate(lent):
             _, place = overlap(self.ranges.whole.slices(i), span)

@@ -26,6 +26,7 @@ from . import owner
 from .owner import Standing
 
 BEAT = 1.0  # seconds between two pings
+PART = 1 << 20  # values that the driver sends at a time
 
 
 class Lost(Exception):
@@ -118,20 +119,21 @@ class Owners:
             with suppress(Ended):  # too much of it is lost: the checkpoint
                 return self.mend()
         while True:
-            try:
-                for i, actor in enumerate(self.actors):
-                    rows = [self.ranges.whole.get(row, i) for row in state_of(central)]
-                    state = ray.put(packed(wire.encode("fp32", torch.cat(rows).cpu())))
-                    self.wait({actor.load.remote(progress, state): i})
-                    if self.n > 1:
-                        self.wait({self._keep(i, progress.round, state): i})
-                self._settle(progress.round)
-                return progress
-            except Lost:
-                time.sleep(self.pulse.every)
-                with suppress(Lost):
-                    for i in set(range(self.n)) - set(self.standings()):
-                        self._replace(i)
+            with suppress(Lost, Ended):  # whoever is lost by now had nothing that is not here
+                for i in range(self.n):
+                    self._load(i, central, progress)
+                return self.mend()
+            time.sleep(self.pulse.every)
+            with suppress(Lost):
+                for i in set(range(self.n)) - set(self.standings()):
+                    self._replace(i)
+
+    def _load(self, i: int, central: Central, progress: Progress) -> None:
+        """A range in parts: pages of the store that this process writes count as its memory."""
+        state = torch.cat([self.ranges.whole.get(row, i) for row in state_of(central)]).view(-1)
+        for n, part in enumerate(state.split(PART)):
+            piece = packed(wire.encode("fp32", part.cpu()))
+            self.wait({self.actors[i].load.remote(progress, piece, n * PART): i})
 
     def cut(self, blueprints: list[Blueprint]) -> list[tuple[Any, ...]]:
         """[worker][owner]: references to the parts of everybody's subnet."""
