@@ -200,6 +200,9 @@ class RunConfig:
     """What `local` workers train: a smaller dense model, or the full one with masks."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    central: Literal["device", "host"] = "device"
+    """Where `local` has the central model and its sums, 24 bytes a parameter: on the `device`, or
+    in the memory of the `host`, from which every worker's subnet is copied and to which it goes."""
     threads: int = limited(0, least=0)
     """CPU threads; 0 leaves torch's choice. Bitwise equal runs need equal threads."""
     silence: float = limited(60.0, above=0)

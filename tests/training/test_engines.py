@@ -209,6 +209,25 @@ def test_a_batch_in_pieces_is_the_same_step(cached, tmp_path, method, teacher, s
     assert 0 < max(distance(made[0], each, FILES[:2]) for each in made[1:]) < 1e-10
 
 
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_a_central_model_on_the_host_changes_no_bit(cached, tmp_path, wire):
+    """Everything that goes between it, the trainers and the evaluator is copied, here as well."""
+    _, config, tokens = cached
+    blocks = config["blocks"] | {"k_attn": [4, 4, 2], "k_ffn": [4, 2, 3]}  # one holds everything
+    made, evals = [], []
+    for place in ("device", "host"):
+        run = {"central": place, "wire": wire, "eval_every": 1}
+        cfg = tiny(tokens, tmp_path / place, **config | {"blocks": blocks, "run": run})
+        own: list = []
+        made.append(rounds.train(cfg, quiet=True, on_round=own.append))
+        evals.append([(row["loss"], row["eval"]) for row in own])
+    same(*made)
+    assert evals[0] == evals[1]
+    cfg = replace(cfg, train=replace(cfg.train, method="dense"))
+    with pytest.raises(ValueError, match=r"run\.central = 'host': only for run\.variant = 'local'"):
+        rounds.train(replace(cfg, run=replace(cfg.run, out=str(tmp_path / "no"))), quiet=True)
+
+
 def test_workers_that_hold_all_blocks_draw_the_masks_of_their_twin(cached, tmp_path):
     """One local step in a round and plain SGD: the workers' mean is the synchronous twin's step."""
     _, config, tokens = cached

@@ -174,6 +174,7 @@ def test_memory_by_hand():
     kept = 2 * ((4 * layer + 2 * 48) * n_tokens + n_logits)
     assert whole[0] == 16 * n_full + plan.REST + kept
     assert whole[1] - whole[0] == 2 * 3 * 4 * n_full  # the central buffer and its sums
+    assert hand_memory("run.central=host") == (whole[0], whole[0])
     again = hand_memory("train.recompute=true")  # three layers' inputs instead of all they keep
     assert whole[0] - again[0] == 2 * (3 * layer - 4 * 48) * n_tokens
     pieces = hand_memory("train.accumulate=2")  # one of two sequences at a time

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..data.token_file import TokenFile
 from ..model import generator
 from ..model.blocks import BlockMap, Blueprint, Widths
-from ..model.central import Central
+from ..model.central import Central, cut_subnet
 from ..model.depth import with_all_layers
 from ..model.layout import gather_
 from ..model.subnet import Gates, Means, Rho, Subnet, add_means_, build, scales
@@ -97,6 +97,7 @@ class Evaluator:
     precision: str = "auto"
     rho: Rho = field(default_factory=dict)  # for the measured scale
     means: Means = field(default_factory=dict)  # of absent blocks, which output biases make up for
+    device: torch.device | None = None  # for copies, where the central model is elsewhere
     models: dict[tuple[int, ...], tuple[Subnet, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -106,12 +107,18 @@ class Evaluator:
     @property
     def full(self) -> Subnet:
         """The whole model over the central weights."""
+        central = self.central.weights
         if () not in self.models:
-            weights = self.central.weights
+            weights = central
+            if self.device is not None:
+                weights = torch.empty_like(central, device=self.device)
             whole = build(self.template, self.block_map, self.central.layout, weights)
             causal_(whole.model)
             self.models[()] = whole, weights
-        return self.models[()][0]
+        whole, weights = self.models[()]
+        if self.device is not None:
+            weights.copy_(central)
+        return whole
 
     def full_perplexity(self) -> float:
         """The full model, with no mask and no scale."""
@@ -126,15 +133,18 @@ class Evaluator:
         blueprint = with_all_layers(blueprint)
         where = self.central.layout.narrowed(self.block_map, self.block_map.widths(blueprint))
         if key not in self.models:
-            weights = torch.empty(
-                where.n_params, dtype=self.central.buffer.dtype, device=self.central.buffer.device
-            )
+            buffer = self.central.buffer
+            device = self.device or buffer.device
+            weights = torch.empty(where.n_params, dtype=buffer.dtype, device=device)
             made = build(self.template, self.block_map, where, weights, gates=gates)
             self.models[key] = (made, weights)
             causal_(made.model)
         subnet, weights = self.models[key]
-        segments = self.central.segments
-        gather_(weights[None], self.central.buffer[:1], segments, segments.index(blueprint))
+        central, segments = self.central, self.central.segments
+        if self.device is None:
+            gather_(weights[None], central.buffer[:1], segments, segments.index(blueprint))
+        else:
+            weights.copy_(cut_subnet(central, blueprint, 1)[0])
         subnet.keep_(blueprint, factors)
         add_means_(where.views(weights), self.block_map, blueprint, factors, self.means)
         return subnet

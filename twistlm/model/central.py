@@ -54,6 +54,18 @@ def create(
     return Central(cut_segments(where, block_map, device), buffer, velocity)
 
 
+def on_host(central: Central) -> Central:
+    """The same model in the memory of the host, pinned where it comes from a GPU."""
+    pin, held = central.buffer.is_cuda, (central.buffer, central.velocity)
+    buffer, velocity = (
+        None if each is None else torch.empty_like(each, device="cpu", pin_memory=pin).copy_(each)
+        for each in held
+    )
+    assert buffer is not None
+    segments = cut_segments(central.layout, central.segments.block_map, buffer.device)
+    return Central(segments, buffer, velocity)
+
+
 def cut_subnet(central: Central, blueprint: Blueprint, rows: int | None = None) -> Tensor:
     """A subnet's buffer out of the central one (its first `rows` rows)."""
     return gathered(central, central.segments.index(blueprint), rows)
@@ -84,7 +96,8 @@ class SubnetBuffer:
 
     def copy_to_(self, out: Tensor, low: Tensor | None = None) -> None:
         """Fill `out` [rows, n_subnet], and `low` [n_subnet] with its weights, rounded."""
-        if self.source.shape[1] == self.segments.full.n_params:
+        is_central = self.source.shape[1] == self.segments.full.n_params
+        if is_central and self.source.device == out.device:
             gather_(out, self.source, self.segments, self.index, low)
         else:
             out.copy_(self.source)

@@ -165,6 +165,8 @@ def memory(cfg: Config, model: PreTrainedModel, device: str = "cuda") -> tuple[i
     worker = worker_bytes(cfg, model, _subnets(cfg, block_map), n_teacher, device)
     # the central buffer, the sums that workers' results are added up in, the outer momentum
     n_buffers = n_rows(cfg) * (1 + (t.method == "twist")) + (t.nesterov() is not None)
+    if cfg.run.central == "host" and device != "cpu":
+        n_buffers = 0
     return worker, worker + FULL * n_full * n_buffers
 
 

@@ -23,7 +23,7 @@ from ..data.stream import Batches
 from ..data.token_file import TokenFile, open_tokens
 from ..model import depth, generator, huggingface, masks
 from ..model.blocks import widths_of_ratio
-from ..model.central import Central, create
+from ..model.central import Central, create, on_host
 from ..model.generator import LAYERS, Order
 from ..model.layout import CutModel, cut_model
 from ..system import terminal
@@ -48,6 +48,8 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
             f"train.method = {cfg.train.method!r} trains one model on every rank: use run.variant "
             f"local, masked or hybrid"
         )
+    if cfg.run.central == "host" and (cfg.train.method, cfg.run.variant) != ("twist", "local"):
+        raise ValueError("run.central = 'host': only for run.variant = 'local' and twist rounds")
     cfg = checkpoint.resolved(cfg)
     out = Path(cfg.run.out)
     folder = out / "checkpoints"
@@ -85,6 +87,8 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
             progress = replace(progress, order=_order(cfg, cut, central, train, quiet))
         described = {"config": config.to_dict(cfg), **describe_run()}
         whole_file(out / "run.json", json.dumps(described, indent=1) + "\n")
+    if cfg.run.central == "host":
+        central = on_host(central)
     if cut.device.type == "cpu":  # one copy of the weights, not two
         huggingface.bind_(cut.template, central.layout.views(central.weights))
     progress = replace(progress, teacher=named)
@@ -92,6 +96,8 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     cut = replace(cut, block_map=cut.block_map.with_ranks(cfg.blocks, progress.order))
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
     evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)
+    if cfg.run.central == "host":
+        evaluator = replace(evaluator, device=cut.device)
     run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator, frozen)
     if saved is not None:
         (_finished if saved.round >= run.end(progress) else _go_on)(saved, cfg, quiet)
