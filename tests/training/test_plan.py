@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from commands import toml
 from conftest import tiny, tiny_table
 
@@ -15,8 +17,10 @@ from paper.printed import gpt2_params, half_shares
 from twistlm import cli, config
 from twistlm.data.token_file import open_tokens
 from twistlm.model import huggingface
+from twistlm.system.provenance import version
 from twistlm.training import plan
 from twistlm.training.teacher import write_cache
+from twistlm.transport.protocol import RunDescription
 
 SMOLLM2 = str(Path(paper.__file__).with_name("smollm2.toml"))
 TABLE_2 = {  # TB with 10, 8, 6 and 4 of 12 blocks, 4 workers, 3 epochs
@@ -246,3 +250,25 @@ def test_the_largest_k_that_a_machine_s_memory_takes():
     assert plan.largest_k(cfg, model, True, takes + teacher - 1) == {"attn": 5, "ffn": 5}
     with pytest.raises(ValueError, match=r"10\.0 MB of memory.*smallest one of this run takes 32"):
         plan.largest_k(cfg, model, False, 10**7)
+    two = plan.make(config.override(cfg, ["train.rounds=1"]), memories=[takes - 1, 10**10])
+    assert two.machines == {takes - 1: {"attn": 5, "ffn": 5}, 10**10: {"attn": 12, "ffn": 12}}
+
+
+def test_a_worker_on_ray_takes_the_k_that_its_machine_holds(monkeypatch):
+    """By the memory in its machine's label, or, where that is 0, by what its GPU has free."""
+    pytest.importorskip("ray")
+    from twistlm.training.engines import actor
+
+    own = [f"blocks.{change}" for change in HAND]
+    half = ["train.batch=2", "blocks.k_attn=6", "blocks.k_ffn=6", "run.device=cpu"]
+    cfg = config.load("demo", [*own, *half])
+    model = huggingface.planned_config(cfg.model).to_dict()
+    asked = RunDescription(version("twistlm"), config.to_dict(cfg), model, 1)
+    takes, labels = gpu_bytes(cfg)[0], {}
+    context = SimpleNamespace(get_node_labels=lambda: labels, get_node_id=lambda: "here")
+    monkeypatch.setattr(actor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (takes - 1, 10**12))
+    for memory, k in ((None, {}), (takes, 6), (10**10, 12), (0, 5)):
+        labels |= {} if memory is None else {actor.MEMORY_LABEL: str(memory)}
+        worker = object.__new__(actor.Worker)  # as it is made, it ends its process when left alone
+        assert worker.enter(asked, None).widths == (k and {"attn": k, "ffn": k})

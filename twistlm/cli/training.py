@@ -265,18 +265,23 @@ def eval_(
     "twistlm plan paper",
     "twistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500",
     "twistlm plan paper run.wire=int8 train.n_workers=16 --gbit 10 --tflops 0.1",
+    "twistlm plan paper --memory 2.5GB --memory 8GB",
 )
 def plan(
     preset: Preset,
     overrides: Overrides,
     gbit: float = option("Speed of every worker's link, Gbit/s.", 1.0),
     tflops: float = option("Speed of a worker, TFLOP/s (`twistlm lab bench train`).", 100.0),
+    memory: list[str] | None = option(
+        "Memory of a worker: says which K `twistlm node --memory` would take. Repeatable.", None
+    ),
     json_out: JsonOut = None,
 ) -> None:
     """Memory, parameters, bytes, rounds and the busiest link, before training."""
     cfg = config.load(preset, overrides)
+    from ..tickets.budget import amount
     from ..training.plan import make, show
 
-    made = make(cfg, gbit, tflops)
+    made = make(cfg, gbit, tflops, [int(amount("size", each, "--memory")) for each in memory or ()])
     show(made, cfg)
     write_json(json_out, asdict(made))

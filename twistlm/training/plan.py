@@ -21,6 +21,7 @@ at most `SMALL`, in several copies. The FFN of families whose activation is writ
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -82,6 +83,7 @@ class Plan:
     worker_bytes: int  # on a GPU: a process that trains one subnet at a time
     # of a worker without a teacher that holds all blocks, half, or half and no shared layers
     holding: dict[str, int]
+    machines: dict[int, dict[Kind, int]]  # bytes for each worker of a machine -> its K, on Ray
     process_bytes: int  # on a GPU: one that has the central model, too, and plays all workers
     cpu_bytes: int  # the same process on a CPU
     teacher_params: int  # of the model beside every worker; 0 with a cache
@@ -92,8 +94,13 @@ class Plan:
     take: str  # the engine
 
 
-def make(cfg: Config, gbit: float = 1.0, tflops: float = 100.0) -> Plan:
-    """Count parameters and multiply, for links of `gbit` Gbit/s and workers of `tflops` TFLOP/s."""
+def make(
+    cfg: Config, gbit: float = 1.0, tflops: float = 100.0, memories: Sequence[int] = ()
+) -> Plan:
+    """Count parameters and multiply, for links of `gbit` Gbit/s and workers of `tflops` TFLOP/s.
+
+    `memories` are bytes that machines on Ray have for each of their workers.
+    """
     if not gbit > 0 or not tflops > 0:
         raise ValueError(f"--gbit {gbit:g} and --tflops {tflops:g}: both must be greater than 0")
     t = cfg.train
@@ -142,6 +149,7 @@ def make(cfg: Config, gbit: float = 1.0, tflops: float = 100.0) -> Plan:
         rows=tuple(rows),
         worker_bytes=worker,
         holding=_holding(cfg, model),
+        machines={n: largest_k(cfg, model, n_teacher > 0, n) for n in memories},
         process_bytes=process,
         cpu_bytes=memory(cfg, model, "cpu")[1],
         teacher_params=n_teacher,
@@ -360,6 +368,9 @@ def show(plan: Plan, cfg: Config) -> None:
     for name, n in plan.holding.items():
         held.add_row(name, decimal(n, precision=2), f"{n / whole:.2f}")
     console.print(held)
+    for n, ks in plan.machines.items():
+        takes = " and ".join(f"{k} {kind}" for kind, k in ks.items())
+        console.print(f"with {decimal(n)} for each worker (twistlm node --memory): {takes} blocks")
     title = "one subnet, and bytes both ways over all workers and rounds"
     heads = ("setting", "blocks", "parameters", "of full", "paper's formula", "weights")
     sizes = terminal.table(title, *heads, "+ moments")
