@@ -35,6 +35,9 @@ from twistlm.training.teacher import write_cache
 
 N_ROUNDS = 3
 LAST = f"run/checkpoints/round-{N_ROUNDS:06d}"
+# attention is divided by a layer's number
+NUMBERED = "model.config.scale_attn_by_inverse_layer_idx=true"
+NUMBERED += " blocks.masks=step blocks.mask_attn=2 blocks.mask_ffn=2"
 TEXTS = {
     "a.txt": b"w1 w2 w63",
     "empty.txt": b"",
@@ -132,6 +135,10 @@ def shards(name: str) -> None:
 TEN_FOLD = Sequence([Replace("a", "a" * 10)] * 9)
 BEFORE: dict[str, Callable[[], object]] = {
     "cache": lambda: write_cache(open_tokens("tokens"), "plain", 4, 8, "cpu", quiet=True),
+    "cache, then other tokens": lambda: (
+        BEFORE["cache"](),
+        write_words("tokens", [f"w{i}" for i in range(VOCAB)], 1200),
+    ),
     "other words": lambda: shutil.copy("other.tokenizer.json", "plain/tokenizer.json"),
     "no words": lambda: Path("plain/tokenizer.json").write_text("{}"),
     "all damaged": damage_all,
@@ -169,9 +176,12 @@ twistlm train papper -> 'papper' | demo | paper
 train blocks.k_attn=1 -> blocks.k_attn = 1 | N = 4 | S = 3 | 2..4
 train blocks.k_attn=[] -> blocks.k_attn | 1..4
 train blocks.k_attn=[2,3] blocks.k_ffn=[2,3,4] blocks.widths=worker -> blocks.k_attn = [2, 3] | 3
+train blocks.k_attn=[2,1,0] blocks.widths=worker -> blocks.k_attn = 0 | 1..4
+train blocks.k_attn=[1,1,1] blocks.k_ffn=[4,1,1] blocks.widths=worker -> at least 4 | is left out
 train blocks.common_attn=[4] -> blocks.common_attn = [4] | 0..3
 train blocks.n_ffn=5 -> blocks.n_ffn | 5 | 64 | 1, 2, 4, 8, 16, 32, 64
 train blocks.shared_first=3 -> blocks.shared_first = 3 | 0..2
+train NUMBERED blocks.mask_depth=1 -> no layer of this gpt2 can be left out | scales
 # the model
 train model.type=gpt7 -> model.type | 'gpt7'
 train model.config.n_layers=2 -> model.config.n_layers | gpt2
@@ -190,6 +200,7 @@ train data.valid=other -> other | another tokenizer
 # a teacher's cache
 train train.teacher=cache -> tokens.teacher.bin | twistlm prepare -o tokens --teacher
 [cache] train train.teacher=cache -> teacher.json | sequences of 8 tokens | data.seq_len is 16
+[cache, then other tokens] train train.teacher=cache data.seq_len=8 -> is for other tokens than
 twistlm prepare -o tokens -> nothing to prepare | --teacher
 teach --top 65 -> --top 65 | 1..64
 teach --seq-len 17 -> --seq-len 17 | 2..16
@@ -231,6 +242,7 @@ eval run data.seq_len=17 -> data.seq_len = 17 | 16 positions
 heal --tokens 0 -> --tokens 0 | at least one
 heal --tokens 1k --teacher nowhere -> train.teacher = 'nowhere' | could not be loaded
 # extracting
+extract run --ratio attn=1,ffn=1,attn.1=0 -> layer 1
 extract ticket --ratio 2/4 -> ticket | cut already
 extract run -> give --ratio, --params, --size, --latency or --memory
 extract run --params 85Q -> --params '85Q' | 85M | units: k, m, b, g
@@ -317,6 +329,7 @@ prepare a.txt --tokenizer gone.json -> gone.json
 # planning
 twistlm plan demo blocks.k_attn=2 -> blocks.k_attn = 2 | 3..12
 twistlm plan paper data.train=gone data.planned_sequences=0 -> gone.bin | data.planned_sequences=N
+twistlm plan paper --memory 1GB -> 1.0 GB of memory | takes 2.0 GB
 twistlm plan wiki-gpt2 -> data/wiki/train.bin | twistlm prepare
 twistlm train wiki-gpt2 -> model.weights=random train.method=dense | run.out=runs/wiki-start
 """
@@ -325,7 +338,8 @@ ROWS = [row for row in MISTAKES.splitlines() if row and not row.startswith("# ")
 
 def typed(row: str) -> tuple[list[str], list[str]]:
     """Do what comes before; the words of the command, and the parts of the sentence."""
-    command, _, parts = row.replace("LAST", LAST).partition(" -> ")
+    row = row.replace("LAST", LAST).replace("NUMBERED", NUMBERED)
+    command, _, parts = row.partition(" -> ")
     if command.startswith("["):
         before, _, command = command[1:].partition("] ")
         BEFORE[before]()
