@@ -21,7 +21,7 @@ from .tickets import extract, parent
 from .tickets.extract import Ticket
 from .tickets.parent import what_is
 from .tickets.requests import ScoreRequest, ShrinkRequest, TicketRequest
-from .tickets.score import Scores, score_parent, score_ticket
+from .tickets.score import Scores, score_parent, score_whole
 from .training import rounds
 
 Overrides = str | Mapping[str, Any]  # "train.lr=1e-3" or {"train.lr": 1e-3}
@@ -116,7 +116,7 @@ def evaluate(
     if what_is(source) == "ticket":
         text = str(data) if data is not None else None
         with python_words():
-            return score_ticket(Path(source), data=text, tokens=tokens, device=device)
+            return score_whole(source, data=text, tokens=tokens, device=device)
     opened = open_parent(source, data=data, tokens=tokens, device=device)
     return opened.evaluate(ratios, n=n, seed=seed)
 

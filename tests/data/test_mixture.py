@@ -93,3 +93,11 @@ def test_refused(tmp_path, monkeypatch, texts, part):
         write(Path(f"{name}.txt"), name, 3)
     with pytest.raises(ValueError, match=part):
         parse(texts)
+
+
+def test_the_first_held_out_tokens_are_of_all_sources(tmp_path, tok, monkeypatch):
+    """A measurement reads the beginning of the file alone: 1,200 a's and 200 b's, in turn."""
+    monkeypatch.setattr(mixture, "CHUNK", 100)
+    texts = [write(tmp_path / f"{w}.txt", w, n) for w, n in (("a", 60_000), ("b", 10_000))]
+    _, valid = mix(parse(texts), tmp_path / "out", tok)
+    assert np.bincount(valid.tokens[:700], minlength=3)[1:3].tolist() == [600, 100]

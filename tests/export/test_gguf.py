@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from families_table import TABLE, open_parent, tiny_model, tiny_ticket
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from twistlm.export import architectures
@@ -190,6 +190,8 @@ def make_tokenizer(path: Path, split, *added: str) -> Tokenizer:
     """A byte-level BPE of 320 tokens, with one special token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = split
+    if split is SPLITS["qwen2"]:
+        tokenizer.normalizer = normalizers.NFC()  # as Qwen's own files have it
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=320, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False

@@ -78,6 +78,18 @@ def test_a_ticket_and_a_hugging_face_folder(home):
     assert record["full"] == by_hugging_face(tiny_model("gpt2"), home, 20, 200)
     assert record["subnets"][0]["n"] == 2
     assert record["subnets"][1]["mean"] == pytest.approx(record["full"])  # all blocks
+    record = evaluate(home, "gpt2", "data.seq_len=20")  # as it is: 12 divides no layer of it
+    assert record["full"] == by_hugging_face(tiny_model("gpt2"), home, 20, 200)
+    assert record["subnets"] == []
+
+
+def test_without_a_ratio_a_run_has_its_own(home, tmp_path):
+    rounds.train(tiny(str(home / "tokens"), tmp_path / "run", run={"eval_ratios": ["1/4", "3/4"]}))
+    command = ["eval", str(tmp_path / "run"), "--n", "1", "--device", "cpu"]
+    done = CliRunner().invoke(cli.app, [*command, "--json", str(tmp_path / "out.json")])
+    assert done.exit_code == 0, done.exception
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert [spread["ratio"] for spread in record["subnets"]] == ["1/4", "3/4"]
 
 
 def test_a_ticket_knows_the_text_of_its_parent(tmp_path, monkeypatch):
@@ -92,7 +104,7 @@ def test_a_ticket_knows_the_text_of_its_parent(tmp_path, monkeypatch):
     ((_, ticket),) = made
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    for scores in (score.score_ticket(tmp_path / "ticket", device="cpu"), ticket.evaluate()):
+    for scores in (score.score_whole(tmp_path / "ticket", device="cpu"), ticket.evaluate()):
         assert scores.n_tokens == 200
         assert scores.full == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-6)
 

@@ -183,7 +183,7 @@ def _check_start(weights: str, preset: str) -> None:
     "twistlm eval runs/demo/twist --ratio 6/12 --ratio 3/12 --n 20",
     "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12",
     "twistlm eval runs/demo/ticket --data runs/demo/text/valid",
-    "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512 blocks.setting=ffn",
+    "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512",
     "twistlm eval runs/demo/twist --certify --ratio 6/12 --n 200 -o runs/certificate",
     "twistlm eval runs/wiki-gpt2 --ratio 8/12 --ratio 6/12 --tasks arc_easy,piqa,hellaswag",
     "twistlm eval gpt2 tickets/params-85M --tasks my-tasks/,lambada_openai --json tasks.json",
@@ -215,6 +215,8 @@ def eval_(
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket.
 
+    Without --ratio a run's subnets have its own run.eval_ratios, and a model that was not trained
+    here is measured as it is.
     With --tasks: accuracies, and bits per byte of right answers, with standard errors.
     With --certify: how good random tickets of one size are, and a bound on almost all of them
     that assumes nothing about the distribution (it is one of the measured values in order).
@@ -250,12 +252,16 @@ def eval_(
         console.print(certify.reading(made))
         write_json(json_out, made)
         return
-    if what_is(source) == "ticket":
-        if is_given(context, "ratios"):
-            raise ValueError(f"--ratio {ratios[0]}: {source} is a ticket, which is cut already")
-        scores = score.score_ticket(Path(source), **text, device=device, overrides=more)
+    kind, has_ratio = what_is(source), is_given(context, "ratios")
+    if kind == "ticket" and has_ratio:
+        raise ValueError(f"--ratio {ratios[0]}: {source} is a ticket, which is cut already")
+    if kind == "checkpoint" or has_ratio:
+        parent = open_parent(source, device, more)
+        if not has_ratio:
+            request = replace(request, ratios=parent.cfg.run.eval_ratios)
+        scores = score.score_parent(parent, request, Path(source).name)
     else:
-        scores = score.score_parent(open_parent(source, device, more), request, Path(source).name)
+        scores = score.score_whole(source, **text, device=device, overrides=more)
     console.print(score.table([scores]))
     write_json(json_out, scores.to_dict())
 

@@ -78,7 +78,7 @@ def mix(
     parts = [file.tokens[:n] for file, n in zip(files, cuts, strict=True)]
     _write(stems[0], files, [_spread(part, keep) for part, keep in zip(parts, keeps, strict=True)])
     rests = [file.tokens[n:] for file, n in zip(files, cuts, strict=True)]
-    _write(stems[1], files, [[rest] for rest in rests])
+    _write(stems[1], files, [_in_turn(rests)])
     for file, part in ((file, part) for file in files for part in (*PARTS, "json")):
         Path(f"{file.stem}.{part}").unlink()
     return open_tokens(str(stems[0])), open_tokens(str(stems[1]))
@@ -109,6 +109,15 @@ def _spread(tokens: np.ndarray, share: float) -> list[np.ndarray]:
         return [tokens]
     chunks = [tokens[i : i + CHUNK] for i in range(0, len(tokens), CHUNK)]
     return [c for i, c in enumerate(chunks) if math.floor((i + 1) * share) > math.floor(i * share)]
+
+
+def _in_turn(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Chunks of all parts, mixed evenly: the first tokens are some of each."""
+    places = []
+    for part in parts:
+        starts = range(0, len(part), CHUNK)
+        places += [((i + 0.5) / len(part), part[i : i + CHUNK]) for i in starts]
+    return [chunk for _, chunk in sorted(places, key=lambda place: place[0])]
 
 
 def _write(stem: Path, files: list[TokenFile], parts: list[list[np.ndarray]]) -> None:

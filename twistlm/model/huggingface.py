@@ -33,6 +33,7 @@ from .blocks import State
 from .source import check_source
 
 MOST_LAYERS = 10_000
+LONGEST_ERROR = 400  # characters of a library's words in a sentence of ours
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # files of them
 
 
@@ -347,5 +348,6 @@ def bind_(model: nn.Module, params: State, grads: State | None = None) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """An error of a library as part of a sentence."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """An error of a library as part of a sentence; some list every model that there is."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    return said if len(said) <= LONGEST_ERROR else f"{said[:LONGEST_ERROR]} ..."

@@ -152,7 +152,7 @@ class ShrinkRequest:
         "A Hugging Face folder or hub id, gguf:FILE, or a run folder.", argument=True
     )
     out: Path = option("Folder for everything that is made.", MISSING, "--out", "-o")
-    text: tuple[Any, ...] = option(
+    text: tuple[str, ...] = option(  # from Python also iterables of documents
         "Files of text or sources, .jsonl, .parquet, a folder of them, hub:NAME or "
         "builtin:python-docs; repeatable, with a share of the tokens: code/:0.7.",
         (),

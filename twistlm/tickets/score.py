@@ -110,17 +110,23 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
     )
 
 
-def score_ticket(
-    folder: Path,
+def score_whole(
+    source: str | Path,
     *,
     data: str | None = None,
     tokens: int = 0,
     device: str = "auto",
     overrides: Sequence[str] = (),
 ) -> Scores:
-    """The perplexity of a ticket folder, on `data` or the validation text of its parent's run."""
-    own = None if data else _parents_text(folder, read_ticket(folder))
-    model = load_ticket(folder)
+    """The perplexity of a ticket, or of a model that was not trained here, as it is.
+
+    Without `data` a ticket is measured on the validation text of its parent's run.
+    """
+    folder, is_ticket = Path(source), what_is(source) == "ticket"
+    own = _parents_text(folder, read_ticket(folder)) if is_ticket and not data else None
+    if own is None and not data:
+        raise ValueError(f"{source} has no tokens of its own: give --data STEM")
+    model = load_ticket(folder) if is_ticket else huggingface.pretrained(str(source))
     default = Config(data=DataConfig(seq_len=own[1] if own else default_seq_len(model)))
     cfg = config.override(default, overrides)
     huggingface.check_positions(model, cfg.data.seq_len)
@@ -172,8 +178,11 @@ def table(rows: list[Scores]) -> Table:
         title += "; nested one" if any(row.nested for row in rows) else ""
     names = (f"{row.name}, {row.scale}" if row.scale else row.name for row in rows)
     result = terminal.table(title, "blocks", "parameters", *names)
-    whole = "full" if first.subnets else "ticket"
-    result.add_row(whole, f"{first.n_params:,}", *(f"{row.full:.2f}" for row in rows))
+    result.add_row(
+        "full" if first.subnets else "whole",
+        f"{first.n_params:,}",
+        *(f"{row.full:.2f}" for row in rows),
+    )
     for i, spread in enumerate(first.subnets):
         cells = (
             f"{row.subnets[i]}" + (f"; {row.nested[i]:.2f}" if row.nested else "") for row in rows
