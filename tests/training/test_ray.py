@@ -59,9 +59,13 @@ def test_ray_is_the_local_run_bit_for_bit(scene, tmp_path):
 
 def test_a_driver_that_is_killed_or_crashes_finds_its_workers_again(scene, tmp_path, monkeypatch):
     """Row 7, once: SIGKILL before a commit, then an exception. The same workers go on, bit for
-    bit, with a teacher's cache and a wire by which `local` rounds, too."""
+    bit, with a K for each, masks of blocks and layers, a teacher's cache and a wire by which
+    `local` rounds, too."""
     train = TRAIN | {"rounds": 7, "scale": "measured", "teacher": "cache"}
-    here = scene(train=train, run={"wire": "int8"})
+    blocks = {"widths": "worker", "k_attn": [4, 2, 3], "k_ffn": [1, 4, 2], "deal": "order"}
+    blocks |= {"masks": "sequence", "mask_attn": [4, 1], "mask_ffn": [2, 3]}
+    blocks |= {"mask_depth": [0, 1], "nested": 0.5}
+    here = scene(train=train, blocks=blocks, run={"wire": "int8"})
     teacher = rounds.train(tiny(here.tokens, tmp_path / "teacher"), quiet=True)
     write_cache(open_tokens(here.tokens), str(teacher), 8, 16, "cpu", quiet=True)
     driver = here.start(kill={"at": "owners.Owners.commit", "n": 3})
