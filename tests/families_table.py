@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -266,6 +267,14 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: Tensor, **kwargs: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False, **kwargs).logits
+
+
+def perplexity(model: PreTrainedModel, stem: Path | str, seq_len: int, n_tokens: int) -> float:
+    """By Hugging Face's own logits, over the first windows of a token file of two-byte numbers."""
+    text = np.fromfile(f"{stem}.bin", "<u2")[:n_tokens].astype(np.int64)
+    ids = torch.from_numpy(text).view(-1, seq_len)
+    log_p = logits(model, ids)[:, :-1].double().log_softmax(-1)
+    return math.exp(-float(log_p.gather(2, ids[:, 1:, None]).mean()))
 
 
 def far(a: Tensor, b: Tensor) -> float:

@@ -18,6 +18,7 @@ from twistlm.compute.perplexity import Text, perplexity
 from twistlm.data.token_file import open_tokens
 from twistlm.export import onnx as exporter
 from twistlm.export import verify
+from twistlm.lab.bench.deploy import open_runner
 from twistlm.tickets import deploy
 
 onnx = pytest.importorskip("onnx")
@@ -55,7 +56,7 @@ def test_the_graph_computes_the_ticket(name, attn_by, layers, tmp_path):
     if model.config.tie_word_embeddings:  # one matrix in the file, too
         stored = onnx.load(tmp_path / "out/model.onnx").graph.initializer
         assert sum(model.config.vocab_size in tensor.dims for tensor in stored) == 1
-    want, runner = logits(model, IDS), exporter.OnnxRunner(tmp_path / "out", threads=1)
+    want, runner = logits(model, IDS), open_runner("onnx", tmp_path / "out/model.onnx", 1, 0)
     for row, n in ((0, 1), (1, 9), (2, 23)):  # a new prompt forgets the one before
         ids = IDS[row].tolist()
         assert np.abs(runner.prefill(ids[:n], n) - want[row, :n]).max() < 1e-4

@@ -86,11 +86,9 @@ def test_a_family_without_a_home_is_left_out_with_the_reason(parent, made):
         bench(parent, request, quiet=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "close"), [("torch", 1e-5), ("onnx", 1e-4), ("llama.cpp-q8_0", 0.1)]
-)
+@pytest.mark.parametrize(("name", "close"), [("torch", 1e-5), ("llama.cpp-q8_0", 0.1)])
 def test_a_runner_remembers_and_forgets(tmp_path, name, close):
-    """Decoding after a prompt is a longer prompt; a new prompt starts anew."""
+    """Decoding after a prompt is a longer prompt; a new prompt starts anew. ONNX: test_onnx.py."""
     if name.startswith("llama.cpp"):
         pytest.importorskip("llama_cpp")
     model = build("llama", TABLE["llama"].config | {"num_hidden_layers": 1})

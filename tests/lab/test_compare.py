@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import math
 import os
 import shutil
 import signal
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import families_table
 import pytest
 import ranks
 import torch
@@ -115,12 +115,8 @@ def points() -> list[dict]:
     return [json.loads(line) for line in state().values()]
 
 
-@torch.no_grad()
 def perplexity(model) -> float:
-    """Hugging Face's logits over the first windows of the token file."""
-    ids = token_file.open_tokens("tokens").sequences(list(range(N_TOKENS // SEQ_LEN)), SEQ_LEN)
-    logp = model(input_ids=ids, use_cache=False).logits[:, :-1].double().log_softmax(-1)
-    return math.exp(-float(logp.gather(2, ids[:, 1:, None]).mean()))
+    return families_table.perplexity(model, "tokens", SEQ_LEN, N_TOKENS)
 
 
 def opened(name: str, setting: str) -> Parent:

@@ -6,14 +6,15 @@ import itertools
 import json
 import math
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from commands import check_refusal
 from conftest import make_tokens, tiny
 from families_table import tiny_model
 from safetensors.torch import load_file
@@ -92,17 +93,18 @@ def test_every_experiment_end_to_end_and_its_tables(shared, tmp_path, monkeypatc
     assert {"lab-table1-both.png", "lab-recipe.png"} < shown
 
 
-def test_the_command_says_what_is_wrong():
+def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, capsys):
     """One sentence and exit code 2; without a name every experiment is listed."""
 
-    def call(*words: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "paper", *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["paper", *words])
+        monkeypatch.delitem(sys.modules, "paper.__main__", raising=False)
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_module("paper", run_name="__main__")
+        return int(stop.value.code or 0), *capsys.readouterr()
 
-    assert [line.split()[0] for line in call().stdout.splitlines()] == list(NAMES)
-    done = call("report", "tests")
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "holds nothing to report" in done.stderr
+    assert [line.split()[0] for line in call()[1].splitlines()] == list(NAMES)
+    check_refusal(*call("report", str(tmp_path)), ("holds nothing to report",))
     for asked, said in (
         ({"names": ["tabel1"]}, "experiment 'tabel1': use parents,"),
         ({"only": ["ffm"]}, r"--only 'ffm': scale smoke has both; attn; ffn; seed 1; rate 1; data"),

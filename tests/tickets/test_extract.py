@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands import in_process, snapshot
 from conftest import make_tokens, tiny
-from families_table import far, logits, tiny_model
+from families_table import far, logits, perplexity, tiny_model
 from rich.progress import Progress
 from safetensors.torch import load_file
 
@@ -64,15 +64,6 @@ def recount(folder: Path) -> tuple[int, int]:
     """Parameters in the weights file, and its bytes on disk."""
     file = folder / "model.safetensors"
     return sum(t.numel() for t in load_file(file).values()), os.stat(file).st_size
-
-
-@torch.no_grad()
-def ppl_by_hand(model, stem: Path, n: int) -> float:
-    losses = []
-    for ids in torch.from_numpy(np.fromfile(f"{stem}.bin", "<u2")[:n].astype(int)).split(SEQ_LEN):
-        logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-        losses += [-float(logp[t, ids[t + 1]]) for t in range(SEQ_LEN - 1)]
-    return math.exp(sum(losses) / len(losses))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +215,7 @@ def test_random_and_best_of_n_follow_the_seed(home, tmp_path):
     widths, found = widths_of_ratio(opened.block_map, "1/2"), []
     for draw in range(5):
         kept = generator.for_deployment(opened.block_map, widths, seed=2, draw=draw)
-        value = ppl_by_hand(deploy.cut_ticket(opened, kept), home / "text", 400)
+        value = perplexity(deploy.cut_ticket(opened, kept), home / "text", SEQ_LEN, 400)
         found.append((value, {name: list(blocks) for name, blocks in kept.items()}))
     assert len({round(ppl, 3) for ppl, _ in found}) == 5
     _, one = ask(home, tmp_path / "a", ratio="1/2", seed=2)
@@ -335,7 +326,7 @@ def test_the_proof_is_true(home, tmp_path):
     _, note = ask(home, tmp_path / "t", name, params="20k", data="text", tokens=480)
     plain = tiny_model(name)
     for who, model in (("ticket", deploy.load_ticket(tmp_path / "t")), ("parent", plain)):
-        want = ppl_by_hand(model, home / "text", 480)
+        want = perplexity(model, home / "text", SEQ_LEN, 480)
         assert note["perplexity"][who] == pytest.approx(want, rel=1e-4)
     assert note["perplexity"]["n_tokens"] == 480
     whole, n_params = note["parent"], sum(p.numel() for p in plain.parameters())

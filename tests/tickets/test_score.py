@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import families_table
 import numpy as np
 import pytest
 import torch
@@ -59,10 +60,8 @@ def evaluate(home: Path, name: str, *args: str) -> dict:
 
 
 def by_hugging_face(model, home: Path, seq_len: int, n: int, rel: float = 1e-5):
-    ids = torch.from_numpy(np.fromfile(home / "tokens.bin", "<u2")[:n].astype(np.int64))
-    with torch.no_grad():
-        loss = model(input_ids=ids.view(-1, seq_len), labels=ids.view(-1, seq_len)).loss
-    return pytest.approx(math.exp(loss), rel=rel)
+    want = families_table.perplexity(model, home / "tokens", seq_len, n)
+    return pytest.approx(want, rel=rel)
 
 
 def test_a_ticket_and_a_hugging_face_folder(home):
