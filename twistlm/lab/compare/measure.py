@@ -50,8 +50,8 @@ class Comparison:
 
     `find(cell)` is the result of a finished cell, `fill(cell)` measures it if there is none. Both
     go by `config(cell)`, everything that the number follows from: weights by their sha256, tokens
-    by theirs, so that another sweep or parent folder finds it, too. What is
-    being healed lies in `folder`.
+    by theirs, so that another sweep or parent folder finds it, too. What is being healed lies in
+    `folder`.
     """
 
     def __init__(self, sweep: Sweep, points: Points, folder: Path):
