@@ -203,12 +203,6 @@ def test_latency_is_bought_with_layers(home, tmp_path, monkeypatch):
         ask(home, tmp_path / "u", latency="9ms", data="own")
 
 
-def test_a_ratio_may_name_layers(home):
-    block_map = open_(home, "gpt2").block_map  # 3 layers, 4 heads, 6 FFN blocks
-    widths = widths_of_ratio(block_map, "attn=2/4, ffn=1/6, ffn.0=1, attn.2=0.25")
-    assert list(widths.values()) == [2, 6, 2, 1, 1, 1]
-
-
 def test_random_and_best_of_n_follow_the_seed(home, tmp_path):
     """Each draw is cut on its own and scored with a loop over stock forward passes."""
     opened = open_(home, "gpt2")
