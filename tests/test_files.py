@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import zipfile
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ import families_table
 import gguf
 import numpy as np
 import pytest
+import ranks
 import torch
 from checkpoints import damages, random_central, random_progress
 from commands import check_refusal, in_process
@@ -33,12 +34,14 @@ from twistlm.data.token_file import open_tokens
 from twistlm.lab.points import Points
 from twistlm.model import huggingface
 from twistlm.system import files, manifest, terminal
+from twistlm.system.device import out_of_memory
 from twistlm.tickets import deploy, score
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest
 from twistlm.tickets.runnable import verify
 from twistlm.training import checkpoint, rounds
 
+PLENTY = 300  # seconds: machines of tests are busy
 OLD = Path(__file__).parent / "fixtures/before_rooms.zip"
 # what commit 80de057 printed, with the gates leaving output biases alone, as they do now
 TOKENS, SCORES = 3648, (361.67711106680815, 361.4246931447369, 361.9547104585102)
@@ -295,38 +298,34 @@ def test_a_model_that_no_machine_holds(room, config_):
         huggingface.load(cfg.model, 0)
 
 
-WITHOUT_MEMORY = """
-import resource
-from pathlib import Path
-from twistlm import config
-from twistlm.model import huggingface
-from twistlm.system.device import out_of_memory
-
-size = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_head": 4}
-small, large = (
-    config.from_dict({"model": {"config": size | {"n_layer": n}}}).model for n in (1, 9999)
-)
-huggingface.load(small, 0)  # what is imported on the way is there
-for megabytes in (4, 8):
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + (megabytes << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-    try:
-        huggingface.load(large, 0)
-    except Exception as error:
-        found = error
-    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-    print(bool(out_of_memory(found)), type(found).__name__)
-"""
+def load_without_memory(said: Path) -> None:
+    """In a process of its own: whether each error of a model too large was told as such."""
+    size = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_head": 4}
+    small, large = (
+        config.from_dict({"model": {"config": size | {"n_layer": n}}}).model for n in (1, 9999)
+    )
+    huggingface.load(small, 0)  # what is imported on the way is there
+    for megabytes in (4, 8):
+        found = None
+        try:
+            with memory(megabytes << 20):
+                huggingface.load(large, 0)
+        except Exception as error:
+            found = error
+        with said.open("a") as file:
+            file.write(f"{found is not None and bool(out_of_memory(found))}\n")
 
 
-def test_too_little_memory_is_told_as_such():
+def test_too_little_memory_is_told_as_such(tmp_path):
     """Not as a mistake in the config: modules of 9,999 layers take more than is left.
 
     Memory may end in Python, in C++ or in Python's own C, each with an error of its own.
     """
-    done = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["True"] * 2, done
+    process = ranks.SERVER.Process(target=load_without_memory, args=(tmp_path / "said",))
+    process.start()
+    process.join(PLENTY)
+    assert process.exitcode == 0
+    assert (tmp_path / "said").read_text().split() == ["True", "True"]
 
 
 def test_absurd_json_is_one_sentence(copies):
@@ -371,22 +370,20 @@ def test_extract_leaves_foreign_files_alone(tmp_path):
     assert "notes/mine.txt" not in deploy.read_ticket(target)["files"]  # nobody vouches for it
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from twistlm.system import files
-target, when = Path(sys.argv[1]), sys.argv[2]
-rename = os.rename
-def dying(a, b):
-    rename(a, b)
-    if when == "between":
-        os.kill(os.getpid(), signal.SIGKILL)
-os.rename = dying
-with files.whole_folder(target) as draft:
-    (draft / "half").write_text("x")
-    if when == "filling":
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
+def write_and_die(target: Path, when: str) -> None:
+    """In a process of its own: killed while it fills a folder, or between its two renames."""
+    rename = os.rename
+
+    def dying(a: Path, b: Path) -> None:
+        rename(a, b)
+        if when == "between":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.rename = dying
+    with files.whole_folder(target) as draft:
+        (draft / "half").write_text("x")
+        if when == "filling":
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("when", ["filling", "between"])
@@ -394,8 +391,10 @@ def test_what_a_killed_process_leaves_is_cleaned_and_nothing_is_lost(tmp_path, w
     target = tmp_path / "t"
     with files.whole_folder(target) as draft:
         (draft / "old").write_text("old")
-    done = subprocess.run([sys.executable, "-c", KILLED, str(target), when], timeout=60)
-    assert done.returncode == -signal.SIGKILL
+    process = ranks.SERVER.Process(target=write_and_die, args=(target, when))
+    process.start()
+    process.join(PLENTY)
+    assert process.exitcode == -signal.SIGKILL
     assert len(list(tmp_path.glob(".draft-*"))) == 1
     gone = re.search(r"-(\d+)-", next(tmp_path.glob(".draft-*")).name)[1]
     # another machine's is not ours to judge, and process 1 lives, whoever's it is
