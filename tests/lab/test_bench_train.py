@@ -71,6 +71,6 @@ def test_all_engines_exchange(tmp_path):
 @pytest.mark.chaos  # three processes import torch
 def test_ray_exchanges(ray_address, capfd):
     job = {"megabytes": 0.5, "n_workers": 3, "repeats": 1, "wire": "int8", "interface": "lo"}
-    peer.main(job | {"engines": ["ray"], "address": ray_address})
+    peer.main(job | {"engines": ["ray"], "address": ray_address, "owners": 2, "gbit": 0})
     said = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert len(said["seconds"]["ray"]) == 1
