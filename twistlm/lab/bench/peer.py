@@ -130,7 +130,7 @@ def star(job: Job, cluster: Cluster) -> Exchange:
     return work if cluster.rank else lead
 
 
-def on_ray(job: Job) -> tuple[Exchange, Count]:
+def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     """A round on Ray without its local steps: cut, checksums both ways, the guard, the sum, copies.
 
     The actors are those of a training, but for what they build their model from.
@@ -195,7 +195,10 @@ def on_ray(job: Job) -> tuple[Exchange, Count]:
         assert not [word for word in said if isinstance(word, str)], said
         keepers.commit(list(range(n_workers)), Progress(round=r + 1), lambda: None)
 
-    return exchange, lambda: ray.get([actor.link.remote() for actor in keepers.actors])
+    def count() -> list[int]:
+        return ray.get([actor.link.remote() for actor in keepers.actors])
+
+    return exchange, count, pulse.close
 
 
 ENGINES = {"sharded": sharded, "bare": bare, "star": star}
@@ -234,8 +237,9 @@ def main(job: Job) -> None:
     if job["engines"] == ["ray"]:
         from ...transport.ray_cluster import ray
 
-        exchange, count = on_ray(job)
+        exchange, count, close = on_ray(job)
         made = measure({"ray": exchange}, job, lambda: None, count)
+        close()
         ray.shutdown()
         print(json.dumps(made), flush=True)
         return

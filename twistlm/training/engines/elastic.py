@@ -221,6 +221,11 @@ class Elastic(Engine):
         """One round with those who are in, unless Ray itself is gone."""
         try:
             return self._round(progress)
+        except Ended as end:  # owners and workers are lost, too, when it is their head that died
+            self.head.asked = 0.0  # its last answer may be older than what happened
+            if end.code != TOO_FEW or not self.head.silent:
+                raise
+            raise self._headless("its head does not answer") from None
         except exceptions.RayTaskError as error:  # a bug in an owner, whose traceback it has
             self.events.write("giving up", round=progress.round, why=last_words(error))
             raise RuntimeError(str(error)) from None
@@ -346,7 +351,7 @@ class Elastic(Engine):
 
     def close(self, crashed: bool) -> None:
         """Workers of a run that crashed stay, for `--resume`; else they end with it."""
-        self.pulse.ended.set()
+        self.pulse.close()
         if not crashed:
             self.pool.close()
             self.owners.close()
@@ -367,7 +372,7 @@ class Elastic(Engine):
         reported, delay = 0.0, 1.0
         while True:
             if self.head.silent > ray_cluster.GONE:
-                raise self._headless("its head does not answer")
+                raise OSError("its head does not answer")
             self.owners.check_alive()
             team = self.pool.admit(r, 2 * self.deadline())
             waited = time.monotonic() - since

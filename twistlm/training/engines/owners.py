@@ -26,6 +26,7 @@ from . import owner
 from .owner import Standing
 
 BEAT = 1.0  # seconds between two pings
+LEAVE = 5.0  # seconds for the last ones
 PART = 1 << 20  # values that the driver sends at a time
 
 
@@ -41,7 +42,13 @@ class Pulse:
         self.asked: dict[Any, Any] = {}  # actor -> its ping that is not answered yet
         self.answered: dict[Any, float] = {}
         self.ended = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self.thread = threading.Thread(target=self._beat, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Before Ray is left: a ping after that would end this process."""
+        self.ended.set()
+        self.thread.join(LEAVE)
 
     def add(self, actor: Any) -> Any:
         """Until its first answer it starts, which may take as long as `patience`."""
