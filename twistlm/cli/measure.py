@@ -179,7 +179,7 @@ def comm(request: CommRequest, json_out: JsonOut = None) -> None:
     """
     from ..lab.bench.comm import bench, table
 
-    made = bench(request)
+    made = bench(request, lambda rows: write_json(json_out, rows))
     console.print(table(made))
     for name, why in made["left_out"].items():
         console.print(f"{name}: {why}")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -42,8 +42,13 @@ class NetworkHost:
 LOOPBACK = NetworkHost((), "127.0.0.1", "lo")
 
 
-def bench(request: CommRequest) -> dict[str, Any]:
-    """S = `workers` on this machine; S in `slow` on hosts with links of `gbit` Gbit/s."""
+def bench(
+    request: CommRequest, save: Callable[[dict[str, Any]], object] = lambda made: None
+) -> dict[str, Any]:
+    """S = `workers` on this machine; S in `slow` on hosts with links of `gbit` Gbit/s.
+
+    `save` gets what there is after every exchange: a run that is cut off loses nothing.
+    """
     about = describe_run() | {"cores": os.cpu_count(), "load before": os.getloadavg()[0]}
     made: dict[str, Any] = {"rows": [], "left_out": {}, "about": about}
     slow = request.slow
@@ -61,6 +66,7 @@ def bench(request: CommRequest) -> dict[str, Any]:
         task = bar.add_task("exchanges", total=len(jobs), note="")
         for job in jobs:
             made["rows"] += _measure(job)
+            save(made)
             bar.advance(task)
     about["load after"] = os.getloadavg()[0]
     return made
