@@ -42,9 +42,7 @@ class NetworkHost:
 LOOPBACK = NetworkHost((), "127.0.0.1", "lo")
 
 
-def bench(
-    request: CommRequest, save: Callable[[dict[str, Any]], object] = lambda made: None
-) -> dict[str, Any]:
+def bench(request: CommRequest, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """S = `workers` on this machine; S in `slow` on hosts with links of `gbit` Gbit/s.
 
     `save` gets what there is after every exchange: a run that is cut off loses nothing.
