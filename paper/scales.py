@@ -169,6 +169,8 @@ SCALES["gpu-60m"] = replace(  # the recipe's main ways three times as long
 
 WHOLE_FIRST = (12, 12, 12, 12, 12, 8, 6, 3)  # widths of masks, most of them whole
 HALVES = (6, 6, 6, 6, 4, 4, 3, 3)  # for workers that hold half
+NARROW = (6, 6, 6, 4, 4, 3, 3, 3)
+MIXTURE = (12, 12, 12, 8, 6, 4, 3, 3)  # where one worker is whole; half ones use at most 6
 OURS, WHOLE_NAME, TWIN_NAME = "TwIST", "TwIST, whole first", "synchronous twin"
 DROPOUT_NAME = "dropout K=6"
 OFTEN = "TwIST, interval 4"  # as near to its twin as 0.45 of the bytes allow
@@ -216,6 +218,11 @@ HALF = ("blocks.deal=order", "blocks.k_attn=[6]", "blocks.k_ffn=[6]")
 ONE = "[12, 6, 6, 6]"
 MIXED = ("blocks.deal=order", "blocks.widths=worker", f"blocks.k_attn={ONE}", f"blocks.k_ffn={ONE}")
 SLOWER = (HALF_DECAY, BETA2[0.98])
+FEWER = (*HALF, *SLOWER, "blocks.nested=0.1")
+# the masks of one whole and three half workers, for a gradient that they share: the whole one
+# takes widths above 6, and one of the half ones three quarters of its masks along the order
+TWIN_WIDTHS = (12, 12, 12, 8) * 2 + (6, 6, 6, 6, 6, 4, 3, 3) * 3
+TWIN_KEYS = (*SLOWER, "blocks.nested=0.375")
 DECAYS = {  # sqrt(S) times the twin's rate decays weights sqrt(S) times as fast
     ", half the decay": (HALF_DECAY,),
     ", half the decay, twice the clip": (HALF_DECAY, "train.clip=2.0"),
@@ -229,14 +236,16 @@ WAYS: dict[str, Way] = {
     DENSE.label: Way(DENSE, (1, 2)),
     DROPOUT_NAME: Way(DROPOUT, (1, 2)),
     OURS: ours(rates=(4, 3)),
+    f"{OURS}, half the decay, beta2 0.98": ours(*SLOWER),
     "TwIST, 0.35 nested": ours("blocks.nested=0.35", rates=(4, 3)),
     OFTEN: ours(rates=(4, 3), share=4 / 15),
     **{f"{OFTEN}{name}": ours(*some, share=4 / 15) for name, some in DECAYS.items()},
     "TwIST, half workers": ours(*HALF, *SLOWER, rates=(4, 3), widths=HALVES),
-    "TwIST, one whole, the rest half": ours(
-        *MIXED, *SLOWER, rates=(4, 3), widths=(12, 12, 12, 8, 6, 4, 3, 3)
-    ),
+    "TwIST, half workers, fewer nested": ours(*FEWER, rates=(4, 6), widths=HALVES),
+    "TwIST, half workers, fewer nested, narrower": ours(*FEWER, widths=NARROW),
+    "TwIST, one whole, the rest half": ours(*MIXED, *SLOWER, rates=(4, 3), widths=MIXTURE),
     TWIN_NAME: Way(TWIN, (2, 3)),
+    f"{TWIN_NAME}, one whole, the rest half": Way(TWIN, (2, 3), TWIN_KEYS, widths=TWIN_WIDTHS),
     **{f"{TWIN_NAME}{n}": Way(TWIN, (2,), some) for n, some in DECAYS.items() if "clip" not in n},
     **{f"{WHOLE_NAME}{name}": replace(WHOLE, dense=share) for name, share in FIRST.items()},
     "… half the decay": ours(HALF_DECAY),
