@@ -26,7 +26,7 @@ from ...data.stream import Batches
 from ...data.token_file import TokenFile, TokenMeta
 from ...model import families, generator, huggingface
 from ...model.blocks import widths_of_ratio
-from ...model.central import create
+from ...model.central import create, on_host
 from ...model.layout import Layout, cut_model
 from ...system import terminal
 from ...system.device import is_bf16
@@ -132,6 +132,7 @@ def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
     start = huggingface.state(template), cut.full.shapes, cut.block_map
     carry, outer = t.moments == "carry", t.nesterov() is not None
     central = create(*start, carry=carry, outer=outer, device=cluster.device)
+    central = on_host(central) if cfg.run.central == "host" else central
     return Run(cfg, cluster, cut, batches, 10**6, central)
 
 
@@ -223,8 +224,10 @@ def _n_bytes(*tensors: Tensor | None) -> int:
 
 
 def _peak(device: torch.device, *without: Tensor | None) -> int | None:
-    cuda = device.type == "cuda"
-    return torch.cuda.max_memory_allocated(device) - _n_bytes(*without) if cuda else None
+    if device.type != "cuda":
+        return None
+    there = [tensor for tensor in without if tensor is not None and tensor.is_cuda]
+    return torch.cuda.max_memory_allocated(device) - _n_bytes(*there)
 
 
 def _forget(device: torch.device) -> None:
