@@ -102,7 +102,7 @@ class Evaluator:
 
     @cached_property
     def loss(self) -> Loss:
-        return loss_for(self.template)
+        return loss_for(self.full.model)  # where the weights are: a GPU tries it in no time
 
     @property
     def full(self) -> Subnet:
