@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
-import signal
 import time
-from concurrent.futures import ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +14,7 @@ from .config import Config, Method
 from .data.builtin import build
 from .model.blocks import widths_of_ratio
 from .system.provenance import describe_run
-from .system.signals import Ended
-from .system.terminal import console, progress
+from .system.terminal import console
 from .tickets.extract import write
 from .tickets.parent import Parent, open_parent
 from .tickets.requests import ScoreRequest, TicketRequest
@@ -43,7 +38,7 @@ SAVE_EVERY = 25  # rounds: what a stopped demo loses at most
 
 
 def run(out: Path, n: int, overrides: list[str]) -> None:
-    """Text, a start, two trainings from it side by side, the table, a ticket, a line of text."""
+    """Text, a start, two trainings from it, the table, a ticket, a line of text."""
     began = time.perf_counter()
     cfg = config.load("demo", overrides)
     if cfg.train.rounds < 1 or not cfg.run.eval_ratios:
@@ -51,7 +46,7 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
             f"train.rounds = {cfg.train.rounds}, run.eval_ratios = {list(cfg.run.eval_ratios)}: "
             "the demo needs at least one round and one ratio"
         )
-    goes_on = _prepare(out, cfg)
+    _prepare(out, cfg)
     files = build(out / "text")
     t = cfg.train
     own: dict[str, Any] = {"threads": 1, "eval_every": -1, "save_every": SAVE_EVERY}
@@ -79,10 +74,8 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
         f"parallel, then {n_tokens:,} in two ways, with S = {t.n_workers} workers: data parallel, "
         "and TwIST with the start as teacher"
     )
-    if goes_on:
-        console.print("an earlier demo was stopped: going on from its checkpoints")
-    train_side_by_side({"start": start})
-    train_side_by_side(configs)
+    for each in (start, *configs.values()):
+        rounds.train(each, resume=True)
     request = ScoreRequest(ratios=cfg.run.eval_ratios, n=n, tokens=cfg.run.eval_tokens)
     scores = []
     for name, made in configs.items():
@@ -99,8 +92,8 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     )
 
 
-def _prepare(out: Path, cfg: Config) -> bool:
-    """A folder for the demo; true if it holds an unfinished one of the same config, which is kept.
+def _prepare(out: Path, cfg: Config) -> None:
+    """A folder for the demo: an unfinished one of the same config goes on.
 
     A finished demo, or one of another config, is replaced; anything else is left alone.
     """
@@ -112,46 +105,10 @@ def _prepare(out: Path, cfg: Config) -> bool:
             )
         before = json.loads(mark.read_text()).get("config")
         if before == asked and not (out / "scores.json").is_file():
-            return any(out.glob("*/checkpoints/round-*"))
+            return
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
     mark.write_text(json.dumps({"config": asked, **describe_run()}, indent=1) + "\n")
-    return False
-
-
-def train_side_by_side(configs: dict[str, Config]) -> None:
-    """One process and one thread per parent: this model is too small to use two threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["twistlm.training.rounds"])  # torch is imported once for all
-    # a Ctrl-C in the terminal is the demo's
-    ours = (signal.signal, (signal.SIGINT, signal.SIG_IGN))
-    with ProcessPoolExecutor(len(configs), context, *ours) as pool, progress() as bar:
-        jobs = [pool.submit(_train, config.to_dict(cfg)) for cfg in configs.values()]
-        tasks = {
-            Path(cfg.run.out, "metrics.jsonl"): bar.add_task(
-                f"train {name}", total=cfg.train.rounds, note="starting"
-            )
-            for name, cfg in configs.items()
-        }
-        try:
-            while wait(jobs, timeout=0.5).not_done:
-                for metrics, task in tasks.items():
-                    lines = metrics.read_text().split("\n") if metrics.is_file() else []
-                    if len(lines) > 1:  # the last complete one
-                        row = json.loads(lines[-2])
-                        bar.update(task, completed=row["round"], note=f"loss {row['loss']:.3f}")
-            for job in jobs:
-                job.result()
-        except KeyboardInterrupt:
-            for process in multiprocessing.active_children():
-                process.terminate()  # it ends its round and saves, and the pool waits for it
-            raise Ended("stopped by Ctrl-C", 130) from None
-        except BrokenProcessPool:
-            raise Ended(f"a process that trained {', '.join(configs)} died", 1) from None
-
-
-def _train(table: dict[str, Any]) -> None:
-    rounds.train(config.from_dict(table), resume=True, quiet=True)
 
 
 def reading(scores: list[Scores]) -> str:

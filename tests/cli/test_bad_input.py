@@ -256,7 +256,7 @@ extract run --ratio 2/4 --dtype int3 -> --dtype 'int3' | bfloat16
 extract run --ratio 2/4 -o run -> run | is no ticket
 extract run --ratio 2/4 -o a.txt/t -> a.txt/t cannot be written | a.txt is no folder
 # certifying
-twistlm eval run --certify --ratio 2/4 --n 89 -o made -> n = 89 | at least 90
+twistlm eval run --certify --ratio 2/4 --n 89 -> n = 89 | at least 90
 twistlm eval run --certify --coverage 1 -> coverage = 1.0 | between 0 and 1
 # tasks
 twistlm eval run --tasks nowhere -> --tasks nowhere | no such file

@@ -92,6 +92,6 @@ def write(
         **describe_run(),
     }
     with whole_folder(folder, deploy.foreign_files(folder, RECORD)) as draft:
-        hf_folder.save(parent, model, draft)
+        hf_folder.save(parent, parent.template, model, draft)
         (draft / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return record

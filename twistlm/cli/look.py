@@ -25,7 +25,7 @@ EXTRAS = {  # extra -> what it needs, what it enables
     "onnx": (("onnx", "onnxruntime", "onnxscript"), "export --to onnx"),
     "ray": (("ray",), "run.variant=ray, twistlm node: workers that come and go"),
     "play": (("gradio",), "twistlm play: a page in the browser"),
-    "plot": (("matplotlib",), "figures of eval --certify and of the paper"),
+    "plot": (("matplotlib",), "figures of the paper"),
     "board": (("tensorboard",), "scalars while training"),
     "tasks": (("lm_eval",), "eval --tasks with lm-eval's own tasks"),
     "hub": (("datasets",), "prepare hub:NAME"),

@@ -38,7 +38,7 @@ def extract(
         console.print(extract.table(ticket))
         if ticket.proof["whole"]:
             console.print("the budget has room for the whole parent: this ticket is all of it")
-        console.print(f"ticket: {folder}, {extract.kind_of(ticket)}")
+        console.print(f"ticket: {folder}, {extract.kind_of(folder)}")
 
 
 @command(

@@ -184,7 +184,7 @@ def _check_start(weights: str, preset: str) -> None:
     "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12",
     "twistlm eval runs/demo/ticket --data runs/demo/text/valid",
     "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512",
-    "twistlm eval runs/demo/twist --certify --ratio 6/12 --n 200 -o runs/certificate",
+    "twistlm eval runs/demo/twist --certify --ratio 6/12 --n 200 --json certificate.json",
     "twistlm eval runs/wiki-gpt2 --ratio 8/12 --ratio 6/12 --tasks arc_easy,piqa,hellaswag",
     "twistlm eval gpt2 tickets/params-85M --tasks my-tasks/,lambada_openai --json tasks.json",
     called="eval",
@@ -209,7 +209,6 @@ def eval_(
     ),
     coverage: float = option("With --certify: share of all tickets to bound.", 0.95),
     confidence: float = option("With --certify: how sure the bound must be.", 0.99),
-    out: Path | None = option("With --certify: folder for JSON and histogram.", None, *OUT),
     device: Device = "auto",
     json_out: JsonOut = None,
 ) -> None:
@@ -229,8 +228,6 @@ def eval_(
         raise ValueError(f"{others[0]}: perplexity is measured for one model at a time")
     if bound and len(ratios) > 1:
         raise ValueError(f"--certify takes one --ratio, not {len(ratios)}: {', '.join(ratios)}")
-    if out is not None and not bound:
-        raise ValueError(f"--out {out} is for --certify; numbers are written with --json FILE")
     if tasks is not None:
         from ..tickets.tasks import open_tasks, record, score_tasks, table
 
@@ -247,7 +244,7 @@ def eval_(
     if bound:
         asked = request if is_given(context, "n") else replace(request, n=200)
         parent = open_parent(source, device, more)
-        made = certify.certify(parent, asked, coverage, confidence, out)
+        made = certify.certify(parent, asked, coverage, confidence)
         console.print(certify.table(made))
         console.print(certify.reading(made))
         write_json(json_out, made)

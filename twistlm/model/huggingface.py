@@ -99,8 +99,8 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def pretrained(source: str, key: str = "") -> PreTrainedModel:
-    """A model from `gguf:FILE`, a folder or a hub id, in float32; errors name the `key` of it."""
+def pretrained(source: str, key: str = "", dtype: Any = torch.float32) -> PreTrainedModel:
+    """A model from `gguf:FILE`, a folder or a hub id; errors name the `key` of it."""
     if source.startswith("gguf:"):
         return from_gguf(gguf_path(source))
     equals = " " if key.startswith("--") else " = "
@@ -112,7 +112,7 @@ def pretrained(source: str, key: str = "") -> PreTrainedModel:
         load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
         model, info = load(
             str(path) if path.exists() else source,
-            dtype=torch.float32,
+            dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             trust_remote_code=False,

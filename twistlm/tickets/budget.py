@@ -9,8 +9,9 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -20,24 +21,16 @@ from ..model.blocks import KINDS, BlockMap, Shapes, Widths, widths_of_ratio
 
 Cost = Callable[[Widths], float]
 
-UNITS: dict[str, dict[str, int | Fraction]] = {
-    "params": {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9},
-    "size": {
-        "": 1,
-        **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9},
-        **{"kib": 2**10, "mib": 2**20, "gib": 2**30},
-    },
-    "latency": {"us": Fraction(1, 1000), "ms": 1, "s": 1000},
-    "context": {"": 1, "k": 2**10, "m": 2**20},  # tokens
-}
-UNITS["memory"], UNITS["tokens"] = UNITS["size"], UNITS["params"]
-EXAMPLES = {
-    "params": "85M or 1.5B",
-    "size": "60MB or 512KiB",
-    "latency": "12ms or 0.5s",
-    "memory": "2GB or 512MiB",
-    "context": "8k or 2048",
-    "tokens": "20M or 500k",
+COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
+BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+AMOUNTS: dict[str, tuple[Mapping[str, int | Decimal], str]] = {  # units, and examples
+    "params": (COUNT, "85M or 1.5B"),
+    "tokens": (COUNT, "20M or 500k"),
+    "size": (BYTES, "60MB or 512KiB"),
+    "memory": (BYTES, "2GB or 512MiB"),
+    "latency": ({"us": Decimal("0.001"), "ms": 1, "s": 1000}, "12ms or 0.5s"),
+    "context": ({"": 1, "k": 2**10, "m": 2**20}, "8k or 2048"),  # tokens
 }
 # in a safetensors file: name and bytes
 STORED = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
@@ -88,8 +81,6 @@ def parse_budgets(context: str | None, given: list[tuple[str, str]]) -> list[Bud
             "the cached keys and values of so many tokens"
         )
     n_tokens = 0 if context is None else int(amount("context", context))
-    if context is not None and not n_tokens:
-        raise ValueError(f"--context {context}: must be 1 token at least")
     found: dict[str, Budget] = {}
     for kind, text in given:
         limit = math.inf if kind == "ratio" else amount(kind, text)
@@ -102,12 +93,11 @@ def parse_budgets(context: str | None, given: list[tuple[str, str]]) -> list[Bud
 def amount(kind: str, text: str, option: str | None = None) -> float:
     """Parameters of `85M`, bytes of `60MB` (10^6) or `60MiB` (2^20), milliseconds of `12ms`."""
     found = re.fullmatch(r"\s*(\d[\d_,]*(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    units, option = UNITS[kind], option or f"--{kind}"
+    (units, examples), option = AMOUNTS[kind], option or f"--{kind}"
     if found is None or found[2].lower() not in units:
         legal = f"(units: {', '.join(unit for unit in units if unit)})"
-        raise ValueError(f"{option} {text!r} is no amount such as {EXAMPLES[kind]} {legal}")
-    digits = re.sub("[_,]", "", found[1])
-    value = Fraction(digits) * units[found[2].lower()] if len(digits) <= 40 else WHOLE + 1
+        raise ValueError(f"{option} {text!r} is no amount such as {examples} {legal}")
+    value = Decimal(re.sub("[_,]", "", found[1])) * units[found[2].lower()]
     if value > WHOLE:
         raise ValueError(f"{option} {text[:40]}: legal are less than 2^63")
     return float(value) if kind == "latency" else math.floor(value)
@@ -120,7 +110,7 @@ def weights_bytes(shapes: Shapes, dtype: str = "float32") -> int:
     end = 0
     for name in sorted(shapes):  # the file's own order: it decides how long the offsets are
         start, end = end, end + math.prod(shapes[name]) * itemsize
-        about = {"dtype": name_in_file, "shape": list(shapes[name]), "data_offsets": [start, end]}
+        about = {"dtype": name_in_file, "shape": shapes[name], "data_offsets": [start, end]}
         header[name] = about
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return 8 + math.ceil(len(text) / 8) * 8 + end

@@ -1,30 +1,20 @@
-"""`twistlm eval --certify`: n random tickets of one size, and what they promise for all of them.
-
-FOLDER/
-  certificate.json   all numbers
-  histogram.png
-"""
+"""`twistlm eval --certify`: n random tickets of one size, and what they promise for all of them."""
 
 from __future__ import annotations
 
-import json
 import math
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from ..system import terminal
-from ..system.files import whole_file
-from ..system.terminal import console
 from .parent import Parent
 from .requests import ScoreRequest
 from .score import score_parent
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
-N_BINS = 24
 
 
 def certify(
@@ -32,18 +22,17 @@ def certify(
     request: ScoreRequest,
     coverage: float = 0.95,
     confidence: float = 0.99,
-    out: Path | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Measure n random tickets; `out` is a folder for the numbers and a histogram.
+    """Measure n random tickets: at least `coverage` of all lie at or below the bound.
 
-    At least `coverage` of all tickets lie at or below the bound, said with `confidence`.
+    That is said with `confidence`.
     """
     r = rank(request.n, coverage, confidence)
     scores = score_parent(parent, request, parent.source, quiet)
     plain, drawn = scores.to_dict(), scores.subnets[0].values
     bound = {"coverage": coverage, "confidence": confidence, "rank": r}
-    made = {
+    return {
         "source": parent.source,
         **{key: plain[key] for key in ("full", "seed", "data", "n_tokens", "run")},
         "nested": scores.nested[0] if scores.nested else None,
@@ -52,27 +41,6 @@ def certify(
         "quantiles": {percent(share): float(np.quantile(drawn, share)) for share in SHARES},
         "covered_by_worst": float(1 - Fraction(str(confidence))) ** (1 / request.n),
     }
-    if out is not None:
-        whole_file(out / "certificate.json", json.dumps(made, indent=1) + "\n")
-        try:
-            whole_file(out / "histogram.png", lambda path: _draw_histogram(made, path))
-        except ImportError:
-            console.print("no histogram.png: it needs matplotlib: pip install -e '.[plot]'")
-    return made
-
-
-def _draw_histogram(made: dict[str, Any], path: Path) -> None:
-    """Counts of tickets over perplexity, with the bound and the whole parent marked."""
-    from matplotlib.figure import Figure  # no pyplot: it looks for a display
-
-    figure, spread = Figure(figsize=(7, 4), layout="constrained"), made["spread"]
-    title = f"{spread['n']} random tickets of {spread['ratio']} blocks"
-    axes = figure.add_subplot(xlabel="perplexity", ylabel="tickets", title=title)
-    axes.hist(spread["values"], bins=N_BINS, color="tab:blue", alpha=0.6)
-    axes.axvline(made["bound"]["value"], color="tab:red", label=reading(made).partition(" (")[0])
-    axes.axvline(made["full"], color="black", label=f"whole parent: {made['full']:.2f}")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
-    figure.savefig(path, format="png", dpi=150)
 
 
 def table(made: dict[str, Any]) -> Table:

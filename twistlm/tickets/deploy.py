@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..model import depth, families, huggingface
+from ..model import depth, huggingface
 from ..model.blocks import Blueprint
 from ..model.central import cut_subnet
 from ..model.subnet import add_means_, build, fold_
@@ -67,27 +66,25 @@ def save_ticket(
     `model` is the ticket if it was cut before, which is then written as it is, in its own dtype.
     """
     model, notes = model or cut_ticket(parent, blueprint), notes or {}
+    groups, shapes = parent.block_map.groups, huggingface.shapes(model)
     dropped = parent.block_map.dropped(parent.block_map.widths(blueprint))
-    template = depth.shallower(parent.template, dropped)
-    shapes = huggingface.shapes(model)
     expected = weights_bytes(shapes, str(model.dtype).removeprefix("torch."))
     with whole_folder(folder, foreign_files(folder, TICKET)) as draft:
-        config = hf_folder.save(replace(parent, template=template), model, draft)
+        why = hf_folder.save(parent, depth.shallower(parent.template, dropped), model, draft)
         if (found := (draft / "model.safetensors").stat().st_size) != expected:
             raise OSError(
                 f"the weights have {found:,} bytes, not {expected:,}: nothing was written"
             )
-        groups = parent.block_map.groups
         ticket = {
             "parent": parent.source,
             "n_params": sum(map(math.prod, shapes.values())),
             "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in groups},
             "blueprint": blueprint,
-            "stock": hf_folder.described(parent.template, shapes, dropped),
+            "stock": why or True,  # or why it is no plain model of its family
             **notes,
             **describe_run(),
         }
-        hf_folder.save_card(parent, config, ticket, draft)
+        hf_folder.save_card(parent, ticket, draft)
         seal(draft, ticket)
 
 
@@ -114,62 +111,17 @@ def foreign_files(folder: Path, record: str) -> list[Path]:
 def load_ticket(folder: str | Path) -> PreTrainedModel:
     """The dense model of a ticket folder, checked against its ticket.json."""
     folder = Path(folder)
-    ticket = verify_ticket(folder)
+    ticket, plain = verify_ticket(folder), manifest.read_json(folder / "config.json")
+    for name in LAYERS:  # transformers makes a config for each layer as it reads the file
+        if plain.get(name, 0) > huggingface.MOST_LAYERS:
+            raise ValueError(f"{folder}: its config promises {plain[name]} layers")
     register()
-    load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
-    try:
-        # the config must not promise more than the weights hold: nothing that large is built
-        held = huggingface.header(folder / "model.safetensors")
-        most = sum(map(math.prod, held.values()))
-        what, plain = f"{folder} holds {most:,} weights", manifest.read_json(folder / "config.json")
-        for name in LAYERS:  # transformers makes a config for each layer as it reads the file
-            if plain.get(name, 0) > len(held):
-                raise ValueError(f"{what}, and its config promises {plain[name]} layers")
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        huggingface.on_meta(config, most, len(held), what)
-        model, info = load(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
-        )
-    except Exception as error:  # a damaged config or weights fail in many ways
-        raise ValueError(
-            f"{folder} cannot be loaded as a ticket: {huggingface.one_line(error)}"
-        ) from None
-    # Hugging Face fills what is missing or misshapen with random numbers
-    for what, names in info.items():
-        if names:
-            first = sorted(str(name) for name in names)[0]
-            raise ValueError(f"{folder}: weights and config.json disagree ({what}: {first})")
-    _check_fits(folder, ticket, model)
+    model = huggingface.pretrained(str(folder), dtype="auto")
+    n_params = sum(param.numel() for param in model.parameters())
+    if n_params != (told := ticket["n_params"]):
+        said = f"ticket.json tells of {told:,} parameters, the weights have {n_params:,}"
+        raise ValueError(f"{folder}: {said}")
     return model.eval()
-
-
-def _check_fits(folder: Path, ticket: dict[str, Any], model: PreTrainedModel) -> None:
-    """The record must be that of these weights: its parameters, and k/n of the full width."""
-    found = sum(param.numel() for param in model.parameters())
-    if found != ticket["n_params"]:
-        raise ValueError(
-            f"{folder}: ticket.json tells of {ticket['n_params']:,} parameters, the weights have "
-            f"{found:,}"
-        )
-    family, config = families.family(model), model.config
-    fields = config.to_dict()
-    left_out = {int(name.split(".")[-2]) for name, k in ticket["blueprint"].items() if not k}
-    for name, text in ticket["widths"].items():
-        k, n_blocks = map(int, text.split("/"))
-        layer, kind = name.split(".")[-2:]
-        if int(layer) in left_out:
-            continue
-        width = getattr(family, kind).width
-        place = int(layer) - sum(each < int(layer) for each in left_out)
-        if hasattr(config, "ticket"):
-            here, full = getattr(config.per_layer_config[place], width), fields[width]
-        else:  # a stock ticket: its config knows nothing of the parent
-            here, full = fields[width], int(ticket["stock"][width].split("/")[1])
-        if here * n_blocks != full * k:
-            raise ValueError(
-                f"{folder}: ticket.json gives {name} {text} of the blocks, its weights have "
-                f"{here}/{full} of {width}"
-            )
 
 
 def verify_ticket(folder: Path) -> dict[str, Any]:

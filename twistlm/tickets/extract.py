@@ -19,16 +19,17 @@ from ..compute import speed
 from ..compute.perplexity import perplexity
 from ..model import huggingface
 from ..model.blocks import KINDS, Blueprint
+from ..model.subnet import add_means_
 from ..system import manifest, terminal
 from ..system.terminal import console, progress
 from . import deploy, hf_folder
 from .budget import Budget, weights_bytes
-from .importance import calibrate_on_tokens, check_calibration, parse_pick, pick_blocks, pick_for
-from .parent import Parent, config_of, open_parent
+from .importance import calibrate_on_tokens, parse_pick, pick_blocks, pick_for
+from .parent import Parent, open_parent
 from .register import register
 from .requests import TicketRequest
 from .score import Scores, evaluator, score_model, text_of
-from .spend import MaskedParent, choose_widths
+from .spend import choose_widths, cost_of
 
 # max |logit difference| to the masked parent, as a share of the largest logit (at least 1). Of
 # SmolLM2's 34, float32 rounds off 2e-3 (float64: 0), and one wrong block in one layer makes 4.6
@@ -88,19 +89,11 @@ def write_tickets(
     device: str = "auto",
     overrides: Sequence[str] = (),
 ) -> Iterator[tuple[Path, Ticket]]:
-    """Open a parent and write a ticket for each budget, with its proof in ticket.json.
-
-    What can be refused without the model is refused before it is loaded.
-    """
+    """Open a parent and write a ticket for each budget, with its proof in ticket.json."""
     budgets = request.budgets
     folders = [out / each.slug for each in budgets] if len(budgets) > 1 else [out]
     for folder in folders:
         check_target(folder)
-    cfg = config_of(source, overrides)
-    if cfg is not None and parse_pick(request.pick).needs_calibration:
-        check_calibration(str(source), cfg, request.data)
-    if cfg is not None and request.stock:
-        hf_folder.refuse_shared(cfg.blocks)
     parent = open_parent(source, device, overrides)
     for folder, budget in zip(folders, budgets, strict=True):
         yield folder, write(parent, folder, request, budget=budget)
@@ -137,9 +130,8 @@ def choose(
     parent: Parent, request: TicketRequest, bar: Progress, budget: Budget | None = None
 ) -> Ticket:
     """Fit the budget, pick the blocks, cut the ticket and measure it; nothing is written."""
-    how, central = pick_for(parent, parse_pick(request.pick)), parent.central
-    budget = budget or request.budget
-    dtype, text, calibration = getattr(torch, request.dtype), None, None
+    how, block_map = pick_for(parent, parse_pick(request.pick)), parent.block_map
+    budget, text, calibration = budget or request.budget, None, None
     try:
         text = evaluator(parent, text_of(parent, request.data, request.tokens))
     except ValueError as error:  # a parent whose own tokens are gone goes without
@@ -148,7 +140,8 @@ def choose(
         console.print(f"no perplexity: {error}")
     if how.needs_calibration:
         calibration = calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
-    cost, candidates = choose_widths(parent, request, budget, how, bar)
+    candidates = choose_widths(parent, request, budget, how, bar)
+    dtype = getattr(torch, request.dtype)
     full = parent.whole(gates="none").model.to(dtype)  # timed beside the ticket
     for widths, spend in candidates:  # noqa: B007
         blueprint, based_on = pick_blocks(parent, widths, how, request.seed, text, calibration, bar)
@@ -159,28 +152,28 @@ def choose(
             break
     else:  # the machine was quicker while the budget was fitted
         raise budget.impossible(took.decode_ms)
-    shapes = huggingface.shapes(model)
     asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
-    if budget.kind != "ratio":  # which is met by construction
-        spent = took.decode_ms if budget.kind == "latency" else cost(widths)
+    if budget.kind == "latency":
+        asked |= {"limit": budget.limit, "spent": took.decode_ms}
+    elif budget.kind != "ratio":  # which is met by construction
+        spent = cost_of(parent, budget, request.dtype)(widths)
         asked |= {"limit": budget.limit, "spent": spent}
     if budget.context:
         asked["context"] = budget.context
     proof: dict[str, Any] = {
         "parent": {
             "source": parent.source,
-            "n_params": central.layout.n_params,
+            "n_params": parent.central.layout.n_params,
             "bytes": weights_bytes(huggingface.shapes(parent.template), request.dtype),
             "speed": asdict(of_parent),
         },
         "budget": asked,
         "pick": {"how": how.asked, "seed": request.seed, **based_on},
         "spend": spend,
-        "whole": widths == parent.block_map.full_widths(),
+        "whole": widths == block_map.full_widths(),
         "n_params": sum(param.numel() for param in model.parameters()),
-        "bytes": weights_bytes(shapes, request.dtype),
+        "bytes": weights_bytes(huggingface.shapes(model), request.dtype),
         "dtype": request.dtype,
-        "stock": hf_folder.described(parent.template, shapes, parent.block_map.dropped(widths)),
         "max_logit_difference": difference,
         "speed": asdict(took),
     }
@@ -197,12 +190,16 @@ def choose(
 @torch.no_grad()
 def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedModel) -> float:
     """max |logit of the ticket - logit of the masked and scaled parent| on random tokens."""
-    masked = MaskedParent(parent)
-    masked.keep_(blueprint)
+    block_map, weights = parent.block_map, parent.central.weights.clone()
+    factors = parent.scales(block_map.widths(blueprint))
+    views = parent.central.layout.views(weights)
+    add_means_(views, block_map, blueprint, factors, parent.means)
+    masked = parent.whole(weights, gates="all")
+    masked.keep_(blueprint, factors)
     shape = (2, min(64, parent.cfg.data.seq_len))
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(huggingface.vocab_size(parent.template), shape, generator=draw)
-    ids = ids.to(parent.central.weights.device)
+    ids = ids.to(weights.device)
     ours, theirs = (m(input_ids=ids, use_cache=False).logits for m in (model, masked.model))
     difference = float((ours - theirs).abs().max())
     allowed = TOLERANCE * max(1.0, float(theirs.abs().max()))
@@ -214,13 +211,13 @@ def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedMode
     return difference
 
 
-def kind_of(ticket: Ticket) -> str:
-    """What can load it, in half a sentence."""
-    found, family = ticket.proof["stock"], ticket.parent.template.config.model_type
-    if isinstance(found, str):
+def kind_of(folder: Path) -> str:
+    """What can load a ticket, in half a sentence."""
+    family = manifest.read_json(folder / "config.json")["model_type"]
+    if (why := deploy.read_ticket(folder)["stock"]) is not True:
         return (
             "which transformers loads after twistlm.register() or with trust_remote_code=True "
-            f"(not a stock {family} model: {found})"
+            f"(not a stock {family} model: {why})"
         )
     return f"a stock {family} model: whatever loads {family} loads it, without twistlm"
 

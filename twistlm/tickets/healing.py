@@ -63,6 +63,7 @@ def heal(
     if cfg.data.valid != cfg.data.train or cfg.data.valid.startswith("builtin:"):
         file = open_tokens(resolve(cfg.data.valid, "valid"))  # never what was trained on
         text = Text(file, cfg.data.seq_len, request.valid_tokens)
+        found = {"data": file.stem, "n_tokens": text.n_sequences * text.seq_len}
 
     def measure(when: str) -> None:
         if text is not None:
@@ -74,8 +75,6 @@ def heal(
     dtype = model.dtype
     measure("before")
     last = rounds.train(cfg, resume=True, quiet=quiet, on_round=on_round)
-    if (done := checkpoint.open_(last).round) < t.rounds:  # a signal: the same command goes on
-        raise ValueError(f"stopped after round {done}: call it again")
     weights = load_file(last / "model.safetensors")
     with torch.no_grad():
         for name, param in huggingface.state(model).items():
@@ -92,13 +91,11 @@ def heal(
         "lr": t.lr,
         "batch": t.batch,
         "seq_len": cfg.data.seq_len,
-        "steps": done * t.interval,
+        "steps": t.rounds * t.interval,
         "loss": rows[-1]["loss"],
         **describe_run(),
+        **({"perplexity": found} if found else {}),
     }
-    if text is not None:
-        about = {"data": text.file.stem, "n_tokens": text.n_sequences * text.seq_len}
-        healed["perplexity"] = found | about
     kept = {key: value for key, value in ticket.items() if key not in UNTRUE}
     record = kept | {"healed": [*ticket.get("healed", []), healed]}
     state = {n: p.detach().to(dtype) for n, p in huggingface.state(model).items()}

@@ -7,7 +7,7 @@ program loads: the family's own class decides, built without memory from the nar
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from transformers import (
 from ..config import BlocksConfig
 from ..model import families, huggingface
 from ..model.blocks import BlockMap, Kind, Shapes, Widths
-from ..model.depth import shallower
 from ..model.families import kv_name, layer_widths, sublayers
 from ..model.tokenizer import find_eos, load_tokenizer
 from ..system.files import save_tensors
@@ -38,16 +37,16 @@ CODE = Path(modeling_ticket.__file__).stem
 CARD = "README.md"
 
 
-def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> PretrainedConfig:
-    """Write what `from_pretrained` and `AutoTokenizer` read, with and without twistlm.
+def save(parent: Parent, full: PreTrainedModel, ticket: PreTrainedModel, folder: Path) -> str:
+    """Write what `from_pretrained` and `AutoTokenizer` read; returns why it is no stock model.
 
-    Where the family's own config can say it, the folder is a stock model; elsewhere it holds widths
-    for each layer and the modelling file.
+    `full` is the parent with the ticket's layers. Where the family's own config can say it, the
+    folder is a stock model; elsewhere it holds widths for each layer and the modelling file.
     """
-    config = stock_config(parent.template, huggingface.shapes(ticket))
-    if isinstance(config, str):
-        kinds = {group.kind for group in parent.block_map.groups}
-        config = _ticket_config(parent.template, ticket, kinds)
+    found = stock_config(full, huggingface.shapes(ticket))
+    why = found if isinstance(found, str) else ""
+    kinds = {group.kind for group in parent.block_map.groups}
+    config = _ticket_config(full, ticket, kinds) if isinstance(found, str) else found
     config.dtype = ticket.dtype
     generation = ticket.generation_config
     tokenizer = parent_tokenizer(parent)
@@ -62,7 +61,7 @@ def save(parent: Parent, ticket: PreTrainedModel, folder: Path) -> PretrainedCon
     config.save_pretrained(folder)  # and the modelling file
     if generation is not None:  # as it is: save_pretrained refuses some that from_pretrained takes
         generation.to_json_file(folder / "generation_config.json")
-    return config
+    return why
 
 
 def _ticket_config(
@@ -171,21 +170,6 @@ def stock_config(full: PreTrainedModel, shapes: Shapes) -> PretrainedConfig | st
     return config
 
 
-def described(
-    full: PreTrainedModel, shapes: Shapes, dropped: Collection[int] = ()
-) -> dict[str, str] | str:
-    """`k/n` of every width of a stock ticket by its name in the config, or why it is none."""
-    found = stock_config(shallower(full, dropped), shapes)
-    if isinstance(found, str):
-        return found
-    subs = sublayers(full)
-    ours, whole = (layer_widths(full, s, 0, subs) for s in (shapes, huggingface.shapes(full)))
-    if dropped:
-        name, n_layers = "num_hidden_layers", full.config.num_hidden_layers
-        ours, whole = ours | {name: n_layers - len(dropped)}, whole | {name: n_layers}
-    return {name: f"{ours[name]}/{whole[name]}" for name in ours}
-
-
 def refuse_shared(blocks: BlocksConfig) -> None:
     """A parent with shared layers has no stock tickets."""
     if blocks.shared_first or blocks.shared_last:
@@ -239,9 +223,7 @@ def stock_widths(parent: Parent, asked: Widths | None) -> list[Widths]:
     return all_widths(block_map, legal)
 
 
-def save_card(
-    parent: Parent, config: PretrainedConfig, record: dict[str, Any], folder: Path
-) -> None:
+def save_card(parent: Parent, record: dict[str, Any], folder: Path) -> None:
     """Write README.md, with licence, base model, widths and numbers: `record` is ticket.json."""
     base, asked, pick = parent.cfg.model.weights, record.get("budget"), record.get("pick")
     proof, chosen = record, ""
@@ -264,13 +246,13 @@ def save_card(
         data,
         template_path=str(Path(__file__).with_name("card.md")),
         name=markdown_text(name_of(parent.source)),
-        family=config.model_type,
+        family=parent.template.config.model_type,
         start=start if is_run else "",
         numbers=markdown_table([("", "ticket", "parent"), *numbers(proof)]),
         chosen=chosen,
         made=f"{markdown_code(record['command'])}, twistlm {record['git']}, {record['device']}",
-        stock=isinstance(record["stock"], dict),
-        widths=_widths(config, record["stock"]),
+        stock=record["stock"] is True,
+        widths=markdown_table([("layer", "blocks kept"), *record["widths"].items()]),
     ).save(folder / CARD)
 
 
@@ -304,19 +286,6 @@ def name_of(source: str) -> str:
         return source
     parts = [part for part in Path(source).parts if part != "checkpoints"]
     return "/".join(parts[-2:] if parts[-1].startswith("round-") else parts[-1:])
-
-
-def _widths(config: PretrainedConfig, stock: dict[str, str] | str) -> str:
-    if isinstance(stock, dict):
-        stocked = ((name, *text.split("/")) for name, text in stock.items())
-        return markdown_table([("in every layer", "ticket", "parent"), *stocked])
-    names = sorted({width for _, width, _ in config.ticket["projections"].values()})
-    full = config.to_dict()
-    rows = (
-        (i, *(f"{getattr(layer, name)} / {full[name]}" for name in names))
-        for i, layer in enumerate(config.per_layer_config)
-    )
-    return markdown_table([("layer", *names), *rows])
 
 
 def _license(base: str) -> str | None:

@@ -23,6 +23,7 @@ from ..compute.loss import next_token_loss
 from ..compute.perplexity import Evaluator
 from ..config import Config
 from ..data.token_file import TokenFile
+from ..fields import words
 from ..model import huggingface
 from ..model.blocks import Blueprint, Widths
 from ..model.generator import draws
@@ -50,12 +51,12 @@ def score(
     magnitude     the L2 norm of all weights of a block
     random        keeping the best of these is the paper's random extraction (SE)
     """
-    central, block_map, draw = parent.central, parent.block_map, torch.Generator().manual_seed(seed)
+    central, block_map = parent.central, parent.block_map
     n_blocks = {group.name: group.n_blocks for group in block_map.groups}
     kind: dict = {"dtype": torch.float64, "device": central.weights.device}
     scores = {name: torch.zeros(n, **kind) for name, n in n_blocks.items()}
     if method == "random":
-        kind = {"dtype": torch.float64, "generator": draw}
+        kind = {"dtype": torch.float64, "generator": torch.Generator().manual_seed(seed)}
         scores = {name: torch.rand(n, **kind) for name, n in n_blocks.items()}
     elif method == "magnitude":
         _add_squares_(scores, parent, central.weights)
@@ -76,9 +77,8 @@ def score(
                 found = slope.abs().mean(0) if method == "taylor" else slope.sum(0).square()
                 scores[name] += found / len(ids)
             tick()
-    for name, values in scores.items():
-        if not values.isfinite().all():
-            raise FloatingPointError(f"importance {method!r} of {name} is not finite")
+    if bad := [name for name, values in scores.items() if not values.isfinite().all()]:
+        raise FloatingPointError(f"importance {method!r} of {bad[0]} is not finite")
     return {name: values.cpu() for name, values in scores.items()}
 
 
@@ -99,6 +99,10 @@ class Calibration:
     stem: str
     ids: Tensor  # int64 [n_sequences, seq_len]
 
+    def to_dict(self) -> dict[str, Any]:
+        n, seq_len = self.ids.shape
+        return {"data": self.stem, "n_sequences": n, "seq_len": seq_len}
+
 
 def calibrate(
     parent: Parent,
@@ -109,7 +113,7 @@ def calibrate(
 ) -> Calibration:
     """`n` random windows of `data.seq_len` tokens; text that has fewer is refused."""
     cfg = parent.cfg.data
-    file = check_calibration(parent.source, parent.cfg, data, options[0])
+    file = calibration_file(parent.source, parent.cfg, data, options[0])
     file.check(cfg.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
     huggingface.check_positions(parent.template, cfg.seq_len)
     n_all = file.n_sequences(cfg.seq_len)
@@ -125,12 +129,12 @@ def calibrate(
 def calibrate_on_tokens(parent: Parent, data: str | None, tokens: int, seed: int) -> Calibration:
     """About `tokens` tokens (0: no limit) in random windows: 1 to `MOST_SEQUENCES` of them."""
     seq_len = parent.cfg.data.seq_len
-    n_all = check_calibration(parent.source, parent.cfg, data).n_sequences(seq_len)
+    n_all = calibration_file(parent.source, parent.cfg, data).n_sequences(seq_len)
     n = max(1, tokens // seq_len) if tokens else MOST_SEQUENCES
     return calibrate(parent, data, max(1, min(n, MOST_SEQUENCES, n_all)), seed)
 
 
-def check_calibration(
+def calibration_file(
     source: str, cfg: Config, data: str | None, option: str = "--data"
 ) -> TokenFile:
     """The text to calibrate on: `data`, else the training tokens of the run.
@@ -161,6 +165,19 @@ class Pick:
 RANDOM, NESTED, AUTO = Pick("random"), Pick("nested"), Pick("auto")
 
 
+def parse_pick(text: str) -> Pick:
+    """A pick as it is typed."""
+    name, colon, rest = text.partition(":")
+    if (plain := Pick(text)) in (RANDOM, NESTED, AUTO):
+        return plain
+    if name == "best-of" and rest.isdecimal() and int(rest) > 0:
+        return Pick(text, n_draws=int(rest))
+    method = rest if colon else "fisher"
+    if name == "importance" and method in IMPORTANCES:
+        return Pick(text, method=method)
+    raise ValueError(f"--pick {text!r}: use {words(PICKS)} (METHOD is {words(IMPORTANCES)})")
+
+
 def pick_for(parent: Parent, how: Pick) -> Pick:
     """What `auto` means for a parent; a nested ticket needs a parent with an order."""
     has_order = bool(parent.progress.order)
@@ -172,23 +189,6 @@ def pick_for(parent: Parent, how: Pick) -> Pick:
             "(blocks.nested = 0); use importance:mask-fisher, which scores them now, or random"
         )
     return how
-
-
-def parse_pick(text: str) -> Pick:
-    """A pick as it is typed."""
-    name, colon, rest = text.partition(":")
-    if plain := {how.asked: how for how in (RANDOM, NESTED, AUTO)}.get(text):
-        return plain
-    if name == "best-of" and rest.isdecimal() and int(rest) > 0:
-        return Pick(text, n_draws=int(rest))
-    method = rest if colon else "fisher"
-    if name == "importance" and method in IMPORTANCES:
-        return Pick(text, method=method)
-    *names, last = PICKS
-    raise ValueError(
-        f"--pick {text!r}: use {', '.join(names)} or {last} "
-        f"(METHOD is one of {', '.join(IMPORTANCES)})"
-    )
 
 
 def pick_blocks(
@@ -208,18 +208,14 @@ def pick_blocks(
     if how == NESTED:
         return prefixes(block_map, parent.progress.order, widths), {}
     if how.method is not None:
-        based_on: dict[str, Any] = {"method": how.method}
-        ids = None
-        if calibration is not None:
-            ids = calibration.ids
-            n, seq_len = ids.shape
-            based_on |= {"data": calibration.stem, "n_sequences": n, "seq_len": seq_len}
+        ids = calibration.ids if calibration else None
         task = bar.add_task(f"pick {how.asked}", total=1 if ids is None else len(ids), note="")
         scores = score(parent, how.method, ids, seed, lambda: bar.advance(task))
+        based_on = {"method": how.method} | (calibration.to_dict() if calibration else {})
         return prefixes(block_map, slopes.order_of(scores), widths), based_on
     drawn = draws(block_map, widths, seed=seed, n=how.n_draws)
     if how.n_draws == 1:
-        return next(iter(drawn)), {}
+        return next(drawn), {}
     assert evaluator is not None
     task = bar.add_task(f"pick {how.asked}", total=how.n_draws, note="")
     found: list[float] = []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
@@ -24,11 +24,12 @@ from ..model import huggingface
 from ..model.blocks import widths_of_ratio
 from ..model.masks import prefixes
 from ..system import provenance, terminal
-from ..system.device import pick_device
 from ..system.terminal import progress
-from .deploy import cut_from, load_ticket, read_ticket
-from .parent import Parent, config_of, default_seq_len, open_text, what_is
+from ..training import checkpoint
+from .deploy import cut_from, read_ticket
+from .parent import Parent, default_seq_len, open_text, what_is
 from .requests import ScoreRequest
+from .runnable import open_runnable
 
 
 @dataclass(frozen=True)
@@ -126,14 +127,13 @@ def score_whole(
     own = _parents_text(folder, read_ticket(folder)) if is_ticket and not data else None
     if own is None and not data:
         raise ValueError(f"{source} has no tokens of its own: give --data STEM")
-    model = load_ticket(folder) if is_ticket else huggingface.pretrained(str(source))
+    model = open_runnable(source, device).model
     default = Config(data=DataConfig(seq_len=own[1] if own else default_seq_len(model)))
     cfg = config.override(default, overrides)
     huggingface.check_positions(model, cfg.data.seq_len)
     file = own[0] if own else open_tokens(resolve(data or "", "valid"))
     file.check(cfg.data.seq_len, huggingface.vocab_size(model))
     check_same_tokenizer(file, folder / "tokenizer.json")
-    torch.nn.Module.to(model, pick_device(device))
     text = Text(file, cfg.data.seq_len, tokens)
     return score_model(model, text, folder.name, cfg.train.precision)
 
@@ -141,12 +141,9 @@ def score_whole(
 def _parents_text(folder: Path, record: dict[str, Any]) -> tuple[TokenFile, int]:
     """The validation tokens of the run that a ticket was cut out of, and its sequence length."""
     source = cut_from(record)
-    cfg = config_of(source) if what_is(source) == "checkpoint" else None
-    try:
-        if cfg is not None:
-            return open_text(source, cfg, None, "valid"), cfg.data.seq_len
-    except ValueError:  # the run is here, its text is not
-        pass
+    with suppress(ValueError):  # no checkpoint is here, or its text is not
+        cfg = checkpoint.open_(source).config
+        return open_text(source, cfg, None, "valid"), cfg.data.seq_len
     raise ValueError(
         f"{folder} is a ticket and has no tokens of its own, nor has its parent {source} any that "
         "are here: give --data STEM"

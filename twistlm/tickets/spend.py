@@ -10,7 +10,6 @@ so that they are never worse than even ones on this text.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -22,13 +21,12 @@ from torch import Tensor
 from ..compute import speed
 from ..compute.attention import causal_
 from ..compute.loss import loss_for
-from ..compute.slopes import order_of
+from ..compute.slopes import order_of, order_of_layers
 from ..model import depth
-from ..model.blocks import KINDS, BlockGroup, BlockMap, Blueprint, Widths, widths_of_ratio
+from ..model.blocks import KINDS, BlockGroup, BlockMap, Widths, widths_of_ratio
 from ..model.families import n_cached
 from ..model.generator import for_deployment
 from ..model.masks import Order, layer_order, prefixes
-from ..model.subnet import add_means_
 from ..system.device import autocast, to_device
 from ..system.terminal import console
 from . import deploy, hf_folder, importance
@@ -40,39 +38,17 @@ from .requests import TicketRequest
 Loss = Callable[[Widths], float]
 STEPS = (4, 8)  # the n-th part of a layer's blocks that is taken or added, pass by pass
 N_RANDOM = 2  # nested random choices of blocks behind a loss, where blocks are not picked by scores
-LONG = 10.0  # seconds of measurement that are announced
 PATIENCE = 2  # numbers of layers in a row that are no better: fewer are not tried any more
 
 
 def choose_widths(
     parent: Parent, request: TicketRequest, budget: Budget, how: Pick, bar: Progress
-) -> tuple[Cost, list[tuple[Widths, dict[str, Any]]]]:
-    """What widths cost, and those that the budget buys, each with how it was spent.
+) -> list[tuple[Widths, dict[str, Any]]]:
+    """Widths that the budget buys, each with how it was spent.
 
     The best come first; smaller ones, for a latency that turns out too long, follow.
     """
-    block_map = parent.block_map
-    most = getattr(parent.template.config, "max_position_embeddings", None)
-    if most is not None and budget.context > most:
-        raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
-    n_left_out = _n_left_out(parent, request.layers)
-    order = layer_order(block_map, parent.progress.order)
-
-    def cost(widths: Widths) -> float:
-        if budget.kind != "latency":
-            shapes = block_map.narrowed(parent.central.layout.shapes, widths)
-            if budget.kind == "size":  # a file holds names, too
-                shapes = depth.renumbered(parent.template, shapes)
-            return budget.count(shapes, request.dtype, partial(n_cached, parent.template))
-        some = for_deployment(block_map, widths, seed=0)  # any blocks: equal shapes
-        model = deploy.cut_ticket(parent, some).to(getattr(torch, request.dtype))
-        return speed.measure_all([model])[0].decode_ms
-
-    def all_of(widths: Widths) -> Widths:
-        """With 0 in layers that are left out, in the order of the map."""
-        return {g.name: widths.get(g.name, 0) for g in block_map.groups}
-
-    legal = None
+    block_map, cost, legal = parent.block_map, cost_of(parent, budget, request.dtype), None
     if request.stock:
         asked = widths_of_ratio(block_map, budget.asked) if budget.kind == "ratio" else None
         legal = hf_folder.stock_widths(parent, asked)
@@ -82,14 +58,15 @@ def choose_widths(
         """Even widths without these layers."""
         rest = block_map.without(left_out)
         here = legal and [{g.name: each[g.name] for g in rest.groups} for each in legal]
-        return [all_of(each) for each in fit(budget, rest, lambda w: cost(all_of(w)), here)]
+        return [with_absent(block_map, each) for each in fit(budget, rest, cost, here)]
 
-    def evenly(found: list[Widths]) -> tuple[Cost, list[tuple[Widths, dict[str, Any]]]]:
-        return cost, [(each, {"how": "even"}) for each in found]
+    def evenly(found: list[Widths]) -> list[tuple[Widths, dict[str, Any]]]:
+        return [(each, {"how": "even"}) for each in found]
 
-    is_open = budget.kind != "ratio" and not request.stock and request.spend == "measured"
-    tries_depth = is_open and request.layers is None and not why_whole(parent)
+    measures = budget.kind != "ratio" and not request.stock and request.spend == "measured"
+    tries_depth = measures and request.layers is None and not why_whole(parent)
     layers = tuple(sorted({group.layer for group in block_map.groups}))
+    order, n_left_out = layer_order(block_map, parent.progress.order), _n_left_out(parent, request)
     first: list[Widths] = []
     refused = None
     if order or not n_left_out:
@@ -100,38 +77,20 @@ def choose_widths(
                 raise
             refused = error
             even(layers[1:])  # too large with a single one, too?
-        if first and (not is_open or first[0] == block_map.full_widths()):
+        if first and (not measures or first[0] == block_map.full_widths()):
             return evenly(first)
     try:
-        text = importance.calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
+        ids = importance.calibrate_on_tokens(parent, request.data, request.tokens, request.seed).ids
     except ValueError as error:
         if not first:
             raise refused or error from None
         console.print(f"the budget is spent evenly: {error}")
         return evenly(first)
-
-    losses = Sensitivity(parent, text.ids, orders_for(parent, how, text.ids, request.seed))
-    total = 2 * (n_losses(block_map) + len(layers))  # without each layer, each number of them
-    task = bar.add_task("sensitivity", total=total, note="")
-
-    def loss(widths: Widths) -> float:
-        value = losses.loss(widths)
-        bar.update(task, completed=len(losses.measured), note=f"loss {value:.3f}")
-        return value
-
-    began = time.monotonic()
-    losses.loss(first[0] if first else block_map.full_widths())
-    if (seconds := total * (time.monotonic() - began)) > LONG:
-        console.print(
-            f"measuring what each layer is worth: up to {total} losses, about {seconds:.0f} s; "
-            "--spend even needs none of them, fewer --tokens less time"
-        )
     if not order and (tries_depth or n_left_out):
-
-        def without(layer: int) -> float:
-            return loss(all_of(block_map.without([layer]).full_widths()))
-
-        order = tuple(sorted(layers, key=without, reverse=True))
+        order = order_of_layers(parent.template, block_map, parent.central, ids)
+    n_losses = 2 * len(STEPS) * (1 + 2 * len(block_map.groups)) + len(layers)  # at most
+    task = bar.add_task("sensitivity", total=n_losses, note="")
+    loss = Losses(parent, ids, orders_for(parent, how, ids, request.seed), bar, task)
     best, worse = first, 0
     numbers = range(len(layers)) if tries_depth else range(n_left_out, n_left_out + 1)
     for n in numbers:
@@ -145,21 +104,48 @@ def choose_widths(
             best, worse = tried, 0
         elif best is not tried and (worse := worse + 1) == PATIENCE:
             break
-    if not is_open:
+    if not measures:
         return evenly(best)
     found = []
     for tried in (first, best) if first and best is not first else (best,):
         rest = block_map.without(block_map.dropped(tried[0]))
-        start, price = {g.name: tried[0][g.name] for g in rest.groups}, lambda w: cost(all_of(w))
-        if budget.kind == "latency":
-            price = predicted(rest, price, start)
-        widths = measured_widths(rest, start, budget.limit, price, lambda w: loss(all_of(w)))
-        found.append((all_of(widths), tried))
-    bar.update(task, completed=total)
+        start = {g.name: tried[0][g.name] for g in rest.groups}
+        price = predicted(rest, cost, start) if budget.kind == "latency" else cost
+        widths = measured_widths(rest, start, budget.limit, price, loss)
+        found.append((with_absent(block_map, widths), tried))
+    bar.update(task, completed=n_losses)
     widths, tried = min(found, key=lambda each: loss(each[0]))
     spent = {"loss": loss(widths), "loss_of_even_widths": loss((first or best)[0])}
-    others = [(each, {"how": "even"}) for each in tried if each != widths]
-    return cost, [(widths, {"how": "measured", **spent}), *others]
+    return [
+        (widths, {"how": "measured", **spent}),
+        *evenly([each for each in tried if each != widths]),
+    ]
+
+
+def cost_of(parent: Parent, budget: Budget, dtype: str) -> Cost:
+    """Parameters, bytes or ms of a ticket; layers that its widths do not name are left out."""
+    block_map, template = parent.block_map, parent.template
+    most = getattr(template.config, "max_position_embeddings", None)
+    if most is not None and budget.context > most:
+        raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
+
+    def cost(widths: Widths) -> float:
+        widths = with_absent(block_map, widths)
+        if budget.kind == "latency":
+            some = for_deployment(block_map, widths, seed=0)  # any blocks: equal shapes
+            model = deploy.cut_ticket(parent, some).to(getattr(torch, dtype))
+            return speed.measure_all([model])[0].decode_ms
+        shapes = block_map.narrowed(parent.central.layout.shapes, widths)
+        if budget.kind == "size":  # a file holds names, too
+            shapes = depth.renumbered(template, shapes)
+        return budget.count(shapes, dtype, partial(n_cached, template))
+
+    return cost
+
+
+def with_absent(block_map: BlockMap, widths: Widths) -> Widths:
+    """Widths of all groups: 0 in layers that are not named."""
+    return dict.fromkeys(block_map.full_widths(), 0) | widths
 
 
 def why_whole(parent: Parent) -> str:
@@ -175,11 +161,10 @@ def why_whole(parent: Parent) -> str:
     return ""
 
 
-def _n_left_out(parent: Parent, asked: int | None) -> int:
+def _n_left_out(parent: Parent, request: TicketRequest) -> int:
     """How many layers `--layers` leaves out."""
-    if asked is None:
-        return 0
     n_layers = parent.template.config.num_hidden_layers
+    asked = n_layers if request.layers is None else request.layers
     n_cut = len({group.layer for group in parent.block_map.groups})
     least = n_layers - n_cut + 1
     if not least <= asked <= n_layers:
@@ -220,11 +205,6 @@ def _spend_anew(
     return grow_evenly(block_map, grown, limit, cost)  # what is left
 
 
-def n_losses(block_map: BlockMap) -> int:
-    """How many losses `measured_widths` measures, at most."""
-    return 1 + len(STEPS) * (1 + 2 * len(block_map.groups))
-
-
 def _slopes(group: BlockGroup, centre: Widths, part: int, loss: Loss) -> tuple[range, float, float]:
     """Widths to choose from, and what a block is worth below and above the centre."""
     k, step, here = centre[group.name], max(1, group.n_blocks // part), loss(centre)
@@ -236,55 +216,39 @@ def _slopes(group: BlockGroup, centre: Widths, part: int, loss: Loss) -> tuple[r
     return range(low, high + 1), below, above
 
 
-class MaskedParent:
-    """A parent's subnets by masks and scales, one in the place of the other: nothing is cut."""
+class Losses:
+    """The mean loss of a parent's subnets on text `ids`, by widths; each is measured once."""
 
-    def __init__(self, parent: Parent):
-        self.parent, central = parent, parent.central
-        self._weights = central.weights.clone() if parent.means else central.weights
-        self._subnet = parent.whole(self._weights, gates="all")
-        self.model = self._subnet.model
-
-    def keep_(self, blueprint: Blueprint) -> None:
-        parent, central = self.parent, self.parent.central
-        factors = parent.scales(parent.block_map.widths(blueprint))
-        self._subnet.keep_(blueprint, factors)
-        if parent.means:
-            self._weights.copy_(central.weights)
-            views = central.layout.views(self._weights)
-            add_means_(views, parent.block_map, blueprint, factors, parent.means)
-
-
-class Sensitivity(MaskedParent):
-    """The mean loss of a parent's subnets on text, each measured once."""
-
-    def __init__(self, parent: Parent, ids: Tensor, orders: list[Order]):
-        super().__init__(parent)
-        causal_(self.model)
-        self.ids, self.orders, self._loss = ids, orders, loss_for(parent.template)
+    def __init__(self, parent: Parent, ids: Tensor, orders: list[Order], bar: Progress, task: Any):
+        self.parent, self.ids, self.orders, self.bar, self.task = parent, ids, orders, bar, task
+        self.masked, self.loss = parent.whole(gates="all"), loss_for(parent.template)
+        causal_(self.masked.model)
         self.measured: dict[tuple[int, ...], float] = {}
 
-    @torch.no_grad()
-    def loss(self, widths: Widths) -> float:
+    def __call__(self, widths: Widths) -> float:
         """Of nested choices: a wider subnet holds all blocks of a narrower one."""
-        key, device = tuple(widths.values()), self.model.device
+        widths = with_absent(self.parent.block_map, widths)
+        key = tuple(widths.values())
         if key not in self.measured:
-            losses = [0.0] * len(self.orders)
-            for i, order in enumerate(self.orders):
-                self.keep_(prefixes(self.parent.block_map, order, widths))
-                for batch in self.ids.split(16):
-                    with autocast(self.parent.cfg.train.precision, device):
-                        found = self._loss(self.model, to_device(batch, device))
-                    losses[i] += float(found) * len(batch)
-            self.measured[key] = sum(loss / len(self.ids) for loss in losses) / len(losses)
+            self.measured[key] = sum(self._mean(widths, o) for o in self.orders) / len(self.orders)
+            note = f"loss {self.measured[key]:.3f}"
+            self.bar.update(self.task, completed=len(self.measured), note=note)
         return self.measured[key]
+
+    @torch.no_grad()
+    def _mean(self, widths: Widths, order: Order) -> float:
+        parent, model, total = self.parent, self.masked.model, 0.0
+        self.masked.keep_(prefixes(parent.block_map, order, widths), parent.scales(widths))
+        for batch in self.ids.split(16):
+            with autocast(parent.cfg.train.precision, model.device):
+                total += float(self.loss(model, to_device(batch, model.device))) * len(batch)
+        return total / len(self.ids)
 
 
 def orders_for(parent: Parent, how: Pick, ids: Tensor, seed: int) -> list[Order]:
     """Orders of blocks that a pick goes by: the parent's own, by score, or random ones."""
     if how == NESTED:
         return [parent.progress.order]
-    if how.method is not None:
-        return [order_of(importance.score(parent, how.method, ids, seed))]
-    draws = (importance.score(parent, "random", None, seed + i) for i in range(N_RANDOM))
-    return [order_of(scores) for scores in draws]
+    methods = [how.method] if how.method else ["random"] * N_RANDOM
+    scores = (importance.score(parent, m, ids, seed + i) for i, m in enumerate(methods))
+    return [order_of(each) for each in scores]

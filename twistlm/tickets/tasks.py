@@ -21,7 +21,7 @@ import torch
 from rich.progress import Progress
 from rich.table import Table
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..model import huggingface
@@ -79,11 +79,11 @@ class TaskScores:
     @property
     def means(self) -> dict[str, float]:
         """Accuracies, averaged over the tasks that have them."""
-        found: dict[str, list[float]] = {"acc": [], "acc_norm": []}
-        for metrics in self.tasks.values():
-            for metric, values in found.items():
-                values += [metrics[metric].value] if metric in metrics else []
-        return {f"mean {name}": statistics.fmean(v) for name, v in found.items() if len(v) > 1}
+        accuracies = {
+            name: [found[name].value for found in self.tasks.values() if name in found]
+            for name in ("acc", "acc_norm")
+        }
+        return {f"mean {n}": statistics.fmean(v) for n, v in accuracies.items() if len(v) > 1}
 
 
 @dataclass(frozen=True)
@@ -198,21 +198,11 @@ def score_tasks(
     with progress() as bar:
         for name, runnable in _models(sources, ratios, seed, device, overrides):
             n_params = sum(p.numel() for p in runnable.model.parameters())
-            ask = partial(_ask, bar, name, runnable.model, runnable.tokenizer())
+            ask = partial(loglikelihoods, runnable.model, runnable.tokenizer(), bar=bar, what=name)
             found = {each: metrics(asked, ask) for each, asked in tasks.files.items()}
             if tasks.of_lm_eval:
                 found |= _ask_lm_eval(tasks.of_lm_eval, ask)
             yield TaskScores(name, n_params, found)
-
-
-def _ask(
-    bar: Progress, name: str, model: PreTrainedModel, tokenizer: Tokenizer, pairs: Sequence[Pair]
-) -> list[Found]:
-    """`loglikelihoods` with a bar."""
-    task = bar.add_task(f"score {name}", total=len(pairs), note="")
-    found = loglikelihoods(model, tokenizer, pairs, lambda n: bar.advance(task, n))
-    bar.remove_task(task)
-    return found
 
 
 def _models(
@@ -244,48 +234,40 @@ def loglikelihoods(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     pairs: Sequence[Pair],
-    advance: Callable[[int], None] = lambda n: None,
+    bar: Progress | None = None,
+    what: str = "",
 ) -> list[Found]:
     """log p of each continuation after its context, and whether greedy decoding would write it.
 
     As lm-eval has it: a continuation's tokens are those that it adds to its context's, spaces at
     the context's end are part of it, and a text too long for the model loses its beginning.
     """
-    n_tokens = huggingface.vocab_size(model)
+    bar, n_tokens = bar or Progress(disable=True), huggingface.vocab_size(model)
     most = getattr(model.config, "max_position_embeddings", None) or 1 << 30
     made = _tokens(model, tokenizer, pairs)
     rows = [(ids[-most - 1 :], min(n, most, len(ids) - 1)) for ids, n in made]
     if rows and (largest := max(max(ids) for ids, _ in rows)) >= n_tokens:
         raise ValueError(f"the tokenizer makes token {largest}, and the model has {n_tokens}")
     found: list[Found] = [(0.0, True)] * len(rows)
+    task = bar.add_task(f"score {what}", total=len(rows), note="")
     for batch in _batches(rows, n_tokens):  # the longest first: memory ends at once, or never
-        length = len(rows[batch[0]][0])
-        ids = torch.zeros(len(batch), length, dtype=torch.int64)
-        for at, i in enumerate(batch):  # what is behind a text's end cannot be seen from before it
-            ids[at, : len(rows[i][0])] = torch.tensor(rows[i][0])
-        first = min(len(rows[i][0]) - rows[i][1] for i in batch)  # that is predicted
+        # what is behind a text's end cannot be seen from before it
+        ids = pad_sequence([torch.tensor(rows[i][0]) for i in batch], batch_first=True)
         ids = ids.to(model.device)
+        first = min(len(rows[i][0]) - rows[i][1] for i in batch)  # that is predicted
         with autocast("auto", model.device):
-            logits = model(
-                input_ids=ids[:, :-1], use_cache=False, logits_to_keep=length - first
-            ).logits
-        sums = []
+            kept = ids.shape[1] - first
+            logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=kept).logits
         for at, i in enumerate(batch):
             end = len(rows[i][0])
             begin = end - rows[i][1]
-            mine = logits[at, begin - first : end - first]
-            sums.append(torch.stack(_sums(mine, ids[at, begin:end])))
-        for i, (log_p, greedy) in zip(batch, torch.stack(sums).tolist(), strict=True):
-            found[i] = log_p, bool(greedy)
-        advance(len(batch))
+            mine, targets = logits[at, begin - first : end - first], ids[at, begin:end]
+            exact = mine.to(torch.promote_types(mine.dtype, torch.float32)).log_softmax(-1)
+            log_p = exact.gather(1, targets[:, None]).double().sum()
+            found[i] = float(log_p), torch.equal(exact.argmax(-1), targets)
+        bar.advance(task, len(batch))
+    bar.remove_task(task)
     return found
-
-
-def _sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of a text and whether all of its tokens are the likeliest, both float64."""
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    greedy = (exact.argmax(-1) == targets).all()
-    return exact.gather(1, targets[:, None]).double().sum(), greedy.double()
 
 
 def _tokens(
@@ -305,16 +287,15 @@ def _tokens(
 def _batches(rows: Sequence[tuple[list[int], int]], n_tokens: int) -> Iterator[list[int]]:
     """Numbers of texts of like length: as many as `BATCH` and `LOGITS` allow."""
     batch: list[int] = []
-    length = first = 0
     predicted = (i for i, (_, n) in enumerate(rows) if n > 0)  # others add no token to the context
     for i in sorted(predicted, key=lambda i: -len(rows[i][0])):
-        ids, n = rows[i]
-        length, first = (length, min(first, len(ids) - n)) if batch else (len(ids), len(ids) - n)
-        size = len(batch) + 1
-        if batch and (size * length > BATCH or size * (length - first) * n_tokens > LOGITS):
+        more = [*batch, i]
+        length = len(rows[more[0]][0])
+        n_logits = length - min(len(rows[j][0]) - rows[j][1] for j in more)
+        if batch and (len(more) * length > BATCH or len(more) * n_logits * n_tokens > LOGITS):
             yield batch
-            batch, length, first = [], len(ids), len(ids) - n
-        batch.append(i)
+            more = [i]
+        batch = more
     if batch:
         yield batch
 
