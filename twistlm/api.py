@@ -25,8 +25,20 @@ from .tickets.score import Scores, score_parent, score_whole
 from .training import rounds
 
 Overrides = str | Mapping[str, Any]  # "train.lr=1e-3" or {"train.lr": 1e-3}
+IS_OVERRIDE = re.compile(r"[a-z]+(\.\w+)+=")
 
 
+@contextmanager
+def python_words() -> Iterator[None]:
+    """Errors that speak of `--data STEM` speak of `data` here."""
+    try:
+        yield
+    except ValueError as error:
+        said = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), str(error))
+        raise ValueError(said) from None
+
+
+@python_words()
 def train(
     source: str | Path | Config | PreTrainedModel,
     text: Any = None,
@@ -47,24 +59,24 @@ def train(
     made lies in `run.out`; `resume` goes on from its newest checkpoint. `on_round` is called after
     every round with its metrics: the line of `metrics.jsonl`.
     """
-    if text is not None and _is_override(text):
+    if isinstance(text, Mapping) or (isinstance(text, str) and IS_OVERRIDE.match(text)):
         text, overrides = None, (text, *overrides)
     words = _words(overrides)
-    with python_words():
-        if text is not None:
-            cfg = _config_for(source, _texts(text), tokenizer, words, resume)
-        elif isinstance(source, Config):
-            cfg = config.override(source, words)
-        elif isinstance(source, str | Path):
-            cfg = config.load(str(source), words)
-        else:
-            raise ValueError(
-                f"train takes a preset, a TOML file or a Config, or a model and its text: train("
-                f"model, text); a {type(source).__name__} came alone"
-            )
-        return rounds.train(cfg, resume=resume, on_round=on_round)
+    if text is not None:
+        cfg = _config_for(source, _texts(text), tokenizer, words, resume)
+    elif isinstance(source, Config):
+        cfg = config.override(source, words)
+    elif isinstance(source, str | Path):
+        cfg = config.load(str(source), words)
+    else:
+        raise ValueError(
+            f"train takes a preset, a TOML file or a Config, or a model and its text: train("
+            f"model, text); a {type(source).__name__} came alone"
+        )
+    return rounds.train(cfg, resume=resume, on_round=on_round)
 
 
+@python_words()
 def shrink(
     model: str | Path, text: Any, *overrides: Overrides, out: str | Path, **asked: Any
 ) -> list[Row]:
@@ -75,10 +87,10 @@ def shrink(
     `tokens="50M"`. The same call goes on after a stop. The tickets are in `row.folder`.
     """
     given: dict[str, Any] = {"text": _texts(text), "out": Path(out), "overrides": _words(overrides)}
-    with python_words():
-        return shrinking.run(ShrinkRequest(model=str(model), **given, **asked))
+    return shrinking.run(ShrinkRequest(model=str(model), **given, **asked))
 
 
+@python_words()
 def open_parent(
     source: str | Path | PreTrainedModel,
     *overrides: Overrides,
@@ -94,11 +106,11 @@ def open_parent(
     token file that `twistlm prepare` wrote (default: the run's own validation tokens): its first
     `tokens` tokens, 0 for all (default: all, and for tickets 4096).
     """
-    with python_words():
-        opened = parent.open_parent(source, device, _words(overrides))
+    opened = parent.open_parent(source, device, _words(overrides))
     return Parent(**vars(opened), data=None if data is None else str(data), tokens=tokens)
 
 
+@python_words()
 def evaluate(
     source: str | Path,
     ratios: Sequence[str] = ("6/12",),
@@ -115,8 +127,7 @@ def evaluate(
     """
     if what_is(source) == "ticket":
         text = str(data) if data is not None else None
-        with python_words():
-            return score_whole(source, data=text, tokens=tokens, device=device)
+        return score_whole(source, data=text, tokens=tokens, device=device)
     opened = open_parent(source, data=data, tokens=tokens, device=device)
     return opened.evaluate(ratios, n=n, seed=seed)
 
@@ -128,6 +139,7 @@ class Parent(parent.Parent):
     data: str | None = None  # a token file; None: the validation tokens of its run
     tokens: int | None = None  # of it; None: all, and for tickets what `extract` takes
 
+    @python_words()
     def extract(self, **asked: Any) -> Ticket:
         """Cut out the ticket that a budget buys, and measure it.
 
@@ -138,16 +150,16 @@ class Parent(parent.Parent):
         stay, `spend` where a budget's blocks go, `stock` asks for a plain model of the family.
         """
         text = {"data": self.data} | ({} if self.tokens is None else {"tokens": self.tokens})
-        with python_words(), progress(quiet=True) as bar:
+        with progress(quiet=True) as bar:
             return extract.choose(self, TicketRequest(**text | asked), bar)
 
+    @python_words()
     def evaluate(self, ratios: Sequence[str] = ("6/12",), *, n: int = 20, seed: int = 0) -> Scores:
         """Perplexity of the whole model and of `n` random tickets of each ratio."""
         ratios = (ratios,) if isinstance(ratios, str) else tuple(map(str, ratios))
         tokens = self.tokens or 0
         request = ScoreRequest(ratios=ratios, n=n, data=self.data, tokens=tokens, seed=seed)
-        with python_words():
-            return score_parent(self, request, Path(self.source).name, quiet=True)
+        return score_parent(self, request, Path(self.source).name, quiet=True)
 
 
 def _config_for(
@@ -187,12 +199,6 @@ def _texts(text: Any) -> tuple[Any, ...]:
     return tuple(str(each) if isinstance(each, Path) else each for each in several)
 
 
-def _is_override(text: Any) -> bool:
-    return isinstance(text, Mapping) or bool(
-        isinstance(text, str) and re.match(r"[a-z]+(\.\w+)+=", text)
-    )
-
-
 def _words(overrides: Sequence[Overrides]) -> list[str]:
     """`section.key=value` for every change; tables may hold "section.key", or tables of keys."""
     found = []
@@ -204,13 +210,3 @@ def _words(overrides: Sequence[Overrides]) -> list[str]:
                 found.append(f"{key}={json.dumps(value)}")
         found += [] if isinstance(each, Mapping) else [each]
     return found
-
-
-@contextmanager
-def python_words() -> Iterator[None]:
-    """Errors that speak of `--data STEM` speak of `data` here."""
-    try:
-        yield
-    except ValueError as error:
-        said = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), str(error))
-        raise ValueError(said) from None

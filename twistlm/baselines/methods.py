@@ -40,14 +40,9 @@ def lowest(score: Tensor, sparsity: Sparsity, by_row: bool = False) -> Tensor:
     Over the matrix: score <= sorted(score)[int(count * sparsity)], so int(count * s) + 1 go.
     """
     if by_row:
-        return _first(score, int(score.shape[1] * sparsity))
+        order = score.argsort(dim=1, stable=True)[:, : int(score.shape[1] * sparsity)]
+        return torch.zeros_like(score, dtype=torch.bool).scatter_(1, order, True)
     return score <= score.flatten().sort().values[int(score.numel() * sparsity)]
-
-
-def _first(score: Tensor, n: int) -> Tensor:
-    """True for the n lowest of each row, in a stable order."""
-    order = score.argsort(dim=1, stable=True)
-    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, order[:, :n], True)
 
 
 def input_norms(inputs: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ while it is still whole; then it is pruned, and a second pass makes the next lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def walk_(
         mine = [linear for linear in matrices if linear.layer == number]
         at = {model.get_submodule(linear.param.rpartition(".")[0]): linear for linear in mine}
         fed: dict[Tensor, list[Linear]] = {}  # what each tensor of a batch goes into
-        totals: list[Tensor] = []
+        totals: list[Any] = []
 
         def look(module: nn.Module, args: tuple, kwargs: dict[str, Any], fed=fed, at=at) -> None:
             fed.setdefault(args[0], []).append(at[module])
@@ -85,11 +85,9 @@ def walk_(
             for x in hidden:
                 fed.clear()
                 run(x)
+                totals = totals or [0.0] * len(fed)
                 for i, inputs in enumerate(fed):
-                    if i == len(totals):
-                        totals.append(observe(inputs.flatten(0, -2)))
-                    else:
-                        totals[i] += observe(inputs.flatten(0, -2))
+                    totals[i] += observe(inputs.flatten(0, -2))
                 for _ in range(len(x)):
                     tick()
         for alike in fed.values():  # a statistic that is done with need not stay
@@ -109,10 +107,6 @@ def _hooked(hooks: list[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None
         yield
 
 
-class _Reached(Exception):
-    """The first layer of the walk has its inputs: the rest of the forward pass is not needed."""
-
-
 def _catch(
     model: PreTrainedModel, layers: list[nn.Module], ids: Tensor
 ) -> tuple[list[Tensor], list[tuple[tuple, dict[str, Any]]]]:
@@ -125,16 +119,12 @@ def _catch(
     rest: list[tuple[tuple, dict[str, Any]]] = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        rest.append((args[1:], kwargs))
-
-    def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        hidden.append(args[0])
-        raise _Reached
+        if len(rest) < len(layers):
+            rest.append((args[1:], kwargs))
+        elif module is layers[0]:
+            hidden.append(args[0])
 
     with _hooked([(layer, note) for layer in layers]):
-        model.base_model(input_ids=ids[:1].to(model.device), use_cache=False)
-    with _hooked([(layers[0], stop)]):
-        for batch in ids.split(max(1, BATCH // ids.shape[1])):
-            with suppress(_Reached):
-                model.base_model(input_ids=batch.to(model.device), use_cache=False)
+        for batch in (ids[:1], *ids.split(max(1, BATCH // ids.shape[1]))):
+            model.base_model(input_ids=batch.to(model.device), use_cache=False)
     return hidden, rest

@@ -76,7 +76,7 @@ def save_ticket(
                 f"the weights have {found:,} bytes, not {expected:,}: nothing was written"
             )
         ticket = {
-            "parent": parent.source,
+            "parent": {"source": parent.source, "n_params": parent.central.layout.n_params},
             "n_params": sum(map(math.prod, shapes.values())),
             "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in groups},
             "blueprint": blueprint,
@@ -152,6 +152,6 @@ def read_ticket(folder: Path) -> dict[str, Any]:
 
 
 def cut_from(ticket: dict[str, Any]) -> str:
-    """The source of a ticket's parent; of a ticket with a proof it stands beside its numbers."""
+    """The source of a ticket's parent; old tickets may name nothing else of it."""
     parent = ticket["parent"]
     return parent["source"] if isinstance(parent, dict) else parent

@@ -204,7 +204,6 @@ def _card(text: str, record: dict[str, Any]) -> str:
     """The card with a section about healing; numbers of the unhealed weights leave its table."""
     untrue, healed = tuple(f"| {name}" for name in UNTRUE), record["healed"][-1]
     lines = [line for line in text.splitlines() if not line.startswith(untrue)]
-    said = ["## Healing", "", f"Trained after the cut: {markdown_text(reading(record))}."]
-    said += [f"Made by {markdown_code(healed['command'])}, twistlm {healed['git']}.", ""]
-    at = lines.index("## Loading") if "## Loading" in lines else len(lines)
-    return "\n".join([*lines[:at], *said, *lines[at:]]) + "\n"
+    lines += ["", "## Healing", "", f"Trained after the cut: {markdown_text(reading(record))}."]
+    lines += [f"Made by {markdown_code(healed['command'])}, twistlm {healed['git']}.", ""]
+    return "\n".join(lines)

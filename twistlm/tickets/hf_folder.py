@@ -204,36 +204,29 @@ def stock_widths(parent: Parent, asked: Widths | None) -> list[Widths]:
     An error says what would do if those that were `asked` for, or all, are none.
     """
     refuse_shared(parent.cfg.blocks)
-    block_map = parent.block_map
-    legal = stock_ks(parent.template, block_map)
+    block_map, full, why = parent.block_map, parent.template, ""
+    legal = stock_ks(full, block_map)
+    can_be = any(len(ks) > 1 for ks in legal.values())
+    if asked is not None:
+        found = stock_config(full, block_map.narrowed(huggingface.shapes(full), asked))
+        if isinstance(found, str):
+            why = f"this ratio makes no stock ticket, for {found}; "
+    if can_be and not why:
+        return all_widths(block_map, legal)
     ratios = (
         f"{kind}=K/{block_map.n_blocks(kind)} with K in {', '.join(map(str, ks))}"
         for kind, ks in legal.items()
     )
     would_do = f"--ratio {' and '.join(ratios)} would do"
-    if none := all(len(ks) < 2 for ks in legal.values()):
-        would_do = "no cut of this parent is stock"
-        would_do += "; blocks.setting=ffn may be" if "attn" in legal else ""
-    if asked is not None:
-        shapes = block_map.narrowed(huggingface.shapes(parent.template), asked)
-        if isinstance(why := stock_config(parent.template, shapes), str):
-            raise ValueError(f"--stock: this ratio makes no stock ticket, for {why}; {would_do}")
-    if none:
-        raise ValueError(f"--stock: {would_do}")
-    return all_widths(block_map, legal)
+    if not can_be:
+        other = "; blocks.setting=ffn may be" if "attn" in legal else ""
+        would_do = f"no cut of this parent is stock{other}"
+    raise ValueError(f"--stock: {why}{would_do}")
 
 
 def save_card(parent: Parent, record: dict[str, Any], folder: Path) -> None:
     """Write README.md, with licence, base model, widths and numbers: `record` is ticket.json."""
-    base, asked, pick = parent.cfg.model.weights, record.get("budget"), record.get("pick")
-    proof, chosen = record, ""
-    if not isinstance(record["parent"], dict):  # cut without a proof
-        proof = record | {"parent": {"n_params": parent.central.layout.n_params}}
-    if asked and pick:
-        how = pick["how"] + (f", seed {pick['seed']}" if pick["how"] == "random" else "")
-        chosen = f"Asked for: {asked['kind']} {asked['asked']}; blocks chosen by: {how}. "
-    is_run = base != parent.source and os.path.exists(parent.source)
-    start = "random weights" if base == "random" else markdown_code(name_of(base))
+    base = parent.cfg.model.weights
     is_hub_id = base != "random" and not base.startswith("gguf:") and not os.path.exists(base)
     data = ModelCardData(
         license=_license(base),
@@ -247,9 +240,7 @@ def save_card(parent: Parent, record: dict[str, Any], folder: Path) -> None:
         template_path=str(Path(__file__).with_name("card.md")),
         name=markdown_text(name_of(parent.source)),
         family=parent.template.config.model_type,
-        start=start if is_run else "",
-        numbers=markdown_table([("", "ticket", "parent"), *numbers(proof)]),
-        chosen=chosen,
+        numbers=markdown_table([("", "ticket", "parent"), *numbers(record)]),
         made=f"{markdown_code(record['command'])}, twistlm {record['git']}, {record['device']}",
         stock=record["stock"] is True,
         widths=markdown_table([("layer", "blocks kept"), *record["widths"].items()]),

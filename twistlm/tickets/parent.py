@@ -22,6 +22,7 @@ from ..model.central import Central, create
 from ..model.subnet import Gates, Means, Subnet, build, scales
 from ..system.device import pick_device
 from ..training import checkpoint
+from ..training.checkpoint import Checkpoint
 from ..training.run import Progress
 
 
@@ -105,20 +106,22 @@ def open_parent(
     """
     if isinstance(source, PreTrainedModel):
         model = source if source.dtype == torch.float32 else copy.deepcopy(source).float()
-        name = source.config.name_or_path or ""
-        return _from_model(model, name or f"a {type(model).__name__}", name, device, overrides)
+        weights = source.config.name_or_path or ""
+        return _of_model(model, weights or f"a {type(model).__name__}", weights, device, overrides)
     kind, name = what_is(source), str(source)
     if kind == "ticket":
         raise ValueError(f"{source} {IS_CUT}")
     if kind == "checkpoint":
-        return _from_checkpoint(Path(source), device, overrides)
+        found = checkpoint.open_(source)
+        cfg = config.override(found.config, overrides)
+        return _parent(checkpoint.template(found), str(found.path), cfg, device, found)
     try:
         model = huggingface.pretrained(name)
     except ValueError as error:
         if name.startswith("gguf:") or name.endswith(".gguf"):
             raise
         raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
-    return _from_model(model, name, name, device, overrides)
+    return _of_model(model, name, name, device, overrides)
 
 
 def recut(parent: Parent, setting: Setting) -> Parent:
@@ -139,30 +142,7 @@ def _central(
     return create(state, shapes, block_map, carry=False, outer=False, device=device)
 
 
-def _tokenizer(folder: Path) -> Path | None:
-    path = folder / "tokenizer.json"
-    return path if path.is_file() else None
-
-
-def _from_checkpoint(path: Path, device: str, overrides: Sequence[str]) -> Parent:
-    found = checkpoint.open_(path)
-    cfg = config.override(found.config, overrides)
-    template = checkpoint.template(found)
-    block_map = families.partition(template, cfg.blocks)
-    progress = checkpoint.progress_of(found, block_map)
-    return Parent(
-        source=str(found.path),
-        cfg=cfg,
-        template=template,
-        block_map=block_map.with_ranks(cfg.blocks, progress.order),
-        central=checkpoint.restore(found, template, block_map, pick_device(device)),
-        tokenizer=_tokenizer(found.path),
-        tokenizer_sha256=found.manifest["tokenizer_sha256"],
-        progress=progress,
-    )
-
-
-def _from_model(
+def _of_model(
     model: PreTrainedModel, source: str, weights: str, device: str, overrides: Sequence[str]
 ) -> Parent:
     """A loaded model by the name `source`; `weights` says where it comes from, "" is unknown."""
@@ -170,18 +150,26 @@ def _from_model(
         raise ValueError(f"{source} {IS_CUT}")
     cfg = Config(
         model=ModelConfig(weights=weights or "random", type=model.config.model_type),
-        data=replace(DataConfig(), train="", valid="", seq_len=default_seq_len(model)),
+        data=DataConfig(train="", valid="", seq_len=default_seq_len(model)),
     )
-    cfg = config.override(cfg, overrides)
-    block_map = families.partition(model, cfg.blocks)
+    return _parent(model, source, config.override(cfg, overrides), device)
+
+
+def _parent(
+    model: PreTrainedModel, source: str, cfg: Config, device: str, found: Checkpoint | None = None
+) -> Parent:
+    """The parent of a model, which may be that of the checkpoint `found`."""
+    block_map, tokenizer = families.partition(model, cfg.blocks), Path(source, "tokenizer.json")
+    progress = checkpoint.progress_of(found, block_map) if found else Progress()
     return Parent(
         source=source,
         cfg=cfg,
         template=model.eval(),
-        block_map=block_map,
+        block_map=block_map.with_ranks(cfg.blocks, progress.order),
         central=_central(huggingface.state(model), model, block_map, pick_device(device)),
-        tokenizer=_tokenizer(Path(source)),
-        tokenizer_sha256=None,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer_sha256=found.manifest["tokenizer_sha256"] if found else None,
+        progress=progress,
     )
 
 

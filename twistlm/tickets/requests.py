@@ -145,7 +145,7 @@ class HealRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShrinkRequest:
+class ShrinkRequest(fields.Checked):
     """Which model becomes how small, on what text, for how many tokens or hours."""
 
     model: str = option(
@@ -175,7 +175,3 @@ class ShrinkRequest:
     column: str = option("Text column of .jsonl and .parquet.", "text")
     dtype: str = _of(TicketRequest, "dtype")
     overrides: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        fields.fill_tuples_(self)
-        fields.check(self)
