@@ -81,22 +81,13 @@ def test_a_ticket_and_a_hugging_face_folder(home):
     assert record["subnets"] == []
 
 
-def test_without_a_ratio_a_run_has_its_own(home, tmp_path):
-    rounds.train(tiny(str(home / "tokens"), tmp_path / "run", run={"eval_ratios": ["1/4", "3/4"]}))
-    command = ["eval", str(tmp_path / "run"), "--n", "1", "--device", "cpu"]
-    done = CliRunner().invoke(cli.app, [*command, "--json", str(tmp_path / "out.json")])
-    assert done.exit_code == 0, done.exception
-    record = json.loads((tmp_path / "out.json").read_text())
-    assert [spread["ratio"] for spread in record["subnets"]] == ["1/4", "3/4"]
-
-
-def test_a_ticket_knows_the_text_of_its_parent(tmp_path, monkeypatch):
+def test_a_run_and_its_ticket_know_their_text_and_sizes(tmp_path, monkeypatch):
     """Without --data: the run's validation tokens, in its windows, found from any folder."""
     make_tokens(tmp_path / "tokens", 400)
     make_tokens(tmp_path / "valid", 200, seed=1)
     monkeypatch.chdir(tmp_path)
-    data = {"valid": "valid", "seq_len": 8}
-    rounds.train(tiny("tokens", tmp_path / "run", data=data, train={"rounds": 1}), quiet=True)
+    more = {"data": {"valid": "valid", "seq_len": 8}, "run": {"eval_ratios": ["1/4", "3/4"]}}
+    rounds.train(tiny("tokens", tmp_path / "run", train={"rounds": 1}, **more), quiet=True)
     request = TicketRequest(ratio="2/4", tokens=0)
     made = extract.write_tickets(tmp_path / "run", tmp_path / "ticket", request, "cpu")
     ((_, ticket),) = made
@@ -105,6 +96,11 @@ def test_a_ticket_knows_the_text_of_its_parent(tmp_path, monkeypatch):
     for scores in (score.score_whole(tmp_path / "ticket", device="cpu"), ticket.evaluate()):
         assert scores.n_tokens == 200
         assert scores.full == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-6)
+    words = "eval ../run --n 1 --device cpu --json out.json"
+    done = CliRunner().invoke(cli.app, words.split())
+    assert done.exit_code == 0, done.exception
+    record = json.loads(Path("out.json").read_text())
+    assert [spread["ratio"] for spread in record["subnets"]] == ["1/4", "3/4"]
 
 
 def test_a_ticket_and_the_tokenizer_of_its_parent(home, tmp_path):
@@ -267,20 +263,16 @@ def test_the_rank_is_the_least_that_keeps_its_promise():
         assert math.fsum(mass[: r - 1]) < confidence <= math.fsum(mass[:r])
 
 
-@pytest.fixture(scope="module")
-def parent(home) -> Parent:
-    return open_parent(home / "llama", "cpu", CUT16)
-
-
-def make(parent: Parent, n: int = 12, **more) -> dict:
+def certified(parent: Parent) -> dict:
     data = str(Path(parent.source).parent / "tokens")
-    asked = {"ratios": ("2/4",), "n": n, "data": data, "tokens": 64} | more
-    return certify.certify(parent, ScoreRequest(**asked), 0.8, 0.9, quiet=True)
+    asked = ScoreRequest(ratios=("2/4",), n=12, data=data, tokens=64)
+    return certify.certify(parent, asked, 0.8, 0.9, quiet=True)
 
 
-def test_values_are_those_of_extracted_tickets(home, parent):
+def test_values_are_those_of_extracted_tickets(home):
     """Against Hugging Face's own loss of the ticket, cut by another path."""
-    made = make(parent)
+    parent = open_parent(home / "llama", "cpu", CUT16)
+    made = certified(parent)
     widths, values = dict.fromkeys(parent.block_map.full_widths(), 2), made["spread"]["values"]
     for draw, value in enumerate(values):
         blueprint = generator.for_deployment(parent.block_map, widths, seed=0, draw=draw)
@@ -293,10 +285,6 @@ def test_values_are_those_of_extracted_tickets(home, parent):
     assert made["covered_by_worst"] ** 12 == pytest.approx(0.1)
     said = f"80% of tickets are at or below {made['bound']['value']:.2f}, with 90% confidence"
     assert said in reading(made)
-
-
-def test_a_parent_without_a_perplexity_is_refused(parent):
-    broken = open_parent(parent.source, "cpu", CUT16)
-    broken.central.weights.fill_(math.nan)
+    parent.central.weights.fill_(math.nan)
     with pytest.raises(ValueError, match="has no perplexity: its logits are not finite"):
-        make(broken)
+        certified(parent)

@@ -117,7 +117,7 @@ def load_ticket(folder: str | Path) -> PreTrainedModel:
             raise ValueError(f"{folder}: its config promises {plain[name]} layers")
     register()
     model = huggingface.pretrained(str(folder), dtype="auto")
-    n_params = sum(param.numel() for param in model.parameters())
+    n_params = model.num_parameters()
     if n_params != (told := ticket["n_params"]):
         said = f"ticket.json tells of {told:,} parameters, the weights have {n_params:,}"
         raise ValueError(f"{folder}: {said}")

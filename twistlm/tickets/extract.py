@@ -171,7 +171,7 @@ def choose(
         "pick": {"how": how.asked, "seed": request.seed, **based_on},
         "spend": spend,
         "whole": widths == block_map.full_widths(),
-        "n_params": sum(param.numel() for param in model.parameters()),
+        "n_params": model.num_parameters(),
         "bytes": weights_bytes(huggingface.shapes(model), request.dtype),
         "dtype": request.dtype,
         "max_logit_difference": difference,

@@ -1,10 +1,9 @@
 """`twistlm lab drop`: the parent is served by n nodes, some die, the others go on.
 
-As in tensor-parallel serving every node holds one contiguous run of each layer's blocks (where they
-do not divide evenly, the first nodes one more), and everything that is not cut, the common blocks
-among it. A parent with an order of blocks is striped instead: node i of n holds places i, i + n,
-... of it, so that no loss takes all important ones. The survivors are a subnet, with the activation
-scale that suits them best on other text.
+As in tensor-parallel serving every node holds one contiguous run of each layer's blocks, and
+everything that is not cut, the common blocks among it. A parent with an order of blocks is striped:
+node i of n holds places i, i + n, ... of it, so that no loss takes all important ones. The
+survivors are a subnet, with the activation scale that suits them best on other text.
 """
 
 from __future__ import annotations
@@ -79,17 +78,11 @@ def drop(
             rests = [survivors(parent.block_map, n_nodes, lost, order) for lost in cases]
             found = score_tickets(scales, rests, rests[:: -(-len(rests) // N_DRAWS)])
             losses = zip(cases, found.values, strict=True)
-            results.append(
-                {
-                    "name": name,
-                    "source": parent.source,
-                    "full": scales.ready.full_perplexity(),
-                    "losses": [{"lost": lost, "perplexity": value} for lost, value in losses],
-                    "data": text.file.stem,
-                    "n_tokens": text.n_sequences * text.seq_len,
-                    **found.to_dict(),  # with the survivors' scale, and how it was chosen
-                }
-            )
+            row: dict[str, Any] = {"name": name, "source": parent.source, "data": text.file.stem}
+            row |= {"n_tokens": text.n_sequences * text.seq_len}
+            row |= {"full": scales.ready.full_perplexity()}
+            row |= {"losses": [{"lost": lost, "perplexity": value} for lost, value in losses]}
+            results.append(row | found.to_dict())  # with their scale, and how it was chosen
             bar.advance(task)
     return {"nodes": n_nodes, "lose": n_lost, "parents": results, **provenance.describe_run()}
 

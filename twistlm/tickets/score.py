@@ -82,7 +82,7 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
     """Perplexity of the full model and of n random subnets of each ratio."""
     text = text_of(parent, request.data, request.tokens)
     ready = evaluator(parent, text)
-    block_map, order, layout = parent.block_map, parent.progress.order, parent.central.layout
+    block_map, order = parent.block_map, parent.progress.order
     widths = {ratio: widths_of_ratio(block_map, ratio) for ratio in request.ratios}
     subnets, nested = [], []
     with progress(quiet) as bar:
@@ -98,17 +98,10 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
                 tick()
     if any(map(math.isnan, (full, *nested, *(v for spread in subnets for v in spread.values)))):
         raise ValueError(f"{parent.source} has no perplexity: its logits are not finite")
-    return Scores(
-        name,
-        layout.n_params,
-        full,
-        text.file.stem,
-        text.n_sequences * text.seq_len,
-        round=parent.progress.round,
-        subnets=tuple(subnets),
-        seed=request.seed,
-        nested=tuple(nested),
-    )
+    n_params, n_tokens = parent.central.layout.n_params, text.n_sequences * text.seq_len
+    drawn: dict[str, Any] = {"subnets": tuple(subnets), "nested": tuple(nested)}
+    drawn |= {"round": parent.progress.round, "seed": request.seed}
+    return Scores(name, n_params, full, text.file.stem, n_tokens, **drawn)
 
 
 def score_whole(
@@ -152,7 +145,7 @@ def _parents_text(folder: Path, record: dict[str, Any]) -> tuple[TokenFile, int]
 
 def score_model(model: PreTrainedModel, text: Text, name: str, precision: str = "auto") -> Scores:
     """The perplexity of a model as it is: one number."""
-    full, n_params = perplexity(model, text, precision), sum(p.numel() for p in model.parameters())
+    full, n_params = perplexity(model, text, precision), model.num_parameters()
     return Scores(name, n_params, full, text.file.stem, text.n_sequences * text.seq_len)
 
 
@@ -175,11 +168,8 @@ def table(rows: list[Scores]) -> Table:
         title += "; nested one" if any(row.nested for row in rows) else ""
     names = (f"{row.name}, {row.scale}" if row.scale else row.name for row in rows)
     result = terminal.table(title, "blocks", "parameters", *names)
-    result.add_row(
-        "full" if first.subnets else "whole",
-        f"{first.n_params:,}",
-        *(f"{row.full:.2f}" for row in rows),
-    )
+    whole = "full" if first.subnets else "whole"
+    result.add_row(whole, f"{first.n_params:,}", *(f"{row.full:.2f}" for row in rows))
     for i, spread in enumerate(first.subnets):
         cells = (
             f"{row.subnets[i]}" + (f"; {row.nested[i]:.2f}" if row.nested else "") for row in rows

@@ -197,7 +197,7 @@ def score_tasks(
     """
     with progress() as bar:
         for name, runnable in _models(sources, ratios, seed, device, overrides):
-            n_params = sum(p.numel() for p in runnable.model.parameters())
+            n_params = runnable.model.num_parameters()
             ask = partial(loglikelihoods, runnable.model, runnable.tokenizer(), bar=bar, what=name)
             found = {each: metrics(asked, ask) for each, asked in tasks.files.items()}
             if tasks.of_lm_eval:
