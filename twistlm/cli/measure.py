@@ -118,10 +118,9 @@ def train(
     The model of the preset is built with random weights and fed random tokens; nothing is loaded.
     """
     cfg = config.load(preset, overrides)
-    from ..lab.bench.train import bench, tables
+    from ..lab.bench.train import bench, table
 
-    for table in tables(bench(cfg, request, lambda made: write_json(json_out, made))):
-        console.print(table)
+    console.print(table(bench(cfg, request, lambda made: write_json(json_out, made))))
 
 
 @command(

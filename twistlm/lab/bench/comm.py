@@ -49,17 +49,17 @@ def bench(request: CommRequest, save: Callable[[dict[str, Any]], object]) -> dic
     """
     about = describe_run() | {"cores": os.cpu_count(), "load before": os.getloadavg()[0]}
     made: dict[str, Any] = {"rows": [], "left_out": {}, "about": about}
-    slow = request.slow
-    if slow and (why := why_not()):
-        made["left_out"]["slow links"], slow = f"not measured: {why}", ()
-    job = {"repeats": request.repeats, "wire": request.wire}
-    fast = {"where": "loopback", "n_workers": request.workers, "megabytes": request.mb, "gbit": 0}
-    jobs = [job | fast | {"engines": each} for each in (["bare", "star"], ["sharded"])]
-    jobs += [job | fast | {"engines": ["ray"], "owners": each} for each in (1, request.workers)]
-    for n in slow:
-        far = {"where": "slow", "n_workers": n, "megabytes": request.slow_mb, "gbit": request.gbit}
-        jobs += [job | far | {"engines": each} for each in (["bare", "star"], ["sharded"])]
-        jobs += [job | far | {"engines": ["ray"], "owners": each} for each in (1, n)]
+    places = [("loopback", request.workers, request.mb, 0.0)]
+    if request.slow and (why := why_not()):
+        made["left_out"]["slow links"] = f"not measured: {why}"
+    else:
+        places += [("slow", n, request.slow_mb, request.gbit) for n in request.slow]
+    jobs: list[dict[str, Any]] = []
+    for place in places:
+        job = dict(zip(("where", "n_workers", "megabytes", "gbit"), place, strict=True))
+        job |= {"repeats": request.repeats, "wire": request.wire}
+        jobs += [job | {"engines": each} for each in (["bare", "star"], ["sharded"])]
+        jobs += [job | {"engines": ["ray"], "owners": each} for each in (1, job["n_workers"])]
     with progress() as bar:
         task = bar.add_task("exchanges", total=len(jobs), note="")
         for job in jobs:
@@ -72,42 +72,52 @@ def bench(request: CommRequest, save: Callable[[dict[str, Any]], object]) -> dic
 
 def _measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each engine: they take turns in the same processes."""
-    n, gbit = job["n_workers"], job["gbit"]
+    n, gbit, owners, rows = job["n_workers"], job["gbit"], job.get("owners", 1), []
     n_hosts = n + (job["engines"] != ["sharded"])  # the centre of a star does not train here
     with slow_hosts(n_hosts, gbit) if gbit else nullcontext([LOOPBACK] * n_hosts) as hosts:
-        said = _run_ray(hosts, job) if job["engines"] == ["ray"] else _run(hosts, job)
-    shape, kind, rows = (1, said["n_subnet"]), cast(Wire, job["wire"]), []
+        said = (_run_ray if job["engines"] == ["ray"] else _run)(hosts, job)
+    shape, kind = (1, said["n_subnet"]), cast(Wire, job["wire"])
     both = wire.down_bytes(kind, shape) + wire.up_bytes(kind, shape)
-    owners = job.get("owners", 1)
     for engine in job["engines"]:
-        # what crosses the busiest link: in a star one way after the other, else both at once
-        link, flat = statistics.median(said["link"][engine]), engine == "sharded" or owners > 1
+        is_sharded, link = engine == "sharded", statistics.median(said["link"][engine])
         formula = busiest(
-            "sharded" if engine == "sharded" else "ray", n, both, state=said["state"], owners=owners
+            "sharded" if is_sharded else "ray", n, both, state=said["state"], owners=owners
         )
-        row = {key: job[key] for key in ("where", "n_workers", "megabytes")} | {
-            "engine": engine if engine != "ray" else f"ray, {owners} owners",
-            "seconds": said["seconds"][engine],
-            # of the busiest link, by the formula, and as its interface counted them, with headers
-            "n_bytes": formula,
-            "n_counted": int(link / 2 if flat else link) if gbit else None,
-        }
+        row = {key: job[key] for key in ("where", "n_workers", "megabytes")}
+        row["engine"] = engine if engine != "ray" else f"ray, {owners} owners"
+        # of the busiest link, by the formula, and as its interface counted them, with headers: in a
+        # star one way after the other, else both at once
+        row |= {"seconds": said["seconds"][engine], "n_bytes": formula, "n_counted": None}
+        if gbit:
+            row["n_counted"] = int(link / 2 if is_sharded or owners > 1 else link)
         rows.append(row)
     return rows
 
 
 def _run(hosts: list[NetworkHost], job: dict[str, Any]) -> dict[str, Any]:
-    """A process on every host; what rank 0 says."""
+    """A process on every host, as torchrun starts them; what the first one says last."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
+    pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     started = []
-    for rank, host in enumerate(hosts):
-        env = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": port}
-        env |= {"GLOO_SOCKET_IFNAME": host.interface, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        started.append(_start(host, job, env))
-    return _said(started)
+    try:
+        for rank, host in enumerate(hosts):
+            env = {"GLOO_SOCKET_IFNAME": host.interface, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            if job["engines"] != ["ray"]:
+                env |= {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "OMP_NUM_THREADS": "1"}
+                env |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": port}
+            command = [*host.prefix, sys.executable, "-m", "twistlm.lab.bench.peer"]
+            command.append(json.dumps(job | {"interface": host.interface}))
+            started.append(subprocess.Popen(command, env=os.environ | env, **pipes))
+        said = [process.communicate(timeout=LONGEST) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, (_, errors) in zip(started, said, strict=True):
+        if process.returncode:
+            raise OSError(f"a process of the bench failed: {errors.strip().splitlines()[-1:]}")
+    return json.loads(said[0][0].splitlines()[-1])
 
 
 def _run_ray(hosts: list[NetworkHost], job: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +125,7 @@ def _run_ray(hosts: list[NetworkHost], job: dict[str, Any]) -> dict[str, Any]:
     # it would kill where memory is short
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     if not job["gbit"]:
-        return _said([_start(hosts[0], job | {"address": ""}, {})])
+        return _run(hosts[:1], job | {"address": ""})
     head, nodes = f"{hosts[0].address}:{RAY_PORT}", []
     n_bytes = max(80_000_000, int(3e6 * job["megabytes"] * (2 + job["n_workers"])))
     try:
@@ -129,7 +139,7 @@ def _run_ray(hosts: list[NetworkHost], job: dict[str, Any]) -> dict[str, Any]:
             nodes.append(subprocess.Popen(command, stdout=log, stderr=log))
             if i == 0:
                 _wait_for(host, RAY_PORT)
-        return _said([_start(hosts[0], job | {"address": head}, {})])
+        return _run(hosts[:1], job | {"address": head})
     finally:
         for process in reversed(nodes):
             process.terminate()
@@ -145,26 +155,6 @@ def _wait_for(host: NetworkHost, port: int) -> None:
         if time.monotonic() > until:
             raise OSError(f"no Ray head at {host.address}:{port}")
         time.sleep(0.2)
-
-
-def _start(host: NetworkHost, job: dict[str, Any], env: dict[str, str]) -> subprocess.Popen:
-    command = [*host.prefix, sys.executable, "-m", "twistlm.lab.bench.peer"]
-    command.append(json.dumps(job | {"interface": host.interface}))
-    pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=os.environ | env, **pipes)
-
-
-def _said(started: list[subprocess.Popen]) -> dict[str, Any]:
-    """The last line of the first process, once all of them have ended well."""
-    try:
-        said = [process.communicate(timeout=LONGEST) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, (_, errors) in zip(started, said, strict=True):
-        if process.returncode:
-            raise OSError(f"a process of the bench failed: {errors.strip().splitlines()[-1:]}")
-    return json.loads(said[0][0].splitlines()[-1])
 
 
 def table(made: dict[str, Any]) -> Table:

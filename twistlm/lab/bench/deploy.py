@@ -10,10 +10,10 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,6 @@ from . import DeployRequest
 FULL = "full"
 PREFILL = (128, 512)  # tokens
 Times = dict[str, list[float]]  # milliseconds of `prefill N` and `decode`, in order
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What every model is put through."""
-
-    ids: list[int]
-    prefill: tuple[int, ...]  # prompt lengths
-    n_decode: int  # tokens read one by one after the shortest prompt
-    n_repeats: int
-    threads: int
 
 
 def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
@@ -85,20 +74,20 @@ def open_runner(name: str, path: Path, threads: int, n_context: int) -> Runner:
     return gguf.LlamaRunner(path, n_context, threads)
 
 
-def times(name: str, files: dict[str, Path], plan: Workload) -> dict[str, tuple[Times, np.ndarray]]:
+def times(
+    name: str, files: dict[str, Path], ids: list[int], plan: DeployRequest
+) -> dict[str, tuple[Times, np.ndarray]]:
     """Times and last logits of every size, in turn: each repeat runs all of them."""
-    n_context = len(plan.ids)
-    runners = {r: open_runner(name, path, plan.threads, n_context) for r, path in files.items()}
-    warm = {ratio: _once(runner, plan) for ratio, runner in runners.items()}
-    result = {r: (dict[str, list[float]](), logits) for r, (_, logits) in warm.items()}
-    for _ in range(plan.n_repeats):
+    runners = {r: open_runner(name, path, plan.threads, len(ids)) for r, path in files.items()}
+    found = {ratio: (Times(), _once(runner, ids, plan)[1]) for ratio, runner in runners.items()}
+    for _ in range(plan.repeats):  # after one run to warm up
         for ratio, runner in runners.items():
-            for key, ms in _once(runner, plan)[0].items():
-                result[ratio][0].setdefault(key, []).extend(ms)
-    return result
+            for key, ms in _once(runner, ids, plan)[0].items():
+                found[ratio][0].setdefault(key, []).extend(ms)
+    return found
 
 
-def _once(runner: Runner, plan: Workload) -> tuple[Times, np.ndarray]:
+def _once(runner: Runner, ids: list[int], plan: DeployRequest) -> tuple[Times, np.ndarray]:
     """Every prompt, the shortest last; then tokens one by one after it."""
     found: Times = {key: [] for key in (*(f"prefill {n}" for n in plan.prefill), "decode")}
 
@@ -109,8 +98,8 @@ def _once(runner: Runner, plan: Workload) -> tuple[Times, np.ndarray]:
         return logits
 
     for n in sorted(plan.prefill, reverse=True):
-        logits = timed(f"prefill {n}", runner.prefill, plan.ids[:n])
-    for token in plan.ids[n : n + plan.n_decode]:
+        logits = timed(f"prefill {n}", runner.prefill, ids[:n])
+    for token in ids[n : n + plan.decode]:
         timed("decode", runner.decode, token)
     return found, logits[-1]
 
@@ -120,16 +109,16 @@ def bench(parent: Parent, request: DeployRequest, *, quiet: bool = False) -> dic
     cut, kept = parent.block_map, {FULL: parent.block_map.full()}
     for ratio in request.ratio:
         kept[ratio] = generator.for_deployment(cut, widths_of_ratio(cut, ratio), seed=request.seed)
-    prefill = _lengths(parent, request.prefill, request.decode)
-    draw, n = np.random.default_rng(0), max(prefill) + request.decode
-    ids = draw.integers(huggingface.vocab_size(parent.template), size=n).tolist()
     threads = request.threads or torch.get_num_threads()
-    plan = Workload(ids, prefill, request.decode, request.repeats, threads)
+    plan = replace(request, prefill=_lengths(parent, request), threads=threads)
+    draw, vocab = np.random.default_rng(0), huggingface.vocab_size(parent.template)
+    ids = draw.integers(vocab, size=max(plan.prefill) + plan.decode).tolist()
     # torch is always there: the others' logits are compared with its own
     chosen = [r for r in RUNTIMES if not request.runtime or r in ("torch", *request.runtime)]
     made: dict[str, Any] = {"source": parent.source, "plan": asdict(plan), "rows": []}
     made |= {"left_out": {}, "run": describe_run()}
     files: dict[str, dict[str, list[Path]]] = {}
+    reference: dict[str, np.ndarray] = {}  # torch's logits after the shortest prompt
     with tempfile.TemporaryDirectory() as folder, progress(quiet) as bar:
         place, task = Path(folder), bar.add_task("bench", total=len(chosen), note="extract")
         places = {ratio: ratio.replace("/", "-") for ratio in kept}
@@ -146,12 +135,11 @@ def bench(parent: Parent, request: DeployRequest, *, quiet: bool = False) -> dic
                 if name in request.runtime:
                     raise
                 made["left_out"][name] = str(error)
-                bar.advance(task)  # nothing to measure
-        reference: dict[str, np.ndarray] = {}  # torch's logits after the shortest prompt
+        bar.update(task, total=len(files))
         for name, written in files.items():
             bar.update(task, note=f"measure {name}")
             heads = {ratio: paths[0] for ratio, paths in written.items()}
-            for ratio, (ms, logits) in in_a_process(times, name, heads, plan).items():
+            for ratio, (ms, logits) in in_a_process(times, name, heads, ids, plan).items():
                 delta = np.abs(logits - reference.setdefault(ratio, logits)).max()
                 row = {
                     "runtime": name,
@@ -167,25 +155,25 @@ def bench(parent: Parent, request: DeployRequest, *, quiet: bool = False) -> dic
     return made
 
 
-def _lengths(parent: Parent, asked: Sequence[int], n_decode: int) -> tuple[int, ...]:
+def _lengths(parent: Parent, asked: DeployRequest) -> tuple[int, ...]:
     """Prompt lengths that leave room for decoding; by default those of 128 and 512 that fit."""
     most = getattr(parent.template.config, "max_position_embeddings", None) or 1 << 30
-    room = most - n_decode
-    if bad := [n for n in asked if not 1 <= n <= room]:
+    room = most - asked.decode
+    if room < 1:
+        raise ValueError(f"--decode {asked.decode}: {parent.source} has only {most} positions")
+    if bad := [n for n in asked.prefill if not 1 <= n <= room]:
         raise ValueError(
             f"--prefill {bad[0]}: {parent.source} has {most} positions, of which decoding takes "
-            f"{n_decode}: use 1..{room}"
+            f"{asked.decode}: use 1..{room}"
         )
-    if room < 1:
-        raise ValueError(f"--decode {n_decode}: {parent.source} has only {most} positions")
-    return tuple(asked) or tuple(n for n in PREFILL if n <= room) or (room,)
+    return asked.prefill or tuple(n for n in PREFILL if n <= room) or (room,)
 
 
 def table(made: dict[str, Any]) -> Table:
     """Median / minimum milliseconds, and how many times faster than the full parent."""
     plan, rows = made["plan"], made["rows"]
     title = (
-        f"{made['source']}: ms, median / minimum of {plan['n_repeats']} runs in turn (x full); "
+        f"{made['source']}: ms, median / minimum of {plan['repeats']} runs in turn (x full); "
         f"{plan['threads']} threads"
     )
     heads = ("MB on disk", *rows[0]["ms"], "max |Δlogit|")

@@ -31,27 +31,19 @@ def bench(parent: Parent, request: DepthRequest, *, quiet: bool = False) -> dict
         def cut(**asked: Any) -> extract.Ticket:
             return extract.choose(parent, TicketRequest(**asked, **text), bar)
 
-        rows = [("whole", cut(ratio="1"))]
+        tickets = [("whole", cut(ratio="1"))]
         for n in request.layers or (3 * n_layers // 4, n_layers // 2):
-            rows += [("depth", cut(layers=n))]
-            same = rows[-1][1].proof["n_params"]
-            rows += [("width", cut(params=same, layers=n_layers)), ("both", cut(params=same))]
-    times = speed.measure_all([ticket.model for _, ticket in rows], REPEATS)
-    return {
-        "source": parent.source,
-        "rows": [
-            {
-                "cut": cut,
-                "n_params": ticket.proof["n_params"],
-                "n_layers": ticket.model.config.num_hidden_layers,
-                "blocks": {kind: kept for kind, kept, _ in ticket.kept()},
-                "perplexity": ticket.proof["perplexity"]["ticket"],
-                "speed": asdict(took),
-            }
-            for (cut, ticket), took in zip(rows, times, strict=True)
-        ],
-        "run": describe_run(),
-    }
+            tickets += [("depth", cut(layers=n))]
+            same = tickets[-1][1].proof["n_params"]
+            tickets += [("width", cut(params=same, layers=n_layers)), ("both", cut(params=same))]
+    times, rows = speed.measure_all([ticket.model for _, ticket in tickets], REPEATS), []
+    for (how, ticket), took in zip(tickets, times, strict=True):
+        row = {"cut": how, "n_params": ticket.proof["n_params"]}
+        row["n_layers"] = ticket.model.config.num_hidden_layers
+        row["blocks"] = {kind: kept for kind, kept, _ in ticket.kept()}
+        row["perplexity"] = ticket.proof["perplexity"]["ticket"]
+        rows.append(row | {"speed": asdict(took)})
+    return {"source": parent.source, "rows": rows, "run": describe_run()}
 
 
 def table(made: dict[str, Any]) -> Table:

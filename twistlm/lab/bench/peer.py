@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ... import config
 from ...model import generator
@@ -28,7 +27,7 @@ from ...model.blocks import BlockGroup, BlockMap, Partition
 from ...model.central import Central, create, cut_subnet
 from ...model.layout import Segments, cut_segments, layout
 from ...model.ranges import Ranges
-from ...training.aggregator import Result, Stats, aggregate_
+from ...training.aggregator import Result, aggregate_
 from ...training.assignments import Deal
 from ...training.engines.sharded import Shard
 from ...training.run import Progress
@@ -53,10 +52,9 @@ def make(megabytes: float) -> tuple[Central, Segments, int]:
     rows = max(1, round(1e6 * megabytes * (1 - SHARED) / K / LAYERS / UNIT / 4))
     n_shared = max(1, round(1e6 * megabytes * SHARED / UNIT / 4))
     names, device = [f"layer {i}" for i in range(LAYERS)], torch.device("cpu")
-    groups = (
-        BlockGroup(name, "ffn", i, N_BLOCKS, (Partition(name, 0, rows),), (name,))
-        for i, name in enumerate(names)
-    )
+    parts = {name: (Partition(name, 0, rows),) for name in names}
+    some = enumerate(parts.items())
+    groups = [BlockGroup(name, "ffn", i, N_BLOCKS, part, (name,)) for i, (name, part) in some]
     block_map = BlockMap(tuple(groups))
     shapes = {"shared": (n_shared, UNIT)} | dict.fromkeys(names, (N_BLOCKS * rows, UNIT))
     params = {name: torch.ones(shape) for name, shape in shapes.items()}
@@ -69,12 +67,6 @@ def deal(whole: Segments, n_workers: int, r: int) -> Deal:
     rng, names = random.Random(r), [group.name for group in whole.block_map.groups]
     hands = {name: generator.deal(rng, N_BLOCKS, [K] * n_workers) for name in names}
     return Deal(whole, r, [{name: hands[name][i] for name in names} for i in range(n_workers)])
-
-
-def add_up(central: Central, there: Deal, buffers: list[Tensor]) -> None:
-    stats = Stats(0.0, 1, 1)
-    results = [Result(i, each, there.indices[i], stats) for i, each in enumerate(buffers)]
-    aggregate_(central, results, there.holders)
 
 
 def sharded(job: Job, cluster: Cluster) -> Exchange:
@@ -124,8 +116,10 @@ def star(job: Job, cluster: Cluster) -> Exchange:
         cluster.exchange([nothing, *(wire.down(kind, c) for c in cuts)], [0] * n)()
         n_up = wire.up_bytes(kind, shape)
         came = cluster.exchange([nothing] * n, [0] + [n_up] * others)()[1:]
-        pairs = zip(came, cuts, strict=True)
-        add_up(central, there, [wire.read_up(kind, up, shape, cut[0]) for up, cut in pairs])
+        pairs = enumerate(zip(came, cuts, strict=True))
+        read = {i: wire.read_up(kind, up, shape, cut[0]) for i, (up, cut) in pairs}
+        results = [Result(i, buffer, there.indices[i]) for i, buffer in read.items()]
+        aggregate_(central, results, there.holders)
 
     return work if cluster.rank else lead
 
@@ -198,7 +192,11 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     def count() -> list[int]:
         return ray.get([actor.link.remote() for actor in keepers.actors])
 
-    return exchange, count, pulse.close
+    def close() -> None:
+        pulse.close()
+        ray.shutdown()
+
+    return exchange, count, close
 
 
 ENGINES = {"sharded": sharded, "bare": bare, "star": star}
@@ -206,11 +204,9 @@ ENGINES = {"sharded": sharded, "bare": bare, "star": star}
 
 def on_the_link(interface: str) -> int:
     """Bytes that an interface has sent and received, headers and all."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == interface:
-            return int(counts.split()[0]) + int(counts.split()[8])
-    return 0
+    lines = Path("/proc/net/dev").read_text().splitlines()  # of this process's own network
+    counts = next(line.split(":")[1].split() for line in lines if f" {interface}:" in f" {line}")
+    return int(counts[0]) + int(counts[8])
 
 
 def measure(
@@ -235,12 +231,9 @@ def measure(
 def main(job: Job) -> None:
     torch.set_num_threads(1)
     if job["engines"] == ["ray"]:
-        from ...transport.ray_cluster import ray
-
         exchange, count, close = on_ray(job)
         made = measure({"ray": exchange}, job, lambda: None, count)
         close()
-        ray.shutdown()
         print(json.dumps(made), flush=True)
         return
     cluster = Cluster("sharded", int(os.environ["WORLD_SIZE"]), "physical", "cpu")

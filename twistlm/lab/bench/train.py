@@ -40,7 +40,6 @@ from . import TrainBenchRequest
 FULL = "12/12"
 REPEATS = 7
 SEQUENCES = 256  # random ones; rounds walk through them
-EAGER, COMPILED = "Hugging Face, float32, eager", "Hugging Face, compiled"
 
 
 def bench(
@@ -55,38 +54,42 @@ def bench(
     template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
     points = [(s, r) for s in settings for r in sizes if r != FULL or s == settings[0]]
     for setting, ratio in points:  # a mistake is told before minutes are spent
-        blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
-        widths_of_ratio(families.partition(template, blocks), ratio)
-    run = describe_run() | {"config": asdict(cfg)}
-    ceiling = _ceiling(cluster.device, is_bf16(cfg.train.precision, cluster.device))
-    made: dict[str, Any] = {"ceiling_tflops": ceiling, "references": [], "rows": [], "run": run}
-    names = [(name,) for name in (EAGER, COMPILED) if request.references]
-    jobs: list[Any] = [("references", _reference, which) for which in names]
-    jobs += [("rows", measure_worker, which) for which in points]
+        _cut_to(template, cfg, setting, ratio)
+    made: dict[str, Any] = {"rows": [], "run": describe_run() | {"config": asdict(cfg)}}
     with progress() as bar:
-        task = bar.add_task("bench train", total=len(jobs), note="")
-        for key, measure, which in jobs:
-            bar.update(task, note=" ".join(which))
-            made[key].append(measure(template, cfg, cluster, *which, request.steps))
+        task = bar.add_task("bench train", total=len(points), note="")
+        if request.references:
+            bar.update(task, note="Hugging Face, compiled")
+            made["hugging_face"] = _hugging_face(template, cfg, cluster.device, request.steps)
+        for setting, ratio in points:
+            bar.update(task, note=f"{setting} {ratio}")
+            row = measure_worker(template, cfg, cluster, setting, ratio, request.steps)
+            made["rows"].append(row)
             save(made)
             bar.advance(task)
     return made
+
+
+def _cut_to(template: PreTrainedModel, cfg: Config, setting: str, ratio: str) -> Config:
+    """The config of workers that all hold this share of the blocks."""
+    blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
+    block_map = families.partition(template, blocks)
+    widths = widths_of_ratio(block_map, ratio)
+    ks = {group.kind: widths[group.name] for group in block_map.groups}
+    k_attn, k_ffn = ((ks.get(kind, 1),) for kind in ("attn", "ffn"))
+    blocks = replace(blocks, k_attn=k_attn, k_ffn=k_ffn)
+    generator.check(block_map, blocks, cfg.train.n_workers)
+    return replace(cfg, blocks=blocks)
 
 
 def measure_worker(
     template: PreTrainedModel, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
 ) -> dict[str, Any]:
     """One size of one setting."""
-    t, device = cfg.train, cluster.device
-    blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
-    block_map = families.partition(template, blocks)
-    widths = widths_of_ratio(block_map, ratio)
-    ks = {group.kind: widths[group.name] for group in block_map.groups}
-    k_attn, k_ffn = ((ks.get(kind, 1),) for kind in ("attn", "ffn"))
-    cfg = replace(cfg, blocks=replace(blocks, k_attn=k_attn, k_ffn=k_ffn))
-    generator.check(block_map, cfg.blocks, t.n_workers)
+    t, device, cfg = cfg.train, cluster.device, _cut_to(template, cfg, setting, ratio)
     _forget(device)
     run = _run(template, cfg, cluster)
+    block_map = run.cut.block_map
     # any order will do for a time: a run would score its blocks first
     order = {group.name: tuple(range(group.n_blocks)) for group in block_map.groups}
     engine, done = Local(run), replace(beginning(block_map), order=order)
@@ -101,7 +104,8 @@ def measure_worker(
     trainer = next(iter(run.trainers.made.values()))
     ids = run.batches(0, 0).to(device)
     ms = _step_ms(lambda: trainer.step(ids, t.lr), device, n_steps)
-    where, n_tokens = run.cut.full.narrowed(block_map, widths), t.batch * cfg.data.seq_len
+    where = run.cut.full.narrowed(block_map, widths_of_ratio(block_map, ratio))
+    n_tokens = t.batch * cfg.data.seq_len
     is_copy = trainer.work.data_ptr() != trainer.buffer.data_ptr()
     held = [trainer.buffer, trainer.grad, trainer.work if is_copy else None]
     assert run.central is not None
@@ -136,24 +140,23 @@ def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
     return Run(cfg, cluster, cut, batches, 10**6, central)
 
 
-def _stock_step(
-    template: PreTrainedModel, cfg: Config, device: torch.device, compiled: bool
-) -> Callable[[Tensor], None]:
-    """Hugging Face's model, torch's AdamW: in float32 (no tf32), or compiled and in low precision.
-
-    Returns step(ids), which trains a copy of the template.
-    """
+def _hugging_face(
+    template: PreTrainedModel, cfg: Config, device: torch.device, n_steps: int
+) -> dict[str, Any]:
+    """A step of Hugging Face's model and torch's AdamW, compiled and in the same precision."""
+    _forget(device)
     t, model = cfg.train, huggingface.clone_structure(template)
     huggingface.bind_(model, {n: p.detach().clone() for n, p in template.named_parameters()})
     nn.Module.to(model, device).requires_grad_()
     plain = [p for p in model.parameters() if p.dim() < 2]
     groups: list[Any] = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
     groups += [{"params": plain, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, t.lr, t.betas, t.eps, t.weight_decay, fused=compiled)
-    loss_of = torch.compile(next_token_loss) if compiled else next_token_loss
-    low = compiled and is_bf16(t.precision, device)
+    adamw = torch.optim.AdamW(groups, t.lr, t.betas, t.eps, t.weight_decay, fused=True)
+    loss_of, low = torch.compile(next_token_loss), is_bf16(t.precision, device)
+    vocab = huggingface.vocab_size(template)
+    ids = torch.randint(vocab, (t.batch, cfg.data.seq_len), device=device)
 
-    def step(ids: Tensor) -> None:
+    def step() -> None:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
             loss = loss_of(model, ids)
         loss.backward()
@@ -162,19 +165,7 @@ def _stock_step(
         adamw.step()
         adamw.zero_grad()
 
-    return step
-
-
-def _reference(
-    template: PreTrainedModel, cfg: Config, cluster: Cluster, name: str, n_steps: int
-) -> dict[str, Any]:
-    """What most people run."""
-    device, vocab = cluster.device, huggingface.vocab_size(template)
-    _forget(device)
-    step = _stock_step(template, cfg, device, name == COMPILED)
-    ids = torch.randint(vocab, (cfg.train.batch, cfg.data.seq_len), device=device)
-    ms = _step_ms(lambda: step(ids), device, n_steps)
-    return {"name": name, "ms": ms, "peak_bytes": _peak(device)}
+    return {"ms": _step_ms(step, device, n_steps), "peak_bytes": _peak(device)}
 
 
 def _step_ms(step: Callable[[], Any], device: torch.device, n_steps: int) -> float:
@@ -196,13 +187,6 @@ def _times(
             call()
         found.append((now(device) - began) / n_calls)
     return found
-
-
-def _ceiling(device: torch.device, low: bool) -> float:
-    """TFLOP/s of a large square matrix product in the step's precision, the fastest of repeats."""
-    size, dtype = 8192 if device.type == "cuda" else 1024, torch.bfloat16 if low else torch.float32
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / min(_times(lambda: torch.mm(a, b), device, 9, 20)) / 1e12
 
 
 def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
@@ -238,33 +222,29 @@ def _forget(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def tables(made: dict[str, Any]) -> list[Table]:
-    """The sizes, and what stock tools take in the same run."""
+def table(made: dict[str, Any]) -> Table:
+    """A row for each size, and what stock tools take in the same run."""
     train, seq_len = made["run"]["config"]["train"], made["run"]["config"]["data"]["seq_len"]
     title = (
         f"a local step: batch {train['batch']} x {seq_len} tokens, AdamW included (faster: than "
-        "the full model; ideal: by FLOPs; ceiling: share of a matrix product's "
-        f"{made['ceiling_tflops']:.3g} TFLOP/s; overhead: share of a round of "
+        "the full model; ideal: by FLOPs; overhead: share of a round of "
         f"{train['n_workers']} workers x {train['interval']} steps)"
     )
-    heads = "blocks,params,ms,tok/s,TFLOP/s,ceiling,faster,ideal,state MB,peak MB,overhead"
+    heads = "blocks,params,ms,tok/s,TFLOP/s,faster,ideal,state MB,peak MB,overhead"
     result = terminal.table(title, *heads.split(","))
     full = next((row for row in made["rows"] if row["ratio"] == FULL), None)
     for row in made["rows"]:
         size = f"{row['ratio']} {row['setting']}", f"{row['n_params'] / 1e6:.1f}M"
-        speed = [f"{row['ms']:.2f}", f"{row['tokens_per_s'] / 1e3:.0f}k"]
-        tflops = row["flops"] / row["ms"] / 1e9
-        speed += [f"{tflops:.3g}", f"{tflops / made['ceiling_tflops']:.1%}"]
+        speed = f"{row['ms']:.2f}", f"{row['tokens_per_s'] / 1e3:.0f}k"
+        tflops = f"{row['flops'] / row['ms'] / 1e9:.3g}"
         than = (f"{full[key] / row[key]:.2f}x" if full else "" for key in ("ms", "flops"))
         memory = map(_megabytes, (row["state_bytes"], row["peak_bytes"]))
-        result.add_row(*size, *speed, *than, *memory, f"{row['overhead']:.1%}")
-    heads = ",ms/step,peak MB,ours at full width"
-    beside = terminal.table("the same step with stock parts", *heads.split(","))
-    for stock in made["references"]:
-        faster = f"{stock['ms'] / full['ms']:.1f}x faster" if full else ""
-        peak = _megabytes(stock["peak_bytes"])
-        beside.add_row(stock["name"], f"{stock['ms']:.2f}", peak, faster)
-    return [result, beside] if made["references"] else [result]
+        result.add_row(*size, *speed, tflops, *than, *memory, f"{row['overhead']:.1%}")
+    if stock := made.get("hugging_face"):
+        ms, peak = f"{stock['ms']:.2f}", _megabytes(stock["peak_bytes"])
+        faster = f"{full['ms'] / stock['ms']:.2f}x" if full else ""
+        result.add_row("Hugging Face, compiled", "", ms, "", "", faster, "", "", peak, "")
+    return result
 
 
 def _megabytes(n_bytes: int | None) -> str:

@@ -67,7 +67,7 @@ class CompareRequest(Checked):
     @property
     def sources(self) -> list[tuple[Method, str]]:
         """How each parent was trained, and where it lies."""
-        twist: list[tuple[Method, str]] = [("twist", source) for source in self.parent_twist]
-        dense: list[tuple[Method, str | None]]
-        dense = [("dense", self.parent_dense), ("dropout", self.parent_dropout)]
-        return [(method, source) for method, source in dense if source is not None] + twist
+        given: list[tuple[Method, str | None]]
+        given = [("dense", self.parent_dense), ("dropout", self.parent_dropout)]
+        given += [("twist", source) for source in self.parent_twist]
+        return [(method, source) for method, source in given if source is not None]

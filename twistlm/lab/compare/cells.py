@@ -1,4 +1,4 @@
-"""What a comparison measures, as data: parents x settings x sizes x methods, and CPU speeds.
+"""What a comparison measures, as data: parents x settings x sizes x methods.
 
 Sizes are as they are typed: `6/12`, or a share for each kind of layer as `attn=2/3,ffn=6/12`.
 """
@@ -36,7 +36,6 @@ HEALED, NESTED_HEALED = f"{STRUCTURED}{SCORED_BY} + heal", f"{NESTED} + heal"
 SCRATCH = "from scratch"  # the shape of HEALED, trained from random weights
 TRAINED = (HEALED, NESTED_HEALED, SCRATCH)
 OWN = (RANDOM, NESTED, NESTED_HEALED)  # tickets as a parent gives them: rows go by its name
-DECODE = "decode"  # CPU speed of a ticket's shapes
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,11 @@ class Sweep:
         self.ratios = _sizes(request.ratios)
         self.methods = _names(request.methods, "--methods", COMPARED)
         self.repairs = _names(request.repair, "--repair", REPAIRS)
+        # tokens that all sizes of a setting share, each trained for itself
+        self.heal = int(amount("tokens", heal, "--heal")) if heal else 0
         kinds = {method for method, _ in request.sources}
         if self.methods and kinds and "dense" not in kinds:
             raise ValueError("--methods prune a data-parallel parent: give --parent-dense, or ''")
-        # tokens that all sizes of a setting share, each trained for itself
-        self.heal = int(amount("tokens", heal, "--heal")) if heal else 0
         if heal and "dense" not in kinds:
             raise ValueError("--heal prunes and trains a data-parallel parent: give --parent-dense")
         self.parents = _open_all(request.sources, self.settings, device, overrides)
@@ -91,14 +90,10 @@ class Sweep:
         self.choice = choice_text(self.text, cfg.data, Path(source))
         self.heal_data = open_text(source, cfg, request.calibration, "train").stem if heal else ""
 
-    @property
-    def has_tickets(self) -> bool:
-        """Whether a size must be a whole number of blocks."""
-        return self.n > 0 or self.heal > 0 or not set(self.methods) <= set(METHODS)
-
     def _check_ratios(self, parent: Parent) -> None:
         """Of single weights any share can stay, of tickets a whole number of blocks."""
-        read: Any = widths_of_ratio if self.has_tickets else sparsities
+        has_tickets = self.n > 0 or self.heal > 0 or not set(self.methods) <= set(METHODS)
+        read: Any = widths_of_ratio if has_tickets else sparsities
         for setting in self.settings:
             blocks = replace(parent.cfg.blocks, setting=setting)
             block_map = families.partition(parent.template, blocks)
@@ -128,7 +123,7 @@ class Cell:
 
 
 def list_cells(sweep: Sweep) -> list[Cell]:
-    """All cells in the order of measurement: parent, setting, ratio; speeds last."""
+    """All cells in the order of measurement: parent, setting, ratio."""
     found: list[Cell] = []
     for parent in sweep.parents:
         found.append(Cell(parent, WHOLE))
@@ -136,9 +131,6 @@ def list_cells(sweep: Sweep) -> list[Cell]:
             rows = list(_rows(parent, setting, sweep))
             for ratio in sweep.ratios:
                 found += [Cell(parent, what, setting, ratio, repair) for what, repair in rows]
-    for setting in sweep.settings if sweep.has_tickets else ():
-        # a ticket's speed depends on its shapes alone
-        found += [Cell(sweep.parents[0], DECODE, setting, r) for r in sweep.ratios]
     return found
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,22 @@ from transformers import AutoModelForCausalLM
 
 from ...baselines import repair
 from ...baselines.methods import METHODS, prune_, sparsities
-from ...compute import speed
 from ...compute.attention import causal_
 from ...compute.perplexity import Spread, Text, perplexity
 from ...compute.slopes import order_of
 from ...compute.speed import now
 from ...config import Setting
 from ...model.blocks import Blueprint, widths_of_ratio
-from ...model.generator import for_deployment
 from ...model.masks import prefixes
 from ...tickets import NEEDS_TEXT, budget, deploy, importance
 from ...tickets.healing import heal
 from ...tickets.importance import BlockScores
-from ...tickets.parent import Parent, recut
+from ...tickets.parent import recut
 from ...tickets.requests import HealRequest
 from ...tickets.ticket_scale import TicketScale, TicketScales, random_tickets, score_tickets
 from ..points import Points, name_of
 from . import cells
-from .cells import BLOCKS, Cell, ComparedParent, Sweep, importance_of, reads_text
+from .cells import BLOCKS, Cell, Sweep, importance_of, reads_text
 
 REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
 COMMON = ("common_attn", "common_ffn", "common_by")
@@ -48,9 +44,8 @@ Measured = tuple[list[float], float, Result]  # perplexities, seconds, what else
 class Comparison:
     """Measures cells of a sweep; one parent is cut at a time, and stays so for its next cell.
 
-    `find(cell)` is the result of a finished cell, `fill(cell)` measures it if there is none. Both
-    go by `config(cell)`, everything that the number follows from: weights by their sha256, tokens
-    by theirs, so that another sweep or parent folder finds it, too. What is being healed lies in
+    A cell goes by `config(cell)`, everything that its number follows from: weights and tokens by
+    their sha256, so that another sweep or parent folder finds it, too. What is being healed lies in
     `folder`.
     """
 
@@ -61,13 +56,15 @@ class Comparison:
         precision = f"{self.precision} on {self.device.type}"
         self.text = _tokens_of(sweep.text) | {"seq_len": sweep.text.seq_len, "precision": precision}
         self.choice = None if sweep.choice is None else _tokens_of(sweep.choice)
+        # of healing: its training settings count, too
+        self.teacher = next((p for p in sweep.parents if p.method == "dense"), sweep.parents[0])
         self._held: tuple[tuple[str, Setting], TicketScales] | None = None
         self._scores: dict[Any, tuple[BlockScores, float]] = {}  # of all settings
 
-    def find(self, cell: Cell) -> Result | None:
-        """The result, if the cell was measured before."""
+    def find(self, cell: Cell) -> Result:
+        """The result of a cell; empty where it was not measured before."""
         found = self.points.find(self.config(cell))
-        return None if found is None else found["result"]
+        return {} if found is None else found["result"]
 
     def fill(self, cell: Cell, note: Note) -> None:
         """Measure the cell, if it was not measured before."""
@@ -81,32 +78,22 @@ class Comparison:
             return made
         blocks = {key: getattr(parent.cfg.blocks, key) for key in (*BLOCKS, *COMMON)}
         made |= {"setting": cell.setting, "blocks": blocks, "ratio": cell.ratio}
-        if what == cells.DECODE:
-            return made | {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
         made |= {"seed": sweep.seed, "repair": cell.repair, "chosen_on": self.choice}
-        made |= {"scale": parent.scale, "rho and order": _learnt(parent)}
+        learnt = {"rho": parent.progress.rho, "order": parent.progress.order}
+        made |= {"scale": parent.scale, "rho and order": name_of(learnt)}
         if (reads_text(what) or cell.repair) and sweep.ids is not None:
             made["calibration"] = hashlib.sha256(sweep.ids.numpy().data).hexdigest()
         if what == cells.RANDOM:
             made["n"] = sweep.n
         if what in cells.TRAINED:
-            train = self._teacher.parent.cfg.train
+            train = self.teacher.parent.cfg.train
             made |= {"tokens": sweep.heal // len(sweep.ratios), "data": sweep.heal_data}
-            made["train"] = {key: getattr(train, key) for key in HEALS}
-            made |= {"teacher": self._teacher.sha256}
+            made |= {"train": {key: getattr(train, key) for key in HEALS}}
+            made |= {"teacher": self.teacher.sha256}
         return made
-
-    @property
-    def _teacher(self) -> ComparedParent:
-        """Of healing: its training settings count, too."""
-        return next(parent for parent in self.sweep.parents if parent.method == "dense")
-
-    # ---------------------------------------------------------------- how it is measured
 
     def _measure(self, cell: Cell, note: Note) -> Result:
         note("")
-        if cell.what == cells.DECODE:
-            return _speed(cell)
         cut, what, ids = self._cut(cell), cell.what, self.sweep.ids
         block_map, widths = cut.parent.block_map, cut.parent.block_map.full_widths()
         values, seconds, more = [0.0], 0.0, Result()
@@ -170,7 +157,7 @@ class Comparison:
     def _healed(self, cell: Cell, cut: TicketScales, note: Note) -> Measured:
         """A ticket, or its shape with random weights, trained as the data-parallel parent was."""
         config, scratch = self.config(cell), cell.what == cells.SCRATCH
-        teacher = self._teacher.parent
+        teacher = self.teacher.parent
         folder = self.folder / name_of(config)  # one that was stopped goes on there
         (blueprint,), _, picking = self._pick(cell, cut)
         scale, chosen = cut.best([blueprint])
@@ -243,28 +230,9 @@ def score_pruned(
     return perplexity(model, cut.ready.text, cut.ready.precision, cut.ready.loss), seconds
 
 
-def _learnt(parent: Parent) -> str:
-    """What training measured on the blocks of a parent, by its hash."""
-    return name_of({"rho": parent.progress.rho, "order": parent.progress.order})
-
-
 def _tokens_of(text: Text) -> dict[str, Any]:
     """The tokens that a perplexity follows from."""
     first = text.first * text.seq_len
     used = text.file.tokens[first : first + text.n_sequences * text.seq_len]
     sha256 = hashlib.sha256(np.ascontiguousarray(used).data).hexdigest()
     return {"sha256": sha256, "n_tokens": len(used)}
-
-
-def _speed(cell: Cell) -> Result:
-    """How much faster than its parent a ticket decodes on the CPU."""
-    assert cell.setting is not None
-    cut = recut(cell.parent.parent, cell.setting)
-    widths = widths_of_ratio(cut.block_map, cell.ratio)
-    kept = for_deployment(cut.block_map, widths, seed=0)  # any blocks: equal shapes
-    models = [deploy.cut_ticket(cut, blueprint) for blueprint in (cut.block_map.full(), kept)]
-    for model in models:
-        nn.Module.to(model, "cpu")
-    slow, fast = speed.measure_all(models)
-    speedup = slow.fastest_decode_ms / fast.fastest_decode_ms
-    return {"speedup": speedup, "parent": asdict(slow), "pruned": asdict(fast)}

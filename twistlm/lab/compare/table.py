@@ -18,14 +18,13 @@ from typing import Any
 
 from rich.table import Table
 
-from ...config import Setting
 from ...system import terminal
 from ...system.files import whole_file
 from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ..points import Points
 from . import CompareRequest
-from .cells import DECODE, OWN, SCRATCH, WHOLE, Cell, Sweep, list_cells
+from .cells import OWN, WHOLE, Cell, Sweep, list_cells
 from .measure import Comparison
 
 Lines = list[tuple[str, ...]]  # the header first
@@ -34,8 +33,7 @@ FILES = ("compare.csv", "compare.md")
 LEGEND = """\
 Scale: the activation scale of tickets, with `+ mean` where biases make up for absent blocks; the
 best of some, chosen on other text (`chosen_on` in points.jsonl). Seconds: after training, for one
-ticket. Tokens: those that were read to prune. MB: the weights on disk in float32. Decode: measured
-speed on the CPU (the fastest token) against the whole parent, of tickets by their shapes.
+ticket. Tokens: those that were read to prune. MB: the weights on disk in float32.
 """
 
 
@@ -54,7 +52,7 @@ def compare(
     sweep = Sweep(request, device, overrides)
     cells = list_cells(sweep)
     comparison = Comparison(sweep, points, healing)
-    cut = [s for s in sweep.settings if any(c.setting == s and c.what != DECODE for c in cells)]
+    cut = [s for s in sweep.settings if any(cell.setting == s for cell in cells)]
     if not cut:
         raise ValueError(
             f"nothing to compare in --settings {request.settings}: no method, and no parent that "
@@ -73,44 +71,28 @@ def compare(
         with suppress(OSError):  # unfinished sizes lie there
             healing.rmdir()
     finally:  # what is there is shown, whatever stopped the rest
-        rows = rows_of([(cell, comparison.find(cell) or {}) for cell in cells])
-        summaries = {title(sweep, s): summary(rows, s) for s in cut}
+        rows = [row_of(cell, comparison.find(cell)) for cell in cells]
+        n_tokens = sweep.text.n_sequences * sweep.text.seq_len
+        spread = f" (random: mean ± sd of {sweep.n})" if sweep.n > 1 else ""
+        what = f"perplexity on {n_tokens:,} tokens{spread}; costs at {_head(sweep.ratios[-1])}"
+        summaries = {f"{setting}: {what}": summary(rows, setting) for setting in cut}
         write(folder, rows, summaries)
     return [to_rich(lines, title) for title, lines in summaries.items()]
 
 
-def rows_of(measured: list[tuple[Cell, dict[str, Any]]]) -> list[Row]:
-    """A row for every cell but the speeds, in order; the result of an unfinished one is empty."""
-    speeds = {(c.setting, c.ratio): r.get("speedup") for c, r in measured if c.what == DECODE}
-    made: list[Row] = []
-    for cell, result in ((cell, result) for cell, result in measured if cell.what != DECODE):
-        what = cell.what
-        is_smaller = what in OWN or ":" in what or what == SCRATCH  # else weights become zeros
-        speed = speeds.get((cell.setting, cell.ratio)) if is_smaller else None
-        row: Row = {"setting": cell.setting or "", "ratio": cell.ratio}
-        row["parent"] = cell.parent.label
-        row |= {"method": what, "repair": cell.repair or "", "perplexity": result.get("mean")}
-        costs = ("sd", "n", "seconds", "calibration_tokens", "bytes")
-        row |= {key: result.get(key) for key in costs}
-        row["speedup"] = 1.0 if what == WHOLE else speed
-        made.append(row | {"scale": result.get("treatment", {}).get("chosen", "")})
-    return made
-
-
-def title(sweep: Sweep, setting: Setting) -> str:
-    """What stands above the table of one setting."""
-    n_tokens = sweep.text.n_sequences * sweep.text.seq_len
-    spread = f" (random: mean ± sd of {sweep.n})" if sweep.n > 1 else ""
-    last = size_name(sweep.ratios[-1])
-    return f"{setting}: perplexity on {n_tokens:,} tokens{spread}; costs at {last}"
+def row_of(cell: Cell, result: dict[str, Any]) -> Row:
+    """A cell and its result, which is empty where it is not finished."""
+    row: Row = {"setting": cell.setting or "", "ratio": cell.ratio, "parent": cell.parent.label}
+    row |= {"method": cell.what, "repair": cell.repair or "", "perplexity": result.get("mean")}
+    row |= {key: result.get(key) for key in ("sd", "n", "seconds", "calibration_tokens", "bytes")}
+    return row | {"scale": result.get("treatment", {}).get("chosen", "")}
 
 
 def summary(rows: list[Row], setting: str) -> Lines:
     """One setting: a line per row, perplexity at every ratio, and costs at the last."""
     mine = [row for row in rows if row["setting"] == setting]
     ratios = list(dict.fromkeys(row["ratio"] for row in mine))
-    heads = (size_name(ratio) for ratio in ratios)
-    lines: Lines = [("", "whole", *heads, "scale", "seconds", "tokens", "MB", "decode")]
+    lines: Lines = [("", "whole", *map(_head, ratios), "scale", "seconds", "tokens", "MB")]
     for row in (row for row in rows if row["method"] == WHOLE):
         lines.append((row["parent"], _shown(row), *("",) * len(ratios), "", *_costs(row)))
     for name in dict.fromkeys(map(_name, mine)):
@@ -121,6 +103,11 @@ def summary(rows: list[Row], setting: str) -> Lines:
     return lines
 
 
+def _head(ratio: str) -> str:
+    """A size as `attn=2/3 ffn=6/12`, where a narrow column may break between the kinds."""
+    return ratio.replace(",", " ")
+
+
 def _name(row: Row) -> str:
     """How tables call it: a ticket by its parent, a pruned model by its method."""
     what = f"{row['parent']}, {row['method']}" if row["method"] in OWN else row["method"]
@@ -129,21 +116,15 @@ def _name(row: Row) -> str:
 
 def _shown(row: Row) -> str:
     """Perplexity, with the spread of random tickets."""
-    return " ± ".join(_number(row[key]) for key in ("perplexity", "sd") if row[key] is not None)
+    return " ± ".join(number(row[key]) for key in ("perplexity", "sd") if row[key] is not None)
 
 
 def _costs(row: Row) -> tuple[str, ...]:
-    """Seconds, tokens, MB and speed."""
+    """Seconds, tokens and MB."""
     if row["perplexity"] is None:
-        return ("",) * 4
-    decode = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+        return ("",) * 3
     spent = "" if row["method"] == WHOLE else f"{row['seconds']:.3g}"
-    return spent, f"{row['calibration_tokens']:,}", f"{row['bytes'] / 1e6:,.1f}", decode
-
-
-def size_name(ratio: str) -> str:
-    """A size as `attn=2/3 ffn=6/12`, where a narrow column may break between the kinds."""
-    return ratio.replace(",", " ")
+    return spent, f"{row['calibration_tokens']:,}", f"{row['bytes'] / 1e6:,.1f}"
 
 
 def by_size(scales: list[str]) -> str:
@@ -151,10 +132,17 @@ def by_size(scales: list[str]) -> str:
     return scales[0] if len(set(scales)) == 1 else "; ".join(scale or "?" for scale in scales)
 
 
+def number(value: float) -> str:
+    """A perplexity; none of a thousand or more needs decimals."""
+    if value < 1e3:
+        return f"{value:.2f}"
+    return f"{value:,.0f}" if value < 1e5 else f"{value:.2e}"
+
+
 def to_rich(lines: Lines, title: str) -> Table:
     """For the terminal: a narrow one folds names and spreads, no number loses a digit."""
     result = terminal.table(title, *lines[0])
-    result.padding = 0  # ten columns in 80 characters
+    result.padding = 0  # nine columns in 80 characters
     for line in lines[1:]:
         result.add_row(*line)
     return result
@@ -166,18 +154,11 @@ def write(folder: Path, rows: list[Row], summaries: dict[str, Lines]) -> None:
     lines = csv.DictWriter(as_csv, list(rows[0]), lineterminator="\n")
     lines.writeheader()
     lines.writerows(rows)
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     parts = ["# Comparison"]
-    parts += [
-        f"## {title}\n\n{terminal.markdown_table(shown)}" for title, shown in summaries.items()
-    ]
+    for title, shown in summaries.items():
+        parts.append(f"## {title}\n\n{terminal.markdown_table(shown)}")
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     command = terminal.markdown_code(run["command"])
     parts += [LEGEND, f"{command}, twistlm {run['git']}, {run['device']}, {versions}\n"]
     for name, content in zip(FILES, (as_csv.getvalue(), "\n\n".join(parts)), strict=True):
         whole_file(folder / name, content)
-
-
-def _number(value: float) -> str:
-    if value < 1e3:
-        return f"{value:.2f}"
-    return f"{value:,.0f}" if value < 1e5 else f"{value:.2e}"
