@@ -359,15 +359,10 @@ def recipe(points: Points) -> Shown:
             lines.append((True if counts else None, labels, over_seeds(some)))
         title = f"Recipe: perplexity, mean ± sd over seeds; bold: the rate that counts{where}"
         yield by_columns(name, title, ("way", "rate", "seeds", "GB sent"), lines, columns)
-        if rows := [
-            (way, *(f"{100 * gap:+.1f}%" for gap in gaps(some, chosen[OURS]).values()))
-            for way, some in chosen.items()
-            if way.startswith("…") and OURS in chosen
-        ]:
+        changed = [way for way in chosen if way.startswith("…") and OURS in chosen]
+        if rows := [(way, *gaps(chosen[way], chosen[OURS])) for way in changed]:
             title = f"Recipe: perplexity against {OURS}'s with the same seeds{where}"
             yield Table(f"{name}-ablation", title, (f"{OURS} with", *columns), rows)
-        for claim in recipe_claims(chosen):
-            yield claim._replace(says=f"{claim.says}{where}")
         if not i:
             curves = {way: _curve(some, "") for way, some in chosen.items() if way in MAIN}
             # and nested tickets of ours, and of its variant with the best whole model
@@ -404,57 +399,31 @@ def choice_score(some: Points) -> float:
 
 def over_seeds(some: Points) -> Sizes:
     """Column -> mean and sd over seeds, with the scale of the first seed's tickets."""
-    found: Sizes = {}
-
-    def add(column: str, value: float, treatment: Any = None) -> None:
-        known = {"treatment": treatment} if treatment else {}
-        found.setdefault(column, {"values": [], **known})["values"].append(value)
-
-    for test in (p["test"] for p in sorted(some, key=lambda p: p["seed"])):
-        sizes = {k: at for k, at in test.items() if k != "whole"}
-        add("whole", test["whole"])
-        for k, at in sizes.items():
-            add(f"{k}/{N}", at["mean"], at.get("treatment"))
-        for k, at in sizes.items():
-            add(f"nested {k}/{N}", at["nested"], at.get("nested_treatment"))
-    for cell in found.values():
-        values = cell["values"]
-        cell |= {"mean": statistics.fmean(values)}
-        cell |= {"sd": statistics.stdev(values)} if len(values) > 1 else {}
+    tests = [p["test"] for p in sorted(some, key=lambda p: p["seed"])]
+    sizes = [k for k in tests[0] if k != "whole"]
+    found: Sizes = {"whole": _spread([test["whole"] for test in tests])}
+    for word, key, scale in (("", "mean", "treatment"), ("nested ", "nested", "nested_treatment")):
+        for k in sizes:
+            cell = found[f"{word}{k}/{N}"] = _spread([test[k][key] for test in tests])
+            if scale in tests[0][k]:
+                cell["treatment"] = tests[0][k][scale]
     return found
 
 
-def gaps(ours: Points, other: Points) -> dict[str, float]:
-    """Column -> how far ours is above the other, over the seeds that both have."""
+def _spread(values: list[float]) -> dict[str, Any]:
+    sd = {"sd": statistics.stdev(values)} if len(values) > 1 else {}
+    return {"mean": statistics.fmean(values), **sd}
+
+
+def gaps(ours: Points, other: Points) -> Iterator[str]:
+    """How far ours is above the other in every column, over the seeds that both have."""
     seeds = {p["seed"] for p in ours} & {p["seed"] for p in other}
     a, b = (over_seeds([p for p in s if p["seed"] in seeds or not seeds]) for s in (ours, other))
-    return {column: a[column]["mean"] / b[column]["mean"] - 1 for column in a}
+    for column in a:
+        yield f"{100 * (a[column]['mean'] / b[column]['mean'] - 1):+.1f}%"
 
 
-def _curve(some: Points, word: str) -> dict[int, float]:
-    found = {name: cell["mean"] for name, cell in over_seeds(some).items()}
-    sizes = [name for name in found if name != "whole" and not name.startswith("nested")]
+def _curve(some: Points, word: str) -> Means:
+    found = means(over_seeds(some))
+    sizes = [name for name in found if name[0].isdigit()]
     return {N: found["whole"]} | {int(k.split("/")[0]): found[f"{word}{k}"] for k in sizes}
-
-
-def recipe_claims(ways: dict[str, Points]) -> Iterator[Claim]:
-    """What the numbers decide about the recipe."""
-    if OURS in ways and DROPOUT_NAME in ways:
-        found = {k: v for k, v in gaps(ways[OURS], ways[DROPOUT_NAME]).items() if k[0].isdigit()}
-        said = ", ".join(f"{100 * gap:+.1f}% at {k}" for k, gap in found.items())
-        says = f"random tickets of {OURS} beat structured dropout's at every size"
-        yield Claim(says, max(found.values()) < 0, said)
-    # what is tried on ours is tried on the twin, too: ours is held against the better twin
-    twins = [name for name in ways if name.startswith(TWIN_NAME)]
-    twin = min(twins, key=lambda n: choice_score(ways[n]), default="")
-    for name in (n for n in ways if twin and (n == OURS or n.startswith(OFTEN))):
-        ours, most = ways[name][0], max(gaps(ways[name], ways[twin]).values())
-        sent = ours.get("links", ours["bytes"]) / ways[twin][0]["bytes"]
-        says = f"{name}: within 1% of {twin}'s at every size, for 0.45 of its bytes"
-        said = f"{100 * most:+.1f}% at most, {sent:.2f} of the bytes, seeds: {len(ways[name])}"
-        yield Claim(says, most <= 0.01 and sent <= 0.45, said)
-    dense, mine = ways.get(DENSE.label), [name for name in ways if name.startswith("TwIST")]
-    if dense and mine:
-        least, best = min((gaps(ways[name], dense)["whole"], name) for name in mine)
-        says = "a TwIST parent's whole model is within 5% of data parallel's"
-        yield Claim(says, least <= 0.05, f"{best}: {1 + least:.3f} times")
