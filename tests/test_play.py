@@ -248,7 +248,7 @@ def test_a_person_plays(served, browser):
     assert wait(lambda text: text.startswith("w1 w2 w3 "), "#ticket-text textarea")
     tabs = browser.find_elements("css selector", "button[role=tab]")
     next(each for each in tabs if each.text.strip() == "Sizes").click()
-    wait(lambda text: text.count(" ms") >= 4 and "4/4" in text, "#sizes")
+    wait(lambda text: text.count("ffn ") >= 4 and "4/4" in text, "#sizes")
     log = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [e["params"] for e in log if "requestWillBeSent" in e["method"]]
     urls = [each["request"]["url"] for each in sent if "request" in each]

@@ -59,7 +59,7 @@ def compare(
 ) -> None:
     """One table: random tickets of several parents beside every way to prune after training.
 
-    Perplexity, seconds after training, calibration tokens, bytes, and measured CPU decode speed-up.
+    Perplexity, seconds after training, calibration tokens and bytes.
     Pruned models are scored in memory; nothing but the table and its cells is written.
     """
     from ..lab.compare.table import FILES

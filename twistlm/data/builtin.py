@@ -7,11 +7,9 @@ Foundation's (PSF licence); nothing of it is stored in this project.
 from __future__ import annotations
 
 import ast
-import json
 import platform
 import random
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,13 +80,7 @@ def build(folder: Path, quiet: bool = False) -> dict[str, TokenFile]:
             f"{platform.python_version()}: {len(texts):,} documents, {n_bytes / 1e6:.1f} MB"
         )
     tok = train_bpe(splits["train"], VOCAB_SIZE)
-    with tempfile.TemporaryDirectory() as draft:
-        files = {}
-        for split, part in splits.items():
-            path = Path(draft) / f"{split}.jsonl"
-            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
-            files[split] = prepare([str(path)], folder / split, tok, quiet=quiet)
-    return files
+    return {name: prepare([some], folder / name, tok, quiet=quiet) for name, some in splits.items()}
 
 
 def resolve(stem: str, split: str, near: Path | None = None) -> str:
@@ -98,22 +90,13 @@ def resolve(stem: str, split: str, near: Path | None = None) -> str:
     own folder: what is not found from here is looked for from each folder above the run.
     """
     if not stem.startswith("builtin:"):
-        return _found_above(stem, near) if near is not None else stem
+        folders = (Path(), *near.resolve().parents) if near is not None else ()
+        return next((str(f / stem) for f in folders if (f / f"{stem}.bin").is_file()), stem)
     if stem != NAME:
         raise ValueError(f"data.{split} = {stem!r}: the only built-in corpus is {NAME}")
-    made = place(split)
+    made = Path("runs", f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}", split)
     try:
         open_tokens(str(made))
     except ValueError:
         build(made.parent)
     return str(made)
-
-
-def place(split: str) -> Path:
-    """Where the built-in corpus of this Python lies once it is made."""
-    return Path("runs") / f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}" / split
-
-
-def _found_above(stem: str, near: Path) -> str:
-    folders = (Path(), *near.resolve().parents)
-    return next((str(f / stem) for f in folders if (f / f"{stem}.bin").is_file()), stem)

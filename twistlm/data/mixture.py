@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 
 from ..system.terminal import console
 from . import builtin
-from .prepare import Source, check_source, prepare
+from .prepare import STRINGS, Source, check_source, prepare
 from .token_file import PARTS, TokenFile, open_tokens, token_draft, write_meta
 
 HELD_OUT = 0.02  # of every source, its end: training never sees it
@@ -37,12 +38,13 @@ def parse(texts: Sequence[Source]) -> list[Weighted]:
         name, weight = text, None
         if isinstance(text, str) and ":" in text:
             with suppress(ValueError):
-                name, weight = text.rpartition(":")[0], float(text.rpartition(":")[2])
+                weight = float(text.rpartition(":")[2])
+                name = text.rpartition(":")[0]
         if weight is not None and not 0 < weight < math.inf:
             raise ValueError(f"--text {text}: a weight must be greater than 0")
         if name != builtin.NAME:
-            check_source(name if weight is not None else text)
-        found.append(Weighted(name if weight is not None else text, weight))
+            check_source(name)
+        found.append(Weighted(name, weight))
     if not found:
         raise ValueError("give --text: files, folders or hub:NAME")
     if len({each.weight is None for each in found}) > 1:
@@ -62,24 +64,22 @@ def mix(
     with suppress(ValueError):
         train, valid = (open_tokens(str(stem)) for stem in stems)
         return train, valid
-    files = [
-        _tokens(each, folder / f"source-{i}", tokenizer, column) for i, each in enumerate(texts)
-    ]
+    paths = [folder / f"source-{i}" for i in range(len(texts))]
+    files = [_tokens(*pair, tokenizer, column) for pair in zip(texts, paths, strict=True)]
     cuts = [_held_out_from(file) for file in files]
-    keeps = [1.0] * len(files)
-    if texts[0].weight is not None:
-        weights = [each.weight or 0.0 for each in texts]
-        most = min(n / weight for n, weight in zip(cuts, weights, strict=True))
-        keeps = [min(1.0, weight * most / n) for n, weight in zip(cuts, weights, strict=True)]
-    for each, file, n, keep in zip(texts, files, cuts, keeps, strict=True):
-        name = each.source if isinstance(each.source, str) else "strings"
-        held = file.meta.n_tokens - n
+    # of what every source could give alone, the least; 1 without weights: all of it
+    weights = [each.weight or n for each, n in zip(texts, cuts, strict=True)]
+    most = min(n / weight for n, weight in zip(cuts, weights, strict=True))
+    kept, rests = [], []
+    for each, file, n, weight in zip(texts, files, cuts, weights, strict=True):
+        name = each.source if isinstance(each.source, str) else STRINGS
+        keep, held = min(1.0, weight * most / n), file.meta.n_tokens - n
         console.print(f"text: {name}: {n * keep:,.0f} of {n:,} tokens train, {held:,} measure")
-    parts = [file.tokens[:n] for file, n in zip(files, cuts, strict=True)]
-    _write(stems[0], files, [_spread(part, keep) for part, keep in zip(parts, keeps, strict=True)])
-    rests = [file.tokens[n:] for file, n in zip(files, cuts, strict=True)]
-    _write(stems[1], files, [_in_turn(rests)])
-    for file, part in ((file, part) for file in files for part in (*PARTS, "json")):
+        kept += _spread(file.tokens[:n], keep)
+        rests.append(file.tokens[n:])
+    _write(stems[0], files, kept)
+    _write(stems[1], files, _in_turn(rests))
+    for file, part in product(files, (*PARTS, "json")):
         Path(f"{file.stem}.{part}").unlink()
     return open_tokens(str(stems[0])), open_tokens(str(stems[1]))
 
@@ -120,10 +120,9 @@ def _in_turn(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [chunk for _, chunk in sorted(places, key=lambda place: place[0])]
 
 
-def _write(stem: Path, files: list[TokenFile], parts: list[list[np.ndarray]]) -> None:
+def _write(stem: Path, files: list[TokenFile], pieces: list[np.ndarray]) -> None:
     """One token file of pieces of others, which one tokenizer made."""
     metas = [file.meta for file in files]
-    pieces = [piece for part in parts for piece in part]
     with token_draft(stem) as draft:
         with Path(f"{draft}.bin").open("wb") as file:
             for piece in pieces:

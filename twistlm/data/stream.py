@@ -55,9 +55,8 @@ class Batches:
     def read(self, slots: Sequence[Slot]) -> tuple[np.ndarray, tuple[int, ...]]:
         """Ids [n_slots, batch, seq_len], and the places whose sequences hold an illegal one."""
         places = [place for slot in slots for place in slot]
-        rows = self.rows_at(places)
-        ids, illegal = self.file.read(rows, self.seq_len)
-        bad = tuple(p for p, row in zip(places, rows.tolist(), strict=True) if row in illegal)
+        ids, is_bad = self.file.read(self.rows_at(places), self.seq_len)
+        bad = tuple(place for place, bad in zip(places, is_bad, strict=True) if bad)
         return ids.reshape(len(slots), -1, self.seq_len), bad
 
     def name(self, place: int) -> str:

@@ -75,30 +75,25 @@ class TokenFile:
 
     def sequences(self, rows: np.ndarray | list[int], seq_len: int) -> Tensor:
         """Non-overlapping windows by number: int64 [len(rows), seq_len], refusing illegal ids."""
-        ids, bad = self.read(rows, seq_len)
-        if bad:
-            raise ValueError(f"{self.describe(bad[0], seq_len)}: the file is damaged")
+        ids, is_bad = self.read(rows, seq_len)
+        if is_bad.any():
+            first = int(rows[is_bad.argmax()])
+            raise ValueError(f"{self.describe(first, seq_len)}: the file is damaged")
         return torch.from_numpy(ids.astype(np.int64))
 
-    def read(self, rows: np.ndarray | list[int], seq_len: int) -> tuple[np.ndarray, list[int]]:
-        """Windows [len(rows), seq_len] as they are, and which of them hold an illegal id."""
-        ids = self._cut(rows, seq_len)
-        worst = ids.max(axis=1, initial=0)
-        bad = [int(row) for row, top in zip(rows, worst, strict=True) if top > self.meta.max_id]
-        return ids, bad
+    def read(self, rows: np.ndarray | list[int], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Windows [len(rows), seq_len] as they are, and whether they hold an illegal id."""
+        starts = np.asarray(rows, dtype=np.int64)[:, None] * seq_len
+        ids = self.tokens[starts + np.arange(seq_len)]
+        return ids, ids.max(axis=1, initial=0) > self.meta.max_id
 
     def describe(self, row: int, seq_len: int) -> str:
         """The name of a sequence, and its largest id."""
         return (
             f"{self.stem}.bin: sequence {row} (tokens {row * seq_len}..{(row + 1) * seq_len - 1}) "
-            f"holds id {int(self._cut([row], seq_len).max())}, the largest legal one is "
+            f"holds id {int(self.read([row], seq_len)[0].max())}, the largest legal one is "
             f"{self.meta.max_id}"
         )
-
-    def _cut(self, rows: np.ndarray | list[int], seq_len: int) -> np.ndarray:
-        """[len(rows), seq_len] of the file's own dtype."""
-        starts = np.asarray(rows, dtype=np.int64)[:, None] * seq_len
-        return self.tokens[starts + np.arange(seq_len)]
 
     def check(self, seq_len: int, vocab_size: int, tokenizer_sha256: str | None = None) -> None:
         """The file must hold a sequence, and its ids must mean something to the model."""

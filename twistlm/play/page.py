@@ -29,12 +29,7 @@ html {scrollbar-gutter: stable}
 #write, #stop {align-self: center}
 footer {display: none !important}
 """
-NUMBERS = {
-    "bytes": "weights",
-    "ms": "time per token",
-    "perplexity": "perplexity (less is better)",
-}
-SIZE_COLUMNS = ["blocks", "parameters", "time per token", "perplexity"]
+NUMBERS = {"bytes": "weights", "ms": "time per token", "perplexity": "perplexity (less is better)"}
 MOST_SHOWN = 300  # of a prompt that stand before what is written
 MOST_SIZES = 16  # that the tab of sizes measures
 REFUSALS = (ValueError, ModelEnded)  # said instead of an answer
@@ -74,17 +69,18 @@ def build(model: ModelProcess) -> Any:
     def measure_sizes(pick: str, seed: int | None) -> Iterator[tuple[Any, ...]]:
         """One question for each size (of many sizes, some): others are answered in between."""
         sizes = range(n_sizes, 0, -math.ceil(n_sizes / MOST_SIZES))[::-1]
-        found: dict[int, dict[str, Any]] = {}
+        rows: list[dict[str, Any]] = []
         said = f"{pick} blocks; {about['measured_on']}"
         for size in sizes:
             try:
                 *_, last = model.ask("measure", choice=TicketChoice(size, pick, seed or 0))
-                found[size] = last["ticket"]
-                left = f"; measured {len(found)} of {len(sizes)} sizes …"
-                note = faint(said + left * (len(found) < len(sizes)))
+                rows.append({"blocks": about["sizes"][size - 1], **last["ticket"]})
+                left = f"; measured {len(rows)} of {len(sizes)} sizes …"
+                note = faint(said + left * (len(rows) < len(sizes)))
             except REFUSALS as error:
                 note = warning(str(error))
-            yield note, pandas.DataFrame(found.values()), size_rows(found, about)
+            frame = pandas.DataFrame(rows).round(2)
+            yield note, frame, frame.rename(columns={"ms": "ms per token"})
 
     with gr.Blocks(title="twistlm play", analytics_enabled=False) as page:
         gr.HTML(title(about), elem_classes="twist")
@@ -94,10 +90,9 @@ def build(model: ModelProcess) -> Any:
                 start = max(1, n_sizes // 2)
                 size = gr.Slider(1, n_sizes, start, step=1, label=label, elem_id="size", scale=2)
                 pick = gr.Radio(PICKS, value=about["pick"], label="Blocks it keeps", scale=2)
-                most = 2**53  # beyond it a browser's numbers are no longer whole
-                seed = gr.Number(
-                    0, label="Seed", precision=0, minimum=0, maximum=most, min_width=90
-                )
+                # up to where a browser's numbers are whole
+                limits = {"precision": 0, "minimum": 0, "maximum": 2**53}
+                seed = gr.Number(0, label="Seed", min_width=90, **limits)
             shown = gr.HTML(elem_id="numbers", elem_classes="twist")
             with gr.Row():
                 can_read = about["has_tokenizer"]
@@ -108,10 +103,9 @@ def build(model: ModelProcess) -> Any:
                 go = gr.Button("Write", variant="primary", elem_id="write", min_width=110)
                 stop = gr.Button("Stop", elem_id="stop", min_width=110)
             with gr.Row():
-                whole = gr.Textbox(
-                    label="Whole model", lines=7, elem_id="whole-text", min_width=280
-                )
-                ticket = gr.Textbox(label="Ticket", lines=7, elem_id="ticket-text", min_width=280)
+                box = {"lines": 7, "min_width": 280}
+                whole = gr.Textbox(label="Whole model", elem_id="whole-text", **box)
+                ticket = gr.Textbox(label="Ticket", elem_id="ticket-text", **box)
             note = gr.HTML(elem_id="note", elem_classes="twist")
             with gr.Row():
                 n_new = gr.Slider(1, 200, 40, step=1, label="Tokens to write")
@@ -119,11 +113,9 @@ def build(model: ModelProcess) -> Any:
                 temperature = gr.Slider(0, 1.5, 0.7, step=0.1, label=label)
         with gr.Tab("Sizes") as sizes_tab:
             sizes_note = gr.HTML(elem_id="sizes-note", elem_classes="twist")
-            curve = gr.LinePlot(
-                x="parameters", y="perplexity", height=280, visible=about["has_text"]
-            )
-            rows = size_rows({}, about)
-            table = gr.Dataframe(rows, headers=SIZE_COLUMNS, interactive=False, elem_id="sizes")
+            axes = {"x": "parameters", "y": "perplexity", "visible": about["has_text"]}
+            curve = gr.LinePlot(height=280, **axes)
+            table = gr.Dataframe(interactive=False, elem_id="sizes")
         choice = [size, pick, seed]
         asked, written = [prompt, n_new, temperature, *choice], [whole, ticket, note]
         quiet = {"trigger_mode": "always_last", "show_progress": "hidden"}
@@ -201,13 +193,3 @@ def faint(text: str) -> str:
 
 def warning(text: str) -> str:
     return f'<p role="alert"><b>{escape(text)}</b></p>'
-
-
-def size_rows(measured: dict[int, dict[str, Any]], about: dict[str, Any]) -> list[list[Any]]:
-    """All sizes with what is known of them: rows of SIZE_COLUMNS."""
-    rows = []
-    for i, blocks in enumerate(about["sizes"]):
-        found = measured.get(i + 1, {})
-        cells = [_text(key, found[key]) if key in found else "" for key in ("ms", "perplexity")]
-        rows.append([blocks, f"{about['parameters'][i]:,}", *cells])
-    return rows

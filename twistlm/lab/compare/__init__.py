@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...baselines import COMPARED, REPAIRS, ZPRUNERS
+from ...baselines import COMPARED, ZPRUNERS
 from ...config import Method
 from ...fields import Checked, option, seed_of
 
@@ -41,9 +41,6 @@ class CompareRequest(Checked):
         "Of twistlm lab prune, on the dense parent, with commas: "
         f"{', '.join(COMPARED)}; '' for none.",
         DEFAULT,
-    )
-    repair: str = option(
-        f"Add repaired tickets: {', '.join(REPAIRS)}, each on 16 of the calibration sequences.", ""
     )
     heal: str = option(
         "Add what users do instead, with so many tokens for all sizes of a setting together: "

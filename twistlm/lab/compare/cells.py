@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...baselines import COMPARED, REPAIRS, STRUCTURED
+from ...baselines import COMPARED, STRUCTURED
 from ...baselines.methods import METHODS, sparsities
-from ...baselines.repair import check_repair
 from ...config import Method, Setting
 from ...model import families, huggingface
 from ...model.blocks import SETTINGS, widths_of_ratio
@@ -63,7 +62,6 @@ class Sweep:
             raise ValueError(f"--settings names none of {', '.join(SETTINGS)}")
         self.ratios = _sizes(request.ratios)
         self.methods = _names(request.methods, "--methods", COMPARED)
-        self.repairs = _names(request.repair, "--repair", REPAIRS)
         # tokens that all sizes of a setting share, each trained for itself
         self.heal = int(amount("tokens", heal, "--heal")) if heal else 0
         kinds = {method for method, _ in request.sources}
@@ -74,10 +72,8 @@ class Sweep:
         self.parents = _open_all(request.sources, self.settings, device, overrides)
         first = self.parents[0].parent
         source, cfg = first.source, first.cfg
-        for how in self.repairs:
-            check_repair(first, how)
         self.ids: Tensor | None = None  # calibration [n, seq_len], where something needs it
-        if self.repairs or heal or any(map(reads_text, self.methods)):
+        if heal or any(map(reads_text, self.methods)):
             options = ("--calibration", "--calibration-sequences")
             n = request.calibration_sequences
             self.ids = calibrate(first, request.calibration, n, request.seed, options).ids
@@ -115,10 +111,9 @@ class Cell:
     what: str
     setting: Setting | None = None
     ratio: str = ""
-    repair: str | None = None
 
     def __str__(self) -> str:
-        parts = [self.parent.label, self.setting, self.ratio, self.what, self.repair]
+        parts = [self.parent.label, self.setting, self.ratio, self.what]
         return " ".join(part for part in parts if part)
 
 
@@ -129,29 +124,21 @@ def list_cells(sweep: Sweep) -> list[Cell]:
         found.append(Cell(parent, WHOLE))
         for setting in sweep.settings:
             rows = list(_rows(parent, setting, sweep))
-            for ratio in sweep.ratios:
-                found += [Cell(parent, what, setting, ratio, repair) for what, repair in rows]
+            found += [Cell(parent, what, setting, r) for r in sweep.ratios for what in rows]
     return found
 
 
-def _rows(
-    parent: ComparedParent, setting: Setting, sweep: Sweep
-) -> Iterator[tuple[str, str | None]]:
-    """What is measured of a parent at every size of a setting, and how it is repaired."""
+def _rows(parent: ComparedParent, setting: Setting, sweep: Sweep) -> Iterator[str]:
+    """What is measured of a parent at every size of a setting."""
     learnt, has_order = setting in parent.settings, bool(parent.parent.progress.order)
-    repairs = (None, *sweep.repairs)
-    for repair in repairs if sweep.n and learnt else ():
-        yield RANDOM, repair
-        if has_order:
-            yield NESTED, repair
-    for method in sweep.methods if parent.method == "dense" else ():
-        for repair in repairs if method not in METHODS else (None,):
-            yield method, repair
-    if sweep.heal and parent.method == "dense":
-        yield HEALED, None
-        yield SCRATCH, None
+    if sweep.n and learnt:
+        yield RANDOM
+        yield from (NESTED,) if has_order else ()
+    if parent.method == "dense":
+        yield from sweep.methods
+        yield from (HEALED, SCRATCH) if sweep.heal else ()
     elif sweep.heal and has_order and learnt:
-        yield NESTED_HEALED, None
+        yield NESTED_HEALED
 
 
 def importance_of(what: str) -> str | None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ...baselines import repair
 from ...baselines.methods import METHODS, prune_, sparsities
 from ...compute.attention import causal_
 from ...compute.perplexity import Spread, Text, perplexity
@@ -27,12 +26,11 @@ from ...tickets.healing import heal
 from ...tickets.importance import BlockScores
 from ...tickets.parent import recut
 from ...tickets.requests import HealRequest
-from ...tickets.ticket_scale import TicketScale, TicketScales, random_tickets, score_tickets
+from ...tickets.ticket_scale import TicketScales, random_tickets, score_tickets
 from ..points import Points, name_of
 from . import cells
 from .cells import BLOCKS, Cell, Sweep, importance_of, reads_text
 
-REPAIR_SEQUENCES = 16  # of the calibration: a repair is measured for every random ticket
 COMMON = ("common_attn", "common_ffn", "common_by")
 # of the parent's training: what healing takes from there
 HEALS = ("lr", "betas", "eps", "weight_decay", "clip", "moments", "distil", "batch", "n_workers")
@@ -78,10 +76,11 @@ class Comparison:
             return made
         blocks = {key: getattr(parent.cfg.blocks, key) for key in (*BLOCKS, *COMMON)}
         made |= {"setting": cell.setting, "blocks": blocks, "ratio": cell.ratio}
-        made |= {"seed": sweep.seed, "repair": cell.repair, "chosen_on": self.choice}
+        made |= {"seed": sweep.seed, "chosen_on": self.choice}
+        made["repair"] = None  # so that cells of before are found
         learnt = {"rho": parent.progress.rho, "order": parent.progress.order}
         made |= {"scale": parent.scale, "rho and order": name_of(learnt)}
-        if (reads_text(what) or cell.repair) and sweep.ids is not None:
+        if reads_text(what) and sweep.ids is not None:
             made["calibration"] = hashlib.sha256(sweep.ids.numpy().data).hexdigest()
         if what == cells.RANDOM:
             made["n"] = sweep.n
@@ -93,7 +92,6 @@ class Comparison:
         return made
 
     def _measure(self, cell: Cell, note: Note) -> Result:
-        note("")
         cut, what, ids = self._cut(cell), cell.what, self.sweep.ids
         block_map, widths = cut.parent.block_map, cut.parent.block_map.full_widths()
         values, seconds, more = [0.0], 0.0, Result()
@@ -102,41 +100,23 @@ class Comparison:
         elif what in METHODS:
             values[0], seconds = score_pruned(cut, what, cell.ratio, ids)
         else:
-            widths, way = widths_of_ratio(block_map, cell.ratio), what in cells.TRAINED
-            values, seconds, more = (self._healed if way else self._tickets)(cell, cut, note)
+            widths = widths_of_ratio(block_map, cell.ratio)
+            if what in cells.TRAINED:
+                values, seconds, more = self._healed(cell, cut, note)
+            else:
+                tickets, held_out, seconds = self._pick(cell, cut)
+                scores = score_tickets(cut, tickets, held_out)
+                values, more = list(scores.values), {"treatment": scores.record}
         if not np.isfinite(values).all():
             source = cell.parent.parent.source
             raise ValueError(f"{source} has no perplexity: its logits are not finite")
         n_tokens = more.get("healed", {}).get("n_tokens", 0)
-        if ids is not None and (reads_text(what) or cell.repair) and what != cells.SCRATCH:
-            n_tokens += (ids if reads_text(what) else ids[:REPAIR_SEQUENCES]).numel()
+        if ids is not None and reads_text(what) and what != cells.SCRATCH:
+            n_tokens += ids.numel()
         shapes = block_map.narrowed(cut.parent.central.layout.shapes, widths)
         costs = {"calibration_tokens": n_tokens, "bytes": budget.weights_bytes(shapes)}
         summary = Spread("", 0, tuple(values)).summary()
         return {**summary, "values": values, "seconds": seconds, **costs, **more}
-
-    def _tickets(self, cell: Cell, cut: TicketScales, note: Note) -> Measured:
-        """Random tickets, whose scale is chosen on other ones; else the one that is picked."""
-        tickets, held_out, picking = self._pick(cell, cut)
-        times: list[float] = []  # of every ticket, until it is there
-
-        def measure(scale: TicketScale, blueprint: Blueprint) -> float:
-            note(f"{len(times)}/{len(tickets)}")
-            began = now(self.device)
-            if cell.repair is None:
-                model = cut.evaluator(scale).refill_(blueprint).model
-            else:
-                assert self.sweep.ids is not None
-                ids, parent = self.sweep.ids[:REPAIR_SEQUENCES], cut.parent_with(scale)
-                repaired = repair.repair_parent(parent, blueprint, cell.repair, ids)
-                model = deploy.cut_ticket(repaired, blueprint)
-                causal_(model)
-            times.append(now(self.device) - began)
-            return perplexity(model, self.sweep.text, self.precision, cut.ready.loss)
-
-        scores = score_tickets(cut, tickets, held_out, measure)
-        seconds = picking + sum(times) / len(times)
-        return list(scores.values), seconds, {"treatment": scores.record}
 
     def _pick(
         self, cell: Cell, cut: TicketScales
@@ -181,7 +161,7 @@ class Comparison:
             like=teacher.cfg,
         )
         if not (request.out / deploy.TICKET).is_file():  # or it was stopped while it was measured
-            how_far = "round {round}/{n_rounds}".format_map
+            how_far = f"{cell} round {{round}}/{{n_rounds}}".format_map
             heal(request, quiet=True, on_round=lambda row: note(how_far(row)))
         record = deploy.read_ticket(request.out)["healed"][-1]
         model = deploy.load_ticket(request.out)

@@ -12,7 +12,6 @@ import csv
 import io
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,8 @@ Row = dict[str, Any]  # a cell with all that it cost; None: not measured yet
 FILES = ("compare.csv", "compare.md")
 LEGEND = """\
 Scale: the activation scale of tickets, with `+ mean` where biases make up for absent blocks; the
-best of some, chosen on other text (`chosen_on` in points.jsonl). Seconds: after training, for one
-ticket. Tokens: those that were read to prune. MB: the weights on disk in float32.
+best of some, chosen on other text (`chosen_on` in points.jsonl). Seconds: to choose
+blocks or to prune. Tokens: read for that. MB: the weights on disk in float32.
 """
 
 
@@ -61,12 +60,9 @@ def compare(
     try:
         with progress() as bar:
             task = bar.add_task("compare", total=len(cells), note="")
-
-            def note(cell: Cell, where: str) -> None:
-                bar.update(task, note=f"{cell} {where}")
-
             for cell in cells:
-                comparison.fill(cell, partial(note, cell))
+                bar.update(task, note=str(cell))
+                comparison.fill(cell, lambda where: bar.update(task, note=where))
                 bar.advance(task)
         with suppress(OSError):  # unfinished sizes lie there
             healing.rmdir()
@@ -83,7 +79,7 @@ def compare(
 def row_of(cell: Cell, result: dict[str, Any]) -> Row:
     """A cell and its result, which is empty where it is not finished."""
     row: Row = {"setting": cell.setting or "", "ratio": cell.ratio, "parent": cell.parent.label}
-    row |= {"method": cell.what, "repair": cell.repair or "", "perplexity": result.get("mean")}
+    row |= {"method": cell.what, "perplexity": result.get("mean")}
     row |= {key: result.get(key) for key in ("sd", "n", "seconds", "calibration_tokens", "bytes")}
     return row | {"scale": result.get("treatment", {}).get("chosen", "")}
 
@@ -110,8 +106,7 @@ def _head(ratio: str) -> str:
 
 def _name(row: Row) -> str:
     """How tables call it: a ticket by its parent, a pruned model by its method."""
-    what = f"{row['parent']}, {row['method']}" if row["method"] in OWN else row["method"]
-    return what + (f" + {row['repair']}" if row["repair"] else "")
+    return f"{row['parent']}, {row['method']}" if row["method"] in OWN else row["method"]
 
 
 def _shown(row: Row) -> str:
