@@ -19,7 +19,8 @@ import torch
 
 from twistlm.training.engines.actor import Worker
 from twistlm.training.engines.owner import Owner
-from twistlm.transport.protocol import checksum
+from twistlm.training.worker import TrainerPool
+from twistlm.transport.protocol import packed
 
 
 class Faulty(Worker):
@@ -30,54 +31,45 @@ class Faulty(Worker):
         path = self.out / "faults.json"
         self.plan = json.loads(path.read_text()) if path.is_file() else []
         self.place = int(ray.get_runtime_context().get_actor_name().rpartition("-")[2])
+        get = TrainerPool.get
+        self.trainers.get = lambda *args: (self.suffer("train"), get(self.trainers, *args))[1]
         return info
 
-    def due(self, at: str, order) -> str | None:
+    def suffer(self, at: str) -> str | None:
+        do, where = None, (self.place, self.order.round, at)
         for i, fault in enumerate(self.plan):
-            if (fault.get("place"), fault["round"], fault["at"]) == (self.place, order.round, at):
-                try:
+            if (fault.get("place"), fault["round"], fault["at"]) == where:
+                with suppress(FileExistsError):
                     (self.out / f"fault-{i}").touch(exist_ok=False)
-                except FileExistsError:
-                    continue
-                return fault["do"]
-        return None
-
-    def suffer(self, at: str, order) -> str | None:
-        do = self.due(at, order)
+                    do = do or fault["do"]
         if do in ("SIGKILL", "SIGSTOP"):
             os.kill(os.getpid(), signal.Signals[do])
         if do == "sleep":
             time.sleep(4.0)
         return do
 
-    def receive(self, order, pieces, tokens, teacher_topk):
-        if self.suffer("receive", order) == "flip":  # as if a bit had changed on its way down
+    def train(self, order, *pieces):
+        self.order, first = order, order.tokens.payload[:, :, 0].flatten().tolist()
+        if self.suffer("receive") == "flip":  # as if a bit had changed on its way down
             payload = pieces[0].payload.copy()
             payload[3] ^= 1
             pieces = [replace(pieces[0], payload=payload), *pieces[1:]]
-        return super().receive(order, pieces, tokens, teacher_topk)
-
-    def steps(self, order, sent, ids, teacher_topk):
         with (self.out / f"trained-{self.name}.jsonl").open("a") as file:
-            file.write(json.dumps({"round": order.round, "ids": ids[:, :, 0].flatten().tolist()}))
-            file.write("\n")
-        self.suffer("train", order)
-        return super().steps(order, sent, ids, teacher_topk)
-
-    def send(self, order, updates, loss_sum):
-        do = self.suffer("send", order)
-        floats = updates[0].view(torch.float32)
+            file.write(json.dumps({"round": order.round, "ids": first}) + "\n")
+        said, *updates = super().train(order, *pieces)
+        do, payload = self.suffer("send"), updates[0].payload
+        floats = payload.view("<f4")
         if do == "nan":
             floats[7] = float("nan")
         if do == "huge":
             floats[:500] *= 1e6
         if do == "short":
-            updates[0] = updates[0][:-8].clone()
-        said, *pieces = super().send(order, updates, loss_sum)
+            payload = payload[:-8].copy()
+        if do in ("nan", "huge", "short"):
+            updates[0] = packed(torch.from_numpy(payload))
         if do == "corrupt":
-            pieces[0].payload[5] ^= 1
-            assert checksum(updates[0]) != pieces[0].checksum
-        return said, *pieces
+            payload[5] ^= 1
+        return said, *updates
 
 
 class FaultyOwner(Owner):

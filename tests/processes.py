@@ -242,8 +242,8 @@ def replay(
 def same_bits(replayed: tuple[Run, Progress], path: Path) -> bool:
     """Whether a checkpoint holds exactly this central state: weights, moments, momentum, leases."""
     run, progress = replayed
-    where, model = Path(run.cfg.run.out) / "checkpoints", run.cut.template
-    made = checkpoint.save(where, run.central, progress, run.cfg, model, None, keep=1)
+    where, how = Path(run.cfg.run.out) / "checkpoints", (run.cfg, run.cut.template, None)
+    made = checkpoint.save(where, checkpoint.HostCopy(run.central)(), progress, *how, keep=1)
     ours, theirs = (json.loads((p / "checkpoint.json").read_text()) for p in (made, path))
     assert ours["round"] == theirs["round"]
     apart = []

@@ -40,6 +40,7 @@ from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest
 from twistlm.tickets.runnable import verify
 from twistlm.training import checkpoint, rounds
+from twistlm.training.checkpoint import HostCopy
 
 PLENTY = 300  # seconds: machines of tests are busy
 OLD = Path(__file__).parent / "fixtures/before_rooms.zip"
@@ -100,8 +101,8 @@ def whole(tmp_path_factory) -> Path:
     (folder / "start/README.md").unlink()  # a card may be edited, or go
     cfg = tiny(str(folder / "tokens/t"), folder / "run")
     model = huggingface.load(cfg.model, 0)
-    central, progress = random_central(model, cfg), random_progress(model, cfg)
-    saved = checkpoint.save(folder, central, progress, cfg, model, None, keep=1)
+    snapshot, progress = HostCopy(random_central(model, cfg)), random_progress(model, cfg)
+    saved = checkpoint.save(folder, snapshot(), progress, cfg, model, None, keep=1)
     saved.rename(folder / "checkpoint")
     return folder
 

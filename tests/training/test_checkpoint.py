@@ -51,7 +51,7 @@ def model(cfg):
 
 def save_round(folder, cfg, model, r: int, keep: int = 9) -> Path:
     central, progress = random_central(model, cfg, seed=r), random_progress(model, cfg, r, r)
-    return checkpoint.save(folder, central, progress, cfg, model, None, keep=keep)
+    return checkpoint.save(folder, HostCopy(central)(), progress, cfg, model, None, keep=keep)
 
 
 def full(*args, **kwargs):
@@ -75,7 +75,7 @@ def test_round_trip_is_exact(tmp_path, cfg, model, carry, outer, dtype):
     if outer:
         before.velocity = before.velocity.to(dtype) / 3
     progress = random_progress(model, cfg)
-    path = checkpoint.save(tmp_path, before, progress, cfg, model, None, keep=2)
+    path = checkpoint.save(tmp_path, HostCopy(before)(), progress, cfg, model, None, keep=2)
     assert [(path / name).exists() for name in FILES] == [True, carry, outer]
     saved = checkpoint.verify(path)
     template = checkpoint.template(saved)
@@ -95,7 +95,8 @@ def test_transformers_loads_the_folder(tmp_path, cfg, model):
     (tmp_path / "t.json").write_text('{"any": "bytes"}')
     central, progress = random_central(model, cfg), random_progress(model, cfg)
     tokenizer = tmp_path / "t.json"
-    path = checkpoint.save(tmp_path / "c", central, progress, cfg, model, tokenizer, keep=1)
+    how = (progress, cfg, model, tokenizer)
+    path = checkpoint.save(tmp_path / "c", HostCopy(central)(), *how, keep=1)
     saved = checkpoint.verify(path)
     reference = huggingface.load(cfg.model, seed=9)
     reference.load_state_dict(central.layout.views(central.weights), strict=False)

@@ -116,7 +116,7 @@ def test_a_killed_driver_finds_owners_and_their_round(scene, tmp_path):
     """Killed before any owner has committed, and after all have: no round is lost, no checkpoint
     is needed."""
     here = scene(train=TRAIN | {"rounds": 5}, ray={"owners": 2}, run={"save_every": 3})
-    phases = ("owners.Owners._settle", 2), ("elastic.Elastic._gather", 2), ("checkpoint.save", 0)
+    phases = ("owners.Owners._settle", 3), ("elastic.Elastic._gather", 2), ("checkpoint.save", 0)
     for i, (at, n) in enumerate(phases):
         driver = here.start(resume=i > 0, kill={"at": at, "n": n})
         driver.join(120)

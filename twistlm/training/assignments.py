@@ -74,8 +74,7 @@ def traffic(
 
     down = sum(wire.down_bytes(kind, shape(blueprint), dtype) for blueprint in dealt)
     up = sum(wire.up_bytes(kind, shape(blueprint), dtype) for blueprint in back)
-    n_sequences = len(dealt) * t.interval * t.batch
-    cache = run.batches.teacher_cache
+    n_sequences, cache = len(dealt) * t.interval * t.batch, run.batches.teacher_cache
     return Traffic(down, up, wired, cache.meta.sequence_bytes * n_sequences if cache else 0)
 
 
@@ -148,20 +147,15 @@ class Assignments:
 
 def assign(run: Run, progress: Progress, present: Present, rho: Rho) -> Assignments:
     """(2) Deal the next round's blocks, by its number and the counts so far, with sequences."""
+    cfg = run.cfg
     blueprints = generator.for_training(
-        run.cut.block_map,
-        run.cfg.train.n_workers,
-        run.cfg.blocks,
-        seed=run.cfg.run.seed,
-        round=progress.round,
-        held=progress.held,
-        present=present,
-        order=progress.order,
-    )
+        run.cut.block_map, cfg.train.n_workers, cfg.blocks, seed=cfg.run.seed, present=present,
+        round=progress.round, held=progress.held, order=progress.order,
+    )  # fmt: skip
     dealt = Deal(run.cut.segments, progress.round, blueprints)
-    slots, ids, after = take(run, progress, run.cfg.train.interval * len(present))
     numbers = tuple(number for number, _ in present)
-    return Assignments(run, progress, dealt, numbers, slots, ids, after, rho)
+    taken = take(run, progress, cfg.train.interval * len(present))
+    return Assignments(run, progress, dealt, numbers, *taken, rho)
 
 
 def take(run: Run, progress: Progress, n: int) -> tuple[tuple[Slot, ...], np.ndarray, Leases]:

@@ -38,6 +38,7 @@ from ..data.stream import Leases
 from ..model import huggingface
 from ..model.blocks import BlockMap, State
 from ..model.central import Central, create
+from ..model.layout import Layout
 from ..model.ranges import state_of
 from ..system import manifest
 from ..system.device import out_of_memory
@@ -75,26 +76,23 @@ class Checkpoint:
         return Leases(self.round * t.interval * t.n_workers * t.batch)
 
 
-def write_tensors(views: list[State], velocity: State | None, draft: Path, part: str = "") -> None:
+def write_tensors(
+    where: Layout, buffer: Tensor, velocity: Tensor | None, draft: Path, part: str = ""
+) -> None:
     """The files of weights, m and v, and outer momentum; `part` is the name of an owner's part."""
-    save_tensors(views[0], draft / f"model{part}.safetensors")
-    if len(views) > 1:
-        moments = {f"m/{name}": t for name, t in views[1].items()}
-        moments |= {f"v/{name}": t for name, t in views[2].items()}
-        save_tensors(moments, draft / f"moments{part}.safetensors")
+    weights, *moments = (where.views(row) for row in buffer)
+    save_tensors(weights, draft / f"model{part}.safetensors")
+    if moments:
+        pairs = zip("mv", moments, strict=True)
+        m, v = ({f"{kind}/{name}": t for name, t in row.items()} for kind, row in pairs)
+        save_tensors(m | v, draft / f"moments{part}.safetensors")
     if velocity is not None:
-        save_tensors(velocity, draft / f"outer{part}.safetensors")
-
-
-def write_central(central: Central, draft: Path) -> None:
-    views = [central.layout.views(row) for row in central.buffer]
-    outer = None if central.velocity is None else central.layout.views(central.velocity)
-    write_tensors(views, outer, draft)
+        save_tensors(where.views(velocity), draft / f"outer{part}.safetensors")
 
 
 def save(
     folder: Path,
-    central: Central | Callable[[Path], object],  # or what writes its files into a folder
+    write: Callable[[Path], object],  # the central model's files into a folder
     progress: Progress,
     cfg: Config,
     model: PreTrainedModel,
@@ -108,7 +106,7 @@ def save(
     for dead in folder.glob(f"{DRAFT}*"):
         shutil.rmtree(dead, ignore_errors=True)
     with whole_folder(target) as draft:
-        write_central(central, draft) if isinstance(central, Central) else central(draft)
+        write(draft)
         parts = {p.name: huggingface.header(p) for p in draft.glob("model-*.safetensors")}
         if parts:  # as Hugging Face joins them
             where = {name: file for file, held in sorted(parts.items()) for name in held}
@@ -233,9 +231,8 @@ def restore(
     checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap, device: torch.device
 ) -> Central:
     """The central model as it was saved; `model` is the checkpoint's `template`."""
-    weights = _load(checkpoint, "model")
+    weights, shapes = _load(checkpoint, "model"), huggingface.shapes(model)
     carry, outer = (bool(_files(checkpoint, stem)) for stem in ("moments", "outer"))
-    shapes = huggingface.shapes(model)
     central = create(weights, shapes, block_map, carry=carry, outer=outer, device=device)
     rows: dict[str, dict[str, Tensor]] = {}
     if carry:
@@ -316,8 +313,8 @@ class Writer:
     def __init__(
         self, folder: Path, cfg: Config, model: PreTrainedModel, tokenizer: Path | None, n: int
     ):
-        self.folder, self.cfg, self.model, self.tokenizer = folder, cfg, model, tokenizer
-        self.n_bytes = n
+        self.folder, self.n_bytes = folder, n
+        self.what = (cfg, model, tokenizer, cfg.run.keep)
         self.failure: str | None = None  # why the one before could not be written
         self._writing: Future[None] | None = None
 
@@ -325,22 +322,14 @@ class Writer:
         """Write a snapshot of the central model, which may change as soon as this returns."""
         self.wait()
         self.failure = None
-        try:
-            write = snapshot()
-        except OSError as error:
-            self._fail(progress, error)
-            return
         thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing = thread.submit(self._write, write, progress)
+        self._writing = thread.submit(self._write, snapshot(), progress)
         thread.shutdown(wait=False)
 
     def wait(self) -> None:
         """Until nothing is in flight; a bug in the thread is raised here."""
-        if (writing := self._writing) is not None:
-            try:
-                writing.result()
-            finally:
-                self._writing = None if self._writing is writing else self._writing
+        if self._writing is not None:
+            self._writing.result()
 
     def __enter__(self) -> Writer:
         return self
@@ -352,20 +341,16 @@ class Writer:
 
     def _write(self, write: Callable[[Path], object], progress: Progress) -> None:
         try:
-            where = (self.cfg, self.model, self.tokenizer, self.cfg.run.keep)
-            save(self.folder, write, progress, *where)
+            save(self.folder, write, progress, *self.what)
         except OSError as error:
-            self._fail(progress, error)
-
-    def _fail(self, progress: Progress, error: OSError) -> None:
-        free = "unknown"
-        with suppress(OSError):
-            free = f"{shutil.disk_usage(self.folder).free:,}"
-        self.failure = (
-            f"checkpoint {self.folder / folder_name(progress.round)} ({self.n_bytes:,} bytes, "
-            f"{free} free) could not be written: {error}; older checkpoints are unharmed"
-        )
-        console.print(self.failure, style="yellow")
+            free = "unknown"
+            with suppress(OSError):
+                free = f"{shutil.disk_usage(self.folder).free:,}"
+            self.failure = (
+                f"checkpoint {self.folder / folder_name(progress.round)} ({self.n_bytes:,} bytes, "
+                f"{free} free) could not be written: {error}; older checkpoints are unharmed"
+            )
+            console.print(self.failure, style="yellow")
 
 
 class HostCopy:
@@ -378,14 +363,11 @@ class HostCopy:
     def __call__(self) -> Callable[[Path], object]:
         central = self.central
         if self.copy is None:
-            velocity = None if central.velocity is None else _host(central.velocity)
+            host = partial(torch.empty_like, device="cpu", pin_memory=central.buffer.is_cuda)
+            velocity = None if central.velocity is None else host(central.velocity)
             # on a CPU the aggregator's scratch, which is free between rounds
-            buffer = _host(central.buffer) if central.buffer.is_cuda else central.scratch()
+            buffer = host(central.buffer) if central.buffer.is_cuda else central.scratch()
             self.copy = Central(central.segments, buffer, velocity)
         for own, now in zip(state_of(self.copy), state_of(central), strict=True):
             own.copy_(now)
-        return partial(write_central, self.copy)
-
-
-def _host(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return partial(write_tensors, central.layout, self.copy.buffer, self.copy.velocity)

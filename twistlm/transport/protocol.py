@@ -22,6 +22,7 @@ CHUNK = 1 << 18  # elements: a difference stays in a core's cache until it is sq
 
 def checksum(payload: Tensor) -> str:
     """32 hex digits that change with any bit of `payload`: sha256 over sums of 512 bytes."""
+    payload = payload.reshape(-1).view(torch.uint8)
     whole = payload.numel() // (8 * ROW) * 8 * ROW
     digest = hashlib.sha256()  # processors have instructions for it
     if whole:
@@ -29,11 +30,6 @@ def checksum(payload: Tensor) -> str:
         digest.update(sums.numpy().data)
     digest.update(payload[whole:].numpy().data)
     return digest.hexdigest()[:32]
-
-
-def checksums(*sent: Tensor | None) -> tuple[str, ...]:
-    """Of all that goes to a worker."""
-    return tuple("" if t is None else checksum(t.reshape(-1).view(torch.uint8)) for t in sent)
 
 
 @dataclass(frozen=True)
@@ -57,9 +53,9 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes on their way between an owner of a range and a worker, or another owner."""
+    """Bytes on their way between processes, with a checksum."""
 
-    payload: Any  # uint8 [n_bytes], a numpy array: it is read where it lies in the object store
+    payload: Any  # a numpy array: it is read where it lies in the object store
     checksum: str
 
 
@@ -68,37 +64,25 @@ def packed(payload: Tensor) -> Piece:
 
 
 def unpacked(piece: Piece) -> Tensor:
-    """The bytes of a piece, not copied; nobody writes into them."""
-    payload = as_tensor(piece.payload)
+    """The tensor of a piece, not copied; nobody writes into it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is read-only
+        payload = torch.from_numpy(piece.payload)
     if checksum(payload) != piece.checksum:
         raise RejectedResult("a wrong checksum")
     return payload
 
 
-def as_tensor(array: Any) -> Tensor:
-    """A numpy array of the object store as a tensor, not copied; nobody writes into it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is read-only
-        return torch.from_numpy(array)
-
-
 @dataclass(frozen=True)
 class RoundOrder:
-    """What one worker trains in a round; weights, tokens and predictions come beside it."""
+    """What one worker trains in a round; weights come beside it, a piece from every owner."""
 
     round: int
     worker: int  # among those of the round
     blueprint: dict[str, tuple[int, ...]]  # block group -> the blocks of the subnet
-    gates: Any  # [steps, rows, held blocks], a numpy array: masks times activation scales
-    checksums: tuple[str, ...]  # of tokens, and what a teacher's cache holds for them
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """What a worker says of its round; its update goes to the owners, a piece to each."""
-
-    round: int
-    loss_sum: float  # over the round's steps; NaN is legal here, and refused by the checks
+    gates: Piece  # [steps, rows, held blocks]: masks times activation scales
+    tokens: Piece  # int32 [interval, batch, T]
+    teacher_topk: Piece | None  # of a teacher's cache: uint8 [interval, batch, T - 1, bytes]
 
 
 class RejectedResult(ValueError):
@@ -134,7 +118,7 @@ def norms_of(result: Tensor, sent: Tensor) -> Norms:
 
 
 def longest_step(cfg: TrainConfig, n: int, norm: float) -> float:
-    """No AdamW can move n weights of this L2 norm farther than this in a round (L2).
+    """No AdamW can move n weights of this norm farther than this in a round (both L2).
 
     A bias-corrected step is at most sqrt((1 - beta1) / (1 - beta2)) per weight, or 1; twice that
     leaves room for moments that were averaged or lay idle. Decay adds its share of the weights.

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 from ..config import Config
@@ -83,7 +83,7 @@ if token():  # Ray reads this once, when it is imported: others import it from h
 
 import grpc  # noqa: E402
 import ray  # noqa: E402
-from ray import exceptions  # noqa: E402, F401
+from ray import exceptions  # noqa: E402
 from ray._common.tls_utils import load_certs_from_env  # noqa: E402
 from ray._private import ray_constants  # noqa: E402
 from ray.core.generated.gcs_service_pb2 import InternalKVGetRequest  # noqa: E402
@@ -131,22 +131,21 @@ def check(address: str, is_open: bool, where: str = "") -> None:
 
     A door is judged by `where` its head listens, if that is known already.
     """
-    where = where or address
     if address in ("", "auto"):  # known after ray.init
         return
-    near, mine = is_near(where) or uses_tls(), token()
+    where, mine, cluster = where or address, token(), f"the Ray cluster at {address}"
+    near = is_near(where) or uses_tls()
     code, said = _ask(address, "")
     if code == grpc.StatusCode.UNAUTHENTICATED:
         if not mine:
             raise ValueError(
-                f"the Ray cluster at {address} asks for a token: put it in ~/.ray/auth_token or "
-                f"RAY_AUTH_TOKEN"
+                f"{cluster} asks for a token: put it in ~/.ray/auth_token or RAY_AUTH_TOKEN"
             )
         code, said = _ask(address, mine)
         if code == grpc.StatusCode.UNAUTHENTICATED:
             raise ValueError(
-                f"the Ray cluster at {address} does not accept this token: it must be the head's "
-                f"own, in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+                f"{cluster} does not accept this token: it must be the head's own, in "
+                f"~/.ray/auth_token or RAY_AUTH_TOKEN"
             )
     elif code is None and not near and not is_open:
         raise ValueError(
@@ -156,14 +155,14 @@ def check(address: str, is_open: bool, where: str = "") -> None:
     if code is not None:
         raise ValueError(f"no Ray head answers at {address} within {PROBE:g} s: {said}")
     theirs = dict(re.findall(r'"(\w+)_version": "([^"]+)"', said.decode(errors="replace")))
-    mine_are = {"ray": ray.__version__, "python": platform.python_version()}
+    ours = {"ray": ray.__version__, "python": platform.python_version()}
     if os.environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL") == "minor":
-        del mine_are["python"]  # Ray looks itself
-    for name, version in mine_are.items():
+        del ours["python"]  # Ray looks itself
+    for name, version in ours.items():
         if theirs.get(name, version) != version:
             raise ValueError(
-                f"the Ray cluster at {address} has version {theirs[name]} of {name.capitalize()}, "
-                f"this process {version}: install the same on all machines"
+                f"{cluster} has version {theirs[name]} of {name.capitalize()}, this process "
+                f"{version}: install the same on all machines"
             )
 
 
@@ -222,33 +221,34 @@ def enter(cfg: Config, n_bytes: int, state: int = 0) -> dict[str, Any]:
 
     Returns what Ray says of the place: `address`, `node_id`, `webui_url`.
     """
-    address, t = address_of(cfg), cfg.train
+    address, is_cpu = address_of(cfg), cfg.run.device == "cpu"
     settings: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
     settings |= {"logging_level": "ERROR", "configure_logging": False}
     if not address:
-        n_gpus = {} if cfg.run.device != "cpu" else {"num_gpus": 0}
-        settings |= {"num_cpus": t.n_workers * cpus(cfg), "include_dashboard": False, **n_gpus}
-        settings |= {"object_store_memory": max(LEAST_STORE, (n_bytes + state) * 5 // 4)}
+        store = max(LEAST_STORE, (n_bytes + state) * 5 // 4)
+        settings |= {"object_store_memory": store, "include_dashboard": False}
+        settings |= {"num_cpus": cfg.train.n_workers * max(1, cfg.run.threads)}
+        settings |= {"num_gpus": 0} if is_cpu else {}
         make_token()
         free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else sys.maxsize
-        if settings["object_store_memory"] > free:
+        if store > free:
             raise ValueError(_too_small(cfg, n_bytes, "/dev/shm of this machine", free))
     logging.getLogger("ray").setLevel(logging.ERROR)  # it says at length that it asks for a token
     # a thread that prints a lost node's last log lines and stack; `events.jsonl` has what it costs
     ray._private.worker.listen_error_messages = lambda *_: None
+    # a Ray that may be no cluster has the address of loopback, and all of it listens there
+    may = bool(address) and ray_constants.ENABLE_RAY_CLUSTER
     try:
-        # a Ray that may be no cluster has the address of loopback, and all of it listens there
-        may = bool(address) and ray_constants.ENABLE_RAY_CLUSTER
         with mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", may):
             said = ray.init(address or "local", **settings).address_info
     except Exception as error:  # one that does not start within 30 s is a bare Exception
         words = " ".join(str(error).split())[:300]
         raise ValueError(f"Ray at {address or 'this machine'}: {words}") from None
     try:
-        nodes, port = ray.nodes(), said["address"].rpartition(":")[2]
-        heads = [node for node in nodes if "node:__internal_head__" in node["Resources"]]
-        for node in heads:  # of 127.0.0.1 and `auto`, too: Ray listens on all interfaces
-            check(said["address"], cfg.ray.open, f"{node['NodeManagerAddress']}:{port}")
+        port = said["address"].rpartition(":")[2]
+        for node in ray.nodes():  # of 127.0.0.1 and `auto`, too: Ray listens on all interfaces
+            if "node:__internal_head__" in node["Resources"]:
+                check(said["address"], cfg.ray.open, f"{node['NodeManagerAddress']}:{port}")
         rooms = [int(node["Resources"].get("object_store_memory", 0)) for node in machines()]
         n_bytes = (n_bytes + state) // min(cfg.ray.owners or len(rooms), len(rooms))
         if address and n_bytes > min(rooms):
@@ -268,27 +268,44 @@ def _too_small(cfg: Config, n_bytes: int, where: str, room: int) -> str:
     )
 
 
-def cpus(cfg: Config) -> int:
-    """Cores of a worker."""
-    return max(1, cfg.run.threads)
-
-
 def gpus(cfg: Config) -> float:
     """GPUs of a worker: one where the cluster has any; workers of one machine share what it has."""
     n = ray.cluster_resources().get("GPU", 0.0) if cfg.run.device != "cpu" else 0.0
     return min(1.0, n if address_of(cfg) else n / cfg.train.n_workers)
 
 
-def detached(kind: Any, name: str, **options: Any) -> Any:
+def detached(kind: Any, name: str, machine: str = "", **options: Any) -> Any:
     """How to start an actor that outlives its driver; one of that name that is there is taken,
-    for it belongs to an earlier process of the same run."""
+    for it belongs to an earlier process of the same run.
+
+    It starts on `machine`, or elsewhere if that is gone.
+    """
+    at = NodeAffinitySchedulingStrategy(machine, soft=True) if machine else "SPREAD"
     options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
-    return kind.options(get_if_exists=True, max_restarts=0, **options)
+    options |= {"get_if_exists": True, "max_restarts": 0, "scheduling_strategy": at}
+    return kind.options(**options)
 
 
-def near(machine: str) -> Any:
-    """A strategy of Ray's: on this machine, or elsewhere if it is gone."""
-    return NodeAffinitySchedulingStrategy(machine, soft=True)
+def is_there(ref: Any) -> bool:
+    return bool(ray.wait([ref], timeout=0)[0])
+
+
+def answer(ref: Any) -> tuple[Any, Literal["", "bug", "input", "gone"]]:
+    """What an actor's method returned, or an error: a bug of its own, an input that is lost, or an
+    actor that is gone or silent."""
+    try:
+        return ray.get(ref, timeout=None if is_there(ref) else 0), ""
+    except exceptions.RayTaskError as error:
+        return error, "input" if isinstance(error.cause, exceptions.RayError) else "bug"
+    except exceptions.RayError as error:
+        return error, "gone"
+
+
+def words(error: exceptions.RayError) -> str:
+    """What went wrong, in one line: the last one of a traceback, else Ray's first."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [""]
+    said = lines[-1] if isinstance(error, exceptions.RayTaskError) else lines[0]
+    return f"{type(error).__name__}: {said}"[:200]
 
 
 def machines() -> list[dict[str, Any]]:

@@ -73,7 +73,8 @@ def sharded(job: Job, cluster: Cluster) -> Exchange:
     """A round of the sharded engine without its local steps."""
     central, segments, _ = make(job["megabytes"])
     whole = central if cluster.is_central else None
-    shard = Shard(whole, segments, cluster, 1, False, torch.float32, job["wire"])
+    what = (1, False, torch.float32, job["wire"])
+    shard = Shard(whole, segments, cluster, *what, cluster.world_size)
 
     def exchange(r: int) -> None:
         there = deal(segments, cluster.world_size, r)

@@ -1,4 +1,4 @@
-"""Ways to carry a round: one file each behind one protocol, and the choice between them."""
+"""Ways to carry a round: one file each, and the choice between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ..run import Progress, Run
 from .dataparallel import DataParallel
 from .engine import Engine
 from .local import Local
-from .parameter_server import ParameterServer
 from .sharded import Sharded
 
 
@@ -39,7 +38,4 @@ def start(run: Run, progress: Progress, quiet: bool, resumes: bool = False) -> E
         from .elastic import Elastic
 
         return Elastic(run, progress, quiet, resumes)
-    if run.cfg.run.variant == "sharded":
-        return Sharded(run, progress)
-    kind = Local if run.cfg.run.variant == "local" else ParameterServer
-    return kind(run, progress)
+    return (Local if run.cfg.run.variant == "local" else Sharded)(run, progress)

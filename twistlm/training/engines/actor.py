@@ -28,17 +28,13 @@ from ...transport.protocol import (
     Piece,
     RejectedResult,
     RoundOrder,
-    RoundResult,
     RunDescription,
     WorkerInfo,
-    as_tensor,
-    checksums,
     packed,
     unpacked,
 )
 from ...transport.ray_cluster import K_LABELS, MEMORY_LABEL, ray
 from .. import plan, teacher
-from ..aggregator import Result
 from ..evaluate import evaluate
 from ..run import Progress, n_rows
 from ..worker import TrainerPool
@@ -48,8 +44,7 @@ class Actor:
     """A process of a run that ends when no run has spoken to it for `patience` seconds."""
 
     def __init__(self, patience: float) -> None:
-        self.heard = time.monotonic()
-        self.patience = patience
+        self.heard, self.patience = time.monotonic(), patience
         threading.Thread(target=self._end_alone, daemon=True).start()
 
     def _end_alone(self) -> None:
@@ -58,10 +53,9 @@ class Actor:
         os._exit(0)
 
     @ray.method(concurrency_group="pulse")  # also while it works
-    def ping(self) -> int:
-        """The run is there; answers with this process's id."""
+    def ping(self) -> None:
+        """The run is there."""
         self.heard = time.monotonic()
-        return os.getpid()
 
 
 def settings(run: RunDescription) -> tuple[config.Config, torch.dtype]:
@@ -81,56 +75,42 @@ class Worker(Actor):
 
     def enter(self, run: RunDescription, packed: teacher.Packed | None) -> WorkerInfo:
         """Build the run's model, unless it is built already."""
-        self.heard = time.monotonic()
+        here = ray.get_runtime_context()
         if run != self.run:
             self.cfg, dtype = settings(run)
             device = pick_device("cpu" if self.cfg.run.device == "cpu" else "auto")
-            described = AutoConfig.for_model(**run.model)
             template = AutoModelForCausalLM.from_config(
-                described, dtype=dtype, trust_remote_code=False
+                AutoConfig.for_model(**run.model), dtype=dtype, trust_remote_code=False
             ).eval()
             cut = cut_model(template, self.cfg.blocks, device, dtype)
-            labels = ray.get_runtime_context().get_node_labels()
+            labels = here.get_node_labels()
             self.widths = {k: int(labels[K_LABELS[k]]) for k in KINDS if K_LABELS[k] in labels}
             if MEMORY_LABEL in labels:  # 0: what is free on its GPU
                 n_bytes = int(labels[MEMORY_LABEL]) or torch.cuda.mem_get_info(device)[0]
                 self.widths = plan.largest_k(self.cfg, template, packed is not None, n_bytes)
             frozen = teacher.unpack(packed, self.cfg, cut)
             self.trainers, self.run = TrainerPool(cut, self.cfg, None, frozen), run
-        where = ray.get_runtime_context().get_node_id()
-        return WorkerInfo(f"{socket.gethostname()}-{os.getpid()}", where, self.widths)
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        return WorkerInfo(name, here.get_node_id(), self.widths)
 
-    def train(self, order: RoundOrder, tokens: Any, teacher_topk: Any, *pieces: Piece) -> tuple:
-        """A round's local steps on a piece of every owner, tokens int32 [interval, batch, T] and
-        what a teacher's cache holds for them, uint8 [interval, batch, T - 1, bytes] or None.
-
-        Returns what it says of them, and a piece for every owner.
-        """
-        self.heard = time.monotonic()
-        topk = None if teacher_topk is None else as_tensor(teacher_topk)
-        sent, ids = self.receive(order, pieces, as_tensor(tokens), topk)
-        result = self.steps(order, sent, ids, topk)
-        self.heard = time.monotonic()
-        split, new = self._split(order.blueprint, len(pieces)), result.buffer.to("cpu")
-        parts = ((split.get(new, i), split.get(sent[:1], i)[0]) for i in range(len(pieces)))
-        updates = [wire.up(self.cfg.run.wire, *part) for part in parts]
-        return self.send(order, updates, float(result.stats.loss_sum))
-
-    def receive(
-        self,
-        order: RoundOrder,
-        pieces: Sequence[Piece],
-        tokens: Tensor,
-        teacher_topk: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The subnet's buffer [rows, n], and its batches."""
-        rows, kind = n_rows(self.cfg), self.cfg.run.wire
+    def train(self, order: RoundOrder, *pieces: Piece) -> tuple:
+        """A round's local steps: the sum of their losses, and a piece of the update for every
+        owner."""
+        assert self.run is not None
+        cut, kind = self.trainers.cut, self.cfg.run.wire
         try:
-            if checksums(tokens, teacher_topk) != order.checksums:
-                raise RejectedResult("a wrong checksum")
-            return self._join(order.blueprint, pieces, rows, kind), tokens.long()
+            sent = self._join(order.blueprint, pieces, n_rows(self.cfg), kind)
+            gates, ids = unpacked(order.gates), unpacked(order.tokens).long()
+            topk = unpacked(order.teacher_topk) if order.teacher_topk else None
         except RejectedResult:
             raise ValueError("what it was sent did not arrive as it was") from None
+        part = subnet_buffer(cut.segments, order.worker, order.blueprint, sent.to(cut.device))
+        trainer = self.trainers.get(part.layout, "physical")
+        result = trainer.train(part, gates, ids, topk, order.round, self.run.total_steps)
+        split, new = self._split(order.blueprint, len(pieces)), result.buffer.cpu()
+        parts = ((split.get(new, i), split.get(sent[:1], i)[0]) for i in range(len(pieces)))
+        updates = (packed(wire.up(kind, *part)) for part in parts)
+        return float(result.stats.loss_sum), *updates
 
     def _split(self, blueprint: Blueprint, n: int) -> Split:
         segments = self.trainers.cut.segments
@@ -145,23 +125,10 @@ class Worker(Actor):
         ]
         if len(parts) == 1:
             return parts[0]
-        n = cut.segments.layout_of(blueprint).n_params
-        buffer = torch.empty(rows, n, dtype=cut.dtype)
+        buffer = torch.empty(rows, sum(part.shape[1] for part in parts), dtype=cut.dtype)
         for i, part in enumerate(parts):
             split.set_(buffer, i, part)
         return buffer
-
-    def steps(
-        self, order: RoundOrder, sent: Tensor, ids: Tensor, teacher_topk: Tensor | None
-    ) -> Result:
-        assert self.run is not None
-        cut, gates = self.trainers.cut, as_tensor(order.gates)
-        part = subnet_buffer(cut.segments, order.worker, order.blueprint, sent.to(cut.device))
-        trainer = self.trainers.get(part.layout, "physical")
-        return trainer.train(part, gates, ids, teacher_topk, order.round, self.run.total_steps)
-
-    def send(self, order: RoundOrder, updates: list[Tensor], loss_sum: float) -> tuple:
-        return RoundResult(order.round, loss_sum), *map(packed, updates)
 
     def rho(self, ids: Tensor, *pieces: Piece) -> Rho:
         """rho of every layer of the central model, whose weights all owners sent, on ids [1, T]."""
@@ -170,7 +137,6 @@ class Worker(Actor):
 
     def evaluate(self, text: Text, progress: Progress, *pieces: Piece) -> tuple[dict, str]:
         """Perplexities of the central model and its subnets."""
-        self.heard = time.monotonic()
         evaluator = self._evaluator(text, pieces, progress)
         return evaluate(evaluator, self.cfg.run, progress, lambda: None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import statistics
 import time
@@ -19,29 +20,26 @@ import torch
 from ... import config
 from ...compute.perplexity import Text
 from ...data import stream
-from ...data.stream import Leases
 from ...model import generator
 from ...model.ranges import Ranges
 from ...system.provenance import version
 from ...system.signals import TOO_FEW, Ended, stopped
 from ...transport import protocol, ray_cluster
 from ...transport.events import Events
-from ...transport.protocol import Norms, RoundOrder, RoundResult, WorkerInfo
-from ...transport.ray_cluster import exceptions, ray
+from ...transport.protocol import Norms, RoundOrder, WorkerInfo, packed
+from ...transport.ray_cluster import answer, exceptions, is_there, ray, words
 from ..aggregator import Stats
 from ..assignments import Assignments, Outcome, assign, measured_rho, traffic
 from ..run import Progress, Run
 from ..teacher import pack
 from . import actor
 from .engine import Engine
-from .owners import Lost, Owners, Pulse, is_there
+from .owners import Lost, Owners, Pulse
 
 RECENT = 9  # rounds behind the median
 FIRST = 10  # times the floor: the deadline of a round with nothing to compare it with
 STRIKES = 3
 LONGEST_PAUSE = 30.0  # seconds between two tries to start a worker
-
-
 NOBODY = WorkerInfo("", "")
 
 
@@ -54,6 +52,7 @@ class WorkerSlot:
     entering: Any = None  # the reference of its hello, until it is there
     info: WorkerInfo = NOBODY
     asked: Any = None  # the reference of a result that has not come
+    round: int = 0  # that it was asked for
     since: float = 0.0  # when it was asked
     fresh: bool = True  # it has not brought a result yet: its first steps compile
     again: float = 0.0  # not before: a slot that fails is filled more and more slowly
@@ -90,48 +89,38 @@ class WorkerPool:
 
     def _start(self, slot: WorkerSlot) -> None:
         """Anywhere but on a machine whose results were wrong three times."""
-        good = {"ray.io/node-id": f"!in({','.join(self.barred)})"}
-        made = ray_cluster.detached(
-            self._kind,
-            f"{self._id}-{slot.number}",
-            num_cpus=ray_cluster.cpus(self.cfg),
-            num_gpus=self._gpus,
-            scheduling_strategy="SPREAD",
-            label_selector=good if self.barred else None,
-        )
+        good = {"ray.io/node-id": f"!in({','.join(self.barred)})"} if self.barred else None
+        name, cpus = f"{self._id}-{slot.number}", max(1, self.cfg.run.threads)
+        more: dict[str, Any] = {"num_cpus": cpus, "num_gpus": self._gpus, "label_selector": good}
+        made = ray_cluster.detached(self._kind, name, **more)
         slot.actor = self.pulse.add(made.remote(self.cfg.ray.patience))
         slot.entering, slot.fresh = slot.actor.enter.remote(*self._hello), True
 
     def _take_in(self, slot: WorkerSlot) -> None:
+        said, wrong = answer(slot.entering)
+        if wrong:
+            return self.lose(slot, "lost" if wrong == "gone" else "turned away", why=words(said))
+        slot.info, slot.entering, slot.pause = said, None, 0.0
         try:
-            slot.info, slot.entering = ray.get(slot.entering), None
             if slot.info.node in self.barred:
                 raise ValueError("its machine is in quarantine")
             generator.check_own(self.block_map, self.cfg.blocks, slot.info.widths)
-        except exceptions.RayError as error:
-            refused = isinstance(error, exceptions.RayTaskError)
-            self.lose(slot, "turned away" if refused else "lost", why=last_words(error))
+            self.events.write("joined", slot.name, place=slot.number, **slot.info.widths)
         except ValueError as error:
             self.barred.add(slot.info.node)
             self.lose(slot, "turned away", why=str(error))
-        else:
-            slot.pause = 0.0
-            self.events.write("joined", slot.name, place=slot.number, **slot.info.widths)
 
     def _look_after(self, slot: WorkerSlot, r: int, longest: float) -> None:
         """A late worker is kept: it may only be slow. What it brings now is refused."""
         if is_there(slot.asked):
-            ref, slot.asked, slot.fresh = slot.asked, None, False
-            try:
-                result = ray.get(ref)
-            except exceptions.RayTaskError:
-                return
-            except exceptions.RayError as error:
-                self.lose(slot, "lost", round=r, why=last_words(error))
-                return
-            why = f"late: round {r} is on"
-            self.events.write("refused", slot.name, round=result.round, why=why)
-            self.events.write("joined", slot.name, place=slot.number, **slot.info.widths)
+            said, wrong = answer(slot.asked)
+            slot.asked, slot.fresh = None, False
+            if wrong == "gone":
+                self.lose(slot, "lost", round=r, why=words(said))
+            elif not wrong:
+                why = f"late: round {r} is on"
+                self.events.write("refused", slot.name, round=slot.round, why=why)
+                self.events.write("joined", slot.name, place=slot.number, **slot.info.widths)
         elif time.monotonic() - slot.since > longest:
             self.lose(slot, "lost", round=r, why=f"silent for {longest:.0f} s: replaced")
 
@@ -154,10 +143,6 @@ class WorkerPool:
             self.barred.add(node)
             self.lose(slot, "quarantined", round=r, why=why)
 
-    def close(self) -> None:
-        for slot in self.slots:
-            self.pulse.drop(slot.actor)
-
 
 @dataclass
 class Asked:
@@ -165,7 +150,7 @@ class Asked:
 
     slot: WorkerSlot
     pieces: list[Any]  # references to its update, one for every owner
-    said: RoundResult | None = None
+    loss_sum: float = math.nan  # over its steps
     norms: dict[int, Norms] = field(default_factory=dict)  # of the pieces that owners checked
     stats: Stats | None = None  # came in time and was accepted
     seconds: float = 0.0  # until it was there
@@ -183,39 +168,34 @@ class Elastic(Engine):
     events: Events
 
     def __init__(self, run: Run, start: Progress, quiet: bool, resumes: bool):
-        cfg, s, block_map = run.cfg, run.cfg.train.n_workers, run.cut.block_map
-        dealt = generator.for_training(block_map, s, cfg.blocks, seed=0, round=0)
-        stored, several = traffic(run, dealt, dealt), cfg.ray.owners != 1
-        there = ray_cluster.enter(
-            cfg, stored.down + stored.up + stored.teacher, run.state_bytes * (1 + several)
-        )
-        self.durations: deque[float] = deque(maxlen=RECENT)  # of rounds since this process started
-        self.events = Events(Path(cfg.run.out), quiet)
-        self.head, self.pulse = ray_cluster.Head(there["address"]), Pulse(cfg.ray.patience)
-        described = protocol.RunDescription(
-            version=version("twistlm"),
-            config=config.to_dict(cfg),
-            model=run.cut.template.config.to_dict(),
-            total_steps=run.total_steps,
-        )
-        # a word by which a restarted process finds the run's actors again
-        path = Path(cfg.run.out) / "ray-id.txt"
-        if not path.is_file():
-            path.write_text(secrets.token_hex(6) + "\n")
-        name, ref = path.read_text().strip(), ray.put(described)
-        self.pool = WorkerPool(run, ref, name, self.pulse, self.events)
-        ranges = Ranges(run.cut.segments, cfg.ray.owners or len(ray_cluster.machines()))
-        self.owners = Owners(cfg, ranges, ref, name, self.pulse, self.events)
         assert run.central is not None
         assert run.evaluator is not None
-        self.text = run.evaluator.text
+        cfg, out = run.cfg, Path(run.cfg.run.out)
+        dealt = generator.for_training(
+            run.cut.block_map, cfg.train.n_workers, cfg.blocks, seed=0, round=0
+        )
+        stored, n_copies = traffic(run, dealt, dealt), 1 + (cfg.ray.owners != 1)
+        in_store = stored.down + stored.up + stored.teacher
+        there = ray_cluster.enter(cfg, in_store, run.state_bytes * n_copies)
+        self.durations: deque[float] = deque(maxlen=RECENT)  # of rounds since this process started
+        self.events, self.text = Events(out, quiet), run.evaluator.text
+        self.head, self.pulse = ray_cluster.Head(there["address"]), Pulse(cfg.ray.patience)
+        if not (out / "ray-id.txt").is_file():  # by which a restarted process finds its actors
+            (out / "ray-id.txt").write_text(secrets.token_hex(6) + "\n")
+        name, model = (out / "ray-id.txt").read_text().strip(), run.cut.template.config.to_dict()
+        about = (version("twistlm"), config.to_dict(cfg), model, run.total_steps)
+        described = ray.put(protocol.RunDescription(*about))
+        self.pool = WorkerPool(run, described, name, self.pulse, self.events)
+        ranges = Ranges(run.cut.segments, cfg.ray.owners or len(ray_cluster.machines()))
+        self.owners = Owners(cfg, ranges, described, name, self.pulse, self.events)
         start = self.owners.begin(run.central, start, resumes)
         run.cut.template.to(torch.device("meta"))  # type: ignore[arg-type]
         super().__init__(replace(run, central=None, evaluator=None, teacher=None), start)
-        url = there.get("webui_url")
-        more: dict[str, Any] = {"dashboard": f"http://{url}"} if url else {}
-        more |= {"owners": [told.pid for _, told in sorted(self.owners.standings().items())]}
-        self.events.write("started", round=start.round, address=there["address"], **more)
+        more: dict[str, Any] = {"address": there["address"]}
+        if url := there.get("webui_url"):
+            more["dashboard"] = f"http://{url}"
+        more["owners"] = [told.pid for _, told in sorted(self.owners.standings().items())]
+        self.events.write("started", round=start.round, **more)
 
     def round(self, progress: Progress) -> Outcome:
         """One round with those who are in, unless Ray itself is gone."""
@@ -227,7 +207,7 @@ class Elastic(Engine):
                 raise
             raise self._headless("its head does not answer") from None
         except exceptions.RayTaskError as error:  # a bug in an owner, whose traceback it has
-            self.events.write("giving up", round=progress.round, why=last_words(error))
+            self.events.write("giving up", round=progress.round, why=words(error))
             raise RuntimeError(str(error)) from None
         except (OSError, exceptions.RayError) as error:
             raise self._headless(str(error).strip().splitlines()[0]) from None
@@ -245,7 +225,7 @@ class Elastic(Engine):
         run, r, need = self.run, progress.round, self.run.cfg.ray.min_workers
         rho, first = None, time.monotonic()
         while True:
-            team, asked, there = list[WorkerSlot](), list[Asked](), list[int]()
+            asked, there, why = list[Asked](), list[int](), ""
             try:
                 team = self._gather(r, first)
                 if rho is None:
@@ -262,7 +242,6 @@ class Elastic(Engine):
                     note = partial(self._note, work, asked, there, began)
                     self.owners.commit(there, outcome.progress, note)
                     return outcome
-                why = ""
             except Lost as error:
                 why = f"owners are lost: {error}"
             self.events.write("not committed", round=r, n_results=len(there), need=need, why=why)
@@ -284,12 +263,20 @@ class Elastic(Engine):
         )
 
     def _outcome(self, work: Assignments, asked: list[Asked], there: list[int]) -> Outcome:
-        """The round with these results."""
-        back, leases = work.deal.blueprints, work.leases
-        if len(there) < len(asked):
-            back, leases = [back[i] for i in there], self._returned(work, asked, there)
+        """The round with these results; others' sequences go out again."""
+        leases, dealt = work.leases, work.deal.blueprints
+        for i in set(range(len(asked))) - set(there):
+            slots = work.slots_of(i)
+            if asked[i].failed:
+                leases = stream.fail(leases, slots, work.numbers[i])
+            else:
+                leases = stream.give_back(leases, slots)
+        for place in leases.skipped[len(work.leases.skipped) :]:
+            why = self.run.batches.name(place)
+            self.events.write("set aside", round=work.deal.round, why=why)
         stats = sum((each.stats for each in asked if each.stats), Stats())
-        sent = traffic(self.run, work.deal.blueprints, back)
+        back = [dealt[i] for i in there]
+        sent = traffic(self.run, dealt, back)
         wired = sent.down + sent.up + sent.teacher + 4 * work.ids.size
         wired += self.run.state_bytes if self.owners.n > 1 else 0  # copies
         return work.outcome(stats, wired, leases, back)
@@ -320,14 +307,15 @@ class Elastic(Engine):
                     self.owners.check_alive()
                     continue
                 self.owners.mend()
-            try:
-                return ray.get(ref, timeout=0)
-            except exceptions.RayTaskError as error:
-                if not isinstance(error.cause, exceptions.RayError):
-                    raise
+            said, wrong = answer(ref)
+            if not wrong:
+                return said
+            if wrong == "bug":
+                raise said
+            if wrong == "input":  # weights that did not come
                 self.owners.mend()
-            except exceptions.RayError as error:  # gone or silent
-                self.pool.lose(team[0], "lost", why=last_words(error))
+            else:
+                self.pool.lose(team[0], "lost", why=words(said))
 
     def evaluate(self, progress: Progress, advance: Callable[[], None]) -> tuple[dict, str]:
         return self._on_a_worker("evaluate", _in_memory(self.text), progress)
@@ -335,26 +323,9 @@ class Elastic(Engine):
     def snapshot(self) -> Callable[[Path], object]:
         return self.owners.snapshot()
 
-    def _returned(self, work: Assignments, asked: list[Asked], there: list[int]) -> Leases:
-        """The ledger without the sequences of those who brought nothing."""
-        leases = work.leases
-        for i in set(range(len(asked))) - set(there):
-            slots = work.slots_of(i)
-            if asked[i].failed:
-                leases = stream.fail(leases, slots, work.numbers[i])
-            else:
-                leases = stream.give_back(leases, slots)
-        for place in leases.skipped[len(work.leases.skipped) :]:
-            why = self.run.batches.name(place)
-            self.events.write("set aside", round=work.deal.round, why=why)
-        return leases
-
     def close(self, crashed: bool) -> None:
-        """Workers of a run that crashed stay, for `--resume`; else they end with it."""
-        self.pulse.close()
-        if not crashed:
-            self.pool.close()
-            self.owners.close()
+        """Actors of a run that crashed stay, for `--resume`; else they end with it."""
+        self.pulse.close(leave=crashed)
         ray.shutdown()
 
     def deadline(self) -> float:
@@ -392,16 +363,14 @@ class Elastic(Engine):
 
     def _post(self, work: Assignments, team: list[WorkerSlot]) -> list[Asked]:
         """Tell everybody where its subnet is; nothing but the owners' word is waited for."""
-        posted, blueprints = [], [dict(each) for each in work.deal.blueprints]
-        for i, pieces in enumerate(self.owners.cut(blueprints)):
-            slot = team[i]
-            tokens, topk = work.tokens(i).to(torch.int32), work.teacher_topk(i)
-            sums, gates = protocol.checksums(tokens, topk), work.gates(i).numpy()
-            order = RoundOrder(work.deal.round, i, blueprints[i], gates, sums)
-            beside = None if topk is None else topk.numpy()
+        posted, r, blueprints = [], work.deal.round, [dict(each) for each in work.deal.blueprints]
+        for i, (slot, pieces) in enumerate(zip(team, self.owners.cut(blueprints), strict=True)):
+            tokens, topk = packed(work.tokens(i).to(torch.int32)), work.teacher_topk(i)
+            beside = None if topk is None else packed(topk)
+            order = RoundOrder(r, i, blueprints[i], packed(work.gates(i)), tokens, beside)
             train = slot.actor.train.options(num_returns=1 + len(pieces))
-            slot.since = time.monotonic()
-            slot.asked, *update = train.remote(order, tokens.numpy(), beside, *pieces)
+            slot.round, slot.since = r, time.monotonic()
+            slot.asked, *update = train.remote(order, *pieces)
             posted.append(Asked(slot, update))
         return posted
 
@@ -436,43 +405,39 @@ class Elastic(Engine):
     def _came(self, ref: Any, each: Asked, r: int) -> bool:
         """Whether a worker has brought a result, for the owners to check."""
         each.slot.asked = None
-        try:
-            each.said = ray.get(ref)
-            return True
-        except exceptions.RayTaskError as error:  # it lives
-            if not isinstance(error.cause, exceptions.RayError):  # else an owner's piece is lost
-                self.pool.strike(each.slot, r, last_words(error))
-                each.failed = True
-        except exceptions.RayError as error:
-            self.pool.lose(each.slot, "lost", round=r, why=last_words(error))
-        return False
+        said, wrong = answer(ref)
+        if wrong == "bug":  # it lives
+            self.pool.strike(each.slot, r, words(said))
+            each.failed = True
+        elif wrong == "gone":
+            self.pool.lose(each.slot, "lost", round=r, why=words(said))
+        elif not wrong:  # else an owner's piece is lost
+            each.loss_sum = said
+        return not wrong
 
     def _checked(self, ref: Any, i: int, owner: int, work: Assignments, asked: list[Asked]) -> None:
         """An owner's word on its piece of a result; after the last one it is in, or refused."""
-        each, t, n = asked[i], self.run.cfg.train, work.n_params(i)
-        try:
-            told: Norms | str = ray.get(ref)
-        except exceptions.RayTaskError as error:
-            if not isinstance(error.cause, exceptions.RayError):
-                raise
-            why = f"its result is lost: {type(error.cause).__name__}"
-            self.events.write("lost", each.slot.name, round=work.deal.round, why=why)
-            return
-        except exceptions.RayError as error:
-            raise Lost({owner: type(error).__name__}) from None
-        why = told if isinstance(told, str) else ""
-        if isinstance(told, Norms):
-            each.norms[owner] = told
-        if not why and len(each.norms) == self.owners.n and each.said is not None:
-            norms = [each.norms[i] for i in range(self.owners.n)]
-            why = protocol.reason_to_reject(t, norms, n, each.said.loss_sum) or ""
-            if not why:
-                n_tokens = t.interval * t.batch * self.run.batches.seq_len
-                each.stats = Stats(each.said.loss_sum, t.interval, n_tokens)
-                each.slot.fresh = False
-        if why and not each.failed:
+        each, t, r = asked[i], self.run.cfg.train, work.deal.round
+        said, wrong = answer(ref)
+        if wrong == "bug":
+            raise said
+        if wrong == "gone":
+            raise Lost({owner: type(said).__name__})
+        if wrong == "input":
+            why = f"its result is lost: {type(said.cause).__name__}"
+            return self.events.write("lost", each.slot.name, round=r, why=why)
+        if isinstance(said, Norms):
+            each.norms[owner] = said
+            if len(each.norms) < self.owners.n:
+                return
+            norms = [norms for _, norms in sorted(each.norms.items())]
+            said = protocol.reason_to_reject(t, norms, work.n_params(i), each.loss_sum)
+        if said is None:
+            n_tokens = t.interval * t.batch * self.run.batches.seq_len
+            each.stats, each.slot.fresh = Stats(each.loss_sum, t.interval, n_tokens), False
+        elif not each.failed:
             each.failed = True
-            self.pool.strike(each.slot, work.deal.round, why)
+            self.pool.strike(each.slot, r, said)
 
     def _too_few(self, r: int, n: int, waited: float, why: str = "") -> Ended:
         cfg, room = self.run.cfg.ray, ray_cluster.room() + (f" ({why})" if why else "")
@@ -491,10 +456,3 @@ def _in_memory(text: Text) -> Text:
     meta, tokens = replace(text.file.meta, n_tokens=n), text.file.tokens[first : first + n]
     file = replace(text.file, meta=meta, tokens=np.array(tokens))
     return replace(text, file=file, max_tokens=0, first=0)
-
-
-def last_words(error: exceptions.RayError) -> str:
-    """What went wrong, in one line: the last one of a traceback, else Ray's first."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    words = lines[-1] if isinstance(error, exceptions.RayTaskError) else lines[0]
-    return f"{type(error).__name__}: {words}"[:200]

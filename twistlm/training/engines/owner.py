@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from ...config import Config
 from ...model import huggingface
 from ...model.blocks import Blueprint
 from ...model.central import Central, gathered
-from ...model.layout import Segments, cut_model, holders
+from ...model.layout import Layout, Segments, cut_model, holders
 from ...model.ranges import Ranges, Split, overlap, put_, take
 from ...transport import wire
 from ...transport.protocol import (
@@ -52,6 +51,10 @@ class Standing:
     prepared: int | None = None
     copies: tuple[int, ...] = ()  # rounds of its predecessor's range
 
+    def has(self, round: int) -> bool:
+        """Whether it has the state after a round, committed or prepared."""
+        return round in (self.progress.round if self.progress else None, self.prepared)
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -70,12 +73,20 @@ class Owner(Actor):
 
     def enter(self, run: RunDescription, i: int, n: int) -> Standing:
         """Where it stands; an owner in another run, or of another range, forgets that."""
-        self.heard = time.monotonic()
         # not the model's config: what a checkpoint says of it has other words for the same shapes
         of = getattr(run, "config", run), getattr(run, "version", ""), i, n
         if self.of != of:
-            self.of = ()
-            self.build(*self.segments(run), i, n)
+            self.cfg, segments = self.segments(run)
+            self.ranges, self.i, self.small = Ranges(segments, n), i, Ranges(segments, n).small(i)
+            self.dtype = torch.float64 if self.cfg.train.precision == "float64" else torch.float32
+            self.rows, self.outer = n_rows(self.cfg), self.cfg.train.nesterov()
+            self.progress: Progress | None = None
+            self.prepared: tuple[Progress, Tensor] | None = None
+            self.copies: dict[int, Tensor] = {}  # round -> the predecessor's range
+            self.attempt = Attempt(0, [], [])
+            # memory of the last round, for the next
+            self.sums: Tensor | None = None
+            self.spare: Tensor | None = None
             self.of = of
         prepared = self.prepared[0].round if self.prepared else None
         return Standing(os.getpid(), self.progress, prepared, tuple(self.copies))
@@ -84,20 +95,6 @@ class Owner(Actor):
         cfg, dtype = settings(run)
         template = huggingface.on_meta(AutoConfig.for_model(**run.model))
         return cfg, cut_model(template, cfg.blocks, torch.device("cpu"), dtype).segments
-
-    def build(self, cfg: Config, segments: Segments, i: int, n: int) -> None:
-        """An owner of range i that has nothing yet."""
-        self.cfg, self.ranges, self.i = cfg, Ranges(segments, n), i
-        self.dtype = torch.float64 if cfg.train.precision == "float64" else torch.float32
-        self.rows, self.outer = n_rows(cfg), cfg.train.nesterov()
-        self.small, self.mine = self.ranges.small(i), self.ranges.whole.slices(i)
-        self.progress: Progress | None = None
-        self.prepared: tuple[Progress, Tensor] | None = None
-        self.copies: dict[int, Tensor] = {}  # round -> the predecessor's range
-        self.attempt = Attempt(0, [], [])
-        # memory of the last round, for the next
-        self.sums: Tensor | None = None
-        self.spare: Tensor | None = None
 
     def load(self, progress: Progress, state: Piece, first: int = 0) -> None:
         """Take over a range as it was after a round, or its values from the `first` on.
@@ -124,23 +121,26 @@ class Owner(Actor):
     def cut(self, attempt: int, blueprints: list[Blueprint]) -> tuple[bool | Piece, ...]:
         """(3) A round begins: its part of every worker's subnet, after a word that it is done."""
         indices = map(self.ranges.segments.index, blueprints)
-        self.attempt = Attempt(attempt, blueprints, [self.ranges.split(index) for index in indices])
+        self.attempt = Attempt(attempt, blueprints, list(map(self.ranges.split, indices)))
         central = self._central(self.state)
         parts = (gathered(central, split.inside(self.i)) for split in self.attempt.splits)
         return True, *(packed(wire.down(self.cfg.run.wire, part)) for part in parts)
 
-    def weights(self) -> Piece:
-        """Its part of the central weights: to evaluate them elsewhere."""
-        return packed(wire.encode("fp32", self.state[:1]))
+    def give(self, what: Literal["weights", "range", "copy"]) -> Piece:
+        """Its part of the central weights, its whole range, or its predecessor's; all committed."""
+        if what == "copy":
+            (state,) = self.copies.values()
+        else:
+            state = self.state[:1] if what == "weights" else self.state
+        return packed(wire.encode("fp32", state))
 
     @ray.method(concurrency_group="pieces")  # one that does not arrive holds up no other
     def check(self, number: int, worker: int, piece: Piece) -> Norms | str:
         """Keep a worker's piece of this attempt and measure it, or say what is wrong with it."""
-        self.heard, attempt = time.monotonic(), self.attempt
+        attempt = self.attempt
         if attempt.number != number:
             return "late"
-        central = self._central(self.state)
-        sent = gathered(central, attempt.splits[worker].inside(self.i), 1)[0]
+        sent = gathered(self._central(self.state), attempt.splits[worker].inside(self.i), 1)[0]
         try:
             result = read_result(self.cfg.run.wire, piece, (self.rows, sent.numel()), sent)
         except RejectedResult as error:
@@ -160,22 +160,12 @@ class Owner(Actor):
         aggregate_(central, results, held, self.outer)
         attempt.results.clear()
         self.prepared, self.sums, self.spare = (progress, state), central.sums, None
-        return True, self.range() if self.ranges.n > 1 else None
-
-    def range(self, *, prepared: bool = True) -> Piece:
-        """Its whole range, as prepared or else as committed."""
-        state = self.prepared[1] if self.prepared and prepared else self.state
-        return packed(wire.encode("fp32", state))
+        return True, packed(wire.encode("fp32", state)) if self.ranges.n > 1 else None
 
     def keep(self, round: int, state: Piece) -> None:
         """A copy of the predecessor's range after a round."""
         shape = self._shape((self.i - 1) % self.ranges.n)
         self.copies[round] = wire.decode("fp32", unpacked(state), shape, self.dtype).clone()
-
-    def copy(self) -> Piece:
-        """The committed copy of the predecessor's range: its owner is lost."""
-        (state,) = self.copies.values()
-        return packed(wire.encode("fp32", state))
 
     def settle(self, round: int) -> None:
         """What it has of this round is committed; what it has of another is thrown away."""
@@ -187,36 +177,30 @@ class Owner(Actor):
 
     def lend(self) -> tuple[Piece, ...] | Piece:
         """What each owner needs of the committed range to write whole tensors."""
-        places = [overlap(self.mine, span)[0] for span in self.ranges.tensors]
+        mine = self.ranges.whole.slices(self.i)
+        places = [overlap(mine, span)[0] for span in self.ranges.tensors]
         lent = [packed(wire.encode("fp32", take(self.state, place))) for place in places]
         return tuple(lent) if len(lent) > 1 else lent[0]
 
     @ray.method(concurrency_group="disk")  # while rounds go on
     def write(self, draft: Path, *lent: Piece) -> dict[str, Any]:
         """Its part of a checkpoint; name -> bytes where the folder cannot be seen from here."""
-        self.heard = time.monotonic()
-        span = self.ranges.tensors[self.i]
-        sizes = [part.stop - part.start for part in span]
+        span, full = self.ranges.tensors[self.i], self.ranges.segments.full
+        begin = full.offsets.items()
+        names = [n for n, at in begin if any(part.start <= at < part.stop for part in span)]
+        mine = Layout({name: full.shapes[name] for name in names}, 0, (), ())
         rows, _ = self._shape(self.i)
-        state = torch.empty(rows, sum(sizes), dtype=self.dtype)
+        state = torch.empty(rows, mine.n_params, dtype=self.dtype)
         for i, piece in enumerate(lent):
             _, place = overlap(self.ranges.whole.slices(i), span)
             n = sum(part.stop - part.start for part in place)
             put_(state, place, wire.decode("fp32", unpacked(piece), (rows, n), self.dtype))
-        full, first = self.ranges.segments.full, (span[0].start, span[1].start - sizes[0])
-        views: list[dict[str, Tensor]] = [{} for _ in range(rows)]
-        for name, at in full.offsets.items():
-            for part, start in zip(span, first, strict=True):
-                if part.start <= at < part.stop:
-                    n, shape = torch.Size(full.shapes[name]).numel(), full.shapes[name]
-                    for view, row in zip(views, state, strict=True):
-                        view[name] = row[at - start : at - start + n].view(shape)
-        n, outer = self.ranges.n, None if self.outer is None else views[self.rows]
-        part_name = "" if n == 1 else f"-{self.i + 1:05d}-of-{n:05d}"
+        velocity = None if self.outer is None else state[self.rows]
+        name = f"-{self.i + 1:05d}-of-{self.ranges.n:05d}" if self.ranges.n > 1 else ""
         with tempfile.TemporaryDirectory() as own:
             folder = draft if draft.is_dir() else Path(own)
-            if views[0]:
-                write_tensors(views[: self.rows], outer, folder, part_name)
+            if names:
+                write_tensors(mine, state[: self.rows], velocity, folder, name)
             return {path.name: np.fromfile(path, np.uint8) for path in Path(own).iterdir()}
 
 

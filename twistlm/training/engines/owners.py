@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ...system.signals import TOO_FEW, Ended
 from ...transport import ray_cluster, wire
 from ...transport.events import Events
 from ...transport.protocol import packed
-from ...transport.ray_cluster import exceptions, ray
+from ...transport.ray_cluster import answer, exceptions, is_there, ray
 from ..run import Progress
 from . import owner
 from .owner import Standing
@@ -45,10 +45,12 @@ class Pulse:
         self.thread = threading.Thread(target=self._beat, daemon=True)
         self.thread.start()
 
-    def close(self) -> None:
-        """Before Ray is left: a ping after that would end this process."""
+    def close(self, *, leave: bool = True) -> None:
+        """Before Ray is left: a ping after that would end this process. Actors may live on."""
         self.ended.set()
         self.thread.join(LEAVE)
+        for actor in () if leave else list(self.answered):
+            self.drop(actor)
 
     def add(self, actor: Any) -> Any:
         """Until its first answer it starts, which may take as long as `patience`."""
@@ -72,17 +74,10 @@ class Pulse:
                     if (ref := self.asked.get(actor)) is not None:
                         if not is_there(ref):
                             continue
-                        try:
-                            ray.get(ref)
-                            self.answered[actor] = time.monotonic()
-                        except exceptions.RayActorError:  # it is dead: silent for ever
-                            if actor in self.answered:
-                                self.answered[actor] = -math.inf
+                        _, wrong = answer(ref)
+                        if actor in self.answered:  # one that is dead is silent for ever
+                            self.answered[actor] = -math.inf if wrong else time.monotonic()
                     self.asked[actor] = actor.ping.remote()
-
-
-def is_there(ref: Any) -> bool:
-    return bool(ray.wait([ref], timeout=0)[0])
 
 
 class Owners:
@@ -104,13 +99,9 @@ class Owners:
         near = {self.at[j % len(self.at)] for j in (i - 1, i + 1)}
         machines = [node["NodeID"] for node in ray_cluster.machines()]
         self.at[i] = min(machines, key=lambda m: (self.at.count(m), m in near, machines.index(m)))
-        made = ray_cluster.detached(
-            self._kind,
-            f"{self.name}-owner-{i}",
-            num_cpus=0,
-            allow_out_of_order_execution=True,
-            scheduling_strategy=ray_cluster.near(self.at[i]),
-        )
+        more = {"num_cpus": 0, "allow_out_of_order_execution": True}
+        name = f"{self.name}-owner-{i}"
+        made = ray_cluster.detached(self._kind, name, self.at[i], **more)
         return self.pulse.add(made.remote(self.cfg.ray.patience))
 
     def _replace(self, i: int) -> Standing:
@@ -120,9 +111,8 @@ class Owners:
 
     def begin(self, central: Central, progress: Progress, resumes: bool) -> Progress:
         """Give everybody its range, unless owners of this run have a newer round: where it is."""
-        told = self.standings()
-        rounds = [each.progress.round for each in told.values() if each.progress]
-        if resumes and max(rounds, default=-1) >= progress.round:
+        have = [each.progress.round for each in self.standings().values() if each.progress]
+        if resumes and max(have, default=-1) >= progress.round:
             with suppress(Ended):  # too much of it is lost: the checkpoint
                 return self.mend()
         while True:
@@ -149,11 +139,11 @@ class Owners:
             actor.cut.options(num_returns=1 + len(blueprints)).remote(self.attempt, blueprints)
             for actor in self.actors
         ]
-        self.wait({refs[0]: i for i, refs in enumerate(calls)})
-        return list(zip(*(refs[1:] for refs in calls), strict=True))
+        self.wait({done: i for i, (done, *_) in enumerate(calls)})
+        return list(zip(*(parts for _, *parts in calls), strict=True))
 
     def weights(self) -> list[Any]:
-        return [actor.weights.remote() for actor in self.actors]
+        return [actor.give.remote("weights") for actor in self.actors]
 
     def check(self, worker: int, pieces: list[Any]) -> list[Any]:
         """References to what each owner says of its piece of a result."""
@@ -167,46 +157,51 @@ class Owners:
         committed, the round is done again, and noted again.
         """
         calls = [a.prepare.options(num_returns=2).remote(there, progress) for a in self.actors]
-        self.wait({refs[0]: i for i, refs in enumerate(calls)})
+        self.wait({done: i for i, (done, _) in enumerate(calls)})
         if self.n > 1:
-            kept = {self._keep(i, progress.round, c[1]): i for i, c in enumerate(calls)}
-            self.wait(kept)
+            self._keep({i: state for i, (_, state) in enumerate(calls)}, progress.round)
         note()
         with suppress(Lost):  # whoever is left has it
-            self._settle(progress.round)
+            self._settle(progress.round, range(self.n))
             return
         self.mend()
 
-    def _keep(self, i: int, round: int, state: Any) -> Any:
-        return self.actors[(i + 1) % self.n].keep.remote(round, state)
+    def _keep(self, states: Mapping[int, Any], round: int) -> None:
+        """A copy of these owners' ranges to each one's successor."""
+        asked = {}
+        for i, state in states.items():
+            after = (i + 1) % self.n
+            asked[self.actors[after].keep.remote(round, state)] = after
+        self.wait(asked)
 
-    def _settle(self, round: int) -> None:
-        self.wait({actor.settle.remote(round): i for i, actor in enumerate(self.actors)})
+    def _settle(self, round: int, who: Iterable[int]) -> None:
+        self.wait({self.actors[i].settle.remote(round): i for i in who})
 
     def wait(self, asked: Mapping[Any, int]) -> dict[int, Any]:
-        """Owner -> its answer, once all have answered or are lost; then those are told."""
+        """Owner -> its answer, once all have answered."""
+        answers, lost = self._answers(asked)
+        if lost:
+            raise Lost(lost)
+        return answers
+
+    def _answers(self, asked: Mapping[Any, int]) -> tuple[dict[int, Any], dict[int, str]]:
+        """Owner -> its answer, and owner -> why there is none, if it is dead or silent."""
         open_, answers, lost = dict(asked), dict[int, Any](), dict[int, str]()
         while open_:
             for ref in ray.wait(list(open_), timeout=0.2)[0]:
-                i = open_.pop(ref)
-                try:
-                    answers[i] = ray.get(ref)
-                    self.pulse.answered[self.actors[i]] = time.monotonic()
-                except exceptions.RayError as error:
-                    cause = getattr(error, "cause", None)
-                    if isinstance(error, exceptions.RayTaskError) and not isinstance(
-                        cause, exceptions.RayError
-                    ):
-                        raise  # a bug
-                    lost[i] = type(error).__name__
+                i, (said, wrong) = open_.pop(ref), answer(ref)
+                if wrong == "bug":
+                    raise said
+                if wrong:
+                    lost[i] = type(said).__name__
+                else:
+                    answers[i], self.pulse.answered[self.actors[i]] = said, time.monotonic()
             for ref, i in list(open_.items()):
                 if self.is_silent(i):
                     lost[open_.pop(ref)] = f"silent for {self.cfg.ray.floor:g} s"
-        if lost:
-            for i, why in lost.items():
-                self.events.write("lost", f"owner {i}", why=why)
-            raise Lost(lost)
-        return answers
+        for i, why in lost.items():
+            self.events.write("lost", f"owner {i}", why=why)
+        return answers, lost
 
     def is_silent(self, i: int) -> bool:
         return self.pulse.silent(self.actors[i]) > max(self.cfg.ray.floor, 3 * BEAT)
@@ -218,12 +213,8 @@ class Owners:
 
     def standings(self) -> dict[int, Standing]:
         """What owners have; those that do not say are left out."""
-        told: dict[int, Standing] = {}
-        asked = {a.enter.remote(self._run, i, self.n): i for i, a in enumerate(self.actors)}
-        for ref, i in asked.items():
-            with suppress(Lost):
-                told |= self.wait({ref: i})
-        return told
+        calls = {a.enter.remote(self._run, i, self.n): i for i, a in enumerate(self.actors)}
+        return self._answers(calls)[0]
 
     def mend(self) -> Progress:
         """Bring all owners to one committed round, and lost ranges back from their copies."""
@@ -234,25 +225,23 @@ class Owners:
                 raise self._gone(sorted(set(range(self.n)) - set(told)), "are lost")
             # a round that one has committed was prepared and kept by all
             now = max(have, key=lambda progress: progress.round)
-            lost = [i for i in range(self.n) if not _has(told.get(i), now.round)]
+            there = [i for i, each in told.items() if each.has(now.round)]
+            lost = sorted(set(range(self.n)) - set(there))
             for i in lost:
                 after = (i + 1) % self.n
                 if after in lost or now.round not in told[after].copies:
                     raise self._gone(sorted({i, after}), "are lost together")
             try:
-                there = [i for i in range(self.n) if i not in lost]
-                self.wait({self.actors[i].settle.remote(now.round): i for i in there})
+                self._settle(now.round, there)
                 for i in lost:
-                    state = self.actors[(i + 1) % self.n].copy.remote()
+                    state = self.actors[(i + 1) % self.n].give.remote("copy")
                     found = told.get(i) or self._replace(i)
                     self.wait({self.actors[i].load.remote(now, state): i})
                     self.events.write("restored", f"owner {i}", round=now.round, pid=found.pid)
-                for i in range(self.n) if self.n > 1 else ():
-                    if i not in lost and now.round in told[i].copies:
-                        continue
+                without = [i for i in range(self.n) if i in lost or now.round not in told[i].copies]
+                for i in without if self.n > 1 else ():
                     before = (i - 1) % self.n
-                    state = self.actors[before].range.remote(prepared=False)
-                    self.wait({self._keep(before, now.round, state): i})
+                    self._keep({before: self.actors[before].give.remote("range")}, now.round)
                 return now
             except Lost:
                 time.sleep(self.pulse.every)
@@ -284,13 +273,3 @@ class Owners:
                 raise error.cause from None
 
         return write
-
-    def close(self) -> None:
-        for actor in self.actors:
-            self.pulse.drop(actor)
-
-
-def _has(told: Standing | None, round: int) -> bool:
-    """Whether an owner has the state after a round, committed or prepared."""
-    committed = told.progress.round if told and told.progress else None
-    return told is not None and round in (committed, told.prepared)

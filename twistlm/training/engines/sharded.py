@@ -1,16 +1,19 @@
-"""The sharded engine: every rank owns 1/S of the central model and trains a worker too.
+"""Torchrun's ranks: owners of the central model send subnets to workers, and take their results.
 
-The central buffer is cut into small ranges (`model/ranges.py`), and every rank owns as many. One
-exchange brings each worker its part of every owner's next range (down) or each owner all results
-for it (up). Bytes per link do not grow with S.
+With `sharded` every rank owns an equal part of the central model, in small ranges
+(`model/ranges.py`). One exchange brings each worker its part of every owner's next range (down) or
+each owner all results for it (up), so bytes per link do not grow with S. With `masked`, `true` and
+`hybrid` rank 0 owns the whole model as one range.
 
-A rank that dies takes its shard with it: the others stop, and the run resumes from its checkpoint.
+A rank that dies takes what it owns with it: the others stop, and the run resumes from its
+checkpoint.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +24,7 @@ from ...model.layout import Segments
 from ...model.ranges import Ranges, Split, state_of
 from ...transport import wire
 from ...transport.ranks import Cluster
-from ..aggregator import Result, aggregate_
+from ..aggregator import Result, Stats, aggregate_
 from ..assignments import Deal, Outcome
 from ..run import Progress, Run
 from .engine import Engine
@@ -31,18 +34,15 @@ PIECE = 1 << 20  # bytes to one peer at a time (docs/log.md)
 
 
 class Sharded(Engine):
-    """Rounds without a centre: every rank deals for itself, and all agree.
-
-    The central tensors of the central rank are a copy that `collect_` fills. A death ends the run.
-    """
-
-    is_whole = False
+    """Every rank deals for itself, so that only weights travel. A death ends the run."""
 
     def __init__(self, run: Run, start: Progress):
         super().__init__(run, start)
-        outer = run.cfg.train.nesterov() is not None
-        where = (run.central, run.cut.segments, run.cluster, run.rows)
-        self.shard = Shard(*where, outer, run.cut.dtype, run.cfg.run.wire)
+        cfg, cluster = run.cfg, run.cluster
+        n_owners = cluster.world_size if cfg.run.variant == "sharded" else 1
+        what = (run.rows, cfg.train.nesterov() is not None, run.cut.dtype, cfg.run.wire)
+        self.shard = Shard(run.central, run.cut.segments, cluster, *what, n_owners)
+        self.is_whole = n_owners == 1  # else the central rank has a copy that `collect_` fills
 
     def round(self, progress: Progress) -> Outcome:
         """The paper's round, with subnets from all owners and results to all owners."""
@@ -52,9 +52,11 @@ class Sharded(Engine):
         work = self.assign(progress)
         before = cluster.n_sent + cluster.n_received
         sent = self.shard.send_down(work.deal)
-        result = self.train(work, cluster.rank, sent)
-        stats = self.share(result.stats)
-        self.shard.send_up_(work.deal, sent, result.buffer, run.cfg.train.nesterov())
+        # none on a rank that only has the central model
+        results = [self.train(work, worker, sent) for worker in cluster.workers]
+        stats = self.share(sum((result.stats for result in results), Stats()))
+        trained = results[0].buffer if results else sent
+        self.shard.send_up_(work.deal, sent, trained, run.cfg.train.nesterov())
         return work.outcome(stats, cluster.n_sent + cluster.n_received - before)
 
     def collect_(self) -> None:
@@ -64,8 +66,8 @@ class Sharded(Engine):
 class Shard:
     """This rank's ranges of what the central rank created or restored; lives as long as the run.
 
-    Range i belongs to rank i % n: neighbours have different owners, so a worker's blocks, wherever
-    they lie, come from all ranks.
+    Range i belongs to rank i % n of n owners: neighbours have different owners, so a worker's
+    blocks, wherever they lie, come from all of them.
     """
 
     def __init__(
@@ -77,125 +79,133 @@ class Shard:
         outer: bool,
         dtype: torch.dtype,
         kind: Wire,
+        n_owners: int,
     ):
-        self.cluster, self.segments, self.rows, self.outer = cluster, segments, rows, outer
-        self.dtype, self.wire, n = dtype, kind, cluster.world_size
-        n_pieces = -(-segments.full.n_params * rows * dtype.itemsize // (PIECE * n))
-        self.ranges = Ranges(segments, n * max(1, n_pieces))
+        self.cluster, self.rows, self.n_owners = cluster, rows, n_owners
+        self.dtype, self.wire, self.state_rows = dtype, kind, rows + outer
+        n_pieces = -(-segments.full.n_params * rows * dtype.itemsize // (PIECE * n_owners))
+        self.ranges = Ranges(segments, n_owners * max(1, n_pieces) if n_owners > 1 else 1)
         self.centrals: dict[int, Central] = {}  # its own ranges, each a small central model
-        self.splits: list[Split] = []  # [worker]: its subnet of this round
-        whole = self.ranges.whole
+        self.splits: dict[int, Split] = {}  # rank -> the subnet of its worker in this round
+        if n_owners == 1:
+            self.centrals |= {} if central is None else {0: central}
+            return
 
-        def send(chunk: range) -> list[Tensor]:
-            if central is None:
-                return [cluster.nothing] * n
-            parts = [torch.cat([whole.get(row, i) for row in state_of(central)]) for i in chunk]
-            return [wire.encode("fp32", part) for part in parts]
+        def pack(i: int, _: int) -> Tensor:
+            assert central is not None
+            rows_of_i = [self.ranges.whole.get(row, i) for row in state_of(central)]
+            return wire.encode("fp32", torch.cat(rows_of_i))
 
-        def come(chunk: range) -> list[int]:
-            return [self._state_bytes(chunk[cluster.rank])] + [0] * (n - 1)
-
-        def take(chunk: range, payloads: list[Tensor]) -> None:
-            i = chunk[cluster.rank]
-            state = self._state(i, payloads[0]).clone()
+        def unpack(i: int, came: list[Tensor]) -> None:
+            state = self._state(i, came[0]).clone()
             velocity = state[rows] if outer else None
             self.centrals[i] = Central(self.ranges.small(i), state[:rows], velocity)
 
-        self._exchange(send, come, take)
+        self._exchange([0], "up", self._state_bytes, pack, unpack)
 
     def send_down(self, deal: Deal) -> Tensor:
         """What this rank's worker trains, [rows, n_subnet], range by range from all owners."""
-        rank = self.cluster.rank
-        self.splits = [self.ranges.split(index) for index in deal.indices]
-        mine, n = self.splits[rank], self.segments.layout_of(deal.blueprints[rank]).n_params
+        splits = map(self.ranges.split, deal.indices)
+        self.splits = dict(zip(self.cluster.ranks, splits, strict=True))
+        mine = self.splits.get(self.cluster.rank)
+        n = sum(mine.size(i) for i in range(self.ranges.n)) if mine else 0
         buffer = torch.empty(self.rows, n, dtype=self.dtype, device=self.cluster.device)
 
-        def send(chunk: range) -> list[Tensor]:
-            i = chunk[rank]
-            indices = [split.inside(i) for split in self.splits]
-            return [wire.down(self.wire, gathered(self.centrals[i], index)) for index in indices]
+        def n_bytes(i: int, rank: int) -> int:
+            return wire.down_bytes(self.wire, self._shape(i, rank), self.dtype)
 
-        def come(chunk: range) -> list[int]:
-            return [wire.down_bytes(self.wire, self._shape(mine, i), self.dtype) for i in chunk]
+        def pack(i: int, rank: int) -> Tensor:
+            return wire.down(self.wire, gathered(self.centrals[i], self.splits[rank].inside(i)))
 
-        def take(chunk: range, payloads: list[Tensor]) -> None:
-            for i, payload in zip(chunk, payloads, strict=True):
-                part = wire.read_down(self.wire, payload, self._shape(mine, i), self.dtype)
-                mine.set_(buffer, i, part)
+        def unpack(i: int, came: list[Tensor]) -> None:
+            assert mine is not None
+            shape = (self.rows, mine.size(i))
+            mine.set_(buffer, i, wire.read_down(self.wire, came[0], shape, self.dtype))
 
-        self._exchange(send, come, take)
+        self._exchange([*self.splits], "down", n_bytes, pack, unpack)
         return buffer
 
     def send_up_(
         self, deal: Deal, sent: Tensor, trained: Tensor, outer: tuple[float, float] | None
     ) -> None:
         """This rank's result to all owners, all results into its own ranges, in worker order."""
-        rank, mine = self.cluster.rank, self.splits[self.cluster.rank]
         exact = self.wire == "fp32"  # values come up, not changes: what went down is not needed
 
-        def send(chunk: range) -> list[Tensor]:
-            came = [sent[0] if exact else mine.get(sent[:1], i)[0] for i in chunk]
-            parts = [mine.get(trained, i) for i in chunk]
-            return [wire.up(self.wire, *pair) for pair in zip(parts, came, strict=True)]
+        def n_bytes(i: int, rank: int) -> int:
+            return wire.up_bytes(self.wire, self._shape(i, rank), self.dtype)
 
-        def come(chunk: range) -> list[int]:
-            shapes = [self._shape(split, chunk[rank]) for split in self.splits]
-            return [wire.up_bytes(self.wire, shape, self.dtype) for shape in shapes]
+        def pack(i: int, rank: int) -> Tensor:
+            mine = self.splits[rank]
+            came = sent[0] if exact else mine.get(sent[:1], i)[0]
+            return wire.up(self.wire, mine.get(trained, i), came)
 
-        def take(chunk: range, payloads: list[Tensor]) -> None:
-            i, central, results = chunk[rank], self.centrals[chunk[rank]], []
-            for worker, (payload, split) in enumerate(zip(payloads, self.splits, strict=True)):
-                index = split.inside(i)
+        def unpack(i: int, came: list[Tensor]) -> None:
+            central, results = self.centrals[i], []
+            for worker, (rank, payload) in enumerate(zip(self.splits, came, strict=True)):
+                index = self.splits[rank].inside(i)
                 went = central.weights if exact else gathered(central, index, 1)[0]
-                buffer = wire.read_up(self.wire, payload, self._shape(split, i), went)
+                buffer = wire.read_up(self.wire, payload, self._shape(i, rank), went)
                 results.append(Result(worker, buffer, index))
             aggregate_(central, results, deal.holders, outer)
 
-        self._exchange(send, come, take)
+        self._exchange([*self.splits], "up", n_bytes, pack, unpack)
 
     def collect_(self, central: Central | None) -> None:
         """Bring all shards to the central rank's copy of the model: to evaluate and to save it."""
-        rank, n, whole = self.cluster.rank, self.cluster.world_size, self.ranges.whole
 
-        def send(chunk: range) -> list[Tensor]:
-            state = torch.cat(state_of(self.centrals[chunk[rank]]))
-            return [wire.encode("fp32", state)] + [self.cluster.nothing] * (n - 1)
+        def unpack(i: int, came: list[Tensor]) -> None:
+            assert central is not None
+            parts = self._state(i, came[0]).split(self.rows)
+            for row, part in zip(state_of(central), parts, strict=True):
+                self.ranges.whole.set_(row, i, part)
 
-        def come(chunk: range) -> list[int]:
-            return [0] * n if central is None else [self._state_bytes(i) for i in chunk]
+        def pack(i: int, _: int) -> Tensor:
+            return wire.encode("fp32", torch.cat(state_of(self.centrals[i])))
 
-        def take(chunk: range, payloads: list[Tensor]) -> None:
-            if central is not None:
-                for i, payload in zip(chunk, payloads, strict=True):
-                    parts = self._state(i, payload).split(self.rows)
-                    for row, part in zip(state_of(central), parts, strict=True):
-                        whole.set_(row, i, part)
-
-        self._exchange(send, come, take)
+        if self.n_owners > 1:
+            self._exchange([0], "down", self._state_bytes, pack, unpack)
 
     def _exchange(
         self,
-        send: Callable[[range], list[Tensor]],  # to every rank
-        come: Callable[[range], list[int]],  # bytes from every rank
-        take: Callable[[range, list[Tensor]], None],
+        peers: list[int],  # ranks that every owner sends to (down), or that send to it (up)
+        way: Literal["down", "up"],
+        n_bytes: Callable[[int, int], int],  # of range i, between its owner and a peer
+        pack: Callable[[int, int], Tensor],
+        unpack: Callable[[int, list[Tensor]], None],  # what came for range i, in the peers' order
     ) -> None:
         """A range of every owner at a time, some on their way while others are packed and taken."""
-        n = self.cluster.world_size
+        cluster, n = self.cluster, self.n_owners
+
+        def begin(chunk: range) -> Callable[[], list[Tensor]]:
+            parts, sizes = [cluster.nothing] * cluster.world_size, [0] * cluster.world_size
+            for i in chunk:
+                for peer in peers:
+                    source, target = (i % n, peer) if way == "down" else (peer, i % n)
+                    if source == cluster.rank:
+                        parts[target] = pack(i, peer)
+                    if target == cluster.rank:
+                        sizes[source] = n_bytes(i, peer)
+            return cluster.exchange(parts, sizes)
+
         chunks = [range(i, i + n) for i in range(0, self.ranges.n, n)]
         under_way: deque[Callable[[], list[Tensor]]] = deque()
         for c, chunk in enumerate(chunks):
-            for later in chunks[c + len(under_way) : c + AHEAD]:
-                under_way.append(self.cluster.exchange(send(later), come(later)))
-            take(chunk, under_way.popleft()())
+            under_way.extend(map(begin, chunks[c + len(under_way) : c + AHEAD]))
+            came = under_way.popleft()()
+            for i in chunk:
+                if way == "down" and cluster.rank in peers:
+                    unpack(i, [came[i % n]])
+                elif way == "up" and cluster.rank == i % n:
+                    unpack(i, [came[peer] for peer in peers])
 
-    def _shape(self, split: Split, i: int) -> tuple[int, int]:
-        return self.rows, split.size(i)
+    def _shape(self, i: int, rank: int) -> tuple[int, int]:
+        """Of the part of a worker's subnet that is in range i."""
+        return self.rows, self.splits[rank].size(i)
 
-    def _state_bytes(self, i: int) -> int:
+    def _state_bytes(self, i: int, _: int) -> int:
         """Of a whole range: weights, moments, outer momentum."""
-        n = (self.rows + self.outer) * self.ranges.whole.size(i)
-        return wire.n_bytes("fp32", n, self.dtype)
+        return wire.n_bytes("fp32", self.state_rows * self.ranges.whole.size(i), self.dtype)
 
     def _state(self, i: int, payload: Tensor) -> Tensor:
-        shape = (self.rows + self.outer, self.ranges.whole.size(i))
+        shape = (self.state_rows, self.ranges.whole.size(i))
         return wire.decode("fp32", payload, shape, self.dtype)
