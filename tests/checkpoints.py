@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -34,6 +36,13 @@ def distance(a: Path, b: Path, files: tuple[str, ...] = FILES) -> float:
         assert all(t.dtype == torch.float64 for t in left.values())
         worst = max(worst, *(float((left[k] - right[k]).abs().max()) for k in left))
     return worst
+
+
+def metrics(run: Path) -> list[dict]:
+    """The lines of a run's metrics, so far; NaN is no JSON."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
 def joined(path: Path, stem: str) -> dict[str, torch.Tensor]:

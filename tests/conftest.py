@@ -121,22 +121,10 @@ def write_words(name: str, names: list[str], n: int) -> None:
     prepare([f"{name}.txt"], name, word_level(names), quiet=True)
 
 
-def numbered_tokens(stem: Path, n: int, seq_len: int = 16) -> str:
-    """A token file in which the first id of a sequence is its number, and the others anything."""
-    return _numbered(stem, np.random.default_rng(0).integers(0, n, (n, seq_len)))
-
-
 def numbered_walk(stem: Path, n: int, seq_len: int = 16) -> str:
     """As `make_tokens`: the first id of a sequence is its number, and from there a noisy walk."""
     steps = np.random.default_rng(0).choice([1, 2, 3, 11], (n, seq_len))
     steps[:, 0] = np.arange(n)
-    return _numbered(stem, steps.cumsum(axis=1) % n)
-
-
-def _numbered(stem: Path, tokens: np.ndarray) -> str:
-    n, seq_len = tokens.shape
-    tokens = tokens.astype("<u2")
-    tokens[:, 0] = np.arange(n)
-    tokens.tofile(f"{stem}.bin")
+    (steps.cumsum(axis=1) % n).astype("<u2").tofile(f"{stem}.bin")
     write_meta(stem, TokenMeta(n * seq_len, 1, n, n - 1, "uint16", "none", None, ["numbers"]))
     return str(stem)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -95,6 +95,15 @@ def shared_head(folder: Path):
         if not list(folder.glob("ray-user-*")):
             os.kill(json.loads(note.read_text())["pid"], signal.SIGTERM)
         lock.close()
+
+
+def signal_host(host, number: int) -> None:
+    """To every process of a network namespace, as if the machine was meant."""
+    name = host.prefix[-1]
+    done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    for pid in map(int, done.stdout.split()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def drive(table: dict, resume: bool, keep: bool, kill: dict | None = None) -> None:

@@ -19,15 +19,16 @@ from pathlib import Path
 
 import pytest
 import ranks
-from checkpoints import same
+from checkpoints import metrics, same
 from commands import children, toml
-from conftest import make_tokens, numbered_tokens, numbered_walk, tiny_table
+from conftest import make_tokens, numbered_walk, tiny_table
 from processes import (
     Scene,
     environment,
     read_events,
     replay,
     same_bits,
+    signal_host,
     start_head,
     start_node,
     wait_for_head,
@@ -265,58 +266,6 @@ def audit(here: Scene, tokens: str, n_workers: int) -> None:
     assert trained == Counter(batches.rows_at(done).tolist())
 
 
-def test_every_sequence_exactly_once_though_drivers_die(scene, tmp_path):
-    """Row 14: 200 random faults; workers killed, stopped and lying, and the driver killed."""
-    n_faults, n_sequences = 200, 40
-    tokens = numbered_tokens(tmp_path / "numbered", n_sequences)
-    size = {"vocab_size": n_sequences, "n_positions": 16, "n_embd": 16, "n_head": 4, "n_layer": 2}
-    here = scene(
-        train=TRAIN | {"rounds": 1_000_000},
-        ray={"floor": 2.0, "wait": 1.0},
-        run={"save_every": 5},
-        data={"train": tokens, "valid": tokens},
-        model={"config": size},
-    )
-    rng, done = random.Random(0), Counter()
-    lies = ("nan", "huge")  # two: a third would bar the only machine
-    here.suffers(
-        *({"place": i, "round": 20 + 50 * i, "at": "send", "do": do} for i, do in enumerate(lies))
-    )
-    driver, until = here.start(), time.monotonic() + 1500
-    while done.total() < n_faults:
-        assert time.monotonic() < until, here.text[-2000:]
-        time.sleep(rng.uniform(0.3, 1.5))
-        joined, fault = here.events("joined"), rng.random()
-        if not joined:
-            continue
-        if fault < 0.04:
-            driver.kill()
-            driver.join()
-            driver = here.start(resume=True)
-            done["driver"] += 1
-            continue
-        assert driver.exitcode is None, here.text[-2000:]
-        victim = int(rng.choice(joined[-4:])["worker"].rpartition("-")[2])
-        with suppress(ProcessLookupError):
-            if fault < 0.3:
-                os.kill(victim, signal.SIGKILL)
-                done["killed"] += 1
-            else:
-                os.kill(victim, signal.SIGSTOP)
-                time.sleep(rng.uniform(0, 3))
-                os.kill(victim, signal.SIGCONT)
-                done["stopped"] += 1
-    here.until(lambda: here.events("round")[-1]["time"] > time.time() - 1)
-    os.kill(driver.pid, signal.SIGTERM)
-    driver.join(60)
-    assert driver.exitcode == 128 + signal.SIGTERM, here.text[-2000:]
-    audit(here, tokens, 3)
-    rows = here.events("round")
-    n_lost = sum(len(event["lost"]) for event in rows)
-    print(f"{dict(done)}, {n_lost} results lost in {len(rows)} rounds")
-    assert min(done["killed"], done["driver"], n_lost) >= 5
-
-
 def raylets_of(node: subprocess.Popen) -> list[int]:
     """The raylet of a `twistlm node`, while it has one."""
     found = []
@@ -416,8 +365,8 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
         calm = here.config(tmp_path / "calm", run={"variant": "local"}, train={"rounds": len(rows)})
         rounds.train(calm, quiet=True)
         losses, reference = (
-            {row["round"]: row["loss"] for row in map(json.loads, out.read_text().splitlines())}
-            for out in (here.out / "metrics.jsonl", tmp_path / "calm" / "metrics.jsonl")
+            {row["round"]: row["loss"] for row in metrics(out)}
+            for out in (here.out, tmp_path / "calm")
         )
         for first, last in ((n_faulty - 200, n_faulty), (len(rows) - 200, len(rows))):
             same_rounds = [r for r in range(first, last) if r in losses]
@@ -472,28 +421,29 @@ def test_soak(scene, tmp_path):
                 actors.setdefault(pid, []).append(resident(pid))
         time.sleep(1.0)
     assert driver.exitcode == 0, here.text
-    tenth = max(1, len(samples) // 10)
 
-    def growth(values: list[int]) -> float:
+    def ends(values) -> list[float]:
+        """The medians of the first and of the last tenth."""
         part = max(1, len(values) // 10)
-        return statistics.median(values[-part:]) / statistics.median(values[:part]) - 1
+        return [statistics.median(values[:part]), statistics.median(values[-part:])]
 
-    middle = [statistics.median(s[1] for s in part) for part in (samples[:tenth], samples[-tenth:])]
+    def growth(values) -> float:
+        first, last = ends(values)
+        return last / first - 1
+
+    memory, n_files, of_head = zip(*samples, strict=True)
     rounds.train(here.config(tmp_path / "local", run={"variant": "local"}), quiet=True)
-    losses, calm = (
-        [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for out in (here.out, tmp_path / "local")
-    )
+    losses, calm = ([row["loss"] for row in metrics(out)] for out in (here.out, tmp_path / "local"))
     # places wait for their next worker while rounds go on: compared where as much data is trained
     n_results = [len(row["places"]) - len(row["lost"]) for row in here.events("round")]
     first, last = sum(n_results[:-200]) // 3, sum(n_results) // 3
     tail = [statistics.fmean(row) for row in (losses[-200:], calm[first:last])]
     long = {pid: growth(values) for pid, values in actors.items() if len(values) > 60}
-    grown, kept = growth([s[0] for s in samples]), [f"{long[pid]:.2%}" for pid in owners]
+    grown, kept = growth(memory), [f"{long[pid]:.2%}" for pid in owners]
+    middle, more = ends(n_files), of_head[-1] - of_head[0]
     print(f"lost {len(here.events('lost'))}, driver {grown:.2%}, owners {kept}, fds {middle}")
     print(f"workers and owners {long}, loss {tail[0]:.4f}, of a calm run {tail[1]:.4f}")
-    more = samples[-1][2] - samples[0][2]
-    print(f"the head's memory: {samples[0][2]:,} bytes and {more:,} more")
+    print(f"the head's memory: {of_head[0]:,} bytes and {more:,} more")
     assert more < 10e6  # 15 MB in 586 rounds while it kept every call
     assert grown < 0.02
     assert all(each < 0.02 for each in long.values())
@@ -536,11 +486,7 @@ class Hosts:
 
     def signal(self, i: int, number: int) -> None:
         """To every process of a host, as if the machine was meant."""
-        name = self.hosts[i].prefix[-1]
-        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-        for pid in map(int, done.stdout.split()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        signal_host(self.hosts[i], number)
 
     def link(self, i: int, state: str) -> None:
         subprocess.run(["ip", "link", "set", self.hosts[i].prefix[-1], state], check=True)

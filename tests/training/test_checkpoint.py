@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from checkpoints import CPU, FILES, damages, random_central, random_progress, same
+from checkpoints import CPU, FILES, damages, metrics, random_central, random_progress, same
 from commands import in_process, toml
 from conftest import THREADS, VOCAB, make_tokens, tiny, tiny_table
 from safetensors.torch import load_file, save_file
@@ -343,11 +343,6 @@ def test_killed_while_writing(tmp_path, cfg, model, n):
         n_broken += len(list(folder.glob(".draft-*")))
     assert n_broken > 0, "no kill fell into a write"
     assert len(list(folder.glob(".draft-*"))) <= 1
-
-
-def metrics(out: Path) -> list[dict]:
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
 def test_metrics_are_replaced_whole_and_a_full_disk_takes_no_line(tmp_path):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
-from checkpoints import FILES, FLOAT64_TRAIN, distance, same
+from checkpoints import FILES, FLOAT64_TRAIN, distance, metrics, same
 from commands import toml, torchrun
 from conftest import make_tokens, tiny, tiny_table
 from tokenizers import Tokenizer
@@ -170,7 +169,7 @@ def test_masked_equals_physical(cached, tmp_path):
     reference, config, tokens = cached
     cfg = tiny(tokens, tmp_path / "run", **config, run={"seat": "masked"})
     assert distance(reference, rounds.train(cfg, quiet=True)) < 1e-10
-    row = json.loads((reference.parents[1] / "metrics.jsonl").read_text().splitlines()[0])
+    row = metrics(reference.parents[1])[0]
     assert row["bytes_teacher"] == 3 * 3 * 2 * 15 * 8 * 4  # workers, steps, batch, predictions
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
 import pytest
 import torch
-from checkpoints import joined, same
+from checkpoints import joined, metrics, same
+from conftest import tiny
 from processes import same_bits
 from test_ray import TRAIN, same_as_local
 from transformers import AutoModelForCausalLM
@@ -19,15 +19,22 @@ from twistlm.training.engines import owners
 
 
 def test_any_number_of_owners_is_the_local_run_bit_for_bit(scene, tmp_path, monkeypatch):
-    """One process, then four owners, then one again; evaluations, too, which a worker makes."""
+    """With all that a round can have: one process, then four owners, then one again; evaluations,
+    too, which a worker makes."""
     monkeypatch.setattr(owners, "PART", 1000)  # several for each owner
+    blocks = {"deal": "balanced", "k_attn": [2, 3], "masks": "sequence", "nested": 0.5}
+    blocks |= {"mask_attn": [1, 2], "mask_ffn": [2, 3], "mask_depth": [0, 1]}
     train = TRAIN | {"schedule": "constant", "scale": "measured", "rounds": 2}
     run = {"eval_every": 2, "wire": "bf16", "keep": 9}
-    here = scene(train=train, run=run, blocks={"deal": "balanced", "k_attn": [2, 3]})
+    here = scene(train=train, run=run, blocks=blocks)
+    taught = rounds.train(tiny(here.tokens, tmp_path / "teacher"), quiet=True)
+    here.sections["train"]["teacher"] = str(taught)
     first = here.config(here.out, run={"variant": "local"})
     rounds.train(first, quiet=True)
     here.sections["train"]["rounds"], here.sections["ray"]["owners"] = 4, 4
     here.train(resume=True)
+    here.train(resume=True)  # a finished run: nothing is left to do
+    assert [row["places"] for row in here.events("round")] == [[0, 1, 2]] * 2
     files = {path.name for path in here.last().glob("model*")}
     assert files >= {"model-00001-of-00004.safetensors", "model.safetensors.index.json"}
     model = AutoModelForCausalLM.from_pretrained(here.last())
@@ -39,10 +46,7 @@ def test_any_number_of_owners_is_the_local_run_bit_for_bit(scene, tmp_path, monk
     for r in (1, 2, 3, 4):
         same(straight.parent / f"round-{r:06d}", resumed.parent / f"round-{r:06d}")
     same(straight, resumed)
-    ours, theirs = (
-        [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for out in (here.out, tmp_path / "straight")
-    )
+    ours, theirs = metrics(here.out), metrics(tmp_path / "straight")
     for key in ("loss", "eval"):
         assert [row.get(key) for row in ours] == [row.get(key) for row in theirs]
     assert ours[1]["eval"]["full"] > 1
@@ -87,11 +91,14 @@ def test_a_frozen_owner_is_replaced_and_workers_lost_beside_it(scene):
     here = scene(train=TRAIN | {"rounds": 5}, ray={"owners": 2, "floor": 4.0})
     here.suffers(
         {"owner": 1, "round": 1, "at": "prepare", "do": "SIGSTOP"},
+        {"owner": 0, "round": 4, "at": "keep", "do": "SIGSTOP"},
         {"place": 0, "round": 2, "at": "send", "do": "SIGKILL"},
         {"place": 2, "round": 3, "at": "send", "do": "nan"},
     )
     here.train()
-    assert [row["why"] for row in here.events("lost", worker="owner 1")] == ["silent for 4 s"] * 2
+    for i in range(2):  # in the round, and when all are asked where they stand
+        lost = here.events("lost", worker=f"owner {i}")
+        assert [row["why"] for row in lost] == ["silent for 4 s"] * 2
     assert [row["lost"] for row in here.events("round")][:4] == [[], [], [0], [2]]
     assert same_bits(here.replay(), here.last())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import same
-from conftest import make_tokens, tiny
+from conftest import tiny
 from processes import Scene, same_bits
 
 from twistlm.data.token_file import open_tokens
@@ -37,24 +37,6 @@ def pids(here: Scene) -> dict[int, list[int]]:
     for row in here.events("joined"):
         found.setdefault(row["place"], []).append(int(row["worker"].rpartition("-")[2]))
     return found
-
-
-def test_ray_is_the_local_run_bit_for_bit(scene, tmp_path):
-    """With all that a round can have; then the second half in one process."""
-    teacher = rounds.train(tiny(make_tokens(tmp_path / "t"), tmp_path / "teacher"), quiet=True)
-    masks = {"masks": "sequence", "mask_attn": [1, 2], "mask_ffn": [2, 3]}
-    masks |= {"mask_depth": [0, 1], "nested": 0.5}
-    train = {"scale": "measured", "rounds": 4, "schedule": "constant", "teacher": str(teacher)}
-    here = scene(train=TRAIN | train, blocks={"deal": "balanced", "k_attn": [2, 3]} | masks)
-    here.train()
-    same_as_local(here, tmp_path / "local")
-    assert [row["places"] for row in here.events("round")] == [[0, 1, 2]] * 4
-    here.train(resume=True)  # a finished run: nothing is left to do
-    assert len(here.events("round")) == 4
-    more = {"train": {"rounds": 6}, "run": {"variant": "local"}}
-    straight = rounds.train(here.config(tmp_path / "straight", **more), quiet=True)
-    resumed = rounds.train(here.config(here.out, **more), resume=True, quiet=True)
-    same(straight, resumed)
 
 
 def test_a_driver_that_is_killed_or_crashes_finds_its_workers_again(scene, tmp_path, monkeypatch):

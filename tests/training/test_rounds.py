@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from contextlib import closing
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import metrics
 from conftest import make_tokens, tiny
 from transformers import AutoModelForCausalLM
 
@@ -357,8 +357,7 @@ def test_every_round_is_told_and_logged(tmp_path, tokens, monkeypatch):
     wandb = SimpleNamespace(run=run, init=lambda **about: logged.append(about) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     rounds.train(tiny(tokens, tmp_path / "run"), quiet=True, on_round=told.append)
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert told == list(map(json.loads, lines))
+    assert told == metrics(tmp_path / "run")
     assert [(row["round"], row["n_rounds"]) for row in told] == [(i, 4) for i in (1, 2, 3, 4)]
     assert [(row["round"], row["train/loss"]) for row in logged] == [
         (row["round"], row["loss"]) for row in told

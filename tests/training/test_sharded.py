@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from checkpoints import same
+from checkpoints import metrics, same
 from conftest import make_tokens, tiny, tiny_table
 
 from twistlm import config
@@ -54,13 +53,8 @@ def start(tokens: str, out: Path, n_rounds: int, **sections: dict) -> list[BaseP
     return started
 
 
-def lines(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def until_it_trains(run: Path, n_rounds: int) -> None:
-    made = (run / "metrics.jsonl").is_file
-    ranks.wait_for(lambda: made() and len(lines(run)) >= n_rounds, 240)
+    ranks.wait_for(lambda: len(metrics(run)) >= n_rounds, 240)
 
 
 def by_formula(rows: list[dict]) -> None:
@@ -96,7 +90,7 @@ def test_sharded_is_bitwise_local(runs):
     for r in (1, 4):
         same(*(folder / name / f"checkpoints/round-00000{r}" for name in ("local", "sharded")))
     same(*(folder / name / "checkpoints/round-000004" for name in ("local", "one tile")))
-    ours, reference = lines(folder / "sharded"), lines(folder / "local")
+    ours, reference = metrics(folder / "sharded"), metrics(folder / "local")
     assert [row["loss"] for row in ours] == [row["loss"] for row in reference]
     assert [row.get("eval") for row in ours] == [row.get("eval") for row in reference]
     assert ours[1]["eval"]
@@ -123,11 +117,11 @@ def test_a_sharded_run_resumes_as_local_and_the_other_way_round(runs, tmp_path):
 def test_a_narrow_wire_changes_little_and_local_rounds_alike(runs, wire):
     """Bit for bit with bf16; groups of 8-bit values end with a tile, so these differ a little."""
     folder, _ = runs
-    ours, exact = lines(folder / wire), lines(folder / "local")
+    ours, exact = metrics(folder / wire), metrics(folder / "local")
     assert ours[-1]["loss"] != exact[-1]["loss"]
     if wire == "bf16":
         same(*(folder / name / "checkpoints/round-000004" for name in (wire, f"{wire}-local")))
-    for mine, other in zip(ours, lines(folder / f"{wire}-local"), strict=True):
+    for mine, other in zip(ours, metrics(folder / f"{wire}-local"), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=0.003)
     for mine, reference in zip(ours, exact, strict=True):
         assert mine["loss"] == pytest.approx(reference["loss"], rel=0.01)
@@ -146,7 +140,7 @@ def test_a_death_ends_the_run_with_a_sentence_and_resume_is_bitwise(runs, tmp_pa
         assert started[rank].exitcode == 2, ranks.said(tmp_path, rank)
         assert re.search(r"(another )?rank .*of this run is gone", ranks.said(tmp_path, rank))
         assert "--resume" in ranks.said(tmp_path, rank)
-    done = len(lines(tmp_path / "run"))
+    done = len(metrics(tmp_path / "run"))
     rest = constant | {"rounds": done + 2}
     shorter = sharded_table(tokens, tmp_path / "run", train=rest, run=few)
     job = {"table": shorter, "piece": PIECE, "resume": True}
@@ -169,7 +163,7 @@ def test_a_stopped_rank_is_named_in_time(runs, tmp_path):
         for rank in started:
             os.kill(rank.pid, number)
         time.sleep(4 if number == signal.SIGSTOP else 1)
-    until_it_trains(tmp_path / "run", len(lines(tmp_path / "run")) + 1)
+    until_it_trains(tmp_path / "run", len(metrics(tmp_path / "run")) + 1)
     os.kill(started[1].pid, signal.SIGSTOP)
     began = time.monotonic()
     for rank in (0, 2):
@@ -211,7 +205,7 @@ def test_ranks_end_with_their_launcher(runs, tmp_path):
     ended = lambda rank: "stopped by SIGTERM" in ranks.said(tmp_path, rank)  # noqa: E731
     ranks.wait_for(lambda: all(map(ended, range(3))), 20, lambda: ranks.said(tmp_path, 0))
     (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
-    assert saved.name == f"round-{len(lines(tmp_path / 'run')):06d}"
+    assert saved.name == f"round-{len(metrics(tmp_path / 'run')):06d}"
 
 
 def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):
@@ -224,5 +218,5 @@ def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):
         rank.join(120)
         assert rank.exitcode == 128 + signal.SIGTERM
     (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
-    assert saved.name == f"round-{len(lines(tmp_path / 'run')):06d}"
+    assert saved.name == f"round-{len(metrics(tmp_path / 'run')):06d}"
     assert "stopped by SIGTERM after round" in ranks.said(tmp_path, 0)

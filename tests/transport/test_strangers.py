@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from commands import check_refusal, toml
 from conftest import make_tokens, tiny_table
-from processes import environment
+from processes import environment, signal_host
 from ranks import wait_for
 
 from twistlm.lab.bench import comm
@@ -87,11 +85,7 @@ class Scene:
 
     def close(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            name = self.host.prefix[-1]
-            done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-            for pid in done.stdout.split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), number)
+            signal_host(self.host, number)
             for process in self.started:
                 process.wait(SLOW)
 

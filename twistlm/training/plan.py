@@ -163,12 +163,8 @@ def make(
 
 def memory(cfg: Config, model: PreTrainedModel, device: str = "cuda") -> tuple[int, int]:
     """Bytes of a worker, and of a process with the central model that plays all workers."""
-    block_map, shapes, t = (
-        families.partition(model, cfg.blocks),
-        huggingface.shapes(model),
-        cfg.train,
-    )
-    n_full = count(block_map, shapes, block_map.full_widths())
+    t, block_map = cfg.train, families.partition(model, cfg.blocks)
+    n_full = count(block_map, huggingface.shapes(model), block_map.full_widths())
     n_teacher, _ = _teacher(cfg, model, n_full)
     worker = worker_bytes(cfg, model, _subnets(cfg, block_map), n_teacher, device)
     # the central buffer, the sums that workers' results are added up in, the outer momentum
@@ -194,13 +190,10 @@ def worker_bytes(
 
 def _holding(cfg: Config, model: PreTrainedModel) -> dict[str, int]:
     """Bytes of a worker without a teacher, by what it holds."""
-    shared = cfg.blocks
-    bare, found = replace(shared, shared_first=0, shared_last=0), {}
-    for name, blocks, part in (
-        ("all blocks", shared, 1),
-        ("half of the blocks", shared, 2),
-        ("half, no shared layers", bare, 2),
-    ):
+    shared, found = cfg.blocks, {}
+    ways = {"all blocks": (shared, 1), "half of the blocks": (shared, 2)}
+    ways["half, no shared layers"] = replace(shared, shared_first=0, shared_last=0), 2
+    for name, (blocks, part) in ways.items():
         groups = families.partition(model, blocks).groups
         widths = {g.name: max(g.least, g.n_blocks // part) for g in groups}
         found[name] = worker_bytes(replace(cfg, blocks=blocks), model, [widths], 0)
@@ -217,13 +210,10 @@ def largest_k(cfg: Config, model: PreTrainedModel, taught: bool, n_bytes: int) -
     n_blocks = {kind: n for kind in KINDS if (n := block_map.n_blocks(kind))}
     shares = {Fraction(k, n) for n in n_blocks.values() for k in range(1, n + 1)}
     for share in sorted(shares, reverse=True):
-        ks = {
-            kind: max(1, len(cfg.blocks.common(kind)), int(share * n))
-            for kind, n in n_blocks.items()
-        }
+        least = {kind: max(1, len(cfg.blocks.common(kind))) for kind in n_blocks}
+        ks = {kind: max(least[kind], int(share * n)) for kind, n in n_blocks.items()}
         widths = {group.name: ks[group.kind] for group in block_map.groups}
-        takes = worker_bytes(cfg, model, [widths], n_teacher)
-        if takes <= n_bytes:
+        if (takes := worker_bytes(cfg, model, [widths], n_teacher)) <= n_bytes:
             return ks
     raise ValueError(
         f"a worker has {decimal(n_bytes)} of memory, and the smallest one of this run takes "

@@ -179,13 +179,9 @@ def scored_sequences(tokens: TokenFile, seq_len: int) -> Tensor:
 
 def _find(folder: Path, cfg: Config) -> Checkpoint | None:
     """The newest valid checkpoint to go on from, refusing one of another run."""
-    found, broken = checkpoint.newest(folder)
-    for sentence in broken:
-        console.print(f"skipped: {sentence}", style="yellow")
-    if found is None:
-        if broken:
-            raise ValueError(f"no checkpoint in {folder} is valid: {broken[0]}")
+    if not checkpoint.numbered(folder):
         return None
+    found = checkpoint.open_(folder.parent)
     for name, (was, now) in _changes(found, cfg).items():
         outer_appears = name == "train.outer" and "none" in (was, now)
         if name in REFUSED or name.split(".")[0] in REFUSED or outer_appears:

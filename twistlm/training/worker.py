@@ -129,13 +129,8 @@ class LocalTrainer:
 
     def step(self, ids: Tensor, lr: float, teacher_topk: Tensor | None = None) -> None:
         """One local step, with what a teacher's cache holds for it; nothing is read back."""
-        if self.full is not None:
-            self.backward(ids, teacher_topk=teacher_topk)
-            self.apply(lr)
-            return
-        self._place(ids, 1.0, teacher_topk)
-        self.optimizer.set_(lr)
-        self._both()
+        self.backward(ids, teacher_topk=teacher_topk)
+        self.apply(lr)
 
     def backward(self, ids: Tensor, share: float = 1.0, teacher_topk: Tensor | None = None) -> None:
         """Set the gradient to that of `share` times the loss, and add the loss to `losses`."""
@@ -170,7 +165,6 @@ class LocalTrainer:
             if n_rows < self.n_rows:
                 self.gates = [each.repeat(self.cfg.accumulate, 1, 1) for each in self.gates]
             self._backward = graphs.Replayed(self._differentiate, self.device, self.fast)
-            self._both = graphs.Replayed(self._whole_step, self.device, self.fast)
         # the gates of this step; where no more come, the last ones stay
         if (values := next(self._coming, None)) is not None:
             torch._foreach_copy_(self.gates, values)
@@ -188,10 +182,6 @@ class LocalTrainer:
                 own = self.subnet.gate_tensors(len(ids))
                 torch._foreach_copy_(own, [each[at] for each in self.gates])
             self.losses += self.gradient(ids, self.share / n, topk, add=i > 0) / n
-
-    def _whole_step(self) -> None:
-        self._differentiate()
-        self.optimizer.step_()
 
 
 class TrainerPool:

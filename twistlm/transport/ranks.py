@@ -45,10 +45,8 @@ def place_workers(
             f"there {'is' if world_size == 1 else 'are'} {world_size}: start it with torchrun "
             f"--nproc-per-node {need} -m twistlm train ..."
         )
-    first: TrainerKind = "central" if variant == "hybrid" else "physical"
-    others: TrainerKind = "physical"
-    if variant == "masked":
-        first = others = "masked"
+    others: TrainerKind = "masked" if variant == "masked" else "physical"
+    first: TrainerKind = "central" if variant == "hybrid" else others
     return tuple(range(need - n_workers, need)), (first,) + (others,) * (n_workers - 1)
 
 
@@ -120,21 +118,21 @@ class Heartbeat:
             silent = [
                 rank
                 for rank, (beats, at) in self.seen.items()
-                # a store that is silent itself says nothing of the others
                 if rank != self.rank and beats < LAST and self.answered - at > self.silence
             ]
-            late = [f"rank {rank}" for rank in silent]
-            if self.lived - self.answered > self.silence:  # who keeps the store that ranks meet at
-                silent = []
+            late = " and ".join(f"rank {rank}" for rank in silent)
+            if self.lived - self.answered > self.silence:
+                # a store that is silent itself says nothing of the others: who keeps it is late
                 by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-                late = ["torchrun on the machine of rank 0" if by_torchrun else "rank 0"]
+                late = "torchrun on the machine of rank 0" if by_torchrun else "rank 0"
+                silent = []
             if late and not self.ended.is_set():
-                sys.stderr.write(
-                    f"error: no sign of life from {' and '.join(late)} for {self.silence:g} s "
-                    f"(run.silence): start the run again with --resume, its newest checkpoint is "
-                    f"unharmed\n"
+                print(
+                    f"error: no sign of life from {late} for {self.silence:g} s (run.silence): "
+                    f"start the run again with --resume, its newest checkpoint is unharmed",
+                    file=sys.stderr,
+                    flush=True,
                 )
-                sys.stderr.flush()
                 for rank in silent:
                     self._end_stopped(rank)
                 os._exit(2)

@@ -23,16 +23,8 @@ from ...model.ranges import Ranges, Split
 from ...model.subnet import Rho, measure_rho
 from ...system.device import pick_device
 from ...system.provenance import version
-from ...transport import wire
-from ...transport.protocol import (
-    Piece,
-    RejectedResult,
-    RoundOrder,
-    RunDescription,
-    WorkerInfo,
-    packed,
-    unpacked,
-)
+from ...transport import protocol, wire
+from ...transport.protocol import Piece, RoundOrder, RunDescription, packed, unpacked
 from ...transport.ray_cluster import K_LABELS, MEMORY_LABEL, ray
 from .. import plan, teacher
 from ..evaluate import evaluate
@@ -73,7 +65,7 @@ class Worker(Actor):
 
     run: RunDescription | None = None
 
-    def enter(self, run: RunDescription, packed: teacher.Packed | None) -> WorkerInfo:
+    def enter(self, run: RunDescription, packed: teacher.Packed | None) -> protocol.WorkerInfo:
         """Build the run's model, unless it is built already."""
         here = ray.get_runtime_context()
         if run != self.run:
@@ -91,7 +83,7 @@ class Worker(Actor):
             frozen = teacher.unpack(packed, self.cfg, cut)
             self.trainers, self.run = TrainerPool(cut, self.cfg, None, frozen), run
         name = f"{socket.gethostname()}-{os.getpid()}"
-        return WorkerInfo(name, here.get_node_id(), self.widths)
+        return protocol.WorkerInfo(name, here.get_node_id(), self.widths)
 
     def train(self, order: RoundOrder, *pieces: Piece) -> tuple:
         """A round's local steps: the sum of their losses, and a piece of the update for every
@@ -102,7 +94,7 @@ class Worker(Actor):
             sent = self._join(order.blueprint, pieces, n_rows(self.cfg), kind)
             gates, ids = unpacked(order.gates), unpacked(order.tokens).long()
             topk = unpacked(order.teacher_topk) if order.teacher_topk else None
-        except RejectedResult:
+        except protocol.RejectedResult:
             raise ValueError("what it was sent did not arrive as it was") from None
         part = subnet_buffer(cut.segments, order.worker, order.blueprint, sent.to(cut.device))
         trainer = self.trainers.get(part.layout, "physical")

@@ -24,17 +24,8 @@ from ...model.blocks import Blueprint
 from ...model.central import Central, gathered
 from ...model.layout import Layout, Segments, cut_model, holders
 from ...model.ranges import Ranges, Split, overlap, put_, take
-from ...transport import wire
-from ...transport.protocol import (
-    Norms,
-    Piece,
-    RejectedResult,
-    RunDescription,
-    norms_of,
-    packed,
-    read_result,
-    unpacked,
-)
+from ...transport import protocol, wire
+from ...transport.protocol import Norms, Piece, RejectedResult, RunDescription, packed, unpacked
 from ...transport.ray_cluster import ray
 from ..aggregator import Result, aggregate_
 from ..checkpoint import write_tensors
@@ -142,11 +133,11 @@ class Owner(Actor):
             return "late"
         sent = gathered(self._central(self.state), attempt.splits[worker].inside(self.i), 1)[0]
         try:
-            result = read_result(self.cfg.run.wire, piece, (self.rows, sent.numel()), sent)
+            result = protocol.read_result(self.cfg.run.wire, piece, (self.rows, sent.numel()), sent)
         except RejectedResult as error:
             return str(error)
         attempt.results[worker] = result
-        return norms_of(result, sent)
+        return protocol.norms_of(result, sent)
 
     def prepare(self, there: list[int], progress: Progress) -> tuple[bool, Piece | None]:
         """(5) The mean over these workers beside the committed range, and a copy to be kept."""
