@@ -80,15 +80,15 @@ def test_processes_meet_in_few_modules_and_ray_is_an_extra():
     """One module imports it, and is itself imported by what needs it, or inside functions."""
     meet = {"transport.ranks", "lab.bench.peer"}  # the second beside bare gloo
     assert {name for name, source in SOURCES.items() if "torch.distributed" in source} == meet
-    needs = {"transport.ray_cluster", "training.engines.actor", "training.engines.worker_pool"}
-    needs |= {f"training.engines.{name}" for name in ("elastic", "owner", "owners")}
+    needs = {f"training.engines.{name}" for name in ("actor", "elastic", "owner", "owners")}
+    needs |= {"transport.ray_cluster"}
     for name, source in SOURCES.items():
         tops = [node for node in ast.parse(source).body if isinstance(node, ast.Import)]
         named = {alias.name for node in tops for alias in node.names}
         assert ("ray" in named) == (name == "transport.ray_cluster"), name
         if name not in needs:
             lines = [line for line in source.splitlines() if line.startswith(("from", "import"))]
-            banned = r"\b(ray_cluster|elastic|actor|places)\b"
+            banned = r"\b(ray_cluster|elastic|actor|owners?)\b"
             assert not [line for line in lines if re.search(banned, line)], name
 
 

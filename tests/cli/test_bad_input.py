@@ -36,8 +36,8 @@ from twistlm.training.teacher import write_cache
 N_ROUNDS = 3
 LAST = f"run/checkpoints/round-{N_ROUNDS:06d}"
 # attention is divided by a layer's number
-NUMBERED = "model.config.scale_attn_by_inverse_layer_idx=true"
-NUMBERED += " blocks.masks=step blocks.mask_attn=2 blocks.mask_ffn=2"
+MASKED = "blocks.masks=step blocks.mask_attn=2 blocks.mask_ffn=2"
+NUMBERED = "model.config.scale_attn_by_inverse_layer_idx=true MASKED"
 TEXTS = {
     "a.txt": b"w1 w2 w63",
     "empty.txt": b"",
@@ -182,6 +182,13 @@ train blocks.common_attn=[4] -> blocks.common_attn = [4] | 0..3
 train blocks.n_ffn=5 -> blocks.n_ffn | 5 | 64 | 1, 2, 4, 8, 16, 32, 64
 train blocks.shared_first=3 -> blocks.shared_first = 3 | 0..2
 train NUMBERED blocks.mask_depth=1 -> no layer of this gpt2 can be left out | scales
+train MASKED blocks.mask_ffn=5 -> blocks.mask_ffn = 5 | a mask keeps 1..4 ffn blocks
+train MASKED blocks.mask_attn=[2,1] -> blocks.mask_attn = [2, 1] | blocks.mask_ffn = [2]
+train MASKED blocks.mask_depth=[0,1] -> blocks.mask_depth = [0, 1] | give all as many
+train MASKED blocks.mask_depth=3 -> blocks.mask_depth = 3 | a mask drops 0..2 of 2 layers
+train MASKED blocks.mask_depth=1 blocks.setting=ffn -> mask_depth = 1 | blocks.setting = 'both'
+train MASKED blocks.masks=round -> blocks.mask_attn | needs blocks.masks = 'step' or
+train blocks.k_ffn=[4,2,3] blocks.widths=worker train.method=dropout -> blocks.widths = 'worker'
 # the model
 train model.type=gpt7 -> model.type | 'gpt7'
 train model.config.n_layers=2 -> model.config.n_layers | gpt2
@@ -197,6 +204,9 @@ train data.train=short -> short | 10 tokens | data.seq_len = 16
 train data.seq_len=32 -> data.seq_len | 32 | 16
 train data.train=wide data.valid=wide -> wide | 69 | 64 | tokenizer does not match
 train data.valid=other -> other | another tokenizer
+# a teacher
+train train.teacher=start -> 'start' | model.weights = 'random'
+train train.teacher=wide-model -> knows 70 tokens, the model 64
 # a teacher's cache
 train train.teacher=cache -> tokens.teacher.bin | twistlm prepare -o tokens --teacher
 [cache] train train.teacher=cache -> teacher.json | sequences of 8 tokens | data.seq_len is 16
@@ -223,6 +233,8 @@ twistlm train c.toml -> run.out = 'run' | --resume | another folder
 resume data.train=other -> cannot resume | data.train | 'other'
 resume train.rounds=1 -> train.rounds | 1 | 3
 resume run.seed=5 -> cannot resume | run.seed was 0 | 5
+resume run.out=new -> new | no checkpoint to resume | --auto-resume
+resume train.lr=1 -> finished after round 3 | train.lr = 1.0 | train.rounds
 [all damaged] resume -> run/checkpoints | round-000003 | model.safetensors
 [forged leases] resume -> checkpoint.json makes no sense | 3 sequences
 [forged rho] eval LAST -> checkpoint.json makes no sense
@@ -338,7 +350,7 @@ ROWS = [row for row in MISTAKES.splitlines() if row and not row.startswith("# ")
 
 def typed(row: str) -> tuple[list[str], list[str]]:
     """Do what comes before; the words of the command, and the parts of the sentence."""
-    row = row.replace("LAST", LAST).replace("NUMBERED", NUMBERED)
+    row = row.replace("LAST", LAST).replace("NUMBERED", NUMBERED).replace("MASKED", MASKED)
     command, _, parts = row.partition(" -> ")
     if command.startswith("["):
         before, _, command = command[1:].partition("] ")

@@ -241,34 +241,6 @@ def test_workers_that_hold_all_blocks_draw_the_masks_of_their_twin(cached, tmp_p
     assert distance(made["twist"], made["dropout"], FILES[:1]) < 1e-8
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"blocks": {"mask_ffn": [5, 1, 1]}}, r"blocks.mask_ffn = 5: a mask keeps 1..4 ffn blocks"),
-        ({"blocks": {"mask_ffn": [1, 1]}}, r"blocks.mask_attn = \[4, 2, 1\] and blocks.mask_ffn"),
-        ({"blocks": {"mask_depth": [0, 1]}}, r"blocks.mask_depth = \[0, 1\]: give all as many"),
-        ({"blocks": {"mask_depth": [0, 3, 0]}}, r"mask_depth = 3: a mask drops 0..2 of 2 layers"),
-        ({"blocks": {"setting": "ffn"}}, r"mask_depth = 2: .*blocks.setting = 'both'"),
-        ({"blocks": {"masks": "round"}}, r"blocks.mask_attn = .* needs blocks.masks = 'step' or"),
-        ({"model": {"weights": "random"}}, r"'start' with model.weights = 'random'"),
-        ({"teacher": {"vocab_size": 72}}, r"knows \d+ tokens, the model \d+"),
-        ({"teacher": {"n_positions": 8}}, r"data\.seq_len = 16: train\.teacher = .* 8 positions"),
-        ({"train": {"method": "dropout"}}, r"blocks.widths = 'worker'"),
-    ],
-)  # fmt: skip
-def test_what_the_recipe_cannot_do_is_refused(recipe, tmp_path, wrong, sentence):
-    config, tokens = recipe
-    config = config | {key: config[key] | more for key, more in wrong.items() if key in config}
-    if "teacher" in wrong:  # a model of other sizes
-        other, folder = tiny(tokens, tmp_path / "other").model, str(tmp_path / "teacher")
-        other = replace(other, config=other.config | wrong["teacher"])
-        huggingface.load(other, 0).save_pretrained(folder)
-        config = config | {"train": config["train"] | {"teacher": folder}}
-    with pytest.raises(ValueError, match=sentence):
-        rounds.train(tiny(tokens, tmp_path / "run", **config), quiet=True)
-    assert not (tmp_path / "run/checkpoints").exists()
-
-
 @pytest.mark.parametrize("kind", ["folder", "cache"])
 def test_a_run_goes_on_with_the_teacher_it_began_with(recipe, tmp_path, kind):
     """Another teacher of the same name would change what is learned half-way."""

@@ -16,7 +16,8 @@ from conftest import make_tokens, tiny
 from transformers import AutoModelForCausalLM
 
 from twistlm.compute.perplexity import perplexity
-from twistlm.model import families, generator, huggingface, masks
+from twistlm.compute.slopes import mask_fisher, mask_slopes
+from twistlm.model import generator, huggingface, masks
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.model.central import cut_subnet, subnet_buffer
 from twistlm.model.layout import holders
@@ -316,7 +317,7 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tokens, tmp_path
 
 
 def test_common_blocks_by_rank_are_each_layers_own_most_important(tmp_path, tokens, monkeypatch):
-    """Mask-Fisher by hand on the start weights; every worker and every ticket holds them."""
+    """By mask-Fisher of the start on windows from all over the text; everybody holds them."""
     blocks = {"common_attn": [0], "common_ffn": [0, 1], "common_by": "rank"}
     cfg = tiny(tokens, tmp_path / "run", blocks=blocks, train={"rounds": 2}, run={"seed": 1})
     seen, for_training = [], generator.for_training
@@ -324,30 +325,18 @@ def test_common_blocks_by_rank_are_each_layers_own_most_important(tmp_path, toke
     monkeypatch.setattr(generator, "for_training", noted)
     rounds.train(cfg, quiet=True)
     assert len(seen) == 2
-    model = huggingface.load(cfg.model, cfg.run.seed)
-    plain = families.partition(model, cfg.blocks)
-    opened = open_parent(tmp_path / "run", "cpu")
-    scored = startup.open_tokens(tokens)
-    n = scored.n_sequences(16)
-    ids = scored.sequences(list(range(0, n, max(1, n // 64)))[:64], 16)
-    for group, ticket in zip(plain.groups, opened.block_map.groups, strict=True):
-        squares = torch.zeros(group.n_blocks)
-        size = 16 // group.n_blocks if group.kind == "attn" else 64 // group.n_blocks
-        out = model.get_submodule(group.out[0].removesuffix(".weight"))
-        for row in ids:
-            gate = torch.ones(group.n_blocks, requires_grad=True)
-            factor = gate.repeat_interleave(size)
-            handle = out.register_forward_pre_hook(lambda m, a, f=factor: (a[0] * f,))
-            model(input_ids=row[None], labels=row[None]).loss.backward(inputs=[gate])
-            handle.remove()
-            squares += gate.grad**2
-        best = squares.argsort(descending=True).tolist()
-        n_common = len(cfg.blocks.common(group.kind))
-        assert ticket.common == tuple(sorted(best[:n_common]))
+    start, file = setup(tokens, tmp_path / "start", run={"seed": 1}), startup.open_tokens(tokens)
+    n = file.n_sequences(16)
+    ids = file.sequences(list(range(0, n, max(1, n // 64)))[:64], 16)
+    of_start = (start.cut.template, start.cut.block_map, start.central)
+    scores = mask_fisher(mask_slopes(*of_start, ids), len(ids))
+    groups = open_parent(tmp_path / "run", "cpu").block_map.groups
+    for group in groups:
+        best = scores[group.name].argsort(descending=True)[: len(cfg.blocks.common(group.kind))]
+        assert group.common == tuple(sorted(best.tolist()))
         for hands in seen:
-            assert all(set(ticket.common) <= set(hand[group.name]) for hand in hands)
-    ffn = {group.common for group in opened.block_map.groups if group.kind == "ffn"}
-    assert len(ffn) == 2  # each layer's own
+            assert all(set(group.common) <= set(hand[group.name]) for hand in hands)
+    assert len({group.common for group in groups if group.kind == "ffn"}) == 2  # each layer's own
 
 
 def test_every_round_is_told_and_logged(tmp_path, tokens, monkeypatch):

@@ -60,7 +60,7 @@ def encode(kind: Code, tensor: Tensor) -> Tensor:
     elif kind == "bf16":
         parts = [_bytes(flat.to(torch.bfloat16))]
     else:
-        scales, steps = _fused(_eight_bits, flat)(kind, _groups(flat.float()))
+        scales, steps = _fused(_eight_bits, flat.is_cuda)(kind, _groups(flat.float()))
         parts = [_bytes(scales), _bytes(steps)[: flat.numel()]]
     gap = n_bytes(kind, flat.numel(), tensor.dtype) - sum(part.numel() for part in parts)
     if gap:
@@ -82,7 +82,7 @@ def decode(kind: Code, payload: Tensor, shape: Shape, dtype: torch.dtype = FLOAT
         return payload[: 2 * n].view(torch.bfloat16).to(dtype).view(shape)
     first = 4 * _n_groups(n)
     scales, steps = payload[:first].view(FLOAT32), _groups(payload[first:][:n])
-    values = _fused(_values, payload)(kind, scales[:, None], steps)
+    values = _fused(_values, payload.is_cuda)(kind, scales[:, None], steps)
     return values.view(-1)[:n].to(dtype).view(shape)
 
 
@@ -134,7 +134,7 @@ def _write(kinds: tuple[Code, ...], rows: list[Tensor]) -> Tensor:
     parts = [encode(kind, row) for kind, row in zip(kinds, rows, strict=False) if kind != "share8"]
     if "share8" in kinds and len(rows) > 1:
         v = decode(kinds[2], parts[-1], rows[2].shape, rows[2].dtype)
-        parts.insert(1, encode("share8", _fused(_shares, v)(rows[1], v)))
+        parts.insert(1, encode("share8", _fused(_shares, v.is_cuda)(rows[1], v)))
     return torch.cat(parts)
 
 
@@ -149,7 +149,7 @@ def _read(kinds: tuple[Code, ...], payload: Tensor, shape: Shape, dtype: torch.d
     parts = zip(kinds, payload.split(sizes), strict=False)
     rows = [decode(kind, part, shape[1:], dtype) for kind, part in parts]
     if "share8" in kinds:
-        rows[1] = _fused(_undo_shares, payload)(rows[1], rows[2])
+        rows[1] = _fused(_undo_shares, payload.is_cuda)(rows[1], rows[2])
     return torch.stack(rows)
 
 
@@ -195,14 +195,10 @@ def _values(kind: Code, scales: Tensor, steps: Tensor) -> Tensor:
     return steps.to(FLOAT32).mul_(OCTAVES / STEPS).sub_(OCTAVES).exp2_().mul_(scales)
 
 
-def _fused(function: Callable, near: Tensor) -> Callable:
-    """On a GPU one kernel instead of one per operation: each pass over memory counts."""
-    return _compiled(function) if near.is_cuda and find_spec("triton") else function
-
-
 @cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function)
+def _fused(function: Callable, is_cuda: bool) -> Callable:
+    """On a GPU one kernel instead of one per operation: each pass over memory counts."""
+    return torch.compile(function) if is_cuda and find_spec("triton") else function
 
 
 def _n_groups(n: int) -> int:
