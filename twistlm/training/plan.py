@@ -107,9 +107,9 @@ def make(
     model = huggingface.on_meta(huggingface.planned_config(cfg.model))  # nothing is allocated
     block_map, shapes = families.partition(model, cfg.blocks), huggingface.shapes(model)
     generator.check(block_map, cfg.blocks, t.n_workers)
-    n_full = count(block_map, shapes, block_map.full_widths())
+    n_full = _n_params(model)
     sizes = [count(block_map, shapes, widths) for widths in _subnets(cfg, block_map)]
-    n_teacher, cache_bytes = _teacher(cfg, model, n_full)
+    n_teacher, cache_bytes = _teacher(cfg, model)
     worker, process = memory(cfg, model)
 
     n_sequences, epochs = _sequences(cfg)
@@ -163,15 +163,13 @@ def make(
 
 def memory(cfg: Config, model: PreTrainedModel, device: str = "cuda") -> tuple[int, int]:
     """Bytes of a worker, and of a process with the central model that plays all workers."""
-    t, block_map = cfg.train, families.partition(model, cfg.blocks)
-    n_full = count(block_map, huggingface.shapes(model), block_map.full_widths())
-    n_teacher, _ = _teacher(cfg, model, n_full)
-    worker = worker_bytes(cfg, model, _subnets(cfg, block_map), n_teacher, device)
+    t, subnets = cfg.train, _subnets(cfg, families.partition(model, cfg.blocks))
+    worker = worker_bytes(cfg, model, subnets, _teacher(cfg, model)[0], device)
     # the central buffer, the sums that workers' results are added up in, the outer momentum
     n_buffers = n_rows(cfg) * (1 + (t.method == "twist")) + (t.nesterov() is not None)
     if cfg.run.central == "host" and device != "cpu":
         n_buffers = 0
-    return worker, worker + FULL * n_full * n_buffers
+    return worker, worker + FULL * _n_params(model) * n_buffers
 
 
 def worker_bytes(
@@ -180,8 +178,7 @@ def worker_bytes(
     """What a worker that trains subnets of these widths takes on a GPU in bf16, or on a CPU."""
     block_map, shapes = families.partition(model, cfg.blocks), huggingface.shapes(model)
     sizes = [count(block_map, shapes, widths) for widths in subnets]
-    largest = subnets[sizes.index(max(sizes))]
-    values = _values(cfg, model, block_map, largest, n_teacher, device)
+    values = _values(cfg, model, subnets[sizes.index(max(sizes))], n_teacher, device)
     number, rest = HALF, REST
     if device == "cpu":  # autograd holds a parameter's gradient for a moment, a tied one's twice
         number, rest = FULL, CPU_REST + 2 * FULL * max(map(math.prod, shapes.values()))
@@ -205,8 +202,7 @@ def largest_k(cfg: Config, model: PreTrainedModel, taught: bool, n_bytes: int) -
 
     `taught`: a teacher as large as the model lies beside it.
     """
-    block_map, shapes = families.partition(model, cfg.blocks), huggingface.shapes(model)
-    n_teacher = count(block_map, shapes, block_map.full_widths()) if taught else 0
+    block_map, n_teacher = families.partition(model, cfg.blocks), _n_params(model) * taught
     n_blocks = {kind: n for kind in KINDS if (n := block_map.n_blocks(kind))}
     shares = {Fraction(k, n) for n in n_blocks.values() for k in range(1, n + 1)}
     for share in sorted(shares, reverse=True):
@@ -261,7 +257,11 @@ def _sizes(
     return sizes
 
 
-def _teacher(cfg: Config, model: PreTrainedModel, n_params: int) -> tuple[int, int]:
+def _n_params(model: PreTrainedModel) -> int:
+    return sum(map(math.prod, huggingface.shapes(model).values()))
+
+
+def _teacher(cfg: Config, model: PreTrainedModel) -> tuple[int, int]:
     """Parameters of a teacher, as large as the model if it is not on this disk; or bytes of its
     cache in a round."""
     t = cfg.train
@@ -277,21 +277,15 @@ def _teacher(cfg: Config, model: PreTrainedModel, n_params: int) -> tuple[int, i
         return 0, t.n_workers * t.interval * t.batch * (cfg.data.seq_len - 1) * record
     files = Path(checkpoint.weights_of(t.teacher)).glob("model*.safetensors")
     stored = sum(math.prod(shape) for file in files for shape in huggingface.header(file).values())
-    return stored or n_params, 0
+    return stored or _n_params(model), 0
 
 
 def _values(
-    cfg: Config,
-    model: PreTrainedModel,
-    block_map: BlockMap,
-    widths: Widths,
-    n_teacher: int,
-    device: str,
+    cfg: Config, model: PreTrainedModel, widths: Widths, n_teacher: int, device: str
 ) -> int:
     """Numbers of a step's activations and logits, in a subnet of these widths."""
     t, shapes, vocab = cfg.train, huggingface.shapes(model), huggingface.vocab_size(model)
     fresh = cfg.blocks.masks != "round" and t.method != "dense"
-    gated = {g.name for g in block_map.groups if fresh or widths[g.name] < g.n_blocks}
     # the groups of all layers; those that are not cut are whole
     uncut = replace(cfg.blocks, setting="both", shared_first=0, shared_last=0)
     groups = families.partition(model, uncut).groups
@@ -302,7 +296,8 @@ def _values(
         out = group.out_part
         into = [p for p in group.parts if p.param not in group.out and len(shapes[p.param]) > 1]
         is_attn = group.kind == "attn"
-        copies = 2 - eager + (group.name in gated) if is_attn else 1 + eager
+        gated = group.name in widths and (fresh or widths[group.name] < group.n_blocks)
+        copies = 2 - eager + gated if is_attn else 1 + eager
         numbers = sum(shapes[p.param][p.dim] for p in into) + copies * shapes[out.param][out.dim]
         layers[group.layer] += numbers * widths.get(group.name, group.n_blocks) // group.n_blocks
     # recomputed: the inputs of all, and one layer at a time; and last norm, head
