@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -228,23 +229,8 @@ def stop_when(there, text: str) -> str:
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGINT)
     process.join(60)
-    err = Path("stderr").read_text()
-    assert process.exitcode == 130, err
-    return err
-
-
-def test_an_interrupted_comparison_goes_on(here, run):
-    asked = f"{PARENTS} --settings ffn --methods magnitude --n 9"
-    err = stop_when(lambda: POINTS.is_file() and POINTS.read_text().count("\n") > 2, asked)
-    assert "interrupted; the same command goes on where it stopped" in err
-    assert POINTS.read_text().endswith("\n")  # no half-written cell
-    before = state()
-    filled = [row for row in rows().values() if row["perplexity"]]
-    assert 3 <= len(filled) < len(rows())  # the table shows what is there
-    run(asked)
-    after = state()
-    assert {name: after[name] for name in before} == before
-    assert all(row["perplexity"] for row in rows().values())
+    assert process.exitcode == 130, Path("stderr").read_text()
+    return Path("stderr").read_text()
 
 
 def test_parents_show_tickets_where_their_training_cut(here, run):
@@ -308,7 +294,8 @@ def test_a_stopped_healing_goes_on_to_the_same_numbers(here, run):
     # after a round of four
     running = Path("table/healing"), "*/*/metrics.jsonl"
     err = stop_when(lambda: any(path.read_text() for path in Path.glob(*running)), asked)
-    assert "stopped by SIGINT after round" in err
+    assert re.search("stopped by SIGINT after round.*; the same command goes on where it", err)
+    assert [bool(row["perplexity"]) for row in rows().values()] == [True, False, False]
     (path,) = Path.glob(*running)
     lines = path.read_text()
     assert 1 <= lines.count("\n") < 4
@@ -363,15 +350,6 @@ def test_bad_input_is_one_sentence(here, run):
         run(text, *(part.strip() for part in parts.split("|")))
         is_measured = "nan" in text  # all others are refused before anything is written
         assert Path("table").exists() == is_measured, line
-
-
-def test_a_run_is_compared_from_any_folder(here, monkeypatch, run):
-    """Its tokens, of validation and, to choose a scale, of training, are found above the run."""
-    Path("elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")
-    # with --tokens 0 none are left behind the reported ones
-    run("--parent-twist ../twist --settings both --ratios 2/4 --methods none --n 2 --tokens 0")
-    assert rows()["both", "2/4", "TwIST", "random"]["scale"]
 
 
 def test_each_parent_keeps_its_own_common_blocks(here, run):

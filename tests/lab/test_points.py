@@ -18,22 +18,25 @@ from twistlm.system.provenance import describe_run, git_hash
 ROOT = Path(__file__).parents[2]
 
 
-def points_in(folder: Path) -> Points:
-    return Points(folder)
-
-
 def never() -> dict:
     raise AssertionError("measured again")
 
 
+def filled(folder: Path, n: int) -> Path:
+    """A file of n points."""
+    for a in range(n):
+        Points(folder).measure({"a": a}, lambda a=a: {"x": a + 0.5})
+    return folder / "points.jsonl"
+
+
 def test_a_finished_point_is_read_and_not_measured_again(tmp_path: Path) -> None:
-    other = points_in(tmp_path)  # of another process
+    other = Points(tmp_path)  # of another process
     with pytest.raises(TypeError):  # not JSON: found out only while writing
         other.measure({"a": 1}, lambda: {"x": object()})
     assert not list(tmp_path.iterdir())
-    first = points_in(tmp_path).measure({"a": 1, "b": [2, 3]}, lambda: {"perplexity": 12.5})
+    first = Points(tmp_path).measure({"a": 1, "b": [2, 3]}, lambda: {"perplexity": 12.5})
     # whatever the order of keys; what another process appended is found as well
-    for points in (other, points_in(tmp_path)):
+    for points in (other, Points(tmp_path)):
         assert points.measure({"b": [2, 3], "a": 1}, never) == first
     assert first["result"] == {"perplexity": 12.5}
     assert {"command", "git", "versions", "device"} <= set(first["run"])
@@ -58,43 +61,37 @@ def test_a_number_names_its_command_and_the_code(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_line_that_was_cut_short_is_measured_again(tmp_path: Path, share: float) -> None:
     """Nothing of the line, half of it, or all of it but its end: the lines around stay whole."""
-    for a in (1, 2):
-        points_in(tmp_path).measure({"a": a}, lambda a=a: {"x": a})
-    file = tmp_path / "points.jsonl"
+    file = filled(tmp_path, 2)
     first, second = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(first + second[: int(share * (len(second) - 1))])
-    points = points_in(tmp_path)
+    points = Points(tmp_path)
     assert points.measure({"a": 3}, lambda: {"x": 3})["result"] == {"x": 3}
-    assert points.measure({"a": 1}, never)["result"] == {"x": 1}
-    again = points.measure({"a": 2}, never if share == 1 else lambda: {"x": 4})["result"]
-    assert again == {"x": 2 if share == 1 else 4}
-    assert len(points_in(tmp_path).all()) == 3
+    assert points.measure({"a": 0}, never)["result"] == {"x": 0.5}
+    again = points.measure({"a": 1}, never if share == 1 else lambda: {"x": 4})["result"]
+    assert again == {"x": 1.5 if share == 1 else 4}
+    assert len(Points(tmp_path).all()) == 3
 
 
 def test_damage_is_named_once_and_never_used(tmp_path: Path, capsys) -> None:
-    for a in (1, 2, 3):
-        points_in(tmp_path).measure({"a": a}, lambda a=a: {"x": a + 0.5})
-    file = tmp_path / "points.jsonl"
+    file = filled(tmp_path, 3)
     one, two, three = file.read_bytes().splitlines(keepends=True)
-    other = two.replace(b"2.5", b"3.5")
+    other = two.replace(b"1.5", b"3.5")
     for line in (b'{"config": 1, "result": 1}\n', b"[1]\n", b"[" * 9999 + b"\n", other):
         file.write_bytes(one + line + three)
-        points = points_in(tmp_path)
+        points = Points(tmp_path)
         found = {point["config"]["a"]: point["result"]["x"] for point in points.all()}
-        assert points.find({"a": 2}) is None
-        assert found == {1: 1.5, 3: 3.5}
+        assert points.find({"a": 1}) is None
+        assert found == {0: 0.5, 2: 2.5}
         assert capsys.readouterr().err == f"{file}, line 2 is damaged and left out\n"
 
 
 def test_150_damages_are_named(tmp_path: Path, capsys) -> None:
     """Bits, bytes, cuts, inserts and zeros anywhere: a point is as it was, or a word is said."""
-    for a in range(30):
-        points_in(tmp_path).measure({"a": a}, lambda a=a: {"x": a + 0.5})
-    whole, file = points_in(tmp_path).all(), tmp_path / "points.jsonl"
-    good = file.read_bytes()
+    file = filled(tmp_path, 30)
+    whole, good = Points(tmp_path).all(), file.read_bytes()
     for told, _, data in damages(tmp_path, 150):
         file.write_bytes(data)
-        found = points_in(tmp_path).all()
+        found = Points(tmp_path).all()
         assert all(point in whole for point in found), told
         said = re.search(r"jsonl.* line( \d+)? is (damaged|cut) .*out\n", capsys.readouterr().err)
         # whole lines are gone, and perhaps the end of the last
@@ -106,7 +103,7 @@ def test_150_damages_are_named(tmp_path: Path, capsys) -> None:
 def test_lines_of_before_have_no_hash_and_count(tmp_path: Path, capsys) -> None:
     made = {"config": {"a": 1}, "result": {"x": 1}, "seconds": 0.5, "run": {}}
     (tmp_path / "points.jsonl").write_text(json.dumps(made) + "\n")
-    assert points_in(tmp_path).measure({"a": 1}, never) == made
+    assert Points(tmp_path).measure({"a": 1}, never) == made
     assert not capsys.readouterr().err
 
 

@@ -25,7 +25,6 @@ from . import GGUF_TYPES, installed, need, verify
 from .architectures import Architecture, add_rope_, architecture_of, widths
 
 QUANTIZES = ("q4_k_m",)  # types that llama.cpp itself makes, out of float32
-ROLES = ("system", "user", "assistant")
 ELSEWHERE = (
     "# the tokenizer's chat template says more than a TEMPLATE can: Ollama looks for it in its own "
     "list"
@@ -301,8 +300,8 @@ def modelfile(gguf: str, tokenizer: Path | None) -> str:
 def _chat(tokenizer: Any) -> list[str]:
     """TEMPLATE, SYSTEM and the stop word, found by rendering a talk whose words are known.
 
-    Ollama writes a turn as system, prompt and answer, each between two strings. They are read off
-    the rendered talk; a template that does more than that is left to Ollama's own list.
+    Ollama writes a turn as system, prompt and answer, each between two strings, of which the first
+    names the role. A template that does more than that is left to Ollama's own list.
     """
     adds = tokenizer("a").input_ids[0] != tokenizer("a", add_special_tokens=False).input_ids[0]
     added = (adds and tokenizer.bos_token) or ""  # the runtime puts it before a text by itself
@@ -312,40 +311,29 @@ def _chat(tokenizer: Any) -> list[str]:
         made = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
         return made.removeprefix(added)
 
+    def turn(role: str, words: str) -> str:
+        return start.replace("system", role) + words + end
+
     talk = [("system", "@S@"), ("user", "@U@"), ("assistant", "@A@"), ("user", "@V@")]
     try:
-        pieces = _around(render(*talk), [words for _, words in talk])
-        first, alone = render(*talk[:2], ask=True), render(talk[1], ask=True)
+        text, asked, alone = render(*talk), render(*talk[:2], ask=True), render(talk[1], ask=True)
+        start, rest = text.split("@S@", 1)  # ValueError where it is not written as it is
     except (TemplateError, ValueError, TypeError):
         return [ELSEWHERE]
-    before = {role: pieces[0].replace("system", role) for role in ROLES}
-    after = {role: pieces[i + 1] for i, role in enumerate(ROLES)}
-    for role, following in zip(ROLES, ("user", "assistant", "user"), strict=True):
-        after[role] = after[role].removesuffix(before[following])
-    made = "".join(before[role] + words + after[role] for role, words in talk)
-    head = before["system"] + "@S@" + after["system"]
-    turn = before["user"] + "@U@" + after["user"] + before["assistant"]
-    default = alone.removesuffix(turn).removeprefix(before["system"]).removesuffix(after["system"])
-    whole = before["system"] + default + after["system"] if default else ""
-    if (made, first, alone) != (render(*talk), head + turn, whole + turn) or '"""' in made:
+    end = rest.split("@U@", 1)[0].removesuffix(start.replace("system", "user"))
+    question = turn("user", "@U@") + start.replace("system", "assistant")
+    default = alone.removesuffix(question).removeprefix(start).removesuffix(end)
+    whole = turn("system", default) if default else ""
+    wanted = "".join(turn(*each) for each in talk), turn(*talk[0]) + question, whole + question
+    if (text, asked, alone) != wanted or '"""' in text:
         return [ELSEWHERE]
-    parts = [
-        f"{{{{ if {field} }}}}{before[role]}{{{{ {field} }}}}{after[role]}{{{{ end }}}}"
-        for role, field in (("system", ".System"), ("user", ".Prompt"))
-    ]
-    answer = f"{before['assistant']}{{{{ .Response }}}}{after['assistant']}"
-    lines = [f'TEMPLATE """{"".join(parts)}{answer}"""']
+    template = "".join(
+        f"{{{{ if .{field} }}}}{turn(role, f'{{{{ .{field} }}}}')}{{{{ end }}}}"
+        for role, field in (("system", "System"), ("user", "Prompt"))
+    )
+    lines = [f'TEMPLATE """{template}{turn("assistant", "{{ .Response }}")}"""']
     if default:
         lines.append(f'SYSTEM """{default}"""')
-    if stop := after["assistant"].strip():
-        lines.append(f"PARAMETER stop {json.dumps(stop)}")
+    if end.strip():
+        lines.append(f"PARAMETER stop {json.dumps(end.strip())}")
     return lines
-
-
-def _around(text: str, words: list[str]) -> list[str]:
-    """The strings around known words, in order."""
-    pieces = []
-    for word in words:
-        before, text = text.split(word, 1)  # ValueError where it is not written as it is
-        pieces.append(before)
-    return [*pieces, text]
