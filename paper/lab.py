@@ -8,7 +8,6 @@ FOLDER/
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import math
 import statistics
@@ -18,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from twistlm import config
 from twistlm.config import Config, Setting
+from twistlm.lab.bench.train import forget
 from twistlm.lab.points import Points, name_of
+from twistlm.system.device import pick_device
 from twistlm.system.files import file_sha256
 from twistlm.tickets import parent, score
 from twistlm.tickets.parent import Parent
@@ -122,7 +121,7 @@ class Lab:
             raise TimeIsUp
         self.close()
         last = rounds.train(cfg, resume=True, is_late=self.is_late, first=first)
-        _forget()
+        forget(pick_device(self.base.run.device))
         if self.is_late():
             raise TimeIsUp
         return str(last)
@@ -156,7 +155,7 @@ class Lab:
         """Let go of the parent at hand: training needs the memory."""
         if self._built:
             self._built = {}
-            _forget()
+            forget(pick_device(self.base.run.device))
 
     def about(self, experiment: str, recipe: Recipe | None = None, **more: Any) -> dict[str, Any]:
         """A point's config: the experiment, the scale, the parent and what is asked of it."""
@@ -198,9 +197,3 @@ def summary(out: Path) -> Result:
         "loss": statistics.fmean(row["loss"] for row in tail),  # of the last tenth
         "bytes": sum(row["bytes_down"] + row["bytes_up"] for row in rows),
     }
-
-
-def _forget() -> None:
-    gc.collect()  # trainers and their recorded graphs hold each other
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from twistlm.baselines import COMPARED, STRUCTURED
-from twistlm.lab.compare.table import by_size
+from twistlm.lab.compare.table import by_size, number
 
 from . import printed
 from .scales import DENSE, DROPOUT, DROPOUT_NAME, OFTEN, OURS, SCALES, TWIN_NAME, TWIST, WAYS, N
@@ -61,13 +61,6 @@ class Claim(NamedTuple):
 
 
 Shown = Iterator[Table | Figure | Claim]
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A perplexity or a like number; none of a thousand or more needs decimals."""
-    if value is None:
-        return ""
-    return f"{value:,.{digits}f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def grouped(points: Points, key: str) -> dict[Any, Points]:

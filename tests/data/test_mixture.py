@@ -28,21 +28,21 @@ def write(path: Path, word: str, n: int) -> str:
 def test_shares_of_tokens_and_the_end_of_every_source(tmp_path, tok, monkeypatch):
     """60,000 a's at 0.75 and 10,000 b's at 0.25: 29,400 of the a's fit to 9,800 b's."""
     monkeypatch.setattr(mixture, "CHUNK", 100)
-    texts = [f"{write(tmp_path / f'{w}.txt', w, n)}:{share}" for w, n, share in
-             (("a", 60_000, 0.75), ("b", 10_000, 0.25))]  # fmt: skip
-    train, valid = mix(parse(texts), tmp_path / "out", tok)
-    counts = {name: np.bincount(file.tokens, minlength=3)[1:3].tolist() for name, file in
-              (("train", train), ("valid", valid))}  # fmt: skip
-    assert counts == {"train": [29_400, 9_800], "valid": [1200, 200]}
-    assert train.meta.n_tokens == 39_200
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
-        f"{split}.{part}"
-        for split in ("train", "valid")
-        for part in ("bin", "json", "tokenizer.json")
-    )
-    # without weights all of it is taken
-    whole, _ = mix(parse([t.rpartition(":")[0] for t in texts]), tmp_path / "all", tok)
+    texts = [
+        f"{write(tmp_path / f'{word}.txt', word, n)}:{share}"
+        for word, n, share in (("a", 60_000, 0.75), ("b", 10_000, 0.25))
+    ]
+    made = mix(parse(texts), tmp_path / "out", tok)
+    counts = [np.bincount(file.tokens, minlength=3)[1:3].tolist() for file in made]
+    assert counts == [[29_400, 9_800], [1200, 200]]
+    assert made[0].meta.n_tokens == 39_200
+    parts = ("bin", "json", "tokenizer.json")
+    names = {f"{split}.{part}" for split in ("train", "valid") for part in parts}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    # without weights all of it is taken; what is held out begins with some of each
+    whole, valid = mix(parse([t.rpartition(":")[0] for t in texts]), tmp_path / "all", tok)
     assert np.bincount(whole.tokens, minlength=3)[1:3].tolist() == [58_800, 9_800]
+    assert np.bincount(valid.tokens[:700], minlength=3)[1:3].tolist() == [600, 100]
 
 
 def test_chunks_come_from_all_over_a_source():
@@ -93,11 +93,3 @@ def test_refused(tmp_path, monkeypatch, texts, part):
         write(Path(f"{name}.txt"), name, 3)
     with pytest.raises(ValueError, match=part):
         parse(texts)
-
-
-def test_the_first_held_out_tokens_are_of_all_sources(tmp_path, tok, monkeypatch):
-    """A measurement reads the beginning of the file alone: 1,200 a's and 200 b's, in turn."""
-    monkeypatch.setattr(mixture, "CHUNK", 100)
-    texts = [write(tmp_path / f"{w}.txt", w, n) for w, n in (("a", 60_000), ("b", 10_000))]
-    _, valid = mix(parse(texts), tmp_path / "out", tok)
-    assert np.bincount(valid.tokens[:700], minlength=3)[1:3].tolist() == [600, 100]

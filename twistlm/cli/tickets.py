@@ -136,7 +136,7 @@ def export(
         None,
         "--type",
     ),
-    data: str | None = option("Token file: compare perplexity and reading speed too.", None),
+    data: str | None = option("Token file: compare perplexity, too.", None),
     tokens: Tokens = 8192,
     prompt: str | None = option("Text that torch and the runtime both continue.", None),
 ) -> None:

@@ -135,19 +135,16 @@ def _parquet(path: Path, column: str) -> Pieces:
 
     try:
         file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from None
-    if column not in file.schema_arrow.names:
-        names = ", ".join(file.schema_arrow.names)
-        raise ValueError(f"{path} has no column {column!r}; it has {names}: use --column")
-    kind = file.schema_arrow.field(column).type
-    if kind not in (pa.string(), pa.large_string(), pa.string_view()):
-        raise ValueError(f"{path}: column {column!r} is {kind}, not text: use --column")
-    try:
+        kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+        if column not in kinds:
+            names = ", ".join(kinds)
+            raise ValueError(f"{path} has no column {column!r}; it has {names}: use --column")
+        if (kind := kinds[column]) not in (pa.string(), pa.large_string(), pa.string_view()):
+            raise ValueError(f"{path}: column {column!r} is {kind}, not text: use --column")
         for batch in file.iter_batches(batch_size=BATCH, columns=[column]):
             yield from ((text, True) for text in batch.column(0).to_pylist() if text)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+        raise ValueError(f"{path} is not a Parquet file, or damaged: {error}") from None
 
 
 def _hub(source: str, column: str) -> Pieces:

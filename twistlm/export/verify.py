@@ -59,7 +59,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Verified:
-    """One runtime beside torch; speeds are tokens per second in this very comparison."""
+    """One runtime beside torch."""
 
     name: str
     n_bytes: int
@@ -67,10 +67,9 @@ class Verified:
     decode_delta: float  # and over the tokens after it, one at a time through the cache
     n_equal: int  # greedy tokens that are torch's
     n_tokens: int
-    decode_speed: float
+    decode_speed: float  # tokens per second in this very comparison
     text: str | None  # what the runtime itself writes after the prompt
     perplexity: float | None = None
-    prefill_speed: float | None = None  # with all logits, as perplexity needs them
 
 
 class TorchRunner(Runner):
@@ -123,9 +122,6 @@ def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes
     decode_speed = len(goal.tokens) / (time.perf_counter() - start)
     guesses = np.array([prompt_logits[-1], *after[:-1]]).argmax(axis=1)
     written = goal.prompt + greedy(runner, goal.prompt, len(goal.tokens))
-    start = time.perf_counter()
-    found = None if text is None else _perplexity(runner, text)
-    took = time.perf_counter() - start
     return Verified(
         name=name,
         n_bytes=n_bytes,
@@ -135,8 +131,7 @@ def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes
         n_tokens=len(goal.tokens),
         decode_speed=decode_speed,
         text=goal.tokenizer.decode(written) if goal.tokenizer else None,
-        perplexity=found,
-        prefill_speed=None if text is None else text.n_sequences * text.seq_len / took,
+        perplexity=None if text is None else _perplexity(runner, text),
     )
 
 
@@ -165,13 +160,12 @@ def table(rows: list[Verified]) -> Table:
     """What the command prints."""
     with_text = rows[0].perplexity is not None
     heads = ["runtime", "MB", "max |Δlogit| prompt", "decoding", "greedy equal", "decode tok/s"]
-    heads += ["perplexity", "prefill tok/s"] if with_text else []
+    heads += ["perplexity"] if with_text else []
     result = terminal.table(f"{rows[-1].name} against torch", *heads)
     for row in rows:
         cells = [f"{row.n_bytes / 1e6:.1f}", f"{row.prefill_delta:.1e}", f"{row.decode_delta:.1e}"]
         cells += [f"{row.n_equal}/{row.n_tokens}", f"{row.decode_speed:.1f}"]
-        if with_text:
-            cells += [f"{row.perplexity:.3f}", f"{row.prefill_speed:.0f}"]
+        cells += [f"{row.perplexity:.3f}"] if with_text else []
         result.add_row(row.name, *cells)
     return result
 

@@ -87,7 +87,7 @@ def measure_worker(
 ) -> dict[str, Any]:
     """One size of one setting."""
     t, device, cfg = cfg.train, cluster.device, _cut_to(template, cfg, setting, ratio)
-    _forget(device)
+    forget(device)
     run = _run(template, cfg, cluster)
     block_map = run.cut.block_map
     # any order will do for a time: a run would score its blocks first
@@ -144,7 +144,7 @@ def _hugging_face(
     template: PreTrainedModel, cfg: Config, device: torch.device, n_steps: int
 ) -> dict[str, Any]:
     """A step of Hugging Face's model and torch's AdamW, compiled and in the same precision."""
-    _forget(device)
+    forget(device)
     t, model = cfg.train, huggingface.clone_structure(template)
     huggingface.bind_(model, {n: p.detach().clone() for n, p in template.named_parameters()})
     nn.Module.to(model, device).requires_grad_()
@@ -214,7 +214,8 @@ def _peak(device: torch.device, *without: Tensor | None) -> int | None:
     return torch.cuda.max_memory_allocated(device) - _n_bytes(*there)
 
 
-def _forget(device: torch.device) -> None:
+def forget(device: torch.device) -> None:
+    """Free what nobody holds any more, and count the peak of memory anew."""
     gc.collect()  # a trainer and its recorded graphs hold each other
     if device.type == "cuda":
         torch.cuda.init()  # in a fresh process there is no device to reset yet: PyTorch refuses

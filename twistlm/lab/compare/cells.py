@@ -26,7 +26,6 @@ from ...tickets.ticket_scale import choice_text
 from . import CompareRequest
 
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
-LABELS: dict[Method, str] = {"dense": "dense", "dropout": "dropout", "twist": "TwIST"}
 # What a cell measures: one of these, or a method of `baselines.NAMES`
 WHOLE, RANDOM = "whole", "random"
 NESTED = "nested"  # the first blocks of a parent's own order
@@ -188,7 +187,7 @@ def _open_all(
         learnt = SETTINGS[opened.cfg.blocks.setting] if method != "dense" else SETTINGS["both"]
         shown = tuple(s for s in settings if set(SETTINGS[s]) <= set(learnt))
         alone = sum(other == method for other, _ in sources) == 1
-        label = LABELS[method] if alone else f"{LABELS[method]} {source}"
+        label = ("TwIST" if method == "twist" else method) + ("" if alone else f" {source}")
         sha256 = huggingface.weights_sha256(opened.template)
         found.append(ComparedParent(label, method, recut(opened, widest), sha256, shown))
         _check_alike(found[0].parent, found[-1].parent)

@@ -127,10 +127,10 @@ def by_size(scales: list[str]) -> str:
     return scales[0] if len(set(scales)) == 1 else "; ".join(scale or "?" for scale in scales)
 
 
-def number(value: float) -> str:
-    """A perplexity; none of a thousand or more needs decimals."""
-    if value < 1e3:
-        return f"{value:.2f}"
+def number(value: float | None, digits: int = 2) -> str:
+    """A perplexity or a like number; none of a thousand or more needs decimals."""
+    if value is None or value < 1e3:
+        return "" if value is None else f"{value:.{digits}f}"
     return f"{value:,.0f}" if value < 1e5 else f"{value:.2e}"
 
 
