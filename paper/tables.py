@@ -5,7 +5,6 @@ A point comes flat here: the keys of its config and of its result in one dict.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -74,26 +73,26 @@ def means(sizes: Sizes) -> Means:
 def best_of(rows: Iterable[Means]) -> Means:
     """The lowest perplexity at every size."""
     found: Means = {}
-    for k, value in (pair for row in rows for pair in row.items()):
-        found[k] = min(value, found.get(k, math.inf))
+    for row in rows:
+        found |= {k: min(value, found.get(k, value)) for k, value in row.items()}
     return found
 
 
 def by_columns(
-    name: str, title: str, heads: tuple[str, ...], lines: list[Line], columns: Iterable[Any]
+    name: str, title: str, heads: tuple[str, ...], lines: list[Line], columns: list[Any]
 ) -> Table:
     """Perplexities and tickets' scales; the lowest of a column, among its like, is bold."""
-    columns, rows = list(columns), []
+    rows = []
     for group, labels, found in lines:
-        cells = []
-        for k in columns:
-            mean, sd = (found.get(k, {}).get(key) for key in ("mean", "sd"))
+        cells, tried = [], []
+        for point, k in ((found.get(k, {}), k) for k in columns):
+            mean, sd = point.get("mean"), point.get("sd")
             text = number(mean) + (f" ± {number(sd)}" if sd is not None else "")
             rivals = [other[k]["mean"] for like, _, other in lines if like == group and k in other]
             is_best = group is not None and len(rivals) > 1 and mean == min(rivals)
             cells.append(f"**{text}**" if is_best else text)
-        tried = [found[k]["treatment"] for k in columns if "treatment" in found.get(k, {})]
-        rows.append((*labels, *cells, by_size([t["chosen"] for t in tried]) if tried else ""))
+            tried += [point["treatment"]["chosen"]] if "treatment" in point else []
+        rows.append((*labels, *cells, by_size(tried) if tried else ""))
     return Table(name, title, (*heads, *map(head, columns), "scale"), rows)
 
 
@@ -106,7 +105,9 @@ def head(k: Any) -> str:
     return "whole" if k == N else f"{k}/{N}" if isinstance(k, int) else k
 
 
-def compared(says: str, ours: Means, other: Means, sizes: Callable[[Any], bool]) -> Iterator[Claim]:
+def compared(
+    says: str, ours: Means, other: Means, sizes: Callable[[Any], bool] = bool
+) -> Iterator[Claim]:
     """Whether ours is lower at the sizes where it should be, and at no other below the whole."""
     if shared := [k for k in ours if k in other and k != N]:
         said = (f"{head(k)}: {number(ours[k])} against {number(other[k])}" for k in shared)
@@ -132,8 +133,7 @@ def table1(points: Points) -> Shown:
         found = {name: means(row) for name, row in rows.items()}
         found["best chosen blocks"] = best_of(found[n] for n in CHOSEN & found.keys())
         found["best zeros"] = best_of(found[n] for n in ZEROS & found.keys())
-        curves = {n: row for n, row in found.items() if row and n not in COMPARED}
-        yield Figure(name, title, curves)
+        yield Figure(name, title, {n: r for n, r in found.items() if r and n not in COMPARED})
         yield from table1_claims(f"{setting}: ", found)
 
 
@@ -156,26 +156,25 @@ def table1_rows(points: Points) -> dict[str, Sizes]:
 
 
 def table1_claims(where: str, found: dict[str, Means]) -> Iterator[Claim]:
-    dense, twist, dropout = (
-        found.get(f"{RANDOM}{recipe.label}", {}) for recipe in (DENSE, TWIST, DROPOUT)
-    )
-    yield from compared(f"{where}TwIST K=6 beats data parallel", twist, dense, bool)
+    names = [f"{RANDOM}{recipe.label}" for recipe in (DENSE, TWIST, DROPOUT)]
+    dense, twist, dropout = (found.get(name, {}) for name in names)
+    yield from compared(f"{where}TwIST K=6 beats data parallel", twist, dense)
     if sizes := sorted(k for k in dense if k in twist and k < N):
         low, high = sizes[0], sizes[-1]
         ours, other = (row[low] / row[high] for row in (twist, dense))
-        said = f"{high}/{N} to {low}/{N}: {ours:.2f} times against {other:.2f} times"
+        said = f"{head(high)} to {head(low)}: {ours:.2f} times against {other:.2f} times"
         yield Claim(f"{where}TwIST K=6 is flatter than data parallel", ours < other, said)
-    for name in (f"{RANDOM}{TWIST.label}", AT_SIZE):
+    for name in (names[1], AT_SIZE):
         says = f"{where}sparsegpt is ahead at 6/12 and above, {name} at 4/12 and below"
-        other = found.get("sparsegpt", {})
-        yield from compared(says, found.get(name, {}), other, lambda k: k <= 4)
+        pair = (found.get(each, {}) for each in (name, "sparsegpt"))
+        yield from compared(says, *pair, lambda k: k <= 4)
     says = f"{where}TwIST K=6 beats blocks of data parallel that a score chose"
-    yield from compared(says, twist, found["best chosen blocks"], bool)
+    yield from compared(says, twist, found["best chosen blocks"])
     if N in dense and N in twist:
         said = f"{number(twist[N])} against {number(dense[N])}"
         yield Claim(f"{where}the whole TwIST K=6 is no worse", twist[N] <= dense[N], said)
     ours = best_of(r for n, r in found.items() if n.startswith(f"{RANDOM}TwIST") and n != AT_SIZE)
-    yield from compared(f"{where}the best TwIST beats structured dropout", ours, dropout, bool)
+    yield from compared(f"{where}the best TwIST beats structured dropout", ours, dropout)
 
 
 def stability(points: Points) -> Shown:
@@ -239,7 +238,7 @@ def nodeloss(points: Points) -> Shown:
         {case: p["worst"] / p["full"] for case, p in found.get(r.label, {}).items() if "full" in p}
         for r in (TWIST, DENSE)
     )
-    yield from compared("TwIST is fewer times worse than data parallel", twist, dense, bool)
+    yield from compared("TwIST is fewer times worse than data parallel", twist, dense)
 
 
 def shift(points: Points) -> Shown:

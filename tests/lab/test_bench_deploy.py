@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from conftest import THREADS, make_tokens, tiny
-from families_table import TABLE, build, tiny_model
+from families_table import tiny_model
 
 from twistlm.lab.bench import DeployRequest, DepthRequest
 from twistlm.lab.bench import deploy as bench_deploy
@@ -84,26 +83,3 @@ def test_a_family_without_a_home_is_left_out_with_the_reason(parent, made):
     request = DeployRequest(ratio=[], runtime=["llama.cpp-q8_0"], **FEW)
     with pytest.raises(ValueError, match=r"llama\.cpp"):
         bench(parent, request, quiet=True)
-
-
-@pytest.mark.parametrize(("name", "close"), [("torch", 1e-5), ("llama.cpp-q8_0", 0.1)])
-def test_a_runner_remembers_and_forgets(tmp_path, name, close):
-    """Decoding after a prompt is a longer prompt; a new prompt starts anew. ONNX: test_onnx.py."""
-    if name.startswith("llama.cpp"):
-        pytest.importorskip("llama_cpp")
-    model = build("llama", TABLE["llama"].config | {"num_hidden_layers": 1})
-    model.save_pretrained(tmp_path / "model")
-    parent = open_parent(tmp_path / "model", "cpu", CUT)
-    deploy.save_ticket(parent, parent.block_map.full(), tmp_path / "ticket")
-    files = bench_deploy.write_model(name, tmp_path / "ticket", tmp_path / "files")
-    assert all(path.is_file() for path in files)
-    runner = bench_deploy.open_runner(name, files[0], THREADS, 16)
-    ids = [3, 1, 4, 1, 5, 9]
-    runner.prefill(ids[:4])
-    runner.decode(ids[4])
-    stepped = runner.decode(ids[5])
-    with torch.no_grad():
-        want = model(input_ids=torch.tensor([ids])).logits[0, -1].numpy()
-    size = np.abs(want).max()
-    assert np.abs(stepped - want).max() < close * size
-    assert np.abs(runner.prefill(ids)[-1] - want).max() < close * size

@@ -131,7 +131,7 @@ def number(value: float | None, digits: int = 2) -> str:
     """A perplexity or a like number; none of a thousand or more needs decimals."""
     if value is None or value < 1e3:
         return "" if value is None else f"{value:.{digits}f}"
-    return f"{value:,.0f}" if value < 1e5 else f"{value:.2e}"
+    return f"{value:,.0f}" if value < 1e6 else f"{value:.2e}"
 
 
 def to_rich(lines: Lines, title: str) -> Table:
