@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -158,20 +159,18 @@ def robustness(lab: Lab) -> list[Point]:
 
 def nodeloss(lab: Lab) -> list[Point]:
     """The parent is served by n nodes that hold its blocks, and some of them die."""
-    tokens = lab.scale.tokens
+    tokens, found = lab.scale.tokens, []
 
-    def point(recipe: Recipe, nodes: int, lost: int) -> Point:
-        case = {"setting": "both", "nodes": nodes, "lost": lost}
+    def measure(recipe: Recipe, nodes: int, lost: int) -> Result:
+        named = {recipe.label: lab.scales(recipe, "both", tokens).parent}
+        (made,) = lost_nodes.drop(named, nodes, lost, tokens=tokens, quiet=True)["parents"]
+        return {key: made[key] for key in ("full", "worst", "treatment")}
 
-        def measure() -> Result:
-            named = {recipe.label: lab.scales(recipe, "both", tokens).parent}
-            (made,) = lost_nodes.drop(named, nodes, lost, tokens=tokens, quiet=True)["parents"]
-            return {key: made[key] for key in ("full", "worst", "treatment")}
-
-        about = lab.about("nodeloss", recipe, **case, tokens=tokens, treatment=TRIED)
-        return Point(about, measure)
-
-    return [point(recipe, *case) for recipe in PARENTS for case in lab.scale.nodes]
+    for recipe, (nodes, lost) in product(PARENTS, lab.scale.nodes):
+        case = {"setting": "both", "nodes": nodes, "lost": lost, "tokens": tokens}
+        about = lab.about("nodeloss", recipe, **case, treatment=TRIED)
+        found.append(Point(about, partial(measure, recipe, nodes, lost)))
+    return found
 
 
 # ---------------------------------------------------------------- the recipe
@@ -268,26 +267,24 @@ def start_order(start: Parent) -> Order:
 def latency(lab: Lab) -> list[Point]:
     """A worker's local step: the whole model once, then every size of every setting."""
     cfg = config.override(lab.base, ["train.batch=2"])
-    t = cfg.train
+    t, scale = cfg.train, lab.scale
+    shared = {key: getattr(t, key) for key in ("batch", "interval", "n_workers", "moments")}
+    shared |= {"experiment": "latency", "scale": lab.name, "seq_len": cfg.data.seq_len}
+    shared |= {"model": {"type": cfg.model.type, **cfg.model.config}}
 
-    def point(setting: Setting, k: int) -> Point:
-        ratio = lab.scale.ratio(k)
-        size = {"setting": setting, "k": k, "ratio": ratio, "seq_len": cfg.data.seq_len}
-        step = {key: getattr(t, key) for key in ("batch", "interval", "n_workers", "moments")}
-        model = {"type": cfg.model.type, **cfg.model.config}
-        about = {"experiment": "latency", "scale": lab.name, **size, **step, "model": model}
+    def measure(setting: Setting, k: int) -> Result:
+        lab.close()
+        template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
+        cluster = Cluster("local", t.n_workers, "physical", cfg.run.device)
+        ratio = FULL if k == N else scale.ratio(k)
+        return measure_worker(template, cfg, cluster, setting, ratio, scale.bench_steps)
 
-        def measure() -> Result:
-            lab.close()
-            template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
-            cluster = Cluster("local", t.n_workers, "physical", cfg.run.device)
-            size = setting, FULL if k == N else ratio
-            return measure_worker(template, cfg, cluster, *size, lab.scale.bench_steps)
-
-        return Point(about, measure)
-
-    sizes = [(setting, k) for setting in SETTINGS for k in lab.scale.bench_widths]
-    return [point(*size) for size in (("both", N), *sizes)]
+    sizes: list[tuple[Setting, int]] = [("both", N), *product(SETTINGS, scale.bench_widths)]
+    found = []
+    for setting, k in sizes:
+        about = shared | {"setting": setting, "k": k, "ratio": scale.ratio(k)}
+        found.append(Point(about, partial(measure, setting, k)))
+    return found
 
 
 def table2(lab: Lab) -> list[Point]:

@@ -259,17 +259,9 @@ class LlamaRunner(verify.Runner):
 
         # flash attention takes other widths in every layer, but rounds keys and values to f16
         cache = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
-        self._llm = llama_cpp.Llama(
-            str(path),
-            n_ctx=n_ctx,
-            logits_all=all_logits,
-            flash_attn=not exact,
-            type_k=cache,
-            type_v=cache,
-            n_threads=threads or None,
-            n_threads_batch=threads or None,
-            verbose=False,
-        )
+        kind: Any = {"flash_attn": not exact, "type_k": cache, "type_v": cache, "verbose": False}
+        kind |= {"n_threads": threads or None, "n_threads_batch": threads or None}
+        self._llm = llama_cpp.Llama(str(path), n_ctx=n_ctx, logits_all=all_logits, **kind)
         self._last = llama_cpp.llama_get_logits_ith
         self._all_logits = all_logits
 
