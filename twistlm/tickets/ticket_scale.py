@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -141,21 +141,18 @@ class TicketScores:
 
 
 def score_tickets(
-    scales: TicketScales,
-    tickets: Iterable[Blueprint],
-    held_out: Sequence[Blueprint] = (),
-    measure: Callable[[TicketScale, Blueprint], float] | None = None,
+    scales: TicketScales, tickets: Iterable[Blueprint], held_out: Sequence[Blueprint] = ()
 ) -> TicketScores:
     """Choose an activation scale on other text, then measure every ticket with it.
 
     The scale is chosen on the tickets `held_out`, by default on `tickets` themselves, always on the
-    text `scales.choice`. `measure` replaces the plain perplexity, for tickets that are repaired.
+    text `scales.choice`.
     """
     tickets = list(tickets)
     scale, record = scales.best(held_out or tickets)
     ready = scales.evaluator(scale)
-    found = (measure(scale, each) if measure else ready.subnet_perplexity(each) for each in tickets)
-    return TicketScores(tuple(found), scale, record)
+    values = tuple(ready.subnet_perplexity(each) for each in tickets)
+    return TicketScores(values, scale, record)
 
 
 def random_tickets(
