@@ -19,7 +19,7 @@ from pathlib import Path
 import faults
 import ranks
 import torch
-from checkpoints import FILES, joined
+from checkpoints import FILES, joined, same
 from conftest import tiny
 from ranks import free_port
 
@@ -177,12 +177,33 @@ class Scene:
         self.drivers += ranks.start(1, self.folder / "driver", drive, table, resume, keep, kill)
         return self.drivers[-1]
 
+    def start_and_die(self, at: str, n: int, resume: bool = False) -> None:
+        """The run in a process that kills itself before the n-th call of a function."""
+        driver = self.start(resume, kill={"at": at, "n": n})
+        driver.join(SLOW)
+        assert driver.exitcode == -signal.SIGKILL, self.text
+
+    def stop(self) -> None:
+        """End the last driver in good order."""
+        driver = self.drivers[-1]
+        os.kill(driver.pid, signal.SIGTERM)
+        driver.join(SLOW)
+        assert driver.exitcode == 128 + signal.SIGTERM, self.text[-2000:]
+
+    def same_as_local(self, out: Path) -> None:
+        same(rounds.train(self.config(out, run={"variant": "local"}), quiet=True), self.last())
+
     @property
     def text(self) -> str:
         return ranks.said(self.folder / "driver", 0)
 
     def events(self, *event: str, **fields) -> list[dict]:
         return read_events(self.out, *event, **fields)
+
+    def workers(self, place: int | None = None) -> list[int]:
+        """The processes of a place, or of all, in the order of their coming."""
+        joined = self.events("joined", **({} if place is None else {"place": place}))
+        return [int(row["worker"].rpartition("-")[2]) for row in joined]
 
     def until(self, seen: Callable[[], object], seconds: float = SLOW):
         """Wait until `seen()` is true, and return it."""

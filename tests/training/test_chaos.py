@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from checkpoints import metrics, same
+from checkpoints import metrics
 from commands import children, toml
 from conftest import make_tokens, numbered_walk, tiny_table
 from processes import (
@@ -56,26 +56,17 @@ def test_every_worker_in_every_phase(scene, at, place):
     assert same_bits(here.replay(), here.last())
 
 
-PHASES = {
-    "elastic.Elastic._gather": 2,
-    "elastic.Elastic._post": 2,
-    "elastic.Elastic._collect": 2,
-    "owners.Owners.commit": 2,
-    "owners.Owners._settle": 2,
-    "owners.Owners.snapshot": 2,
-}
+PHASES = [f"elastic.Elastic.{name}" for name in ("_gather", "_post", "_collect")]
+PHASES += [f"owners.Owners.{name}" for name in ("commit", "_settle", "snapshot")]
 
 
 @pytest.mark.parametrize("at", PHASES)
 def test_a_driver_killed_in_any_phase(scene, tmp_path, at):
     """Row 7: started again, it goes on bit for bit with the workers of the first."""
     here = scene(train=TRAIN | {"rounds": 5, "scale": "measured"})
-    driver = here.start(kill={"at": at, "n": PHASES[at]})
-    driver.join(120)
-    assert driver.exitcode == -signal.SIGKILL, here.text
+    here.start_and_die(at, 2)
     here.train(resume=True)
-    local = rounds.train(here.config(tmp_path / "local", run={"variant": "local"}), quiet=True)
-    same(local, here.last())
+    here.same_as_local(tmp_path / "local")
 
 
 def test_workers_without_a_run_end_by_themselves(scene):
@@ -85,7 +76,7 @@ def test_workers_without_a_run_end_by_themselves(scene):
     driver = here.start()
     here.until(lambda: here.events("round"))
     driver.kill()
-    pids = [int(row["worker"].rpartition("-")[2]) for row in here.events("joined")]
+    pids = here.workers()
     here.until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], 40)
 
 
@@ -164,7 +155,7 @@ def test_a_machine_with_its_own_k_joins_and_strangers_do_no_harm(tmp_path):
     here = Scene(address, tmp_path, make_tokens(tmp_path / "tokens"), **sections)
     started, env = [head], os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
     try:
-        driver = here.start(keep=False)
+        here.start(keep=False)
         here.until(lambda: here.events("round"))
         assert here.events("round")[0]["places"] in ([0], [1])
         role = ["--join", address, "--k-attn", "1", "--k-ffn", "2"]
@@ -182,11 +173,9 @@ def test_a_machine_with_its_own_k_joins_and_strangers_do_no_harm(tmp_path):
         assert "token" in done.stderr.lower()
         n = len(here.events("round"))
         here.until(lambda: len(here.events("round")) > n + 20)
-        os.kill(driver.pid, signal.SIGTERM)
-        driver.join(60)
-        assert driver.exitcode == 128 + signal.SIGTERM, here.text
+        here.stop()
         assert not here.events("lost") + here.events("late") + here.events("refused")
-        pids = [int(row["worker"].rpartition("-")[2]) for row in here.events("joined")]
+        pids = here.workers()
         here.until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()])
         assert same_bits(here.replay(), here.last())
     finally:
@@ -321,8 +310,8 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
                 assert driver.exitcode == TOO_FEW, here.text[-2000:]
                 n_gave_up += 1
                 driver = here.start(resume=True, keep=False)
-            n, joined, kind = len(here.events("round")), here.events("joined"), rng.random()
-            pids |= {int(row["worker"].rpartition("-")[2]) for row in joined} | set(owners())
+            n, workers, kind = len(here.events("round")), here.workers(), rng.random()
+            pids |= {*workers, *owners()}
             if n < wanted or done.total() >= n_faults:
                 continue
             wanted = n + rng.choice([0, 1, 2, 4, 8])
@@ -339,8 +328,8 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
                         done["raylet"] += 1
             else:
                 who = "owner" if kind < 0.4 else "worker"
-                workers = [int(row["worker"].rpartition("-")[2]) for row in joined[-4:]]
-                victim, stops = rng.choice(owners() if who == "owner" else workers), rng.random()
+                victim = rng.choice(owners() if who == "owner" else workers[-4:])
+                stops = rng.random()
                 with suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL if stops < 0.5 else signal.SIGSTOP)
                     done[f"{who} {'killed' if stops < 0.5 else 'stopped'}"] += 1
@@ -350,10 +339,8 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
         n_faulty = len({row["round"] for row in here.events("round")})
         calm_from = n_faulty + n_after
         here.until(lambda: here.events("round")[-1]["round"] >= calm_from, 600)
-        os.kill(driver.pid, signal.SIGTERM)
-        driver.join(120)
-        assert driver.exitcode == 128 + signal.SIGTERM, here.text[-2000:]
-        pids |= set(owners()) | {int(r["worker"].rpartition("-")[2]) for r in here.events("joined")}
+        here.stop()
+        pids |= {*here.workers(), *owners()}
         audit(here, tokens, 3)
         rows = {row["round"]: row for row in here.events("round")}
         n_results = [len(row["places"]) - len(row["lost"]) for row in rows.values()]
@@ -415,8 +402,7 @@ def test_soak(scene, tmp_path):
         with suppress(OSError):  # it has just ended
             n_files = len(os.listdir(f"/proc/{driver.pid}/fd"))
             samples.append((resident(driver.pid), n_files, resident(gcs)))
-        workers = [int(row["worker"].rpartition("-")[2]) for row in here.events("joined")]
-        for pid in {*workers, *owners}:
+        for pid in {*here.workers(), *owners}:
             with suppress(OSError):
                 actors.setdefault(pid, []).append(resident(pid))
         time.sleep(1.0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 
 import pytest
 import torch
 from checkpoints import joined, metrics, same
 from conftest import tiny
 from processes import same_bits
-from test_ray import TRAIN, same_as_local
+from test_ray import TRAIN
 from transformers import AutoModelForCausalLM
 
 from twistlm.system.signals import TOO_FEW, Ended
@@ -71,7 +70,7 @@ def test_an_owner_killed_in_any_phase_costs_at_most_the_round(scene, tmp_path):
     assert [r for _, r in back] == [1, 2, 3, 4, 6]
     assert [row["round"] for row in here.events("not committed")] == [1, 2, 3, 4]
     assert not [row for row in here.events("round") if row["lost"]]
-    same_as_local(here, tmp_path / "local")
+    here.same_as_local(tmp_path / "local")
 
 
 def test_an_owner_with_a_bug_is_not_a_ray_that_is_gone(scene, tmp_path):
@@ -82,7 +81,7 @@ def test_an_owner_with_a_bug_is_not_a_ray_that_is_gone(scene, tmp_path):
         here.train()
     assert here.events("giving up")[0]["why"].endswith("OSError: a bug of an owner")
     here.train(resume=True)
-    same_as_local(here, tmp_path / "local")
+    here.same_as_local(tmp_path / "local")
 
 
 @pytest.mark.chaos
@@ -116,7 +115,7 @@ def test_two_neighbours_at_once_mean_the_last_checkpoint(scene, tmp_path):
     assert end.value.code == TOO_FEW
     here.train(resume=True)
     assert [row["round"] for row in here.events("started")] == [0, 2]
-    same_as_local(here, tmp_path / "local")
+    here.same_as_local(tmp_path / "local")
 
 
 def test_a_killed_driver_finds_owners_and_their_round(scene, tmp_path):
@@ -125,11 +124,9 @@ def test_a_killed_driver_finds_owners_and_their_round(scene, tmp_path):
     here = scene(train=TRAIN | {"rounds": 5}, ray={"owners": 2}, run={"save_every": 3})
     phases = ("owners.Owners._settle", 3), ("elastic.Elastic._gather", 2), ("checkpoint.save", 0)
     for i, (at, n) in enumerate(phases):
-        driver = here.start(resume=i > 0, kill={"at": at, "n": n})
-        driver.join(120)
-        assert driver.exitcode == -signal.SIGKILL, here.text
+        here.start_and_die(at, n, resume=i > 0)
     here.train(resume=True)
     assert [row["round"] for row in here.events("started")] == [0, 2, 4, 5]
     assert len({tuple(row["owners"]) for row in here.events("started")}) == 1
     assert all(os.path.exists(f"/proc/{pid}") for pid in here.events("started")[0]["owners"])
-    same_as_local(here, tmp_path / "local")
+    here.same_as_local(tmp_path / "local")

@@ -10,12 +10,10 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from checkpoints import same
 from conftest import tiny
-from processes import Scene, same_bits
+from processes import same_bits
 
 from twistlm.data.token_file import open_tokens
 from twistlm.system.signals import TOO_FEW, Ended
@@ -24,19 +22,6 @@ from twistlm.training.engines import owners
 from twistlm.training.teacher import write_cache
 
 TRAIN = {"n_workers": 3, "interval": 2, "outer": "nesterov(0.7, 0.6)", "schedule": "cosine"}
-
-
-def same_as_local(here: Scene, out: Path) -> None:
-    local = rounds.train(here.config(out, run={"variant": "local"}), quiet=True)
-    same(local, here.last())
-
-
-def pids(here: Scene) -> dict[int, list[int]]:
-    """The processes of each place, in the order of their coming."""
-    found: dict[int, list[int]] = {}
-    for row in here.events("joined"):
-        found.setdefault(row["place"], []).append(int(row["worker"].rpartition("-")[2]))
-    return found
 
 
 def test_a_driver_that_is_killed_or_crashes_finds_its_workers_again(scene, tmp_path, monkeypatch):
@@ -50,9 +35,7 @@ def test_a_driver_that_is_killed_or_crashes_finds_its_workers_again(scene, tmp_p
     here = scene(train=train, blocks=blocks, run={"wire": "int8"})
     teacher = rounds.train(tiny(here.tokens, tmp_path / "teacher"), quiet=True)
     write_cache(open_tokens(here.tokens), str(teacher), 8, 16, "cpu", quiet=True)
-    driver = here.start(kill={"at": "owners.Owners.commit", "n": 3})
-    driver.join(120)
-    assert driver.exitcode == -signal.SIGKILL, here.text
+    here.start_and_die("owners.Owners.commit", 3)
     commit, calls = owners.Owners.commit, []
 
     def fails(*args):
@@ -67,8 +50,10 @@ def test_a_driver_that_is_killed_or_crashes_finds_its_workers_again(scene, tmp_p
     here.train(resume=True)
     # where the owner stands, whatever is on disk
     assert [row["round"] for row in here.events("started")] == [0, 3, 4]
-    assert all(len(own) == 3 and len(set(own)) == 1 for own in pids(here).values())
-    same_as_local(here, tmp_path / "local")
+    for place in range(3):
+        assert len(here.workers(place)) == 3
+        assert len(set(here.workers(place))) == 1
+    here.same_as_local(tmp_path / "local")
 
 
 def test_killed_stopped_and_slow_workers_and_sigterm(scene):
@@ -78,25 +63,23 @@ def test_killed_stopped_and_slow_workers_and_sigterm(scene):
         {"place": 1, "round": 3, "at": "train", "do": "SIGSTOP"},
         {"place": 2, "round": 3, "at": "train", "do": "sleep"},
     )
-    driver = here.start()
+    here.start()
     late = here.until(lambda: len(here.events("late", round=3)) == 2 and here.events("late"))
     row = here.until(lambda: here.events("round", round=3))[0]
     assert row["lost"] == [1, 2]
     assert 4.0 <= late[0]["seconds"] <= row["took"] < late[0]["seconds"] + 2.5  # 0.1 s
-    os.kill(pids(here)[1][0], signal.SIGCONT)
+    os.kill(here.workers(1)[0], signal.SIGCONT)
     for place in (1, 2):  # kept, and its old result refused
-        here.until(lambda place=place: len(pids(here)[place]) == 2)
-        assert len(set(pids(here)[place])) == 1
+        here.until(lambda place=place: len(here.workers(place)) == 2)
+        assert len(set(here.workers(place))) == 1
     before, began = len(here.events("round")), time.time()
-    os.kill(pids(here)[0][0], signal.SIGKILL)
+    os.kill(here.workers(0)[0], signal.SIGKILL)
     here.until(lambda: here.events("lost"))
     rows = here.until(lambda: len(here.events("round")) > before + 1 and here.events("round"))
     assert rows[before + 1]["time"] < began + 5  # 0.1 s on a machine of one's own
-    here.until(lambda: len(pids(here)[0]) == 2)
+    here.until(lambda: len(here.workers(0)) == 2)
     here.until(lambda: here.events("round")[-1]["places"] == [0, 1, 2])
-    os.kill(driver.pid, signal.SIGTERM)
-    driver.join(60)
-    assert driver.exitcode == 128 + signal.SIGTERM, here.text
+    here.stop()
     saved = json.loads((here.last() / "checkpoint.json").read_text())
     assert saved["round"] == len(here.events("round"))
     leases = saved["leases"]

@@ -57,6 +57,14 @@ def until_it_trains(run: Path, n_rounds: int) -> None:
     ranks.wait_for(lambda: len(metrics(run)) >= n_rounds, 240)
 
 
+def last_words(started: list[BaseProcess], folder: Path, *which: int, code: int = 2) -> list[str]:
+    """What these ranks said before they ended, all with this code."""
+    for rank in which:
+        started[rank].join(120)
+        assert started[rank].exitcode == code, ranks.said(folder, rank)
+    return [ranks.said(folder, rank) for rank in which]
+
+
 def by_formula(rows: list[dict]) -> None:
     """In S shards (S - 1) / S of all subnets cross a link, rank 0 has an S-th of that.
 
@@ -135,11 +143,8 @@ def test_a_death_ends_the_run_with_a_sentence_and_resume_is_bitwise(runs, tmp_pa
     few, constant = {"eval_every": -1, "save_every": 3}, {"schedule": "constant", "scale": "sqrt"}
     started = start(tokens, tmp_path / "run", 4, train=constant, run=few)
     os.kill(started[1].pid, signal.SIGKILL)
-    for rank in (0, 2):
-        started[rank].join(60)
-        assert started[rank].exitcode == 2, ranks.said(tmp_path, rank)
-        assert re.search(r"(another )?rank .*of this run is gone", ranks.said(tmp_path, rank))
-        assert "--resume" in ranks.said(tmp_path, rank)
+    for said in last_words(started, tmp_path, 0, 2):
+        assert re.search(r"(another )?rank .*of this run is gone.*--resume", said)
     done = len(metrics(tmp_path / "run"))
     rest = constant | {"rounds": done + 2}
     shorter = sharded_table(tokens, tmp_path / "run", train=rest, run=few)
@@ -166,15 +171,12 @@ def test_a_stopped_rank_is_named_in_time(runs, tmp_path):
     until_it_trains(tmp_path / "run", len(metrics(tmp_path / "run")) + 1)
     os.kill(started[1].pid, signal.SIGSTOP)
     began = time.monotonic()
-    for rank in (0, 2):
-        started[rank].join(60)
-        assert started[rank].exitcode == 2, ranks.said(tmp_path, rank)
+    assert "no sign of life from rank 1 for 3 s" in last_words(started, tmp_path, 0, 2)[0]
     assert time.monotonic() - began < 15  # 4 s on a machine of one's own
-    assert "no sign of life from rank 1 for 3 s" in ranks.said(tmp_path, 0)
     os.kill(started[1].pid, signal.SIGCONT)  # it finds nobody, which is no silence of theirs
-    started[1].join(60)
-    assert "of this run is gone" in ranks.said(tmp_path, 1)
-    assert "no sign of life" not in ranks.said(tmp_path, 1)
+    (said,) = last_words(started, tmp_path, 1)
+    assert "of this run is gone" in said
+    assert "no sign of life" not in said
 
 
 def test_a_silent_store_is_named_not_the_other_ranks(runs, tmp_path):
@@ -183,13 +185,9 @@ def test_a_silent_store_is_named_not_the_other_ranks(runs, tmp_path):
     quiet = {"eval_every": -1, "save_every": 1, "variant": "hybrid", "silence": 2.0}
     started = start(tokens, tmp_path / "run", 2, run=quiet)
     os.kill(started[0].pid, signal.SIGSTOP)  # it keeps the store
-    said = []
-    for rank in (1, 2):
-        started[rank].join(60)
-        assert started[rank].exitcode == 2
-        said.append(ranks.said(tmp_path, rank))
-    assert "no sign of life from rank 0 for 2 s" in "".join(said)
-    assert not re.search(r"no sign of life from .*rank [12]", "".join(said))
+    said = "".join(last_words(started, tmp_path, 1, 2))
+    assert "no sign of life from rank 0 for 2 s" in said
+    assert not re.search(r"no sign of life from .*rank [12]", said)
     started[0].kill()
     started[0].join()
 
@@ -214,9 +212,7 @@ def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):
     own, run = {"method": "dense", "outer": "none"}, {"save_every": 0, "variant": "hybrid"}
     started = start(tokens, tmp_path / "run", 1, train=own, run=run)
     os.kill(started[2].pid, signal.SIGTERM)
-    for rank in started:
-        rank.join(120)
-        assert rank.exitcode == 128 + signal.SIGTERM
+    said = last_words(started, tmp_path, 0, 1, 2, code=128 + signal.SIGTERM)
+    assert "stopped by SIGTERM after round" in said[0]
     (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
     assert saved.name == f"round-{len(metrics(tmp_path / 'run')):06d}"
-    assert "stopped by SIGTERM after round" in ranks.said(tmp_path, 0)
