@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
@@ -109,8 +108,8 @@ def sizes_for(
     decode_ms: DecodeMs | None = None,
 ) -> list[Size]:
     """The stock ticket that each budget buys, the largest first."""
-    cut, shapes, found = made.block_map, huggingface.shapes(model), []
-    n_full = count(cut, shapes, cut.full_widths())
+    cut, shapes = made.block_map, huggingface.shapes(model)
+    found: list[Size] = []
     for budget in budgets:
 
         def cost(widths: Widths, budget: Budget = budget) -> float:
@@ -120,34 +119,27 @@ def sizes_for(
             return budget.count(narrow, dtype, partial(families.n_cached, model))
 
         widths = fit(budget, cut, cost, made.legal)[0]
+        size = _size(model, cut, widths, budget)
+        said = f"--{budget.kind} {budget.asked}"
         if widths == cut.full_widths():
+            whole = f"the whole model of {size.n_params:,} parameters"
+            raise ValueError(f"{said} has room for {whole}: ask for less")
+        for other in (each for each in found if each.ratio == size.ratio):
             raise ValueError(
-                f"--{budget.kind} {budget.asked} has room for the whole model of {n_full:,} "
-                "parameters: ask for less"
+                f"--{other.budget.kind} {other.budget.asked} and {said} buy the same ticket, "
+                f"{size.ratio} with {size.n_params:,} parameters: ask for sizes further apart"
             )
-        found.append(_size(model, cut, widths, budget))
-    found.sort(key=lambda size: -size.n_params)
-    for one, other in pairwise(found):
-        if one.ratio == other.ratio:
-            raise ValueError(
-                f"--{one.budget.kind} {one.budget.asked} and --{other.budget.kind} "
-                f"{other.budget.asked} buy the same ticket, {one.ratio} with {one.n_params:,} "
-                "parameters: ask for sizes further apart"
-            )
-    return found
+        found.append(size)
+    return sorted(found, key=lambda size: -size.n_params)
 
 
 def usual_sizes(model: PreTrainedModel, made: Cut) -> list[Size]:
     """Stock tickets near the usual shares of the blocks, the largest first."""
-    cut, found = made.block_map, {}
-    most = cut.full_widths()
+    cut, most = made.block_map, made.block_map.full_widths()
+    smaller, found = [widths for widths in made.legal if widths != most], {}
     for share in SHARES:
-
-        def distance(widths: Widths, share: float = share) -> float:
-            return sum(abs(k / most[name] - share) for name, k in widths.items())
-
-        widths = min((each for each in made.legal if each != most), key=distance)
-        size = _size(model, cut, widths)
+        near = min(smaller, key=lambda w: sum(abs(w[name] / most[name] - share) for name in w))
+        size = _size(model, cut, near)
         found[size.ratio] = size
     return sorted(found.values(), key=lambda size: -size.n_params)
 

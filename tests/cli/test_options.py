@@ -105,4 +105,4 @@ def test_push_says_what_would_be_sent(tmp_path):
         assert path.name in done.output
         assert f"{path.stat().st_size:,}" in done.output
     done = CliRunner().invoke(app, [*words[:2], "not a repo!", "--dry-run"])
-    assert "names no repository" in str(done.exception)
+    assert "Repo id must" in str(done.exception)

@@ -160,7 +160,7 @@ def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
 def test_a_librarys_error_is_one_line_and_ends():
     """For a model type that it does not know transformers lists all that it knows."""
     words = ", ".join(f"model{i}" for i in range(2000))
-    said = huggingface.one_line(ValueError(f"unknown model;\n  known are {words}"))
-    assert said.startswith("ValueError: unknown model; known are model0, model1, ")
+    said = huggingface.one_line(OSError(f"unknown model;\n  known are {words}"))
+    assert said.startswith("OSError: unknown model; known are model0, model1, ")
     assert said.endswith(" ...")
     assert len(said) < 450

@@ -39,12 +39,12 @@ def compare(call, predict=None):
     torch.testing.assert_close(got[:, :101], exact.grad.float(), rtol=1e-5, atol=1e-7)
     assert (got[:, 101:] == 0).all()
 
-compare(lambda got: kernels.softmax_(got, targets, 101, 9, True, None))
+compare(lambda got: kernels.softmax_(got, targets, 101, 9, True))
 kept = logits.clone()
-kernels.softmax_(kept, targets, 101, 9, False, None)
+kernels.softmax_(kept, targets, 101, 9, False)
 assert torch.equal(kept, logits)
 compare(
-    lambda got: kernels.softmax_(got, targets, 101, 9, True, (teacher, share)),
+    lambda got: kernels.softmax_(got, targets, 101, 9, True, teacher, share),
     lambda exact: teacher[:, :101].double(),
 )
 # a teacher of whom k tokens and the rest as one are known, also where the k are all there are

@@ -7,17 +7,13 @@ from collections.abc import Callable
 
 from ..system.compat import quiet_transformers
 from ..system.signals import Ended
-from . import look, measure, tickets, training  # noqa: F401  (they join the app)
-from .options import app, lab, sort_into_panels_
 
-app.add_typer(lab, name="lab")
-sort_into_panels_(app)
+from . import training, tickets, look, measure  # isort: skip  # noqa: F401 (they join the app)
+from .options import app
 
 AGAIN = "; the same command goes on where it stopped"
-RESUMES = {
-    "train": "; resume with --resume", "shrink": AGAIN, "demo": AGAIN, "lab compare": AGAIN,
-    "heal": AGAIN,
-}  # fmt: skip
+RESUMES = dict.fromkeys(("shrink", "demo", "lab compare", "heal"), AGAIN)
+RESUMES["train"] = "; resume with --resume"
 MOVED = {  # commands of before -> how they are called now
     "certify": "twistlm eval --certify",
     **{name: f"twistlm lab {name}" for name in ("compare", "prune", "bench", "drop", "draft")},

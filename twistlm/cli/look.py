@@ -93,11 +93,9 @@ def doctor() -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     rows.add_row("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {memory:,.0f} GB memory")
     rows.add_row("disk here", f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free")
-    for i in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(i)
-        rows.add_row(f"cuda:{i}", f"{about.name}, {about.total_memory / 1e9:,.0f} GB")
-    if not torch.cuda.device_count():
-        rows.add_row("cuda", "none that torch can use")
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    found = ", ".join(f"{gpu.name} ({gpu.total_memory / 1e9:,.0f} GB)" for gpu in gpus)
+    rows.add_row("cuda", found or "none that torch can use")
     for name, (modules, enables) in EXTRAS.items():
         rows.add_row(f"[{name}]", f"{'here' if installed(*modules) else 'missing'}: {enables}")
     console.print(rows)
@@ -143,8 +141,8 @@ def node(
     from ..tickets.budget import amount
     from ..transport import ray_cluster
 
-    labels = {"attn": k_attn, "ffn": k_ffn}
-    words = [f"{ray_cluster.K_LABELS[kind]}={k}" for kind, k in labels.items() if k]
+    ks = {"attn": k_attn, "ffn": k_ffn}
+    words = [f"{ray_cluster.K_LABELS[kind]}={k}" for kind, k in ks.items() if k]
     if memory and words:
         raise ValueError(f"--memory {memory} chooses K: leave out --k-attn and --k-ffn")
     if memory == "auto" and pick_device("auto").type == "cpu":
@@ -167,9 +165,8 @@ def node(
             made = f"a new token is in {ray_cluster.token_file()}"
             console.print(f"{made}: put a copy of it in the same place elsewhere")
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-        console.print(
-            f"on other machines: twistlm node --join {host or socket.gethostname()}:{port}"
-        )
+        address = f"{host or socket.gethostname()}:{port}"
+        console.print(f"on other machines: twistlm node --join {address}")
         start += ["--head", f"--port={port}"]
     else:
         ray_cluster.host_and_port(join, "--join ")

@@ -27,8 +27,8 @@ from .options import (
     Tokens,
     command,
     lab,
+    show,
     split_sources,
-    write_json,
 )
 
 bench = typer.Typer(help="Times, bytes and memory on this machine.", no_args_is_help=True)
@@ -120,7 +120,7 @@ def train(
     cfg = config.load(preset, overrides)
     from ..lab.bench.train import bench, table
 
-    console.print(table(bench(cfg, request, lambda made: write_json(json_out, made))))
+    console.print(table(bench(cfg, request, lambda made: show(made, json_out))))
 
 
 @command(
@@ -139,10 +139,8 @@ def deploy(
     from ..tickets.parent import open_parent
 
     made = bench(open_parent(source, "cpu", overrides), request)
-    write_json(json_out, made)
-    console.print(table(made))
-    for name, why in made["left_out"].items():
-        console.print(f"without {name}: {why}")
+    missing = (f"without {name}: {why}" for name, why in made["left_out"].items())
+    show(made, json_out, table(made), *missing)
 
 
 @command(
@@ -162,8 +160,7 @@ def depth(
     from ..tickets.parent import open_parent
 
     made = bench(open_parent(source, device, overrides), request)
-    write_json(json_out, made)
-    console.print(table(made))
+    show(made, json_out, table(made))
 
 
 @command(
@@ -178,11 +175,9 @@ def comm(request: CommRequest, json_out: JsonOut = None) -> None:
     """
     from ..lab.bench.comm import bench, table
 
-    made = bench(request, lambda rows: write_json(json_out, rows))
-    console.print(table(made))
-    for name, why in made["left_out"].items():
-        console.print(f"{name}: {why}")
-    write_json(json_out, made)
+    made = bench(request, lambda made: show(made, json_out))
+    missing = (f"{name}: {why}" for name, why in made["left_out"].items())
+    show(made, json_out, table(made), *missing)
 
 
 @command(
@@ -215,8 +210,7 @@ def drop(
     parents, overrides = split_sources(sources)
     opened = {source: open_parent(source, device, overrides) for source in parents}
     made = lost_nodes.drop(opened, nodes, lose, data=data, tokens=tokens)
-    console.print(lost_nodes.table(made))
-    write_json(json_out, made)
+    show(made, json_out, lost_nodes.table(made))
 
 
 @command(
@@ -243,6 +237,4 @@ def draft(
     pair = open_runnable(parent, device), open_runnable(ticket, device)
     prompts = speculate.prompts(pair[0], list(prompt), data, n, prompt_tokens)
     made = speculate.draft(*pair, prompts, max_new_tokens=max_new_tokens, n_draft=draft_tokens)
-    console.print(speculate.table(made))
-    console.print(speculate.reading(made))
-    write_json(json_out, made)
+    show(made, json_out, speculate.table(made), speculate.reading(made))

@@ -19,10 +19,18 @@ from ..config import Config, preset_names
 from ..fields import words
 from ..presets import build, overridden
 from ..system.compat import check_transformers
+from ..system.terminal import console
 
 PARENT = "A run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE."
 ANY_MODEL = f"A ticket; {PARENT[0].lower()}{PARENT[1:]}"
 OUT = ("--out", "-o")
+PANELS = {  # what a user wants -> the commands that do it, as `--help` shows them
+    "Train": ("shrink", "demo", "prepare", "train", "eval", "plan"),
+    "Choose": ("extract", "heal", "play"),
+    "Ship": ("generate", "verify", "export", "push"),
+    "Machines": ("doctor", "node"),
+    "Measure": ("lab",),
+}
 
 
 def writable(value: Path | None) -> Path | None:
@@ -74,8 +82,11 @@ def command(group: typer.Typer, *examples: str, called: str | None = None) -> Ca
 
         run.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
         run.__annotations__ = {given.name: given.annotation for given in plain}
-        plural = "s" if len(examples) > 1 else ""
-        group.command(name=called, epilog="\n\n".join([f"Example{plural}:", *examples]))(run)
+        name = called or function.__name__
+        shown: dict[str, Any] = {"epilog": "\n\n".join(["Examples:", *examples])}
+        if group is app:
+            shown["rich_help_panel"] = next(p for p, names in PANELS.items() if name in names)
+        group.command(name=name, **shown)(run)
         return function
 
     return register
@@ -111,21 +122,11 @@ def _parameter(name: str, hint: Any, field: dataclasses.Field) -> inspect.Parame
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=made, default=default)
 
 
-Preset = Annotated[
-    str,
-    typer.Argument(
-        metavar="PRESET_TOML_OR_RUN",
-        help=f"A preset ({words(preset_names())}), a TOML file, or a run folder for its own "
-        "config.",
-    ),
-]
+SOURCE = f"A preset ({words(preset_names())}), a TOML file, or a run folder for its own config."
+Preset = Annotated[str, typer.Argument(metavar="PRESET_TOML_OR_RUN", help=SOURCE)]
+CHANGES = "Changes to the config (docs/config.md)."
 Overrides = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SECTION.KEY=VALUE",
-        help="Changes to the config (docs/config.md).",
-        show_default=False,
-    ),
+    list[str], typer.Argument(metavar="SECTION.KEY=VALUE", help=CHANGES, show_default=False)
 ]
 Parent = Annotated[str, typer.Argument(help=PARENT)]
 AnyModel = Annotated[str, typer.Argument(help=ANY_MODEL)]
@@ -141,12 +142,14 @@ JsonOut = Annotated[
 ]
 
 
-def write_json(path: Path | None, record: dict[str, Any]) -> None:
-    """Write the numbers where `--json` was given."""
-    if path is not None:
+def show(record: dict[str, Any], json_out: Path | None, *lines: Any) -> None:
+    """Write the numbers where `--json` was given, and print tables and sentences about them."""
+    if json_out is not None:
         from ..system.files import whole_file
 
-        whole_file(path, json.dumps(record, indent=1) + "\n")
+        whole_file(json_out, json.dumps(record, indent=1) + "\n")
+    for line in lines:
+        console.print(line)
 
 
 app = typer.Typer(
@@ -159,26 +162,7 @@ app = typer.Typer(
 lab = typer.Typer(
     help="Measure a model of yours: compare, prune, time, lose nodes, draft.", no_args_is_help=True
 )
-
-PANELS = {  # what a user wants -> the commands that do it, as `--help` shows them
-    "Train": ("shrink", "demo", "prepare", "train", "plan", "eval"),
-    "Choose": ("extract", "heal", "play"),
-    "Ship": ("export", "generate", "verify", "push"),
-    "Measure": ("lab",),
-    "Machines": ("node", "doctor"),
-}
-
-
-def sort_into_panels_(made: typer.Typer) -> None:
-    """Sort the commands of `--help` into panels by what a user wants."""
-    order = {name: (panel, i) for panel, names in PANELS.items() for i, name in enumerate(names)}
-
-    def place(entry: Any) -> tuple[int, int]:
-        entry.rich_help_panel, i = order[entry.name or entry.callback.__name__]
-        return list(PANELS).index(entry.rich_help_panel), i
-
-    made.registered_commands.sort(key=place)
-    made.registered_groups.sort(key=place)
+app.add_typer(lab, name="lab", rich_help_panel="Measure")
 
 
 def _say_version(asked: bool) -> None:

@@ -183,36 +183,28 @@ def push(
 ) -> None:
     """Send a ticket to the Hugging Face hub, with its card; it is loaded once, as a check."""
     from huggingface_hub import HfApi, ModelCard
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
     from ..tickets.deploy import load_ticket
 
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ValueError(f"{repo!r} names no repository: {error}") from None
-    model = load_ticket(ticket)
-    files = sorted(path for path in ticket.rglob("*") if path.is_file())
-    data = ModelCard.load(ticket / "README.md").data
+    validate_repo_id(repo)
+    model, data = load_ticket(ticket), ModelCard.load(ticket / "README.md").data
     shown = table(f"{ticket} -> {repo} ({'public' if public else 'private'})", "file", "bytes")
-    for path in files:
+    for path in sorted(path for path in ticket.rglob("*") if path.is_file()):
         shown.add_row(str(path.relative_to(ticket)), f"{path.stat().st_size:,}")
     console.print(shown)
     console.print(
-        f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters; "
-        "card: licence "
-        f"{data.license or 'not given'}, base model {data.base_model or 'not given'}"
+        f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters; card: "
+        f"licence {data.license or 'not given'}, base model {data.base_model or 'not given'}"
     )
     if dry_run:
         console.print("nothing was sent (--dry-run)")
         return
-    hub = HfApi()
+    hub, note = HfApi(), "A ticket of twistlm"
     try:
         hub.create_repo(repo, private=not public, exist_ok=True)
-        sent = hub.upload_folder(
-            repo_id=repo, folder_path=ticket, commit_message="A ticket of twistlm"
-        )
+        sent = hub.upload_folder(repo_id=repo, folder_path=ticket, commit_message=note)
     except LocalTokenNotFoundError:
         raise ValueError("the hub knows you not: run `hf auth login` first") from None
     except (HfHubHTTPError, OSError) as error:

@@ -25,8 +25,8 @@ from .options import (
     app,
     command,
     is_given,
+    show,
     split_sources,
-    write_json,
 )
 
 NO_RAY = (  # it ends a process whose node or head is lost, without a word
@@ -148,8 +148,13 @@ def train(
 ) -> None:
     """Train a parent in TwIST rounds (or a control: data parallel, structured dropout)."""
     cfg = config.load(preset, overrides)  # a mistake there is told before torch is imported
-    if not (resume or auto_resume):
-        _check_start(cfg.model.weights, preset)
+    start = cfg.model.weights
+    if not (resume or auto_resume) and start.startswith("runs/") and not Path(start).exists():
+        raise ValueError(
+            f"model.weights = {start!r}: there is no such run yet; make this start with `twistlm "
+            f"train {preset} model.weights=random train.method=dense train.teacher=none "
+            f"run.out={start}`, or take a pretrained model of the same type"
+        )
     signals.end_with_launcher()  # also while the imports that follow take their time
     with signals.apart(NO_RAY) if cfg.run.variant == "ray" else nullcontext():
         from ..training import checkpoint, rounds
@@ -158,24 +163,14 @@ def train(
         there = checkpoint.numbered(Path(cfg.run.out) / "checkpoints")
         if resume and on_central_rank() and not there:
             raise ValueError(
-                f"run.out = {cfg.run.out!r}: there is no checkpoint to resume; to start the run, "
-                f"leave out --resume, or say --auto-resume, which starts it where there is none"
+                f"run.out = {cfg.run.out!r}: there is no checkpoint to resume; leave out --resume, "
+                "or say --auto-resume, which starts the run where there is none"
             )
         deadline = time.monotonic() + 60 * minutes
         is_late = (lambda: time.monotonic() >= deadline) if minutes else None
         last = rounds.train(cfg, resume=resume or auto_resume, is_late=is_late)
         if on_central_rank():
             console.print(f"checkpoint: {last}")
-
-
-def _check_start(weights: str, preset: str) -> None:
-    """A start that a preset takes from a run of yours, not there yet: say how to make it."""
-    if weights.startswith("runs/") and not Path(weights).exists():
-        raise ValueError(
-            f"model.weights = {weights!r}: there is no such run yet; make this start with `twistlm "
-            f"train {preset} model.weights=random train.method=dense train.teacher=none "
-            f"run.out={weights}`, or take a pretrained model of the same type"
-        )
 
 
 @command(
@@ -221,7 +216,7 @@ def eval_(
     that assumes nothing about the distribution (it is one of the measured values in order).
     """
     (source, *others), more = split_sources(sources)
-    ratios = request.ratios
+    ratios, has_ratio = request.ratios, is_given(context, "ratios")
     if tasks is not None and bound:
         raise ValueError("--certify bounds perplexities: leave --tasks out")
     if others and tasks is None:
@@ -231,25 +226,19 @@ def eval_(
     if tasks is not None:
         from ..tickets.tasks import open_tasks, record, score_tasks, table
 
-        sizes = ratios if is_given(context, "ratios") else ()
         how: dict[str, Any] = {"seed": request.seed, "device": device, "overrides": more}
+        sizes = ratios if has_ratio else ()
         rows = list(score_tasks([source, *others], open_tasks(tasks), sizes, **how))
-        console.print(table(rows))
-        write_json(json_out, record(rows))
-        return
+        return show(record(rows), json_out, table(rows))
     from ..tickets import certify, score
     from ..tickets.parent import open_parent, what_is
 
-    text: dict[str, Any] = {"data": request.data, "tokens": request.tokens}
     if bound:
         asked = request if is_given(context, "n") else replace(request, n=200)
         parent = open_parent(source, device, more)
         made = certify.certify(parent, asked, coverage, confidence)
-        console.print(certify.table(made))
-        console.print(certify.reading(made))
-        write_json(json_out, made)
-        return
-    kind, has_ratio = what_is(source), is_given(context, "ratios")
+        return show(made, json_out, certify.table(made), certify.reading(made))
+    kind = what_is(source)
     if kind == "ticket" and has_ratio:
         raise ValueError(f"--ratio {ratios[0]}: {source} is a ticket, which is cut already")
     if kind == "checkpoint" or has_ratio:
@@ -258,9 +247,9 @@ def eval_(
             request = replace(request, ratios=parent.cfg.run.eval_ratios)
         scores = score.score_parent(parent, request, Path(source).name)
     else:
-        scores = score.score_whole(source, **text, device=device, overrides=more)
-    console.print(score.table([scores]))
-    write_json(json_out, scores.to_dict())
+        where: dict[str, Any] = {"device": device, "overrides": more}
+        scores = score.score_whole(source, data=request.data, tokens=request.tokens, **where)
+    show(scores.to_dict(), json_out, score.table([scores]))
 
 
 @command(
@@ -283,8 +272,9 @@ def plan(
     """Memory, parameters, bytes, rounds and the busiest link, before training."""
     cfg = config.load(preset, overrides)
     from ..tickets.budget import amount
-    from ..training.plan import make, show
+    from ..training import plan
 
-    made = make(cfg, gbit, tflops, [int(amount("size", each, "--memory")) for each in memory or ()])
-    show(made, cfg)
-    write_json(json_out, asdict(made))
+    rooms = [int(amount("size", each, "--memory")) for each in memory or ()]
+    made = plan.make(cfg, gbit, tflops, rooms)
+    plan.show(made, cfg)
+    show(asdict(made), json_out)

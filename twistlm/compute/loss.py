@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ..data.teacher_cache import unpack
 from ..model import kernels
 from ..model.huggingface import vocab_size
-from ..model.kernels import LEAST, Theirs
+from ..model.kernels import LEAST
 
 # (model, ids [batch, seq_len], teacher=None, teacher_topk=None) -> mean loss
 Loss = Callable[..., Tensor]
@@ -117,9 +117,9 @@ def chunked_loss(
     prediction = None if teacher is None else teacher.predict(ids, teacher_topk)
     if head_grads is None and not hidden.is_cuda and len(targets) * len(weight) <= SMALL:
         return _mean_loss(F.linear(hidden, weight, bias), targets, prediction)
-    weight = weight if head_grads is None else weight.detach()
-    rest = (targets, prediction, head_grads, torch.is_grad_enabled())
-    return linear_cross_entropy(hidden, weight, bias, *rest)
+    head = weight if head_grads is None else weight.detach(), bias
+    wanted = torch.is_grad_enabled()
+    return linear_cross_entropy(hidden, *head, targets, prediction, head_grads, wanted)
 
 
 def next_token_loss(
@@ -159,8 +159,7 @@ def _mean_loss(logits: Tensor, targets: Tensor, prediction: Prediction | None) -
     if prediction is None:
         return F.cross_entropy(_exact(logits), targets)
     mine, share = _exact(logits).log_softmax(-1), prediction.weight
-    theirs = prediction.logits(slice(None), logits)[:, : logits.shape[1]]
-    theirs = _exact(theirs).log_softmax(-1)
+    theirs = _exact(prediction.logits(slice(None), logits)[:, : logits.shape[1]]).log_softmax(-1)
     plain = F.nll_loss(mine, targets, reduction="none")
     kl = F.kl_div(mine, theirs, reduction="none", log_target=True).sum(-1)
     return ((1 - share) * plain + share * kl).mean()
@@ -253,10 +252,6 @@ def _aligned(weight: Tensor) -> Tensor:
     return F.pad(weight, (0, 0, 0, n_rows - vocab))
 
 
-def _has_kernels(logits: Tensor) -> bool:
-    return kernels.usable(logits) and logits.dtype != torch.float64
-
-
 def _losses_(
     logits: Tensor,
     prediction: Prediction | None,
@@ -266,34 +261,27 @@ def _losses_(
     n_tokens: float,
     wanted: bool,
 ) -> Tensor:
-    """`_softmax_` of the tokens `at`, with what a teacher predicts for them."""
-    if prediction is None:
-        return _softmax_(logits, targets, vocab, n_tokens, wanted, None)
-    share = prediction.weight
-    if wanted and prediction.topk is not None and _has_kernels(logits):
-        ids, log_probs = (each[at] for each in prediction.topk)
-        return kernels.distil_topk_(logits, ids, log_probs, targets, vocab, n_tokens, share)
-    theirs = prediction.logits(at, logits[:, :vocab]), share
-    return _softmax_(logits, targets, vocab, n_tokens, wanted, theirs)
+    """The loss of tokens `at`; where `wanted`, `logits` become the gradient of sum / `n_tokens`.
 
-
-def _softmax_(
-    logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wanted: bool, theirs: Theirs
-) -> Tensor:
-    """Each token's loss; where `wanted`, `logits` become the gradient of the sum over `n_tokens`.
-
-    That is softmax(s) - (1 - a) onehot - a softmax(t), `theirs` a teacher's t and its share a.
+    That is softmax(s) - (1 - a) onehot - a softmax(t), t a teacher's logits and a its weight.
     Columns from `vocab` on are padding: they count for nothing and their gradient is 0.
     """
-    if _has_kernels(logits):
-        return kernels.softmax_(logits, targets, vocab, n_tokens, wanted, theirs)
-    mine, share = _exact(logits[:, :vocab]).log_softmax(-1), theirs[1] if theirs else 0.0
+    fast, share, theirs = kernels.usable(logits) and logits.dtype != torch.float64, 0.0, None
+    if prediction is not None:
+        share = prediction.weight
+        if wanted and fast and prediction.topk is not None:
+            ids, log_probs = (each[at] for each in prediction.topk)
+            return kernels.distil_topk_(logits, ids, log_probs, targets, vocab, n_tokens, share)
+        theirs = prediction.logits(at, logits[:, :vocab])
+    if fast:
+        return kernels.softmax_(logits, targets, vocab, n_tokens, wanted, theirs, share)
+    mine = _exact(logits[:, :vocab]).log_softmax(-1)
     losses = -(1 - share) * mine.gather(1, targets[:, None])[:, 0]
     probs: Tensor | float = 0.0
-    if theirs:
-        log_probs = _exact(theirs[0][:, :vocab]).log_softmax(-1)
-        probs = log_probs.exp()
-        losses += share * (probs * (log_probs - mine)).sum(-1)
+    if theirs is not None:
+        log_p = _exact(theirs[:, :vocab]).log_softmax(-1)
+        probs = log_p.exp()
+        losses += share * (probs * (log_p - mine)).sum(-1)
     if wanted:
         grad = mine.exp_() - share * probs
         grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), share - 1.0))

@@ -16,7 +16,7 @@ from ..model import generator
 from ..model.blocks import BlockMap, Blueprint, Widths
 from ..model.central import Central, cut_subnet
 from ..model.depth import with_all_layers
-from ..model.layout import gather_
+from ..model.layout import Layout
 from ..model.subnet import Gates, Means, Rho, Subnet, add_means_, build, scales
 from ..system.device import autocast, to_device
 from .attention import causal_
@@ -104,20 +104,25 @@ class Evaluator:
     def loss(self) -> Loss:
         return loss_for(self.full.model)  # where the weights are: a GPU tries it in no time
 
+    def _model(
+        self, key: tuple[int, ...], where: Layout, gates: Gates = "cut"
+    ) -> tuple[Subnet, torch.Tensor]:
+        """The model of these widths, built once, and the memory that its weights lie in."""
+        if key not in self.models:
+            own = self.central.weights
+            if key or self.device is not None:
+                own = torch.empty(where.n_params, dtype=own.dtype, device=self.device or own.device)
+            made = build(self.template, self.block_map, where, own, gates=gates)
+            causal_(made.model)
+            self.models[key] = made, own
+        return self.models[key]
+
     @property
     def full(self) -> Subnet:
         """The whole model over the central weights."""
-        central = self.central.weights
-        if () not in self.models:
-            weights = central
-            if self.device is not None:
-                weights = torch.empty_like(central, device=self.device)
-            whole = build(self.template, self.block_map, self.central.layout, weights)
-            causal_(whole.model)
-            self.models[()] = whole, weights
-        whole, weights = self.models[()]
+        whole, weights = self._model((), self.central.layout)
         if self.device is not None:
-            weights.copy_(central)
+            weights.copy_(self.central.weights)
         return whole
 
     def full_perplexity(self) -> float:
@@ -129,22 +134,10 @@ class Evaluator:
         self.block_map.check_blueprint(blueprint)
         widths = self.block_map.widths(blueprint)
         key, factors = tuple(widths.values()), scales(self.block_map, widths, self.scale, self.rho)
-        gates: Gates = "cut" if all(key) else "all"
         blueprint = with_all_layers(blueprint)
         where = self.central.layout.narrowed(self.block_map, self.block_map.widths(blueprint))
-        if key not in self.models:
-            buffer = self.central.buffer
-            device = self.device or buffer.device
-            weights = torch.empty(where.n_params, dtype=buffer.dtype, device=device)
-            made = build(self.template, self.block_map, where, weights, gates=gates)
-            self.models[key] = (made, weights)
-            causal_(made.model)
-        subnet, weights = self.models[key]
-        central, segments = self.central, self.central.segments
-        if self.device is None:
-            gather_(weights[None], central.buffer[:1], segments, segments.index(blueprint))
-        else:
-            weights.copy_(cut_subnet(central, blueprint, 1)[0])
+        subnet, weights = self._model(key, where, "cut" if all(key) else "all")
+        weights.copy_(cut_subnet(self.central, blueprint, 1)[0])
         subnet.keep_(blueprint, factors)
         add_means_(where.views(weights), self.block_map, blueprint, factors, self.means)
         return subnet

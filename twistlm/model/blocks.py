@@ -81,20 +81,18 @@ class BlockMap:
     def coarsen(self, kind: Kind, n_blocks: int) -> BlockMap:
         """Merge neighbouring blocks of `kind` into `n_blocks` equal ones (the paper's R)."""
 
-        merged = []
-        for group in self.groups:
-            if group.kind == kind:
-                if n_blocks < 1 or group.n_blocks % n_blocks:
-                    legal = [n for n in range(1, group.n_blocks + 1) if group.n_blocks % n == 0]
-                    raise ValueError(
-                        f"blocks.n_{kind} = {n_blocks}: {group.n_blocks} {kind} blocks of "
-                        f"{group.name} cannot be merged; legal: {', '.join(map(str, legal))}"
-                    )
-                factor = group.n_blocks // n_blocks
-                parts = tuple(replace(part, chunk=part.chunk * factor) for part in group.parts)
-                group = replace(group, n_blocks=n_blocks, parts=parts)
-            merged.append(group)
-        return BlockMap(tuple(merged))
+        def merged(group: BlockGroup) -> BlockGroup:
+            if group.n_blocks % n_blocks:  # a ticket's layers have their own widths
+                legal = [n for n in range(1, group.n_blocks + 1) if group.n_blocks % n == 0]
+                raise ValueError(
+                    f"blocks.n_{kind} = {n_blocks}: {group.n_blocks} {kind} blocks of "
+                    f"{group.name} cannot be merged; legal: {', '.join(map(str, legal))}"
+                )
+            factor = group.n_blocks // n_blocks
+            parts = tuple(replace(part, chunk=part.chunk * factor) for part in group.parts)
+            return replace(group, n_blocks=n_blocks, parts=parts)
+
+        return BlockMap(tuple(merged(g) if g.kind == kind else g for g in self.groups))
 
     def with_common(self, common: Mapping[Kind, tuple[int, ...]]) -> BlockMap:
         """Blocks of each kind that every subnet keeps (the paper's C); none leaves no C."""
@@ -112,12 +110,12 @@ class BlockMap:
         """Common blocks where `blocks.common_by` is rank, by each layer's order, if it has one."""
         if blocks.common_by == "index":
             return self
-
-        def ranked(group: BlockGroup) -> BlockGroup:
-            ranks, best = blocks.common(group.kind), order.get(group.name)
-            return replace(group, common=tuple(sorted(best[i] for i in ranks)) if best else ())
-
-        return BlockMap(tuple(ranked(group) for group in self.groups))
+        ranked = []
+        for group in self.groups:
+            best = order.get(group.name)
+            common = sorted(best[i] for i in blocks.common(group.kind)) if best else ()
+            ranked.append(replace(group, common=tuple(common)))
+        return BlockMap(tuple(ranked))
 
     def n_blocks(self, kind: Kind) -> int:
         """N of one kind: the same in every layer of a model, 0 where the kind is shared."""
@@ -141,15 +139,12 @@ class BlockMap:
             raise ValueError(f"the blueprint does not fit this model: {', '.join(sorted(odd))}")
         self.dropped(self.widths(blueprint))
         for group in self.groups:
-            kept, legal, what = blueprint[group.name], range(group.n_blocks), group.name
-            if list(kept) != sorted(set(kept)) or not set(kept) <= set(legal):
-                ids = f"at most {group.n_blocks} sorted, distinct block ids out of 0..{legal[-1]}"
-                raise ValueError(f"blueprint[{what!r}] = {kept}: needs {ids}")
+            kept, n = blueprint[group.name], group.n_blocks
+            said = f"blueprint[{group.name!r}] = {kept}"
+            if list(kept) != sorted(set(kept)) or not set(kept) <= set(range(n)):
+                raise ValueError(f"{said}: needs at most {n} sorted, distinct ids in 0..{n - 1}")
             if not set(group.common) <= set(kept):
-                raise ValueError(
-                    f"blueprint[{what!r}] = {kept} lacks common blocks: every subnet of this "
-                    f"model keeps {group.common} (blocks.common_{group.kind})"
-                )
+                raise ValueError(f"{said} lacks common blocks {group.common}")
 
     def widths(self, blueprint: Blueprint) -> Widths:
         return {group.name: len(blueprint[group.name]) for group in self.groups}
@@ -238,8 +233,8 @@ def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
     """Widths for a ratio as in `shares_of_ratio`; a layer that is named with 0 is left out."""
     said = shares_of_ratio(block_map, ratio)
     widths = {
-        group.name: parse_ratio(said[group.name], group.n_blocks, group.kind, len(group.common))
-        for group in block_map.groups
+        g.name: parse_ratio(said[g.name], g.n_blocks, g.kind, len(g.common))
+        for g in block_map.groups
     }
     if not any(widths.values()):
         raise ValueError(f"ratio {ratio!r} keeps no blocks at all")

@@ -92,18 +92,14 @@ def _derive(plan: dict[str, str], module: str, model_type: str) -> Sublayer | st
     ins, outs = (tuple(n for n, s in styles.items() if s == style) for style in CUT)
     odd = {n: s for n, s in styles.items() if s not in CUT and not s.startswith("replicated")}
     if odd or len(outs) != 1 or (module == "self_attn" and len(ins) != 3):
-        found = ", ".join(f"{name} is {style!r}" for name, style in (odd or styles).items())
-        return (
-            f"{model_type} publishes no plan that splits {module} into independent blocks "
-            f"({found or 'nothing'})"
-        )
+        found = ", ".join(f"{n} is {s!r}" for n, s in (odd or styles).items()) or "nothing"
+        what = f"{model_type} publishes no plan that splits {module} into independent blocks"
+        return f"{what} ({found})"
     if module != "self_attn":
         return Sublayer(ins, outs[0])
     # repeat_kv reads this attribute; all head counts are inferred from head_dim
-    groups = f"{module}.num_key_value_groups"
-    return Sublayer(
-        ins, outs[0], width="num_attention_heads", follows=((groups, "queries_per_kv"),)
-    )
+    follows: Any = ((f"{module}.num_key_value_groups", "queries_per_kv"),)
+    return Sublayer(ins, outs[0], width="num_attention_heads", follows=follows)
 
 
 def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = "auto") -> BlockMap:
@@ -129,9 +125,8 @@ def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = 
             if f"{prefix}.{name}.{leaf}" in shapes
         ]
         parts.append(Partition(out[0], out_dim, chunk, sections))
-        scaled = tuple(name for name in out if name in shapes)
-        name = f"{prefix}.{kind}"
-        groups.append(BlockGroup(name, kind, layer, n_blocks, tuple(parts), scaled))
+        held = tuple(parts), tuple(name for name in out if name in shapes)
+        groups.append(BlockGroup(f"{prefix}.{kind}", kind, layer, n_blocks, *held))
     result = BlockMap(tuple(groups))
     result.check(shapes)
     return result

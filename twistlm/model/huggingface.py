@@ -37,6 +37,33 @@ LONGEST_ERROR = 400  # characters of a library's words in a sentence of ours
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # files of them
 
 
+IS_TICKET = "it is a ticket whose layers differ in width; `twistlm heal` trains tickets"
+
+
+def one_line(error: Exception) -> str:
+    """An error of a library as part of a sentence; some list every model that there is."""
+    if isinstance(error, RecursionError):
+        return "its JSON is nested too deeply"
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own, and twistlm runs no code from a model's folder"
+    if "per_layer_config" in str(error):
+        return IS_TICKET
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # ours say it all
+    said = " ".join(f"{kind}{error}".split())
+    return said if len(said) <= LONGEST_ERROR else f"{said[:LONGEST_ERROR]} ..."
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Any error within is a ValueError `what: why`, but for memory that ends."""
+    try:
+        yield
+    except Exception as error:  # libraries fail in their own ways: ZeroDivisionError, KeyError
+        if out_of_memory(error):
+            raise
+        raise ValueError(f"{what}: {one_line(error)}") from None
+
+
 def planned_config(cfg: ModelConfig) -> PretrainedConfig:
     """The architecture that the config describes, with no file and no network."""
     try:
@@ -47,10 +74,8 @@ def planned_config(cfg: ModelConfig) -> PretrainedConfig:
     for key, value in cfg.config.items():
         if not hasattr(config, key):
             raise ValueError(f"model.config.{key} = {value!r}: {cfg.type} has no such attribute")
-    try:
+    with refusing(f"model.config does not make a {cfg.type}"):
         return AutoConfig.for_model(cfg.type, **cfg.config)
-    except Exception as error:  # strict dataclasses have exception types of their own
-        raise ValueError(f"model.config does not make a {cfg.type}: {one_line(error)}") from None
 
 
 def on_meta(
@@ -64,21 +89,12 @@ def on_meta(
     legal = min(most_layers, MOST_LAYERS)  # modules take memory on meta too
     if not isinstance(n_layers, int) or not 0 <= n_layers <= legal:
         raise ValueError(f"{what}, and its config promises {n_layers} layers")
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # constructors fail in their own ways: ZeroDivisionError, KeyError
-        if out_of_memory(error):
-            raise
-        kind = config.model_type
-        raise ValueError(f"model.config does not make a {kind}: {one_line(error)}") from None
+    with refusing(f"model.config does not make a {config.model_type}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     n_params = sum(param.numel() for param in model.parameters())
     if n_params > most:
         raise ValueError(f"{what}, and its config promises {n_params:,} parameters")
     return model
-
-
-IS_TICKET = "it is a ticket whose layers differ in width; `twistlm heal` trains tickets"
 
 
 def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
@@ -105,7 +121,7 @@ def pretrained(source: str, key: str = "", dtype: Any = torch.float32) -> PreTra
         return from_gguf(gguf_path(source))
     equals = " " if key.startswith("--") else " = "
     path, named = Path(source).expanduser(), f"{key}{equals}{source!r}" if key else source
-    try:
+    with refusing(f"{named} could not be loaded"):
         check_source(source)
         if path.is_dir():
             _folder(path)
@@ -122,21 +138,6 @@ def pretrained(source: str, key: str = "", dtype: Any = torch.float32) -> PreTra
             raise ValueError(f"it holds no weights for {bad[0]} that fit ({len(bad)} in all)")
         drop_code_(model.config)
         return model
-    except Exception as error:  # a damaged config or weights fail in many ways
-        raise ValueError(f"{named} could not be loaded: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    """Why a model could not be loaded, in one line; memory that ends is another matter."""
-    if isinstance(error, RecursionError):
-        return "its JSON is nested too deeply"
-    if out_of_memory(error):
-        raise error
-    if "trust_remote_code" in str(error):
-        return "it needs code of its own, and twistlm runs no code from a model's folder"
-    if "per_layer_config" in str(error):
-        return IS_TICKET
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def outline(source: str) -> PreTrainedModel:
@@ -147,7 +148,7 @@ def outline(source: str) -> PreTrainedModel:
     if source.startswith("gguf:"):
         return on_meta(pretrained(source).config)
     path = Path(source).expanduser()
-    try:
+    with refusing(f"{source} could not be loaded"):
         check_source(source)
         if not path.is_dir():
             return on_meta(AutoConfig.from_pretrained(source, trust_remote_code=False))
@@ -155,26 +156,19 @@ def outline(source: str) -> PreTrainedModel:
         if getattr(model.config, "is_heterogeneous", False):
             raise ValueError(IS_TICKET)
         return model
-    except Exception as error:  # a damaged config fails in many ways
-        raise ValueError(f"{source} could not be loaded: {_reason(error)}") from None
 
 
 def _folder(path: Path) -> PreTrainedModel:
     """The outline of a folder, whose config must not promise far more than its weights hold."""
     manifest.check_model_folder(path)
-    _check_shards(path)
+    for index in path.glob("*.index.json"):
+        for name in manifest.read_json(index)["weight_map"].values():
+            if name != Path(name).name:  # transformers would follow any path
+                raise ValueError(f"{index.name} names {name!r}, which is no file of its folder")
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     n_bytes = sum(f.stat().st_size for f in path.iterdir() if f.suffix in WEIGHTS)
     # even one bit per parameter, and some bytes per layer, take room in a file
     return on_meta(config, 8 * n_bytes, n_bytes, f"{path} holds {n_bytes:,} bytes of weights")
-
-
-def _check_shards(folder: Path) -> None:
-    """An index names files of its own folder: transformers would follow any path."""
-    for index in folder.glob("*.index.json"):
-        for name in manifest.read_json(index)["weight_map"].values():
-            if name != Path(name).name:
-                raise ValueError(f"{index.name} names {name!r}, which is no file of its folder")
 
 
 def drop_code_(config: PretrainedConfig) -> None:
@@ -220,10 +214,7 @@ def from_gguf(path: Path) -> PreTrainedModel:
 
 @contextmanager
 def _gguf(path: Path) -> Iterator[Callable[[str], Any]]:
-    """Within, a GGUF file's names are mapped once: transformers does it for every module.
-
-    An error names the file.
-    """
+    """Within, a GGUF file's names are mapped once: transformers does it for every module."""
     import gguf
 
     def read(name: str) -> Any:
@@ -231,13 +222,9 @@ def _gguf(path: Path) -> Iterator[Callable[[str], Any]]:
         return _parsed(name, about.st_mtime_ns, about.st_size, about.st_ino)
 
     names = cache(gguf.get_tensor_name_map)
-    try:
-        with mock.patch.multiple(gguf, GGUFReader=read, get_tensor_name_map=names):
-            yield read
-    except Exception as error:  # truncated files fail deep inside the reader
-        if out_of_memory(error):
-            raise
-        raise ValueError(f"{path} could not be read as GGUF: {one_line(error)}") from None
+    patched = mock.patch.multiple(gguf, GGUFReader=read, get_tensor_name_map=names)
+    with refusing(f"{path} could not be read as GGUF"), patched:
+        yield read
 
 
 @lru_cache(maxsize=1)
@@ -346,9 +333,3 @@ def bind_(model: nn.Module, params: State, grads: State | None = None) -> None:
         for attribute, current in module._parameters.items():
             if current is not None:
                 module._parameters[attribute] = fresh[id(current)]
-
-
-def one_line(error: Exception) -> str:
-    """An error of a library as part of a sentence; some list every model that there is."""
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    return said if len(said) <= LONGEST_ERROR else f"{said[:LONGEST_ERROR]} ..."

@@ -13,7 +13,6 @@ except ImportError:  # CPU builds of torch come without it
 
 TILE = 1024  # elements of a program
 LEAST = 1e-30  # of the probability of all tokens that a teacher's cache does not name
-Theirs = tuple[Tensor, float] | None  # a teacher's logits, and the weight of KL in the loss
 
 
 def usable(tensor: Tensor) -> bool:
@@ -21,15 +20,21 @@ def usable(tensor: Tensor) -> bool:
 
 
 def softmax_(
-    logits: Tensor, targets: Tensor, vocab: int, n_tokens: float, wanted: bool, theirs: Theirs
+    logits: Tensor,
+    targets: Tensor,
+    vocab: int,
+    n_tokens: float,
+    wanted: bool,
+    teacher: Tensor | None = None,
+    share: float = 0.0,
 ) -> Tensor:
-    """Each row's loss over its first `vocab` columns; see `loss._softmax_`."""
+    """Each row's loss over its first `vocab` columns, `share` of it KL; see `loss._losses_`."""
     losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
-    teacher, share = theirs or (logits, 0.0)
+    theirs = logits if teacher is None else teacher
     _softmax[(len(targets),)](
-        logits, teacher, targets, losses, logits.stride(0), teacher.stride(0), vocab,
+        logits, theirs, targets, losses, logits.stride(0), theirs.stride(0), vocab,
         logits.shape[1], 1 / n_tokens, float(share),
-        TAUGHT=bool(theirs), WANTED=wanted, BLOCK=2048, num_warps=4,
+        TAUGHT=teacher is not None, WANTED=wanted, BLOCK=2048, num_warps=4,
     )  # fmt: skip
     return losses
 

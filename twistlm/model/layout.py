@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -62,16 +62,13 @@ def layout(block_map: BlockMap, shapes: Shapes) -> Layout:
         return name in partitioned, len(shapes[name]) < 2
 
     ordered = {name: tuple(shapes[name]) for name in sorted(shapes, key=section)}  # a stable sort
-    ranges: dict[tuple[bool, bool], tuple[int, int]] = {}
-    position = 0
-    for name, shape in ordered.items():
-        start, _ = ranges.get(section(name), (position, position))
-        position += math.prod(shape)
-        ranges[section(name)] = (start, position)
-    n_shared = max((end for (blocks, _), (_, end) in ranges.items() if not blocks), default=0)
-    matrices = tuple(span for (_, vector), span in ranges.items() if not vector)
-    vectors = tuple(span for (_, vector), span in ranges.items() if vector)
-    return Layout(ordered, n_shared, matrices, vectors)
+    spans: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # of matrices, of vectors
+    n_shared = end = 0
+    for (blocks, vector), names in groupby(ordered, section):
+        start, end = end, end + sum(math.prod(shapes[name]) for name in names)
+        spans[vector].append((start, end))
+        n_shared = n_shared if blocks else end
+    return Layout(ordered, n_shared, tuple(spans[False]), tuple(spans[True]))
 
 
 @dataclass(frozen=True)

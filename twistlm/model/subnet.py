@@ -110,8 +110,7 @@ def build(
 ) -> Subnet:
     """A model of `layout` over views of `weights`, with gates in `cut`, `all` or no layers."""
     model = huggingface.clone_structure(template)
-    of_grads = None if grads is None else layout.views(grads)
-    huggingface.bind_(model, layout.views(weights), of_grads)
+    huggingface.bind_(model, layout.views(weights), grads if grads is None else layout.views(grads))
     nn.Module.to(model, weights.device)  # parameters are there already; this moves buffers
     refit_(model, block_map)
     exact = torch.promote_types(weights.dtype, torch.float32)  # bf16 rounds by 0.1%
@@ -138,8 +137,8 @@ def activation_scale(mode: str, n_blocks: int, k: int, rho: float = 1.0) -> floa
         return 0.0
     if mode == "none" or k == n_blocks:
         return 1.0
-    if mode in ("sqrt", "inverse"):
-        return math.sqrt(n_blocks / k) if mode == "sqrt" else n_blocks / k
+    if mode != "measured":
+        return n_blocks / k if mode == "inverse" else math.sqrt(n_blocks / k)
     p, p2 = k / n_blocks, k * (k - 1) / (n_blocks * (n_blocks - 1))
     return 1 / math.sqrt((p - p2) / rho + p2)
 

@@ -25,13 +25,11 @@ def check_transformers() -> None:
 
 
 def quiet_transformers() -> None:
-    """Errors only and no progress bars from transformers, in this process and those it starts.
-
-    What the user set in the environment stays.
-    """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # its bar for GGUF files
+    """Errors only and no bars from transformers, here and in processes that this one starts."""
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    quiet["TQDM_DISABLE"] = "1"  # its bar for GGUF files
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)  # what the user set stays
     if "transformers" in sys.modules:  # it has read the environment already
         from transformers.utils import logging
 

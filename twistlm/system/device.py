@@ -26,11 +26,10 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         # slower than OpenBLAS at small sizes on ARM and no faster at large ones (docs/log.md)
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment,unused-ignore]
     if device.type == "cuda":
-        n_gpus = torch.cuda.device_count()
-        if device.index is None:
-            device = torch.device("cuda", local_rank)
-        if (device.index or 0) >= n_gpus:
+        number = local_rank if device.index is None else device.index
+        if number >= (n_gpus := torch.cuda.device_count()):
             raise ValueError(f"run.device = {name!r}: this machine has {n_gpus} CUDA devices")
+        device = torch.device("cuda", number)
     return device
 
 

@@ -26,9 +26,8 @@ LOCK = "lock"
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write safetensors that transformers reads."""
-    apart = {name: _own_storage(tensor) for name, tensor in tensors.items()}
     with naming(path):
-        save_file(apart, path, {"format": "pt"})
+        save_file({name: _own_storage(t) for name, t in tensors.items()}, path, {"format": "pt"})
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
@@ -124,10 +123,8 @@ def _remove_dead_drafts(folder: Path) -> None:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        pass
+    except OSError as error:
+        return error.errno != errno.ESRCH  # else it is another user's
     return True
 
 
@@ -144,10 +141,6 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class InUse(ValueError):
-    """Another process trains there; its lock goes with it, however it ends."""
-
-
 def is_locked(file: IO[Any]) -> bool:
     """Take the lock of an open file, which goes with the process; False if another one holds it."""
     try:
@@ -161,11 +154,11 @@ def is_locked(file: IO[Any]) -> bool:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, or raise `InUse`. Forked children do not inherit a record lock."""
+    """Hold the folder's lock, which goes with the process; forked children do not inherit it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as file:
         if not is_locked(file):
-            raise InUse(
+            raise ValueError(
                 f"run.out = {str(folder)!r}: another process trains there; wait for it, or choose "
                 "another folder"
             )

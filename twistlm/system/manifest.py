@@ -35,10 +35,8 @@ def read_json(path: Path) -> Any:
 
 def describe_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     """name -> bytes and sha256, in the order of the names: what a record holds under `FILES`."""
-    return {
-        name: {"bytes": files[name].stat().st_size, "sha256": file_sha256(files[name])}
-        for name in sorted(files)
-    }
+    named = sorted(files.items())
+    return {name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for name, p in named}
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,9 +62,8 @@ def vouched(path: Path, record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if sealed(record) != record or path.read_bytes() != written(record).encode():
         raise ValueError(f"{path} is damaged: it does not match its own sha256")
     try:  # a checkpoint's record tells hashes alone
-        told = {
-            n: {"sha256": e} if isinstance(e, str) else dict(e) for n, e in record[FILES].items()
-        }
+        files = record[FILES].items()
+        told = {name: {"sha256": e} if isinstance(e, str) else dict(e) for name, e in files}
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: its list of files cannot be read") from None
     for name in told:
@@ -102,12 +99,10 @@ def folder_files(folder: Path) -> dict[str, Path]:
 
 def foreign_files(folder: Path, ours: Collection[str]) -> list[Path]:
     """What else lies in a folder, as paths in it: files, links, and empty folders."""
-    found = (
-        path.relative_to(folder)
-        for path in sorted(folder.rglob("*"))
-        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
-    )
-    return [path for path in found if path.as_posix() not in ours]
+    found = sorted(folder.rglob("*"))
+    ends = [p for p in found if p.is_symlink() or not p.is_dir() or not any(p.iterdir())]
+    named = [path.relative_to(folder) for path in ends]
+    return [path for path in named if path.as_posix() not in ours]
 
 
 def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> list[str]:
@@ -129,9 +124,7 @@ def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> l
 def check_model_folder(folder: Path) -> None:
     """A checkpoint or ticket must be as it was written; other Hugging Face folders pass unread."""
     for record, editable in BESIDE_MODELS.items():
-        if (folder / record).is_file():
-            said = read_json(folder / record)
-            # a ticket of before manifests has a blueprint
-            if FILES not in said and "blueprint" not in said:
-                raise ValueError(f"{folder / record} is damaged: it vouches for no files")
+        if (path := folder / record).is_file():
+            if not {FILES, "blueprint"} & set(read_json(path)):  # tickets of before manifests
+                raise ValueError(f"{path} is damaged: it vouches for no files")
             check_folder(folder, record, editable)

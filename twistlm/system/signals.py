@@ -53,19 +53,17 @@ def on_signals(stop: Stop, quiet: bool = False) -> Iterator[Stop]:
     """While this is open, the first signal is noted in `stop`; threads cannot catch signals."""
 
     def note(number: int, frame: Any) -> None:
+        if stop.signal and time.monotonic() - stop.since > SAME:
+            raise KeyboardInterrupt
         if stop.signal:
-            if time.monotonic() - stop.since > SAME:
-                raise KeyboardInterrupt
             return
         stop.signal, stop.since = number, time.monotonic()
         if not quiet:
             name = signal.Signals(number).name
             console.print(f"{name}: ending in good order; once more stops at once")
 
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    in_thread = threading.current_thread() is not threading.main_thread()
+    before = {} if in_thread else {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield stop
     finally:

@@ -29,22 +29,18 @@ def markdown_text(text: str) -> str:
     return clean(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def markdown_cell(text: str) -> str:
-    """The same for one cell of a table."""
-    return markdown_text(text).replace("|", "\\|").replace("\n", " ")
-
-
 def markdown_table(lines: Sequence[Sequence[Any]]) -> str:
     """Lines, the header first, as a table of words and then numbers."""
     ruled = [lines[0], ("---", *("---:",) * (len(lines[0]) - 1)), *lines[1:]]
-    cells = (" | ".join(markdown_cell(str(cell)) for cell in line) for line in ruled)
-    return "\n".join(f"| {each} |" for each in cells)
+    cells = [[markdown_text(str(cell)).replace("|", "\\|") for cell in line] for line in ruled]
+    return "\n".join(f"| {' | '.join(line)} |".replace("\n", " ") for line in cells)
 
 
 def markdown_code(text: str) -> str:
     """The text as code in a line of markdown: between more backticks than it has in a row."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{clean(text)}{fence}" if len(fence) == 1 else f"{fence} {clean(text)} {fence}"
+    space = " " if len(fence) > 1 else ""
+    return f"{fence}{space}{clean(text)}{space}{fence}"
 
 
 class _Console(Console):
@@ -54,6 +50,7 @@ class _Console(Console):
         return super().render_str(clean(text), **style)
 
 
+EVERY = 30.0  # seconds between the lines of work whose bar nobody sees
 ROOMY = 120  # characters: a pipe or a log file has no width of its own, and tables need room
 console = _Console(markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else ROOMY)
 # bars are for a person who waits: what is printed can be piped without them
@@ -62,15 +59,11 @@ waiting = _Console(stderr=True, markup=False, soft_wrap=True)
 
 def table(title: str, *heads: str, words: int = 1) -> Table:
     """An empty table: first columns of words, then of numbers; narrow, it folds, cuts nothing."""
-    gap = 0 if console.width < ROOMY else 1  # beside the one space between columns
-    look: dict[str, Any] = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, gap, 0, 0)}
-    made = Table(title=f"\n{title}", title_justify="left", **look)
+    made = Table(title=f"\n{title}", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    made.padding = (0, 0 if console.width < ROOMY else 1, 0, 0)
     for i, head in enumerate(heads):
         made.add_column(head, justify="left" if i < words else "right", overflow="fold")
     return made
-
-
-EVERY = 30.0  # seconds between the lines of work whose bar nobody sees
 
 
 class _Bar(bars.Progress):
@@ -90,8 +83,8 @@ class _Bar(bars.Progress):
                 line += f", {timedelta(seconds=round(task.elapsed or 0))}"
                 if task.time_remaining is not None:
                     line += f" so far, {timedelta(seconds=round(task.time_remaining))} left"
-                note = task.fields["note"]
-                self.console.print(line + (f", {note}" if note else ""), highlight=False)
+                line += f", {task.fields['note']}" if task.fields["note"] else ""
+                self.console.print(line, highlight=False)
 
     def advance(self, task_id: bars.TaskID, advance: float = 1) -> None:
         self.update(task_id, advance=advance)
