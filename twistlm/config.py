@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from .fields import check, limited
@@ -174,10 +173,8 @@ class TrainConfig:
             lr, momentum = map(float, match.groups())  # type: ignore[union-attr]
             if 0 < lr < math.inf and 0 <= momentum < 1:
                 return lr, momentum
-        raise ValueError(
-            f"train.outer = {self.outer!r}: use 'none' or 'nesterov(lr, momentum)' with lr > 0 and "
-            "0 <= momentum < 1, for example 'nesterov(0.7, 0.6)'"
-        )
+        legal = "'none', or 'nesterov(lr, momentum)' with lr > 0 and 0 <= momentum < 1"
+        raise ValueError(f"train.outer = {self.outer!r}: use {legal}")
 
 
 @dataclass(frozen=True)
@@ -258,33 +255,28 @@ class Config:
     def check(self) -> Config:
         """Refuse values that no model could make sense of; a model's limits are checked later."""
         for section in dataclasses.fields(self):
-            check(getattr(self, section.name), partial(_say, section.name))
+            check(getattr(self, section.name), section.name)
         t = self.train
         if (n := t.n_workers * t.interval * t.batch) > MOST_SEQUENCES:  # dealt out as a list
-            raise ValueError(
-                f"train.n_workers x train.interval x train.batch = {n:,} sequences in a round: "
-                f"legal are at most {MOST_SEQUENCES:,}"
-            )
+            what = "train.n_workers x train.interval x train.batch"
+            legal = f"legal are at most {MOST_SEQUENCES:,}"
+            raise ValueError(f"{what} = {n:,} sequences in a round: {legal}")
         if t.batch % t.accumulate:
-            raise ValueError(
-                f"train.accumulate = {t.accumulate}: must divide train.batch = {t.batch}"
-            )
+            what = f"train.accumulate = {t.accumulate}"
+            raise ValueError(f"{what}: must divide train.batch = {t.batch}")
         if not self.run.out.strip():  # it would be the current folder
             raise ValueError(f"run.out = {self.run.out!r}: name a folder")
         weights, teacher = self.model.weights, t.teacher
-        for name, model in {"model.weights": weights, "train.teacher": teacher}.items():
-            if not model.strip():
-                other = "random" if name == "model.weights" else "none"
-                raise ValueError(f"{name} = {model!r}: name a folder, a hub id or {other!r}")
+        if not weights.strip():
+            raise ValueError(f"model.weights = {weights!r}: name a folder, a hub id or 'random'")
+        if not teacher.strip():
+            raise ValueError(f"train.teacher = {teacher!r}: name a folder, a hub id or 'none'")
         if teacher == "start" and weights == "random":
-            raise ValueError(
-                "train.teacher = 'start' with model.weights = 'random': untrained weights teach "
-                "nothing; give a trained start, another teacher or 'none'"
-            )
+            both = "train.teacher = 'start' with model.weights = 'random'"
+            raise ValueError(f"{both}: untrained weights teach nothing; take 'none', or a model")
         if (least := self.ray.min_workers) > t.n_workers:
-            raise ValueError(
-                f"ray.min_workers = {least}: must not exceed train.n_workers = {t.n_workers}"
-            )
+            most = f"must not exceed train.n_workers = {t.n_workers}"
+            raise ValueError(f"ray.min_workers = {least}: {most}")
         self.train.nesterov()
         return self
 
@@ -312,8 +304,3 @@ def from_record(table: dict[str, Any]) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain data for JSON; `from_dict` reads it back."""
     return dataclasses.asdict(config)
-
-
-def _say(section: str, key: str, value: Any) -> str:
-    """`train.betas = [0.9, 1.0]`: how a value is named in a message."""
-    return f"{section}.{key} = {list(value) if isinstance(value, tuple) else value}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,22 +78,21 @@ def words(names: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def as_option(name: str, value: Any) -> str:
-    """`--max-size 3`: how a value of a request is named in a message."""
-    return f"--{name.replace('_', '-')} {value!r}"
-
-
-def check(values: Any, say: Callable[[str, Any], str] = as_option) -> None:
-    """Refuse the first field of a dataclass that holds what it may not; `say` names it."""
+def check(values: Any, section: str = "") -> None:
+    """Refuse the first field of a request, or of a config's section, that holds what it may not."""
     for field in dataclasses.fields(values):
         value, choices = getattr(values, field.name), field.metadata.get("choices")
+        several = value if isinstance(value, tuple) else (value,)
+        said = f"--{field.name.replace('_', '-')} {value!r}"
+        if section:
+            said = f"{section}.{field.name} = {list(value) if value is several else value}"
         if choices and value not in choices:
-            raise ValueError(f"{say(field.name, value)}: use one of {', '.join(choices)}")
+            raise ValueError(f"{said}: use one of {', '.join(choices)}")
         limits = field.metadata.get("range", Range())
-        for each in value if isinstance(value, tuple) else (value,):
+        for each in several:
             if isinstance(each, int | float) and not limits.holds(each):
                 over = f", at most {limits.most:.4g}" if each > (limits.most or math.inf) else ""
-                raise ValueError(f"{say(field.name, value)}: legal are {limits}{over}")
+                raise ValueError(f"{said}: legal are {limits}{over}")
 
 
 def fill_tuples_(values: Any) -> None:

@@ -152,10 +152,8 @@ def check(request: ShrinkRequest) -> Checked:
     its = vocabulary_of(weights) if request.tokenizer else None
     largest, n_known = max(tokenizer.get_vocab().values()), huggingface.vocab_size(model)
     if largest >= n_known or (its and not covers(its, tokenizer)):
-        raise ValueError(
-            f"--tokenizer {request.tokenizer or weights}: it is not that of {name}, which knows "
-            f"{n_known} tokens"
-        )
+        what = f"it is not that of {name}, which knows {n_known} tokens"
+        raise ValueError(f"--tokenizer {request.tokenizer or weights}: {what}")
     if request.gguf:
         gguf.check(model, request.gguf, "--gguf")
     cut = recipe.cut_for(model, overrides)
@@ -198,10 +196,8 @@ def needs(request: ShrinkRequest, checked: Checked, cfg: Config, n_text: int) ->
     disk += (4 + 2 * bool(request.gguf)) * sum(size.n_params for size in checked.sizes)
     near = next(path for path in (request.out, *request.out.absolute().parents) if path.exists())
     if disk > (free := shutil.disk_usage(near).free):
-        raise ValueError(
-            f"--out {request.out} takes about {decimal(disk)} of disk, and {decimal(free)} are "
-            "free: choose another folder, or fewer --tokens"
-        )
+        said = f"--out {request.out} takes about {decimal(disk)} of disk"
+        raise ValueError(f"{said}, and {decimal(free)} are free: choose another folder")
     return f"{decimal(memory)} of memory, {decimal(disk)} of disk in {request.out}"
 
 

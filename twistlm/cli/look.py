@@ -36,7 +36,6 @@ EXTRAS = {  # extra -> what it needs, what it enables
 }
 WORKER_PORTS = range(10002, 20000)  # Ray's own choice
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
 
 
 @command(
@@ -83,21 +82,24 @@ def doctor() -> None:
     """Versions, devices and extras of this installation, and what a missing extra would enable."""
     import torch
 
-    from ..system.provenance import git_hash, version
+    from ..system.provenance import describe_run, git_hash
 
-    rows = table("versions, devices, extras", "", "", words=2)
-    rows.add_row("python", f"{platform.python_version()} on {platform.platform()}")
-    rows.add_row("twistlm", f"{twistlm.__version__} (commit {git_hash()})")
-    for name in PACKAGES:
-        rows.add_row(name, version(name))
+    versions = describe_run()["versions"]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    rows.add_row("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {memory:,.0f} GB memory")
-    rows.add_row("disk here", f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    found = ", ".join(f"{gpu.name} ({gpu.total_memory / 1e9:,.0f} GB)" for gpu in gpus)
-    rows.add_row("cuda", found or "none that torch can use")
+    cards = ", ".join(f"{gpu.name} ({gpu.total_memory / 1e9:,.0f} GB)" for gpu in gpus)
+    found = versions | {
+        "twistlm": f"{twistlm.__version__} (commit {git_hash()})",
+        "python": f"{versions['python']} on {platform.platform()}",
+        "cpu": f"{os.cpu_count()} cores, {platform.machine()}, {memory:,.0f} GB memory",
+        "cuda": cards or "none that torch can use",
+        "disk here": f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free",
+    }
     for name, (modules, enables) in EXTRAS.items():
-        rows.add_row(f"[{name}]", f"{'here' if installed(*modules) else 'missing'}: {enables}")
+        found[f"[{name}]"] = f"{'here' if installed(*modules) else 'missing'}: {enables}"
+    rows = table("versions, devices, extras", "", "", words=2)
+    for row in found.items():
+        rows.add_row(*row)
     console.print(rows)
     try:
         check_transformers()
@@ -110,7 +112,6 @@ def doctor() -> None:
     app,
     "twistlm node --head --host 10.0.0.1",
     "twistlm node --join 10.0.0.1:6379",
-    "twistlm node --join 10.0.0.1:6379 --k-attn 3 --k-ffn 3",
     "twistlm node --join 10.0.0.1:6379 --memory 8GB",
     "twistlm node --join 10.0.0.1:6379 -- --num-gpus 2 --object-store-memory 8000000000",
 )
@@ -154,9 +155,8 @@ def node(
     start += [f"--node-ip-address={host}"] if host else []
     if head:
         if port in WORKER_PORTS and not any("worker-port" in word for word in more or []):
-            raise ValueError(
-                f"--port {port}: Ray's workers listen on 10002 to 19999; take another, such as 6379"
-            )
+            taken = "Ray's workers listen on 10002 to 19999"
+            raise ValueError(f"--port {port}: {taken}; take another, such as 6379")
         try:
             socket.create_server((host, port)).close()
         except OSError as error:

@@ -75,10 +75,8 @@ def compare(
 @command(
     lab,
     "twistlm lab prune gpt2 -o pruned --method sparsegpt --ratio 4/12 --data data/wiki/train",
-    "twistlm lab prune runs/wiki -o pruned --method wanda --ratio 0.5 blocks.setting=ffn",
     "twistlm lab prune runs/wiki -o ticket --method block:fisher --ratio 4/12 --repair lstsq",
-    f"twistlm lab prune {SMOLLM2} -o pruned --method wanda "
-    "--ratio 0.5 --data data/wiki/train blocks.shared_first=0 blocks.shared_last=0",
+    f"twistlm lab prune {SMOLLM2} -o pruned --method wanda --ratio 0.5 --data data/wiki/train",
 )
 def prune(
     *,

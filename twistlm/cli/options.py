@@ -27,7 +27,7 @@ OUT = ("--out", "-o")
 PANELS = {  # what a user wants -> the commands that do it, as `--help` shows them
     "Train": ("shrink", "demo", "prepare", "train", "eval", "plan"),
     "Choose": ("extract", "heal", "play"),
-    "Ship": ("generate", "verify", "export", "push"),
+    "Ship": ("generate", "verify", "export"),
     "Machines": ("doctor", "node"),
     "Measure": ("lab",),
 }

@@ -1,4 +1,4 @@
-"""extract, heal, generate, verify, export, push: what is done with tickets."""
+"""extract, heal, generate, verify, export: what is done with tickets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..export import FORMATS
 from ..fields import option, seed_of, words
-from ..system.terminal import clean, console, progress, table, waiting
+from ..system.terminal import clean, console, progress, waiting
 from ..tickets.requests import HealRequest, TicketRequest
 from .options import OUT, AnyModel, Device, MaxNewTokens, Overrides, Parent, Tokens, app, command
 
@@ -18,7 +18,6 @@ from .options import OUT, AnyModel, Device, MaxNewTokens, Overrides, Parent, Tok
     app,
     "twistlm extract runs/demo/twist -o ticket --ratio 4/12",
     "twistlm extract runs/wiki -o ticket --params 85M --pick best-of:16 --data data/wiki-test",
-    "twistlm extract runs/wiki -o ticket --size 60MB --dtype bfloat16 --pick importance",
     "twistlm extract runs/wiki -o tickets --memory 300MB --latency 12ms --context 1k --device cpu",
     "twistlm extract small/parent -o ticket --params 100M --stock",
     "twistlm extract gpt2 -o ticket --ratio attn=1,ffn=6/12,ffn.5=1 blocks.setting=both",
@@ -46,7 +45,6 @@ def extract(
     "twistlm heal runs/demo/ticket -o runs/demo/healed --tokens 200k",
     "twistlm heal ticket -o healed --tokens 20M --teacher gpt2 --data data/wiki/train --valid "
     "data/wiki/test train.lr=2e-4 train.batch=16",
-    "twistlm heal ticket -o healed --tokens 20M --teacher none --data data/wiki/train",
 )
 def heal(request: HealRequest, overrides: Overrides, device: Device = "auto") -> None:
     """Train a ticket for itself, with its parent as a frozen teacher, and write it anew.
@@ -90,11 +88,7 @@ def generate(
     sys.stdout.write("\n")
 
 
-@command(
-    app,
-    "twistlm verify runs/demo/text/train runs/demo/twist runs/demo/ticket",
-    "twistlm verify data/wiki/train",
-)
+@command(app, "twistlm verify runs/demo/text/train runs/demo/twist runs/demo/ticket")
 def verify(
     sources: list[str] = option("Token files, tickets, checkpoints or run folders.", argument=True),
 ) -> None:
@@ -122,7 +116,6 @@ def verify(
 @command(
     app,
     "twistlm export runs/ticket --to gguf -o ticket.gguf --data data/test",
-    "twistlm export runs/ticket --to gguf -o ticket.gguf --type q4_k_m",
     "twistlm export runs/wiki --to onnx -o whole-onnx --type q8",
 )
 def export(
@@ -168,45 +161,3 @@ def export(
     if rows[-1].text:
         console.print(rows[-1].text)
     console.print(f"written: {out}")
-
-
-@command(
-    app,
-    "twistlm push runs/ticket me/my-ticket --dry-run",
-    "twistlm push runs/ticket me/my-ticket --public",
-)
-def push(
-    ticket: Path = option("A ticket folder.", argument=True),
-    repo: str = option("A model repository of the hub.", metavar="NAME/REPO", argument=True),
-    public: bool = option("A new repository is seen by all.", False),
-    dry_run: bool = option("Say what would be sent, and send nothing.", False),
-) -> None:
-    """Send a ticket to the Hugging Face hub, with its card; it is loaded once, as a check."""
-    from huggingface_hub import HfApi, ModelCard
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-    from huggingface_hub.utils import validate_repo_id
-
-    from ..tickets.deploy import load_ticket
-
-    validate_repo_id(repo)
-    model, data = load_ticket(ticket), ModelCard.load(ticket / "README.md").data
-    shown = table(f"{ticket} -> {repo} ({'public' if public else 'private'})", "file", "bytes")
-    for path in sorted(path for path in ticket.rglob("*") if path.is_file()):
-        shown.add_row(str(path.relative_to(ticket)), f"{path.stat().st_size:,}")
-    console.print(shown)
-    console.print(
-        f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters; card: "
-        f"licence {data.license or 'not given'}, base model {data.base_model or 'not given'}"
-    )
-    if dry_run:
-        console.print("nothing was sent (--dry-run)")
-        return
-    hub, note = HfApi(), "A ticket of twistlm"
-    try:
-        hub.create_repo(repo, private=not public, exist_ok=True)
-        sent = hub.upload_folder(repo_id=repo, folder_path=ticket, commit_message=note)
-    except LocalTokenNotFoundError:
-        raise ValueError("the hub knows you not: run `hf auth login` first") from None
-    except (HfHubHTTPError, OSError) as error:
-        raise ValueError(f"the hub refused: {str(error).splitlines()[0]}") from None
-    console.print(f"sent: {sent.commit_url}")

@@ -75,7 +75,6 @@ def demo(
 @command(
     app,
     "twistlm prepare wiki/*.parquet -o data/wiki-train --tokenizer gpt2",
-    "twistlm prepare book.txt -o data/book --tokenizer path/to/tokenizer.json",
     "twistlm prepare hub:Salesforce/wikitext:wikitext-103-raw-v1:train -o data/wt103",
     "twistlm prepare -o data/wiki-train --teacher gpt2-medium --top 64",
 )
@@ -103,9 +102,7 @@ def prepare(
     Stopped while it makes them, the same command with -o and --teacher alone goes on.
     """
     if not sources and not teacher:
-        raise ValueError(
-            "nothing to prepare: name files of text, or --teacher for a token file that is there"
-        )
+        raise ValueError("nothing to prepare: name files of text, or a --teacher of what is there")
     from ..data.builtin import resolve
     from ..data.prepare import prepare
     from ..data.token_file import open_tokens
@@ -134,7 +131,6 @@ def prepare(
     "twistlm train demo",
     "twistlm train wiki-gpt2 data.train=data/wiki-train data.valid=data/wiki-test train.lr=5e-4",
     "twistlm train runs/wiki-gpt2 --resume",
-    "twistlm train my.toml --resume --minutes 9",
     "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid",
 )
 def train(
@@ -151,9 +147,8 @@ def train(
     start = cfg.model.weights
     if not (resume or auto_resume) and start.startswith("runs/") and not Path(start).exists():
         raise ValueError(
-            f"model.weights = {start!r}: there is no such run yet; make this start with `twistlm "
-            f"train {preset} model.weights=random train.method=dense train.teacher=none "
-            f"run.out={start}`, or take a pretrained model of the same type"
+            f"model.weights = {start!r}: there is no such run yet; make it with `twistlm train "
+            f"{preset} model.weights=random train.method=dense train.teacher=none run.out={start}`"
         )
     signals.end_with_launcher()  # also while the imports that follow take their time
     with signals.apart(NO_RAY) if cfg.run.variant == "ray" else nullcontext():
@@ -162,10 +157,8 @@ def train(
 
         there = checkpoint.numbered(Path(cfg.run.out) / "checkpoints")
         if resume and on_central_rank() and not there:
-            raise ValueError(
-                f"run.out = {cfg.run.out!r}: there is no checkpoint to resume; leave out --resume, "
-                "or say --auto-resume, which starts the run where there is none"
-            )
+            said = f"run.out = {cfg.run.out!r}: there is no checkpoint to resume"
+            raise ValueError(f"{said}; leave out --resume, or say --auto-resume, which may start")
         deadline = time.monotonic() + 60 * minutes
         is_late = (lambda: time.monotonic() >= deadline) if minutes else None
         last = rounds.train(cfg, resume=resume or auto_resume, is_late=is_late)
@@ -176,12 +169,10 @@ def train(
 @command(
     app,
     "twistlm eval runs/demo/twist --ratio 6/12 --ratio 3/12 --n 20",
-    "twistlm eval runs/wiki/checkpoints/round-000400 --ratio attn=2/3,ffn=6/12",
     "twistlm eval runs/demo/ticket --data runs/demo/text/valid",
     "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512",
     "twistlm eval runs/demo/twist --certify --ratio 6/12 --n 200 --json certificate.json",
     "twistlm eval runs/wiki-gpt2 --ratio 8/12 --ratio 6/12 --tasks arc_easy,piqa,hellaswag",
-    "twistlm eval gpt2 tickets/params-85M --tasks my-tasks/,lambada_openai --json tasks.json",
     called="eval",
 )
 def eval_(
@@ -255,7 +246,6 @@ def eval_(
 @command(
     app,
     "twistlm plan paper",
-    "twistlm plan wiki-gpt2 blocks.setting=attn train.rounds=500",
     "twistlm plan paper run.wire=int8 train.n_workers=16 --gbit 10 --tflops 0.1",
     "twistlm plan paper --memory 2.5GB --memory 8GB",
 )

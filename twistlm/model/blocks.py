@@ -71,10 +71,8 @@ class BlockMap:
         """Keep the kinds of `setting`; the first and last layers are shared."""
         n_layers = 1 + max(group.layer for group in self.groups)
         if shared_first < 0 or shared_last < 0 or shared_first + shared_last >= n_layers:
-            raise ValueError(
-                f"blocks.shared_first = {shared_first} and blocks.shared_last = {shared_last} "
-                f"leave none of {n_layers} layers to cut: their sum must lie in 0..{n_layers - 1}"
-            )
+            said = f"blocks.shared_first = {shared_first} and blocks.shared_last = {shared_last}"
+            raise ValueError(f"{said} of {n_layers} layers: their sum must be in 0..{n_layers - 1}")
         kinds, layers = SETTINGS[setting], range(shared_first, n_layers - shared_last)
         return BlockMap(tuple(g for g in self.groups if g.kind in kinds and g.layer in layers))
 
@@ -83,11 +81,9 @@ class BlockMap:
 
         def merged(group: BlockGroup) -> BlockGroup:
             if group.n_blocks % n_blocks:  # a ticket's layers have their own widths
-                legal = [n for n in range(1, group.n_blocks + 1) if group.n_blocks % n == 0]
-                raise ValueError(
-                    f"blocks.n_{kind} = {n_blocks}: {group.n_blocks} {kind} blocks of "
-                    f"{group.name} cannot be merged; legal: {', '.join(map(str, legal))}"
-                )
+                n = group.n_blocks
+                legal = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
+                raise ValueError(f"blocks.n_{kind} = {n_blocks}: {n} {kind} blocks; legal: {legal}")
             factor = group.n_blocks // n_blocks
             parts = tuple(replace(part, chunk=part.chunk * factor) for part in group.parts)
             return replace(group, n_blocks=n_blocks, parts=parts)
@@ -154,10 +150,8 @@ class BlockMap:
         empty = {(g.layer, g.kind) for g in self.groups if not widths[g.name]}
         layers = sorted({layer for layer, _ in empty})
         if half := [layer for layer in layers if any((layer, kind) not in empty for kind in KINDS)]:
-            raise ValueError(
-                f"layer {half[0]} keeps no blocks of one kind: a layer is left out as a whole, "
-                "with its attention and its FFN, where both are cut (blocks.setting = 'both')"
-            )
+            said = f"layer {half[0]} keeps no blocks of one kind"
+            raise ValueError(f"{said}: it goes as a whole, where both are cut (blocks.setting)")
         return tuple(layers)
 
     def without(self, layers: Iterable[int]) -> BlockMap:
@@ -205,10 +199,8 @@ def parse_ratio(text: str, n_blocks: int, kind: Kind, n_common: int = 0) -> int:
     if k.denominator != 1 or not 0 <= k <= n_blocks:
         raise ValueError(f"ratio {text!r} is no whole number of {kind} blocks; legal: {legal}")
     if k < n_common:
-        raise ValueError(
-            f"ratio {text!r} has no room for the {n_common} common {kind} blocks, which every "
-            f"subnet of this model keeps (blocks.common_{kind}); legal: {legal}"
-        )
+        common = f"the {n_common} common {kind} blocks (blocks.common_{kind})"
+        raise ValueError(f"ratio {text!r} has no room for {common}; legal: {legal}")
     return int(k)
 
 
@@ -218,11 +210,8 @@ def shares_of_ratio(block_map: BlockMap, ratio: str) -> dict[str, str]:
     shares = {key.strip(): text for key, _, text in pairs} or dict.fromkeys(KINDS, ratio)
     layers = {f"{group.kind}.{group.layer}": group for group in block_map.groups}
     if odd := [key for key in shares if key not in (*KINDS, *layers)]:
-        raise ValueError(
-            f"ratio {ratio!r}: {odd[0]!r} names nothing; the kinds are attn and ffn, as in "
-            "attn=2/3,ffn=6/12, and a layer that is cut is added as "
-            f"ffn.{block_map.groups[0].layer}=1"
-        )
+        legal = f"attn, ffn, or a layer that is cut, as in ffn.{block_map.groups[0].layer}=1"
+        raise ValueError(f"ratio {ratio!r}: {odd[0]!r} names nothing; legal: {legal}")
     if missing := [key for key, group in layers.items() if not {key, group.kind} & set(shares)]:
         kind, _, layer = missing[0].partition(".")
         raise ValueError(f"ratio {ratio!r} says nothing about {kind} of layer {layer}")

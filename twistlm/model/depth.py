@@ -53,10 +53,8 @@ def fold_biases_(params: State, model: PreTrainedModel, dropped: Collection[int]
             if name not in params:
                 continue
             if place not in params:
-                raise ValueError(
-                    f"layer {layer} cannot be left out: its bias {name} would have to join "
-                    f"{place or 'untied embeddings'}, which this model does not have"
-                )
+                joins = f"{name} would have to join {place or 'untied embeddings'}"
+                raise ValueError(f"layer {layer} cannot be left out: {joins}, which is not there")
             params[place] += params[name]
 
 

@@ -74,10 +74,8 @@ def family(model: PreTrainedModel) -> Family:
         return ROWS[model_type]
     plan = getattr(model.config, "base_model_tp_plan", None)
     if not plan:
-        raise ValueError(
-            f"model type {model_type!r} cannot be cut: it has no row in twistlm/model/families.py "
-            f"and publishes no tensor-parallel plan; known: {', '.join(ROWS)}, Llama-like families"
-        )
+        known = f"known: {', '.join(ROWS)}, and what publishes a tensor-parallel plan"
+        raise ValueError(f"model type {model_type!r} cannot be cut; {known}")
     return Family(
         layers=f"{model.base_model_prefix}.layers",
         attn=_derive(plan, "self_attn", model_type),
@@ -201,23 +199,17 @@ def _heads(
     projections = tuple(f"{prefix}.{name}." for name in (*sub.ins, sub.out))
     for param, shape in shapes.items():
         if param.startswith(module) and not param.startswith(projections) and shape != (dh,):
-            raise ValueError(
-                f"attn layers of {config.model_type} cannot be cut: {param} has shape {shape}, "
-                f"which spans more than one head of {dh}; try blocks.setting = 'ffn'"
-            )
+            why = f"{param} {shape} spans more than one head of {dh}"
+            raise ValueError(f"attn layers cannot be cut: {why}; try blocks.setting = 'ffn'")
     if attn_by == "auto":
         attn_by = "head" if n_kv == n_query else "group" if n_kv > 1 else "query"
     if attn_by == "head" and n_kv != n_query:
-        raise ValueError(
-            f"blocks.attn_by = 'head', but {n_query} query heads share {n_kv} kv heads: use "
-            f"'group' ({n_kv} blocks) or 'query' ({per_kv} blocks)"
-        )
+        legal = f"use 'group' ({n_kv} blocks) or 'query' ({per_kv} blocks)"
+        raise ValueError(f"blocks.attn_by = 'head': {n_query} heads share {n_kv} kv heads; {legal}")
     if attn_by != "query":
         return n_kv, dict.fromkeys(sub.ins, dh) | {sub.ins[0]: per_kv * dh}, per_kv * dh, 1
     if len(sub.ins) != 3:
-        raise ValueError(
-            f"blocks.attn_by = 'query': {config.model_type} has fused q, k, v; use 'head'"
-        )
+        raise ValueError("blocks.attn_by = 'query': q, k and v are fused here; use 'head'")
     # kv heads are shared; block i is the i-th query head of every kv head
     return per_kv, {sub.ins[0]: dh}, dh, n_kv
 

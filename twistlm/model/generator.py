@@ -69,29 +69,23 @@ def check(
     """Refuse settings that no deal can satisfy; dropout covers blocks over time: any K >= |C|."""
     by_worker = blocks.widths == "worker"
     if by_worker and method == "dropout":
-        raise ValueError(
-            "blocks.widths = 'worker': structured dropout has one mask for all workers of a step"
-        )
+        raise ValueError("blocks.widths = 'worker': dropout has one mask for all workers of a step")
     for kind in KINDS:
         n_blocks, ks, n_common = block_map.n_blocks(kind), blocks.k(kind), len(blocks.common(kind))
         if n_blocks == 0:
             continue
         if not ks or (by_worker and len(ks) != n_workers):
-            raise ValueError(
-                f"blocks.k_{kind} = {list(ks)}: give at least one K in 1..{n_blocks}, or with "
-                f"blocks.widths = 'worker' one K per worker: {n_workers} of them"
-            )
+            said = f"blocks.k_{kind} = {list(ks)}: give K in 1..{n_blocks}"
+            raise ValueError(f"{said}, with blocks.widths = 'worker' one K per worker: {n_workers}")
         least, need = max(1, n_common), n_blocks + (n_workers - 1) * n_common
         if not by_worker and method != "dropout":
             least = legal_range(n_blocks, n_workers, n_common)[0]
         bad = [k for k in ks if not least <= k <= n_blocks]
         if bad or (by_worker and sum(ks) < need):
-            also = f", and their sum must be at least {need}, or a block is left out"
-            raise ValueError(
-                f"blocks.k_{kind} = {bad[0] if bad else list(ks)} is infeasible for N = {n_blocks} "
-                f"{kind} blocks, S = {n_workers} workers, |C| = {n_common}: legal K are "
-                f"{least}..{n_blocks}{also if by_worker else ''}"
-            )
+            said = f"blocks.k_{kind} = {bad[0] if bad else list(ks)}"
+            about = f"N = {n_blocks} {kind} blocks, S = {n_workers} workers, |C| = {n_common}"
+            also = f", and their sum at least {need}, or a block is left out" if by_worker else ""
+            raise ValueError(f"{said} with {about}: legal K are {least}..{n_blocks}{also}")
 
 
 def check_own(block_map: BlockMap, blocks: BlocksConfig, own: Mapping[Kind, int]) -> None:

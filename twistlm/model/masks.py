@@ -113,9 +113,8 @@ def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
     for kind in cut:
         n_blocks, least = block_map.n_blocks(kind), max(1, len(blocks.common(kind)))
         if bad := [width for width in blocks.mask(kind) if not least <= width <= n_blocks]:
-            raise ValueError(
-                f"blocks.mask_{kind} = {bad[0]}: a mask keeps {least}..{n_blocks} {kind} blocks"
-            )
+            legal = f"a mask keeps {least}..{n_blocks} {kind} blocks"
+            raise ValueError(f"blocks.mask_{kind} = {bad[0]}: {legal}")
     given = {f"blocks.mask_{kind}": list(blocks.mask(kind)) for kind in cut if blocks.mask(kind)}
     if blocks.mask_depth:
         given["blocks.mask_depth"] = list(blocks.mask_depth)
@@ -126,10 +125,7 @@ def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
         if max(blocks.mask_depth) > most:
             raise ValueError(f"{said}: a mask drops 0..{most} of {n_cut} layers that are cut")
         if len(cut) < len(KINDS) or blocks.common_attn or blocks.common_ffn:
-            raise ValueError(
-                f"{said}: a layer can only be dropped where its attention and its FFN are cut "
-                "(blocks.setting = 'both') and no blocks are common"
-            )
+            raise ValueError(f"{said} needs blocks.setting = 'both' and no common blocks")
     if len({len(widths) for widths in given.values()}) > 1:
         both = " and ".join(f"{name} = {widths}" for name, widths in given.items())
         raise ValueError(f"{both}: give all as many numbers, since a mask takes one of each")

@@ -27,10 +27,8 @@ def load_tokenizer(source: str) -> Tokenizer:
         tok = _from_path_or_hub(source)
     for part in filter(None, (tok.normalizer, tok.decoder)):
         if (times := _growth(json.loads(part.__getstate__()))) > MOST_GROWTH:
-            raise ValueError(
-                f"tokenizer {source}: its {type(part).__name__} may make a text {times:,} times as "
-                f"long; legal are at most {MOST_GROWTH}"
-            )
+            grows = f"its {type(part).__name__} may make a text {times:,} times as long"
+            raise ValueError(f"tokenizer {source}: {grows}; legal are at most {MOST_GROWTH}")
     tok.no_padding()  # its file may ask for any length, of gigabytes
     tok.no_truncation()
     return tok

@@ -35,10 +35,8 @@ def read_table(source: str) -> dict[str, Any]:
     elif path.is_dir():
         return _run_table(path)
     elif not path.is_file():
-        raise ValueError(
-            f"{source!r} is neither a TOML file nor a preset, nor a run folder; presets: "
-            f"{', '.join(preset_names())}"
-        )
+        known = ", ".join(preset_names())
+        raise ValueError(f"{source!r} is no TOML file, no run folder and no preset ({known})")
     try:
         return tomllib.loads(path.read_text())
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, nested too deeply
@@ -63,9 +61,7 @@ def overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
         path, equals, value = override.partition("=")
         keys = path.strip().split(".")
         if not equals or len(keys) < 2:
-            raise ValueError(
-                f"{override!r}: overrides look like section.key=value, as in train.lr=3e-4"
-            )
+            raise ValueError(f"{override!r}: give section.key=value, as in train.lr=3e-4")
         spot = table
         for key in keys[:-1]:
             spot = spot.setdefault(key, {})

@@ -19,9 +19,8 @@ def check_transformers() -> None:
         return
     if not least <= number < below:
         wanted = f"transformers>={'.'.join(map(str, least))},<{below[0]}"
-        raise ValueError(
-            f"twistlm needs {wanted}, and transformers {found} is installed: pip install '{wanted}'"
-        )
+        here = f"transformers {found} is installed"
+        raise ValueError(f"twistlm needs {wanted}, and {here}: pip install '{wanted}'")
 
 
 def quiet_transformers() -> None:

@@ -158,10 +158,8 @@ def alone(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as file:
         if not is_locked(file):
-            raise ValueError(
-                f"run.out = {str(folder)!r}: another process trains there; wait for it, or choose "
-                "another folder"
-            )
+            where = f"run.out = {str(folder)!r}"
+            raise ValueError(f"{where}: another process trains there; wait, or choose another")
         try:
             yield
         finally:
