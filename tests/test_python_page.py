@@ -129,10 +129,8 @@ def state():
         "ticket classes": [name for name in dir(transformers) if name.startswith("Ticket")],
         "torch": (
             torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
-            torch.initial_seed(), torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(), backends.mkldnn.enabled,
-            backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, backends.cudnn.benchmark,
-            torch._dynamo.config.recompile_limit, torch._dynamo.config.skip_nnmodule_hook_guards,
+            torch.initial_seed(), torch.get_float32_matmul_precision(), backends.mkldnn.enabled,
+            backends.cuda.matmul.allow_tf32, torch._dynamo.config.recompile_limit,
         ),
     }
 

@@ -1,7 +1,4 @@
-"""Every key of a training run: frozen dataclasses whose docstrings say what a key means.
-
-`docs/config.md` is made of this file; TOML files and `section.key=value` are read in `presets`.
-"""
+"""Every key of a training run, and what it means: `docs/config.md` is made of this file."""
 
 from __future__ import annotations
 

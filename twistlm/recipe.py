@@ -1,7 +1,4 @@
-"""What a model is trained with: a config out of its shapes, its sizes and a text's length.
-
-Pure functions: the same model, sizes and tokens give the same config on every machine.
-"""
+"""What a model is trained with: a config out of its shapes, its sizes and a text's length."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -69,22 +70,15 @@ def test_check_refuses_exactly_what_cannot_be_dealt_and_names_the_legal_range():
         common = tuple(random.Random(f"{n}/{size}").sample(range(n), size))
         legal = [k for k in range(-1, n + 3) if is_dealt(n, (k,) * s, common)]
         for k in range(-1, n + 3):
-            cfg = BlocksConfig(k_attn=(k,), common_attn=common)
-            if k in legal:
-                generator.check(a_map(n), cfg, s)
-                continue
             said = rf"blocks\.k_attn = {k} .*legal K are {legal[0]}\.\.{legal[-1]}"
-            with pytest.raises(ValueError, match=said):
-                generator.check(a_map(n), cfg, s)
+            with nullcontext() if k in legal else pytest.raises(ValueError, match=said):
+                generator.check(a_map(n), BlocksConfig(k_attn=(k,), common_attn=common), s)
     for size, *ks in product(range(5), *[range(6)] * 3):
         common = tuple(range(size))
         cfg = BlocksConfig(k_attn=tuple(ks), widths="worker", common_attn=common)
-        if is_dealt(4, tuple(ks), common):
+        refused = pytest.raises(ValueError, match=rf"{max(1, size)}\.\.4")
+        with nullcontext() if is_dealt(4, tuple(ks), common) else refused:
             generator.check(a_map(4), cfg, 3)
-        else:
-            with pytest.raises(ValueError, match=rf"{max(1, size)}\.\.4"):
-                generator.check(a_map(4), cfg, 3)
-
     for said, settings in {
         r"blocks\.k_attn = 2 .* 3\.\.12": {"k_attn": (6, 2)},  # every K of a cycle is looked at
         r"k_attn = \[\]: .* 1\.\.12": {"k_attn": ()},
@@ -130,13 +124,9 @@ def test_the_balanced_deal_is_much_tighter(n, s, k):
     assert len(seen) > 50  # balanced, and still shuffled
 
 
-def test_the_fixed_deal_is_the_first_random_one_in_every_round():
-    """A control: static subnets, as if nothing were dealt anew."""
+def test_widths_are_cycled_over_rounds_and_a_fixed_deal_is_the_first_one():
     first = next(deals(12, 4, 5, deal="random"))
     assert list(deals(12, 4, 5, 6, deal="fixed")) == [first] * 6
-
-
-def test_a_cycle_of_widths_follows_the_round():
     cfg = BlocksConfig(k_attn=(3, 8, 4, 6), k_ffn=(2, 7))
     for r in range(12):
         for blueprint in generator.for_training(a_map(12, 8, 2), 4, cfg, seed=0, round=r):
@@ -226,21 +216,17 @@ def test_kept_blocks_are_uniform_but_for_the_nested_ones():
     """Of held (0, 2, 3) the order keeps 3, then 0: a quarter of the masks. The rest is uniform."""
     found = draw(WorkerRound(5, 1, 0, 600, 3))
     for group in MAP.groups:
-        width = 1 if group.kind == "attn" else 2
-        row = 0 if group.kind == "attn" else 2
+        row, width, first = (0, 1, (0, 0, 1)) if group.kind == "attn" else (2, 2, (1, 0, 1))
         kept = (found[group.name][:, row] > 0).double()
         assert (kept.sum(-1) == width).all()
-        shares = kept.mean(0).tolist()
-        first = {1: (0.0, 0.0, 1.0), 2: (1.0, 0.0, 1.0)}[width]
-        for share, nested in zip(shares, first, strict=True):
+        for share, nested in zip(kept.mean(0).tolist(), first, strict=True):
             assert abs(share - (0.25 * nested + 0.75 * width / 3)) < 0.06  # 3 standard deviations
 
 
 def test_a_nested_mask_is_one_in_all_layers():
     """A prefix in one layer alone is a subnet that no ticket will be."""
     blocks = BlocksConfig(n_ffn=4, masks="sequence", mask_attn=(2,), mask_ffn=(2,), nested=0.5)
-    full = MAP.full()
-    found = draw(WorkerRound(2, 0, 0, 400, 1), blocks, full)
+    found = draw(WorkerRound(2, 0, 0, 400, 1), blocks, MAP.full())
     prefix = torch.stack([(found[g.name][:, 0, [1, 3]] > 0).all(-1) for g in MAP.groups], 1)
     assert 160 < int(prefix.all(1).sum()) < 240  # a random one is in all 6 layers once in 6^6
 

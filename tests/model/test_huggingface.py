@@ -18,7 +18,6 @@ from twistlm.export import gguf as exporter
 from twistlm.model import generator, huggingface
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.model.tokenizer import load_tokenizer
-from twistlm.system import manifest
 from twistlm.tickets import deploy
 from twistlm.tickets.healing import heal
 from twistlm.tickets.parent import open_parent
@@ -134,23 +133,15 @@ def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
     blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
     deploy.save_ticket(parent, blueprint, tmp_path / "ticket")
     write(parent, tmp_path / "pruned", PruneRequest(method="magnitude", ratio="0.5"), quiet=True)
-    forged = tmp_path / "forged"  # with hashes that agree
-    shutil.copytree(tmp_path / "ticket", forged)
-    (forged / "config.json").write_text(
-        json.dumps(json.loads((forged / "config.json").read_text()) | evil)
-    )
-    record = json.loads((forged / "ticket.json").read_text())
+    forged = shutil.copytree(tmp_path / "ticket", tmp_path / "forged")  # with hashes that agree
+    table = json.loads((forged / "config.json").read_text())
+    (forged / "config.json").write_text(json.dumps(table | evil))
     (forged / "modeling_ticket.py").write_text("# attacker/\n")
-    names = [*record["files"], "modeling_ticket.py"]
-    record["files"] = manifest.describe_files({name: forged / name for name in names})
-    (forged / "ticket.json").write_text(manifest.written(manifest.sealed(record)))
+    (forged / "ticket.json").unlink()
+    deploy.seal(forged, json.loads((tmp_path / "ticket/ticket.json").read_text()))
     short = {"data": tokens, "device": "cpu", "tokens": 64, "teacher": "none"}
-    heal(
-        HealRequest(
-            ticket=forged, out=tmp_path / "healed", overrides=("data.seq_len=16",), **short
-        ),
-        True,
-    )
+    short |= {"out": tmp_path / "healed", "overrides": ("data.seq_len=16",)}
+    heal(HealRequest(ticket=forged, **short), True)
     for made in ("run", "ticket", "pruned", "healed"):
         found = [p for p in (tmp_path / made).rglob("*") if p.name.endswith((".py", "config.json"))]
         assert found

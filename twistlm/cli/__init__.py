@@ -25,10 +25,7 @@ SMALLER = ": lower train.batch or data.seq_len (`twistlm plan` counts what a tra
 
 
 def main(command: Callable[[], object] = app, advice: str = "") -> None:
-    """Run a command; a user's mistake is one sentence and exit code 2.
-
-    `advice` says how a command that was stopped goes on; ours have theirs in `RESUMES`.
-    """
+    """Run a command; a user's mistake is one sentence and exit code 2; `advice` is to go on."""
     quiet_transformers()
     advice = advice or RESUMES.get(_command(), "")
     try:

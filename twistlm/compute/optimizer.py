@@ -1,8 +1,7 @@
 """AdamW over flat slices of one buffer: torch's own, or a compiled one for the GPU.
 
-The compiled one reads the gradient in the model's precision, clips on the way, and writes the
-rounded weights that the next forward pass reads: one pass over memory, 28 bytes a parameter in
-bf16.
+The compiled one clips and writes the rounded weights of the next forward pass on the way: one pass
+over memory, 28 bytes a parameter in bf16.
 """
 
 from __future__ import annotations

@@ -141,11 +141,8 @@ def pretrained(source: str, key: str = "", dtype: Any = torch.float32) -> PreTra
 
 
 def outline(source: str) -> PreTrainedModel:
-    """The model of `gguf:FILE`, a folder or a hub id without storage, for its shapes.
-
-    Only a GGUF file is read whole, since its config does not say whether embeddings are tied.
-    """
-    if source.startswith("gguf:"):
+    """The model of `gguf:FILE`, a folder or a hub id without storage, for its shapes."""
+    if source.startswith("gguf:"):  # read whole: its config does not say whether heads are tied
         return on_meta(pretrained(source).config)
     path = Path(source).expanduser()
     with refusing(f"{source} could not be loaded"):
@@ -229,10 +226,7 @@ def _gguf(path: Path) -> Iterator[Callable[[str], Any]]:
 
 @lru_cache(maxsize=1)
 def _parsed(path: str, *stamp: int) -> Any:
-    """A GGUF file as its library parses it: 10 s for 150,000 tokens, so model and tokenizer share.
-
-    Another `stamp` (time, size, inode) is another file.
-    """
+    """A parsed GGUF file: 10 s for 150,000 tokens, so that model and tokenizer share it."""
     from gguf.gguf_reader import GGUFReader
 
     return GGUFReader(path)

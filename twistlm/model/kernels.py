@@ -48,10 +48,7 @@ def distil_topk_(
     n_tokens: float,
     share: float,
 ) -> Tensor:
-    """Each row's loss with KL to a teacher's k tokens [tokens, k], the rest as one.
-
-    `logits` become the gradient, as in `softmax_`; see `loss.topk_prediction`.
-    """
+    """As `softmax_`, with KL to a teacher's k tokens [tokens, k] and the rest as one."""
     n, top = ids.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     mine, chosen = logits.gather(1, ids).float(), logits.gather(1, targets[:, None]).float()

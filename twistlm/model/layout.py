@@ -1,8 +1,7 @@
 """The layout of one contiguous buffer: all parameters of a model or subnet, end to end.
 
-Shared parameters come first, then partitioned ones, and matrices before vectors in each: the shared
-part of a subnet is one slice of the central buffer, the blocks are one gather, and what weight
-decay touches is two slices.
+Shared parameters come first, and matrices before vectors: the shared part of a subnet is one slice
+of the central buffer, its blocks are one gather, and what weight decay touches is two slices.
 """
 
 from __future__ import annotations

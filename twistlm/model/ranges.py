@@ -22,8 +22,7 @@ Slices = tuple[slice, slice]  # of shared parameters and of blocks
 
 @dataclass(frozen=True)
 class Ranges:
-    """Range i has the shared segments [shared[i], shared[i + 1]) and those of blocks [blocks[i],
-    blocks[i + 1]), counted from the first one."""
+    """Range i has segments [shared[i], shared[i + 1]), and of blocks [blocks[i], blocks[i + 1])."""
 
     segments: Segments
     n: int

@@ -1,8 +1,7 @@
 """(4) Subnets of a Hugging Face model: masked or physically narrowed, and the activation scale.
 
-Both are one thing: a copy of the model bound to a flat buffer, with a gate before each output
-projection. A physical subnet has narrow weights; a masked one has full weights, and its gates are 0
-for absent blocks.
+Both are a copy of the model bound to a flat buffer, with a gate before each output projection. A
+physical subnet has narrow weights; a masked one has full weights, and gates of 0 for absent blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Configs as text: the TOML files beside this one, a user's own, and `section.key=value` words.
-
-Nothing here knows a key by name: `build` reads any dataclass, and says what is legal where a value
-is not.
-"""
+"""Configs as text: TOML files and `section.key=value` words, read into any dataclass."""
 
 from __future__ import annotations
 

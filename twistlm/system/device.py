@@ -35,10 +35,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 @contextmanager
 def cpu_threads(n: int) -> Iterator[None]:
-    """torch computes with n CPU threads inside, and with as many as before afterwards; 0: as now.
-
-    Another number adds up in another order, so whoever computes next must not inherit it.
-    """
+    """n CPU threads inside, and as before afterwards: they add up in another order; 0: as now."""
     before = torch.get_num_threads()
     if n:
         torch.set_num_threads(n)

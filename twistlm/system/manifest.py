@@ -1,7 +1,4 @@
-"""Records that vouch for files: bytes and sha256 of each, and a sha256 of the record itself.
-
-A token file's JSON, a ticket's ticket.json and a checkpoint's checkpoint.json are such records.
-"""
+"""Records of token files, tickets and checkpoints: sha256 of every file, and of the record."""
 
 from __future__ import annotations
 
@@ -54,10 +51,9 @@ def written(record: Mapping[str, Any]) -> str:
 def vouched(path: Path, record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """name -> sha256, and bytes where told, of the files that the record in `path` vouches for.
 
-    The record must be, byte for byte, what its own sha256 was made of; one that was written before
-    manifests vouches for nothing.
+    The record must be, byte for byte, what its own sha256 was made of.
     """
-    if OWN not in record and FILES not in record:
+    if OWN not in record and FILES not in record:  # written before there were manifests
         return {}
     if sealed(record) != record or path.read_bytes() != written(record).encode():
         raise ValueError(f"{path} is damaged: it does not match its own sha256")
@@ -106,10 +102,7 @@ def foreign_files(folder: Path, ours: Collection[str]) -> list[Path]:
 
 
 def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> list[str]:
-    """Compare a folder with its record, every byte; sentences about changed `editable` files.
-
-    Foreign files in the folder are nobody's business. A folder of before manifests passes unread.
-    """
+    """Compare every file of a folder's record; returns sentences about changed `editable` ones."""
     changed = []
     for name, told in vouched(folder / record, read_json(folder / record)).items():
         try:
