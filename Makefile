@@ -28,7 +28,7 @@ format: $(VENV)/test.stamp
 	$(RUN)/ruff format .
 
 docs: $(VENV)/test.stamp
-	$(RUN)/python -m twistlm.cli.config_page docs/config.md
+	$(RUN)/python docs/config_page.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "twistlm needs Python 3.11 or newer")'

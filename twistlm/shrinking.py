@@ -131,7 +131,6 @@ class Checked:
     texts: list[mixture.Weighted]
     tokenizer: Tokenizer
     model: PreTrainedModel  # without storage
-    device: str
     sizes: list[Size]
     choose: Callable[..., Config]  # of n_text and n_tokens
 
@@ -139,9 +138,8 @@ class Checked:
 def check(request: ShrinkRequest) -> Checked:
     """Refuse in one sentence what cannot work, before anything long starts."""
     texts, name, overrides = mixture.parse(request.text), request.model, request.overrides
-    kinds = {"params": request.to, "size": request.size}
-    kinds |= {"latency": request.latency, "memory": request.memory}
-    given = [(kind, str(each)) for kind in kinds for each in kinds[kind]]
+    kinds = {"params": "to", "size": "size", "latency": "latency", "memory": "memory"}
+    given = [(kind, str(x)) for kind, key in kinds.items() for x in getattr(request, key)]
     if request.tokens and request.hours:
         raise ValueError("give --tokens or --hours, not both")
     n_tokens = int(amount("tokens", str(request.tokens))) if request.tokens else 0
@@ -173,7 +171,7 @@ def check(request: ShrinkRequest) -> Checked:
     own: dict[str, Any] = {"out": str(request.out), "overrides": overrides}
     own |= {"room": _room(device)[0], "device": pick_device(device).type}
     choose = partial(recipe.choose, model, weights, cut, sizes, **own)
-    checked = Checked(texts, tokenizer, model, device, sizes, choose)
+    checked = Checked(texts, tokenizer, model, sizes, choose)
     n_text = sum(n_bytes(each.source) or 0 for each in texts) // BYTES_PER_TOKEN  # about
     needs(request, checked, choose(n_text=n_text, n_tokens=n_tokens), n_text)
     return checked
@@ -181,8 +179,8 @@ def check(request: ShrinkRequest) -> Checked:
 
 def needs(request: ShrinkRequest, checked: Checked, cfg: Config, n_text: int) -> str:
     """Memory and disk that a training takes, in words; an error where there is less."""
-    memory = plan.memory(cfg, checked.model, pick_device(checked.device).type)[1]
-    room, whose = _room(checked.device)
+    memory = plan.memory(cfg, checked.model, pick_device(cfg.run.device).type)[1]
+    room, whose = _room(cfg.run.device)
     if memory > room:
         raise ValueError(
             f"training {request.model} takes about {decimal(memory)} of memory, and {whose} has "
@@ -226,7 +224,7 @@ def prepare(request: ShrinkRequest, checked: Checked | None = None) -> dict[str,
             f"--text: {n_text:,} tokens to train and {n_valid:,} to measure on are too few: one "
             f"round takes {least:,}, a measurement {seq_len:,} (data.seq_len = {seq_len})"
         )
-    seconds = TAUGHT * speed.training_seconds(checked.model, seq_len, checked.device)
+    seconds = TAUGHT * speed.training_seconds(checked.model, seq_len, cfg.run.device)
     if request.hours:
         n_tokens = int(SPARE * 3600 * request.hours / seconds)
         cfg = checked.choose(n_text=n_text, n_tokens=n_tokens)

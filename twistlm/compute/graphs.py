@@ -6,7 +6,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,11 +15,6 @@ from transformers import PreTrainedModel
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 WARM_CALLS = 2  # before a graph is recorded: compilation, autotuning and library handles
-
-# graphs never overlap, so those of a device share memory: that of this one, which is never freed
-_first: dict[torch.device, Any] = {}
-# one for all warm-ups of a device: cuBLAS keeps a workspace of its own for every stream it has seen
-_side: dict[torch.device, Any] = {}
 
 
 def is_on(compile: str, device: torch.device) -> bool:
@@ -79,12 +74,17 @@ def compile_layers_(model: PreTrainedModel) -> bool:
     return bool(layers)
 
 
-def _pool(device: torch.device) -> Any:
-    if device not in _first:
-        _first[device] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(_first[device]):
-            torch.zeros(1, device=device)
-    return _first[device].pool()
+@cache  # and so never freed: graphs never overlap, and those of a device share its memory
+def _first_graph(device: torch.device) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(1, device=device)
+    return graph
+
+
+@cache  # one for all warm-ups: cuBLAS keeps a workspace for every stream that it has seen
+def _side_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
 
 
 class Replayed:
@@ -106,15 +106,13 @@ class Replayed:
             return
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=_pool(self.device)):
+            with torch.cuda.graph(self.graph, pool=_first_graph(self.device).pool()):
                 self.function()
         self.graph.replay()
 
     def _on_side_stream(self) -> None:
         """Recording forbids the default stream, so what is warmed up must not hang on it."""
-        if self.device not in _side:
-            _side[self.device] = torch.cuda.Stream(self.device)
-        stream, current = _side[self.device], torch.cuda.current_stream(self.device)
+        stream, current = _side_stream(self.device), torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self.function()

@@ -35,22 +35,15 @@ class Spread:
     def mean(self) -> float:
         return statistics.fmean(self.values)
 
-    @property
-    def sd(self) -> float | None:
-        """Sample standard deviation; a single subnet has none."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-    @property
-    def worst(self) -> float:
-        return max(self.values)
-
     def summary(self) -> dict[str, float | int | None]:
-        return {"mean": self.mean, "sd": self.sd, "worst": self.worst, "n": len(self.values)}
+        n, worst = len(self.values), max(self.values)
+        sd = statistics.stdev(self.values) if n > 1 else None
+        return {"mean": self.mean, "sd": sd, "worst": worst, "n": n}
 
     def __str__(self) -> str:
-        """`mean ± sd (worst)`."""
-        spread = "" if self.sd is None else f" ± {self.sd:.2f} ({self.worst:.2f})"
-        return f"{self.mean:.2f}{spread}"
+        """`mean ± sd (worst)`; a single subnet has a mean alone."""
+        mean, sd, worst, _ = self.summary().values()
+        return f"{mean:.2f}" if sd is None else f"{mean:.2f} ± {sd:.2f} ({worst:.2f})"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""docs/config.md: every key with its legal values, default and meaning, read from config.py.
-
-`python -m twistlm.cli.config_page docs/config.md` (or `make docs`) writes it.
-"""
+"""config.md: every key with its legal values, default and meaning (`make docs` writes it)."""
 
 from __future__ import annotations
 
@@ -9,12 +6,11 @@ import dataclasses
 import inspect
 import json
 import re
-import sys
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from .. import config
+from twistlm import config
 
 TITLE = f"""# Config keys
 
@@ -66,4 +62,4 @@ def legal(hint: Any) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page())
+    Path(__file__).with_name("config.md").write_text(page())
