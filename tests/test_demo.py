@@ -6,15 +6,12 @@ import contextlib
 import io
 import json
 import random
-import signal
-import subprocess
 import sys
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 from commands import check_refusal, in_process
 from tokenizers import Tokenizer
@@ -115,27 +112,3 @@ def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path, monkeypatch, cap
     refused = in_process(monkeypatch, capsys, "demo", "--out", str(tmp_path))
     check_refusal(*refused, ("not made by the demo",))
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
-
-
-@pytest.mark.chaos  # a demo and a half: minutes
-def test_ctrl_c_is_quiet_and_the_same_command_goes_on(tmp_path):
-    """One sentence, no traceback of any process; the second run takes up the first one's rounds."""
-    out = tmp_path / "demo"
-    small = ["train.rounds=12", "train.interval=1", "model.config.n_layer=1", "run.eval_tokens=640"]
-    command = [sys.executable, "-m", "twistlm", "demo", "--out", str(out), "--n", "2", *small]
-    first = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    begun = out / "start/metrics.jsonl"
-    ranks.wait_for(lambda: begun.is_file() or first.poll() is not None, 600)
-    first.send_signal(signal.SIGINT)
-    _, err = first.communicate(timeout=300)
-    assert first.returncode == 130
-    assert "error: stopped by SIGINT after round" in err
-    assert err.strip().endswith("; the same command goes on where it stopped")
-    (kept,) = out.glob("start/checkpoints/round-*")
-    assert 1 <= int(kept.name.removeprefix("round-")) < 36
-    again = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert again.returncode == 0, again.stderr
-    assert "resuming from" in again.stdout
-    for name, n_rounds in (("start", 3 * 12), ("dense", 12), ("twist", 12)):
-        rows = [json.loads(x) for x in (out / name / "metrics.jsonl").read_text().splitlines()]
-        assert [row["round"] for row in rows] == list(range(1, n_rounds + 1))

@@ -9,7 +9,6 @@ import pytest
 from twistlm.model.blocks import BlockGroup, BlockMap, Partition, count
 from twistlm.tickets import budget, spend
 from twistlm.tickets.budget import Budget
-from twistlm.tickets.importance import Pick, parse_pick
 from twistlm.tickets.requests import TicketRequest
 
 
@@ -34,15 +33,6 @@ def test_no_budgets():
     ):
         with pytest.raises(ValueError, match=words):
             print(TicketRequest(**options).budget)
-
-
-def test_picks():
-    assert parse_pick("best-of:12") == Pick("best-of:12", n_draws=12)
-    assert parse_pick("importance") == Pick("importance", method="fisher")
-    assert parse_pick("importance:taylor") == Pick("importance:taylor", method="taylor")
-    for text in ("", "best-of", "best-of:0", "best-of:x", "importance:", "random:3"):
-        with pytest.raises(ValueError, match="use nested, random, best-of:N, importance"):
-            parse_pick(text)
 
 
 def a_map(n_layers: int, n_attn: int, n_ffn: int, attn: int, ffn: int):

@@ -305,7 +305,7 @@ def test_a_parent_with_an_order_gives_nested_tickets(home, tmp_path):
     asked = ScoreRequest(ratios=("2/4",), n=2, tokens=160)
     scored = score_parent(opened, asked, "x", quiet=True)
     assert scored.nested[0] == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-5)
-    made = certify.certify(opened, asked, 0.5, 0.7, quiet=True)
+    made = certify.certify(opened, asked, 0.5, 0.7)
     assert made["nested"] == scored.nested[0]
     # striped over two nodes: each holds every other place of the order
     left = lost_nodes.survivors(opened.block_map, 2, (1,), order)

@@ -143,7 +143,7 @@ def by_hand(parent, ticket, prompt: Tensor, n_new: int, n_draft: int) -> tuple[l
 def test_text_and_counts_are_those_of_a_loop_by_hand(drafts, name):
     """Sliding windows too: a cache cropped wrongly would change text or counts."""
     pair = [open_runnable(drafts / each, "cpu") for each in (name, f"{name}-ticket")]
-    made = speculate.draft(*pair, PROMPTS, max_new_tokens=17, n_draft=4, quiet=True)
+    made = speculate.draft(*pair, PROMPTS, max_new_tokens=17, n_draft=4)
     for prompt, row in zip(PROMPTS, made["rows"], strict=True):
         ids, n_passes, n_proposed = by_hand(pair[0].model, pair[1].model, prompt, 17, 4)
         assert generate(pair[0], prompt, 17, assistant_model=pair[1].model).tolist() == ids
@@ -152,7 +152,7 @@ def test_text_and_counts_are_those_of_a_loop_by_hand(drafts, name):
         assert (row["n_proposed"], row["n_accepted"]) == (n_proposed, 17 - n_passes)
     assert 0 < made["acceptance"] < 1  # or no cache was ever cropped
     whole = open_runnable(drafts / f"{name}-all", "cpu")  # the parent as its own draft
-    sure = speculate.draft(pair[0], whole, PROMPTS, max_new_tokens=18, n_draft=5, quiet=True)
+    sure = speculate.draft(pair[0], whole, PROMPTS, max_new_tokens=18, n_draft=5)
     assert (sure["acceptance"], sure["tokens_per_pass"]) == (1, 6)  # 5 and its own
 
 

@@ -11,7 +11,6 @@ from families_table import (
     N_FFN,
     TABLE,
     as_parent,
-    case,
     central_of,
     cut_by_hand,
     tiny_model,
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from twistlm.compute.slopes import mask_slopes, order_of
 from twistlm.model import families
-from twistlm.tickets import IMPORTANCES, importance
+from twistlm.tickets import importance
 from twistlm.tickets.parent import Parent
 
 IDS = tokens(3, 7, seed=5)
@@ -109,22 +108,6 @@ def test_mask_slopes_are_the_gradients_of_gates_by_hand(key):
     taylor = {name: each.abs().mean((0, 1)) for name, each in all_of.items()}
     torch.testing.assert_close(score(parent, "mask-fisher"), fisher)
     torch.testing.assert_close(score(parent, "taylor"), taylor)
-
-
-@pytest.mark.parametrize("method", IMPORTANCES)
-def test_a_score_leaves_the_parent_alone(method):
-    """One contract over the table: finite numbers, the same again, weights untouched."""
-    parent = case(("llama-gqa", "group", "both")).parent()
-    before = parent.central.weights.clone()
-    scores, again, other = (importance.score(parent, method, IDS, seed) for seed in (3, 3, 4))
-    for group in parent.block_map.groups:
-        assert scores[group.name].shape == (group.n_blocks,)
-        assert scores[group.name].isfinite().all()
-        assert (scores[group.name] > 0).all()
-    assert all(torch.equal(scores[name], again[name]) for name in scores)
-    assert torch.equal(parent.central.weights, before)
-    assert all(param.grad is None for param in parent.template.parameters())
-    assert (method == "random") == any(not torch.equal(scores[n], other[n]) for n in scores)
 
 
 def test_ties_are_broken_by_order():

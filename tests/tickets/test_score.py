@@ -266,7 +266,7 @@ def test_the_rank_is_the_least_that_keeps_its_promise():
 def certified(parent: Parent) -> dict:
     data = str(Path(parent.source).parent / "tokens")
     asked = ScoreRequest(ratios=("2/4",), n=12, data=data, tokens=64)
-    return certify.certify(parent, asked, 0.8, 0.9, quiet=True)
+    return certify.certify(parent, asked, 0.8, 0.9)
 
 
 def test_values_are_those_of_extracted_tickets(home):

@@ -18,18 +18,11 @@ SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
 
 
 def certify(
-    parent: Parent,
-    request: ScoreRequest,
-    coverage: float = 0.95,
-    confidence: float = 0.99,
-    quiet: bool = False,
+    parent: Parent, request: ScoreRequest, coverage: float, confidence: float
 ) -> dict[str, Any]:
-    """Measure n random tickets: at least `coverage` of all lie at or below the bound.
-
-    That is said with `confidence`.
-    """
+    """Measure n random tickets; with `confidence`, `coverage` of all are within the bound."""
     r = rank(request.n, coverage, confidence)
-    scores = score_parent(parent, request, parent.source, quiet)
+    scores = score_parent(parent, request, parent.source)
     plain, drawn = scores.to_dict(), scores.subnets[0].values
     bound = {"coverage": coverage, "confidence": confidence, "rank": r}
     return {

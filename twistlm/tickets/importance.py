@@ -21,16 +21,13 @@ from torch import Tensor
 from ..compute import slopes
 from ..compute.loss import next_token_loss
 from ..compute.perplexity import Evaluator
-from ..config import Config
-from ..data.token_file import TokenFile
 from ..fields import words
-from ..model import huggingface
 from ..model.blocks import Blueprint, Widths
 from ..model.generator import draws
 from ..model.masks import prefixes
 from ..model.subnet import build
 from . import IMPORTANCES, NEEDS_TEXT, PICKS
-from .parent import Parent, open_text
+from .parent import Parent, check_text, open_text
 
 BlockScores = dict[str, Tensor]  # group name -> float64 [n_blocks]
 MOST_SEQUENCES = 128  # of calibration, unless more are asked for
@@ -112,38 +109,25 @@ def calibrate(
     options: tuple[str, str] = ("--data", "--n"),  # what the caller calls `data` and `n`
 ) -> Calibration:
     """`n` random windows of `data.seq_len` tokens; text that has fewer is refused."""
-    cfg = parent.cfg.data
-    file = calibration_file(parent.source, parent.cfg, data, options[0])
-    file.check(cfg.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
-    huggingface.check_positions(parent.template, cfg.seq_len)
-    n_all = file.n_sequences(cfg.seq_len)
+    seq_len = parent.cfg.data.seq_len
+    file = open_text(parent.source, parent.cfg, data, "train", options[0])
+    check_text(parent, file)
+    n_all = file.n_sequences(seq_len)
     if not 1 <= n <= n_all:
         raise ValueError(
             f"{file.stem} is too short for {options[1]} {n}: it has {n_all} sequences of "
-            f"data.seq_len = {cfg.seq_len}; legal are 1..{n_all}"
+            f"data.seq_len = {seq_len}; legal are 1..{n_all}"
         )
     rows = random.Random(seed).sample(range(n_all), n)
-    return Calibration(file.stem, file.sequences(rows, cfg.seq_len))
+    return Calibration(file.stem, file.sequences(rows, seq_len))
 
 
 def calibrate_on_tokens(parent: Parent, data: str | None, tokens: int, seed: int) -> Calibration:
     """About `tokens` tokens (0: no limit) in random windows: 1 to `MOST_SEQUENCES` of them."""
     seq_len = parent.cfg.data.seq_len
-    n_all = calibration_file(parent.source, parent.cfg, data).n_sequences(seq_len)
+    n_all = open_text(parent.source, parent.cfg, data, "train").n_sequences(seq_len)
     n = max(1, tokens // seq_len) if tokens else MOST_SEQUENCES
     return calibrate(parent, data, max(1, min(n, MOST_SEQUENCES, n_all)), seed)
-
-
-def calibration_file(
-    source: str, cfg: Config, data: str | None, option: str = "--data"
-) -> TokenFile:
-    """The text to calibrate on: `data`, else the training tokens of the run.
-
-    Never its validation tokens unless they are named: the result is measured on those.
-    """
-    if not (data or cfg.data.train):
-        raise ValueError(f"{source} has no tokens to calibrate on: give {option} STEM")
-    return open_text(source, cfg, data, "train")
 
 
 @dataclass(frozen=True)

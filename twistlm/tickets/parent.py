@@ -64,21 +64,36 @@ class Parent:
 
 
 def open_text(
-    source: str, cfg: Config, data: str | None, split: Literal["train", "valid"]
+    source: str,
+    cfg: Config,
+    data: str | None,
+    split: Literal["train", "valid"],
+    option: str = "--data",  # what the caller calls `data`
 ) -> TokenFile:
-    """The token file `data`, or the run's own: found from here, or from a folder above the run."""
+    """The token file `data`, or the run's own: found from here, or from a folder above the run.
+
+    Text to calibrate on is the run's training text. Results are measured on its validation text.
+    """
     if data:
         return open_tokens(resolve(data, split))
     stem = getattr(cfg.data, split)
     if not stem:
-        raise ValueError(f"{source} has no tokens of its own: give --data STEM")
+        what = "to calibrate on" if split == "train" else "of its own"
+        raise ValueError(f"{source} has no tokens {what}: give {option} STEM")
     found = resolve(stem, split, Path(source))
     if not Path(f"{found}.bin").is_file():
         raise ValueError(
             f"the run's own tokens, data.{split} = {stem!r}, are neither here nor in a folder "
-            f"above {source}: give --data STEM"
+            f"above {source}: give {option} STEM"
         )
     return open_tokens(found)
+
+
+def check_text(parent: Parent, file: TokenFile) -> None:
+    """A text whose sequences the model can read."""
+    seq_len = parent.cfg.data.seq_len
+    huggingface.check_positions(parent.template, seq_len)
+    file.check(seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
 
 
 def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:

@@ -27,7 +27,7 @@ from ..system import provenance, terminal
 from ..system.terminal import progress
 from ..training import checkpoint
 from .deploy import cut_from, read_ticket
-from .parent import Parent, default_seq_len, open_text, what_is
+from .parent import Parent, check_text, default_seq_len, open_text, what_is
 from .requests import ScoreRequest
 from .runnable import open_runnable
 
@@ -71,11 +71,9 @@ def evaluator(parent: Parent, text: Text) -> Evaluator:
 
 def text_of(parent: Parent, data: str | None, tokens: int) -> Text:
     """The first tokens (0: all) of `data`, or of the run's own validation tokens."""
-    cfg = parent.cfg
-    huggingface.check_positions(parent.template, cfg.data.seq_len)
-    file = open_text(parent.source, cfg, data, "valid")
-    file.check(cfg.data.seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
-    return Text(file, cfg.data.seq_len, tokens)
+    file = open_text(parent.source, parent.cfg, data, "valid")
+    check_text(parent, file)
+    return Text(file, parent.cfg.data.seq_len, tokens)
 
 
 def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool = False) -> Scores:

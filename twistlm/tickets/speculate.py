@@ -46,19 +46,17 @@ def draft(
     parent: Runnable,
     ticket: Runnable,
     prompts: list[Tensor],
-    *,
-    max_new_tokens: int | None = None,
-    n_draft: int = 5,
-    quiet: bool = False,
+    max_new_tokens: int | None,
+    n_draft: int,
 ) -> dict[str, Any]:
-    """Continue each prompt (int64 [length]) greedily, alone and with drafts."""
+    """Continue each prompt (int64 [length]) greedily, alone and with `n_draft` drafts at a time."""
     sizes = [huggingface.vocab_size(runnable.model) for runnable in (parent, ticket)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"{ticket.source} cannot draft for {parent.source}: their vocabularies have {sizes[1]} "
             f"and {sizes[0]} tokens"
         )
-    n_new = [check_room(parent, len(prompt), max_new_tokens) for prompt in prompts]
+    rooms = [check_room(parent, len(prompt), max_new_tokens) for prompt in prompts]
     config: Any = ticket.model.generation_config
     config.num_assistant_tokens = n_draft
     config.num_assistant_tokens_schedule = "constant"
@@ -69,20 +67,21 @@ def draft(
         for name, runnable in (("n_parent", parent), ("n_proposed", ticket))
     ]
     rows: list[dict[str, Any]] = []
-    with progress(quiet) as bar:
+    with progress() as bar:
         task = bar.add_task("draft", total=len(prompts), note="")
         # the first call of a process pays for everything that is set up once
-        generate(parent, prompts[0], min(4, n_new[0]), assistant_model=ticket.model)
-        for prompt, n in zip(prompts, n_new, strict=True):
+        generate(parent, prompts[0], min(4, rooms[0]), assistant_model=ticket.model)
+        for prompt, n in zip(prompts, rooms, strict=True):
             began = time.perf_counter()
             plain = generate(parent, prompt, n)
             middle = time.perf_counter()
             passes.clear()
             drafted = generate(parent, prompt, n, assistant_model=ticket.model)
             ended = time.perf_counter()
+            n_new = len(drafted) - len(prompt)
             row: dict[str, Any] = {"n_prompt": len(prompt), "n_plain": len(plain) - len(prompt)}
-            row |= {"n_new": len(drafted) - len(prompt), **passes}
-            row |= {"n_accepted": row["n_new"] - row["n_parent"]}  # a pass writes one of its own
+            row |= {"n_new": n_new, **passes}
+            row |= {"n_accepted": n_new - passes["n_parent"]}  # one of a pass is its own
             row |= {"plain_s": middle - began, "drafted_s": ended - middle}
             rows.append(row | {"same": torch.equal(plain, drafted)})
             bar.advance(task)

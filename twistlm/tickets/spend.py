@@ -90,7 +90,8 @@ def choose_widths(
         order = order_of_layers(parent.template, block_map, parent.central, ids)
     n_losses = 2 * len(STEPS) * (1 + 2 * len(block_map.groups)) + len(layers)  # at most
     task = bar.add_task("sensitivity", total=n_losses, note="")
-    loss = Losses(parent, ids, orders_for(parent, how, ids, request.seed), bar, task)
+    orders = orders_for(parent, how, ids, request.seed)
+    loss = loss_on(parent, ids, orders, lambda x: bar.update(task, advance=1, note=f"loss {x:.3f}"))
     best, worse = first, 0
     numbers = range(len(layers)) if tries_depth else range(n_left_out, n_left_out + 1)
     for n in numbers:
@@ -216,33 +217,32 @@ def _slopes(group: BlockGroup, centre: Widths, part: int, loss: Loss) -> tuple[r
     return range(low, high + 1), below, above
 
 
-class Losses:
-    """The mean loss of a parent's subnets on text `ids`, by widths; each is measured once."""
+def loss_on(
+    parent: Parent, ids: Tensor, orders: list[Order], tick: Callable[[float], None]
+) -> Loss:
+    """The mean loss of a parent's subnets on text `ids`, by widths; each is measured once.
 
-    def __init__(self, parent: Parent, ids: Tensor, orders: list[Order], bar: Progress, task: Any):
-        self.parent, self.ids, self.orders, self.bar, self.task = parent, ids, orders, bar, task
-        self.masked, self.loss = parent.whole(gates="all"), loss_for(parent.template)
-        causal_(self.masked.model)
-        self.measured: dict[tuple[int, ...], float] = {}
+    Blocks are kept by `orders`: a wider subnet holds all blocks of a narrower one.
+    """
+    block_map, precision = parent.block_map, parent.cfg.train.precision
+    masked, loss = parent.whole(gates="all"), loss_for(parent.template)
+    model, device = masked.model, masked.model.device
+    causal_(model)
 
-    def __call__(self, widths: Widths) -> float:
-        """Of nested choices: a wider subnet holds all blocks of a narrower one."""
-        widths = with_absent(self.parent.block_map, widths)
-        key = tuple(widths.values())
-        if key not in self.measured:
-            self.measured[key] = sum(self._mean(widths, o) for o in self.orders) / len(self.orders)
-            note = f"loss {self.measured[key]:.3f}"
-            self.bar.update(self.task, completed=len(self.measured), note=note)
-        return self.measured[key]
-
+    @cache
     @torch.no_grad()
-    def _mean(self, widths: Widths, order: Order) -> float:
-        parent, model, total = self.parent, self.masked.model, 0.0
-        self.masked.keep_(prefixes(parent.block_map, order, widths), parent.scales(widths))
-        for batch in self.ids.split(16):
-            with autocast(parent.cfg.train.precision, model.device):
-                total += float(self.loss(model, to_device(batch, model.device))) * len(batch)
-        return total / len(self.ids)
+    def measure(kept: tuple[int, ...]) -> float:
+        widths, total = dict(zip(block_map.full_widths(), kept, strict=True)), 0.0
+        for order in orders:
+            masked.keep_(prefixes(block_map, order, widths), parent.scales(widths))
+            for batch in ids.split(16):
+                with autocast(precision, device):
+                    total += float(loss(model, to_device(batch, device))) * len(batch)
+        found = total / len(ids) / len(orders)
+        tick(found)
+        return found
+
+    return lambda widths: measure(tuple(with_absent(block_map, widths).values()))
 
 
 def orders_for(parent: Parent, how: Pick, ids: Tensor, seed: int) -> list[Order]:
