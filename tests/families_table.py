@@ -277,6 +277,19 @@ def perplexity(model: PreTrainedModel, stem: Path | str, seq_len: int, n_tokens:
     return math.exp(-float(log_p.gather(2, ids[:, 1:, None]).mean()))
 
 
+@torch.no_grad()
+def fed(model: PreTrainedModel, module: str, *batches: Tensor) -> list[Tensor]:
+    """What Hugging Face's own forward pass of each batch feeds a module: [tokens, in]."""
+    seen: list[Tensor] = []
+    hook = model.get_submodule(module).register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].flatten(0, -2))
+    )
+    for ids in batches:
+        model(input_ids=ids, use_cache=False)
+    hook.remove()
+    return seen
+
+
 def far(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 

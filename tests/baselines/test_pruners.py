@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import check_refusal, in_process
 from conftest import make_tokens, tiny, write_words
-from families_table import TABLE, VOCAB, tiny_model, ways
+from families_table import TABLE, VOCAB, fed, tiny_model, ways
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -189,22 +189,6 @@ def copy_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-@torch.no_grad()
-def fed(
-    model: PreTrainedModel, params: dict[str, Tensor], weight: str, ids: Tensor
-) -> list[Tensor]:
-    """What Hugging Face's own forward pass with these parameters feeds the module of `weight`."""
-    seen: list[Tensor] = []
-    for name, param in model.named_parameters():
-        param.copy_(params[name])
-    module = model.get_submodule(weight.removesuffix(".weight"))
-    hook = module.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
-    for sequence in ids:
-        model(input_ids=sequence[None], use_cache=False)
-    hook.remove()
-    return seen
-
-
 WALKS = [
     *(("gpt2", "head", method, "both", 1) for method in METHODS),
     *((name, by, "wanda", "both", 0) for name, by in ways()),
@@ -238,7 +222,9 @@ def test_every_matrix_is_pruned_by_what_the_pruned_layers_before_it_give(
         params = {p: (after if layer(p) < layer(param) else before)[p] for p in before}
         mean, observe = None, METHODS[method].observe
         if observe is not None:
-            mean = sum(observe(x) for x in fed(model, params, param, ids)) / len(ids)
+            model.load_state_dict(params, strict=False)
+            inputs = fed(model, param.removesuffix(".weight"), *ids[:, None])
+            mean = sum(map(observe, inputs)) / len(ids)
         want = METHODS[method].prune(turn(before[param]), mean, 0.6)
         torch.testing.assert_close(turn(after[param]), want, rtol=1e-8, atol=1e-10)
         n_out, n_in = want.shape

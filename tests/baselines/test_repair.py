@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families_table import TABLE, VOCAB, central_of, tiny_model
+from families_table import TABLE, VOCAB, central_of, fed, tiny_model
 from torch import Tensor
 
 from twistlm.baselines import repair
@@ -30,18 +30,6 @@ def two_blocks(parent: Parent) -> dict[str, tuple[int, ...]]:
     return {g.name: (0, g.n_blocks - 1) for g in parent.block_map.groups}
 
 
-@torch.no_grad()
-def fed(model, module: str) -> Tensor:
-    """All inputs of a module on the calibration text: [tokens, in]."""
-    seen: list[Tensor] = []
-    hook = model.get_submodule(module).register_forward_pre_hook(
-        lambda _, args: seen.append(args[0].flatten(0, -2))
-    )
-    model(input_ids=IDS, use_cache=False)
-    hook.remove()
-    return seen[0]
-
-
 def weight_and_bias(model, name: str, module: str) -> tuple[Tensor, Tensor | None]:
     """[out, in], [out]."""
     found = model.get_submodule(module)
@@ -54,7 +42,7 @@ def weight_and_bias(model, name: str, module: str) -> tuple[Tensor, Tensor | Non
 def test_against_least_squares_over_all_tokens(name, attn_by, kind):
     parent, row = parent_of(name, attn_by), TABLE[name]
     out = f"{row.layers}.1.{row.attn_out if kind == 'attn' else row.ffn_out}"
-    x = fed(parent.template, out)
+    (x,) = fed(parent.template, out, IDS)
     weight, bias = weight_and_bias(parent.template, name, out)
     group = next(g for g in parent.block_map.groups if g.layer == 1 and g.kind == kind)
     owner = [row.block_of_input(kind, attn_by, i, 4) for i in range(weight.shape[1])]
@@ -115,7 +103,7 @@ def test_later_layers_are_fitted_to_repaired_ones(how):
         if ".h.1." in n:
             params[n] = value
     huggingface.bind_(half, params)
-    x = fed(half, "transformer.h.2.mlp.c_proj")
+    (x,) = fed(half, "transformer.h.2.mlp.c_proj", IDS)
     old = parent.template.get_submodule("transformer.h.2.mlp.c_proj")
     new = deploy.cut_ticket(made, two_blocks(parent)).get_submodule("transformer.h.2.mlp.c_proj")
     at = [*range(12), *range(36, 48)]

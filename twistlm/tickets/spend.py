@@ -69,7 +69,7 @@ def choose_widths(
     order, n_left_out = layer_order(block_map, parent.progress.order), _n_left_out(parent, request)
     first: list[Widths] = []
     refused = None
-    if order or not n_left_out:
+    if order or not n_left_out:  # nothing has to be measured to know which layers stay
         try:
             first = even(order[len(order) - n_left_out :])
         except ValueError as error:
@@ -92,7 +92,7 @@ def choose_widths(
     task = bar.add_task("sensitivity", total=n_losses, note="")
     orders = orders_for(parent, how, ids, request.seed)
     loss = loss_on(parent, ids, orders, lambda x: bar.update(task, advance=1, note=f"loss {x:.3f}"))
-    best, worse = first, 0
+    best, worse = first, 0  # how many layers stay: fewer of them, as long as the loss falls
     numbers = range(len(layers)) if tries_depth else range(n_left_out, n_left_out + 1)
     for n in numbers:
         try:
@@ -107,7 +107,7 @@ def choose_widths(
             break
     if not measures:
         return evenly(best)
-    found = []
+    found = []  # how wide each of them is
     for tried in (first, best) if first and best is not first else (best,):
         rest = block_map.without(block_map.dropped(tried[0]))
         start = {g.name: tried[0][g.name] for g in rest.groups}
