@@ -24,10 +24,9 @@ import torch.distributed as dist
 from ... import config
 from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Partition
-from ...model.central import Central, create, cut_subnet
+from ...model.central import Central, create
 from ...model.layout import Segments, cut_segments, layout
 from ...model.ranges import Ranges
-from ...training.aggregator import Result, aggregate_
 from ...training.assignments import Deal
 from ...training.engines.sharded import Shard
 from ...training.run import Progress
@@ -69,15 +68,16 @@ def deal(whole: Segments, n_workers: int, r: int) -> Deal:
     return Deal(whole, r, [{name: hands[name][i] for name in names} for i in range(n_workers)])
 
 
-def sharded(job: Job, cluster: Cluster) -> Exchange:
-    """A round of the sharded engine without its local steps."""
+def torchrun(job: Job, cluster: Cluster) -> Exchange:
+    """A round of torchrun's ranks without its local steps: all of them own, or rank 0 alone."""
     central, segments, _ = make(job["megabytes"])
-    whole = central if cluster.is_central else None
-    what = (1, False, torch.float32, job["wire"])
-    shard = Shard(whole, segments, cluster, *what, cluster.world_size)
+    whole, n_owners = central if cluster.is_central else None, 1
+    if job["engines"] == ["sharded"]:
+        n_owners = cluster.world_size
+    shard = Shard(whole, segments, cluster, 1, False, torch.float32, job["wire"], n_owners)
 
     def exchange(r: int) -> None:
-        there = deal(segments, cluster.world_size, r)
+        there = deal(segments, len(cluster.ranks), r)
         sent = shard.send_down(there)
         shard.send_up_(there, sent, sent, None)
 
@@ -96,33 +96,6 @@ def bare(job: Job, cluster: Cluster) -> Exchange:
                     work.wait()
 
     return exchange
-
-
-def star(job: Job, cluster: Cluster) -> Exchange:
-    """A round of torchrun's star without its local steps: cut, exchange, aggregate."""
-    kind, n = job["wire"], cluster.world_size
-    central, segments, n_subnet = make(job["megabytes"])
-    shape = (1, n_subnet)
-    nothing, others = torch.empty(0, dtype=torch.uint8), n - 1
-
-    def work(r: int) -> None:
-        n_down = wire.down_bytes(kind, shape)
-        got = cluster.exchange([nothing] * n, [n_down] + [0] * others)()[0]
-        sent = wire.read_down(kind, got, shape)
-        cluster.exchange([wire.up(kind, sent, sent[0])] + [nothing] * others, [0] * n)()
-
-    def lead(r: int) -> None:
-        there = deal(segments, others, r)
-        cuts = [cut_subnet(central, blueprint) for blueprint in there.blueprints]
-        cluster.exchange([nothing, *(wire.down(kind, c) for c in cuts)], [0] * n)()
-        n_up = wire.up_bytes(kind, shape)
-        came = cluster.exchange([nothing] * n, [0] + [n_up] * others)()[1:]
-        pairs = enumerate(zip(came, cuts, strict=True))
-        read = {i: wire.read_up(kind, up, shape, cut[0]) for i, (up, cut) in pairs}
-        results = [Result(i, buffer, there.indices[i]) for i, buffer in read.items()]
-        aggregate_(central, results, there.holders)
-
-    return work if cluster.rank else lead
 
 
 def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
@@ -200,7 +173,7 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     return exchange, count, close
 
 
-ENGINES = {"sharded": sharded, "bare": bare, "star": star}
+ENGINES = {"bare": bare, "star": torchrun, "sharded": torchrun}
 
 
 def on_the_link(interface: str) -> int:
@@ -237,7 +210,8 @@ def main(job: Job) -> None:
         close()
         print(json.dumps(made), flush=True)
         return
-    cluster = Cluster("sharded", int(os.environ["WORLD_SIZE"]), "physical", "cpu")
+    is_star, n = job["engines"] != ["sharded"], int(os.environ["WORLD_SIZE"])
+    cluster = Cluster("true" if is_star else "sharded", n - is_star, "physical", "cpu")
     engines = {name: ENGINES[name](job, cluster) for name in job["engines"]}
     made = measure(engines, job, cluster.barrier, lambda: [on_the_link(job["interface"])])
     if cluster.is_central:
