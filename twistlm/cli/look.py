@@ -17,7 +17,7 @@ from ..export import installed, need
 from ..fields import option
 from ..system.compat import check_transformers
 from ..system.terminal import console, progress, table
-from .options import Data, Device, Overrides, Parent, app, command
+from .options import DATA, DEVICE, OVERRIDES, SOURCE, app, command
 
 EXTRAS = {  # extra -> what it needs, what it enables
     "gguf": (("gguf",), "export --to gguf; weights from gguf:FILE"),
@@ -45,14 +45,14 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disab
     "blocks.shared_first=0",
 )
 def play(
-    source: Parent,
-    overrides: Overrides,
-    data: Data = None,
+    source: str = SOURCE,
+    overrides: list[str] = OVERRIDES,
+    data: str | None = DATA,
     port: int = option("Port; 0 takes a free one.", 7860, least=0, most=65535),
     host: str = option(
         "Address to listen on; 0.0.0.0 lets the network in, with no password.", "127.0.0.1"
     ),
-    device: Device = "auto",
+    device: str = DEVICE,
 ) -> None:
     """A page where the whole model and a ticket of any size write side by side.
 

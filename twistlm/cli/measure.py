@@ -15,16 +15,15 @@ from ..lab.compare import CompareRequest
 from ..system.terminal import console
 from .options import (
     ANY_MODEL,
+    DATA,
+    DEVICE,
+    JSON_OUT,
+    MAX_NEW_TOKENS,
     OUT,
+    OVERRIDES,
     PARENT,
-    Data,
-    Device,
-    JsonOut,
-    MaxNewTokens,
-    Overrides,
-    Parent,
-    Preset,
-    Tokens,
+    PRESET,
+    SOURCE,
     command,
     lab,
     show,
@@ -54,8 +53,8 @@ def compare(
         *OUT,
     ),
     request: CompareRequest,
-    overrides: Overrides,
-    device: Device = "auto",
+    overrides: list[str] = OVERRIDES,
+    device: str = DEVICE,
 ) -> None:
     """One table: random tickets of several parents beside every way to prune after training.
 
@@ -80,11 +79,11 @@ def compare(
 )
 def prune(
     *,
-    source: Parent,
+    source: str = SOURCE,
     out: Path = option("Folder of the pruned model.", MISSING, *OUT),
     request: PruneRequest,
-    overrides: Overrides,
-    device: Device = "auto",
+    overrides: list[str] = OVERRIDES,
+    device: str = DEVICE,
 ) -> None:
     """Prune a parent after training: the baselines that tickets are measured against.
 
@@ -109,7 +108,11 @@ def prune(
     "twistlm lab bench train paper train.batch=32 --sizes 12/12,4/12 --settings both",
 )
 def train(
-    preset: Preset, request: TrainBenchRequest, overrides: Overrides, json_out: JsonOut = None
+    *,
+    preset: str = PRESET,
+    request: TrainBenchRequest,
+    overrides: list[str] = OVERRIDES,
+    json_out: Path | None = JSON_OUT,
 ) -> None:
     """A worker's local step and a round at every size: ms, tokens/s, memory, overhead.
 
@@ -127,10 +130,11 @@ def train(
     "twistlm lab bench deploy gpt2 --ratio 6/12 --runtime onnx --threads 2 --json deploy.json",
 )
 def deploy(
-    source: Parent,
+    *,
+    source: str = SOURCE,
     request: DeployRequest,
-    overrides: Overrides,
-    json_out: JsonOut = None,
+    overrides: list[str] = OVERRIDES,
+    json_out: Path | None = JSON_OUT,
 ) -> None:
     """The full parent against tickets: prefill, decode with KV cache, bytes on disk."""
     from ..lab.bench.deploy import bench, table
@@ -147,11 +151,12 @@ def deploy(
     "twistlm lab bench depth runs/wiki-gpt2 --layers 10 --layers 8 --layers 6 --device cuda",
 )
 def depth(
-    source: Parent,
+    *,
+    source: str = SOURCE,
     request: DepthRequest,
-    overrides: Overrides,
-    device: Device = "auto",
-    json_out: JsonOut = None,
+    overrides: list[str] = OVERRIDES,
+    device: str = DEVICE,
+    json_out: Path | None = JSON_OUT,
 ) -> None:
     """Tickets of the same parameters by depth, by width and by both: perplexity and time."""
     from ..lab.bench.depth import bench, table
@@ -166,7 +171,7 @@ def depth(
     "twistlm lab bench comm",
     "twistlm lab bench comm --mb 250 --slow 4 --slow 8 --slow-mb 64 --gbit 1 --json comm.json",
 )
-def comm(request: CommRequest, json_out: JsonOut = None) -> None:
+def comm(request: CommRequest, json_out: Path | None = JSON_OUT) -> None:
     """Bare gloo, Ray, torchrun's star and shards: on this machine, and in network namespaces.
 
     A round's exchange with nothing trained; every subnet keeps a third of the blocks.
@@ -191,10 +196,10 @@ def drop(
     ),
     nodes: int = option("Nodes that serve the parent.", 4, least=2),
     lose: int = option("Nodes that die.", 1, least=1),
-    data: Data = None,
-    tokens: Tokens = 0,
-    device: Device = "auto",
-    json_out: JsonOut = None,
+    data: str | None = DATA,
+    tokens: int = option("Use this many tokens; 0 takes all.", 0, least=0),
+    device: str = DEVICE,
+    json_out: Path | None = JSON_OUT,
 ) -> None:
     """Spread a parent's blocks over nodes, lose some of them in every possible way.
 
@@ -223,10 +228,10 @@ def draft(
     data: str | None = option("Token file to take prompts from.", None),
     n: int = option("Prompts taken from --data.", 8, least=1),
     prompt_tokens: int = option("Tokens of each of them.", 16, least=1),
-    max_new_tokens: MaxNewTokens = None,
+    max_new_tokens: int | None = MAX_NEW_TOKENS,
     draft_tokens: int = option("Tokens drafted at a time.", 5, least=1),
-    device: Device = "auto",
-    json_out: JsonOut = None,
+    device: str = DEVICE,
+    json_out: Path | None = JSON_OUT,
 ) -> None:
     """Let a ticket draft for its own parent: drafts accepted, tokens per second, the same text."""
     from ..tickets import speculate

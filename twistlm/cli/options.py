@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ..config import Config, preset_names
-from ..fields import words
+from ..fields import option, words
 from ..presets import build, overridden
 from ..system.compat import check_transformers
 from ..system.terminal import console
@@ -24,6 +24,22 @@ from ..system.terminal import console
 PARENT = "A run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE."
 ANY_MODEL = f"A ticket; {PARENT[0].lower()}{PARENT[1:]}"
 OUT = ("--out", "-o")
+PRESET = option(
+    f"A preset ({words(preset_names())}), a TOML file, or a run folder for its own config.",
+    metavar="PRESET_TOML_OR_RUN",
+    argument=True,
+)
+OVERRIDES = option(
+    "Changes to the config (docs/config.md).", None, metavar="SECTION.KEY=VALUE", argument=True
+)
+SOURCE = option(PARENT, argument=True)
+MODEL = option(ANY_MODEL, argument=True)
+DATA = option("Token file; default: the run's data.valid.", None)
+DEVICE = option("auto, cpu, cuda or cuda:N.", "auto")
+JSON_OUT = option("Write the numbers here too.", None, "--json")
+MAX_NEW_TOKENS = option(
+    "Tokens to write; default: 100, or what the model's positions leave.", None, least=1
+)
 PANELS = {  # what a user wants -> the commands that do it, as `--help` shows them
     "Train": ("shrink", "demo", "prepare", "train", "eval", "plan"),
     "Choose": ("extract", "heal", "play"),
@@ -53,7 +69,7 @@ def command(group: typer.Typer, *examples: str, called: str | None = None) -> Ca
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        hints = typing.get_type_hints(function, include_extras=True)
+        hints = typing.get_type_hints(function)
         plain: list[inspect.Parameter] = []
         requests: dict[str, Any] = {}
         for name, given in inspect.signature(function).parameters.items():
@@ -64,10 +80,8 @@ def command(group: typer.Typer, *examples: str, called: str | None = None) -> Ca
                 plain += [_parameter(f.name, kinds[f.name], f) for f in made]
             elif isinstance(given.default, dataclasses.Field):
                 plain.append(_parameter(name, hints[name], given.default))
-            else:
-                default = None if name == "overrides" else given.default
-                changed = {"annotation": hints[name], "default": default}
-                plain.append(given.replace(kind=given.KEYWORD_ONLY, **changed))
+            else:  # typer's own context
+                plain.append(given.replace(kind=given.KEYWORD_ONLY, annotation=hints[name]))
 
         @functools.wraps(function)
         def run(**given: Any) -> Any:
@@ -115,31 +129,11 @@ def _parameter(name: str, hint: Any, field: dataclasses.Field) -> inspect.Parame
     names = about["names"] or ((f"--{name.replace('_', '-')}",) if hint is bool else ())
     said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
     said |= {"min": about["range"].least, "max": about["range"].most}
-    said["callback"] = writable if "--out" in names else None
+    said["callback"] = writable if {"--out", "--json"} & set(names) else None
     said["show_default"] = not (default is False or default in (None, [], ""))
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     made: Any = Annotated[hint, make(*names, **said)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=made, default=default)
-
-
-SOURCE = f"A preset ({words(preset_names())}), a TOML file, or a run folder for its own config."
-Preset = Annotated[str, typer.Argument(metavar="PRESET_TOML_OR_RUN", help=SOURCE)]
-CHANGES = "Changes to the config (docs/config.md)."
-Overrides = Annotated[
-    list[str], typer.Argument(metavar="SECTION.KEY=VALUE", help=CHANGES, show_default=False)
-]
-Parent = Annotated[str, typer.Argument(help=PARENT)]
-AnyModel = Annotated[str, typer.Argument(help=ANY_MODEL)]
-Data = Annotated[str | None, typer.Option(help="Token file; default: the run's data.valid.")]
-Tokens = Annotated[int, typer.Option(min=0, help="Use this many tokens; 0 takes all.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-MaxNewTokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens to write; default: 100, or what the model's positions leave."),
-]
-JsonOut = Annotated[
-    Path | None, typer.Option("--json", help="Write the numbers here too.", callback=writable)
-]
 
 
 def show(record: dict[str, Any], json_out: Path | None, *lines: Any) -> None:

@@ -11,7 +11,7 @@ from ..export import FORMATS
 from ..fields import option, seed_of, words
 from ..system.terminal import clean, console, progress, waiting
 from ..tickets.requests import HealRequest, TicketRequest
-from .options import OUT, AnyModel, Device, MaxNewTokens, Overrides, Parent, Tokens, app, command
+from .options import DEVICE, MAX_NEW_TOKENS, MODEL, OUT, OVERRIDES, SOURCE, app, command
 
 
 @command(
@@ -24,11 +24,11 @@ from .options import OUT, AnyModel, Device, MaxNewTokens, Overrides, Parent, Tok
 )
 def extract(
     *,
-    source: Parent,
+    source: str = SOURCE,
     out: Path = option("Folder of the ticket; several budgets: each has one in it.", MISSING, *OUT),
     request: TicketRequest,
-    overrides: Overrides,
-    device: Device = "auto",
+    overrides: list[str] = OVERRIDES,
+    device: str = DEVICE,
 ) -> None:
     """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
     from ..tickets import extract
@@ -46,7 +46,7 @@ def extract(
     "twistlm heal ticket -o healed --tokens 20M --teacher gpt2 --data data/wiki/train --valid "
     "data/wiki/test train.lr=2e-4 train.batch=16",
 )
-def heal(request: HealRequest, overrides: Overrides, device: Device = "auto") -> None:
+def heal(request: HealRequest, overrides: list[str] = OVERRIDES, device: str = DEVICE) -> None:
     """Train a ticket for itself, with its parent as a frozen teacher, and write it anew.
 
     A stopped one goes on where it was when the same command is called again. Learning rate, batch
@@ -66,16 +66,15 @@ def heal(request: HealRequest, overrides: Overrides, device: Device = "auto") ->
     'twistlm generate gpt2 --prompt "In the beginning" --temperature 0.8 --top-k 40 --seed 1',
 )
 def generate(
-    *,
-    ticket: AnyModel,
+    ticket: str = MODEL,
     prompt: str = option("The text to go on from."),
-    max_new_tokens: MaxNewTokens = None,
+    max_new_tokens: int | None = MAX_NEW_TOKENS,
     temperature: float | None = option(
         "Draw instead of taking the likeliest token.", None, least=1e-3
     ),
     top_k: int | None = option("Draw among this many likeliest tokens.", None, least=1),
     seed: int = seed_of("the draw"),
-    device: Device = "auto",
+    device: str = DEVICE,
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""
     from ..tickets.runnable import open_runnable, write
@@ -119,8 +118,7 @@ def verify(
     "twistlm export runs/wiki --to onnx -o whole-onnx --type q8",
 )
 def export(
-    *,
-    source: AnyModel,
+    source: str = MODEL,
     to: str = option(f"{words(FORMATS)}: for llama.cpp, for onnxruntime."),
     out: Path = option("GGUF file or ONNX folder to write.", MISSING, *OUT),
     type_: str | None = option(
@@ -130,7 +128,7 @@ def export(
         "--type",
     ),
     data: str | None = option("Token file: compare perplexity, too.", None),
-    tokens: Tokens = 8192,
+    tokens: int = option("Use this many tokens; 0 takes all.", 8192, least=0),
     prompt: str | None = option("Text that torch and the runtime both continue.", None),
 ) -> None:
     """Write a ticket, or the whole model of a run, as GGUF or ONNX, and compare it with torch on

@@ -17,11 +17,11 @@ from ..system.terminal import console
 from ..tickets.requests import ScoreRequest, ShrinkRequest
 from .options import (
     ANY_MODEL,
+    DEVICE,
+    JSON_OUT,
     OUT,
-    Device,
-    JsonOut,
-    Overrides,
-    Preset,
+    OVERRIDES,
+    PRESET,
     app,
     command,
     is_given,
@@ -42,7 +42,7 @@ NO_RAY = (  # it ends a process whose node or head is lost, without a word
     "--tokens 50M --gguf q8_0 -o small",
     "twistlm shrink model/ --text notes.jsonl --memory 2GB --context 8k --hours 2 -o small",
 )
-def shrink(request: ShrinkRequest, overrides: Overrides) -> None:
+def shrink(request: ShrinkRequest, overrides: list[str] = OVERRIDES) -> None:
     """Train a model on text so that it works at the sizes asked for, and write a ticket of each.
 
     Blocks, masks, teacher, rate and rounds are chosen, and written to OUT/train.toml. The tickets
@@ -58,7 +58,7 @@ def shrink(request: ShrinkRequest, overrides: Overrides) -> None:
 
 @command(app, "twistlm demo", "twistlm demo --out runs/tiny train.rounds=20 model.config.n_layer=2")
 def demo(
-    overrides: Overrides,
+    overrides: list[str] = OVERRIDES,
     out: Path = option("Folder for everything the demo makes.", Path("runs/demo"), "--out"),
     n: int = option("Random subnets behind each number.", 20, "--n", least=2, most=10**6),
 ) -> None:
@@ -94,7 +94,7 @@ def prepare(
     ),
     top: int = option("Likeliest tokens that are stored of each prediction, 4 bytes each.", 64),
     seq_len: int = option("Tokens that the teacher reads at a time: the run's data.seq_len.", 1024),
-    device: Device = "auto",
+    device: str = DEVICE,
 ) -> None:
     """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json).
 
@@ -134,8 +134,8 @@ def prepare(
     "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid",
 )
 def train(
-    preset: Preset,
-    overrides: Overrides,
+    preset: str = PRESET,
+    overrides: list[str] = OVERRIDES,
     resume: bool = option("Go on from the newest valid checkpoint.", False),
     auto_resume: bool = option(
         "Resume, or start where there is no checkpoint: for jobs that a scheduler restarts.", False
@@ -195,8 +195,8 @@ def eval_(
     ),
     coverage: float = option("With --certify: share of all tickets to bound.", 0.95),
     confidence: float = option("With --certify: how sure the bound must be.", 0.99),
-    device: Device = "auto",
-    json_out: JsonOut = None,
+    device: str = DEVICE,
+    json_out: Path | None = JSON_OUT,
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket.
 
@@ -250,14 +250,14 @@ def eval_(
     "twistlm plan paper --memory 2.5GB --memory 8GB",
 )
 def plan(
-    preset: Preset,
-    overrides: Overrides,
+    preset: str = PRESET,
+    overrides: list[str] = OVERRIDES,
     gbit: float = option("Speed of every worker's link, Gbit/s.", 1.0),
     tflops: float = option("Speed of a worker, TFLOP/s (`twistlm lab bench train`).", 100.0),
     memory: list[str] | None = option(
         "Memory of a worker: says which K `twistlm node --memory` would take. Repeatable.", None
     ),
-    json_out: JsonOut = None,
+    json_out: Path | None = JSON_OUT,
 ) -> None:
     """Memory, parameters, bytes, rounds and the busiest link, before training."""
     cfg = config.load(preset, overrides)
