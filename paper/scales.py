@@ -139,7 +139,7 @@ SCALES: dict[str, Scale] = {
     ),
     "gpu": Scale(  # GPT-2 124M from scratch: a start of 150M tokens, then 20M each way
         title="GPT-2 124M, from scratch",
-        preset="wiki-gpt2",
+        preset="wiki-gpt2-whole",
         changes=f"{GPU} train.rounds=40 train.lr=5e-4".split(),
         # data parallel of four is one with four times the batch, and that is faster on one GPU
         start="train.n_workers=1 train.batch=32 train.rounds=305 train.lr=1e-3 train.warmup=300 "

@@ -30,8 +30,9 @@ def test_preset_says_what_its_file_says_and_survives_json(name):
     path = PRESETS / f"{name}.toml"
     table, loaded = tomllib.loads(path.read_text()), config.load(name)
     assert config.load(str(path)) == loaded
+    below = config.load(table["base"]) if "base" in table else config.Config()
     for section in SECTIONS:
-        got, usual = getattr(loaded, section), getattr(config.Config(), section)
+        got, usual = getattr(loaded, section), getattr(below, section)
         for field in dataclasses.fields(got):
             value = getattr(got, field.name)
             wrote = table.get(section, {}).get(field.name, getattr(usual, field.name))
@@ -42,6 +43,15 @@ def test_preset_says_what_its_file_says_and_survives_json(name):
     back = config.from_dict(json.loads(json.dumps(config.to_dict(changed))))
     assert back == changed
     assert repr(back) == repr(changed)  # == takes 1 for 1.0 and hides a float that became an int
+
+
+def test_a_file_says_what_differs_from_its_base(tmp_path):
+    """By hand: two keys changed in two sections, one section of its own, all else the preset's."""
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "paper"\n[train]\nlr = 0.5\n[ray]\nopen = true\n')
+    assert config.load(str(path)) == config.load("paper", ["train.lr=0.5", "ray.open=true"])
+    path.write_text('base = "papers"')
+    assert "'papers': a preset is a base: demo, paper" in refusal(str(path))
 
 
 @pytest.mark.parametrize(

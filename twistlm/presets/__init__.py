@@ -24,7 +24,10 @@ def preset_names() -> list[str]:
 
 
 def read_table(source: str) -> dict[str, Any]:
-    """The table of a preset, of a TOML file, or of a run folder's newest checkpoint."""
+    """The table of a preset, of a TOML file, or of a run folder's newest checkpoint.
+
+    A file with `base = "PRESET"` says only what differs from that preset.
+    """
     path = Path(source)
     if source in preset_names():
         path = PRESETS / f"{source}.toml"
@@ -34,9 +37,19 @@ def read_table(source: str) -> dict[str, Any]:
         known = ", ".join(preset_names())
         raise ValueError(f"{source!r} is no TOML file, no run folder and no preset ({known})")
     try:
-        return tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text())
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, nested too deeply
         raise ValueError(f"{source} is not valid TOML: {error}") from None
+    if (base := table.pop("base", None)) is None:
+        return table
+    if base == source or base not in preset_names():
+        legal = ", ".join(name for name in preset_names() if name != source)
+        raise ValueError(f"{source}: base = {base!r}: a preset is a base: {legal}")
+    below = read_table(base)
+    for name, section in table.items():
+        is_section = isinstance(section, dict) and isinstance(below.get(name), dict)
+        below[name] = below[name] | section if is_section else section
+    return below
 
 
 def _run_table(folder: Path) -> dict[str, Any]:
