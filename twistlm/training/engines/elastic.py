@@ -100,11 +100,12 @@ class WorkerPool:
         said, wrong = answer(slot.entering)
         if wrong:
             return self.lose(slot, "lost" if wrong == "gone" else "turned away", why=words(said))
-        slot.info, slot.entering, slot.pause = said, None, 0.0
+        slot.info, slot.entering = said, None
         try:
             if slot.info.node in self.barred:
                 raise ValueError("its machine is in quarantine")
             generator.check_own(self.block_map, self.cfg.blocks, slot.info.widths)
+            slot.pause = 0.0
             self.events.write("joined", slot.name, place=slot.number, **slot.info.widths)
         except ValueError as error:
             self.barred.add(slot.info.node)
