@@ -10,6 +10,7 @@ import tomllib
 
 import pytest
 from commands import APP, ROOT, check_refusal, check_twistlm, in_process, is_twistlm, shell_commands
+from families_table import open_parent
 from typer.testing import CliRunner
 
 import twistlm
@@ -17,7 +18,7 @@ from twistlm import cli
 from twistlm.baselines import REPAIRS, SINGLE_WEIGHTS, methods, repair
 from twistlm.cli.options import PANELS, app
 from twistlm.export import RUNTIMES
-from twistlm.tickets import DTYPES, IMPORTANCES
+from twistlm.tickets import DTYPES, IMPORTANCES, deploy
 
 LIGHT = """
 import sys
@@ -92,3 +93,16 @@ def test_another_transformers_is_one_sentence(tmp_path):
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env)
         assert done.returncode == code
         assert done.stderr.strip().rpartition("\n")[2].startswith(last)
+
+
+def test_push_says_what_would_be_sent(tmp_path):
+    opened, blueprint = open_parent("llama", "head", tmp_path / "parent")
+    deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
+    words = ["push", str(tmp_path / "ticket"), "me/mine", "--dry-run"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert "nothing was sent" in done.output
+    for path in (tmp_path / "ticket").iterdir():
+        assert path.name in done.output
+        assert f"{path.stat().st_size:,}" in done.output
+    done = CliRunner().invoke(app, [*words[:2], "not a repo!", "--dry-run"])
+    assert "Repo id must" in str(done.exception)

@@ -19,7 +19,6 @@ MOVED = {  # commands of before -> how they are called now
     **{name: f"twistlm lab {name}" for name in ("compare", "prune", "bench", "drop", "draft")},
     "experiment": "python -m paper NAME --scale SCALE",
     "report": "python -m paper report",
-    "push": "hf upload NAME/REPO FOLDER . --private",
 }
 SMALLER = ": lower train.batch or data.seq_len (`twistlm plan` counts what a training takes)"
 

@@ -43,7 +43,7 @@ MAX_NEW_TOKENS = option(
 PANELS = {  # what a user wants -> the commands that do it, as `--help` shows them
     "Train": ("shrink", "demo", "prepare", "train", "eval", "plan"),
     "Choose": ("extract", "heal", "play"),
-    "Ship": ("generate", "verify", "export"),
+    "Ship": ("generate", "verify", "export", "push"),
     "Machines": ("doctor", "node"),
     "Measure": ("lab",),
 }

@@ -1,4 +1,4 @@
-"""extract, heal, generate, verify, export: what is done with tickets."""
+"""extract, heal, generate, verify, export, push: what is done with tickets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..export import FORMATS
 from ..fields import option, seed_of, words
-from ..system.terminal import clean, console, progress, waiting
+from ..system.terminal import clean, console, progress, table, waiting
 from ..tickets.requests import HealRequest, TicketRequest
 from .options import DEVICE, MAX_NEW_TOKENS, MODEL, OUT, OVERRIDES, SOURCE, app, command
 
@@ -159,3 +159,41 @@ def export(
     if rows[-1].text:
         console.print(rows[-1].text)
     console.print(f"written: {out}")
+
+
+@command(
+    app,
+    "twistlm push runs/ticket me/my-ticket --dry-run",
+    "twistlm push runs/ticket me/my-ticket --public",
+)
+def push(
+    ticket: Path = option("A ticket folder.", argument=True),
+    repo: str = option("A model repository of the hub.", metavar="NAME/REPO", argument=True),
+    public: bool = option("A new repository is seen by all.", False),
+    dry_run: bool = option("Say what would be sent, and send nothing.", False),
+) -> None:
+    """Send a ticket to the Hugging Face hub, with its card; it is loaded once, as a check."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    from ..tickets.deploy import load_ticket
+
+    validate_repo_id(repo)
+    load_ticket(ticket)
+    shown = table(f"{ticket} -> {repo} ({'public' if public else 'private'})", "file", "bytes")
+    for path in sorted(path for path in ticket.rglob("*") if path.is_file()):
+        shown.add_row(str(path.relative_to(ticket)), f"{path.stat().st_size:,}")
+    console.print(shown)
+    if dry_run:
+        console.print("nothing was sent (--dry-run)")
+        return
+    hub, note = HfApi(), "A ticket of twistlm"
+    try:
+        hub.create_repo(repo, private=not public, exist_ok=True)
+        sent = hub.upload_folder(repo_id=repo, folder_path=ticket, commit_message=note)
+    except LocalTokenNotFoundError:
+        raise ValueError("the hub knows you not: run `hf auth login` first") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise ValueError(f"the hub refused: {str(error).splitlines()[0]}") from None
+    console.print(f"sent: {sent.commit_url}")

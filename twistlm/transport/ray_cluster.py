@@ -278,9 +278,9 @@ def detached(kind: Any, name: str, machine: str = "", **options: Any) -> Any:
     """How to start an actor that outlives its driver; one of that name that is there is taken,
     for it belongs to an earlier process of the same run.
 
-    It starts on `machine`, or elsewhere if that is gone.
+    It starts on `machine` alone: where Ray may choose another, it does so while that one lives.
     """
-    at = NodeAffinitySchedulingStrategy(machine, soft=True) if machine else "SPREAD"
+    at = NodeAffinitySchedulingStrategy(machine, soft=False) if machine else "SPREAD"
     options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
     options |= {"get_if_exists": True, "max_restarts": 0, "scheduling_strategy": at}
     return kind.options(**options)

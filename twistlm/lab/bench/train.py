@@ -51,11 +51,14 @@ def bench(
     """
     sizes, settings = request.sizes.split(","), request.settings.split(",")
     cluster = Cluster("local", cfg.train.n_workers, "physical", cfg.run.device)
-    template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
+    with cluster.device:  # a CPU takes a minute to draw a billion weights
+        template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
+    template = nn.Module.to(template, "cpu")
     points = [(s, r) for s in settings for r in sizes if r != FULL or s == settings[0]]
     for setting, ratio in points:  # a mistake is told before minutes are spent
         _cut_to(template, cfg, setting, ratio)
     made: dict[str, Any] = {"rows": [], "run": describe_run() | {"config": asdict(cfg)}}
+    made["ceiling_tflops"] = _ceiling(cluster.device, is_bf16(cfg.train.precision, cluster.device))
     with progress() as bar:
         task = bar.add_task("bench train", total=len(points), note="")
         if request.references:
@@ -189,6 +192,13 @@ def _times(
     return found
 
 
+def _ceiling(device: torch.device, low: bool) -> float:
+    """TFLOP/s of a large square matrix product in the step's precision, the fastest of repeats."""
+    size, dtype = 8192 if device.type == "cuda" else 1024, torch.bfloat16 if low else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / min(_times(lambda: torch.mm(a, b), device, 9, 20)) / 1e12
+
+
 def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
     """FLOPs of a token: embeddings are looked up, not multiplied; the head is a product."""
     modules, head = dict(template.named_modules()), template.get_output_embeddings()
@@ -228,23 +238,25 @@ def table(made: dict[str, Any]) -> Table:
     train, seq_len = made["run"]["config"]["train"], made["run"]["config"]["data"]["seq_len"]
     title = (
         f"a local step: batch {train['batch']} x {seq_len} tokens, AdamW included (faster: than "
-        "the full model; ideal: by FLOPs; overhead: share of a round of "
+        "the full model; ideal: by FLOPs; ceiling: share of a matrix product's "
+        f"{made['ceiling_tflops']:.3g} TFLOP/s; overhead: share of a round of "
         f"{train['n_workers']} workers x {train['interval']} steps)"
     )
-    heads = "blocks,params,ms,tok/s,TFLOP/s,faster,ideal,state MB,peak MB,overhead"
+    heads = "blocks,params,ms,tok/s,TFLOP/s,ceiling,faster,ideal,state MB,peak MB,overhead"
     result = terminal.table(title, *heads.split(","))
     full = next((row for row in made["rows"] if row["ratio"] == FULL), None)
     for row in made["rows"]:
         size = f"{row['ratio']} {row['setting']}", f"{row['n_params'] / 1e6:.1f}M"
-        speed = f"{row['ms']:.2f}", f"{row['tokens_per_s'] / 1e3:.0f}k"
-        tflops = f"{row['flops'] / row['ms'] / 1e9:.3g}"
+        speed: tuple[str, ...] = f"{row['ms']:.2f}", f"{row['tokens_per_s'] / 1e3:.0f}k"
+        tflops = row["flops"] / row["ms"] / 1e9
+        speed = (*speed, f"{tflops:.3g}", f"{tflops / made['ceiling_tflops']:.1%}")
         than = (f"{full[key] / row[key]:.2f}x" if full else "" for key in ("ms", "flops"))
         memory = map(_megabytes, (row["state_bytes"], row["peak_bytes"]))
-        result.add_row(*size, *speed, tflops, *than, *memory, f"{row['overhead']:.1%}")
+        result.add_row(*size, *speed, *than, *memory, f"{row['overhead']:.1%}")
     if stock := made.get("hugging_face"):
         ms, peak = f"{stock['ms']:.2f}", _megabytes(stock["peak_bytes"])
         faster = f"{full['ms'] / stock['ms']:.2f}x" if full else ""
-        result.add_row("Hugging Face, compiled", "", ms, "", "", faster, "", "", peak, "")
+        result.add_row("Hugging Face, compiled", "", ms, "", "", "", faster, "", "", peak, "")
     return result
 
 

@@ -38,6 +38,7 @@ class Standing:
     """What an owner has: nothing yet, or a committed round, one that is prepared, and copies."""
 
     pid: int
+    machine: str  # Ray's name of it
     progress: Progress | None = None
     prepared: int | None = None
     copies: tuple[int, ...] = ()  # rounds of its predecessor's range
@@ -80,7 +81,8 @@ class Owner(Actor):
             self.spare: Tensor | None = None
             self.of = of
         prepared = self.prepared[0].round if self.prepared else None
-        return Standing(os.getpid(), self.progress, prepared, tuple(self.copies))
+        machine = ray.get_runtime_context().get_node_id()
+        return Standing(os.getpid(), machine, self.progress, prepared, tuple(self.copies))
 
     def segments(self, run: RunDescription) -> tuple[Config, Segments]:
         cfg, dtype = settings(run)

@@ -94,19 +94,23 @@ class Owners:
             self.at.append("")
             self.actors.append(self._start(i))
 
-    def _start(self, i: int) -> Any:
-        """On a machine with few owners, and not its neighbours' where another is to be had."""
+    def _start(self, i: int, silent: str = "") -> Any:
+        """On a machine with few owners, if possible not its neighbours' nor a silent one."""
         near = {self.at[j % len(self.at)] for j in (i - 1, i + 1)}
+        others = [*self.at[:i], *self.at[i + 1 :]]
         machines = [node["NodeID"] for node in ray_cluster.machines()]
-        self.at[i] = min(machines, key=lambda m: (self.at.count(m), m in near, machines.index(m)))
+        self.at[i] = min(
+            machines, key=lambda m: (m == silent, others.count(m), m in near, machines.index(m))
+        )
         more = {"num_cpus": 0, "allow_out_of_order_execution": True}
         name = f"{self.name}-owner-{i}"
         made = ray_cluster.detached(self._kind, name, self.at[i], **more)
         return self.pulse.add(made.remote(self.cfg.ray.patience))
 
     def _replace(self, i: int) -> Standing:
+        is_dead = self.pulse.silent(self.actors[i]) == math.inf  # else its machine may be at fault
         self.pulse.drop(self.actors[i])
-        self.actors[i] = self._start(i)
+        self.actors[i] = self._start(i, "" if is_dead else self.at[i])
         return self.wait({self.actors[i].enter.remote(self._run, i, self.n): i})[i]
 
     def begin(self, central: Central, progress: Progress, resumes: bool) -> Progress:
@@ -214,7 +218,10 @@ class Owners:
     def standings(self) -> dict[int, Standing]:
         """What owners have; those that do not say are left out."""
         calls = {a.enter.remote(self._run, i, self.n): i for i, a in enumerate(self.actors)}
-        return self._answers(calls)[0]
+        told = self._answers(calls)[0]
+        for i, each in told.items():  # those of an earlier driver are where it started them
+            self.at[i] = each.machine
+        return told
 
     def mend(self) -> Progress:
         """Bring all owners to one committed round, and lost ranges back from their copies."""
