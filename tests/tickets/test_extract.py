@@ -93,6 +93,21 @@ def test_a_budget_is_what_the_files_have(home, tmp_path, name, share, kind, dtyp
         ask(home, tmp_path / "c", name, dtype=dtype, **{kind: str(least - 1)})
 
 
+def test_mistakes_are_told_before_the_model_is_loaded(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(extract, "open_parent", lambda *args: pytest.fail("it was loaded"))
+    (tmp_path / "file").write_text("")
+    gone = str(tmp_path / "gone")
+    for out, words, asked in (
+        ("t", "no tokens to calibrate on: give --data STEM", {"pick": "importance"}),
+        ("t", "gone", {"pick": "importance", "data": gone}),
+        ("t", "--stock: blocks.shared_first=2 .* leave layers whole", {"stock": True}),
+        ("file", "exists and is no ticket", {}),
+    ):
+        request = TicketRequest(ratio="1/2", **asked)
+        with pytest.raises(ValueError, match=words):
+            list(extract.write_tickets(home / "gpt2", tmp_path / out, request, "cpu"))
+
+
 def test_a_ticket_over_the_latency_gives_way_to_a_smaller_one(home, tmp_path, monkeypatch):
     """A clock of our own: 1 ms between readings, and 3 ms while the finished ticket is timed."""
     readings, slow = [0.0], range(0)

@@ -25,7 +25,7 @@ from ..system.terminal import console, progress
 from . import deploy, hf_folder
 from .budget import Budget, weights_bytes
 from .importance import calibrate_on_tokens, parse_pick, pick_blocks, pick_for
-from .parent import Parent, open_parent
+from .parent import Parent, config_of, open_parent, open_text
 from .register import register
 from .requests import TicketRequest
 from .score import Scores, evaluator, score_model, text_of
@@ -89,11 +89,19 @@ def write_tickets(
     device: str = "auto",
     overrides: Sequence[str] = (),
 ) -> Iterator[tuple[Path, Ticket]]:
-    """Open a parent and write a ticket for each budget, with its proof in ticket.json."""
+    """Open a parent and write a ticket for each budget, with its proof in ticket.json.
+
+    What can be refused without the model is refused before it is loaded.
+    """
     budgets = request.budgets
     folders = [out / each.slug for each in budgets] if len(budgets) > 1 else [out]
     for folder in folders:
         check_target(folder)
+    cfg = config_of(source, overrides)
+    if cfg is not None and parse_pick(request.pick).needs_calibration:
+        open_text(str(source), cfg, request.data, "train")
+    if cfg is not None and request.stock:
+        hf_folder.refuse_shared(cfg.blocks)
     parent = open_parent(source, device, overrides)
     for folder, budget in zip(folders, budgets, strict=True):
         yield folder, write(parent, folder, request, budget=budget)

@@ -20,6 +20,7 @@ from ..model import families, huggingface
 from ..model.blocks import BlockMap, State, Widths
 from ..model.central import Central, create
 from ..model.subnet import Gates, Means, Subnet, build, scales
+from ..system import manifest
 from ..system.device import pick_device
 from ..training import checkpoint
 from ..training.checkpoint import Checkpoint
@@ -137,6 +138,22 @@ def open_parent(
             raise
         raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
     return _of_model(model, name, name, device, overrides)
+
+
+def config_of(source: str | Path, overrides: Sequence[str] = ()) -> Config | None:
+    """The config that a parent would be opened with, without reading its weights.
+
+    None where nothing can be said: the source is a ticket, or no checkpoint can be read.
+    """
+    kind, path = what_is(source), Path(source)
+    cfg = Config(data=DataConfig(train="", valid=""))
+    if kind == "checkpoint":
+        newest = [path, *checkpoint.numbered(path / "checkpoints")][-1]
+        try:
+            cfg = config.from_record(manifest.read_json(newest / checkpoint.MANIFEST)["config"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return None if kind == "ticket" else config.override(cfg, overrides)
 
 
 def recut(parent: Parent, setting: Setting) -> Parent:

@@ -10,6 +10,7 @@ so that they are never worse than even ones on this text.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -38,6 +39,7 @@ from .requests import TicketRequest
 Loss = Callable[[Widths], float]
 STEPS = (4, 8)  # the n-th part of a layer's blocks that is taken or added, pass by pass
 N_RANDOM = 2  # nested random choices of blocks behind a loss, where blocks are not picked by scores
+LONG = 10.0  # seconds of measurement that are announced
 PATIENCE = 2  # numbers of layers in a row that are no better: fewer are not tried any more
 
 
@@ -92,6 +94,13 @@ def choose_widths(
     task = bar.add_task("sensitivity", total=n_losses, note="")
     orders = orders_for(parent, how, ids, request.seed)
     loss = loss_on(parent, ids, orders, lambda x: bar.update(task, advance=1, note=f"loss {x:.3f}"))
+    began = time.monotonic()
+    loss(first[0] if first else block_map.full_widths())
+    if (seconds := n_losses * (time.monotonic() - began)) > LONG:
+        console.print(
+            f"measuring what each layer is worth: up to {n_losses} losses, about {seconds:.0f} s; "
+            "--spend even needs none of them, fewer --tokens less time"
+        )
     best, worse = first, 0  # how many layers stay: fewer of them, as long as the loss falls
     numbers = range(len(layers)) if tries_depth else range(n_left_out, n_left_out + 1)
     for n in numbers:
