@@ -174,7 +174,7 @@ def depth(
 def comm(request: CommRequest, json_out: Path | None = JSON_OUT) -> None:
     """Bare gloo, Ray, torchrun's star and shards: on this machine, and in network namespaces.
 
-    A round's exchange with nothing trained; every subnet keeps a third of the blocks.
+    A round's exchange with nothing trained; a subnet keeps a third of the blocks, of two half.
     """
     from ..lab.bench.comm import bench, table
 

@@ -66,10 +66,10 @@ class DepthRequest(Checked):
 class CommRequest(Checked):
     """How many workers exchange how much, over what."""
 
-    workers: int = option("S on this machine's loopback.", 4, least=3)
+    workers: int = option("S on this machine's loopback.", 4, least=2)
     mb: float = option("MB of a subnet there.", 250.0, least=0.1)
     slow: tuple[int, ...] = option(
-        "S on slow links, repeatable. Needs root, ip and tc.", (4, 8), least=3
+        "S on slow links, repeatable. Needs root, ip and tc.", (4, 8), least=2
     )
     slow_mb: float = option("MB of a subnet there.", 64.0, least=0.1)
     gbit: float = option("Speed of a slow link, Gbit/s.", 1.0, least=0.01)

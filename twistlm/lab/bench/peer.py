@@ -34,7 +34,7 @@ from ...transport import protocol, wire
 from ...transport.events import Events
 from ...transport.ranks import Cluster
 
-N_BLOCKS, K, LAYERS = 12, 4, 12
+N_BLOCKS, LAYERS = 12, 12
 WARM = 2  # exchanges that are not counted: pages are touched once
 SHARED = 0.78  # of a subnet, as of GPT-2 124M with a third of the blocks
 UNIT = 1024  # elements: the grain
@@ -43,12 +43,18 @@ Count = Callable[[], list[int]]  # bytes on links
 Job = dict[str, Any]
 
 
-def make(megabytes: float) -> tuple[Central, Segments, int]:
-    """One shared matrix and one in every layer; a subnet of K blocks has so many MB in float32.
+def kept(n_workers: int) -> int:
+    """Blocks of a subnet: a third, or half where only two workers cover them all."""
+    return max(4, -(-N_BLOCKS // n_workers))
+
+
+def make(job: Job) -> tuple[Central, Segments, int]:
+    """One shared matrix and one in every layer; a subnet has `megabytes` in float32.
 
     Returns the elements of a subnet, too.
     """
-    rows = max(1, round(1e6 * megabytes * (1 - SHARED) / K / LAYERS / UNIT / 4))
+    megabytes, k = job["megabytes"], kept(job["n_workers"])
+    rows = max(1, round(1e6 * megabytes * (1 - SHARED) / k / LAYERS / UNIT / 4))
     n_shared = max(1, round(1e6 * megabytes * SHARED / UNIT / 4))
     names, device = [f"layer {i}" for i in range(LAYERS)], torch.device("cpu")
     parts = {name: (Partition(name, 0, rows),) for name in names}
@@ -59,18 +65,18 @@ def make(megabytes: float) -> tuple[Central, Segments, int]:
     params = {name: torch.ones(shape) for name, shape in shapes.items()}
     whole = cut_segments(layout(block_map, shapes), block_map, device)
     central = create(params, shapes, block_map, carry=False, outer=False, device=device)
-    return central, whole, (n_shared + K * rows * LAYERS) * UNIT
+    return central, whole, (n_shared + k * rows * LAYERS) * UNIT
 
 
 def deal(whole: Segments, n_workers: int, r: int) -> Deal:
     rng, names = random.Random(r), [group.name for group in whole.block_map.groups]
-    hands = {name: generator.deal(rng, N_BLOCKS, [K] * n_workers) for name in names}
+    hands = {name: generator.deal(rng, N_BLOCKS, [kept(n_workers)] * n_workers) for name in names}
     return Deal(whole, r, [{name: hands[name][i] for name in names} for i in range(n_workers)])
 
 
 def torchrun(job: Job, cluster: Cluster) -> Exchange:
     """A round of torchrun's ranks without its local steps: all of them own, or rank 0 alone."""
-    central, segments, _ = make(job["megabytes"])
+    central, segments, _ = make(job)
     whole, n_owners = central if cluster.is_central else None, 1
     if job["engines"] == ["sharded"]:
         n_owners = cluster.world_size
@@ -86,7 +92,7 @@ def torchrun(job: Job, cluster: Cluster) -> Exchange:
 
 def bare(job: Job, cluster: Cluster) -> Exchange:
     """What gloo does by itself: isend to all, irecv from all; nothing checked or added up."""
-    n, central = make(job["megabytes"])[2], cluster.is_central
+    n, central = make(job)[2], cluster.is_central
     buffers = {i: torch.ones(n) for i in (range(1, cluster.world_size) if central else [0])}
 
     def exchange(r: int) -> None:
@@ -111,7 +117,7 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     table = {"ray": {"address": job["address"], "open": True, "owners": job["owners"]}}
     table |= {"train": {"n_workers": n_workers, "lr": 1.0, "moments": "reset"}}  # none is too far
     cfg = config.from_dict(table | {"run": {"device": "cpu", "wire": kind}})
-    central, segments, _ = make(job["megabytes"])
+    central, segments, _ = make(job)
     ray_cluster.enter(cfg, int(2e6 * job["megabytes"] * n_workers), 2 * central.buffer.nbytes)
 
     while job["gbit"] and len(ray_cluster.machines()) < n_workers:  # they join one by one
@@ -120,7 +126,7 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     class EchoOwner(owner.Owner):
         def segments(self, run):
             torch.set_num_threads(1)
-            return cfg, make(job["megabytes"])[1]
+            return cfg, make(job)[1]
 
         def link(self):
             return on_the_link(job["interface"])
@@ -129,7 +135,7 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
         """A worker that trains nothing."""
 
         def __init__(self):
-            self.segments = make(job["megabytes"])[1]
+            self.segments = make(job)[1]
 
         def turn(self, blueprint, *pieces):
             segments = self.segments
@@ -187,7 +193,7 @@ def measure(
     engines: dict[str, Exchange], job: Job, barrier: Callable[[], object], count: Count
 ) -> Job:
     """Seconds and the busiest link's bytes of every engine's exchanges, in turn."""
-    central, _, n_subnet = make(job["megabytes"])
+    central, _, n_subnet = make(job)
     made: Job = {"n_subnet": n_subnet, "state": central.buffer.nbytes}
     made |= {what: {name: [] for name in engines} for what in ("seconds", "link")}
     for r in range(WARM + job["repeats"]):
