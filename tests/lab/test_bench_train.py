@@ -58,6 +58,7 @@ def test_bench_train(tmp_path, monkeypatch, capsys):
 def test_all_engines_exchange(tmp_path, engines):
     """Four processes: a centre and three workers, or four shards."""
     job = {"megabytes": 4, "repeats": 2, "wire": "bf16", "interface": "lo", "engines": engines}
+    job["n_workers"] = 4
     ranks.finish(ranks.start(4, tmp_path, peer.main, job), tmp_path)
     said = json.loads(ranks.said(tmp_path, 0).splitlines()[-1])
     assert said["n_subnet"] * 4 == pytest.approx(4e6, rel=0.05)

@@ -68,10 +68,11 @@ def make(job: Job) -> tuple[Central, Segments, int]:
     return central, whole, (n_shared + k * rows * LAYERS) * UNIT
 
 
-def deal(whole: Segments, n_workers: int, r: int) -> Deal:
+def deal(job: Job, whole: Segments, n_ranks: int, r: int) -> Deal:
     rng, names = random.Random(r), [group.name for group in whole.block_map.groups]
-    hands = {name: generator.deal(rng, N_BLOCKS, [kept(n_workers)] * n_workers) for name in names}
-    return Deal(whole, r, [{name: hands[name][i] for name in names} for i in range(n_workers)])
+    ks = [kept(job["n_workers"])] * n_ranks
+    hands = {name: generator.deal(rng, N_BLOCKS, ks) for name in names}
+    return Deal(whole, r, [{name: hands[name][i] for name in names} for i in range(n_ranks)])
 
 
 def torchrun(job: Job, cluster: Cluster) -> Exchange:
@@ -83,7 +84,7 @@ def torchrun(job: Job, cluster: Cluster) -> Exchange:
     shard = Shard(whole, segments, cluster, 1, False, torch.float32, job["wire"], n_owners)
 
     def exchange(r: int) -> None:
-        there = deal(segments, len(cluster.ranks), r)
+        there = deal(job, segments, len(cluster.ranks), r)
         sent = shard.send_down(there)
         shard.send_up_(there, sent, sent, None)
 
@@ -155,7 +156,7 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     keepers.begin(central, Progress(), False)
 
     def exchange(r: int) -> None:
-        there = deal(segments, n_workers, r).blueprints
+        there = deal(job, segments, n_workers, r).blueprints
         asked, checks = {}, dict[Any, int]()
         for i, (worker, pieces) in enumerate(zip(actors, keepers.cut(there), strict=True)):
             turn = worker.turn.options(num_returns=1 + len(pieces))
