@@ -146,6 +146,7 @@ BEFORE: dict[str, Callable[[], object]] = {
     "no run": lambda: shutil.rmtree("run"),
     "forged leases": lambda: forge(leases={"next": 3, "returned": [7]}),
     "forged rho": lambda: forge(rho={"x": "y"}),
+    "forged config": lambda: forge(config=[]),
     "forged round": lambda: forge(round="one"),
     "forged moments": forge_moments,
     "evil regex": lambda: write_tokenizer(pre_tokenizer=Split(Regex("(a+)+$"), "isolated")),
@@ -169,10 +170,17 @@ COMMANDS = {  # the first word of a row; others are typed as they stand
 # [what happens before] command -> parts of the sentence that refuses it
 MISTAKES = """
 # the config
+train train.lrr=1 -> train.lrr | did you mean train.lr? | Legal keys | interval
 twistlm train papper -> 'papper' | demo | paper
 # blocks
 train blocks.k_attn=1 -> blocks.k_attn = 1 | N = 4 | S = 3 | 2..4
+train blocks.k_attn=[] -> blocks.k_attn | 1..4
+train blocks.k_attn=[2,3] blocks.k_ffn=[2,3,4] blocks.widths=worker -> blocks.k_attn = [2, 3] | 3
+train blocks.k_attn=[2,1,0] blocks.widths=worker -> blocks.k_attn = 0 | 1..4
+train blocks.k_attn=[1,1,1] blocks.k_ffn=[4,1,1] blocks.widths=worker -> at least 4 | is left out
 train blocks.common_attn=[4] -> blocks.common_attn = [4] | 0..3
+train blocks.n_ffn=5 -> blocks.n_ffn | 5 | 64 | 1, 2, 4, 8, 16, 32, 64
+train blocks.shared_first=3 -> blocks.shared_first = 3 | 0..2
 train NUMBERED blocks.mask_depth=1 -> no layer of this gpt2 can be left out | scales
 train MASKED blocks.mask_ffn=5 -> blocks.mask_ffn = 5 | a mask keeps 1..4 ffn blocks
 train MASKED blocks.mask_attn=[2,1] -> blocks.mask_attn = [2, 1] | blocks.mask_ffn = [2]
@@ -186,6 +194,7 @@ train model.type=gpt7 -> model.type | 'gpt7'
 train model.config.n_layers=2 -> model.config.n_layers | gpt2
 train model.config.n_head=5 -> model.config | 16 | 5
 train model.config.n_layer=0 -> layers
+train model.config.activation_function=swosh -> model.config | swosh
 train model.weights=ticket -> 'ticket' | twistlm heal
 train model.weights=nobody/nothing -> model.weights | 'nobody/nothing'
 # the data
@@ -211,6 +220,7 @@ teach --teacher no/such/folder -> --teacher 'no/such/folder'
 # the run
 train train.rounds=0 train.epochs=0 -> train.rounds = 0 | train.epochs = 0 | 100
 train run.variant=hybrid -> run.variant = 'hybrid' | torchrun --nproc-per-node 3
+train run.variant=true -> run.variant = 'true' | torchrun --nproc-per-node 4
 train run.device=tpu -> run.device = 'tpu' | auto, cpu, cuda
 train run.device=cuda:99 -> run.device = 'cuda:99' | CUDA devices
 train run.eval_ratios=5/12 -> run.eval_ratios: | '5/12' | 1/4, 2/4, 3/4, 4/4
@@ -222,11 +232,13 @@ twistlm train c.toml -> run.out = 'run' | --resume | another folder
 # resuming
 resume data.train=other -> cannot resume | data.train | 'other'
 resume train.rounds=1 -> train.rounds | 1 | 3
+resume run.seed=5 -> cannot resume | run.seed was 0 | 5
 resume run.out=new -> new | no checkpoint to resume | --auto-resume
 resume train.lr=1 -> finished after round 3 | train.lr = 1.0 | train.rounds
 [all damaged] resume -> run/checkpoints | round-000003 | model.safetensors
 [forged leases] resume -> checkpoint.json makes no sense | 3 sequences
 [forged rho] eval LAST -> checkpoint.json makes no sense
+[forged config] eval LAST -> checkpoint.json makes no sense
 [forged round] eval LAST -> checkpoint.json cannot be read
 [forged moments] resume -> moments.safetensors makes no sense
 # evaluating
@@ -242,12 +254,15 @@ eval run data.seq_len=17 -> data.seq_len = 17 | 16 positions
 heal --tokens 0 -> --tokens 0 | at least one
 heal --tokens 1k --teacher nowhere -> train.teacher = 'nowhere' | could not be loaded
 # extracting
+extract run --ratio attn=1,ffn=1,attn.1=0 -> layer 1
 extract ticket --ratio 2/4 -> ticket | cut already
 extract run -> give --ratio, --params, --size, --latency or --memory
 extract run --params 85Q -> --params '85Q' | 85M | units: k, m, b, g
+extract run --ratio attn=1,ffn=1,ffn.0=1/4 -> 'ffn.0' | layer that is cut
 extract run --params 1k -> --params 1k is impossible | 5,484 parameters
 extract run --latency 1us -> --latency 1us is impossible | ms
 extract run --ratio 2/4 --pick luck -> --pick 'luck' | best-of:N | mask-fisher
+extract run --ratio 2/4 --pick importance:obd -> 'importance:obd' | taylor
 extract plain --ratio 2/4 --pick best-of:3 blocks.n_ffn=4 blocks.shared_last=0 -> give --data STEM
 extract run --ratio 2/4 --dtype int3 -> --dtype 'int3' | bfloat16
 extract run --ratio 2/4 -o run -> run | is no ticket
@@ -272,6 +287,7 @@ shrink --text tokens.txt --to 5k -> --to 5k is impossible | 5,608 parameters
 shrink --text tokens.txt --to 12k -> --to 12k | the whole model of 11,152 parameters
 shrink --text tokens.txt --to 9.3k --to 9.4k -> --to 9.3k and --to 9.4k | the same ticket, ffn=5/8
 shrink --text tokens.txt --to 9k --tokens 1k --hours 1 -> --tokens or --hours
+shrink --text tokens.txt --to 9k --tokens many -> --tokens 'many' | 20M
 shrink --text tokens.txt --to 9k --tokenizer wide.tokenizer.json -> wide.tokenizer.json | plain | 64
 [other words] shrink --text tokens.txt --to 9k -> tokens.tokenizer.json | not that of plain
 shrink --text tokens.txt --to 9k --gguf q9 -> --gguf q9 | q8_0
@@ -280,10 +296,13 @@ shrink --text tokens.txt --to 9k -o run -> run is not empty
 shrink --text tokens.txt --to 9k blocks.shared_first=1 -> blocks.shared_first=1
 twistlm shrink plain --text tokens.txt --to 9k -o made/s -> no tokenizer at plain
 twistlm shrink ticket --text tokens.txt --to 9k -o made/s -> ticket | twistlm heal
+twistlm shrink nowhere --text tokens.txt --to 9k -o made/s -> nowhere could not be loaded
+shrink --text tokens.txt --to 9k --tasks nowhere -> --tasks nowhere | no such file
 [bloom] shrink --text tokens.txt --to 9k -> 'bloom' cannot be cut
 # losing nodes
 twistlm lab drop run --nodes 5 -> --nodes 5 | 4 attn blocks
 twistlm lab drop run --nodes 3 --lose 3 -> --lose 3 | --nodes 3
+twistlm lab drop blocks.n_ffn=4 -> at least one parent
 # writing
 twistlm generate nowhere --prompt w1 -> nowhere | could not be loaded
 twistlm generate run --prompt 'w1 w2' --max-new-tokens 15 -> 16 positions | takes 2 | 14 tokens fit
@@ -298,15 +317,18 @@ twistlm lab bench deploy run --ratio 2/4 --prefill 9 --decode 8 -> --prefill 9 |
 # many machines
 twistlm node --head --port 10050 -> --port 10050 | 10002 to 19999
 twistlm node --join here -> --join 'here' | host:port
+twistlm node --join 127.0.0.1:1 --memory '8 apples' -> --memory '8 apples' | gb
 twistlm node --join 127.0.0.1:1 --memory auto -> no GPU | --memory 8GB
 twistlm node --join 127.0.0.1:1 --memory 8GB --k-ffn 3 -> --memory 8GB | --k-ffn
 twistlm node --join 127.0.0.1:1 -> no Ray head answers at 127.0.0.1:1
 twistlm node -> either --head or --join HOST:PORT
 train run.variant=ray ray.address=ray://10.0.0.1:1 -> ray.address = 'ray://10.0.0.1:1' | host:port
+train run.variant=ray ray.address=127.0.0.1:1 -> no Ray head answers at 127.0.0.1:1
 # preparing
 prepare empty.txt -> empty.txt | empty
 prepare binary.txt -> binary.txt | UTF-8
 prepare nul.txt -> nul.txt | binary
+prepare gone.txt -> gone.txt | no such file
 prepare a.pdf -> a.pdf | .txt | .jsonl | .parquet
 prepare a.jsonl -> a.jsonl, line 2
 prepare half.jsonl -> '\\ud800' | surrogates not allowed
@@ -317,6 +339,7 @@ prepare a.txt --tokenizer gguf:huge.gguf -> huge.gguf could not be read as GGUF
 prepare a.txt --eos '<end>' -> --eos | '<end>'
 prepare a.txt --tokenizer gone.json -> gone.json
 # planning
+twistlm plan demo blocks.k_attn=2 -> blocks.k_attn = 2 | 3..12
 twistlm plan paper data.train=gone data.planned_sequences=0 -> gone.bin | data.planned_sequences=N
 twistlm plan paper --memory 1GB -> 1.0 GB of memory | takes 2.0 GB
 twistlm plan wiki-gpt2 -> data/wiki/train.bin | twistlm prepare

@@ -6,6 +6,7 @@ Batches are a pure function of (seed, worker, step), and token files that lie ar
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections import Counter
@@ -63,6 +64,29 @@ def test_rows_follow_the_simple_loop(tmp_path, n, n_workers, batch):
         assert batches.rows(*key).tolist() == want[key]
         starts = [65_000 + row * SEQ_LEN for row in want[key]]
         assert batches(*key).tolist() == [list(range(at, at + SEQ_LEN)) for at in starts]
+
+
+def spoil_meta(stem: str, **changes) -> None:
+    path = Path(f"{stem}.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+NONE, NO_META = "no token file .*twistlm prepare", "not a token file's description"
+SPOILT = [
+    (lambda stem: Path(f"{stem}.json").unlink(), NONE),
+    (lambda stem: (os.truncate(f"{stem}.bin", 0), spoil_meta(stem, n_tokens=0)), "0 bytes.*empty"),
+    (lambda stem: spoil_meta(stem, dtype="words"), f"{NO_META}.*words"),
+    (lambda stem: Path(f"{stem}.json").write_bytes(b"\xff\xfe{"), NO_META),
+]
+
+
+def test_open_tokens_refuses(tmp_path):
+    for spoil, message in SPOILT:
+        stem = make_tokens(tmp_path / "walk", 100)
+        spoil(stem)
+        with pytest.raises(ValueError, match=message) as caught:
+            open_tokens(stem)
+        assert stem in str(caught.value)  # the file is named
 
 
 @pytest.mark.parametrize("seed", range(3))
