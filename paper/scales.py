@@ -158,11 +158,12 @@ SCALES: dict[str, Scale] = {
     "paper": Scale("The paper's set-up", "paper", QUIET.split(), tokens=0, stability_tokens=0),
 }
 WHOLE_WAYS = [f"TwIST, whole first{after}" for after in ("", " after dense", " after 2/3 dense")]
+SMALL_WAYS = ["TwIST, half workers, few nested", "TwIST, one whole, the rest half"]
 SCALES["gpu-60m"] = replace(  # the recipe's main ways three times as long
     SCALES["gpu"],
     title="GPT-2 124M, from scratch, 60M tokens",
     changes=(*SCALES["gpu"].changes, "train.rounds=123"),
-    ways=("data parallel", "dropout K=6", "TwIST", "TwIST, 0.35 nested", *WHOLE_WAYS),
+    ways=("data parallel", "dropout K=6", "TwIST", "TwIST, 0.35 nested", *WHOLE_WAYS, *SMALL_WAYS),
 )
 
 # ---------------------------------------------------------------- ways that the recipe compares
@@ -173,6 +174,7 @@ NARROW = (6, 6, 6, 4, 4, 3, 3, 3)
 MIXTURE = (12, 12, 12, 8, 6, 4, 3, 3)  # where one worker is whole; half ones use at most 6
 OURS, WHOLE_NAME, TWIN_NAME = "TwIST", "TwIST, whole first", "synchronous twin"
 DROPOUT_NAME = "dropout K=6"
+HALF_NAME, MIXED_NAME = SMALL_WAYS
 OFTEN = "TwIST, interval 4"  # as near to its twin as 0.45 of the bytes allow
 
 
@@ -241,9 +243,9 @@ WAYS: dict[str, Way] = {
     OFTEN: ours(rates=(4, 3), share=4 / 15),
     **{f"{OFTEN}{name}": ours(*some, share=4 / 15) for name, some in DECAYS.items()},
     "TwIST, half workers": ours(*HALF, *SLOWER, rates=(4, 3), widths=HALVES),
-    "TwIST, half workers, fewer nested": ours(*FEWER, rates=(4, 6), widths=HALVES),
-    "TwIST, half workers, fewer nested, narrower": ours(*FEWER, widths=NARROW),
-    "TwIST, one whole, the rest half": ours(*MIXED, *SLOWER, rates=(4, 3), widths=MIXTURE),
+    HALF_NAME: ours(*FEWER, rates=(4, 3), widths=NARROW),
+    f"{HALF_NAME}, interval 4": ours(*FEWER, rates=(4, 3), share=4 / 15, widths=NARROW),
+    MIXED_NAME: ours(*MIXED, *SLOWER, rates=(4, 3), widths=MIXTURE),
     TWIN_NAME: Way(TWIN, (2, 3)),
     f"{TWIN_NAME}, one whole, the rest half": Way(TWIN, (2, 3), TWIN_KEYS, widths=TWIN_WIDTHS),
     **{f"{TWIN_NAME}{n}": Way(TWIN, (2,), some) for n, some in DECAYS.items() if "clip" not in n},

@@ -275,7 +275,7 @@ def test_masks_hang_on_seed_round_and_place_alone():
 
 
 def test_a_deal_along_the_order_gives_masks_to_those_who_can_train_them():
-    """The holder of the first K takes 3 of 4 masks along the order, a whole worker wide ones."""
+    """The holder of the first K takes 3 times the share along the order, a whole one wide masks."""
     blocks = replace(BLOCKS, deal="order", k_attn=(4, 2, 2), k_ffn=(4, 2, 2), widths="worker")
     blocks = replace(blocks, mask_attn=(4, 3, 2, 1), mask_ffn=(4, 3, 2, 1))
     turn = WorkerRound(3, 0, 0, 2000, 1)
@@ -284,8 +284,9 @@ def test_a_deal_along_the_order_gives_masks_to_those_who_can_train_them():
         assert set((factors > 0).sum(-1).flatten().tolist()) == {3, 4}
     first = {group.name: (1, 3) for group in MAP.groups}  # of the order 3, 1, 0, 2
     other = {group.name: (0, 1) for group in MAP.groups}
-    for held, share in ((first, 0.75), (other, 0.25)):
-        for factors in draw(turn, blocks, held).values():
+    fewer = replace(blocks, nested=0.1)
+    for held, share, some in ((first, 0.75, blocks), (first, 0.3, fewer), (other, 0.25, blocks)):
+        for factors in draw(turn, some, held).values():
             alone = factors[(factors > 0).sum(-1) == 1] > 0  # masks of one block
             leads = alone[:, 1].double().mean()  # of (1, 3): 3; of (0, 1): 1, which leads 0
             assert abs(float(leads) - (share + (1 - share) / 2)) < 0.06

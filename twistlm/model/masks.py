@@ -19,7 +19,7 @@ from ..config import BlocksConfig, Method
 from .blocks import KINDS, BlockGroup, BlockMap, Blueprint, Widths
 from .generator import LAYERS, Order
 
-FIRST_NESTED = 0.75  # share of masks along the order of a worker that holds its first K
+FIRST_NESTED = 0.75  # most of the masks that follow the order where a worker holds its first K
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def draw(
 
     A mask of width w keeps the common blocks and w - |C| others, times `scale(group, w)`: random
     ones, or, in a share `nested` of all masks, the first of `order` that are held. With
-    `blocks.deal = "order"` the worker that holds the first K takes more of its masks along the
-    order, and one that holds everything takes widths that others cannot. `blocks.mask_depth`
-    drops whole layers in the same two ways.
+    `blocks.deal = "order"` the worker that holds the first K takes three times that share, and one
+    that holds everything takes widths that others cannot. `blocks.mask_depth` drops whole layers in
+    the same two ways.
     """
     shape = (turn.n_steps, turn.n_rows)
     name = f"masks/{turn.seed}/{turn.round}/{turn.place}"
@@ -57,7 +57,8 @@ def draw(
     by_order, widths = blocks.deal == "order", block_map.widths(held)
     is_cut = widths != block_map.full_widths()
     first = by_order and is_cut and held == prefixes(block_map, order, widths)
-    nested = random.random_sample(shape) < (FIRST_NESTED if first else blocks.nested)
+    along = min(FIRST_NESTED, 3 * blocks.nested) if first else blocks.nested
+    nested = random.random_sample(shape) < along
     steps = turn.round * turn.n_steps + np.arange(turn.n_steps)
     at = (steps + turn.place)[:, None] * turn.n_rows + np.arange(turn.n_rows)  # in `sizes`
     pieces = []
