@@ -20,7 +20,8 @@ from twistlm.data.builtin import train_bpe
 from twistlm.model import generator
 from twistlm.tickets import deploy, speculate
 from twistlm.tickets.parent import open_parent
-from twistlm.tickets.runnable import generate, open_runnable, write
+from twistlm.tickets.runnable import open_runnable, write
+from twistlm.tickets.speculate import generate
 from twistlm.training import checkpoint
 from twistlm.training.run import beginning
 

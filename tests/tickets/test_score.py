@@ -25,8 +25,8 @@ from twistlm.compute.perplexity import perplexity
 from twistlm.model import generator
 from twistlm.model.blocks import Blueprint
 from twistlm.tickets import certify, deploy, extract, lost_nodes, score, ticket_scale
-from twistlm.tickets.certify import rank, reading
-from twistlm.tickets.parent import Parent, open_parent
+from twistlm.tickets.certify import rank
+from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest, TicketRequest
 from twistlm.tickets.score import text_of
 from twistlm.tickets.ticket_scale import N_DRAWS, TicketScale, TicketScales, choice_text
@@ -263,28 +263,25 @@ def test_the_rank_is_the_least_that_keeps_its_promise():
         assert math.fsum(mass[: r - 1]) < confidence <= math.fsum(mass[:r])
 
 
-def certified(parent: Parent) -> dict:
-    data = str(Path(parent.source).parent / "tokens")
-    asked = ScoreRequest(ratios=("2/4",), n=12, data=data, tokens=64)
-    return certify.certify(parent, asked, 0.8, 0.9)
-
-
 def test_values_are_those_of_extracted_tickets(home):
     """Against Hugging Face's own loss of the ticket, cut by another path."""
     parent = open_parent(home / "llama", "cpu", CUT16)
-    made = certified(parent)
-    widths, values = dict.fromkeys(parent.block_map.full_widths(), 2), made["spread"]["values"]
+    words = "--certify --ratio 2/4 --n 12 --coverage 0.8 --confidence 0.9 --tokens 64"
+    record = evaluate(home, "llama", *words.split(), *CUT16)
+    made, spread = record["certificate"], record["subnets"][0]
+    widths, values = dict.fromkeys(parent.block_map.full_widths(), 2), spread["values"]
     for draw, value in enumerate(values):
         blueprint = generator.for_deployment(parent.block_map, widths, seed=0, draw=draw)
         assert value == by_hugging_face(deploy.cut_ticket(parent, blueprint), home, 16, 64)
     assert len(set(values)) == 12
-    assert made["bound"]["value"] == sorted(values)[made["bound"]["rank"] - 1]
-    assert made["spread"]["sd"] == pytest.approx(statistics.stdev(values))
+    assert made["bound"] == sorted(values)[made["rank"] - 1]
+    assert spread["sd"] == pytest.approx(statistics.stdev(values))
     assert made["quantiles"]["50%"] == pytest.approx(statistics.median(values))
     # the share below the worst: its n-th power is 1 - confidence
     assert made["covered_by_worst"] ** 12 == pytest.approx(0.1)
-    said = f"80% of tickets are at or below {made['bound']['value']:.2f}, with 90% confidence"
-    assert said in reading(made)
+    said = f"80% of tickets are at or below {made['bound']:.2f}, with 90% confidence"
+    assert said in certify.reading(made)
     parent.central.weights.fill_(math.nan)
+    asked = ScoreRequest(ratios=("2/4",), n=1, data=str(home / "tokens"), tokens=64)
     with pytest.raises(ValueError, match="has no perplexity: its logits are not finite"):
-        certified(parent)
+        score.score_parent(parent, asked, "x", quiet=True)

@@ -9,14 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..compute.slopes import order_of
 from ..model.blocks import widths_of_ratio
-from ..model.masks import prefixes
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import progress
-from ..tickets import NEEDS_TEXT, deploy, extract, hf_folder, importance
-from ..tickets.importance import calibrate
+from ..tickets import deploy, extract, hf_folder
+from ..tickets.importance import calibrate, parse_pick, pick_blocks
 from ..tickets.parent import Parent
 from . import STRUCTURED, PruneRequest
 from .methods import METHODS, prune_, sparsities
@@ -48,23 +46,22 @@ def write(
     name, is_block = method.removeprefix(STRUCTURED), method.startswith(STRUCTURED)
     n_layers = len({group.layer for group in block_map.groups})  # each reads every sequence
     if is_block:
-        widths, scored = widths_of_ratio(block_map, request.ratio), name in NEEDS_TEXT
         check_repair(parent, how)
-        n_passes = scored + (n_layers if how else 0)
+        widths, pick = widths_of_ratio(block_map, request.ratio), parse_pick(f"importance:{name}")
+        scored, n_passes = pick.needs_calibration, n_layers if how else 0
     else:
         wanted = sparsities(block_map, request.ratio)
-        n_passes = n_layers if METHODS[name].observe else 0
-    ids, based_on = None, dict[str, Any]()
-    if n_passes:
+        scored, n_passes = False, n_layers if METHODS[name].observe else 0
+    text = ids = None
+    if scored or n_passes:
         text = calibrate(parent, request.data, request.n, request.seed)
-        ids, based_on["data"] = text.ids, text.stem
-        based_on["n_sequences"], based_on["seq_len"] = ids.shape
+        ids = text.ids
     with progress(quiet) as bar:
         task = bar.add_task(f"prune {method}", total=request.n * n_passes or 1, note="")
         tick, began = partial(bar.advance, task), time.perf_counter()
         if is_block:
-            scores = importance.score(parent, name, ids if scored else None, request.seed, tick)
-            blueprint = prefixes(block_map, order_of(scores), widths)
+            seen = text if scored else None
+            blueprint, based_on = pick_blocks(parent, widths, pick, request.seed, None, seen, bar)
             if how is not None and ids is not None:
                 parent = repair_parent(parent, blueprint, how, ids, tick)
         else:
@@ -72,18 +69,18 @@ def write(
             zeros = prune_(model, block_map, METHODS[name], wanted, ids, tick)
         seconds = time.perf_counter() - began
     if is_block:
-        pick = {"how": f"importance:{name}", "seed": request.seed, "method": name}
-        notes: dict[str, Any] = {"pick": pick | (based_on if scored else {}), "method": method}
+        chosen = {"how": pick.asked, "seed": request.seed, **based_on}
+        notes: dict[str, Any] = {"pick": chosen, "method": method}
         notes |= {"ratio": request.ratio, "seconds": seconds, "scale": parent.scale}
-        if how is not None:
-            notes["repair"] = {"how": how, "data": based_on["data"], "n_sequences": request.n}
+        if how is not None and text is not None:
+            notes["repair"] = {"how": how, "data": text.stem, "n_sequences": request.n}
         deploy.save_ticket(parent, blueprint, folder, notes)
         return deploy.read_ticket(folder)
     record = {
         "parent": parent.source,
         "method": method,
         "sparsity": {name: float(sparsity) for name, sparsity in wanted.items()},
-        "calibration": based_on | {"seed": request.seed} if based_on else {},
+        "calibration": text.to_dict() | {"seed": request.seed} if text else {},
         "seconds": seconds,
         "n_pruned": sum(model.get_parameter(name).numel() for name in zeros),
         "n_zeros": sum(zeros.values()),

@@ -215,32 +215,35 @@ def eval_(
     if bound and len(ratios) > 1:
         raise ValueError(f"--certify takes one --ratio, not {len(ratios)}: {', '.join(ratios)}")
     if tasks is not None:
-        from ..tickets.tasks import open_tasks, record, score_tasks, table
+        from ..tickets.tasks import open_tasks, score_tasks, table
+        from ..tickets.tasks import record as task_record
 
         how: dict[str, Any] = {"seed": request.seed, "device": device, "overrides": more}
         sizes = ratios if has_ratio else ()
         rows = list(score_tasks([source, *others], open_tasks(tasks), sizes, **how))
-        return show(record(rows), json_out, table(rows))
+        return show(task_record(rows), json_out, table(rows))
     from ..tickets import certify, score
     from ..tickets.parent import open_parent, what_is
 
-    if bound:
-        asked = request if is_given(context, "n") else replace(request, n=200)
-        parent = open_parent(source, device, more)
-        made = certify.certify(parent, asked, coverage, confidence)
-        return show(made, json_out, certify.table(made), certify.reading(made))
-    kind = what_is(source)
+    kind, said = what_is(source), []
     if kind == "ticket" and has_ratio:
         raise ValueError(f"--ratio {ratios[0]}: {source} is a ticket, which is cut already")
-    if kind == "checkpoint" or has_ratio:
+    if bound:
+        request = request if is_given(context, "n") else replace(request, n=200)
+        certify.rank(request.n, coverage, confidence)  # too few are refused before the model loads
+    if kind == "checkpoint" or has_ratio or bound:
         parent = open_parent(source, device, more)
-        if not has_ratio:
+        if not (has_ratio or bound):
             request = replace(request, ratios=parent.cfg.run.eval_ratios)
         scores = score.score_parent(parent, request, Path(source).name)
     else:
         where: dict[str, Any] = {"device": device, "overrides": more}
         scores = score.score_whole(source, data=request.data, tokens=request.tokens, **where)
-    show(scores.to_dict(), json_out, score.table([scores]))
+    record = scores.to_dict()
+    if bound:
+        made = certify.certificate(scores.subnets[0].values, coverage, confidence)
+        record["certificate"], said = made, [certify.reading(made)]
+    show(record, json_out, score.table([scores]), *said)
 
 
 @command(

@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -264,13 +263,13 @@ def gguf_path(weights: str) -> Path:
     raise ValueError(f"{weights}: no such file, and no installed package {package!r} carries it")
 
 
-def gguf_tokenizer(weights: str) -> Tokenizer:
-    """The tokenizer inside a GGUF file."""
+def gguf_tokenizer(weights: str) -> Any:
+    """The tokenizer inside a GGUF file, as transformers has it."""
     path = gguf_path(weights)
     with _gguf(path):
         return AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, trust_remote_code=False
-        ).backend_tokenizer
+        )
 
 
 def gguf_vocabulary(weights: str) -> dict[str, int] | None:

@@ -22,7 +22,7 @@ def load_tokenizer(source: str) -> Tokenizer:
     if source.startswith("gguf:"):
         from .huggingface import gguf_tokenizer
 
-        tok = gguf_tokenizer(source)
+        tok = gguf_tokenizer(source).backend_tokenizer
     else:
         tok = _from_path_or_hub(source)
     for part in filter(None, (tok.normalizer, tok.decoder)):

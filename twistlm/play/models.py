@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from tokenizers.decoders import DecodeStream
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..compute import speed
 from ..compute.perplexity import Evaluator, perplexity
@@ -19,6 +18,7 @@ from ..tickets import deploy
 from ..tickets.budget import ladder, weights_bytes
 from ..tickets.importance import AUTO, parse_pick, pick_blocks, pick_for
 from ..tickets.parent import Parent, open_parent
+from ..tickets.runnable import tokens
 from ..tickets.score import evaluator, text_of
 from . import TicketChoice
 
@@ -95,7 +95,6 @@ class Models:
                 found[name]["perplexity"] = perplexity(model, self.evaluator.text, precision)
         yield found
 
-    @torch.inference_mode()
     def write(
         self, choice: TicketChoice, prompt: str, n_new: int, temperature: float
     ) -> Iterator[dict[str, str]]:
@@ -146,20 +145,7 @@ def _texts(
     model: PreTrainedModel, tokenizer: Any, ids: list[int], temperature: float, seed: int
 ) -> Iterator[str]:
     """What a model has written after the prompt `ids`: after every token, until it ends."""
-    cache, rng, text = DynamicCache(), torch.Generator().manual_seed(seed), ""
-    decoder = DecodeStream(ids[-8:], skip_special_tokens=True)  # a space may depend on them
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    ends = eos if isinstance(eos, list) else [eos]
-    while True:
-        fed = torch.tensor([ids], device=model.device)
-        out: Any = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        values, tokens = out.logits[0, -1].float().cpu().topk(TOP_K)
-        chosen = 0
-        if temperature > 0:
-            shares = (values / temperature).softmax(-1)
-            chosen = int(torch.multinomial(shares, 1, generator=rng))
-        ids = [int(tokens[chosen])]
-        if ids[0] in ends:
-            return
-        text += decoder.step(tokenizer, ids[0]) or ""
+    text, decoder = "", DecodeStream(ids[-8:], skip_special_tokens=True)  # a space may need them
+    for token in tokens(model, ids, temperature, TOP_K if temperature else None, seed):
+        text += decoder.step(tokenizer, token) or ""
         yield text

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -132,9 +132,12 @@ def ladder(block_map: BlockMap) -> list[Widths]:
 def grow(
     widths: Widths, most: Widths, limit: float, cost: Cost, turn: Callable[[str, int], Any]
 ) -> Widths:
-    """Add blocks while any fits: next is the group whose `turn(name, width)` is the smallest."""
+    """Add blocks while any fits: next is the group whose `turn(name, width)` is the smallest.
+
+    A layer that is left out (width 0) stays so.
+    """
     widths = dict(widths)
-    growing = [name for name, k in widths.items() if k < most[name]]
+    growing = [name for name, k in widths.items() if 0 < k < most[name]]
     while growing:
         name = min(growing, key=lambda name: turn(name, widths[name]))
         widths[name] += 1
@@ -154,22 +157,29 @@ def grow_evenly(block_map: BlockMap, widths: Widths, limit: float, cost: Cost) -
 
 
 def fit(
-    budget: Budget, block_map: BlockMap, cost: Cost, legal: list[Widths] | None = None
+    budget: Budget,
+    block_map: BlockMap,
+    cost: Cost,
+    legal: list[Widths] | None = None,
+    left_out: Sequence[int] = (),
 ) -> list[Widths]:
     """Even widths that a budget buys; for a latency, which is a measurement, smaller ones follow.
 
-    `legal` are the only ones to choose from (`--stock`).
+    `legal` are the only ones to choose from (`--stock`); layers `left_out` get no blocks.
     """
+    none = {group.name: 0 for group in block_map.groups if group.layer in left_out}
     if budget.kind == "ratio":
-        return [widths_of_ratio(block_map, budget.asked)]
+        return [widths_of_ratio(block_map, budget.asked) | none]
+    legal = legal and [widths | none for widths in legal]
     if legal is not None and budget.kind != "latency":
         within = [widths for widths in legal if cost(widths) <= budget.limit]
         if not within:
             raise budget.impossible(min(map(cost, legal)))
         most = block_map.full_widths()  # the kind that is cut most decides, then all blocks
-        order = [(min(Fraction(w[n], most[n]) for n in w), sum(w.values())) for w in within]
+        order = [(min(Fraction(w[n], most[n]) for n in w if w[n]), sum(w.values())) for w in within]
         return [within[order.index(max(order))]]
-    rungs = [rung for rung in ladder(block_map) if legal is None or rung in legal]
+    rungs = [rung | none for rung in ladder(block_map)]
+    rungs = [rung for rung in rungs if legal is None or rung in legal]
     at = cache(lambda rung: cost(rungs[rung]))  # a latency is measured, at few rungs
     n_within = bisect_right(range(len(rungs)), budget.limit, key=at)
     if n_within == 0:
@@ -183,7 +193,7 @@ def predicted(block_map: BlockMap, cost: Cost, even: Widths) -> Cost:
     """Milliseconds as a line: those of even widths, and a measured slope for each kind."""
     base, slopes = cost(even), {}
     for kind in KINDS:
-        groups = [g for g in block_map.groups if g.kind == kind]
+        groups = [g for g in block_map.groups if g.kind == kind and even[g.name]]
         n = sum(even[g.name] - g.least for g in groups)
         less = cost(even | {g.name: g.least for g in groups}) if n else 0.0
         # a clock may find less to be slower

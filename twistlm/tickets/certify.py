@@ -1,63 +1,40 @@
-"""`twistlm eval --certify`: n random tickets of one size, and what they promise for all of them."""
+"""`twistlm eval --certify`: what n random tickets of one size promise for all of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from rich.table import Table
-
-from ..system import terminal
-from .parent import Parent
-from .requests import ScoreRequest
-from .score import score_parent
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
 
 
-def certify(
-    parent: Parent, request: ScoreRequest, coverage: float, confidence: float
-) -> dict[str, Any]:
-    """Measure n random tickets; with `confidence`, `coverage` of all are within the bound."""
-    r = rank(request.n, coverage, confidence)
-    scores = score_parent(parent, request, parent.source)
-    plain, drawn = scores.to_dict(), scores.subnets[0].values
-    bound = {"coverage": coverage, "confidence": confidence, "rank": r}
+def certificate(values: Sequence[float], coverage: float, confidence: float) -> dict[str, Any]:
+    """Of the perplexities of n random tickets: a bound on `coverage` of all, with `confidence`."""
+    r, n = rank(len(values), coverage, confidence), len(values)
     return {
-        "source": parent.source,
-        **{key: plain[key] for key in ("full", "seed", "data", "n_tokens", "run")},
-        "nested": scores.nested[0] if scores.nested else None,
-        "spread": plain["subnets"][0],
-        "bound": bound | {"value": sorted(drawn)[r - 1]},
-        "quantiles": {percent(share): float(np.quantile(drawn, share)) for share in SHARES},
-        "covered_by_worst": float(1 - Fraction(str(confidence))) ** (1 / request.n),
+        "coverage": coverage,
+        "confidence": confidence,
+        "rank": r,
+        "bound": sorted(values)[r - 1],
+        "quantiles": {percent(share): float(np.quantile(values, share)) for share in SHARES},
+        "covered_by_worst": float(1 - Fraction(str(confidence))) ** (1 / n),
+        "n": n,
     }
 
 
-def table(made: dict[str, Any]) -> Table:
-    spread = made["spread"]
-    title = (
-        f"perplexity of {spread['n']} random tickets of {spread['ratio']} blocks "
-        f"({spread['n_params']:,} parameters) on {made['n_tokens']:,} tokens"
-    )
-    rows = {"whole parent": made["full"], "nested ticket": made["nested"], "mean": spread["mean"]}
-    rows |= {"sd": spread["sd"], **made["quantiles"], "worst": spread["worst"]}
-    rows = {name: value for name, value in rows.items() if value is not None}
-    result = terminal.table(title, *rows, words=0)
-    result.add_row(*(f"{value:.2f}" for value in rows.values()))
-    return result
-
-
 def reading(made: dict[str, Any]) -> str:
-    """What the draws promise, in two sentences."""
-    bound, n = made["bound"], made["spread"]["n"]
+    """What the draws promise, in three sentences."""
     worst = int(made["covered_by_worst"] * 1000) / 10  # rounded down: a promise must hold
+    seen = (f"{share} are at or below {value:.2f}" for share, value in made["quantiles"].items())
     return (
-        f"{percent(bound['coverage'])} of tickets are at or below {bound['value']:.2f}, with "
-        f"{percent(bound['confidence'])} confidence (draw {bound['rank']} of {n} in order). "
-        f"With the same confidence, {worst}% are no worse than the worst one seen."
+        f"{percent(made['coverage'])} of tickets are at or below {made['bound']:.2f}, with "
+        f"{percent(made['confidence'])} confidence (draw {made['rank']} of {made['n']} in order). "
+        f"With the same confidence, {worst}% are no worse than the worst one seen. "
+        f"Of those seen, {', '.join(seen)}."
     )
 
 

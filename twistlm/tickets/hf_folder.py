@@ -135,10 +135,7 @@ def _whole_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
         return None  # a family's own class would add its special tokens to a bare tokenizer.json
     try:
         if source.startswith("gguf:"):
-            path = huggingface.gguf_path(source)
-            return AutoTokenizer.from_pretrained(
-                str(path.parent), gguf_file=path.name, trust_remote_code=False
-            )
+            return huggingface.gguf_tokenizer(source)
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError):  # a base model that is out of reach by now
         return None

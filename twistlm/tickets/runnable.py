@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 from ..data.teacher_cache import verify_teacher_cache
 from ..data.token_file import open_tokens, verify_tokens
@@ -86,20 +86,33 @@ def check_room(runnable: Runnable, n_prompt: int, max_new_tokens: int | None) ->
     return max_new_tokens or min(100, room)
 
 
-class Stream(BaseStreamer):
-    """Hands text on as soon as its bytes are complete: what `generate` calls with each token."""
+@torch.inference_mode()
+def tokens(
+    model: PreTrainedModel,
+    ids: list[int],
+    temperature: float | None = None,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Iterator[int]:
+    """What a model writes after a prompt, until it ends the text.
 
-    def __init__(self, tokenizer: Tokenizer, emit: Callable[[str], None]):
-        self.tokenizer, self.emit = tokenizer, emit
-        self.decoder = DecodeStream(skip_special_tokens=True)
-
-    def put(self, value: Tensor) -> None:
-        for token in value.flatten().tolist():  # the prompt comes first, as a whole
-            if text := self.decoder.step(self.tokenizer, token):
-                self.emit(text)
-
-    def end(self) -> None:
-        pass
+    Greedy, unless a temperature or the number of likeliest tokens asks to draw.
+    """
+    ends, cache, rng = model.generation_config.eos_token_id, None, torch.Generator()
+    rng.manual_seed(seed)
+    while True:
+        fed: Any = torch.tensor([ids], device=model.device)
+        out = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits, cache = out.logits[0, -1].float().cpu(), out.past_key_values
+        ids = [int(logits.argmax())]
+        if temperature or top_k:
+            logits /= temperature or 1.0
+            if top_k:
+                logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -math.inf
+            ids = torch.multinomial(logits.softmax(-1), 1, generator=rng).tolist()
+        yield ids[0]
+        if ids[0] in (ends if isinstance(ends, list) else [ends]):
+            return
 
 
 def write(
@@ -107,30 +120,18 @@ def write(
     prompt: str,
     *,
     max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    seed: int = 0,
     emit: Callable[[str], None],
+    **how: Any,
 ) -> list[int]:
-    """Emit the prompt and its continuation; greedy, unless a temperature or top-k asks to draw."""
-    tokenizer = runnable.tokenizer()
-    ids = torch.tensor(encode(tokenizer, [prompt])[0].ids, dtype=torch.long)
-    n_new = check_room(runnable, len(ids), max_new_tokens)
-    options: dict[str, Any] = {"streamer": Stream(tokenizer, emit)}
-    if temperature is not None or top_k is not None:
-        # top_k = 0 is "all tokens": transformers' own default would be 50
-        options |= {"do_sample": True, "temperature": temperature or 1.0, "top_k": top_k or 0}
-        torch.manual_seed(seed)
-    return generate(runnable, ids, n_new, **options).tolist()
-
-
-@torch.no_grad()
-def generate(runnable: Runnable, ids: Tensor, n_new: int, **options: Any) -> Tensor:
-    """The prompt (int64 [length]) and its continuation; greedy, unless options say otherwise."""
-    model: Any = runnable.model
-    ids, more = ids[None].to(model.device), {"do_sample": False, **options}
-    mask = torch.ones_like(ids)
-    return model.generate(ids, attention_mask=mask, max_new_tokens=n_new, **more)[0]
+    """Emit the prompt and its continuation as soon as bytes are complete; `how` is of `tokens`."""
+    tokenizer, decoder = runnable.tokenizer(), DecodeStream(skip_special_tokens=True)
+    ids = encode(tokenizer, [prompt])[0].ids
+    n_new, written = check_room(runnable, len(ids), max_new_tokens), []
+    for token in chain(ids, islice(tokens(runnable.model, ids, **how), n_new)):
+        written.append(token)
+        if text := decoder.step(tokenizer, token):
+            emit(text)
+    return written
 
 
 def verify(source: str) -> list[str]:

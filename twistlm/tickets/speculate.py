@@ -22,7 +22,7 @@ from ..model.tokenizer import encode
 from ..system import terminal
 from ..system.provenance import describe_run
 from ..system.terminal import progress
-from .runnable import Runnable, check_room, generate
+from .runnable import Runnable, check_room
 
 
 def prompts(
@@ -99,6 +99,15 @@ def draft(
         "drafted_rate": sums["n_new"] / sums["drafted_s"],
         "run": describe_run(),
     }
+
+
+@torch.no_grad()
+def generate(runnable: Runnable, ids: Tensor, n_new: int, **options: Any) -> Tensor:
+    """The prompt (int64 [length]) and its greedy continuation by Hugging Face's own loop."""
+    model: Any = runnable.model
+    ids = ids[None].to(model.device)
+    said = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
+    return model.generate(ids, max_new_tokens=n_new, **said)[0]
 
 
 def table(made: dict[str, Any]) -> Table:

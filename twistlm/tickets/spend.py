@@ -54,13 +54,7 @@ def choose_widths(
     if request.stock:
         asked = widths_of_ratio(block_map, budget.asked) if budget.kind == "ratio" else None
         legal = hf_folder.stock_widths(parent, asked)
-
-    @cache
-    def even(left_out: tuple[int, ...]) -> list[Widths]:
-        """Even widths without these layers."""
-        rest = block_map.without(left_out)
-        here = legal and [{g.name: each[g.name] for g in rest.groups} for each in legal]
-        return [with_absent(block_map, each) for each in fit(budget, rest, cost, here)]
+    even = cache(lambda left_out: fit(budget, block_map, cost, legal, left_out))
 
     def evenly(found: list[Widths]) -> list[tuple[Widths, dict[str, Any]]]:
         return [(each, {"how": "even"}) for each in found]
@@ -118,11 +112,9 @@ def choose_widths(
         return evenly(best)
     found = []  # how wide each of them is
     for tried in (first, best) if first and best is not first else (best,):
-        rest = block_map.without(block_map.dropped(tried[0]))
-        start = {g.name: tried[0][g.name] for g in rest.groups}
-        price = predicted(rest, cost, start) if budget.kind == "latency" else cost
-        widths = measured_widths(rest, start, budget.limit, price, loss)
-        found.append((with_absent(block_map, widths), tried))
+        price = predicted(block_map, cost, tried[0]) if budget.kind == "latency" else cost
+        widths = measured_widths(block_map, tried[0], budget.limit, price, loss)
+        found.append((widths, tried))
     bar.update(task, completed=n_losses)
     widths, tried = min(found, key=lambda each: loss(each[0]))
     spent = {"loss": loss(widths), "loss_of_even_widths": loss((first or best)[0])}
@@ -133,14 +125,13 @@ def choose_widths(
 
 
 def cost_of(parent: Parent, budget: Budget, dtype: str) -> Cost:
-    """Parameters, bytes or ms of a ticket; layers that its widths do not name are left out."""
+    """Parameters, bytes or ms of a ticket."""
     block_map, template = parent.block_map, parent.template
     most = getattr(template.config, "max_position_embeddings", None)
     if most is not None and budget.context > most:
         raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
 
     def cost(widths: Widths) -> float:
-        widths = with_absent(block_map, widths)
         if budget.kind == "latency":
             some = for_deployment(block_map, widths, seed=0)  # any blocks: equal shapes
             model = deploy.cut_ticket(parent, some).to(getattr(torch, dtype))
@@ -151,11 +142,6 @@ def cost_of(parent: Parent, budget: Budget, dtype: str) -> Cost:
         return budget.count(shapes, dtype, partial(n_cached, template))
 
     return cost
-
-
-def with_absent(block_map: BlockMap, widths: Widths) -> Widths:
-    """Widths of all groups: 0 in layers that are not named."""
-    return dict.fromkeys(block_map.full_widths(), 0) | widths
 
 
 def why_whole(parent: Parent) -> str:
@@ -201,9 +187,10 @@ def _spend_anew(
     block_map: BlockMap, centre: Widths, part: int, limit: float, cost: Cost, loss: Loss
 ) -> Widths:
     """From the lowest tried widths up: the block with the most loss saved per cost comes first."""
-    prices = {g.name: _slopes(g, centre, part, loss) for g in block_map.groups}
-    low = {name: tried[0] for name, (tried, _, _) in prices.items()}
-    high = {name: tried[-1] for name, (tried, _, _) in prices.items()}
+    stay = [group for group in block_map.groups if centre[group.name]]
+    prices = {g.name: _slopes(g, centre, part, loss) for g in stay}
+    low = centre | {name: tried[0] for name, (tried, _, _) in prices.items()}
+    high = centre | {name: tried[-1] for name, (tried, _, _) in prices.items()}
     spent = cost(low)  # blocks of a layer cost the same, but for a few bytes of a file's header
     each = {n: max(cost(low | {n: low[n] + 1}) - spent, 1e-9) for n in low if low[n] < high[n]}
 
@@ -251,7 +238,7 @@ def loss_on(
         tick(found)
         return found
 
-    return lambda widths: measure(tuple(with_absent(block_map, widths).values()))
+    return lambda widths: measure(tuple(widths.values()))
 
 
 def orders_for(parent: Parent, how: Pick, ids: Tensor, seed: int) -> list[Order]:

@@ -26,13 +26,12 @@ from transformers import PreTrainedModel
 
 from ..model import huggingface
 from ..model.blocks import widths_of_ratio
-from ..model.generator import draws
-from ..model.masks import prefixes
 from ..model.tokenizer import encode, find_eos
 from ..system import provenance, terminal
 from ..system.device import autocast
 from ..system.terminal import progress
 from .deploy import cut_ticket
+from .importance import AUTO, pick_blocks, pick_for
 from .parent import open_parent
 from .runnable import Runnable, open_runnable
 
@@ -122,18 +121,18 @@ def read_task(path: Path) -> list[Question]:
     `request` holds `context` and `continuation`; `label` is the right one's number among those of
     a `doc_id`. Answers that are repeated without their question are left out.
     """
-    documents: dict[Any, list[dict[str, Any]]] = {}
+    documents: dict[Any, list[tuple[Pair, Any]]] = {}
     number = 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                number += 1
+            for number, line in enumerate(lines, 1):  # noqa: B007
                 row = json.loads(line)
                 document, request = row["doc_id"], row["request"]
-                if not all(isinstance(request[key], str) for key in ("context", "continuation")):
+                pair = request["context"], request["continuation"]
+                if not all(isinstance(text, str) for text in pair):
                     raise TypeError
                 if not (isinstance(document, int) and document >= WITHOUT_QUESTION):
-                    documents.setdefault(document, []).append(row)
+                    documents.setdefault(document, []).append((pair, row.get("label")))
     except (OSError, EOFError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} could not be read: {error}") from None
     except (ValueError, KeyError, TypeError):
@@ -143,14 +142,13 @@ def read_task(path: Path) -> list[Question]:
         ) from None
     made = []
     for document, rows in documents.items():
-        gold = rows[0].get("label") if len(rows) > 1 else 0
+        gold = rows[0][1] if len(rows) > 1 else 0
         if type(gold) is not int or not 0 <= gold < len(rows):
             raise ValueError(
                 f"{path}: label = {gold!r} of doc_id {document} is no number from 0 to "
                 f"{len(rows) - 1}"
             )
-        requests = [row["request"] for row in rows]
-        made.append(Question(tuple((r["context"], r["continuation"]) for r in requests), gold))
+        made.append(Question(tuple(pair for pair, _ in rows), gold))
     if not made:
         raise ValueError(f"{path} holds no question")
     return made
@@ -219,14 +217,11 @@ def _models(
             yield name, open_runnable(source, device)
             continue
         parent = open_parent(source, device, overrides)
-        order, blocks = parent.progress.order, parent.block_map
-        asked = {ratio: widths_of_ratio(blocks, ratio) for ratio in ratios}
-        for ratio, widths in {"": blocks.full_widths(), **asked}.items():
-            (kept,) = draws(blocks, widths, seed=seed, n=1)
-            if order:
-                kept = prefixes(blocks, order, widths)
-            how = f" {ratio} {'nested' if order else 'random'}" if ratio else ""
-            yield name + how, Runnable(parent.source, cut_ticket(parent, kept).eval())
+        how, blocks = pick_for(parent, AUTO), parent.block_map
+        asked = {f" {ratio} {how.asked}": widths_of_ratio(blocks, ratio) for ratio in ratios}
+        for label, widths in {"": blocks.full_widths(), **asked}.items():
+            kept, _ = pick_blocks(parent, widths, how, seed)
+            yield name + label, Runnable(parent.source, cut_ticket(parent, kept).eval())
 
 
 @torch.no_grad()
@@ -286,18 +281,15 @@ def _tokens(
 
 def _batches(rows: Sequence[tuple[list[int], int]], n_tokens: int) -> Iterator[list[int]]:
     """Numbers of texts of like length: as many as `BATCH` and `LOGITS` allow."""
-    batch: list[int] = []
     predicted = (i for i, (_, n) in enumerate(rows) if n > 0)  # others add no token to the context
-    for i in sorted(predicted, key=lambda i: -len(rows[i][0])):
-        more = [*batch, i]
-        length = len(rows[more[0]][0])
-        n_logits = length - min(len(rows[j][0]) - rows[j][1] for j in more)
-        if batch and (len(more) * length > BATCH or len(more) * n_logits * n_tokens > LOGITS):
-            yield batch
-            more = [i]
-        batch = more
-    if batch:
+    left = sorted(predicted, key=lambda i: -len(rows[i][0]))
+    while left:
+        longest = len(rows[left[0]][0])
+        batch = left[: max(1, BATCH // longest)]
+        n_logits = longest - min(len(rows[i][0]) - rows[i][1] for i in batch)
+        batch = batch[: max(1, LOGITS // (n_logits * n_tokens))]
         yield batch
+        left = left[len(batch) :]
 
 
 def metrics(
