@@ -1,7 +1,5 @@
 """Pruning after training: SparseGPT, Wanda, Z-Pruner, magnitude, and whole blocks by score."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .. import fields

@@ -4,8 +4,6 @@
 calibration sequences of what `observe` made of the matrix's inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction

@@ -11,8 +11,6 @@ without repair is among the candidates. Inputs of a layer come from the repaired
 A projection without bias keeps none, and its factors and weights are fitted without b'.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Inputs of a layer come from the layers before it as they are after pruning; its 
 while it is still whole; then it is pruned, and a second pass makes the next layer's inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

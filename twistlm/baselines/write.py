@@ -1,7 +1,5 @@
 """A pruned model on disk: a plain Hugging Face folder with zeros in it, or a ticket."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The command line: commands, nothing else. `--help` imports no torch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """play, doctor, node: a model in the browser, this installation, this machine in a cluster."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """lab compare, prune, bench, drop and draft: what users measure on their model."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Arguments and options that several commands share, and how a command is made of a function."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

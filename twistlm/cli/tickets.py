@@ -1,7 +1,5 @@
 """extract, heal, generate, verify, export, push: what is done with tickets."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from dataclasses import MISSING, replace

@@ -1,7 +1,5 @@
 """shrink, demo, prepare, train, eval, plan."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from dataclasses import MISSING, asdict, replace

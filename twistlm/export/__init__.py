@@ -1,7 +1,5 @@
 """Other programs' formats: GGUF and ONNX."""
 
-from __future__ import annotations
-
 import importlib.util
 
 GGUF_TYPES = ("q8_0", "f32", "f16", "q4_k_m")

@@ -4,8 +4,6 @@ Where all layers have the same widths, that is the family's own. Two others take
 every layer: `deci` is Llama's graph and `openelm` is Qwen3's with tied embeddings.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import Any

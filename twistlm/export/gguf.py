@@ -1,7 +1,5 @@
 """GGUF for llama.cpp: tensors, sizes and vocabulary in a file, read back and run if it can be."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

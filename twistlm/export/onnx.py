@@ -11,8 +11,6 @@ logits are computed (0; -1 is the last alone). A prompt's other logits are most 
 small model.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

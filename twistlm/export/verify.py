@@ -1,7 +1,5 @@
 """Every export is compared with torch on the spot: logits, greedy tokens, perplexity, speed."""
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod

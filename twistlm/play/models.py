@@ -1,7 +1,5 @@
 """The models behind the page: a parent, and tickets that are cut, measured and write in memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

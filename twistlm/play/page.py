@@ -1,7 +1,5 @@
 """The page: a size, a prompt, and what the whole model and a ticket make of them."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

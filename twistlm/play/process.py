@@ -1,7 +1,5 @@
 """The model's own process: if it dies, the page and its other users go on."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

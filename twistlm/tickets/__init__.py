@@ -1,7 +1,5 @@
 """(6) Deployment: choose, extract, prove, write and load a ticket."""
 
-from __future__ import annotations
-
 IMPORTANCES = ("fisher", "mask-fisher", "taylor", "magnitude", "random")  # `importance.METHODS`
 NEEDS_TEXT = ("fisher", "mask-fisher", "taylor")  # these are measured on calibration text
 PICKS = ("nested", "random", "best-of:N", "importance", "importance:METHOD")

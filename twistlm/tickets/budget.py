@@ -3,8 +3,6 @@
 Parameters and bytes are spent exactly: the result fits, and one more block anywhere would not.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

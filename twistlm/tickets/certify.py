@@ -1,7 +1,5 @@
 """`twistlm eval --certify`: what n random tickets of one size promise for all of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """(6) A ticket: one subnet, extracted as a dense model with the activation scale folded in."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

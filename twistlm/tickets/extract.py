@@ -3,8 +3,6 @@
 A budget says how wide, a pick says which blocks, a proof says what came out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

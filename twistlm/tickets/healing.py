@@ -5,8 +5,6 @@ OUT.healing has checkpoints and metrics, the same command goes on from there aft
 removed when the healed ticket stands in OUT.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -4,8 +4,6 @@ With the same widths in every layer a ticket is a plain ("stock") model of its f
 program loads: the family's own class decides, built without memory from the narrowed config.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from itertools import product

@@ -6,8 +6,6 @@ Masks on blocks (`compute.slopes`): dl/dm_b = <C_b, dl/dC_b>, C_b the block's ro
 projection.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -6,8 +6,6 @@ node i of n holds places i, i + n, ... of it, so that no loss takes all importan
 survivors are a subnet, with the activation scale that suits them best on other text.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from pathlib import Path

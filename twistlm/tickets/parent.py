@@ -1,7 +1,5 @@
 """A parent: the full model that tickets are cut from, of a run or any Hugging Face model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Make transformers load ticket folders; models that are no tickets load as before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

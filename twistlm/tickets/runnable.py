@@ -1,7 +1,5 @@
 """Any model that runs as it is (ticket, whole checkpoint, Hugging Face model), and its text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Perplexities of a parent or a ticket, as one record and one table."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -114,15 +112,17 @@ def score_whole(
 
     Without `data` a ticket is measured on the validation text of its parent's run.
     """
-    folder, is_ticket = Path(source), what_is(source) == "ticket"
-    own = _parents_text(folder, read_ticket(folder)) if is_ticket and not data else None
-    if own is None and not data:
+    folder, seq_len = Path(source), 0
+    if data:
+        file = open_tokens(resolve(data, "valid"))
+    elif what_is(source) == "ticket":
+        file, seq_len = _parents_text(folder, read_ticket(folder))
+    else:
         raise ValueError(f"{source} has no tokens of its own: give --data STEM")
     model = open_runnable(source, device).model
-    default = Config(data=DataConfig(seq_len=own[1] if own else default_seq_len(model)))
+    default = Config(data=DataConfig(seq_len=seq_len or default_seq_len(model)))
     cfg = config.override(default, overrides)
     huggingface.check_positions(model, cfg.data.seq_len)
-    file = own[0] if own else open_tokens(resolve(data or "", "valid"))
     file.check(cfg.data.seq_len, huggingface.vocab_size(model))
     check_same_tokenizer(file, folder / "tokenizer.json")
     text = Text(file, cfg.data.seq_len, tokens)

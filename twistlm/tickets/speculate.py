@@ -5,8 +5,6 @@ longest correct beginning plus one token of the parent's own is kept: the parent
 fewer passes of the parent.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any

@@ -8,8 +8,6 @@ more pass starts from there with half the step. Of all widths that were measured
 so that they are never worse than even ones on this text.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import cache, partial

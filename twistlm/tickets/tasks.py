@@ -4,8 +4,6 @@ Every log-likelihood is made here, in one way for models, parents and tickets; l
 is one of its own, asks the questions and makes the metrics.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

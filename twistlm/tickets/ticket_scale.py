@@ -5,8 +5,6 @@ give every parent its own best: no scale, sqrt(N/K), the measured one or that of
 with or without output biases that make up for the mean of what absent blocks would have added.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Sequence
