@@ -21,7 +21,7 @@ from twistlm import config
 from twistlm.baselines import COMPARED, STRUCTURED
 from twistlm.baselines.methods import METHODS
 from twistlm.compute.attention import causal_
-from twistlm.compute.perplexity import Spread, perplexity
+from twistlm.compute.perplexity import perplexity, summarize
 from twistlm.compute.slopes import order_of
 from twistlm.config import Setting
 from twistlm.lab.bench.train import FULL, measure_worker
@@ -94,13 +94,13 @@ def sized(
 
         what = what or about.get("pick", RANDOM)
         tickets = tickets_of(scales, what, about["ratio"], n, seed, score)
-        return score_tickets(scales, *tickets).to_dict()
+        return score_tickets(scales, *tickets)
 
     return Point(about, measure)
 
 
 def one(value: float) -> Result:
-    return {"values": [value], **Spread("", 0, (value,)).summary()}
+    return {"values": [value], **summarize([value])}
 
 
 def subnets(lab: Lab, *what: Any, n: int, **more: Any) -> Point:
@@ -232,12 +232,13 @@ def perplexities(lab: Lab, source: str) -> Result:
         tickets = tickets_of(scales, RANDOM, lab.scale.ratio(k), *SAMPLE)
         random = score_tickets(scales, *tickets)
         nested = score_tickets(scales, *tickets_of(scales, NESTED, lab.scale.ratio(k)))
-        chosen = {"nested": nested.values[0], "nested_treatment": nested.record}
-        found["test"][str(k)] = random.to_dict() | chosen
+        chosen = {"nested": nested["values"][0], "nested_treatment": nested["treatment"]}
+        found["test"][str(k)] = random | chosen
         if other is not None:
-            ready = scales.evaluator(random.scale, other)
-            values = tuple(ready.subnet_perplexity(each) for each in tickets[0])
-            found["choice"][str(k)] = Spread("", 0, values).summary()
+            by_name = {str(scale): scale for scale in scales.candidates()}
+            ready = scales.evaluator(by_name[random["treatment"]["chosen"]], other)
+            values = [ready.subnet_perplexity(each) for each in tickets[0]]
+            found["choice"][str(k)] = summarize(values)
     return found | {"whole_times": _whole_times(scales)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -35,15 +35,16 @@ class Spread:
     def mean(self) -> float:
         return statistics.fmean(self.values)
 
-    def summary(self) -> dict[str, float | int | None]:
-        n, worst = len(self.values), max(self.values)
-        sd = statistics.stdev(self.values) if n > 1 else None
-        return {"mean": self.mean, "sd": sd, "worst": worst, "n": n}
-
     def __str__(self) -> str:
         """`mean ± sd (worst)`; a single subnet has a mean alone."""
-        mean, sd, worst, _ = self.summary().values()
+        mean, sd, worst, _ = summarize(self.values).values()
         return f"{mean:.2f}" if sd is None else f"{mean:.2f} ± {sd:.2f} ({worst:.2f})"
+
+
+def summarize(values: Sequence[float]) -> dict[str, float | int | None]:
+    """What tables show of perplexities."""
+    n, sd = len(values), statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "sd": sd, "worst": max(values), "n": n}
 
 
 @dataclass(frozen=True)

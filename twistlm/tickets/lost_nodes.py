@@ -75,12 +75,12 @@ def drop(
             scales = TicketScales(parent, text, choice_text(text, parent.cfg.data, source))
             rests = [survivors(parent.block_map, n_nodes, lost, order) for lost in cases]
             found = score_tickets(scales, rests, rests[:: -(-len(rests) // N_DRAWS)])
-            losses = zip(cases, found.values, strict=True)
+            losses = zip(cases, found["values"], strict=True)
             row: dict[str, Any] = {"name": name, "source": parent.source, "data": text.file.stem}
             row |= {"n_tokens": text.n_sequences * text.seq_len}
             row |= {"full": scales.ready.full_perplexity()}
             row |= {"losses": [{"lost": lost, "perplexity": value} for lost, value in losses]}
-            results.append(row | found.to_dict())  # with their scale, and how it was chosen
+            results.append(row | found)  # with their scale, and how it was chosen
             bar.advance(task)
     return {"nodes": n_nodes, "lose": n_lost, "parents": results, **provenance.describe_run()}
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from .. import config
-from ..compute.perplexity import Evaluator, Spread, Text, perplexity
+from ..compute.perplexity import Evaluator, Spread, Text, perplexity, summarize
 from ..config import Config, DataConfig
 from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
@@ -49,7 +49,7 @@ class Scores:
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)
         for row, spread in zip(plain["subnets"], self.subnets, strict=True):
-            row |= spread.summary()
+            row |= summarize(spread.values)
         return plain
 
 

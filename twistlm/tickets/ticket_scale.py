@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..compute.perplexity import Evaluator, Spread, Text
+from ..compute.perplexity import Evaluator, Text, summarize
 from ..config import ActivationScale, DataConfig
 from ..data.builtin import resolve
 from ..data.token_file import open_tokens
@@ -124,33 +124,20 @@ class TicketScales:
         }
 
 
-@dataclass(frozen=True)
-class TicketScores:
-    """Perplexities of tickets on the reported text, at the scale that was chosen on other text."""
-
-    values: tuple[float, ...]
-    scale: TicketScale
-    record: dict[str, Any]  # chosen, tried, text, first_window, n_tokens
-
-    def to_dict(self) -> dict[str, Any]:
-        """As points store it: values, mean, sd, worst, n and, as `treatment`, what was tried."""
-        summary = Spread("", 0, self.values).summary()
-        return {"values": list(self.values), **summary, "treatment": self.record}
-
-
 def score_tickets(
     scales: TicketScales, tickets: Iterable[Blueprint], held_out: Sequence[Blueprint] = ()
-) -> TicketScores:
+) -> dict[str, Any]:
     """Choose an activation scale on other text, then measure every ticket with it.
 
     The scale is chosen on the tickets `held_out`, by default on `tickets` themselves, always on the
-    text `scales.choice`.
+    text `scales.choice`. As points store it: values, mean, sd, worst, n and, as `treatment`, what
+    was tried.
     """
     tickets = list(tickets)
     scale, record = scales.best(held_out or tickets)
     ready = scales.evaluator(scale)
-    values = tuple(ready.subnet_perplexity(each) for each in tickets)
-    return TicketScores(values, scale, record)
+    values = [ready.subnet_perplexity(each) for each in tickets]
+    return {"values": values, **summarize(values), "treatment": record}
 
 
 def random_tickets(

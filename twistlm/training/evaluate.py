@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ..compute.perplexity import Evaluator
+from ..compute.perplexity import Evaluator, summarize
 from ..config import RunConfig
 from ..model.blocks import widths_of_ratio
 from ..model.masks import prefixes
@@ -24,7 +24,7 @@ def evaluate(
     for ratio in cfg.eval_ratios:
         widths = widths_of_ratio(block_map, ratio)
         spread = ready.random_subnets(ratio, widths, cfg.eval_n, cfg.seed, advance)
-        scores[ratio] = spread.summary()
+        scores[ratio] = summarize(spread.values)
         line += f"   {ratio} {spread}"
         if progress.order:
             kept = prefixes(block_map, progress.order, widths)

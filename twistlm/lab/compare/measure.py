@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from ...baselines.methods import METHODS, prune_, sparsities
 from ...compute.attention import causal_
-from ...compute.perplexity import Spread, Text, perplexity
+from ...compute.perplexity import Text, perplexity, summarize
 from ...compute.slopes import order_of
 from ...compute.speed import now
 from ...config import Setting
@@ -106,7 +106,7 @@ class Comparison:
             else:
                 tickets, held_out, seconds = self._pick(cell, cut)
                 scores = score_tickets(cut, tickets, held_out)
-                values, more = list(scores.values), {"treatment": scores.record}
+                values, more = scores["values"], {"treatment": scores["treatment"]}
         if not np.isfinite(values).all():
             source = cell.parent.parent.source
             raise ValueError(f"{source} has no perplexity: its logits are not finite")
@@ -115,8 +115,7 @@ class Comparison:
             n_tokens += ids.numel()
         shapes = block_map.narrowed(cut.parent.central.layout.shapes, widths)
         costs = {"calibration_tokens": n_tokens, "bytes": budget.weights_bytes(shapes)}
-        summary = Spread("", 0, tuple(values)).summary()
-        return {**summary, "values": values, "seconds": seconds, **costs, **more}
+        return {**summarize(values), "values": values, "seconds": seconds, **costs, **more}
 
     def _pick(
         self, cell: Cell, cut: TicketScales
