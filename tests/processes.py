@@ -260,10 +260,11 @@ def replay(
             rows = [run.batches.rows_at(slot) for slot in mine]
             ids = torch.stack([run.batches.file.sequences(r, run.batches.seq_len) for r in rows])
             trainer = run.trainers.get(part.layout, "physical")
-            result = trainer.train(part, gates, ids, None, r, run.total_steps)
+            result = trainer.train(part, gates, ids, None, run.at(progress), run.total_steps)
             there.append(blueprints[i])
             results.append(replace(result, worker=len(results), buffer=result.buffer.clone()))
-        aggregator.aggregate_(run.central, results, holders(run.cut.segments, there), t.nesterov())
+        held, share = holders(run.cut.segments, there), len(there) / t.n_workers
+        aggregator.aggregate_(run.central, results, held, t.nesterov(), share)
         held = generator.counted(progress.held, there)
         progress = Progress(r + 1, after, held, progress.rho)
     return run, progress

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from twistlm.compute.perplexity import perplexity
 from twistlm.compute.slopes import mask_fisher, mask_slopes
+from twistlm.data import stream
 from twistlm.model import generator, huggingface, masks
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.model.central import cut_subnet, subnet_buffer
@@ -93,6 +94,36 @@ def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path):
     assert torch.equal(state.buffer[:, ~held], before[:, ~held])
     assert torch.equal(state.velocity[~held], velocity[~held])
     assert (state.buffer[:, held] != before[:, held]).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("outer", [None, (0.7, 0.6)])
+def test_a_round_with_two_of_three_results_goes_two_thirds_of_the_way(tokens, tmp_path, outer):
+    """So far that the sum of what came is divided by three, as with all of them."""
+    table = {} if outer is None else {"outer": f"nesterov{outer}"}
+    run = setup(tokens, tmp_path / "run", train=table, blocks={"k_attn": 4, "k_ffn": 4})
+    state, there = run.central, deal(run)[1:]
+    before = state.buffer.normal_().double()
+    parts = [state.buffer + torch.randn_like(state.buffer) for _ in there]
+    results = [Result(i, part, run.cut.segments.index(there[i])) for i, part in enumerate(parts)]
+    aggregator.aggregate_(state, results, holders(run.cut.segments, there), outer, 2 / 3)
+    moved = sum(part.double() - before for part in parts) / 3
+    if outer is not None:  # from no momentum: lr * (1 + momentum) of the pseudo-gradient
+        moved[0] *= 0.7 * (1 + 0.6)
+    torch.testing.assert_close(state.buffer.double(), before + moved, rtol=0, atol=1e-6)
+
+
+def test_the_schedule_follows_the_data(tokens, tmp_path):
+    """Epochs with lost results last longer, and so does the schedule."""
+    train = {"rounds": 0, "epochs": 3.0, "n_workers": 3, "interval": 3, "batch": 2}
+    run = setup(tokens, tmp_path / "run", train=train)
+    progress, calm = beginning(run.cut.block_map), []
+    while progress.round < run.end(progress):
+        calm.append(run.at(progress))
+        leases = replace(progress.leases, next=progress.leases.next + 18)
+        progress = replace(progress, round=progress.round + 1, leases=leases)
+    assert calm == list(range(run.n_rounds))
+    half = replace(progress, round=run.n_rounds, leases=stream.Leases(18 * (run.n_rounds // 2)))
+    assert run.at(half) == run.n_rounds // 2
 
 
 def test_nesterov_equals_torch_sgd():

@@ -44,16 +44,26 @@ class Mean:
     `holders` (of `layout.holders`) is about the workers whose results are added. They come in
     worker order everywhere, so one process and many give the same bits. A parameter that nobody
     held keeps weight, moments and outer momentum.
+
+    Where results are missing, weights and moments go that `share` of the way to the mean: a
+    sequence then moves them as far as in a full round, and its noise is no larger.
     """
 
-    def __init__(self, central: Central, holders: Tensor, outer: tuple[float, float] | None = None):
-        self.central, self.holders, self.outer = central, holders, outer
+    def __init__(
+        self,
+        central: Central,
+        holders: Tensor,
+        outer: tuple[float, float] | None = None,
+        share: float = 1.0,
+    ):
+        self.central, self.holders, self.outer, self.share = central, holders, outer, share
+        self.in_place = outer is None and share == 1.0
         self.n, self.stats = 0, Stats()
 
     def add(self, result: Result) -> None:
         """Take in one worker's result; its buffer is free afterwards."""
         central, sums = self.central, self.central.scratch()
-        mean = central.buffer if self.outer is None else sums
+        mean = central.buffer if self.in_place else sums
         where = (central.segments, result.index, self.holders)
         mean_(mean, sums, result.buffer, *where, self.n)
         self.n += 1
@@ -61,15 +71,18 @@ class Mean:
 
     def commit_(self) -> Stats:
         """The central model takes the mean, or the outer optimizer's step towards it."""
-        if self.outer is not None:
+        if not self.in_place:
             central = self.central
-            assert central.velocity is not None
             held = self.holders[central.segments.block_of, 2:] > 0  # [n_segments, 1]
             grain = central.segments.grain
             both = (central.buffer, central.scratch())
             old, new = (buffer.unflatten(1, (-1, grain)) for buffer in both)
-            velocity = central.velocity.view(-1, grain)
-            new[0] = nesterov_(old[0], new[0], velocity, held, *self.outer)
+            if self.share < 1:  # one operation at a time: the same bits in every range
+                new.sub_(old).mul_(self.share).add_(old)
+            if self.outer is not None:
+                assert central.velocity is not None
+                velocity = central.velocity.view(-1, grain)
+                new[0] = nesterov_(old[0], new[0], velocity, held, *self.outer)
             torch.where(held, new, old, out=old)
         return self.stats
 
@@ -79,9 +92,10 @@ def aggregate_(
     results: Iterable[Result],
     holders: Tensor,
     outer: tuple[float, float] | None = None,
+    share: float = 1.0,
 ) -> Stats:
     """`Mean` over results that are all there."""
-    mean = Mean(central, holders, outer)
+    mean = Mean(central, holders, outer, share)
     for result in results:
         mean.add(result)
     return mean.commit_()

@@ -100,6 +100,11 @@ class Assignments:
     leases: Leases  # once all of them are trained
     rho: Rho  # for the measured scale
 
+    @property
+    def at(self) -> int:
+        """The round of the learning rate's schedule."""
+        return self.run.at(self.progress)
+
     def slots_of(self, worker: int) -> tuple[Slot, ...]:
         return self.slots[worker :: len(self.numbers)]
 

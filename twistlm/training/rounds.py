@@ -169,7 +169,7 @@ def _row(run: Run, outcome: Outcome, seconds: float) -> dict[str, Any]:
         "round": done,
         "n_rounds": run.end(outcome.progress),
         "loss": loss,
-        "lr": learning_rate(t, done * t.interval - 1, run.total_steps),
+        "lr": learning_rate(t, run.at(outcome.progress) * t.interval - 1, run.total_steps),
         "n_steps": stats.n_steps,
         "n_tokens": stats.n_tokens,
         "seconds": seconds,

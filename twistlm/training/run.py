@@ -95,6 +95,10 @@ class Run:
     def total_steps(self) -> int:
         return self.n_rounds * self.cfg.train.interval
 
+    def at(self, progress: Progress) -> int:
+        """The round of the learning rate's schedule: as far from its end as the run is."""
+        return self.n_rounds - (self.end(progress) - progress.round)
+
     def end(self, progress: Progress) -> int:
         """How many rounds there will be, seen from `progress`.
 

@@ -88,16 +88,16 @@ class LocalTrainer:
         gates: Tensor,
         ids: Tensor,
         teacher_topk: Tensor | None,
-        round: int,
+        at: int,
         total_steps: int,
     ) -> Result:
         """`interval` local steps on ids [interval, batch, T]; the result lies here until the next.
 
         `gates` [steps, rows, held blocks] are masks times scales, `teacher_topk` [interval, batch,
-        T - 1, bytes] is what a teacher's cache holds. Nothing here waits for a GPU: while it works
-        on one worker's steps, the host prepares the next.
+        T - 1, bytes] is what a teacher's cache holds, `at` is the schedule's round. Nothing here
+        waits for a GPU: while it works on one worker's steps, the host prepares the next.
         """
-        first, n = round * self.cfg.interval, self.cfg.interval
+        first, n = at * self.cfg.interval, self.cfg.interval
         self.load(part, gates, first)
         batches = to_device(ids, self.device)
         topk = [None] * n if teacher_topk is None else to_device(teacher_topk, self.device)

@@ -98,7 +98,7 @@ class Worker(Actor):
             raise ValueError("what it was sent did not arrive as it was") from None
         part = subnet_buffer(cut.segments, order.worker, order.blueprint, sent.to(cut.device))
         trainer = self.trainers.get(part.layout, "physical")
-        result = trainer.train(part, gates, ids, topk, order.round, self.run.total_steps)
+        result = trainer.train(part, gates, ids, topk, order.at, self.run.total_steps)
         split, new = self._split(order.blueprint, len(pieces)), result.buffer.cpu()
         parts = ((split.get(new, i), split.get(sent[:1], i)[0]) for i in range(len(pieces)))
         updates = (packed(wire.up(kind, *part)) for part in parts)

@@ -368,7 +368,7 @@ class Elastic(Engine):
         for i, (slot, pieces) in enumerate(zip(team, self.owners.cut(blueprints), strict=True)):
             tokens, topk = packed(work.tokens(i).to(torch.int32)), work.teacher_topk(i)
             beside = None if topk is None else packed(topk)
-            order = RoundOrder(r, i, blueprints[i], packed(work.gates(i)), tokens, beside)
+            order = RoundOrder(r, work.at, i, blueprints[i], packed(work.gates(i)), tokens, beside)
             train = slot.actor.train.options(num_returns=1 + len(pieces))
             slot.round, slot.since = r, time.monotonic()
             slot.asked, *update = train.remote(order, *pieces)

@@ -70,7 +70,7 @@ class Engine:
         part = subnet_buffer(run.cut.segments, worker, blueprint, source, index)
         trainer = run.trainers.get(part.layout, run.cluster.kinds[worker])
         gates, tokens, topk = work.gates(worker), work.tokens(worker), work.teacher_topk(worker)
-        return trainer.train(part, gates, tokens, topk, dealt.round, run.total_steps)
+        return trainer.train(part, gates, tokens, topk, work.at, run.total_steps)
 
     def share(self, stats: Stats) -> Stats:
         """The sum over ranks, in worker order, on every rank; and any rank's signal with it."""

@@ -150,7 +150,8 @@ class Owner(Actor):
             for n, i in enumerate(there)
         ]
         held = holders(self.small, [attempt.blueprints[i] for i in there])
-        aggregate_(central, results, held, self.outer)
+        share = len(there) / self.cfg.train.n_workers
+        aggregate_(central, results, held, self.outer, share)
         attempt.results.clear()
         self.prepared, self.sums, self.spare = (progress, state), central.sums, None
         return True, packed(wire.encode("fp32", state)) if self.ranges.n > 1 else None
