@@ -276,7 +276,7 @@ def is_actor(pid: int) -> bool:
 def test_workers_owners_raylets_and_drivers_die(tmp_path):
     """100 random faults of all of them while a model learns: every sequence exactly once, bit for
     bit the committed rounds in one process, in the end a calm run's loss, and nothing left."""
-    n_faults, n_sequences, n_epochs = 100, 600, 16
+    n_faults, n_sequences, n_epochs = 100, 600, 64
     tokens = numbered_walk(tmp_path / "numbered", n_sequences)
     size = {"vocab_size": n_sequences, "n_positions": 16, "n_embd": 8, "n_head": 4, "n_layer": 2}
     head, address = start_head(tmp_path, cpus=0)
@@ -285,7 +285,8 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
         start_node(tmp_path / f"node-{i}.txt", ["--join", address], 3, "--disable-usage-stats")
         for i in range(2)
     ]
-    train = {"n_workers": 3, "interval": 2, "rounds": 0, "epochs": n_epochs, "schedule": "cosine"}
+    train = {"n_workers": 3, "interval": 2, "batch": 8, "rounds": 0, "epochs": n_epochs}
+    train |= {"schedule": "cosine"}  # so that the last loss hangs little on the last batches
     here = Scene(
         address, tmp_path, tokens, train=train, run={"save_every": 5, "eval_every": 0},
         ray={"floor": 3.0, "wait": 1.0, "patience": 120.0, "owners": 2},
@@ -337,7 +338,7 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
                         os.kill(victim, signal.SIGCONT)
         pids |= {*here.workers(), *owners()}
         audit(here, tokens, 3)
-        leases, per_round = checkpoint.open_(here.out).leases, 3 * 2 * 2
+        leases, per_round = checkpoint.open_(here.out).leases, 3 * 2 * 8
         n_left = n_epochs * n_sequences - (leases.next - len(leases.returned))
         rows = {row["round"]: row for row in here.events("round")}
         n_results = [len(row["places"]) - len(row["lost"]) for row in rows.values()]
