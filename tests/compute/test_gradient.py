@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families_table import TABLE, tiny_model
+from torch._dynamo.utils import counters
 
 from twistlm.compute import gradient
 from twistlm.compute.attention import causal_
@@ -56,9 +57,16 @@ def test_recomputed_layers_keep_less_and_give_the_same_gradient(name, compile, m
         model, kept = tiny_model(name).double().eval().requires_grad_(), []
         grads = {n: torch.full_like(p, torch.nan) for n, p in model.named_parameters()}
         run = gradient.gradient_of(model, chunked_loss, grads, compile, None, recompute)
-        pack = lambda t, kept=kept: kept.append(t.numel()) or t  # noqa: E731
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(t, kept=kept, weights=weights):
+            kept.append(t.numel() * (t.untyped_storage().data_ptr() not in weights))
+            return t
+
+        counters.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             loss = run(ids, 0.25)
+        assert (counters["stats"]["unique_graphs"] > 0) == compile  # in neither case passed by
         found[recompute] = loss, grads, sum(kept)
     (loss, grads, kept), (its_loss, its_grads, its_kept) = found.values()
     torch.testing.assert_close(its_loss, loss)

@@ -6,7 +6,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,10 +52,17 @@ def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 def recompute_layers_(model: PreTrainedModel) -> None:
     """Let a backward pass keep each layer's inputs alone; before `compile_layers_`, inside it."""
     for layer in _layers(model):
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable) -> Callable:
+    # a function of its own: the compiler looks into it, but passes by a `functools.partial`
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         # nothing in a layer is random: there is no dropout in eval mode
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
+        how = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(forward, *args, **how, **kwargs)
+
+    return recomputed
 
 
 def compile_layers_(model: PreTrainedModel) -> bool:

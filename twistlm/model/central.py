@@ -55,12 +55,9 @@ def create(
 
 
 def on_host(central: Central) -> Central:
-    """The same model in the memory of the host, pinned where it comes from a GPU."""
-    pin, held = central.buffer.is_cuda, (central.buffer, central.velocity)
-    buffer, velocity = (
-        None if each is None else torch.empty_like(each, device="cpu", pin_memory=pin).copy_(each)
-        for each in held
-    )
+    """The same model in the memory of the host."""
+    held = (central.buffer, central.velocity)
+    buffer, velocity = (None if each is None else each.to("cpu", copy=True) for each in held)
     assert buffer is not None
     segments = cut_segments(central.layout, central.segments.block_map, buffer.device)
     return Central(segments, buffer, velocity)
@@ -99,10 +96,16 @@ class SubnetBuffer:
         is_central = self.source.shape[1] == self.segments.full.n_params
         if is_central and self.source.device == out.device:
             gather_(out, self.source, self.segments, self.index, low)
-        else:
-            out.copy_(self.source)
-            if low is not None:
-                low.copy_(out[0])
+            return
+        rows = self.source.split(1)
+        if is_central:  # on the host, which so has one row twice instead of all
+            index = self.index.to(self.source.device)
+            short = torch.empty(1, out.shape[1], dtype=out.dtype)
+            rows = (gather_(short, row, self.segments, index) for row in rows)
+        for to, row in zip(out.split(1), rows, strict=True):
+            to.copy_(row)
+        if low is not None:
+            low.copy_(out[0])
 
 
 def subnet_buffer(

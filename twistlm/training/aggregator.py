@@ -64,8 +64,10 @@ class Mean:
         """Take in one worker's result; its buffer is free afterwards."""
         central, sums = self.central, self.central.scratch()
         mean = central.buffer if self.in_place else sums
-        where = (central.segments, result.index, self.holders)
-        mean_(mean, sums, result.buffer, *where, self.n)
+        where = (central.segments, result.index.to(sums.device), self.holders)
+        step = len(sums) if result.buffer.device == sums.device else 1  # rows that a host has twice
+        for each in zip(*(rows.split(step) for rows in (mean, sums, result.buffer)), strict=True):
+            mean_(each[0], each[1], each[2].to(sums.device), *where, self.n)
         self.n += 1
         self.stats += result.stats
 

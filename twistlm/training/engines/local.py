@@ -18,22 +18,18 @@ class Local(Engine):
     def round(self, progress: Progress) -> Outcome:
         """One round of the paper: generate, dispatch, train, aggregate."""
         run, kind, work = self.run, self.run.cfg.run.wire, self.assign(progress)
-        central, on_host = run.central, run.cfg.run.central == "host"
+        central = run.central
         assert central is not None
         place, exact = central.buffer.device, kind == "fp32"
         mean = Mean(central, work.deal.holders.to(place), run.cfg.train.nesterov())
         for worker, blueprint in enumerate(work.deal.blueprints):
             # cut into the trainer itself where it can be, without a copy between
-            own = central.buffer if exact and not on_host else cut_subnet(central, blueprint)
-            sent = own
+            own = sent = central.buffer if exact else cut_subnet(central, blueprint)
             if not exact:  # rounded on both ways as a wire of this kind would
                 sent = wire.read_down(kind, wire.down(kind, own), own.shape, own.dtype)
             result = self.train(work, worker, sent)
-            if on_host:
-                index = central.segments.index(blueprint)
-                result = replace(result, buffer=result.buffer.to(place), index=index)
             if not exact:
-                back = wire.up(kind, result.buffer, sent[0])
+                back = wire.up(kind, result.buffer.to(place), sent[0])
                 result = replace(result, buffer=wire.read_up(kind, back, own.shape, own[0]))
             mean.add(result)
         return work.outcome(mean.commit_())
