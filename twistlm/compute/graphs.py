@@ -59,7 +59,7 @@ def _recomputed(forward: Callable) -> Callable:
     # a function of its own: the compiler looks into it, but passes by a `functools.partial`
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         # nothing in a layer is random: there is no dropout in eval mode
-        how = {"use_reentrant": False, "preserve_rng_state": False}
+        how: Any = {"use_reentrant": False, "preserve_rng_state": False}
         return checkpoint(forward, *args, **how, **kwargs)
 
     return recomputed
