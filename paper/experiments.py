@@ -7,7 +7,7 @@ import random
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -293,7 +293,7 @@ def table2(lab: Lab) -> list[Point]:
     cfg = config.load("paper")
     about = {"experiment": "table2", "scale": lab.name, "n_workers": cfg.train.n_workers}
     about |= {"epochs": cfg.train.epochs, "n_sequences": cfg.data.planned_sequences}
-    return [*latency(lab), Point(about, lambda: asdict(make(cfg)))]
+    return [*latency(lab), Point(about, lambda: make(cfg))]
 
 
 def memory(lab: Lab) -> list[Point]:

@@ -122,7 +122,7 @@ def test_rounds_rate_and_teacher_follow_from_tokens_and_size():
     assert chosen("qwen2", ("346M",)).train.lr == pytest.approx(
         1e-3 * math.sqrt(135e6 / 494e6), rel=0.02
     )
-    takes = [plan.make(override(chosen(), [f"train.batch={n}"])).process_bytes for n in (4, 8)]
+    takes = [plan.make(override(chosen(), [f"train.batch={n}"]))["process_bytes"] for n in (4, 8)]
     assert chosen(room=sum(takes) / 2).train.batch == 4
     own = chosen(overrides=["train.lr=1e-4", "blocks.attn_by=query"])
     assert (own.train.lr, own.blocks.attn_by) == (1e-4, "query")

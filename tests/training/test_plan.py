@@ -32,18 +32,18 @@ TABLE_2 = {  # TB with 10, 8, 6 and 4 of 12 blocks, 4 workers, 3 epochs
 
 def test_all_13_communication_entries_of_table_2():
     paper = plan.make(config.load("paper"))
-    assert paper.n_params == gpt2_params(12, 768) == 124_439_808
-    ours = {(row.setting, row.ratio): row for row in paper.rows}
-    assert paper.paper_rounds == 11_427
+    assert paper["n_params"] == gpt2_params(12, 768) == 124_439_808
+    ours = {(row["setting"], row["ratio"]): row for row in paper["rows"]}
+    assert paper["paper_rounds"] == 11_427
     for kind, column in TABLE_2.items():
-        found = [ours[kind, f"{k}/12"].paper_bytes / 1e12 for k in (10, 8, 6, 4)]
+        found = [ours[kind, f"{k}/12"]["paper_bytes"] / 1e12 for k in (10, 8, 6, 4)]
         assert found == pytest.approx(column, abs=0.00501), kind
-    assert ours["full", "12/12"].paper_bytes / 1e12 == pytest.approx(45.50, abs=0.00501)
-    assert paper.true_rounds == 2_856  # of 15 local steps
-    for row in paper.rows:
-        by_hand = row.n_params * 4 * 2 * 4 * 2_856
-        assert row.true_bytes == by_hand
-        assert row.carried_bytes == 3 * by_hand
+    assert ours["full", "12/12"]["paper_bytes"] / 1e12 == pytest.approx(45.50, abs=0.00501)
+    assert paper["true_rounds"] == 2_856  # of 15 local steps
+    for row in paper["rows"]:
+        by_hand = row["n_params"] * 4 * 2 * 4 * 2_856
+        assert row["true_bytes"] == by_hand
+        assert row["carried_bytes"] == 3 * by_hand
 
 
 def test_asymptotic_memory_tends_to_a_half():
@@ -91,7 +91,7 @@ def test_without_tokens_a_plan_takes_how_many_there_will_be(tmp_path):
     assert made["true_rounds"] == 3 * 12000 // (15 * 2 * 4)  # epochs, steps, batch, workers
 
 
-def third(*overrides: str, gbit: float = 1, tflops: float = 100) -> plan.Plan:
+def third(*overrides: str, gbit: float = 1, tflops: float = 100) -> dict:
     """GPT-2 small with a third of the blocks."""
     held = ("blocks.k_attn=4", "blocks.k_ffn=4")
     return plan.make(config.load("paper", [*held, *overrides]), gbit, tflops)
@@ -102,33 +102,33 @@ def third(*overrides: str, gbit: float = 1, tflops: float = 100) -> plan.Plan:
 )
 def test_gpt2_small_at_a_third_in_float32(n_workers, ray, sharded, ddp):
     made = third("train.moments=reset", f"train.n_workers={n_workers}")
-    gigabytes = {engine: n / 1e9 for engine, n in made.link_bytes.items()}
+    gigabytes = {engine: n / 1e9 for engine, n in made["link_bytes"].items()}
     assert gigabytes == pytest.approx({"ray": ray, "sharded": sharded, "ddp": ddp}, rel=0.008)
-    assert made.link_seconds["ray"] == pytest.approx(8 * made.link_bytes["ray"] / 1e9)
+    assert made["link_seconds"]["ray"] == pytest.approx(8 * made["link_bytes"]["ray"] / 1e9)
 
 
 def test_which_engine_to_take():
     """Ray beside slow workers; shards beside fast ones; a ring where three rows meet one step."""
-    assert third(gbit=10, tflops=0.01).take == "ray"
-    assert third().take == "sharded"
+    assert third(gbit=10, tflops=0.01)["take"] == "ray"
+    assert third()["take"] == "sharded"
     fast = third(gbit=100, tflops=1)  # the object store does not keep up
-    assert fast.link_seconds["ray"] == pytest.approx(8 * fast.link_bytes["ray"] / 5e9)
-    assert third("train.interval=1").take == "ddp"
+    assert fast["link_seconds"]["ray"] == pytest.approx(8 * fast["link_bytes"]["ray"] / 5e9)
+    assert third("train.interval=1")["take"] == "ddp"
 
 
 def test_carried_moments_triple_the_bytes_and_a_narrow_wire_takes_them_back():
-    plain = third("train.moments=reset").link_bytes["sharded"]
-    assert third().link_bytes["sharded"] == pytest.approx(3 * plain)
+    plain = third("train.moments=reset")["link_bytes"]["sharded"]
+    assert third()["link_bytes"]["sharded"] == pytest.approx(3 * plain)
     # down 4 + 2 + 2, up 2 + 2 + 2 bytes of 8; down 4 + 1 + 2, up 1 + 1 + 2, and scales
-    assert third("run.wire=bf16").link_bytes["sharded"] == pytest.approx(12 / 8 * plain)
-    narrow = third("run.wire=int8").link_bytes["sharded"]
+    assert third("run.wire=bf16")["link_bytes"]["sharded"] == pytest.approx(12 / 8 * plain)
+    narrow = third("run.wire=int8")["link_bytes"]["sharded"]
     assert narrow == pytest.approx((7 + 5 * 4 / 256) / 8 * plain, rel=1e-6)
 
 
 def gpu_bytes(cfg: config.Config) -> tuple[int, int]:
     """Of a worker, and of a process that plays all of them."""
     made = plan.make(config.override(cfg, ["train.rounds=1"]))
-    return made.worker_bytes, made.process_bytes
+    return made["worker_bytes"], made["process_bytes"]
 
 
 def test_memory_of_a_worker_beside_an_h200():
@@ -142,8 +142,8 @@ def test_memory_of_a_worker_beside_an_h200():
 def test_memory_of_the_recipe_beside_an_h200():
     """`peak_bytes` of SmolLM2's 250 rounds with masks and a teacher (docs/results.md)."""
     found = gpu_bytes(config.load(SMOLLM2))
-    rows = plan.make(config.load(SMOLLM2, ["train.rounds=1"])).rows
-    assert ("both", "6/12") not in {(row.setting, row.ratio) for row in rows}  # 1.5 kv groups
+    rows = plan.make(config.load(SMOLLM2, ["train.rounds=1"]))["rows"]
+    assert ("both", "6/12") not in {(row["setting"], row["ratio"]) for row in rows}  # 1.5 kv groups
     assert found[1] == pytest.approx(11_926_939_136, rel=0.05)
     alone = gpu_bytes(config.load(SMOLLM2, ["train.teacher=none"]))
     n_logits, n_params = 8 * 1023 * 49_152, 134_515_008
@@ -195,7 +195,7 @@ def test_memory_by_hand():
     assert hand_memory(*own)[0] - half[0] == 16 * subnet[3, 4]  # 2 pairs
     bare = hand_memory("blocks.k_attn=6", "blocks.k_ffn=6", *BARE)
     made = plan.make(config.load("demo", [*(f"blocks.{x}" for x in HAND), "train.batch=2"]))
-    assert list(made.holding.values()) == [whole[0], half[0], bare[0]]
+    assert list(made["holding"].values()) == [whole[0], half[0], bare[0]]
     assert hand_memory("train.teacher=cache") == whole  # its predictions come with the tokens
     outer = hand_memory("train.outer=nesterov(0.7, 0.6)")
     assert (outer[0], outer[1]) == (whole[0], whole[1] + 4 * n_full)
@@ -209,10 +209,10 @@ def test_memory_on_a_cpu_by_hand():
     layer = 6 * 48 + (3 + 1) * 48 + (1 + 2) * 192  # norms; q, k, v and the output; FFN in, out
     kept, n_logits = (4 * layer + 2 * 48) * n_tokens, 2 * 63 * 512
     cfg = config.load("demo", [*own, "train.batch=2"])
-    whole = plan.make(cfg).cpu_bytes
+    whole = plan.make(cfg)["cpu_bytes"]
     state, largest = (16 + 24) * n_full, 512 * 48  # the embedding's gradient, a moment twice
     assert whole == state + 4 * (kept + 5 * n_logits + 2 * largest) + plan.CPU_REST
-    taught = plan.make(config.override(cfg, ["train.teacher=cache"])).cpu_bytes
+    taught = plan.make(config.override(cfg, ["train.teacher=cache"]))["cpu_bytes"]
     assert taught - whole == 4 * 5 * n_logits
 
 
@@ -234,7 +234,7 @@ def test_memory_of_llamas_beside_a_cpu(shape, change, measured):
     table["blocks"] = {"k_attn": n_kv, "k_ffn": 12, "shared_first": 0, "shared_last": 0}
     table["blocks"] |= {"masks": "sequence", "mask_attn": [n_kv, 2], "mask_ffn": [12, 6]}
     made = plan.make(config.override(config.from_dict(table), change))
-    assert made.cpu_bytes == pytest.approx(measured, rel=0.05)
+    assert made["cpu_bytes"] == pytest.approx(measured, rel=0.05)
 
 
 def test_the_largest_k_that_a_machine_s_memory_takes():
@@ -251,7 +251,7 @@ def test_the_largest_k_that_a_machine_s_memory_takes():
     with pytest.raises(ValueError, match=r"10\.0 MB of memory.*smallest one of this run takes 32"):
         plan.largest_k(cfg, model, False, 10**7)
     two = plan.make(config.override(cfg, ["train.rounds=1"]), memories=[takes - 1, 10**10])
-    assert two.machines == {takes - 1: {"attn": 5, "ffn": 5}, 10**10: {"attn": 12, "ffn": 12}}
+    assert two["machines"] == {takes - 1: {"attn": 5, "ffn": 5}, 10**10: {"attn": 12, "ffn": 12}}
 
 
 def test_a_worker_on_ray_takes_the_k_that_its_machine_holds(monkeypatch):

@@ -2,7 +2,7 @@
 
 import time
 from contextlib import nullcontext
-from dataclasses import MISSING, asdict, replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any
 
@@ -268,4 +268,4 @@ def plan(
     rooms = [int(amount("size", each, "--memory")) for each in memory or ()]
     made = plan.make(cfg, gbit, tflops, rooms)
     plan.show(made, cfg)
-    show(asdict(made), json_out)
+    show(made, json_out)

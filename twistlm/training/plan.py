@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from rich.filesize import decimal
 from transformers import PreTrainedModel
@@ -50,6 +51,7 @@ TRAINER = 3 * FULL + 2 * HALF  # on a CPU no copy in bf16, and a gradient in flo
 TOP = 64  # likeliest tokens in a cache that is not made yet: the default of `twistlm prepare`
 CHEAP = 0.1  # of the local steps' time: an engine that costs less is worth what it survives
 STORE = 5.0  # Gbit/s that Ray's object store carries between hosts, however fast they are linked
+ALL = "all blocks"  # what a worker holds
 ENGINES = {
     "ray": "it survives any worker and any machine",
     "sharded": "a death ends the run, which resumes from its checkpoint",
@@ -57,76 +59,49 @@ ENGINES = {
 }
 
 
-@dataclass(frozen=True)
-class PlanRow:
-    """One subnet size."""
-
-    setting: str
-    ratio: str
-    n_params: int
-    paper_bytes: int  # weights only, the paper's number of rounds
-    true_bytes: int  # weights only, rounds of `interval` local steps
-    carried_bytes: int  # weights and both moments, the same rounds
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything `twistlm plan` prints."""
-
-    model: str
-    n_params: int
-    n_sequences: int
-    paper_rounds: int
-    true_rounds: int
-    legal_k: dict[Kind, tuple[int, int]]
-    rows: tuple[PlanRow, ...]
-    worker_bytes: int  # on a GPU: a process that trains one subnet at a time
-    # of a worker without a teacher that holds all blocks, half, or half and no shared layers
-    holding: dict[str, int]
-    machines: dict[int, dict[Kind, int]]  # bytes for each worker of a machine -> its K, on Ray
-    process_bytes: int  # on a GPU: one that has the central model, too, and plays all workers
-    cpu_bytes: int  # the same process on a CPU
-    teacher_params: int  # of the model beside every worker; 0 with a cache
-    teacher_bytes: int  # from a cache to all workers in a round, beside their tokens
-    link_bytes: dict[str, int]  # of the busiest link in a round, by engine
-    link_seconds: dict[str, float]
-    train_seconds: float  # of a round's local steps
-    take: str  # the engine
-
-
 def make(
     cfg: Config, gbit: float = 1.0, tflops: float = 100.0, memories: Sequence[int] = ()
-) -> Plan:
+) -> dict[str, Any]:
     """Count parameters and multiply, for links of `gbit` Gbit/s and workers of `tflops` TFLOP/s.
 
     `memories` are bytes that machines on Ray have for each of their workers.
     """
     if not gbit > 0 or not tflops > 0:
         raise ValueError(f"--gbit {gbit:g} and --tflops {tflops:g}: both must be greater than 0")
-    t = cfg.train
+    t, blocks = cfg.train, cfg.blocks
     model = huggingface.on_meta(huggingface.planned_config(cfg.model))  # nothing is allocated
-    block_map, shapes = families.partition(model, cfg.blocks), huggingface.shapes(model)
-    generator.check(block_map, cfg.blocks, t.n_workers)
-    n_full = _n_params(model)
-    sizes = [count(block_map, shapes, widths) for widths in _subnets(cfg, block_map)]
-    n_teacher, cache_bytes = _teacher(cfg, model)
-    worker, process = memory(cfg, model)
-
-    n_sequences, epochs = _sequences(cfg)
+    block_map, shapes = families.partition(model, blocks), huggingface.shapes(model)
+    generator.check(block_map, blocks, t.n_workers)
+    n_full, (n_sequences, epochs) = _n_params(model), _sequences(cfg)
+    made: dict[str, Any] = {"model": cfg.model.type, "n_params": n_full, "n_sequences": n_sequences}
     # the paper counts global batches, whoever computes them
-    in_paper = int(n_sequences * epochs / t.batch / t.interval)
-    in_truth = int(n_sequences * epochs // (t.batch * t.interval * t.n_workers))
-    rows = []
+    in_paper = made["paper_rounds"] = int(n_sequences * epochs / t.batch / t.interval)
+    rounds = int(n_sequences * epochs // (t.batch * t.interval * t.n_workers))
+    made |= {"true_rounds": rounds, "legal_k": {}, "rows": []}
+    for kind in (kind for kind in KINDS if block_map.n_blocks(kind)):
+        counts = block_map.n_blocks(kind), t.n_workers, len(blocks.common(kind))
+        made["legal_k"][kind] = generator.legal_range(*counts)
     for setting, ratio, n in _sizes(cfg, model, shapes, n_full):
         each = n * FULL * 2 * t.n_workers  # bytes of a round, down and up
-        in_bytes = (each * in_paper, each * in_truth, 3 * each * in_truth)  # 3: with m and v
-        rows.append(PlanRow(setting, ratio, n, *in_bytes))
+        row = {"setting": setting, "ratio": ratio, "n_params": n, "paper_bytes": each * in_paper}
+        # weights alone, and with m and v
+        made["rows"] += [row | {"true_bytes": each * rounds, "carried_bytes": 3 * each * rounds}]
 
+    # on a GPU: a process that trains one subnet at a time; one that has the central model, too
+    made["worker_bytes"], made["process_bytes"] = memory(cfg, model)
+    made |= {"cpu_bytes": memory(cfg, model, "cpu")[1], "holding": _holding(cfg, model)}
+    # of the model beside every worker; from a cache to all workers in a round
+    made["teacher_params"], made["teacher_bytes"] = _teacher(cfg, model)
+    taught = made["teacher_params"] > 0
+    made["machines"] = {n: largest_k(cfg, model, taught, n) for n in memories}
+
+    sizes = [count(block_map, shapes, widths) for widths in _subnets(cfg, block_map)]
     shape = (3 if t.moments == "carry" else 1, sum(sizes) // len(sizes))  # of a mean subnet
     both = wire.down_bytes(cfg.run.wire, shape) + wire.up_bytes(cfg.run.wire, shape)
     counts = (t.n_workers, both, FULL * n_full, t.interval)
     state = FULL * n_full * (n_rows(cfg) + (t.nesterov() is not None))
     owners = cfg.ray.owners or t.n_workers  # a machine for every worker
+    # of the busiest link in a round, by engine
     n_bytes = {e: busiest(e, *counts, state=state, owners=owners) for e in ENGINES}
     speeds = {"ray": min(gbit, STORE), "sharded": gbit, "ddp": gbit}
     seconds = {engine: 8 * n / (1e9 * speeds[engine]) for engine, n in n_bytes.items()}
@@ -135,30 +110,8 @@ def make(
     take = "ray"
     if seconds["ray"] > CHEAP * steps:
         take = "ddp" if seconds["ddp"] < seconds["sharded"] else "sharded"
-    return Plan(
-        model=cfg.model.type,
-        n_params=n_full,
-        n_sequences=n_sequences,
-        paper_rounds=in_paper,
-        true_rounds=in_truth,
-        legal_k={
-            kind: generator.legal_range(n, t.n_workers, len(cfg.blocks.common(kind)))
-            for kind in KINDS
-            if (n := block_map.n_blocks(kind))
-        },
-        rows=tuple(rows),
-        worker_bytes=worker,
-        holding=_holding(cfg, model),
-        machines={n: largest_k(cfg, model, n_teacher > 0, n) for n in memories},
-        process_bytes=process,
-        cpu_bytes=memory(cfg, model, "cpu")[1],
-        teacher_params=n_teacher,
-        teacher_bytes=cache_bytes,
-        link_bytes=n_bytes,
-        link_seconds=seconds,
-        train_seconds=steps,
-        take=take,
-    )
+    made |= {"link_bytes": n_bytes, "link_seconds": seconds}
+    return made | {"train_seconds": steps, "take": take}
 
 
 def memory(cfg: Config, model: PreTrainedModel, device: str = "cuda") -> tuple[int, int]:
@@ -188,7 +141,7 @@ def worker_bytes(
 def _holding(cfg: Config, model: PreTrainedModel) -> dict[str, int]:
     """Bytes of a worker without a teacher, by what it holds."""
     shared, found = cfg.blocks, {}
-    ways = {"all blocks": (shared, 1), "half of the blocks": (shared, 2)}
+    ways = {ALL: (shared, 1), "half of the blocks": (shared, 2)}
     ways["half, no shared layers"] = replace(shared, shared_first=0, shared_last=0), 2
     for name, (blocks, part) in ways.items():
         groups = families.partition(model, blocks).groups
@@ -329,48 +282,46 @@ def busiest(
     return 2 * full * (n_workers - 1) // n_workers * interval
 
 
-def show(plan: Plan, cfg: Config) -> None:
+def show(made: dict[str, Any], cfg: Config) -> None:
     """Print a plan for a person."""
-    t = cfg.train
+    t, n_params = cfg.train, made["n_params"]
     lines = [
-        f"on a GPU in bf16: about {decimal(plan.worker_bytes)} for a worker, "
-        f"{decimal(plan.process_bytes)} where one process has the central model and plays all "
+        f"on a GPU in bf16: about {decimal(made['worker_bytes'])} for a worker, "
+        f"{decimal(made['process_bytes'])} where one process has the central model and plays all "
         f"workers",
-        f"on a CPU: about {decimal(plan.cpu_bytes)} for such a process",
-        f"{plan.model}: {plan.n_params:,} parameters, {decimal(FULL * plan.n_params)} in float32",
-        f"{plan.n_sequences:,} sequences: {plan.true_rounds:,} rounds of local steps; the paper's "
-        f"formula counts {plan.paper_rounds:,}",
+        f"on a CPU: about {decimal(made['cpu_bytes'])} for such a process",
+        f"{made['model']}: {n_params:,} parameters, {decimal(FULL * n_params)} in float32",
+        f"{made['n_sequences']:,} sequences: {made['true_rounds']:,} rounds of local steps; the "
+        f"paper's formula counts {made['paper_rounds']:,}",
     ]
-    if plan.teacher_bytes:
-        lines += [f"the teacher's cache: {decimal(plan.teacher_bytes)} to all workers in a round"]
-    if plan.teacher_params:
-        lines += [f"the teacher: {plan.teacher_params:,} parameters beside every worker"]
-    for kind, (least, most) in plan.legal_k.items():
+    if n := made["teacher_bytes"]:
+        lines += [f"the teacher's cache: {decimal(n)} to all workers in a round"]
+    if n := made["teacher_params"]:
+        lines += [f"the teacher: {n:,} parameters beside every worker"]
+    for kind, (least, most) in made["legal_k"].items():
         lines += [f"legal K for {kind} with S = {t.n_workers}: {least}..{most}"]
     console.print("\n".join(lines))
     title = "a worker's process on a GPU in bf16: state and activations, no teacher"
-    held, (whole, *_) = terminal.table(title, "it holds", "bytes", "of all"), plan.holding.values()
-    for name, n in plan.holding.items():
+    held, whole = terminal.table(title, "it holds", "bytes", "of all"), made["holding"][ALL]
+    for name, n in made["holding"].items():
         held.add_row(name, decimal(n, precision=2), f"{n / whole:.2f}")
     console.print(held)
-    for n, ks in plan.machines.items():
+    for n, ks in made["machines"].items():
         takes = " and ".join(f"{k} {kind}" for kind, k in ks.items())
         console.print(f"with {decimal(n)} for each worker (twistlm node --memory): {takes} blocks")
     title = "one subnet, and bytes both ways over all workers and rounds"
     heads = ("setting", "blocks", "parameters", "of full", "paper's formula", "weights")
     sizes = terminal.table(title, *heads, "+ moments")
-    for row in plan.rows:
-        n_bytes = (row.paper_bytes, row.true_bytes, row.carried_bytes)
-        n_params, share = f"{row.n_params:,}", f"{row.n_params / plan.n_params:.1%}"
-        ends = row.ratio in ("12/12", RATIOS[-1])
-        shown = (decimal(n, precision=2) for n in n_bytes)
-        sizes.add_row(row.setting, row.ratio, n_params, share, *shown, end_section=ends)
+    for setting, ratio, n, *n_bytes in (row.values() for row in made["rows"]):
+        ends = ratio in ("12/12", RATIOS[-1])
+        shown = (decimal(each, precision=2) for each in n_bytes)
+        sizes.add_row(setting, ratio, f"{n:,}", f"{n / n_params:.1%}", *shown, end_section=ends)
     console.print(sizes)
     what = "weights and moments" if t.moments == "carry" else "weights"
     title = f"the busiest link in a round: {what}, run.wire = {cfg.run.wire}"
     table = terminal.table(title, "engine", "bytes", "s")
-    for engine, n in plan.link_bytes.items():
-        table.add_row(engine, decimal(n, precision=2), f"{plan.link_seconds[engine]:,.2f}")
+    for engine, n in made["link_bytes"].items():
+        table.add_row(engine, decimal(n, precision=2), f"{made['link_seconds'][engine]:,.2f}")
     console.print(table)
-    console.print(f"local steps: {plan.train_seconds:,.2f} s of a round")
-    console.print(f"take {plan.take}: {ENGINES[plan.take]}")
+    console.print(f"local steps: {made['train_seconds']:,.2f} s of a round")
+    console.print(f"take {made['take']}: {ENGINES[made['take']]}")
