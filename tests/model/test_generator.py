@@ -251,7 +251,7 @@ def test_masks_of_depth_drop_layers_and_leave_the_other_masks_as_they_are():
 
 
 def test_common_blocks_are_always_kept():
-    common = MAP.with_common({"ffn": (2,)})
+    common = MAP.with_common(BlocksConfig(common_ffn=(2,)))
     blocks = BlocksConfig(n_ffn=4, masks="step", mask_attn=(1,), mask_ffn=(2,), nested=0.5)
     drawn = masks.draw(common, HELD, blocks, WorkerRound(0, 0, 0, 200, 1), ORDER, "twist", scale)
     for group, kept in zip(common.groups, drawn[:, 0].split(3, -1), strict=True):
@@ -259,7 +259,8 @@ def test_common_blocks_are_always_kept():
     two = {group.name: 2 for group in common.groups}
     for name, kept in masks.prefixes(common, ORDER, two).items():
         assert kept == ((2, 3) if common[name].kind == "ffn" else (1, 3))
-    first = MAP.with_common({"ffn": (3,)})  # also the first of the order: it counts once
+    # also the first of the order: it counts once
+    first = MAP.with_common(BlocksConfig(common_ffn=(3,)))
     three = {group.name: 3 for group in first.groups}
     assert set(masks.prefixes(first, ORDER, three).values()) == {(0, 1, 3)}
 

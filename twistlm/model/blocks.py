@@ -90,28 +90,24 @@ class BlockMap:
 
         return BlockMap(tuple(merged(g) if g.kind == kind else g for g in self.groups))
 
-    def with_common(self, common: Mapping[Kind, tuple[int, ...]]) -> BlockMap:
-        """Blocks of each kind that every subnet keeps (the paper's C); none leaves no C."""
+    def with_common(
+        self, blocks: BlocksConfig, order: Mapping[str, tuple[int, ...]] | None = None
+    ) -> BlockMap:
+        """Blocks that every subnet keeps (the paper's C); ranks need each layer's `order`."""
         for kind in KINDS:
-            named, n_blocks = common.get(kind, ()), self.n_blocks(kind)
+            named, n_blocks = blocks.common(kind), self.n_blocks(kind)
             bad = len(set(named)) != len(named) or any(not 0 <= c < n_blocks for c in named)
             if n_blocks and bad:
                 what = f"blocks.common_{kind} = {list(named)}"
                 raise ValueError(f"{what}: needs distinct block ids in 0..{n_blocks - 1}")
-        return BlockMap(
-            tuple(replace(g, common=tuple(sorted(common.get(g.kind, ())))) for g in self.groups)
-        )
-
-    def with_ranks(self, blocks: BlocksConfig, order: Mapping[str, tuple[int, ...]]) -> BlockMap:
-        """Common blocks where `blocks.common_by` is rank, by each layer's order, if it has one."""
-        if blocks.common_by == "index":
-            return self
-        ranked = []
+        groups = []
         for group in self.groups:
-            best = order.get(group.name)
-            common = sorted(best[i] for i in blocks.common(group.kind)) if best else ()
-            ranked.append(replace(group, common=tuple(common)))
-        return BlockMap(tuple(ranked))
+            common = blocks.common(group.kind)
+            if blocks.common_by == "rank":
+                best = (order or {}).get(group.name)
+                common = tuple(best[i] for i in common) if best else ()
+            groups.append(replace(group, common=tuple(sorted(common))))
+        return BlockMap(tuple(groups))
 
     def n_blocks(self, kind: Kind) -> int:
         """N of one kind: the same in every layer of a model, 0 where the kind is shared."""

@@ -134,9 +134,7 @@ def partition(model: PreTrainedModel, blocks: BlocksConfig) -> BlockMap:
     """The block map that a config describes for a model."""
     cut = block_map(model, blocks.setting, blocks.attn_by)
     cut = cut.select(blocks.setting, blocks.shared_first, blocks.shared_last)
-    cut = cut.coarsen("ffn", blocks.n_ffn)
-    named = cut.with_common({kind: blocks.common(kind) for kind in KINDS})
-    return named if blocks.common_by == "index" else cut  # ranks wait for the order: `with_ranks`
+    return cut.coarsen("ffn", blocks.n_ffn).with_common(blocks)
 
 
 def refit_(model: PreTrainedModel, cut: BlockMap) -> None:

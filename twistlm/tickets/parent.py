@@ -158,7 +158,7 @@ def recut(parent: Parent, setting: Setting) -> Parent:
     """The same weights cut in another setting; Adam's moments stay behind."""
     cfg = replace(parent.cfg, blocks=replace(parent.cfg.blocks, setting=setting))
     block_map = families.partition(parent.template, cfg.blocks)
-    block_map = block_map.with_ranks(cfg.blocks, parent.progress.order)
+    block_map = block_map.with_common(cfg.blocks, parent.progress.order)
     old = parent.central
     state = old.layout.views(old.weights)
     central = _central(state, parent.template, block_map, old.weights.device)
@@ -195,7 +195,7 @@ def _parent(
         source=source,
         cfg=cfg,
         template=model.eval(),
-        block_map=block_map.with_ranks(cfg.blocks, progress.order),
+        block_map=block_map.with_common(cfg.blocks, progress.order),
         central=_central(huggingface.state(model), model, block_map, pick_device(device)),
         tokenizer=tokenizer if tokenizer.is_file() else None,
         tokenizer_sha256=found.manifest["tokenizer_sha256"] if found else None,

@@ -79,8 +79,8 @@ def make(
     rounds = int(n_sequences * epochs // (t.batch * t.interval * t.n_workers))
     made |= {"true_rounds": rounds, "legal_k": {}, "rows": []}
     for kind in (kind for kind in KINDS if block_map.n_blocks(kind)):
-        counts = block_map.n_blocks(kind), t.n_workers, len(blocks.common(kind))
-        made["legal_k"][kind] = generator.legal_range(*counts)
+        n_blocks, n_common = block_map.n_blocks(kind), len(blocks.common(kind))
+        made["legal_k"][kind] = generator.legal_range(n_blocks, t.n_workers, n_common)
     for setting, ratio, n in _sizes(cfg, model, shapes, n_full):
         each = n * FULL * 2 * t.n_workers  # bytes of a round, down and up
         row = {"setting": setting, "ratio": ratio, "n_params": n, "paper_bytes": each * in_paper}

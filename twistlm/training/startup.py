@@ -72,7 +72,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     frozen, named = teacher.load(cfg, cut, train, cache, saved is not None)
     if not cluster.is_central:
         progress = share(progress, cluster)
-        cut = replace(cut, block_map=cut.block_map.with_ranks(cfg.blocks, progress.order))
+        cut = replace(cut, block_map=cut.block_map.with_common(cfg.blocks, progress.order))
         return Run(cfg, cluster, cut, batches, n_rounds, teacher=frozen), progress
     if saved is not None:
         central = checkpoint.restore(saved, cut.template, cut.block_map, cluster.device)
@@ -93,7 +93,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
         huggingface.bind_(cut.template, central.layout.views(central.weights))
     progress = replace(progress, teacher=named)
     # common blocks, where they are chosen by importance
-    cut = replace(cut, block_map=cut.block_map.with_ranks(cfg.blocks, progress.order))
+    cut = replace(cut, block_map=cut.block_map.with_common(cfg.blocks, progress.order))
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
     evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)
     if cfg.run.central == "host":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...baselines import COMPARED, STRUCTURED
 from ...baselines.methods import METHODS, sparsities
-from ...config import Method, Setting
+from ...config import BlocksConfig, Method, Setting
 from ...model import families, huggingface
 from ...model.blocks import SETTINGS, widths_of_ratio
 from ...tickets import NEEDS_TEXT
@@ -204,7 +204,8 @@ def _check_alike(one: Parent, other: Parent) -> None:
     for name in sorted(shapes[0].keys() | shapes[1].keys()):
         looks[f"{name} has shape"] = [each.get(name) for each in shapes]
     # C belongs to a parent's training, as its K does: each keeps its own
-    if one.block_map.with_common({}) != other.block_map.with_common({}):
+    none = BlocksConfig()
+    if one.block_map.with_common(none) != other.block_map.with_common(none):
         looks |= {f"blocks.{key} =": [getattr(p.cfg.blocks, key) for p in pair] for key in BLOCKS}
     looks["data.seq_len ="] = [p.cfg.data.seq_len for p in pair]
     for what, (a, b) in looks.items():

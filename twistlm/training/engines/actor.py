@@ -135,7 +135,7 @@ class Worker(Actor):
     def _evaluator(self, text: Any, pieces: Sequence[Piece], progress: Progress) -> Evaluator:
         cut, t = self.trainers.cut, self.cfg.train
         weights = self._join(cut.block_map.full(), pieces, 1, "fp32").to(cut.device)
-        block_map = cut.block_map.with_ranks(self.cfg.blocks, progress.order)
+        block_map = cut.block_map.with_common(self.cfg.blocks, progress.order)
         central = Central(cut.segments, weights.clone(), None)
         return Evaluator(cut.template, block_map, central, text, t.scale, t.precision)
 
