@@ -24,6 +24,7 @@ import torch
 import typer.main
 
 from twistlm import config
+from twistlm.compute import speed
 
 # bitwise comparisons need equal threads; CI has two cores and two workers, so one is the default
 THREADS = int(os.environ.get("TWISTLM_TEST_THREADS", "1"))
@@ -31,8 +32,16 @@ torch.set_num_threads(THREADS)
 
 # a process calls the app once; tests do hundreds of times, and it would build every command anew
 typer.main.get_command = functools.cache(typer.main.get_command)
+# every ticket is timed, and no test asks how fast it is: one run of a few tokens
+speed.measure_all.__wrapped__.__defaults__ = (1, 8, 3)
 
 VOCAB = 64
+
+
+def pytest_collection_modifyitems(items):
+    """Tests on Ray first, so that one process has them all: its actors serve one after another,
+    and each would take seconds to import torch."""
+    items.sort(key=lambda item: "ray_address" not in item.fixturenames)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +81,7 @@ def tiny_table(tokens: str, out: Path, **sections: dict) -> dict:
         "run": {"out": str(out), "device": "cpu", "threads": THREADS, "save_every": 1},
     }
     table["train"] |= {"betas": [0.9, 0.95], "weight_decay": 0.1, "clip": 1.0}
-    table["run"] |= {"eval_every": -1, "eval_ratios": ["2/4"], "eval_n": 2}
+    table["run"] |= {"eval_every": -1, "eval_tokens": 512, "eval_ratios": ["2/4"], "eval_n": 2}
     for section, values in sections.items():
         table[section] = table.get(section, {}) | values
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -96,6 +97,24 @@ def twistlm(output: Path, *args: str) -> BaseProcess:
     process = SERVER.Process(target=_command, args=(output, args))
     process.start()
     return process
+
+
+def script(folder: Path, code: str, *args: object) -> tuple[int, str]:
+    """The exit code and the output of a script, in a process that has imported torch and twistlm
+    and done nothing with them."""
+    process = SERVER.Process(target=_script, args=(folder, code, [*map(str, args)]))
+    process.start()
+    process.join(240)
+    assert process.exitcode in (0, -signal.SIGKILL), (folder / "script.err").read_text()
+    return process.exitcode, (folder / "script.txt").read_text()
+
+
+def _script(folder: Path, code: str, args: list[str]) -> None:
+    for number, name in ((1, "script.txt"), (2, "script.err")):
+        with (folder / name).open("w") as file:
+            os.dup2(file.fileno(), number)
+    sys.argv = ["-c", *args]
+    exec(code, {"__name__": "__main__"})
 
 
 def _launch(n: int, port: int, folder: Path, function: Callable, args: tuple) -> None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from conftest import make_tokens
 from safetensors.torch import load_file
@@ -83,7 +84,8 @@ parent = twistlm.open_parent(GPT2LMHeadModel(shape), cut)
 folder = parent.extract(ratio="1/2").save(sys.argv[1])
 print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
 """
-    assert run(code, str(tmp_path / "small")).splitlines()[-1] == "TicketGPT2LMHeadModel"
+    _, said = ranks.script(tmp_path, code, tmp_path / "small")
+    assert said.splitlines()[-1] == "TicketGPT2LMHeadModel"
 
 
 def test_mistakes_are_sentences(after):
@@ -150,24 +152,13 @@ for what in before:
 """
 
 
-def run(code: str, *args: str) -> str:
-    # what the command line sets for itself, in tests that ran it in this process
-    quiet = ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
-    mine = {name: value for name, value in os.environ.items() if name not in quiet}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args],
-        capture_output=True,
-        text=True,
-        cwd="/",
-        env={**mine, "PYTHONPATH": str(Path(twistlm.__file__).parents[1])},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("code", [BEFORE, AFTER], ids=["before", "after"])
 def test_import_before_and_after_torch_and_transformers(code):
     """Before, nothing but the standard library is loaded; after, no module of the package changes
     anything when it is imported, or needs an extra.
     """
-    run(code)
+    # what the command line sets for itself, in tests that ran it in this process
+    quiet = ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
+    env = {name: value for name, value in os.environ.items() if name not in quiet}
+    env |= {"PYTHONPATH": str(Path(twistlm.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], cwd="/", env=env, check=True)

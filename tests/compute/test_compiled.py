@@ -72,7 +72,7 @@ def test_compiled_layers_have_their_gates(backend, tokens, tmp_path, monkeypatch
     monkeypatch.setattr(torch.nn.Module, "compile", counted)
     for compile, again in (("false", False), ("true", False), ("true", True), ("false", True)):
         out = tmp_path / f"{compile}{again}"
-        train = {"rounds": 3, "interval": 2, "compile": compile, "precision": "float64"}
+        train = {"rounds": 2, "interval": 2, "compile": compile, "precision": "float64"}
         train |= {"recompute": again}
         train |= {"scale": "measured"}  # another scale in every layer and round
         blocks = {"masks": "sequence", "mask_attn": [1, 2], "mask_ffn": [2, 1]}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from conftest import make_tokens
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -78,8 +79,7 @@ def test_a_killed_cache_is_gone_on_with(tokens, teacher, tmp_path, monkeypatch):
     """Killed after 200 of 375 windows: the next process makes 175, with the bytes of one go."""
     file = open_tokens(tokens)
     older = write_cache(file, teacher, 2, 16, "cpu", quiet=True)
-    done = subprocess.run([sys.executable, "-c", KILLED, tokens, teacher], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert ranks.script(tmp_path, KILLED, tokens, teacher)[0] == -signal.SIGKILL
     part, made = Path(f"{tokens}.teacher.part"), Path(f"{tokens}.teacher.bin")
     left, about = part.read_bytes(), Path(f"{part}.json").read_bytes()
     assert len(left) == 200 * 15 * 20

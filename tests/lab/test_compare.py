@@ -352,21 +352,6 @@ def test_bad_input_is_one_sentence(here, run):
         assert Path("table").exists() == is_measured, line
 
 
-def test_each_parent_keeps_its_own_common_blocks(here, run):
-    """Dense has none, TwIST has two: they are compared, and tickets of TwIST keep them."""
-    trained("c", blocks={"k_attn": 3, "common_attn": [3], "common_ffn": [1]})
-    asked = "--parent-dense dense --parent-twist c --settings both --methods none --n 2"
-    run(asked)
-    with_c = rows()["both", "2/4", "TwIST", "random"]
-    values = by_hand(scaled(opened("c", "both"), with_c["scale"]), 2)
-    kept = deploy.read_ticket(Path("ticket"))["blueprint"]
-    assert all(3 in k if "attn" in name else 1 in k for name, k in kept.items())
-    assert float(with_c["perplexity"]) == pytest.approx(sum(values) / 2, rel=1e-5)
-    # by rank the same numbers name other blocks: nothing is taken from the cells above
-    run(f"{asked} blocks.common_by=rank")
-    assert rows()["both", "2/4", "TwIST", "random"]["perplexity"] != with_c["perplexity"]
-
-
 def check_healed(row: dict, ticket: str, like: Parent, **more: str) -> None:
     """A row is its ticket, healed by the command's own function."""
     same = {"tokens": 576, "data": "tokens", "valid": "tokens", "device": "cpu", "like": like.cfg}

@@ -23,7 +23,7 @@ from twistlm.model.blocks import BlockGroup, BlockMap
 from twistlm.model.masks import WorkerRound
 
 N_ROUNDS = 1000
-GRID = [(n, s, c) for n in range(1, 9) for s in range(1, 6) for c in range(n + 1)]
+GRID = [(n, s, c) for n in range(1, 7) for s in range(1, 6) for c in range(n + 1)]
 SHAPES = [(12, 4, 6), (10, 4, 3), (5, 6, 2)]  # N, S, K
 
 

@@ -121,8 +121,9 @@ def test_a_ticket_over_the_latency_gives_way_to_a_smaller_one(home, tmp_path, mo
     assert note["whole"]
     assert note["budget"]["spent"] == note["speed"]["decode_ms"] <= note["budget"]["limit"]
     n_readings = len(readings)
-    # begin and end, 4 runs, prompt and steps
-    per_measurement = 2 * 4 * (1 + note["speed"]["n_steps"])
+    # begin and end; runs, one more to warm up; prompt and steps
+    took = note["speed"]
+    per_measurement = 2 * (1 + took["n_repeats"]) * (1 + took["n_steps"])
     readings, slow = [0.0], range(n_readings - per_measurement, n_readings)
     opened, note = ask(home, tmp_path / "t", latency="2ms")
     widths = {name: len(kept) for name, kept in note["blueprint"].items()}

@@ -15,11 +15,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from conftest import word_level
 from families_table import (
-    ALONE,
-    BOTH,
     N_FFN,
     TABLE,
     VOCAB,
@@ -53,7 +52,8 @@ from twistlm.model.blocks import widths_of_ratio
 from twistlm.tickets import deploy, hf_folder
 from twistlm.tickets.parent import Parent, open_parent
 
-KEYS = BOTH + ALONE
+# every family in one way to cut it, and a family in both; all ways: tests/model/test_families.py
+KEYS = [(name, TABLE[name].ways[0], "both") for name in TABLE] + [("llama-gqa", "query", "both")]
 STOCK = [(name, TABLE[name].ways[0], "both") for name in TABLE if name in (
     "llama", "llama-gqa", "qwen3", "mistral", "gemma3_text", "qwen2", "smollm3", "phi"
 )]  # fmt: skip
@@ -72,15 +72,6 @@ def greedy(model: PreTrainedModel, ids: Tensor, **more) -> Tensor:
     return made
 
 
-def python(*args: str | Path, **env: str) -> str:
-    """What a new process prints; it starts elsewhere."""
-    done = subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, cwd="/", env={**os.environ, **env}
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     """Every ticket of the table, and what a process without twistlm made of it."""
@@ -90,11 +81,13 @@ def root(tmp_path_factory) -> Path:
     save_file({"ids": IDS, "padded": PADDED}, folder / "inputs.safetensors")
     for key in KEYS:
         deploy.save_ticket(case(key).parent(), case(key).blueprint, folder / "-".join(key))
-    deploy.save_ticket(bare_parent(folder.parent), case(BOTH[0]).blueprint, folder / "bare")
+    deploy.save_ticket(bare_parent(folder.parent), case(KEYS[0]).blueprint, folder / "bare")
     for key in STOCK:
         stock_ticket(key, folder / f"stock-{'-'.join(key)}")
-    modules = {"HF_MODULES_CACHE": str(folder.parent / "modules")}
-    python(Path(__file__).parents[1] / "clean_process.py", folder, *CLASSIFIED, **modules)
+    command = [sys.executable, Path(__file__).parents[1] / "clean_process.py", folder, *CLASSIFIED]
+    env = os.environ | {"HF_MODULES_CACHE": str(folder.parent / "modules")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=env)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -176,10 +169,11 @@ assert found._keys_to_ignore_on_load_unexpected is None
 base = transformers.AutoModel.from_config(config)
 print(type(base).__name__, base.h[1].attn.c_attn.weight.shape[1])
 """
-    package = str(Path(twistlm.__file__).parents[1])
     args = (root / "llama-head-both", tmp_path / "config.pickle")
-    made = python("-c", code, *args, PYTHONPATH=package)
-    assert made.splitlines() == ["TicketLlamaForCausalLM", f"TicketGPT2Model {3 * 3 * 8}"]
+    assert ranks.script(tmp_path, code, *args)[1].splitlines() == [
+        "TicketLlamaForCausalLM",
+        f"TicketGPT2Model {3 * 3 * 8}",
+    ]
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "plain")
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")) is type(model)
@@ -192,7 +186,7 @@ WORDS = word_level(["<unk>", "<|endoftext|>", *(f"w{i}" for i in range(2, VOCAB)
 def bare_parent(folder: Path) -> Parent:
     """A parent with nothing but a tokenizer.json, as checkpoints have it; its config says 50256."""
     model = build("gpt2", {**TABLE["gpt2"].config, "bos_token_id": 50256, "eos_token_id": 50256})
-    c = case(BOTH[0])
+    c = case(KEYS[0])
     WORDS.save(str(folder / "tokenizer.json"))
     plain = as_parent(model, c.block_map, c.central, "sqrt")
     return Parent(**{**vars(plain), "tokenizer": folder / "tokenizer.json"})
@@ -210,7 +204,7 @@ def test_a_bare_tokenizer_becomes_one_that_auto_tokenizer_reads(root):
         assert (settings["bos_token_id"], settings["eos_token_id"]) == (1, 1), name
     writer = pipeline("text-generation", model=str(folder), device="cpu")
     made = writer("w5 w9 w20", max_new_tokens=5, do_sample=False, return_full_text=False)
-    want = greedy(case(BOTH[0]).reference, torch.tensor([[5, 9, 20]]))[0, 3:8]
+    want = greedy(case(KEYS[0]).reference, torch.tensor([[5, 9, 20]]))[0, 3:8]
     assert made[0]["generated_text"] == tok.decode(want)
     assert load_file(folder / "found.safetensors")["words"].tolist() == [5, 9]  # without twistlm
 
@@ -255,7 +249,7 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(tmp_path
     assert str(tmp_path) not in card.content  # a card is read elsewhere
 
 
-@pytest.mark.parametrize(("name", "attn_by", "setting"), BOTH)
+@pytest.mark.parametrize(("name", "attn_by", "setting"), KEYS)
 def test_a_ticket_without_layers_is_the_masked_parent(name, attn_by, setting, tmp_path):
     """Constants of layers that are left out are kept: inside and as the first, cut and stock."""
     cut = [f"blocks.attn_by={attn_by}", "blocks.shared_first=0", "blocks.shared_last=0"]

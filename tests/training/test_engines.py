@@ -93,7 +93,7 @@ RECIPE = {
 def recipe(tmp_path_factory) -> tuple[dict, str]:
     """The config of a mask for every sequence, an order, unlike workers and a teacher; tokens."""
     folder = tmp_path_factory.mktemp("recipe")
-    tokens = make_tokens(folder / "tokens")
+    tokens = make_tokens(folder / "tokens", 400)
     start = rounds.train(tiny(tokens, folder / "start", train={"rounds": 1}), quiet=True)
     return RECIPE | {"model": {"weights": str(start), "config": {}}}, tokens
 
@@ -110,9 +110,10 @@ def cached(recipe, tmp_path_factory) -> tuple[Path, dict, str]:
 
 def test_the_command_under_torchrun_equals_local(tokens, tmp_path):
     """The one test that starts torchrun itself: its store, its environment, all imports."""
-    reference = rounds.train(tiny(tokens, tmp_path / "local", train=FLOAT64_TRAIN), quiet=True)
-    table = tiny_table(tokens, tmp_path / "run", train=FLOAT64_TRAIN, run={"variant": "hybrid"})
-    torchrun(3, "train", toml(tmp_path / "config.toml", table))
+    train = FLOAT64_TRAIN | {"n_workers": 2}
+    reference = rounds.train(tiny(tokens, tmp_path / "local", train=train), quiet=True)
+    table = tiny_table(tokens, tmp_path / "run", train=train, run={"variant": "hybrid"})
+    torchrun(2, "train", toml(tmp_path / "config.toml", table))
     assert distance(reference, tmp_path / "run/checkpoints/round-000004") < 1e-10
 
 
@@ -158,19 +159,13 @@ def over_ranks(cached, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
 def test_ranks_equal_local(over_ranks, name):
     """To 1e-10 in float64; in float32, or by a narrow wire, bit for bit if trainers are alike."""
     local, ours = over_ranks[name]
+    if "teacher" in name:
+        n_predictions = 3 * 3 * 2 * 15  # workers, steps, batch, tokens
+        assert metrics(local.parents[1])[0]["bytes_teacher"] == n_predictions * 8 * 4
     if OVER_RANKS[name][-1]:
         same(local, ours)
     else:
         assert distance(local, ours, FILES if (local / FILES[2]).exists() else FILES[:2]) < 1e-10
-
-
-def test_masked_equals_physical(cached, tmp_path):
-    """In one process: the full model behind a mask, or the subnet itself."""
-    reference, config, tokens = cached
-    cfg = tiny(tokens, tmp_path / "run", **config, run={"seat": "masked"})
-    assert distance(reference, rounds.train(cfg, quiet=True)) < 1e-10
-    row = metrics(reference.parents[1])[0]
-    assert row["bytes_teacher"] == 3 * 3 * 2 * 15 * 8 * 4  # workers, steps, batch, predictions
 
 
 @pytest.mark.parametrize(("method", "teacher"), [("twist", "cache"), ("dropout", "start")])
@@ -202,10 +197,10 @@ def test_a_batch_in_pieces_is_the_same_step(cached, tmp_path, method, teacher, s
     blocks = config["blocks"] | ({"widths": "cycle"} if method == "dropout" else {})
     train = FLOAT64_TRAIN | {"teacher": teacher, "method": method, "batch": 4, "rounds": 2}
     made = []
-    for n in (1, 2, 4):
+    for n in (1, 2):
         own = {"blocks": blocks, "run": {"seat": seat}, "train": train | {"accumulate": n}}
         made.append(rounds.train(tiny(tokens, tmp_path / str(n), **config | own), quiet=True))
-    assert 0 < max(distance(made[0], each, FILES[:2]) for each in made[1:]) < 1e-10
+    assert 0 < distance(*made, FILES[:2]) < 1e-10
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
@@ -215,11 +210,11 @@ def test_a_central_model_on_the_host_changes_no_bit(cached, tmp_path, wire):
     blocks = config["blocks"] | {"k_attn": [4, 4, 2], "k_ffn": [4, 2, 3]}  # one holds everything
     made, evals = [], []
     for place in ("device", "host"):
-        run = {"central": place, "wire": wire, "eval_every": 1}
+        run = {"central": place, "wire": wire, "eval_every": 2}
         cfg = tiny(tokens, tmp_path / place, **config | {"blocks": blocks, "run": run})
         own: list = []
         made.append(rounds.train(cfg, quiet=True, on_round=own.append))
-        evals.append([(row["loss"], row["eval"]) for row in own])
+        evals.append([(row["loss"], row.get("eval")) for row in own])
     same(*made)
     assert evals[0] == evals[1]
     cfg = replace(cfg, train=replace(cfg.train, method="dense"))

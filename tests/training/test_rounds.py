@@ -13,22 +13,17 @@ import pytest
 import torch
 from checkpoints import metrics
 from conftest import make_tokens, tiny
-from transformers import AutoModelForCausalLM
 
-from twistlm.compute.perplexity import perplexity
 from twistlm.compute.slopes import mask_fisher, mask_slopes
 from twistlm.data import stream
 from twistlm.model import generator, huggingface, masks
-from twistlm.model.blocks import widths_of_ratio
 from twistlm.model.central import cut_subnet, subnet_buffer
 from twistlm.model.layout import holders
-from twistlm.model.subnet import build, gate_values, scales
+from twistlm.model.subnet import gate_values, scales
 from twistlm.system import files
-from twistlm.tickets import score
 from twistlm.tickets.parent import open_parent
 from twistlm.training import aggregator, rounds, startup
 from twistlm.training.aggregator import Result, Stats
-from twistlm.training.checkpoint import open_, template
 from twistlm.training.engines.local import Local
 from twistlm.training.metrics import Metrics
 from twistlm.training.run import Run, beginning
@@ -64,16 +59,6 @@ def deal(run: Run, r: int = 0):
     return generator.for_training(
         run.cut.block_map, run.cfg.train.n_workers, run.cfg.blocks, seed=run.cfg.run.seed, round=r
     )
-
-
-def test_outer_rate_one_without_momentum_is_the_mean(tokens, tmp_path):
-    """Bit for bit, weights and moments."""
-    plain, outer = (
-        rounds.train(tiny(tokens, tmp_path / name, train={"outer": name}), quiet=True)
-        for name in ("none", "nesterov(1, 0)")
-    )
-    for name in ("model.safetensors", "moments.safetensors"):
-        assert (plain / name).read_bytes() == (outer / name).read_bytes()
 
 
 def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path):
@@ -309,42 +294,12 @@ def test_bytes_are_counted(tokens, tmp_path):
     assert traffic.wire == 0
 
 
-def test_an_evaluated_subnet_is_the_masked_model(tokens, tmp_path):
-    """One model per width is refilled: every draw is its own subnet; the whole one is HF's."""
-    last = rounds.train(tiny(tokens, tmp_path / "run"), quiet=True)
-    loaded = open_parent(last, "cpu")
-    ready = score.evaluator(loaded, score.text_of(loaded, None, 320))
-    ids = ready.text.file.sequences(list(range(20)), 16)
-    with torch.no_grad():
-        loss = AutoModelForCausalLM.from_pretrained(last)(input_ids=ids, labels=ids).loss
-    assert ready.full_perplexity() == pytest.approx(math.exp(float(loss)), rel=1e-5)
-    widths = widths_of_ratio(loaded.block_map, "2/4")
-    spread = ready.random_subnets("2/4", widths, 4, seed=3)
-    state = loaded.central.layout, loaded.central.weights
-    masked = build(loaded.template, loaded.block_map, *state, gates="all")
-    factors = scales(loaded.block_map, widths, "sqrt")
-    for draw, value in enumerate(spread.values):
-        drawn = generator.for_deployment(loaded.block_map, widths, seed=3, draw=draw)
-        masked.keep_(drawn, factors)
-        assert value == pytest.approx(perplexity(masked.model, ready.text), rel=1e-5)
-    assert len(set(spread.values)) == 4
-
-
 def test_learning_rate_schedule():
     cfg = tiny("x", Path("y"), train={"lr": 1.0, "warmup": 4, "schedule": "cosine"}).train
     rates = [learning_rate(cfg, step, 104) for step in range(104)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[54] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
-
-
-def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tokens, tmp_path):
-    out = tmp_path / "run"
-    rounds.train(tiny(tokens, out, train={"rounds": 2}), quiet=True)
-    wild = tiny(tokens, out, train={"lr": 1e30, "clip": 0.0, "rounds": 8})
-    with pytest.raises(FloatingPointError, match=r"train\.lr"):
-        rounds.train(wild, resume=True, quiet=True)
-    assert all(torch.isfinite(p).all() for p in template(open_(out)).parameters())
 
 
 def test_common_blocks_by_rank_are_each_layers_own_most_important(tmp_path, tokens, monkeypatch):
