@@ -1,7 +1,5 @@
 """Checkpoints to compare, and a central model in the middle of a run to save."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

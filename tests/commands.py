@@ -1,7 +1,5 @@
 """The command as a user runs it: its config file, its entry point, and what a refusal is."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

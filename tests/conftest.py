@@ -1,7 +1,5 @@
 """Small things to train on: tiny random models of every family, token files made on the spot."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -4,8 +4,6 @@ Names and head counts are written down here by hand and never read from `twistlm
 reference that asks the code under test proves nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -4,8 +4,6 @@ Each fault has `place` and `round`, `at` (receive, train, send) and what to `do`
 also when its worker is replaced. Every worker notes which sequences it trained.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Runs on one Ray cluster for all tests, workers' faults, and the same rounds in one process."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

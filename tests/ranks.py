@@ -1,7 +1,5 @@
 """Runs as real processes that start in a second: forked from a server with all imports."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

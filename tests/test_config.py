@@ -1,7 +1,5 @@
 """Every knob can be set, read back and got wrong: errors name field, value and what is legal."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tomllib

@@ -1,7 +1,5 @@
 """The first command, made small: every stage of it runs, and its artefacts hold together."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The ready-made launch examples: they parse, and every command and option in them exists."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Links lead somewhere, commands and keys exist, README's table is that of the points."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Files: old ones are read, no damage is silent, and nothing read or written does harm."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The architecture holds itself: import direction, where model names may stand, light imports."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

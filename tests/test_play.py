@@ -1,7 +1,5 @@
 """The page and its model: tickets in memory, bad questions, a killed process, a real browser."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """docs/python.md: every code block runs, in order, in one process, as a reader would type it."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

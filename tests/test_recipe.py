@@ -1,7 +1,5 @@
 """What shrink chooses, against hand counts of the shapes that people have."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From a model and text to tickets in one command, which goes on where it was stopped."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

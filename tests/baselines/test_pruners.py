@@ -1,7 +1,5 @@
 """Post-training pruning: each method against a loop written here, one contract for all of them."""
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
 from pathlib import Path

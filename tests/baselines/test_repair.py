@@ -1,7 +1,5 @@
 """One-shot repair: closed forms against least squares in float64 over all calibration tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families_table import TABLE, VOCAB, central_of, fed, tiny_model

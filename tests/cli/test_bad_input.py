@@ -1,7 +1,5 @@
 """A user's mistake is one sentence, exit code 2 and nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

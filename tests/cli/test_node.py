@@ -1,7 +1,5 @@
 """Ray that is missing, unreachable, open, another version, too small or gone: one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

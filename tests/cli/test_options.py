@@ -1,7 +1,5 @@
 """Help texts speak of what the code can do: their words are those of its tables."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

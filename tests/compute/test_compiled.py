@@ -1,7 +1,5 @@
 """What is compiled equals what is not: AdamW's formula against torch's, and layers with gates."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Both ways to the same gradient, for every family."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families_table import TABLE, tiny_model

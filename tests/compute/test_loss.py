@@ -1,7 +1,5 @@
 """The chunked loss against torch's own cross-entropy, and the families it serves."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Texts with weights: every source gives its share, and its end is never trained on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

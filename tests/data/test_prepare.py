@@ -1,7 +1,5 @@
 """Text becomes exactly the tokens that the tokenizers library gives, or nothing at all."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

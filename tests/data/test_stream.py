@@ -3,8 +3,6 @@
 Batches are a pure function of (seed, worker, step), and token files that lie are refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

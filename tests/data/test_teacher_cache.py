@@ -1,7 +1,5 @@
 """A teacher's cache is what the teacher predicts, whole or not at all, and of these tokens."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

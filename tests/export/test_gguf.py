@@ -1,7 +1,5 @@
 """GGUF files read back by gguf itself, and run by llama.cpp where it is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """ONNX exports against Hugging Face's own logits: prompt, decoding with the cache, greedy text."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`bench deploy` measures what it says: models, their bytes, the same logits; asserts no time."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What `bench train` prints is what it measured: counts by hand, no times."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

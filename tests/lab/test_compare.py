@@ -1,7 +1,5 @@
 """Every cell of a comparison against models on disk and plain Hugging Face; stops and resumes."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A finished point is never run again, whoever finished it; a damaged one is named and not used."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import re

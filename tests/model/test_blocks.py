@@ -1,7 +1,5 @@
 """What the block algebra refuses, and ratios; its slices are tested in test_families.py."""
 
-from __future__ import annotations
-
 import pytest
 from families_table import case, tiny_model
 

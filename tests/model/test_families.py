@@ -4,8 +4,6 @@ The reference is the stock model with zeros and the scale written into its outpu
 loops over heads and neurons. It knows nothing of block maps, gates or flat buffers.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The generator: the paper's three constraints on the whole feasible grid, fairness, and masks."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

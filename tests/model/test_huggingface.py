@@ -1,7 +1,5 @@
 """Loading: random weights follow the seed, folders and GGUF files give back what was written."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The Triton kernels against torch, on a GPU or in Triton's own interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The activation scale and the gates that apply it."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

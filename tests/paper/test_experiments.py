@@ -1,7 +1,5 @@
 """Experiments: all end to end in `smoke`, points that resume, measurements by hand."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

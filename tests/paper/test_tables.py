@@ -1,7 +1,5 @@
 """Tables and claims follow from the points: small ones by hand, stored ones by their lines."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

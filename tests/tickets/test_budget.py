@@ -1,7 +1,5 @@
 """From a budget to widths, on maps whose costs are counted by hand; nothing is cut."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

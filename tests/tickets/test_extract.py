@@ -1,7 +1,5 @@
 """A ticket for a budget: what is promised is counted again from the files that were written."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """`generate` writes what Hugging Face's own writes, from any folder; so does a draft's parent."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

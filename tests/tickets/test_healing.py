@@ -1,7 +1,5 @@
 """Healing: a ticket trained for itself, against a loop by hand, and through a stop."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

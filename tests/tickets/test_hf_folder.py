@@ -3,8 +3,6 @@
 The reference is the stock model with zeros in its output projections (`test_families.by_hand`).
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Block scores against loops by hand and gradients of the stock model, for every family."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 

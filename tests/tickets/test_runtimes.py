@@ -1,7 +1,5 @@
 """Tickets in other programs, in processes that know nothing of twistlm: docs/tickets.md's table."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

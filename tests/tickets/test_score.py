@@ -1,7 +1,5 @@
 """`eval`: perplexities against Hugging Face's own loss, scales, lost nodes, certificates."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

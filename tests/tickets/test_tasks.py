@@ -1,7 +1,5 @@
 """Zero-shot tasks against single passes without padding, counts by hand, and lm-eval's own."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

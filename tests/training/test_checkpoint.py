@@ -1,8 +1,6 @@
 """A checkpoint gives back every bit, loads in plain transformers, is refused when damaged, and is
 written by a thread that a full disk or a kill does not make lie; a run goes on from it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Engines: every variant over ranks equals the local run; dropout against a loop by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

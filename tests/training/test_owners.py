@@ -1,7 +1,5 @@
 """The central model in ranges on Ray: bitwise the local run, whichever owner dies and when."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

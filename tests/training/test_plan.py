@@ -1,7 +1,5 @@
 """The paper as arithmetic: parameters, Table 2's communication column, asymptotic memory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@
 without those that they say were lost: every test ends by comparing all central state with it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Dispatch, local steps and aggregation against plain references written here."""
 
-from __future__ import annotations
-
 import math
 import sys
 from contextlib import closing

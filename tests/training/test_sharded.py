@@ -1,7 +1,5 @@
 """The sharded engine with real processes: bitwise the local run, in both directions of a resume."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

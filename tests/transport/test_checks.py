@@ -1,7 +1,5 @@
 """Results are read where they lie, and refused when they are not what they must be."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

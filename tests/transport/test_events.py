@@ -1,7 +1,5 @@
 """What happened to workers: a table for a person, lines for a program, and the same in both."""
 
-from __future__ import annotations
-
 import json
 
 from rich.console import Console

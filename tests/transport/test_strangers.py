@@ -1,7 +1,5 @@
 """Behind `make chaos`: what a stranger in another network namespace gets from Ray, and from us."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Wire formats against numpy, a loop over groups, and what Adam needs."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np
