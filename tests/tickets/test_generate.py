@@ -74,9 +74,11 @@ def test_greedy_text_is_that_of_hugging_face(home, kind):
 
 
 def test_draws_follow_from_the_seed(home):
-    draws = {seed: pieces(home / "model", temperature=1.5, seed=seed)[1] for seed in (0, 1)}
-    assert draws[0] != draws[1]
-    assert pieces(home / "model", temperature=1.5, seed=0)[1] == draws[0]
+    first, again, other = (
+        pieces(home / "model", temperature=1.5, seed=seed, max_new_tokens=12)[1]
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other
     greedy = pieces(home / "model")[1]
     assert len(greedy) == 80  # what fits
     assert pieces(home / "model", top_k=1)[1] == greedy  # the likeliest of one
