@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..model.huggingface import vocab_size
+from ..model.huggingface import n_positions, vocab_size
 from ..system.device import is_bf16, pick_device
 
 PROMPT = 128  # tokens, or half of what the model can see
@@ -46,7 +46,7 @@ def measure_all(
 ) -> list[Speed]:
     """Prefill a prompt, then decode greedily: models in turn, as a busy machine slows all alike."""
     first = models[0]
-    most = getattr(first.config, "max_position_embeddings", None) or n_prompt + n_steps
+    most = n_positions(first)
     n_prompt = min(n_prompt, most // 2)
     n_steps = min(n_steps, most - n_prompt)
     draw = torch.Generator().manual_seed(0)

@@ -98,7 +98,7 @@ def greedy(runner: Runner, prompt: Sequence[int], n_tokens: int) -> list[int]:
 def reference(model: PreTrainedModel, tokenizer: Path | None, prompt: str = PROMPT) -> Reference:
     """Greedy text by torch's cache, then its logits again in one pass without a cache."""
     words = load_tokenizer(str(tokenizer)) if tokenizer else None
-    most = getattr(model.config, "max_position_embeddings", None) or 1024
+    most = huggingface.n_positions(model)
     if words:
         ids = words.encode(prompt).ids
         if not ids or len(ids) + 2 > most:

@@ -303,10 +303,14 @@ def vocab_size(model: PreTrainedModel) -> int:
     return embeddings.weight.shape[0]
 
 
+def n_positions(model: PreTrainedModel) -> int:
+    """Tokens that the model can number; 2^30 where nothing limits them."""
+    return getattr(model.config, "max_position_embeddings", None) or 1 << 30
+
+
 def check_positions(model: PreTrainedModel, seq_len: int, who: str = "the model") -> None:
     """Refuse sequences that are longer than the model can number."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and seq_len > positions:
+    if seq_len > (positions := n_positions(model)):
         raise ValueError(f"data.seq_len = {seq_len}: {who} has {positions} positions")
 
 

@@ -100,7 +100,7 @@ class Models:
         if self.tokenizer is None:
             raise ValueError(f"{self.parent.source} has no tokenizer: it can read no text")
         ids = encode(self.tokenizer, [prompt[-100 * MOST_PROMPT :]])[0].ids or [0]
-        room = getattr(self.whole.config, "max_position_embeddings", None) or 1 << 20
+        room = huggingface.n_positions(self.whole)
         n_new = min(n_new, room // 2)
         read = ids[-min(MOST_PROMPT, room - n_new) :]
         note = f"the last {len(read):,} of {len(ids):,} tokens of the prompt were read"

@@ -133,10 +133,10 @@ def settings(request: HealRequest, model: PreTrainedModel, cut_from: str) -> Con
     valid = request.valid or (known.data.valid if known else "") or data
     if near is not None:  # a run's tokens may be seen from its folder, not from here
         data, valid = resolve(data, "train", near), resolve(valid, "valid", near)
-    most = getattr(model.config, "max_position_embeddings", None) or 1024
+    seq_len = min(run.data.seq_len, huggingface.n_positions(model))
     cfg = Config(
         model=ModelConfig(weights=str(request.ticket), type=model.config.model_type),
-        data=DataConfig(train=data, valid=valid, seq_len=min(run.data.seq_len, most)),
+        data=DataConfig(train=data, valid=valid, seq_len=seq_len),
         # nothing is cut any more: one block in every FFN layer
         blocks=BlocksConfig(setting="ffn", n_ffn=1, k_ffn=(1,), shared_first=0, shared_last=0),
         train=replace(

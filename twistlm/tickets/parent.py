@@ -205,4 +205,4 @@ def _parent(
 
 def default_seq_len(model: PreTrainedModel) -> int:
     """Of a model that is no run: 1024 tokens, or as many as it has positions."""
-    return min(1024, getattr(model.config, "max_position_embeddings", None) or 1024)
+    return min(1024, huggingface.n_positions(model))

@@ -73,7 +73,7 @@ def check_room(runnable: Runnable, n_prompt: int, max_new_tokens: int | None) ->
     """How many tokens to write after a prompt: what was asked, or by default 100 if they fit."""
     if n_prompt < 1:
         raise ValueError("the prompt is empty: give at least one token")
-    most = getattr(runnable.model.config, "max_position_embeddings", None) or 1 << 30
+    most = huggingface.n_positions(runnable.model)
     room = most - n_prompt
     if room < (max_new_tokens or 1):
         raise ValueError(

@@ -25,6 +25,7 @@ from ..model import depth
 from ..model.blocks import KINDS, BlockGroup, BlockMap, Widths, widths_of_ratio
 from ..model.families import n_cached
 from ..model.generator import for_deployment
+from ..model.huggingface import n_positions
 from ..model.masks import Order, layer_order, prefixes
 from ..system.device import autocast, to_device
 from ..system.terminal import console
@@ -125,8 +126,7 @@ def choose_widths(
 def cost_of(parent: Parent, budget: Budget, dtype: str) -> Cost:
     """Parameters, bytes or ms of a ticket."""
     block_map, template = parent.block_map, parent.template
-    most = getattr(template.config, "max_position_embeddings", None)
-    if most is not None and budget.context > most:
+    if budget.context > (most := n_positions(template)):
         raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
 
     def cost(widths: Widths) -> float:

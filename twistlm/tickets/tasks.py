@@ -236,7 +236,7 @@ def loglikelihoods(
     the context's end are part of it, and a text too long for the model loses its beginning.
     """
     bar, n_tokens = bar or Progress(disable=True), huggingface.vocab_size(model)
-    most = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    most = huggingface.n_positions(model)
     made = _tokens(model, tokenizer, pairs)
     rows = [(ids[-most - 1 :], min(n, most, len(ids) - 1)) for ids, n in made]
     if rows and (largest := max(max(ids) for ids, _ in rows)) >= n_tokens:

@@ -105,10 +105,8 @@ def write_cache(
     most = min(vocab, teacher_cache.MOST)
     if not 1 <= top <= most:
         raise ValueError(f"--top {top}: must lie in 1..{most}")
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if seq_len < 2 or (positions is not None and seq_len > positions):
-        legal = f"2..{positions or 'any'}"
-        raise ValueError(f"--seq-len {seq_len}: must lie in {legal}, as {name} reads it")
+    if not 2 <= seq_len <= (n := huggingface.n_positions(model)):
+        raise ValueError(f"--seq-len {seq_len}: must lie in 2..{n}, as {name} reads it")
     tokens.check(seq_len, vocab)
     _check_tokenizer(f"--teacher {name}", name, tokens)
     meta = TeacherCacheMeta(

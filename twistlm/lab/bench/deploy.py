@@ -157,7 +157,7 @@ def bench(parent: Parent, request: DeployRequest, *, quiet: bool = False) -> dic
 
 def _lengths(parent: Parent, asked: DeployRequest) -> tuple[int, ...]:
     """Prompt lengths that leave room for decoding; by default those of 128 and 512 that fit."""
-    most = getattr(parent.template.config, "max_position_embeddings", None) or 1 << 30
+    most = huggingface.n_positions(parent.template)
     room = most - asked.decode
     if room < 1:
         raise ValueError(f"--decode {asked.decode}: {parent.source} has only {most} positions")
