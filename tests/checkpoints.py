@@ -76,7 +76,7 @@ def random_central(model, cfg, *, carry: bool = True, outer: bool = True, seed: 
     )
     rng = torch.Generator().manual_seed(seed)
     central.buffer.copy_(torch.randn(central.buffer.shape, generator=rng) * 0.1)
-    if central.velocity is not None:
+    if central.outer:
         central.velocity.copy_(torch.randn(central.velocity.shape, generator=rng))
     return central
 

@@ -17,13 +17,24 @@ Device = torch.device
 
 @dataclass
 class Central:
-    """Lives as long as the run; `aggregator` alone changes `buffer` and `velocity`."""
+    """Lives as long as the run; `aggregator` alone changes `state`."""
 
     segments: Segments
-    buffer: Tensor  # [rows, n_params]: weights, and with carried moments Adam's m and v
-    velocity: Tensor | None  # [n_params]: the outer optimizer's momentum
-    sums: Tensor | None = None  # [rows, n_params]: see `scratch`
+    state: Tensor  # [.., n_params]: the rows of `buffer`, and with `outer` that of `velocity`
+    outer: bool = False
+    sums: Tensor | None = None  # see `scratch`
     settle: Callable[[], None] = lambda: None  # waits until nobody reads the scratch
+
+    @property
+    def buffer(self) -> Tensor:
+        """[rows, n_params]: weights, and with carried moments Adam's m and v."""
+        return self.state[: len(self.state) - self.outer]
+
+    @property
+    def velocity(self) -> Tensor:
+        """[n_params]: the outer optimizer's momentum, where there is one."""
+        assert self.outer
+        return self.state[-1]
 
     @property
     def layout(self) -> Layout:
@@ -31,13 +42,13 @@ class Central:
 
     @property
     def weights(self) -> Tensor:
-        return self.buffer[0]
+        return self.state[0]
 
     def scratch(self) -> Tensor:
-        """[rows, n_params] for the aggregator's sums, or between rounds for a checkpoint's copy."""
+        """For the aggregator's sums [rows, n_params]; on a CPU also for a checkpoint's copy."""
         self.settle()
         if self.sums is None:
-            self.sums = torch.empty_like(self.buffer)
+            self.sums = torch.empty_like(self.buffer if self.state.is_cuda else self.state)
         return self.sums
 
 
@@ -47,20 +58,23 @@ def create(
     """A central model that starts from `params`, with zero moments."""
     where = layout(block_map, shapes)
     dtype = next(iter(params.values())).dtype
-    buffer = torch.zeros(len(ROWS) if carry else 1, where.n_params, dtype=dtype, device=device)
-    for name, view in where.views(buffer[0]).items():
+    n_rows = (len(ROWS) if carry else 1) + outer
+    state = torch.zeros(n_rows, where.n_params, dtype=dtype, device=device)
+    for name, view in where.views(state[0]).items():
         view.copy_(params[name].detach())
-    velocity = torch.zeros_like(buffer[0]) if outer else None
-    return Central(cut_segments(where, block_map, device), buffer, velocity)
+    return Central(cut_segments(where, block_map, device), state, outer)
 
 
 def on_host(central: Central) -> Central:
     """The same model in the memory of the host."""
-    held = (central.buffer, central.velocity)
-    buffer, velocity = (None if each is None else each.to("cpu", copy=True) for each in held)
-    assert buffer is not None
-    segments = cut_segments(central.layout, central.segments.block_map, buffer.device)
-    return Central(segments, buffer, velocity)
+    state = central.state.to("cpu", copy=True)
+    segments = cut_segments(central.layout, central.segments.block_map, state.device)
+    return Central(segments, state, central.outer)
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Memory of the host for a copy, pinned where it comes from a GPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def cut_subnet(central: Central, blueprint: Blueprint, rows: int | None = None) -> Tensor:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .central import Central
 from .layout import Layout, Segments
 
 Slices = tuple[slice, slice]  # of shared parameters and of blocks
@@ -121,9 +120,3 @@ def overlap(a: Slices, b: Slices) -> tuple[Slices, Slices]:
         return one, two
 
     return inside(a), inside(b)
-
-
-def state_of(central: Central) -> list[Tensor]:
-    """All rows of a central model: weights and moments, the outer momentum as the last one."""
-    velocity = central.velocity
-    return [central.buffer] if velocity is None else [central.buffer, velocity[None]]

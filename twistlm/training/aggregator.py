@@ -62,7 +62,7 @@ class Mean:
 
     def add(self, result: Result) -> None:
         """Take in one worker's result; its buffer is free afterwards."""
-        central, sums = self.central, self.central.scratch()
+        central, sums = self.central, self.central.scratch()[: len(result.buffer)]
         mean = central.buffer if self.in_place else sums
         where = (central.segments, result.index.to(sums.device), self.holders)
         step = len(sums) if result.buffer.device == sums.device else 1  # rows that a host has twice
@@ -77,12 +77,11 @@ class Mean:
             central = self.central
             held = self.holders[central.segments.block_of, 2:] > 0  # [n_segments, 1]
             grain = central.segments.grain
-            both = (central.buffer, central.scratch())
-            old, new = (buffer.unflatten(1, (-1, grain)) for buffer in both)
+            old = central.buffer.unflatten(1, (-1, grain))
+            new = central.scratch()[: len(old)].unflatten(1, (-1, grain))
             if self.share < 1:  # one operation at a time: the same bits in every range
                 new.sub_(old).mul_(self.share).add_(old)
             if self.outer is not None:
-                assert central.velocity is not None
                 velocity = central.velocity.view(-1, grain)
                 new[0] = nesterov_(old[0], new[0], velocity, held, *self.outer)
             torch.where(held, new, old, out=old)

@@ -16,7 +16,6 @@ import copy
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .. import config
 from ..config import Config
@@ -37,15 +36,14 @@ from ..data import stream
 from ..data.stream import Leases
 from ..model import huggingface
 from ..model.blocks import BlockMap, State
-from ..model.central import Central, create
+from ..model.central import Central, create, host_like
 from ..model.layout import Layout
-from ..model.ranges import state_of
 from ..system import manifest
 from ..system.device import out_of_memory
 from ..system.files import DRAFT, file_sha256, save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
-from .run import Progress, beginning
+from .run import Progress, beginning, from_dict, to_dict
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
@@ -76,18 +74,20 @@ class Checkpoint:
         return Leases(self.round * t.interval * t.n_workers * t.batch)
 
 
-def write_tensors(
-    where: Layout, buffer: Tensor, velocity: Tensor | None, draft: Path, part: str = ""
-) -> None:
-    """The files of weights, m and v, and outer momentum; `part` is the name of an owner's part."""
-    weights, *moments = (where.views(row) for row in buffer)
-    save_tensors(weights, draft / f"model{part}.safetensors")
+def tensors_in(where: Layout, state: Tensor, outer: bool) -> dict[str, State]:
+    """File -> its tensors, as views of a central model's state."""
+    weights, *moments = (where.views(row) for row in state[: len(state) - outer])
+    files = {"model": weights}
     if moments:
         pairs = zip("mv", moments, strict=True)
-        m, v = ({f"{kind}/{name}": t for name, t in row.items()} for kind, row in pairs)
-        save_tensors(m | v, draft / f"moments{part}.safetensors")
-    if velocity is not None:
-        save_tensors(where.views(velocity), draft / f"outer{part}.safetensors")
+        files["moments"] = {f"{kind}/{name}": t for kind, row in pairs for name, t in row.items()}
+    return files | ({"outer": where.views(state[-1])} if outer else {})
+
+
+def write_tensors(where: Layout, state: Tensor, outer: bool, draft: Path, part: str = "") -> None:
+    """All files of a central model; `part` is the name of an owner's part."""
+    for stem, tensors in tensors_in(where, state, outer).items():
+        save_tensors(tensors, draft / f"{stem}{part}.safetensors")
 
 
 def save(
@@ -121,14 +121,9 @@ def save(
         files = {p.name: file_sha256(p) for p in sorted(draft.iterdir())}
         record = {
             "format": FORMAT,
-            "round": progress.round,
             "config": config.to_dict(cfg),
             "tokenizer_sha256": files.get("tokenizer.json"),
-            "leases": stream.to_dict(progress.leases),
-            "held": {name: list(counts) for name, counts in progress.held.items()},
-            "rho": dict(progress.rho),
-            "order": {name: list(blocks) for name, blocks in progress.order.items()},
-            "teacher": progress.teacher,
+            **to_dict(progress),
             **describe_run(),
             "files": files,
         }
@@ -200,66 +195,35 @@ def verify(path: Path) -> Checkpoint:
 
 def template(checkpoint: Checkpoint) -> PreTrainedModel:
     """The checkpoint's model, with its weights."""
-    held: dict[str, tuple[int, ...]] = {}
-    for name in _files(checkpoint, "model"):
-        held |= huggingface.header(checkpoint.path / name)
-    try:
-        hf_config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-        huggingface.drop_code_(hf_config)
-    except Exception as error:  # a damaged one fails in many ways
-        raise ValueError(
-            f"{checkpoint.path}: config.json cannot be read: {huggingface.one_line(error)}"
-        ) from None
-    what = f"{checkpoint.path} holds {len(held)} tensors"
-    want = huggingface.shapes(huggingface.on_meta(hf_config, sys.maxsize, len(held), what))
-    for name in {**want, **held}:
-        if (has := held.get(name)) != (needs := want.get(name)):
-            about = f"{name}: {has} and {needs}"
-            raise ValueError(f"{checkpoint.path}: weights and config.json disagree about {about}")
-    weights = _load(checkpoint, "model")
-    model = AutoModelForCausalLM.from_config(
-        hf_config, dtype=torch.float32, trust_remote_code=False
-    )
-    model.to(next(iter(weights.values())).dtype)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(weights[name])
-    return model.eval()
+    return huggingface.pretrained(str(checkpoint.path), dtype="auto").eval()
 
 
 def restore(
     checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap, device: torch.device
 ) -> Central:
     """The central model as it was saved; `model` is the checkpoint's `template`."""
-    weights, shapes = _load(checkpoint, "model"), huggingface.shapes(model)
     carry, outer = (bool(_files(checkpoint, stem)) for stem in ("moments", "outer"))
-    central = create(weights, shapes, block_map, carry=carry, outer=outer, device=device)
-    rows: dict[str, dict[str, Tensor]] = {}
-    if carry:
-        rows["moments"] = {"m/": central.buffer[1], "v/": central.buffer[2]}
-    if central.velocity is not None:
-        rows["outer"] = {"": central.velocity}
-    for stem, parts in rows.items():
+    start = huggingface.state(model), huggingface.shapes(model), block_map
+    central = create(*start, carry=carry, outer=outer, device=device)
+    _, *rest = tensors_in(central.layout, central.state, outer).items()
+    for stem, views in rest:
         saved = _load(checkpoint, stem)
         with _reading(checkpoint, f"{stem}.safetensors"):
-            for prefix, row in parts.items():
-                for name, view in central.layout.views(row).items():
-                    view.copy_(saved[prefix + name])
+            for name, view in views.items():
+                view.copy_(saved[name])
     return central
 
 
 def progress_of(checkpoint: Checkpoint, block_map: BlockMap) -> Progress:
     """Where the run stood; blocks of another number than then are counted anew."""
-    record, held = checkpoint.manifest, dict(beginning(block_map).held)
     with _reading(checkpoint, MANIFEST):
-        for name, counts in record["held"].items():
-            if len(counts) == len(held.get(name, ())):
-                held[name] = tuple(map(int, counts))
-        order = {n: tuple(blocks) for n, blocks in record.get("order", {}).items()}
+        leases = {"leases": stream.to_dict(checkpoint.leases)}
+        found, held = from_dict(checkpoint.manifest | leases), dict(beginning(block_map).held)
+        held |= {n: was for n, was in found.held.items() if len(was) == len(held.get(n, ()))}
+        order = found.order
         if any(sorted(order.get(g.name, ())) != list(range(g.n_blocks)) for g in block_map.groups):
             order = {}  # none, or one of blocks that are cut otherwise now
-        rho, teacher = {n: float(x) for n, x in record["rho"].items()}, record.get("teacher", "")
-        return Progress(checkpoint.round, checkpoint.leases, held, rho, order, str(teacher))
+        return replace(found, held=held, order=order)
 
 
 @contextmanager
@@ -358,16 +322,12 @@ class HostCopy:
 
     def __init__(self, central: Central):
         self.central = central
-        self.copy: Central | None = None  # kept: the first touch of its pages is slow
+        self.copy: Tensor | None = None  # kept: the first touch of its pages is slow
 
     def __call__(self) -> Callable[[Path], object]:
         central = self.central
-        if self.copy is None:
-            host = partial(torch.empty_like, device="cpu", pin_memory=central.buffer.is_cuda)
-            velocity = None if central.velocity is None else host(central.velocity)
-            # on a CPU the aggregator's scratch, which is free between rounds
-            buffer = host(central.buffer) if central.buffer.is_cuda else central.scratch()
-            self.copy = Central(central.segments, buffer, velocity)
-        for own, now in zip(state_of(self.copy), state_of(central), strict=True):
-            own.copy_(now)
-        return partial(write_tensors, central.layout, self.copy.buffer, self.copy.velocity)
+        if self.copy is None:  # on a CPU the aggregator's scratch, which is free between rounds
+            state = central.state
+            self.copy = host_like(state) if state.is_cuda else central.scratch()
+        self.copy.copy_(central.state)
+        return partial(write_tensors, central.layout, self.copy, central.outer)

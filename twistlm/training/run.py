@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from ..compute.loss import AnyTeacher
 from ..compute.perplexity import Evaluator
@@ -42,20 +43,28 @@ def beginning(block_map: BlockMap) -> Progress:
     return Progress(held={group.name: (0,) * group.n_blocks for group in block_map.groups})
 
 
+def to_dict(progress: Progress) -> dict[str, Any]:
+    """Plain data for JSON; `from_dict` reads it back."""
+    return vars(progress) | {"leases": stream.to_dict(progress.leases)}
+
+
+def from_dict(table: dict[str, Any]) -> Progress:
+    """Old checkpoints have no order, and do not name their teacher."""
+    held, order = (
+        {name: tuple(map(int, numbers)) for name, numbers in table.get(key, {}).items()}
+        for key in ("held", "order")
+    )
+    leases, rho = stream.from_dict(table["leases"]), table["rho"]
+    rho = {name: float(value) for name, value in rho.items()}
+    return Progress(table["round"], leases, held, rho, order, str(table.get("teacher", "")))
+
+
 def share(progress: Progress, cluster: Cluster) -> Progress:
-    """The central rank's progress on every rank; rho and the teacher's name stay there."""
-    table = {"round": progress.round, "leases": stream.to_dict(progress.leases)}
-    text = json.dumps({**table, "held": progress.held, "order": progress.order}).encode()
+    """The central rank's progress on every rank."""
+    text = json.dumps(to_dict(progress)).encode()
     (length,) = cluster.broadcast([len(text)])
     values = cluster.broadcast(list(text) if cluster.is_central else [0] * int(length))
-    if cluster.is_central:
-        return progress
-    found = json.loads(bytes(map(int, values)))
-    held, order = (
-        {name: tuple(numbers) for name, numbers in found[key].items()} for key in ("held", "order")
-    )
-    leases = stream.from_dict(found["leases"])
-    return replace(progress, round=found["round"], leases=leases, held=held, order=order)
+    return progress if cluster.is_central else from_dict(json.loads(bytes(map(int, values))))
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class Worker(Actor):
         cut, t = self.trainers.cut, self.cfg.train
         weights = self._join(cut.block_map.full(), pieces, 1, "fp32").to(cut.device)
         block_map = cut.block_map.with_common(self.cfg.blocks, progress.order)
-        central = Central(cut.segments, weights.clone(), None)
+        central = Central(cut.segments, weights.clone())
         return Evaluator(cut.template, block_map, central, text, t.scale, t.precision)
 
 

@@ -108,8 +108,7 @@ class Owner(Actor):
         return self.rows + (self.outer is not None), self.ranges.whole.size(i)
 
     def _central(self, state: Tensor) -> Central:
-        velocity = None if self.outer is None else state[self.rows]
-        return Central(self.small, state[: self.rows], velocity, self.sums)
+        return Central(self.small, state, self.outer is not None, self.sums)
 
     def cut(self, attempt: int, blueprints: list[Blueprint]) -> tuple[bool | Piece, ...]:
         """(3) A round begins: its part of every worker's subnet, after a word that it is done."""
@@ -189,12 +188,11 @@ class Owner(Actor):
             _, place = overlap(self.ranges.whole.slices(i), span)
             n = sum(part.stop - part.start for part in place)
             put_(state, place, wire.decode("fp32", unpacked(piece), (rows, n), self.dtype))
-        velocity = None if self.outer is None else state[self.rows]
         name = f"-{self.i + 1:05d}-of-{self.ranges.n:05d}" if self.ranges.n > 1 else ""
         with tempfile.TemporaryDirectory() as own:
             folder = draft if draft.is_dir() else Path(own)
             if names:
-                write_tensors(mine, state[: self.rows], velocity, folder, name)
+                write_tensors(mine, state, self.outer is not None, folder, name)
             return {path.name: np.fromfile(path, np.uint8) for path in Path(own).iterdir()}
 
 

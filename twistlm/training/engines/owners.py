@@ -10,12 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...config import Config
 from ...model.blocks import Blueprint
 from ...model.central import Central
-from ...model.ranges import Ranges, state_of
+from ...model.ranges import Ranges
 from ...system.signals import TOO_FEW, Ended
 from ...transport import ray_cluster, wire
 from ...transport.events import Events
@@ -131,7 +129,7 @@ class Owners:
 
     def _load(self, i: int, central: Central, progress: Progress) -> None:
         """A range in parts: pages of the store that this process writes count as its memory."""
-        state = torch.cat([self.ranges.whole.get(row, i) for row in state_of(central)]).view(-1)
+        state = self.ranges.whole.get(central.state, i).view(-1)
         for n, part in enumerate(state.split(PART)):
             piece = packed(wire.encode("fp32", part.cpu()))
             self.wait({self.actors[i].load.remote(progress, piece, n * PART): i})

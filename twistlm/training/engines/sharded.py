@@ -21,7 +21,7 @@ from torch import Tensor
 from ...config import Wire
 from ...model.central import Central, gathered
 from ...model.layout import Segments
-from ...model.ranges import Ranges, Split, state_of
+from ...model.ranges import Ranges, Split
 from ...transport import wire
 from ...transport.ranks import Cluster
 from ..aggregator import Result, Stats, aggregate_
@@ -93,13 +93,11 @@ class Shard:
 
         def pack(i: int, _: int) -> Tensor:
             assert central is not None
-            rows_of_i = [self.ranges.whole.get(row, i) for row in state_of(central)]
-            return wire.encode("fp32", torch.cat(rows_of_i))
+            return wire.encode("fp32", self.ranges.whole.get(central.state, i))
 
         def unpack(i: int, came: list[Tensor]) -> None:
             state = self._state(i, came[0]).clone()
-            velocity = state[rows] if outer else None
-            self.centrals[i] = Central(self.ranges.small(i), state[:rows], velocity)
+            self.centrals[i] = Central(self.ranges.small(i), state, outer)
 
         self._exchange([0], "up", self._state_bytes, pack, unpack)
 
@@ -155,12 +153,10 @@ class Shard:
 
         def unpack(i: int, came: list[Tensor]) -> None:
             assert central is not None
-            parts = self._state(i, came[0]).split(self.rows)
-            for row, part in zip(state_of(central), parts, strict=True):
-                self.ranges.whole.set_(row, i, part)
+            self.ranges.whole.set_(central.state, i, self._state(i, came[0]))
 
         def pack(i: int, _: int) -> Tensor:
-            return wire.encode("fp32", torch.cat(state_of(self.centrals[i])))
+            return wire.encode("fp32", self.centrals[i].state)
 
         if self.n_owners > 1:
             self._exchange([0], "down", self._state_bytes, pack, unpack)
