@@ -24,7 +24,7 @@ from ranks import free_port
 from twistlm import config
 from twistlm.data import stream
 from twistlm.model import generator
-from twistlm.model.central import subnet_buffer
+from twistlm.model.central import SubnetBuffer
 from twistlm.model.layout import holders
 from twistlm.model.subnet import gate_values, scales
 from twistlm.training import aggregator, checkpoint, rounds
@@ -253,7 +253,7 @@ def replay(
                 after = stream.fail(after, mine, place) if failed else stream.give_back(after, mine)
                 continue
             factors = scales(run.cut.block_map, run.cut.block_map.widths(blueprints[i]), t.scale)
-            part = subnet_buffer(run.cut.segments, i, blueprints[i], run.central.buffer)
+            part = SubnetBuffer(run.cut.segments, i, blueprints[i], run.central.buffer)
             gates = gate_values(run.cut.block_map, blueprints[i], factors)[None]
             rows = [run.batches.rows_at(slot) for slot in mine]
             ids = torch.stack([run.batches.file.sequences(r, run.batches.seq_len) for r in rows])

@@ -15,7 +15,7 @@ from conftest import make_tokens, tiny
 from twistlm.compute.slopes import mask_fisher, mask_slopes
 from twistlm.data import stream
 from twistlm.model import generator, huggingface, masks
-from twistlm.model.central import cut_subnet, subnet_buffer
+from twistlm.model.central import SubnetBuffer, cut_subnet
 from twistlm.model.layout import holders
 from twistlm.model.subnet import gate_values, scales
 from twistlm.system import files
@@ -268,7 +268,7 @@ def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wi
     """The rounded copy is what the model runs on: it must follow every new part."""
     run = setup(tokens, tmp_path / "run", train={"precision": "bf16"})
     run.central.buffer.normal_()
-    part = subnet_buffer(run.cut.segments, 0, deal(run)[0], run.central.buffer)
+    part = SubnetBuffer(run.cut.segments, 0, deal(run)[0], run.central.buffer)
     expected = cut_subnet(run.central, part.blueprint)
     if over_the_wire:
         part = replace(part, source=expected.clone())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -94,12 +95,19 @@ def gathered(central: Central, index: Tensor, rows: int | None = None) -> Tensor
 class SubnetBuffer:
     """A worker's weights and moments on their way to its trainer."""
 
+    segments: Segments
     worker: int
     blueprint: Blueprint
-    layout: Layout
-    index: Tensor  # its blocks' segments in the central buffer
     source: Tensor  # [rows, n_subnet] off a wire, or the central [rows, n_params]
-    segments: Segments
+
+    @property
+    def layout(self) -> Layout:
+        return self.segments.layout_of(self.blueprint)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """Its blocks' segments in the central buffer."""
+        return self.segments.index(self.blueprint)
 
     @property
     def rows(self) -> int:
@@ -120,11 +128,3 @@ class SubnetBuffer:
             to.copy_(row)
         if low is not None:
             low.copy_(out[0])
-
-
-def subnet_buffer(
-    segments: Segments, worker: int, blueprint: Blueprint, source: Tensor, at: Tensor | None = None
-) -> SubnetBuffer:
-    """A worker's subnet out of `source`."""
-    index = segments.index(blueprint) if at is None else at
-    return SubnetBuffer(worker, blueprint, segments.layout_of(blueprint), index, source, segments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from ..data import stream
 from ..data.stream import Leases, Slot
 from ..model import generator, masks
 from ..model.blocks import Blueprint
-from ..model.layout import Segments, holders
 from ..model.masks import WorkerRound
 from ..model.subnet import Rho, gate_values, measure_rho, scale_of, scales
 from ..system.device import to_device
@@ -28,24 +26,6 @@ RHO_DECAY = 0.9  # of the running rho per layer
 
 # the workers of a round: each one's number among the S of the run, and K of its own if it has one
 Present = Sequence[tuple[int, Mapping[Kind, int]]]
-
-
-@dataclass(frozen=True)
-class Deal:
-    """Which blocks each worker of a round holds."""
-
-    segments: Segments
-    round: int
-    blueprints: list[Blueprint]
-
-    @cached_property
-    def indices(self) -> list[Tensor]:
-        """Each worker's `Segments.index`."""
-        return [self.segments.index(blueprint) for blueprint in self.blueprints]
-
-    @cached_property
-    def holders(self) -> Tensor:
-        return holders(self.segments, self.blueprints)
 
 
 @dataclass(frozen=True)
@@ -62,19 +42,14 @@ def traffic(
     run: Run, dealt: Sequence[Blueprint], back: Sequence[Blueprint], wired: int = 0
 ) -> Traffic:
     """What these subnets cost both ways, and what of it went over a network."""
-    kind, dtype, t, cache = (
-        run.cfg.run.wire,
-        run.cut.dtype,
-        run.cfg.train,
-        run.batches.teacher_cache,
-    )
+    kind, cut, t, cache = run.cfg.run.wire, run.cut, run.cfg.train, run.batches.teacher_cache
 
     def shape(blueprint: Blueprint) -> tuple[int, int]:
-        return run.rows, run.cut.segments.layout_of(blueprint).n_params
+        return run.rows, cut.segments.layout_of(blueprint).n_params
 
-    down = sum(wire.down_bytes(kind, shape(blueprint), dtype) for blueprint in dealt)
-    up = sum(wire.up_bytes(kind, shape(blueprint), dtype) for blueprint in back)
-    n_sequences, cache = len(dealt) * t.interval * t.batch, run.batches.teacher_cache
+    down = sum(wire.down_bytes(kind, shape(blueprint), cut.dtype) for blueprint in dealt)
+    up = sum(wire.up_bytes(kind, shape(blueprint), cut.dtype) for blueprint in back)
+    n_sequences = len(dealt) * t.interval * t.batch
     return Traffic(down, up, wired, cache.meta.sequence_bytes * n_sequences if cache else 0)
 
 
@@ -93,12 +68,16 @@ class Assignments:
 
     run: Run
     progress: Progress  # before the round
-    deal: Deal
+    blueprints: list[Blueprint]  # [worker]: the blocks that it holds
     numbers: tuple[int, ...]  # [worker]: its number among the S of the run
     slots: tuple[Slot, ...]  # batches of all workers and steps
     ids: np.ndarray  # [slots, batch, T], the token file's own dtype
     leases: Leases  # once all of them are trained
     rho: Rho  # for the measured scale
+
+    @property
+    def round(self) -> int:
+        return self.progress.round
 
     @property
     def at(self) -> int:
@@ -109,7 +88,7 @@ class Assignments:
         return self.slots[worker :: len(self.numbers)]
 
     def n_params(self, worker: int) -> int:
-        return self.run.cut.segments.layout_of(self.deal.blueprints[worker]).n_params
+        return self.run.cut.segments.layout_of(self.blueprints[worker]).n_params
 
     def tokens(self, worker: int) -> Tensor:
         """Its batches: int64 [interval, batch, T]."""
@@ -123,7 +102,7 @@ class Assignments:
 
     def gates(self, worker: int) -> Tensor:
         """Masks times scales: [steps, rows, held blocks], or [1, 1, held blocks] for all steps."""
-        run, held = self.run, self.deal.blueprints[worker]
+        run, held = self.run, self.blueprints[worker]
         if run.cfg.blocks.masks == "round":
             block_map = run.cut.block_map
             factors = scales(block_map, block_map.widths(held), run.cfg.train.scale, self.rho)
@@ -138,7 +117,7 @@ class Assignments:
         back: Sequence[Blueprint] | None = None,
     ) -> Outcome:
         """The round once the results, of the blueprints `back`, are in the central model."""
-        dealt, progress = self.deal.blueprints, self.progress
+        dealt, progress = self.blueprints, self.progress
         back = dealt if back is None else back
         now = replace(
             progress,
@@ -157,10 +136,9 @@ def assign(run: Run, progress: Progress, present: Present, rho: Rho) -> Assignme
         run.cut.block_map, cfg.train.n_workers, cfg.blocks, seed=cfg.run.seed, present=present,
         round=progress.round, held=progress.held, order=progress.order,
     )  # fmt: skip
-    dealt = Deal(run.cut.segments, progress.round, blueprints)
     numbers = tuple(number for number, _ in present)
     taken = take(run, progress, cfg.train.interval * len(present))
-    return Assignments(run, progress, dealt, numbers, *taken, rho)
+    return Assignments(run, progress, blueprints, numbers, *taken, rho)
 
 
 def take(run: Run, progress: Progress, n: int) -> tuple[tuple[Slot, ...], np.ndarray, Leases]:

@@ -23,11 +23,10 @@ import torch.distributed as dist
 
 from ... import config
 from ...model import generator
-from ...model.blocks import BlockGroup, BlockMap, Partition
+from ...model.blocks import BlockGroup, BlockMap, Blueprint, Partition
 from ...model.central import Central, create
 from ...model.layout import Segments, cut_segments, layout
 from ...model.ranges import Ranges
-from ...training.assignments import Deal
 from ...training.engines.sharded import Shard
 from ...training.run import Progress
 from ...transport import protocol, wire
@@ -68,11 +67,11 @@ def make(job: Job) -> tuple[Central, Segments, int]:
     return central, whole, (n_shared + k * rows * LAYERS) * UNIT
 
 
-def deal(job: Job, whole: Segments, n_ranks: int, r: int) -> Deal:
+def deal(job: Job, whole: Segments, n_ranks: int, r: int) -> list[Blueprint]:
     rng, names = random.Random(r), [group.name for group in whole.block_map.groups]
     ks = [kept(job["n_workers"])] * n_ranks
     hands = {name: generator.deal(rng, N_BLOCKS, ks) for name in names}
-    return Deal(whole, r, [{name: hands[name][i] for name in names} for i in range(n_ranks)])
+    return [{name: hands[name][i] for name in names} for i in range(n_ranks)]
 
 
 def torchrun(job: Job, cluster: Cluster) -> Exchange:
@@ -84,9 +83,8 @@ def torchrun(job: Job, cluster: Cluster) -> Exchange:
     shard = Shard(whole, segments, cluster, 1, False, torch.float32, job["wire"], n_owners)
 
     def exchange(r: int) -> None:
-        there = deal(job, segments, len(cluster.ranks), r)
-        sent = shard.send_down(there)
-        shard.send_up_(there, sent, sent, None)
+        sent = shard.send_down(deal(job, segments, len(cluster.ranks), r))
+        shard.send_up_(sent, sent, None)
 
     return exchange
 
@@ -156,7 +154,7 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     keepers.begin(central, Progress(), False)
 
     def exchange(r: int) -> None:
-        there = deal(job, segments, n_workers, r).blueprints
+        there = deal(job, segments, n_workers, r)
         asked, checks = {}, dict[Any, int]()
         for i, (worker, pieces) in enumerate(zip(actors, keepers.cut(there), strict=True)):
             turn = worker.turn.options(num_returns=1 + len(pieces))

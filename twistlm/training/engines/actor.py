@@ -17,7 +17,7 @@ from ... import config
 from ...compute.perplexity import Evaluator, Text
 from ...config import Wire
 from ...model.blocks import KINDS, Blueprint
-from ...model.central import Central, subnet_buffer
+from ...model.central import Central, SubnetBuffer
 from ...model.layout import cut_model
 from ...model.ranges import Ranges, Split
 from ...model.subnet import Rho, measure_rho
@@ -96,7 +96,7 @@ class Worker(Actor):
             topk = unpacked(order.teacher_topk) if order.teacher_topk else None
         except protocol.RejectedResult:
             raise ValueError("what it was sent did not arrive as it was") from None
-        part = subnet_buffer(cut.segments, order.worker, order.blueprint, sent.to(cut.device))
+        part = SubnetBuffer(cut.segments, order.worker, order.blueprint, sent.to(cut.device))
         trainer = self.trainers.get(part.layout, "physical")
         result = trainer.train(part, gates, ids, topk, order.at, self.run.total_steps)
         split, new = self._split(order.blueprint, len(pieces)), result.buffer.cpu()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...data.stream import Slot
-from ...model.central import subnet_buffer
+from ...model.central import SubnetBuffer
 from ...system.device import to_device
 from ..aggregator import Stats
 from ..assignments import Outcome, Traffic, drawn_gates, measured_rho, take
@@ -32,7 +32,7 @@ class DataParallel(Engine):
         own = self.trainer.buffer[: run.rows].clone() if run.central is None else run.central.buffer
         source = run.cluster.broadcast_(own)
         block_map = run.cut.block_map
-        part = subnet_buffer(run.cut.segments, 0, block_map.full(), source)
+        part = SubnetBuffer(run.cut.segments, 0, block_map.full(), source)
         gates = torch.ones(1, 1, sum(block_map.full_widths().values()))
         self.trainer.load(part, gates, progress.round * run.cfg.train.interval)
 

@@ -256,7 +256,7 @@ class Elastic(Engine):
         self.durations.append(time.monotonic() - began)
         self.events.write(
             "round",
-            round=work.deal.round,
+            round=work.round,
             seconds={asked[i].slot.name: asked[i].seconds for i in there},
             took=self.durations[-1],
             places=list(work.numbers),
@@ -265,7 +265,7 @@ class Elastic(Engine):
 
     def _outcome(self, work: Assignments, asked: list[Asked], there: list[int]) -> Outcome:
         """The round with these results; others' sequences go out again."""
-        leases, dealt = work.leases, work.deal.blueprints
+        leases, dealt = work.leases, work.blueprints
         for i in set(range(len(asked))) - set(there):
             slots = work.slots_of(i)
             if asked[i].failed:
@@ -274,7 +274,7 @@ class Elastic(Engine):
                 leases = stream.give_back(leases, slots)
         for place in leases.skipped[len(work.leases.skipped) :]:
             why = self.run.batches.name(place)
-            self.events.write("set aside", round=work.deal.round, why=why)
+            self.events.write("set aside", round=work.round, why=why)
         stats = sum((each.stats for each in asked if each.stats), Stats())
         back = [dealt[i] for i in there]
         sent = traffic(self.run, dealt, back)
@@ -364,7 +364,7 @@ class Elastic(Engine):
 
     def _post(self, work: Assignments, team: list[WorkerSlot]) -> list[Asked]:
         """Tell everybody where its subnet is; nothing but the owners' word is waited for."""
-        posted, r, blueprints = [], work.deal.round, [dict(each) for each in work.deal.blueprints]
+        posted, r, blueprints = [], work.round, [dict(each) for each in work.blueprints]
         for i, (slot, pieces) in enumerate(zip(team, self.owners.cut(blueprints), strict=True)):
             tokens, topk = packed(work.tokens(i).to(torch.int32)), work.teacher_topk(i)
             beside = None if topk is None else packed(topk)
@@ -391,7 +391,7 @@ class Elastic(Engine):
                     continue
                 i = open_.pop(ref)
                 asked[i].seconds = time.monotonic() - began
-                if self._came(ref, asked[i], work.deal.round):
+                if self._came(ref, asked[i], work.round):
                     told = self.owners.check(i, asked[i].pieces)
                     checks |= {ref: (i, owner) for owner, ref in enumerate(told)}
             if left <= 0:  # who came while others were checked is in
@@ -401,7 +401,7 @@ class Elastic(Engine):
         for i in () if stop.requested else late | {i for i, _ in checks.values()}:
             why = f"no result within {limit:.1f} s"
             name = asked[i].slot.name
-            self.events.write("late", name, round=work.deal.round, seconds=limit, why=why)
+            self.events.write("late", name, round=work.round, seconds=limit, why=why)
 
     def _came(self, ref: Any, each: Asked, r: int) -> bool:
         """Whether a worker has brought a result, for the owners to check."""
@@ -418,7 +418,7 @@ class Elastic(Engine):
 
     def _checked(self, ref: Any, i: int, owner: int, work: Assignments, asked: list[Asked]) -> None:
         """An owner's word on its piece of a result; after the last one it is in, or refused."""
-        each, t, r = asked[i], self.run.cfg.train, work.deal.round
+        each, t, r = asked[i], self.run.cfg.train, work.round
         said, wrong = answer(ref)
         if wrong == "bug":
             raise said

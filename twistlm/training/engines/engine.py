@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...model.central import subnet_buffer
+from ...model.central import SubnetBuffer
 from ...transport import wire
 from ...transport.events import Events
 from ..aggregator import Result, Stats
@@ -65,9 +65,8 @@ class Engine:
 
     def train(self, work: Assignments, worker: int, source: Tensor) -> Result:
         """A worker's local steps in this process; `source` is what its subnet is cut from."""
-        run, dealt = self.run, work.deal
-        blueprint, index = dealt.blueprints[worker], dealt.indices[worker]
-        part = subnet_buffer(run.cut.segments, worker, blueprint, source, index)
+        run = self.run
+        part = SubnetBuffer(run.cut.segments, worker, work.blueprints[worker], source)
         trainer = run.trainers.get(part.layout, run.cluster.kinds[worker])
         gates, tokens, topk = work.gates(worker), work.tokens(worker), work.teacher_topk(worker)
         return trainer.train(part, gates, tokens, topk, work.at, run.total_steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...model.central import cut_subnet
+from ...model.layout import holders
 from ...transport import wire
 from ..aggregator import Mean
 from ..assignments import Outcome
@@ -21,8 +22,8 @@ class Local(Engine):
         central = run.central
         assert central is not None
         place, exact = central.buffer.device, kind == "fp32"
-        mean = Mean(central, work.deal.holders.to(place), run.cfg.train.nesterov())
-        for worker, blueprint in enumerate(work.deal.blueprints):
+        mean = Mean(central, holders(central.segments, work.blueprints), run.cfg.train.nesterov())
+        for worker, blueprint in enumerate(work.blueprints):
             # cut into the trainer itself where it can be, without a copy between
             own = sent = central.buffer if exact else cut_subnet(central, blueprint)
             if not exact:  # rounded on both ways as a wire of this kind would

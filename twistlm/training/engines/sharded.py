@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from ...config import Wire
+from ...model.blocks import Blueprint
 from ...model.central import Central, gathered
-from ...model.layout import Segments
+from ...model.layout import Segments, holders
 from ...model.ranges import Ranges, Split
 from ...transport import wire
 from ...transport.ranks import Cluster
 from ..aggregator import Result, Stats, aggregate_
-from ..assignments import Deal, Outcome
+from ..assignments import Outcome
 from ..run import Progress, Run
 from .engine import Engine
 
@@ -51,12 +52,12 @@ class Sharded(Engine):
             self.collect_()
         work = self.assign(progress)
         before = cluster.n_sent + cluster.n_received
-        sent = self.shard.send_down(work.deal)
+        sent = self.shard.send_down(work.blueprints)
         # none on a rank that only has the central model
         results = [self.train(work, worker, sent) for worker in cluster.workers]
         stats = self.share(sum((result.stats for result in results), Stats()))
         trained = results[0].buffer if results else sent
-        self.shard.send_up_(work.deal, sent, trained, run.cfg.train.nesterov())
+        self.shard.send_up_(sent, trained, run.cfg.train.nesterov())
         return work.outcome(stats, cluster.n_sent + cluster.n_received - before)
 
     def collect_(self) -> None:
@@ -101,9 +102,11 @@ class Shard:
 
         self._exchange([0], "up", self._state_bytes, pack, unpack)
 
-    def send_down(self, deal: Deal) -> Tensor:
+    def send_down(self, blueprints: list[Blueprint]) -> Tensor:
         """What this rank's worker trains, [rows, n_subnet], range by range from all owners."""
-        splits = map(self.ranges.split, deal.indices)
+        segments = self.ranges.segments
+        splits = map(self.ranges.split, map(segments.index, blueprints))
+        self.holders = holders(segments, blueprints)
         self.splits = dict(zip(self.cluster.ranks, splits, strict=True))
         mine = self.splits.get(self.cluster.rank)
         n = sum(mine.size(i) for i in range(self.ranges.n)) if mine else 0
@@ -123,9 +126,7 @@ class Shard:
         self._exchange([*self.splits], "down", n_bytes, pack, unpack)
         return buffer
 
-    def send_up_(
-        self, deal: Deal, sent: Tensor, trained: Tensor, outer: tuple[float, float] | None
-    ) -> None:
+    def send_up_(self, sent: Tensor, trained: Tensor, outer: tuple[float, float] | None) -> None:
         """This rank's result to all owners, all results into its own ranges, in worker order."""
         exact = self.wire == "fp32"  # values come up, not changes: what went down is not needed
 
@@ -144,7 +145,7 @@ class Shard:
                 went = central.weights if exact else gathered(central, index, 1)[0]
                 buffer = wire.read_up(self.wire, payload, self._shape(i, rank), went)
                 results.append(Result(worker, buffer, index))
-            aggregate_(central, results, deal.holders, outer)
+            aggregate_(central, results, self.holders, outer)
 
         self._exchange([*self.splits], "up", n_bytes, pack, unpack)
 
