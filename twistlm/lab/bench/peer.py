@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import tempfile
 import time
@@ -22,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ... import config
+from ...config import BlocksConfig
 from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Blueprint, Partition
-from ...model.central import Central, create
-from ...model.layout import Segments, cut_segments, layout
+from ...model.central import Central
+from ...model.layout import cut_segments, layout
 from ...model.ranges import Ranges
 from ...training.engines.sharded import Shard
 from ...training.run import Progress
@@ -42,48 +42,43 @@ Count = Callable[[], list[int]]  # bytes on links
 Job = dict[str, Any]
 
 
-def kept(n_workers: int) -> int:
-    """Blocks of a subnet: a third, or half where only two workers cover them all."""
-    return max(4, -(-N_BLOCKS // n_workers))
+def blocks(job: Job) -> BlocksConfig:
+    """A subnet has a third of the blocks, or half where only two workers cover them all."""
+    return BlocksConfig(k_ffn=(max(4, -(-N_BLOCKS // job["n_workers"])),))
 
 
-def make(job: Job) -> tuple[Central, Segments, int]:
+def make(job: Job) -> tuple[Central, int]:
     """One shared matrix and one in every layer; a subnet has `megabytes` in float32.
 
     Returns the elements of a subnet, too.
     """
-    megabytes, k = job["megabytes"], kept(job["n_workers"])
+    megabytes, (k,) = job["megabytes"], blocks(job).k_ffn
     rows = max(1, round(1e6 * megabytes * (1 - SHARED) / k / LAYERS / UNIT / 4))
     n_shared = max(1, round(1e6 * megabytes * SHARED / UNIT / 4))
-    names, device = [f"layer {i}" for i in range(LAYERS)], torch.device("cpu")
-    parts = {name: (Partition(name, 0, rows),) for name in names}
-    some = enumerate(parts.items())
-    groups = [BlockGroup(name, "ffn", i, N_BLOCKS, part, (name,)) for i, (name, part) in some]
+    groups = []
+    for i, name in enumerate(names := [f"layer {i}" for i in range(LAYERS)]):
+        groups.append(BlockGroup(name, "ffn", i, N_BLOCKS, (Partition(name, 0, rows),), (name,)))
     block_map = BlockMap(tuple(groups))
     shapes = {"shared": (n_shared, UNIT)} | dict.fromkeys(names, (N_BLOCKS * rows, UNIT))
-    params = {name: torch.ones(shape) for name, shape in shapes.items()}
-    whole = cut_segments(layout(block_map, shapes), block_map, device)
-    central = create(params, shapes, block_map, carry=False, outer=False, device=device)
-    return central, whole, (n_shared + k * rows * LAYERS) * UNIT
+    where = layout(block_map, shapes)
+    whole = cut_segments(where, block_map, torch.device("cpu"))
+    return Central(whole, torch.ones(1, where.n_params)), (n_shared + k * rows * LAYERS) * UNIT
 
 
-def deal(job: Job, whole: Segments, n_ranks: int, r: int) -> list[Blueprint]:
-    rng, names = random.Random(r), [group.name for group in whole.block_map.groups]
-    ks = [kept(job["n_workers"])] * n_ranks
-    hands = {name: generator.deal(rng, N_BLOCKS, ks) for name in names}
-    return [{name: hands[name][i] for name in names} for i in range(n_ranks)]
+def deal(job: Job, block_map: BlockMap, n_workers: int, r: int) -> list[Blueprint]:
+    return generator.for_training(block_map, n_workers, blocks(job), seed=0, round=r)
 
 
 def torchrun(job: Job, cluster: Cluster) -> Exchange:
     """A round of torchrun's ranks without its local steps: all of them own, or rank 0 alone."""
-    central, segments, _ = make(job)
-    whole, n_owners = central if cluster.is_central else None, 1
-    if job["engines"] == ["sharded"]:
-        n_owners = cluster.world_size
-    shard = Shard(whole, segments, cluster, 1, False, torch.float32, job["wire"], n_owners)
+    central, _ = make(job)
+    segments = central.segments
+    n_owners = cluster.world_size if job["engines"] == ["sharded"] else 1
+    held = central if cluster.is_central else None
+    shard = Shard(held, segments, cluster, 1, False, torch.float32, job["wire"], n_owners)
 
     def exchange(r: int) -> None:
-        sent = shard.send_down(deal(job, segments, len(cluster.ranks), r))
+        sent = shard.send_down(deal(job, segments.block_map, len(cluster.ranks), r))
         shard.send_up_(sent, sent, None)
 
     return exchange
@@ -91,7 +86,7 @@ def torchrun(job: Job, cluster: Cluster) -> Exchange:
 
 def bare(job: Job, cluster: Cluster) -> Exchange:
     """What gloo does by itself: isend to all, irecv from all; nothing checked or added up."""
-    n, central = make(job)[2], cluster.is_central
+    n, central = make(job)[1], cluster.is_central
     buffers = {i: torch.ones(n) for i in (range(1, cluster.world_size) if central else [0])}
 
     def exchange(r: int) -> None:
@@ -116,7 +111,8 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     table = {"ray": {"address": job["address"], "open": True, "owners": job["owners"]}}
     table |= {"train": {"n_workers": n_workers, "lr": 1.0, "moments": "reset"}}  # none is too far
     cfg = config.from_dict(table | {"run": {"device": "cpu", "wire": kind}})
-    central, segments, _ = make(job)
+    central, _ = make(job)
+    segments = central.segments
     ray_cluster.enter(cfg, int(2e6 * job["megabytes"] * n_workers), 2 * central.buffer.nbytes)
 
     while job["gbit"] and len(ray_cluster.machines()) < n_workers:  # they join one by one
@@ -125,7 +121,7 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     class EchoOwner(owner.Owner):
         def segments(self, run):
             torch.set_num_threads(1)
-            return cfg, make(job)[1]
+            return cfg, make(job)[0].segments
 
         def link(self):
             return on_the_link(job["interface"])
@@ -134,7 +130,7 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
         """A worker that trains nothing."""
 
         def __init__(self):
-            self.segments = make(job)[1]
+            self.segments = make(job)[0].segments
 
         def turn(self, blueprint, *pieces):
             segments = self.segments
@@ -154,7 +150,7 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     keepers.begin(central, Progress(), False)
 
     def exchange(r: int) -> None:
-        there = deal(job, segments, n_workers, r)
+        there = deal(job, segments.block_map, n_workers, r)
         asked, checks = {}, dict[Any, int]()
         for i, (worker, pieces) in enumerate(zip(actors, keepers.cut(there), strict=True)):
             turn = worker.turn.options(num_returns=1 + len(pieces))
@@ -192,7 +188,7 @@ def measure(
     engines: dict[str, Exchange], job: Job, barrier: Callable[[], object], count: Count
 ) -> Job:
     """Seconds and the busiest link's bytes of every engine's exchanges, in turn."""
-    central, _, n_subnet = make(job)
+    central, n_subnet = make(job)
     made: Job = {"n_subnet": n_subnet, "state": central.buffer.nbytes}
     made |= {what: {name: [] for name in engines} for what in ("seconds", "link")}
     for r in range(WARM + job["repeats"]):
