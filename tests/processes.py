@@ -272,7 +272,7 @@ def same_bits(replayed: tuple[Run, Progress], path: Path) -> bool:
     """Whether a checkpoint holds exactly this central state: weights, moments, momentum, leases."""
     run, progress = replayed
     where, how = Path(run.cfg.run.out) / "checkpoints", (run.cfg, run.cut.template, None)
-    made = checkpoint.save(where, checkpoint.HostCopy(run.central)(), progress, *how, keep=1)
+    made = checkpoint.save(where, checkpoint.snapshot(run.central), progress, *how, keep=1)
     ours, theirs = (json.loads((p / "checkpoint.json").read_text()) for p in (made, path))
     assert ours["round"] == theirs["round"]
     apart = []

@@ -38,7 +38,7 @@ from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest
 from twistlm.tickets.runnable import verify
 from twistlm.training import checkpoint, rounds
-from twistlm.training.checkpoint import HostCopy
+from twistlm.training.checkpoint import snapshot
 
 PLENTY = 300  # seconds: machines of tests are busy
 OLD = Path(__file__).parent / "fixtures/before_rooms.zip"
@@ -99,8 +99,8 @@ def whole(tmp_path_factory) -> Path:
     (folder / "start/README.md").unlink()  # a card may be edited, or go
     cfg = tiny(str(folder / "tokens/t"), folder / "run")
     model = huggingface.load(cfg.model, 0)
-    snapshot, progress = HostCopy(random_central(model, cfg)), random_progress(model, cfg)
-    saved = checkpoint.save(folder, snapshot(), progress, cfg, model, None, keep=1)
+    now, progress = snapshot(random_central(model, cfg)), random_progress(model, cfg)
+    saved = checkpoint.save(folder, now, progress, cfg, model, None, keep=1)
     saved.rename(folder / "checkpoint")
     return folder
 

@@ -39,7 +39,7 @@ def home(tmp_path_factory) -> Path:
     parent = open_parent(folder / "model", "cpu", CUT)
     where, start = folder / "run/checkpoints", beginning(parent.block_map)
     about = (configs.Config(), parent.template, parent.tokenizer)
-    checkpoint.save(where, checkpoint.HostCopy(parent.central)(), start, *about, keep=1)
+    checkpoint.save(where, checkpoint.snapshot(parent.central), start, *about, keep=1)
     widths = {group.name: 3 for group in parent.block_map.groups}
     blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
     deploy.save_ticket(parent, blueprint, folder / "ticket")

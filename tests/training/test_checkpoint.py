@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from twistlm.system import files, manifest
 from twistlm.system.files import file_sha256
 from twistlm.system.signals import SIGNALS, Ended, Stop, on_signals
 from twistlm.training import checkpoint, rounds
-from twistlm.training.checkpoint import HostCopy, Writer
+from twistlm.training.checkpoint import Writer, snapshot
 from twistlm.training.metrics import Metrics
 from twistlm.training.run import Progress
 
@@ -50,7 +51,7 @@ def model(cfg):
 
 def save_round(folder, cfg, model, r: int, keep: int = 9) -> Path:
     central, progress = random_central(model, cfg, seed=r), random_progress(model, cfg, r, r)
-    return checkpoint.save(folder, HostCopy(central)(), progress, cfg, model, None, keep=keep)
+    return checkpoint.save(folder, snapshot(central), progress, cfg, model, None, keep=keep)
 
 
 def full(*args, **kwargs):
@@ -73,7 +74,7 @@ def test_round_trip_is_exact(tmp_path, cfg, model, carry, outer, dtype):
     before.state = before.state.to(dtype) / 3  # float64 uses its whole mantissa
     progress = random_progress(model, cfg)
     model = copy.deepcopy(model).to(dtype)
-    path = checkpoint.save(tmp_path, HostCopy(before)(), progress, cfg, model, None, keep=2)
+    path = checkpoint.save(tmp_path, snapshot(before), progress, cfg, model, None, keep=2)
     assert [(path / name).exists() for name in FILES] == [True, carry, outer]
     saved = checkpoint.verify(path)
     template = checkpoint.template(saved)
@@ -93,7 +94,7 @@ def test_transformers_loads_the_folder(tmp_path, cfg, model):
     central, progress = random_central(model, cfg), random_progress(model, cfg)
     tokenizer = tmp_path / "t.json"
     how = (progress, cfg, model, tokenizer)
-    path = checkpoint.save(tmp_path / "c", HostCopy(central)(), *how, keep=1)
+    path = checkpoint.save(tmp_path / "c", snapshot(central), *how, keep=1)
     saved = checkpoint.verify(path)
     reference = huggingface.load(cfg.model, seed=9)
     reference.load_state_dict(central.layout.views(central.weights), strict=False)
@@ -224,20 +225,20 @@ def test_what_changes_after_save_is_not_in_it(tmp_path, cfg, model, monkeypatch)
     central, progress = random_central(model, cfg), random_progress(model, cfg)
     before = central.state.clone()
     with Writer(tmp_path, cfg, model, None, 99) as writer:
-        snapshot = HostCopy(central)
-        writer.save(snapshot, progress)
+        now = partial(snapshot, central)
+        writer.save(now, progress)
         assert reached.wait(30)
         central.state.zero_()
         central.settle = writer.wait
         both = [
-            threading.Thread(target=writer.save, args=(snapshot, replace(progress, round=18))),
+            threading.Thread(target=writer.save, args=(now, replace(progress, round=18))),
             threading.Thread(target=central.scratch),  # what is written lies there
         ]
         for thread in both:
             thread.start()
             thread.join(0.3)
             assert thread.is_alive()  # waits for the first
-        assert snapshot.copy.data_ptr() == central.sums.data_ptr()
+        assert central.host.data_ptr() == central.sums.data_ptr()
         open_.set()
         for thread in both:
             thread.join(30)
@@ -254,7 +255,7 @@ def test_a_full_disk_is_an_error_at_the_end(tmp_path, cfg, model, monkeypatch):
     writer = Writer(tmp_path, cfg, model, None, 99)
     monkeypatch.setattr(checkpoint, "save_tensors", full)
     with pytest.raises(OSError, match=r"round-000019 .* bytes.*disk is full"), writer:
-        writer.save(HostCopy(central), replace(progress, round=19))
+        writer.save(partial(snapshot, central), replace(progress, round=19))
     assert not list(tmp_path.iterdir())
     with pytest.raises(KeyboardInterrupt), writer:  # another reason to stop is not hidden
         raise KeyboardInterrupt
@@ -303,12 +304,11 @@ def victim(folder: str, table: dict) -> None:
     found, _ = checkpoint.newest(Path(folder))
     central, progress = random_central(model, cfg), random_progress(model, cfg)
     first = found.round + 1 if found else 1
-    snapshot = HostCopy(central)
     with Writer(Path(folder), cfg, model, None, 99) as writer:
         for r in range(first, first + 10_000):
             central.state.fill_(r)
             held = {name: (r,) * len(counts) for name, counts in progress.held.items()}
-            writer.save(snapshot, Progress(r, Leases(r), held))
+            writer.save(partial(snapshot, central), Progress(r, Leases(r), held))
 
 
 @pytest.mark.parametrize("n", [3, pytest.param(100, marks=pytest.mark.chaos)])

@@ -7,16 +7,19 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ..config import RunConfig
 from ..data.token_file import TokenFile
 from ..model import generator
-from ..model.blocks import BlockMap, Blueprint, Widths
+from ..model.blocks import BlockMap, Blueprint, Widths, widths_of_ratio
 from ..model.central import Central, cut_subnet
 from ..model.depth import with_all_layers
 from ..model.layout import Layout
+from ..model.masks import Order, prefixes
 from ..model.subnet import Gates, Means, Rho, Subnet, add_means_, build, scales
 from ..system.device import autocast, to_device
 from .attention import causal_
@@ -150,3 +153,21 @@ class Evaluator:
             tick()
         where = self.central.layout.narrowed(self.block_map, widths)
         return Spread(ratio, where.n_params, tuple(values))
+
+    def scores(
+        self, cfg: RunConfig, order: Order, advance: Callable[[], None]
+    ) -> tuple[dict[str, Any], str]:
+        """Perplexities of the full model and of subnets while it trains; a line for a person."""
+        scores: dict[str, Any] = {"full": self.full_perplexity()}
+        advance()
+        line = f"perplexity full {scores['full']:.2f}"
+        for ratio in cfg.eval_ratios:
+            widths = widths_of_ratio(self.block_map, ratio)
+            spread = self.random_subnets(ratio, widths, cfg.eval_n, cfg.seed, advance)
+            scores[ratio] = dict(summarize(spread.values))
+            line += f"   {ratio} {spread}"
+            if order:
+                nested = self.subnet_perplexity(prefixes(self.block_map, order, widths))
+                scores[ratio] |= {"nested": nested}
+                line += f" nested {nested:.2f}"
+        return scores, line

@@ -24,6 +24,7 @@ class Central:
     state: Tensor  # [.., n_params]: the rows of `buffer`, and with `outer` that of `velocity`
     outer: bool = False
     sums: Tensor | None = None  # see `scratch`
+    host: Tensor | None = None  # see `copied`
     settle: Callable[[], None] = lambda: None  # waits until nobody reads the scratch
 
     @property
@@ -51,6 +52,12 @@ class Central:
         if self.sums is None:
             self.sums = torch.empty_like(self.buffer if self.state.is_cuda else self.state)
         return self.sums
+
+    def copied(self) -> Tensor:
+        """A copy of the state in the memory of the host, which the next call overwrites."""
+        if self.host is None:  # kept: the first touch of its pages is slow
+            self.host = host_like(self.state) if self.state.is_cuda else self.scratch()
+        return self.host.copy_(self.state)
 
 
 def create(

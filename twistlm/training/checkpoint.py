@@ -36,7 +36,7 @@ from ..data import stream
 from ..data.stream import Leases
 from ..model import huggingface
 from ..model.blocks import BlockMap, State
-from ..model.central import Central, create, host_like
+from ..model.central import Central, create
 from ..model.layout import Layout
 from ..system import manifest
 from ..system.device import out_of_memory
@@ -88,6 +88,11 @@ def write_tensors(where: Layout, state: Tensor, outer: bool, draft: Path, part: 
     """All files of a central model; `part` is the name of an owner's part."""
     for stem, tensors in tensors_in(where, state, outer).items():
         save_tensors(tensors, draft / f"{stem}{part}.safetensors")
+
+
+def snapshot(central: Central) -> Callable[[Path], object]:
+    """What writes the central model of now into a folder, whatever it will have become by then."""
+    return partial(write_tensors, central.layout, central.copied(), central.outer)
 
 
 def save(
@@ -315,19 +320,3 @@ class Writer:
                 f"{free} free) could not be written: {error}; older checkpoints are unharmed"
             )
             console.print(self.failure, style="yellow")
-
-
-class HostCopy:
-    """Copies a central model, whenever it is called, for a thread to write it from there."""
-
-    def __init__(self, central: Central):
-        self.central = central
-        self.copy: Tensor | None = None  # kept: the first touch of its pages is slow
-
-    def __call__(self) -> Callable[[Path], object]:
-        central = self.central
-        if self.copy is None:  # on a CPU the aggregator's scratch, which is free between rounds
-            state = central.state
-            self.copy = host_like(state) if state.is_cuda else central.scratch()
-        self.copy.copy_(central.state)
-        return partial(write_tensors, central.layout, self.copy, central.outer)

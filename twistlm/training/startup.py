@@ -65,11 +65,11 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     for file in (train, valid):
         file.check(cfg.data.seq_len, huggingface.vocab_size(cut.template), tokenizer)
     t = cfg.train
-    cache = teacher.cache(cfg, cut, train)
-    batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed, cache)
+    batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed)
     n_rounds = _n_rounds(cfg, batches, saved)
     progress = beginning(cut.block_map)
-    frozen, named = teacher.load(cfg, cut, train, cache, saved is not None)
+    frozen, named, cache = teacher.load(cfg, cut, train, saved is not None)
+    batches = replace(batches, teacher_cache=cache)
     if not cluster.is_central:
         progress = share(progress, cluster)
         cut = replace(cut, block_map=cut.block_map.with_common(cfg.blocks, progress.order))

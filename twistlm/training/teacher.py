@@ -31,18 +31,20 @@ AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 def load(
-    cfg: Config, cut: CutModel, tokens: TokenFile, cached: TeacherCache | None, resumes: bool
-) -> tuple[AnyTeacher | None, str]:
-    """What `train.teacher` names, ready on the run's device, and a name of its weights.
+    cfg: Config, cut: CutModel, tokens: TokenFile, resumes: bool
+) -> tuple[AnyTeacher | None, str, TeacherCache | None]:
+    """What `train.teacher` names, ready on the run's device, a name of its weights, its cache.
 
     A run that begins has just read its start, which may take long: it is not read again.
     """
     t = cfg.train
     if t.teacher == "none" or t.distil == 0:
-        return None, ""
-    if cached is not None:
-        named = f"{cached.meta.weights_sha256} top {cached.meta.top}"
-        return CachedTeacher(cached.meta.vocab_size, t.distil), named
+        return None, "", None
+    mine = huggingface.vocab_size(cut.template)
+    if t.teacher == "cache":
+        found = teacher_cache.open_teacher_cache(tokens, cfg.data.seq_len, mine)
+        named = f"{found.meta.weights_sha256} top {found.meta.top}"
+        return CachedTeacher(mine, t.distil), named, found
     is_start = t.teacher == "start"
     if is_start and not resumes and cut.dtype == torch.float32:
         model = copy.deepcopy(cut.template)
@@ -50,8 +52,7 @@ def load(
         model = huggingface.load(cfg.model, cfg.run.seed)
     else:
         model = huggingface.pretrained(t.teacher, "train.teacher")
-    mine, its = (huggingface.vocab_size(m) for m in (cut.template, model))
-    if mine != its:
+    if mine != (its := huggingface.vocab_size(model)):
         raise ValueError(
             f"train.teacher = {t.teacher!r} knows {its} tokens, the model {mine}: a teacher needs "
             f"the same tokenizer"
@@ -61,7 +62,7 @@ def load(
     _check_tokenizer(f"train.teacher = {t.teacher!r}", source, tokens)
     # before it is rounded for this device: a run may move to another
     named = huggingface.weights_sha256(model)
-    return _teacher(model, cfg, cut), named
+    return _teacher(model, cfg, cut), named, None
 
 
 def check_same(was: str, now: str, cfg: Config) -> None:
@@ -85,14 +86,6 @@ def _check_tokenizer(what: str, source: str, tokens: TokenFile) -> None:
     if its and wanted.is_file() and not covers(its, load_tokenizer(str(wanted))):
         more = "and a teacher needs the same one"
         raise ValueError(f"{what}: its tokenizer is not that of {tokens.stem}, {more}")
-
-
-def cache(cfg: Config, cut: CutModel, tokens: TokenFile) -> TeacherCache | None:
-    """The predictions beside the tokens, where `train.teacher` asks for them."""
-    if cfg.train.teacher != "cache" or cfg.train.distil == 0:
-        return None
-    vocab = huggingface.vocab_size(cut.template)
-    return teacher_cache.open_teacher_cache(tokens, cfg.data.seq_len, vocab)
 
 
 def write_cache(

@@ -27,7 +27,6 @@ from ...transport import protocol, wire
 from ...transport.protocol import Piece, RoundOrder, RunDescription, packed, unpacked
 from ...transport.ray_cluster import K_LABELS, MEMORY_LABEL, ray
 from .. import plan, teacher
-from ..evaluate import evaluate
 from ..run import Progress, n_rows
 from ..worker import TrainerPool
 
@@ -130,14 +129,14 @@ class Worker(Actor):
     def evaluate(self, text: Text, progress: Progress, *pieces: Piece) -> tuple[dict, str]:
         """Perplexities of the central model and its subnets."""
         evaluator = self._evaluator(text, pieces, progress)
-        return evaluate(evaluator, self.cfg.run, progress, lambda: None)
+        return evaluator.scores(self.cfg.run, progress.order, lambda: None)
 
     def _evaluator(self, text: Any, pieces: Sequence[Piece], progress: Progress) -> Evaluator:
         cut, t = self.trainers.cut, self.cfg.train
         weights = self._join(cut.block_map.full(), pieces, 1, "fp32").to(cut.device)
         block_map = cut.block_map.with_common(self.cfg.blocks, progress.order)
         central = Central(cut.segments, weights.clone())
-        return Evaluator(cut.template, block_map, central, text, t.scale, t.precision)
+        return Evaluator(cut.template, block_map, central, text, t.scale, t.precision, progress.rho)
 
 
 WORKER = Worker  # what a place is filled with

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,8 +14,7 @@ from ...transport import wire
 from ...transport.events import Events
 from ..aggregator import Result, Stats
 from ..assignments import Assignments, Outcome, Present, assign, measured_rho
-from ..checkpoint import HostCopy
-from ..evaluate import evaluate
+from ..checkpoint import snapshot
 from ..run import Progress, Run
 
 NOWHERE = Progress()  # of an engine that is asked for rounds, not for a run
@@ -28,7 +28,6 @@ class Engine:
 
     def __init__(self, run: Run, start: Progress = NOWHERE):
         self.run, self.start = run, start  # the run may be one that has let go of its model
-        self._copy: HostCopy | None = None
         self._agreed = False  # on stopping, in the last exchange of all ranks
 
     def round(self, progress: Progress) -> Outcome:
@@ -40,15 +39,14 @@ class Engine:
 
     def snapshot(self) -> Callable[[Path], object]:
         """What writes the central model of now into a folder; the one before has been written."""
-        if self._copy is None:
-            assert self.run.central is not None
-            self._copy = HostCopy(self.run.central)
-        return self._copy()
+        assert self.run.central is not None
+        return snapshot(self.run.central)
 
     def evaluate(self, progress: Progress, advance: Callable[[], None]) -> tuple[dict, str]:
         """Perplexities of the central model and its subnets; `advance` is told of each."""
         assert self.run.evaluator is not None
-        return evaluate(self.run.evaluator, self.run.cfg.run, progress, advance)
+        ready = replace(self.run.evaluator, rho=progress.rho)
+        return ready.scores(self.run.cfg.run, progress.order, advance)
 
     @property
     def stops(self) -> bool:
