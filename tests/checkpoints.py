@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from twistlm.data.stream import Leases
 from twistlm.model import families, huggingface
 from twistlm.model.central import Central, create
+from twistlm.model.layout import cut_model
 from twistlm.training.run import Progress
 
 CPU = torch.device("cpu")
@@ -65,15 +66,8 @@ def same(a: Path, b: Path) -> None:
 
 def random_central(model, cfg, *, carry: bool = True, outer: bool = True, seed: int = 0) -> Central:
     """A central model in the middle of a run: nothing in it is zero or equal to anything else."""
-    block_map = families.partition(model, cfg.blocks)
-    central = create(
-        huggingface.state(model),
-        huggingface.shapes(model),
-        block_map,
-        carry=carry,
-        outer=outer,
-        device=CPU,
-    )
+    segments = cut_model(model, cfg.blocks, CPU, model.dtype).segments
+    central = create(segments, huggingface.state(model), carry=carry, outer=outer)
     rng = torch.Generator().manual_seed(seed)
     central.buffer.copy_(torch.randn(central.buffer.shape, generator=rng) * 0.1)
     if central.outer:

@@ -150,8 +150,9 @@ Cuts = dict[str, tuple[int, list[int]]]  # parameter -> dimension and kept posit
 
 
 def central_of(model: PreTrainedModel, block_map: BlockMap) -> central.Central:
-    state, shapes = huggingface.state(model), huggingface.shapes(model)
-    return central.create(state, shapes, block_map, carry=False, outer=False, device=CPU)
+    where = layout.layout(block_map, huggingface.shapes(model))
+    segments = layout.cut_segments(where, block_map, CPU)
+    return central.create(segments, huggingface.state(model), carry=False, outer=False)
 
 
 def as_parent(model: PreTrainedModel, block_map: BlockMap, whole, scale: str) -> parent.Parent:

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from twistlm import config
 from twistlm.data.stream import Leases
 from twistlm.model import families, huggingface
+from twistlm.model.layout import cut_model
 from twistlm.system import files, manifest
 from twistlm.system.files import file_sha256
 from twistlm.system.signals import SIGNALS, Ended, Stop, on_signals
@@ -78,11 +79,11 @@ def test_round_trip_is_exact(tmp_path, cfg, model, carry, outer, dtype):
     assert [(path / name).exists() for name in FILES] == [True, carry, outer]
     saved = checkpoint.verify(path)
     template = checkpoint.template(saved)
-    block_map = families.partition(template, cfg.blocks)
-    after = checkpoint.restore(saved, template, block_map, CPU)
+    cut = cut_model(template, cfg.blocks, CPU, dtype)
+    after = checkpoint.restore(saved, cut)
     assert (after.state.dtype, after.outer) == (dtype, outer)
     assert torch.equal(after.state, before.state)
-    assert checkpoint.progress_of(saved, block_map) == progress
+    assert checkpoint.progress_of(saved, cut.block_map) == progress
     assert (saved.round, saved.config) == (17, cfg)
     after.buffer.zero_()  # training on must not write into the template
     assert all(p.abs().max() > 0 for p in template.parameters())
@@ -244,10 +245,10 @@ def test_what_changes_after_save_is_not_in_it(tmp_path, cfg, model, monkeypatch)
             thread.join(30)
     assert names(tmp_path) == ["round-000017", "round-000018"]
     saved = checkpoint.verify(tmp_path / "round-000017")
-    block_map = families.partition(model, cfg.blocks)
-    after = checkpoint.restore(saved, checkpoint.template(saved), block_map, CPU)
+    cut = cut_model(checkpoint.template(saved), cfg.blocks, CPU, torch.float32)
+    after = checkpoint.restore(saved, cut)
     assert torch.equal(after.state, before)
-    assert checkpoint.progress_of(saved, block_map) == progress
+    assert checkpoint.progress_of(saved, cut.block_map) == progress
 
 
 def test_a_full_disk_is_an_error_at_the_end(tmp_path, cfg, model, monkeypatch):
@@ -331,8 +332,8 @@ def test_killed_while_writing(tmp_path, cfg, model, n):
         assert found.round > done
         assert broken == []
         done = found.round
-        central = checkpoint.restore(found, checkpoint.template(found), block_map, CPU)
-        assert (central.state == done).all()
+        cut = cut_model(checkpoint.template(found), cfg.blocks, CPU, torch.float32)
+        assert (checkpoint.restore(found, cut).state == done).all()
         progress = checkpoint.progress_of(found, block_map)
         assert {count for counts in progress.held.values() for count in counts} == {done}
         assert (progress.round, progress.leases) == (done, Leases(done))

@@ -164,7 +164,7 @@ class Evaluator:
         for ratio in cfg.eval_ratios:
             widths = widths_of_ratio(self.block_map, ratio)
             spread = self.random_subnets(ratio, widths, cfg.eval_n, cfg.seed, advance)
-            scores[ratio] = dict(summarize(spread.values))
+            scores[ratio] = summarize(spread.values)
             line += f"   {ratio} {spread}"
             if order:
                 nested = self.subnet_perplexity(prefixes(self.block_map, order, widths))

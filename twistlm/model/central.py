@@ -9,11 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .blocks import BlockMap, Blueprint, Shapes, State
-from .layout import Layout, Segments, cut_segments, gather_, layout
+from .blocks import Blueprint, State
+from .layout import Layout, Segments, cut_segments, gather_
 
 ROWS = ("weights", "m", "v")
-Device = torch.device
 
 
 @dataclass
@@ -60,17 +59,14 @@ class Central:
         return self.host.copy_(self.state)
 
 
-def create(
-    params: State, shapes: Shapes, block_map: BlockMap, *, carry: bool, outer: bool, device: Device
-) -> Central:
+def create(segments: Segments, params: State, *, carry: bool, outer: bool) -> Central:
     """A central model that starts from `params`, with zero moments."""
-    where = layout(block_map, shapes)
-    dtype = next(iter(params.values())).dtype
-    n_rows = (len(ROWS) if carry else 1) + outer
-    state = torch.zeros(n_rows, where.n_params, dtype=dtype, device=device)
-    for name, view in where.views(state[0]).items():
+    shape = (len(ROWS) if carry else 1) + outer, segments.full.n_params
+    like = next(iter(params.values()))
+    state = torch.zeros(shape, dtype=like.dtype, device=segments.block_of.device)
+    for name, view in segments.full.views(state[0]).items():
         view.copy_(params[name].detach())
-    return Central(cut_segments(where, block_map, device), state, outer)
+    return Central(segments, state, outer)
 
 
 def on_host(central: Central) -> Central:

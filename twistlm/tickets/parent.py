@@ -17,6 +17,7 @@ from ..data.token_file import TokenFile, open_tokens
 from ..model import families, huggingface
 from ..model.blocks import BlockMap, State, Widths
 from ..model.central import Central, create
+from ..model.layout import cut_segments, layout
 from ..model.subnet import Gates, Means, Subnet, build, scales
 from ..system import manifest
 from ..system.device import pick_device
@@ -168,8 +169,8 @@ def recut(parent: Parent, setting: Setting) -> Parent:
 def _central(
     state: State, model: PreTrainedModel, block_map: BlockMap, device: torch.device
 ) -> Central:
-    shapes = huggingface.shapes(model)
-    return create(state, shapes, block_map, carry=False, outer=False, device=device)
+    where = layout(block_map, huggingface.shapes(model))
+    return create(cut_segments(where, block_map, device), state, carry=False, outer=False)
 
 
 def _of_model(

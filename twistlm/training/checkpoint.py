@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -37,7 +36,7 @@ from ..data.stream import Leases
 from ..model import huggingface
 from ..model.blocks import BlockMap, State
 from ..model.central import Central, create
-from ..model.layout import Layout
+from ..model.layout import CutModel, Layout
 from ..system import manifest
 from ..system.device import out_of_memory
 from ..system.files import DRAFT, file_sha256, save_tensors, whole_folder
@@ -203,13 +202,10 @@ def template(checkpoint: Checkpoint) -> PreTrainedModel:
     return huggingface.pretrained(str(checkpoint.path), dtype="auto").eval()
 
 
-def restore(
-    checkpoint: Checkpoint, model: PreTrainedModel, block_map: BlockMap, device: torch.device
-) -> Central:
-    """The central model as it was saved; `model` is the checkpoint's `template`."""
+def restore(checkpoint: Checkpoint, cut: CutModel) -> Central:
+    """The central model as it was saved; `cut` is the checkpoint's `template`, in blocks."""
     carry, outer = (bool(_files(checkpoint, stem)) for stem in ("moments", "outer"))
-    start = huggingface.state(model), huggingface.shapes(model), block_map
-    central = create(*start, carry=carry, outer=outer, device=device)
+    central = create(cut.segments, huggingface.state(cut.template), carry=carry, outer=outer)
     _, *rest = tensors_in(central.layout, central.state, outer).items()
     for stem, views in rest:
         saved = _load(checkpoint, stem)

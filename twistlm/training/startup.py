@@ -75,13 +75,12 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
         cut = replace(cut, block_map=cut.block_map.with_common(cfg.blocks, progress.order))
         return Run(cfg, cluster, cut, batches, n_rounds, teacher=frozen), progress
     if saved is not None:
-        central = checkpoint.restore(saved, cut.template, cut.block_map, cluster.device)
+        central = checkpoint.restore(saved, cut)
         progress = checkpoint.progress_of(saved, cut.block_map)
         teacher.check_same(progress.teacher, named, cfg)
     else:
-        start = (huggingface.state(cut.template), huggingface.shapes(cut.template), cut.block_map)
-        outer = t.method == "twist" and t.nesterov() is not None
-        central = create(*start, carry=n_rows(cfg) > 1, outer=outer, device=cut.device)
+        start, outer = huggingface.state(cut.template), t.method == "twist" and bool(t.nesterov())
+        central = create(cut.segments, start, carry=n_rows(cfg) > 1, outer=outer)
         needs_order = cfg.blocks.nested > 0 or cfg.blocks.common_by == "rank"
         if needs_order and t.method != "dense":
             progress = replace(progress, order=_order(cfg, cut, central, train, quiet))

@@ -136,9 +136,8 @@ def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
     file = TokenFile("random", meta, tokens)
     batches = Batches(file, seq_len, t.n_workers, t.batch, cfg.run.seed)
     cut = cut_model(template, cfg.blocks, cluster.device, torch.float32)
-    start = huggingface.state(template), cut.full.shapes, cut.block_map
     carry, outer = t.moments == "carry", t.nesterov() is not None
-    central = create(*start, carry=carry, outer=outer, device=cluster.device)
+    central = create(cut.segments, huggingface.state(template), carry=carry, outer=outer)
     central = on_host(central) if cfg.run.central == "host" else central
     return Run(cfg, cluster, cut, batches, 10**6, central)
 
