@@ -23,6 +23,7 @@ import typer.main
 
 from twistlm import config
 from twistlm.compute import speed
+from twistlm.data.stream import Batches
 
 # bitwise comparisons need equal threads; CI has two cores and two workers, so one is the default
 THREADS = int(os.environ.get("TWISTLM_TEST_THREADS", "1"))
@@ -61,6 +62,13 @@ def make_tokens(stem: Path, n_tokens: int = 6000, seed: int = 0, vocab: int = VO
     largest = int(tokens.max())
     write_meta(stem, TokenMeta(n_tokens, 1, vocab, largest, "uint16", "none", None, ["walk"]))
     return str(stem)
+
+
+def batch_of(batches: Batches, n_workers: int, worker: int, step: int) -> torch.Tensor:
+    """The batch of a worker's step when nobody is lost: int64 [batch, seq_len]."""
+    first = (step * n_workers + worker) * batches.batch
+    rows = batches.rows_at(range(first, first + batches.batch))
+    return batches.file.sequences(rows, batches.seq_len)
 
 
 @pytest.fixture

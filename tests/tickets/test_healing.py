@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commands import in_process
-from conftest import make_tokens, tiny
+from conftest import batch_of, make_tokens, tiny
 from transformers import AutoModelForCausalLM
 
 from twistlm.data.stream import Batches
@@ -55,10 +55,10 @@ def by_hand(home: Path) -> dict[str, torch.Tensor]:
     model = deploy.load_ticket(home / "ticket").double()
     last = sorted((home / "run/checkpoints").iterdir())[-1]
     teacher = AutoModelForCausalLM.from_pretrained(last).eval().double()
-    batches = Batches(open_tokens(str(home / "tokens")), 16, 1, 3, 0)
+    batches = Batches(open_tokens(str(home / "tokens")), 16, 3, 0)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(6):
-        ids = batches(0, step)
+        ids = batch_of(batches, 1, 0, step)
         logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
         with torch.no_grad():
             probs = teacher(input_ids=ids).logits[:, :-1].flatten(0, 1).softmax(-1)

@@ -252,7 +252,7 @@ def audit(here: Scene, tokens: str, n_workers: int) -> None:
             for name in event["seconds"]:
                 trained.update(noted[name.partition("@")[2]][r])
     done = sorted(set(range(saved.leases.next)) - set(saved.leases.returned))
-    batches = Batches(open_tokens(tokens), 16, n_workers, 2, saved.config.run.seed)
+    batches = Batches(open_tokens(tokens), 16, 2, saved.config.run.seed)
     assert trained == Counter(batches.rows_at(done).tolist())
 
 

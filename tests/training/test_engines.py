@@ -8,7 +8,7 @@ import ranks
 import torch
 from checkpoints import FILES, FLOAT64_TRAIN, distance, metrics, same
 from commands import toml, torchrun
-from conftest import make_tokens, tiny, tiny_table
+from conftest import batch_of, make_tokens, tiny, tiny_table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
@@ -30,7 +30,7 @@ def test_dropout_is_adamw_on_the_joint_batch_behind_masks(tokens, tmp_path):
     last = rounds.train(cfg, quiet=True)
     model = huggingface.load(cfg.model, cfg.run.seed).double()
     block_map = families.partition(model, cfg.blocks)
-    batches = Batches(open_tokens(tokens), 16, 3, cfg.train.batch, cfg.run.seed)
+    batches = Batches(open_tokens(tokens), 16, cfg.train.batch, cfg.run.seed)
     kept_blocks, factors = {}, {}
     for layer in (1, 2):  # layer 0 is shared; 4 heads of 4 features, 4 chunks of 16 neurons
         for name, chunk in (("attn", 4), ("mlp", 16)):
@@ -56,7 +56,7 @@ def test_dropout_is_adamw_on_the_joint_batch_behind_masks(tokens, tmp_path):
             assert kept.count_nonzero() == k
             kept_blocks[key].copy_(kept[:, None])
             factors[key] = 4 / k
-        ids = torch.cat([batches(worker, step) for worker in range(3)])
+        ids = torch.cat([batch_of(batches, 3, worker, step) for worker in range(3)])
         logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
         adam.zero_grad()
         torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import metrics
-from conftest import make_tokens, tiny
+from conftest import batch_of, make_tokens, tiny
 
 from twistlm.compute.slopes import mask_fisher, mask_slopes
 from twistlm.data import stream
@@ -205,7 +205,7 @@ def reference_rounds(run: Run, n_rounds: int) -> dict[str, torch.Tensor]:
                 own = {"exp_avg": m[name].clone(), "exp_avg_sq": v[name].clone()}
                 adam.state[param] = {"step": step} | own
             for i in range(t.interval):
-                ids = run.batches(worker, r * t.interval + i)
+                ids = batch_of(run.batches, t.n_workers, worker, r * t.interval + i)
                 kept |= used(run, blueprint, r, worker, i)
                 logits = model(input_ids=ids).logits[:, :-1]
                 model.zero_grad()

@@ -1,4 +1,4 @@
-"""Batches as a pure function of seed and step, and the ledger that trains each sequence once.
+"""Batches as a pure function of seed and place, and the ledger that trains each sequence once.
 
 The data is an endless stream of shuffled sequences, counted from 0. A slot is one batch: the places
 of `batch` sequences in that stream. A round of n live workers and I steps takes I * n slots; step j
@@ -24,15 +24,10 @@ from .token_file import TokenFile
 
 @dataclass(frozen=True)
 class Batches:
-    """`batch(worker, step)`: every sequence once per epoch, disjoint between workers, no state.
-
-    Place p = (step * S + worker) * batch + i of one random permutation of all sequences after
-    another. Rounds draw from the same stream by slots, because workers come and go (`Leases`).
-    """
+    """The stream by its places: one random permutation of all sequences after another, no state."""
 
     file: TokenFile
     seq_len: int
-    n_workers: int
     batch: int
     seed: int
     teacher_cache: TeacherCache | None = None  # of a teacher, where they come with the tokens
@@ -42,15 +37,6 @@ class Batches:
         n = self.n_sequences
         spots = [divmod(place, n) for place in places]
         return np.array([_permutation(self.seed, epoch, n)[spot] for epoch, spot in spots])
-
-    def rows(self, worker: int, step: int) -> np.ndarray:
-        """Numbers of the sequences in this batch."""
-        first = (step * self.n_workers + worker) * self.batch
-        return self.rows_at(range(first, first + self.batch))
-
-    def __call__(self, worker: int, step: int) -> Tensor:
-        """Token ids, int64 [batch, seq_len]."""
-        return self.file.sequences(self.rows(worker, step), self.seq_len)
 
     def read(self, slots: Sequence[Slot]) -> tuple[np.ndarray, tuple[int, ...]]:
         """Ids [n_slots, batch, seq_len], and the places whose sequences hold an illegal one."""
@@ -71,10 +57,6 @@ class Batches:
         """A teacher's packed predictions for that batch: uint8 [batch, seq_len - 1, bytes]."""
         cache = self.teacher_cache
         return None if cache is None else cache.sequences(self.rows_at(slot))
-
-    def n_rounds(self, epochs: float, interval: int) -> int:
-        """Whole rounds in that many epochs: rounds of S * batch * interval sequences."""
-        return int(epochs * self.n_sequences // (self.n_workers * self.batch * interval))
 
     @property
     def n_sequences(self) -> int:

@@ -65,7 +65,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     for file in (train, valid):
         file.check(cfg.data.seq_len, huggingface.vocab_size(cut.template), tokenizer)
     t = cfg.train
-    batches = Batches(train, cfg.data.seq_len, t.n_workers, t.batch, cfg.run.seed)
+    batches = Batches(train, cfg.data.seq_len, t.batch, cfg.run.seed)
     n_rounds = _n_rounds(cfg, batches, saved)
     progress = beginning(cut.block_map)
     frozen, named, cache = teacher.load(cfg, cut, train, saved is not None)
@@ -142,7 +142,8 @@ def _open_data(cfg: Config, cluster: Cluster) -> tuple[TokenFile, TokenFile]:
 
 def _n_rounds(cfg: Config, batches: Batches, saved: Checkpoint | None) -> int:
     t = cfg.train
-    n_rounds = t.rounds or batches.n_rounds(t.epochs, t.interval)
+    in_round = t.n_workers * t.batch * t.interval  # sequences
+    n_rounds = t.rounds or int(t.epochs * batches.n_sequences // in_round)
     if n_rounds < 1:
         raise ValueError(
             f"train.rounds = {t.rounds} and train.epochs = {t.epochs} make no round: one round is "

@@ -105,7 +105,8 @@ def measure_worker(
 
     round_ms = 1e3 * statistics.median(_times(one_round, device, 4)[1:]) / t.n_workers
     trainer = next(iter(run.trainers.made.values()))
-    ids = run.batches(0, 0).to(device)
+    rows = run.batches.rows_at(range(t.batch))
+    ids = run.batches.file.sequences(rows, cfg.data.seq_len).to(device)
     ms = _step_ms(lambda: trainer.step(ids, t.lr), device, n_steps)
     where = run.cut.full.narrowed(block_map, widths_of_ratio(block_map, ratio))
     n_tokens = t.batch * cfg.data.seq_len
@@ -134,7 +135,7 @@ def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
     tokens = np.random.default_rng(cfg.run.seed).integers(0, vocab, SEQUENCES * seq_len)
     meta = TokenMeta(len(tokens), 1, vocab, vocab - 1, "uint32", "", None)
     file = TokenFile("random", meta, tokens)
-    batches = Batches(file, seq_len, t.n_workers, t.batch, cfg.run.seed)
+    batches = Batches(file, seq_len, t.batch, cfg.run.seed)
     cut = cut_model(template, cfg.blocks, cluster.device, torch.float32)
     carry, outer = t.moments == "carry", t.nesterov() is not None
     central = create(cut.segments, huggingface.state(template), carry=carry, outer=outer)
