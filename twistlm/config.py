@@ -16,7 +16,7 @@ from .presets import build, overridden, preset_names, read_table  # noqa: F401 (
 Kind = Literal["attn", "ffn"]
 Setting = Literal["attn", "ffn", "both"]
 Method = Literal["twist", "dense", "dropout"]
-Wire = Literal["fp32", "bf16", "int8"]
+Wire = Literal["fp32", "bf16", "int8", "int4"]
 ActivationScale = Literal["sqrt", "none", "inverse", "measured"]
 
 MOST_SEQUENCES = 1 << 24  # of a round
@@ -188,8 +188,8 @@ class RunConfig:
     `sharded` (each owns a part of the central model)."""
     wire: Wire = "fp32"
     """What weights and moments travel as between processes: `fp32` is exact; `bf16`; with `int8`
-    weights go to workers in bf16, and changes and moments travel in 8 bits. `local` sends
-    nothing and rounds alike."""
+    weights go to workers in bf16, and changes and moments travel in 8 bits; with `int4` changes and
+    first moments in 4. `local` sends nothing and rounds alike."""
     seat: Literal["physical", "masked"] = "physical"
     """What `local` workers train: a smaller dense model, or the full one with masks."""
     device: str = "auto"

@@ -8,9 +8,9 @@ import torch
 
 from twistlm.transport import wire
 
-KINDS = ("fp32", "bf16", "int8")
+KINDS = ("fp32", "bf16", "int8", "int4")
 CODES = (*KINDS, "log8")
-SIZES = (0, 1, 256, 1000)
+SIZES = (0, 1, 256, 999)
 
 
 def values(n: int, seed: int = 0) -> torch.Tensor:
@@ -26,17 +26,17 @@ def reference(kind: str, x: np.ndarray) -> np.ndarray:
         bits = x.view("<u4").astype(np.uint64)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
         return bits.astype("<u4").view("<f4")
-    out = np.zeros_like(x)
-    for first in range(0, len(x), 256):
-        group = x[first : first + 256]
+    out, size = np.zeros_like(x), 64 if kind == "int4" else 256
+    for first in range(0, len(x), size):
+        group = x[first : first + size]
         if kind == "log8":  # 255 steps in 24 octaves below the largest
             top = float(np.abs(group).max()) or 1e-300
             y = np.maximum(group.astype(np.float64), top * 2.0**-24)
             steps = np.floor((np.log2(y / top) + 24) * 255 / 24 + 0.5)
             out[first : first + 256] = top * 2 ** (steps * 24 / 255 - 24)
             continue
-        scale = np.float32(np.abs(group).max() / np.float32(127))
-        out[first : first + 256] = np.rint(group / scale) * scale if scale else 0
+        scale = np.float32(np.abs(group).max() / np.float32(7 if kind == "int4" else 127))
+        out[first : first + size] = np.rint(group / scale) * scale if scale else 0
     return out
 
 
@@ -65,10 +65,11 @@ def test_a_logarithm_in_8_bits_keeps_what_is_small(n):
 
 
 def test_bytes_by_hand():
-    assert [wire.n_bytes(kind, 1000) for kind in KINDS] == [4000, 2000, 1016]  # 4 scales
-    assert [wire.n_bytes(kind, 3) for kind in KINDS] == [16, 8, 8]  # whole multiples of 8
+    assert [wire.n_bytes(kind, 1000) for kind in KINDS] == [4000, 2000, 1016, 568]  # 4, 16 scales
+    assert [wire.n_bytes(kind, 3) for kind in KINDS] == [16, 8, 8, 8]  # whole multiples of 8
     assert wire.n_bytes("fp32", 10, torch.float64) == 80
     assert wire.down_bytes("int8", (3, 1000)) == 2000 + 1016 + 1016
+    assert wire.up_bytes("int4", (3, 1000)) == 568 + 568 + 1016
 
 
 def test_zeros_stay_zero_what_is_not_finite_stays_seen_and_another_size_is_refused():
@@ -114,12 +115,12 @@ def test_a_buffer_goes_down_and_comes_back(kind, rows):
     assert np.array_equal(back[0].numpy(), sent[0].numpy() + change)
     for mine, of in ((got, sent), (back, trained)) if rows == 3 else ():
         m, v = of[1].numpy(), of[2].numpy()
-        if kind == "int8":  # m in steps of the largest share of sqrt(v) in its group
+        if kind.startswith("int"):  # m in steps of the largest share of sqrt(v) in its group
             root = np.sqrt(reference("log8", v))
             m, v = reference(kind, m / root) * root, reference("log8", v)
         else:
             m, v = reference(kind, m), reference(kind, v)
-        close = 1e-5 if kind == "int8" else 0
+        close = 1e-5 if kind.startswith("int") else 0
         np.testing.assert_allclose(mine[1], m, rtol=close)
         np.testing.assert_allclose(mine[2], v, rtol=close)
 
@@ -128,17 +129,17 @@ def test_a_buffer_goes_down_and_comes_back(kind, rows):
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.chaos)]
 )
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-@pytest.mark.parametrize("n", [1024, 100_003])
-def test_fused_kernels_write_the_same_bytes(backend, n, monkeypatch):
+@pytest.mark.parametrize(("kind", "n"), [("int8", 1024), ("int8", 100_003), ("int4", 100_003)])
+def test_fused_kernels_write_the_same_bytes(backend, kind, n, monkeypatch):
     """A GPU's path, compiled for the CPU; whole groups, and a last one that is not full."""
     m, v = values(n, 1), values(n, 2).square()
     sent = torch.stack([values(n), m, v])
     trained = sent + 1e-3 * sent.roll(1, dims=1).abs()
 
     def both_ways():
-        down, up = wire.down("int8", sent), wire.up("int8", trained, sent[0])
+        down, up = wire.down(kind, sent), wire.up(kind, trained, sent[0])
         shape = (3, n)
-        back = wire.read_down("int8", down, shape), wire.read_up("int8", up, shape, sent[0])
+        back = wire.read_down(kind, down, shape), wire.read_up(kind, up, shape, sent[0])
         return down, up, *back
 
     torch._dynamo.reset()  # each size is compiled for itself, not for any size after the first

@@ -1,13 +1,13 @@
 """What travels: values or changes of a subnet's buffer as bytes.
 
-With `fp32` everything travels as it is, so one process and many give the same bits. With `bf16` and
-`int8`:
+With `fp32` everything travels as it is, so one process and many give the same bits. With `bf16`,
+`int8` and `int4`:
 
     weights   down  in bf16; the centre keeps its own and adds changes to them: nothing is lost
               up    the change since they came down, in the kind
     v         both  values in bf16, or in 8 bits of its logarithm: the error is relative, so a small
                     v neither vanishes nor turns negative
-    m         both  values in bf16, or 8 bits of m / sqrt(v), which is what Adam multiplies its rate
+    m         both  values in bf16, or 8 or 4 bits of m / sqrt(v), which Adam multiplies its rate
                     with: those shares are alike in neurons with gradients of very different sizes
 """
 
@@ -24,19 +24,24 @@ from torch import Tensor
 
 from ..config import Wire
 
-Code = Literal[Wire, "share8", "log8"]  # share8 is the int8 of m / sqrt(v)
+Code = Literal[Wire, "share8", "share4", "log8"]  # share8 is the int8 of m / sqrt(v)
 Shape = tuple[int, ...]  # [rows, n] of a subnet's buffer
 # the codes of weights, m and v
 DOWN: dict[Wire, tuple[Code, ...]] = {
     "fp32": ("fp32", "fp32", "fp32"),
     "bf16": ("bf16", "bf16", "bf16"),
     "int8": ("bf16", "share8", "log8"),
+    "int4": ("bf16", "share4", "log8"),
 }
-UP: dict[Wire, tuple[Code, ...]] = DOWN | {"int8": ("int8", "share8", "log8")}
-GROUP = 256  # values of 8 bits that share a float32 scale
+UP: dict[Wire, tuple[Code, ...]] = DOWN | {
+    "int8": ("int8", "share8", "log8"),
+    "int4": ("int4", "share4", "log8"),
+}
+GROUPS = {8: 256, 4: 64}  # bits -> values that share a float32 scale
 # below a group's largest value that log8 can tell; what is smaller, or 0, is raised to the last
 OCTAVES = 24
 STEPS = 255  # of log8 in these octaves: an error of at most 3.4%
+SHARES = ("share8", "share4")
 ALIGN = 8  # bytes: so that payloads laid end to end can be read in place
 FLOAT32 = torch.float32
 
@@ -46,7 +51,7 @@ def n_bytes(kind: Code, n: int, dtype: torch.dtype = FLOAT32) -> int:
     if kind == "fp32":
         exact = n * dtype.itemsize
     else:
-        exact = 2 * n if kind == "bf16" else n + 4 * _n_groups(n)
+        exact = 2 * n if kind == "bf16" else -(-n * _bits(kind) // 8) + 4 * _n_groups(kind, n)
     return -(-exact // ALIGN) * ALIGN
 
 
@@ -60,8 +65,9 @@ def encode(kind: Code, tensor: Tensor) -> Tensor:
     elif kind == "bf16":
         parts = [_bytes(flat.to(torch.bfloat16))]
     else:
-        scales, steps = _fused(_eight_bits, flat.is_cuda)(kind, _groups(flat.float()))
-        parts = [_bytes(scales), _bytes(steps)[: flat.numel()]]
+        groups = _groups(flat.float(), GROUPS[_bits(kind)])
+        scales, steps = _fused(_few_bits, flat.is_cuda)(kind, groups)
+        parts = [_bytes(scales), _bytes(steps)[: -(-flat.numel() * _bits(kind) // 8)]]
     gap = n_bytes(kind, flat.numel(), tensor.dtype) - sum(part.numel() for part in parts)
     if gap:
         parts.append(torch.zeros(gap, dtype=torch.uint8, device=flat.device))
@@ -80,8 +86,9 @@ def decode(kind: Code, payload: Tensor, shape: Shape, dtype: torch.dtype = FLOAT
         return payload[: n * dtype.itemsize].view(dtype).view(shape)
     if kind == "bf16":
         return payload[: 2 * n].view(torch.bfloat16).to(dtype).view(shape)
-    first = 4 * _n_groups(n)
-    scales, steps = payload[:first].view(FLOAT32), _groups(payload[first:][:n])
+    first, bits = 4 * _n_groups(kind, n), _bits(kind)
+    steps = _groups(payload[first:][: -(-n * bits // 8)], GROUPS[bits] * bits // 8)
+    scales = payload[:first].view(FLOAT32)
     values = _fused(_values, payload.is_cuda)(kind, scales[:, None], steps)
     return values.view(-1)[:n].to(dtype).view(shape)
 
@@ -131,10 +138,12 @@ def _sizes(kinds: tuple[Code, ...], shape: Shape, dtype: torch.dtype) -> list[in
 
 def _write(kinds: tuple[Code, ...], rows: list[Tensor]) -> Tensor:
     """Rows end to end; m is divided by the root of v as the other side will read it."""
-    parts = [encode(kind, row) for kind, row in zip(kinds, rows, strict=False) if kind != "share8"]
-    if "share8" in kinds and len(rows) > 1:
+    parts = [
+        encode(kind, row) for kind, row in zip(kinds, rows, strict=False) if kind not in SHARES
+    ]
+    if kinds[1] in SHARES and len(rows) > 1:
         v = decode(kinds[2], parts[-1], rows[2].shape, rows[2].dtype)
-        parts.insert(1, encode("share8", _fused(_shares, v.is_cuda)(rows[1], v)))
+        parts.insert(1, encode(kinds[1], _fused(_shares, v.is_cuda)(rows[1], v)))
     return torch.cat(parts)
 
 
@@ -148,7 +157,7 @@ def _read(kinds: tuple[Code, ...], payload: Tensor, shape: Shape, dtype: torch.d
         return decode(kinds[0], payload, shape, dtype)
     parts = zip(kinds, payload.split(sizes), strict=False)
     rows = [decode(kind, part, shape[1:], dtype) for kind, part in parts]
-    if "share8" in kinds:
+    if kinds[1] in SHARES:
         rows[1] = _fused(_undo_shares, payload.is_cuda)(rows[1], rows[2])
     return torch.stack(rows)
 
@@ -166,22 +175,25 @@ def _root(v: Tensor) -> Tensor:
     return v.sqrt().clamp_min(torch.finfo(FLOAT32).tiny)
 
 
-def _groups(flat: Tensor) -> Tensor:
-    """[n_groups, GROUP], the last one filled up with zeros; not copied if it is full."""
-    rest = _n_groups(flat.numel()) * GROUP - flat.numel()
-    return (torch.nn.functional.pad(flat, (0, rest)) if rest else flat).view(-1, GROUP)
+def _groups(flat: Tensor, size: int) -> Tensor:
+    """[n_groups, size], the last one filled up with zeros; not copied if it is full."""
+    rest = -flat.numel() % size
+    return (torch.nn.functional.pad(flat, (0, rest)) if rest else flat).view(-1, size)
 
 
-def _eight_bits(kind: Code, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 scale per group, and a byte per value; written for few passes over memory.
+def _few_bits(kind: Code, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 scale per group, and its bytes: one per value, or one per two; in few passes.
 
     A NaN or Inf makes its scale NaN or Inf, and so the whole group when it is read: it stays seen.
     """
     largest = torch.linalg.vector_norm(groups, math.inf, dim=1, keepdim=True)
     if kind != "log8":
-        scales = largest / 127
-        steps = groups / scales.clamp_min(torch.finfo(FLOAT32).tiny)
-        return scales, steps.round_().to(torch.int8)
+        scales = largest / (127 if _bits(kind) == 8 else 7)
+        steps = (groups / scales.clamp_min(torch.finfo(FLOAT32).tiny)).round_()
+        if _bits(kind) == 8:
+            return scales, steps.to(torch.int8)
+        steps = (steps + 8).to(torch.uint8)  # 1..15
+        return scales, steps[:, ::2] | steps[:, 1::2] << 4
     # 0..255 are the last of the octaves to the largest value, and half a step more rounds
     highest = (OCTAVES - largest.log2()) * (STEPS / OCTAVES) + 0.5
     steps = groups.log2().mul_(STEPS / OCTAVES).add_(highest)
@@ -189,7 +201,10 @@ def _eight_bits(kind: Code, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _values(kind: Code, scales: Tensor, steps: Tensor) -> Tensor:
-    """float32 [n_groups, GROUP] of as many bytes and the scales [n_groups, 1]."""
+    """float32 [n_groups, values of one] of its bytes and the scales [n_groups, 1]."""
+    if _bits(kind) == 4:
+        pairs = torch.stack((steps & 15, steps >> 4), dim=-1)
+        return (pairs.flatten(1).to(FLOAT32) - 8) * scales
     if kind != "log8":
         return steps.view(torch.int8) * scales
     return steps.to(FLOAT32).mul_(OCTAVES / STEPS).sub_(OCTAVES).exp2_().mul_(scales)
@@ -201,8 +216,12 @@ def _fused(function: Callable, is_cuda: bool) -> Callable:
     return torch.compile(function) if is_cuda and find_spec("triton") else function
 
 
-def _n_groups(n: int) -> int:
-    return -(-n // GROUP)
+def _bits(kind: Code) -> int:
+    return 4 if kind in ("int4", "share4") else 8
+
+
+def _n_groups(kind: Code, n: int) -> int:
+    return -(-n // GROUPS[_bits(kind)])
 
 
 def _bytes(tensor: Tensor) -> Tensor:
