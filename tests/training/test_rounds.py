@@ -22,6 +22,7 @@ from twistlm.system import files
 from twistlm.tickets.parent import open_parent
 from twistlm.training import aggregator, rounds, startup
 from twistlm.training.aggregator import Result, Stats
+from twistlm.training.assignments import Outcome, Traffic
 from twistlm.training.engines.local import Local
 from twistlm.training.metrics import Metrics
 from twistlm.training.run import Run, beginning
@@ -107,6 +108,9 @@ def test_the_schedule_follows_the_data(tokens, tmp_path):
     assert calm == list(range(run.n_rounds))
     half = replace(progress, round=run.n_rounds, leases=stream.Leases(18 * (run.n_rounds // 2)))
     assert run.at(half) == run.n_rounds // 2
+    little = replace(half, round=1, leases=stream.Leases(6))  # a third of the first round
+    row = rounds._row(run, Outcome(STATS, Traffic(0, 0, 0), little), 1.0)
+    assert row["lr"] == run.cfg.train.lr
 
 
 def test_nesterov_equals_torch_sgd():

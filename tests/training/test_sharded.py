@@ -73,6 +73,9 @@ def by_formula(rows: list[dict]) -> None:
         assert row["bytes_wire"] == pytest.approx(expected, rel=0.1)
 
 
+NARROW = {"bf16": 0.51, "int8": 0.27, "int4": 0.2}  # at most this share of fp32's bytes up
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, str]:
     """The same four rounds in this process and on three ranks, by every wire and size of tiles."""
@@ -80,10 +83,11 @@ def runs(tmp_path_factory) -> tuple[Path, str]:
     tokens = make_tokens(folder / "tokens")
     few = {"eval_every": -1, "save_every": 0}
     jobs = [{"table": sharded_table(tokens, folder / "one tile", run=few)}]
-    for name, own in (("sharded", {}), ("bf16", {"wire": "bf16"}), ("int8", {"wire": "int8"})):
+    narrow = [(wire, {"wire": wire}) for wire in NARROW]
+    for name, own in (("sharded", {}), *narrow):
         jobs += [{"table": sharded_table(tokens, folder / name, run=own), "piece": PIECE}]
     started = ranks.train_all(3, folder, jobs)
-    for name, own in (("local", {}), ("bf16", {"wire": "bf16"}), ("int8", {"wire": "int8"})):
+    for name, own in (("local", {}), *narrow):
         out = folder / (f"{name}-local" if own else name)
         rounds.train(tiny(tokens, out, train=TRAIN, blocks=BLOCKS, run=RUN | own), quiet=True)
     ranks.finish(started, folder)
@@ -119,9 +123,9 @@ def test_a_sharded_run_resumes_as_local_and_the_other_way_round(runs, tmp_path):
         same(*(at / "checkpoints/round-000004" for at in (folder / "local", tmp_path / name)))
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", NARROW)
 def test_a_narrow_wire_changes_little_and_local_rounds_alike(runs, wire):
-    """Bit for bit with bf16; groups of 8-bit values end with a tile, so these differ a little."""
+    """Bit for bit with bf16; groups of 8 or 4 bits end with a tile, so these differ a little."""
     folder, _ = runs
     ours, exact = metrics(folder / wire), metrics(folder / "local")
     assert ours[-1]["loss"] != exact[-1]["loss"]
@@ -131,7 +135,7 @@ def test_a_narrow_wire_changes_little_and_local_rounds_alike(runs, wire):
         assert mine["loss"] == pytest.approx(other["loss"], rel=0.003)
     for mine, reference in zip(ours, exact, strict=True):
         assert mine["loss"] == pytest.approx(reference["loss"], rel=0.01)
-        assert mine["bytes_up"] < {"bf16": 0.51, "int8": 0.27}[wire] * reference["bytes_up"]
+        assert mine["bytes_up"] < NARROW[wire] * reference["bytes_up"]
     by_formula(ours)
 
 

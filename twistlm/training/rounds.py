@@ -157,6 +157,7 @@ class RunRecorder:
 def _row(run: Run, outcome: Outcome, seconds: float) -> dict[str, Any]:
     """A round's line of metrics."""
     t, stats, done, device = run.cfg.train, outcome.stats, outcome.progress.round, run.cut.device
+    step = max(0, run.at(outcome.progress) * t.interval - 1)  # 0: the first results are lost
     began = time.perf_counter()
     loss = float(stats.loss_sum) / stats.n_steps  # the round's only wait for a GPU
     seconds += time.perf_counter() - began
@@ -169,7 +170,7 @@ def _row(run: Run, outcome: Outcome, seconds: float) -> dict[str, Any]:
         "round": done,
         "n_rounds": run.end(outcome.progress),
         "loss": loss,
-        "lr": learning_rate(t, run.at(outcome.progress) * t.interval - 1, run.total_steps),
+        "lr": learning_rate(t, step, run.total_steps),
         "n_steps": stats.n_steps,
         "n_tokens": stats.n_tokens,
         "seconds": seconds,
