@@ -60,6 +60,16 @@ def deal(run: Run, r: int = 0):
     )
 
 
+def test_outer_rate_one_without_momentum_is_the_mean(tokens, tmp_path):
+    """Bit for bit, weights and moments."""
+    plain, outer = (
+        rounds.train(tiny(tokens, tmp_path / name, train={"outer": name}), quiet=True)
+        for name in ("none", "nesterov(1, 0)")
+    )
+    for name in ("model.safetensors", "moments.safetensors"):
+        assert (plain / name).read_bytes() == (outer / name).read_bytes()
+
+
 def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path):
     """Worker 0 is lost: blocks that only it held stay as they are, bit for bit."""
     run = setup(tokens, tmp_path / "run", train={"outer": "nesterov(0.7, 0.6)"})
@@ -302,6 +312,16 @@ def test_learning_rate_schedule():
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[54] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tokens, tmp_path):
+    out = tmp_path / "run"
+    rounds.train(tiny(tokens, out, train={"rounds": 2}), quiet=True)
+    wild = tiny(tokens, out, train={"lr": 1e30, "clip": 0.0, "rounds": 8})
+    with pytest.raises(FloatingPointError, match=r"train\.lr"):
+        rounds.train(wild, resume=True, quiet=True)
+    kept = open_parent(out, "cpu").central.weights
+    assert torch.isfinite(kept).all()
 
 
 def test_common_blocks_by_rank_are_each_layers_own_most_important(tmp_path, tokens, monkeypatch):
