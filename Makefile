@@ -12,8 +12,6 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp
 	$(MAKE) --no-print-directory -j 2 lint pytest
 
-# two processes side by side: more threads in each would wait for one another
-pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(VENV)/test.stamp
 	$(RUN)/python -m pytest -n 2 --dist worksteal
 
