@@ -171,6 +171,7 @@ SCALES["gpu-60m"] = replace(  # the recipe's main ways three times as long
 WHOLE_FIRST = (12, 12, 12, 12, 12, 8, 6, 3)  # widths of masks, most of them whole
 HALVES = (6, 6, 6, 6, 4, 4, 3, 3)  # for workers that hold half
 NARROW = (6, 6, 6, 4, 4, 3, 3, 3)
+MIDDLE = (6, 6, 6, 6, 4, 3, 3, 3)
 MIXTURE = (12, 12, 12, 8, 6, 4, 3, 3)  # where one worker is whole; half ones use at most 6
 OURS, WHOLE_NAME, TWIN_NAME = "TwIST", "TwIST, whole first", "synchronous twin"
 DROPOUT_NAME = "dropout K=6"
@@ -220,7 +221,7 @@ HALF = ("blocks.deal=order", "blocks.k_attn=[6]", "blocks.k_ffn=[6]")
 ONE = "[12, 6, 6, 6]"
 MIXED = ("blocks.deal=order", "blocks.widths=worker", f"blocks.k_attn={ONE}", f"blocks.k_ffn={ONE}")
 SLOWER = (HALF_DECAY, BETA2[0.98])
-FEWER = (*HALF, *SLOWER, "blocks.nested=0.1")
+FEWER = (*HALF, HALF_DECAY, BETA2[0.99], "blocks.nested=0.05")
 # the masks of one whole and three half workers, for a gradient that they share: the whole one
 # takes widths above 6, and one of the half ones three quarters of its masks along the order
 TWIN_WIDTHS = (12, 12, 12, 8) * 2 + (6, 6, 6, 6, 6, 4, 3, 3) * 3
@@ -243,8 +244,8 @@ WAYS: dict[str, Way] = {
     OFTEN: ours(rates=(4, 3), share=4 / 15),
     **{f"{OFTEN}{name}": ours(*some, share=4 / 15) for name, some in DECAYS.items()},
     "TwIST, half workers": ours(*HALF, *SLOWER, rates=(4, 3), widths=HALVES),
-    HALF_NAME: ours(*FEWER, rates=(4, 3), widths=NARROW),
-    f"{HALF_NAME}, interval 4": ours(*FEWER, rates=(4, 3), share=4 / 15, widths=NARROW),
+    HALF_NAME: ours(*FEWER, rates=(4, 3), share=4 / 15, widths=NARROW),
+    f"{HALF_NAME}, more of 6": ours(*FEWER, rates=(4, 3), share=4 / 15, widths=MIDDLE),
     MIXED_NAME: ours(*MIXED, *SLOWER, rates=(4, 3), widths=MIXTURE),
     TWIN_NAME: Way(TWIN, (2, 3)),
     f"{TWIN_NAME}, one whole, the rest half": Way(TWIN, (2, 3), TWIN_KEYS, widths=TWIN_WIDTHS),
