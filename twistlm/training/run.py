@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from ..compute.loss import AnyTeacher
 from ..compute.perplexity import Evaluator
 from ..config import Config
@@ -124,3 +126,8 @@ class Run:
 def n_rows(cfg: Config) -> int:
     """Rows of the central buffer: the weights, and with carried moments Adam's m and v."""
     return len(ROWS) if cfg.train.moments == "carry" or cfg.train.method != "twist" else 1
+
+
+def dtype_of(cfg: Config) -> torch.dtype:
+    """Of the central model's weights and moments."""
+    return torch.float64 if cfg.train.precision == "float64" else torch.float32

@@ -33,7 +33,7 @@ from ..system.terminal import console
 from ..transport.ranks import Cluster
 from . import checkpoint, teacher
 from .checkpoint import Checkpoint
-from .run import Progress, Run, beginning, n_rows, share
+from .run import Progress, Run, beginning, dtype_of, n_rows, share
 
 # what may not change when a run goes on
 REFUSED = {"model", "data", "run.seed"}
@@ -112,9 +112,9 @@ def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutMode
     # it loads where tickets' classes are registered; `heal` trains it as one block
     if getattr(template.config, "is_heterogeneous", False) and cfg.blocks.n_ffn > 1:
         raise ValueError(f"model.weights = {cfg.model.weights!r}: {huggingface.IS_TICKET}")
-    exact = cfg.train.precision == "float64"
-    dtype = torch.float64 if exact else torch.float32
-    cut = cut_model(template.double() if exact else template, cfg.blocks, device, dtype)
+    dtype = dtype_of(cfg)
+    template = template.double() if dtype == torch.float64 else template
+    cut = cut_model(template, cfg.blocks, device, dtype)
     if cfg.train.method != "dense":
         generator.check(cut.block_map, cfg.blocks, cfg.train.n_workers, cfg.train.method)
     masks.check(cut.block_map, cfg.blocks, cfg.train.method)

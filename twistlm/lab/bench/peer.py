@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ... import config
-from ...config import BlocksConfig
+from ...config import BlocksConfig, Config
 from ...model import generator
 from ...model.blocks import BlockGroup, BlockMap, Blueprint, Partition
 from ...model.central import Central
@@ -69,17 +69,25 @@ def deal(job: Job, block_map: BlockMap, n_workers: int, r: int) -> list[Blueprin
     return generator.for_training(block_map, n_workers, blocks(job), seed=0, round=r)
 
 
+def as_config(job: Job) -> Config:
+    """A run that exchanges as much; no update is too large for its guard."""
+    train = {"n_workers": job["n_workers"], "lr": 1.0, "moments": "reset"}
+    variant = {"sharded": "sharded", "ray": "ray"}.get(job["engines"][0], "true")
+    run = {"device": "cpu", "wire": job["wire"], "variant": variant}
+    ray = {"address": job.get("address", ""), "open": True, "owners": job.get("owners", 1)}
+    return config.from_dict({"train": train, "run": run, "ray": ray})
+
+
 def torchrun(job: Job, cluster: Cluster) -> Exchange:
     """A round of torchrun's ranks without its local steps: all of them own, or rank 0 alone."""
     central, _ = make(job)
     segments = central.segments
-    n_owners = cluster.world_size if job["engines"] == ["sharded"] else 1
     held = central if cluster.is_central else None
-    shard = Shard(held, segments, cluster, 1, False, torch.float32, job["wire"], n_owners)
+    shard = Shard(held, segments, cluster, as_config(job))
 
     def exchange(r: int) -> None:
         sent = shard.send_down(deal(job, segments.block_map, len(cluster.ranks), r))
-        shard.send_up_(sent, sent, None)
+        shard.send_up_(sent, sent)
 
     return exchange
 
@@ -108,10 +116,7 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     from ...transport.ray_cluster import ray
 
     n_workers, kind = job["n_workers"], job["wire"]
-    table = {"ray": {"address": job["address"], "open": True, "owners": job["owners"]}}
-    table |= {"train": {"n_workers": n_workers, "lr": 1.0, "moments": "reset"}}  # none is too far
-    cfg = config.from_dict(table | {"run": {"device": "cpu", "wire": kind}})
-    central, _ = make(job)
+    cfg, (central, _) = as_config(job), make(job)
     segments = central.segments
     ray_cluster.enter(cfg, int(2e6 * job["megabytes"] * n_workers), 2 * central.buffer.nbytes)
 

@@ -27,7 +27,7 @@ from ...transport import protocol, wire
 from ...transport.protocol import Piece, RoundOrder, RunDescription, packed, unpacked
 from ...transport.ray_cluster import K_LABELS, MEMORY_LABEL, ray
 from .. import plan, teacher
-from ..run import Progress, n_rows
+from ..run import Progress, dtype_of, n_rows
 from ..worker import TrainerPool
 
 
@@ -49,14 +49,14 @@ class Actor:
         self.heard = time.monotonic()
 
 
-def settings(run: RunDescription) -> tuple[config.Config, torch.dtype]:
+def settings(run: RunDescription) -> config.Config:
     """The config of a run, once this process is known to have the same twistlm."""
     if run.version != version("twistlm"):
         raise ValueError(f"it has twistlm {version('twistlm')}, the run {run.version}")
     cfg = config.from_dict(run.config)
     if cfg.run.threads:
         torch.set_num_threads(cfg.run.threads)
-    return cfg, torch.float64 if cfg.train.precision == "float64" else torch.float32
+    return cfg
 
 
 class Worker(Actor):
@@ -68,7 +68,7 @@ class Worker(Actor):
         """Build the run's model, unless it is built already."""
         here = ray.get_runtime_context()
         if run != self.run:
-            self.cfg, dtype = settings(run)
+            self.cfg, dtype = (cfg := settings(run)), dtype_of(cfg)
             device = pick_device("cpu" if self.cfg.run.device == "cpu" else "auto")
             template = AutoModelForCausalLM.from_config(
                 AutoConfig.for_model(**run.model), dtype=dtype, trust_remote_code=False

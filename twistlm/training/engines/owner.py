@@ -29,7 +29,7 @@ from ...transport.protocol import Norms, Piece, RejectedResult, RunDescription, 
 from ...transport.ray_cluster import ray
 from ..aggregator import Result, aggregate_
 from ..checkpoint import write_tensors
-from ..run import Progress, n_rows
+from ..run import Progress, dtype_of, n_rows
 from .actor import Actor, settings
 
 
@@ -70,8 +70,8 @@ class Owner(Actor):
         if self.of != of:
             self.cfg, segments = self.segments(run)
             self.ranges, self.i, self.small = Ranges(segments, n), i, Ranges(segments, n).small(i)
-            self.dtype = torch.float64 if self.cfg.train.precision == "float64" else torch.float32
-            self.rows, self.outer = n_rows(self.cfg), self.cfg.train.nesterov()
+            self.dtype, self.rows = dtype_of(self.cfg), n_rows(self.cfg)
+            self.outer = self.cfg.train.nesterov()
             self.progress: Progress | None = None
             self.prepared: tuple[Progress, Tensor] | None = None
             self.copies: dict[int, Tensor] = {}  # round -> the predecessor's range
@@ -85,9 +85,9 @@ class Owner(Actor):
         return Standing(os.getpid(), machine, self.progress, prepared, tuple(self.copies))
 
     def segments(self, run: RunDescription) -> tuple[Config, Segments]:
-        cfg, dtype = settings(run)
+        cfg = settings(run)
         template = huggingface.on_meta(AutoConfig.for_model(**run.model))
-        return cfg, cut_model(template, cfg.blocks, torch.device("cpu"), dtype).segments
+        return cfg, cut_model(template, cfg.blocks, torch.device("cpu"), dtype_of(cfg)).segments
 
     def load(self, progress: Progress, state: Piece, first: int = 0) -> None:
         """Take over a range as it was after a round, or its values from the `first` on.
