@@ -73,9 +73,9 @@ class Faulty(Worker):
 class FaultyOwner(Owner):
     """An owner that suffers in a round: `owner` and `round`, `at` and what to `do`."""
 
-    def enter(self, run, i, n):
+    def enter(self, run, whole, i, n):
         self.out = Path(run.config["run"]["out"])
-        return super().enter(run, i, n)
+        return super().enter(run, whole, i, n)
 
     def suffer(self, at: str) -> None:
         path, r = self.out / "faults.json", self.progress.round

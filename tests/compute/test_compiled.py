@@ -82,6 +82,7 @@ def test_compiled_layers_have_their_gates(backend, tokens, tmp_path, monkeypatch
         assert found == pytest.approx(losses["false", False], rel=1e-9)
 
 
+@COMPILES
 def test_a_compile_cache_belongs_to_one_kind_of_cpu(monkeypatch):
     """torch 2.13 would run another machine's vector code; what a user set stays."""
     default = cache_dir_utils.default_cache_dir()

@@ -7,27 +7,35 @@ long. Our training and evaluation sequences are never padded or packed, so `is_c
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "causal"
 
 
-def _mask(*, kv_length: int, local_size: int | None = None, **kwargs: Any) -> Any:
-    """None for plain causal attention; a sliding window shorter than the text keeps its mask."""
-    if local_size is None or local_size >= kv_length:
-        return None
-    return sdpa_mask(kv_length=kv_length, local_size=local_size, **kwargs)
+@cache
+def _register() -> None:
+    """Tell transformers, once, of attention that has a mask for a sliding window alone."""
+    # here, for they import torch's compiler: seconds, also of a process that has no model
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
 
+    def mask(*, kv_length: int, local_size: int | None = None, **kwargs: Any) -> Any:
+        """None, unless the text is longer than the window."""
+        if local_size is None or local_size >= kv_length:
+            return None
+        return sdpa_mask(kv_length=kv_length, local_size=local_size, **kwargs)
 
-AttentionInterface.register(NAME, sdpa_attention_forward)
-AttentionMaskInterface.register(NAME, _mask)
+    AttentionInterface.register(NAME, sdpa_attention_forward)
+    AttentionMaskInterface.register(NAME, mask)
 
 
 def causal_(model: PreTrainedModel) -> None:
     """Let a model that runs on whole sequences alone skip the mask."""
     if model.config._attn_implementation == "sdpa":
+        _register()
         model.set_attn_implementation(NAME)

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..model.blocks import State
 from . import graphs
 from .loss import AnyTeacher, HeadGrads, Loss, chunked_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # (ids [batch, seq_len], share, teacher_topk=None, add=False) -> loss; the views then hold the
 # gradient of share * loss, or with `add` what they held before and that

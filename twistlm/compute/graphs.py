@@ -7,11 +7,13 @@ import platform
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 WARM_CALLS = 2  # before a graph is recorded: compilation, autotuning and library handles

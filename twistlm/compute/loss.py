@@ -14,17 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..data.teacher_cache import unpack
 from ..model import kernels
 from ..model.huggingface import vocab_size
 from ..model.kernels import LEAST
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # (model, ids [batch, seq_len], teacher=None, teacher_topk=None) -> mean loss
 Loss = Callable[..., Tensor]

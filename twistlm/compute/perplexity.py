@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..config import RunConfig
 from ..data.token_file import TokenFile
@@ -24,6 +23,9 @@ from ..model.subnet import Gates, Means, Rho, Subnet, add_means_, build, scales
 from ..system.device import autocast, to_device
 from .attention import causal_
 from .loss import Loss, loss_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

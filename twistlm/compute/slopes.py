@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..model.blocks import BlockMap
 from ..model.central import Central
 from ..model.masks import Order
 from ..model.subnet import build
 from .loss import next_token_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def mask_slopes(

@@ -7,14 +7,16 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..model.huggingface import n_positions, vocab_size
 from ..system.device import is_bf16, pick_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPT = 128  # tokens, or half of what the model can see
 STEPS = 16  # decoded tokens after it

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from .blocks import Blueprint, State
 from .families import family, sublayers
 from .huggingface import clone_structure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in configs
 T = TypeVar("T")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
-
-from transformers import PretrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import BlocksConfig, Setting
 from .blocks import KINDS, SETTINGS, BlockGroup, BlockMap, Kind, Partition, Shapes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 CUT = ("colwise", "rowwise")  # styles of a plan's projections into and out of blocks
 # what an attribute of an attention module counts: heads, their features, or query heads per kv head

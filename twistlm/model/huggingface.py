@@ -11,25 +11,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+import transformers  # its classes by name where they are used: each imports seconds of code
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 
 from ..config import ModelConfig
 from ..system import manifest
 from ..system.device import out_of_memory
 from .blocks import State
 from .source import check_source
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 MOST_LAYERS = 10_000
 LONGEST_ERROR = 400  # characters of a library's words in a sentence of ours
@@ -66,7 +63,7 @@ def refusing(what: str) -> Iterator[None]:
 def planned_config(cfg: ModelConfig) -> PretrainedConfig:
     """The architecture that the config describes, with no file and no network."""
     try:
-        config = AutoConfig.for_model(cfg.type)
+        config = transformers.AutoConfig.for_model(cfg.type)
     except ValueError:
         what = f"model.type = {cfg.type!r}"
         raise ValueError(f"{what}: transformers knows no such model type") from None
@@ -74,7 +71,7 @@ def planned_config(cfg: ModelConfig) -> PretrainedConfig:
         if not hasattr(config, key):
             raise ValueError(f"model.config.{key} = {value!r}: {cfg.type} has no such attribute")
     with refusing(f"model.config does not make a {cfg.type}"):
-        return AutoConfig.for_model(cfg.type, **cfg.config)
+        return transformers.AutoConfig.for_model(cfg.type, **cfg.config)
 
 
 def on_meta(
@@ -89,11 +86,19 @@ def on_meta(
     if not isinstance(n_layers, int) or not 0 <= n_layers <= legal:
         raise ValueError(f"{what}, and its config promises {n_layers} layers")
     with refusing(f"model.config does not make a {config.model_type}"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     n_params = sum(param.numel() for param in model.parameters())
     if n_params > most:
         raise ValueError(f"{what}, and its config promises {n_params:,} parameters")
     return model
+
+
+def from_table(table: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config that was sent as `to_dict()`, with weights that mean nothing."""
+    config = transformers.AutoConfig.for_model(**table)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, dtype=dtype, trust_remote_code=False
+    )
 
 
 def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
@@ -104,7 +109,7 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
         what = f"this machine has {room / 1e9:,.1f} GB of memory for a {cfg.type}"
         on_meta(config, room // 4, what=what)  # before the system kills the process
         torch.manual_seed(seed)
-        build = AutoModelForCausalLM.from_config
+        build = transformers.AutoModelForCausalLM.from_config
         model = build(config, dtype=torch.float32, trust_remote_code=False)
     else:
         model = pretrained(cfg.weights, "model.weights")
@@ -124,7 +129,8 @@ def pretrained(source: str, key: str = "", dtype: Any = torch.float32) -> PreTra
         check_source(source)
         if path.is_dir():
             _folder(path)
-        load: Any = AutoModelForCausalLM.from_pretrained  # its type knows of no loading info
+        # its type knows of no loading info
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
         model, info = load(
             str(path) if path.exists() else source,
             dtype=dtype,
@@ -147,7 +153,7 @@ def outline(source: str) -> PreTrainedModel:
     with refusing(f"{source} could not be loaded"):
         check_source(source)
         if not path.is_dir():
-            return on_meta(AutoConfig.from_pretrained(source, trust_remote_code=False))
+            return on_meta(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
         model = _folder(path)
         if getattr(model.config, "is_heterogeneous", False):
             raise ValueError(IS_TICKET)
@@ -161,7 +167,7 @@ def _folder(path: Path) -> PreTrainedModel:
         for name in manifest.read_json(index)["weight_map"].values():
             if name != Path(name).name:  # transformers would follow any path
                 raise ValueError(f"{index.name} names {name!r}, which is no file of its folder")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     n_bytes = sum(f.stat().st_size for f in path.iterdir() if f.suffix in WEIGHTS)
     # even one bit per parameter, and some bytes per layer, take room in a file
     return on_meta(config, 8 * n_bytes, n_bytes, f"{path} holds {n_bytes:,} bytes of weights")
@@ -188,7 +194,7 @@ def from_gguf(path: Path) -> PreTrainedModel:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with _gguf(path) as read:
-        config = AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             str(path.parent), gguf_file=path.name, trust_remote_code=False
         )
         entries = read(str(path)).tensors
@@ -267,7 +273,7 @@ def gguf_tokenizer(weights: str) -> Any:
     """The tokenizer inside a GGUF file, as transformers has it."""
     path = gguf_path(weights)
     with _gguf(path):
-        return AutoTokenizer.from_pretrained(
+        return transformers.AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, trust_remote_code=False
         )
 

@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..config import BlocksConfig
 from . import families, huggingface, kernels
 from .blocks import BlockMap, Blueprint, Shapes, State, Widths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MOST_GRAIN = 1024  # elements in a run
 

@@ -10,17 +10,19 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..system.device import to_device
 from . import huggingface
 from .blocks import BlockGroup, BlockMap, Blueprint, Partition, State, Widths
 from .families import refit_
 from .layout import Layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Gates = Literal["cut", "all", "none"]  # which layers of a subnet have one
 # group name -> |sum_b y_b|^2 / sum_b |y_b|^2, y_b what block b adds to the layer's output: 1 if

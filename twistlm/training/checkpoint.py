@@ -22,12 +22,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from .. import config
 from ..config import Config
@@ -43,6 +42,9 @@ from ..system.files import DRAFT, file_sha256, save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
 from .run import Progress, beginning, from_dict, to_dict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1

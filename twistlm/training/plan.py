@@ -25,10 +25,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
-from transformers import PreTrainedModel
 
 from ..compute.loss import ALIGN, CHUNK, SMALL
 from ..config import Config
@@ -41,6 +40,9 @@ from ..system.terminal import console
 from ..transport import wire
 from . import checkpoint
 from .run import n_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 RATIOS = ("10/12", "8/12", "6/12", "4/12", "3/12")
 # bytes beyond the count, in the middle of twelve steps of GPT-2 small to large on an H200

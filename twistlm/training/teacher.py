@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..compute import graphs
 from ..compute.attention import causal_
@@ -25,6 +24,9 @@ from ..model.tokenizer import covers, load_tokenizer, vocabulary_of
 from ..system.device import is_bf16, pick_device
 from ..system.terminal import progress
 from . import checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # logits made at a time for a cache: 64 MB, 1 GB in float32
 AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -156,8 +158,7 @@ def unpack(packed: Packed | None, cfg: Config, cut: CutModel) -> AnyTeacher | No
     if packed is None:
         t, vocab = cfg.train, huggingface.vocab_size(cut.template)
         return CachedTeacher(vocab, t.distil) if t.teacher == "cache" and t.distil else None
-    described, weights = AutoConfig.for_model(**packed[0]), load_tensors(packed[1])
-    model = AutoModelForCausalLM.from_config(described, dtype=cut.dtype, trust_remote_code=False)
+    model, weights = huggingface.from_table(packed[0], cut.dtype), load_tensors(packed[1])
     for name, param in model.named_parameters():
         param.data.copy_(weights[name])
     return _teacher(model, cfg, cut)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ... import config
 from ...compute.perplexity import Evaluator, Text
 from ...config import Wire
+from ...model import huggingface
 from ...model.blocks import KINDS, Blueprint
 from ...model.central import Central, SubnetBuffer
 from ...model.layout import cut_model
@@ -70,9 +70,7 @@ class Worker(Actor):
         if run != self.run:
             self.cfg, dtype = (cfg := settings(run)), dtype_of(cfg)
             device = pick_device("cpu" if self.cfg.run.device == "cpu" else "auto")
-            template = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(**run.model), dtype=dtype, trust_remote_code=False
-            ).eval()
+            template = huggingface.from_table(run.model, dtype).eval()
             cut = cut_model(template, self.cfg.blocks, device, dtype)
             labels = here.get_node_labels()
             self.widths = {k: int(labels[K_LABELS[k]]) for k in KINDS if K_LABELS[k] in labels}

@@ -16,13 +16,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from ...config import Config
-from ...model import huggingface
-from ...model.blocks import Blueprint
+from ...model.blocks import BlockMap, Blueprint
 from ...model.central import Central, gathered
-from ...model.layout import Layout, Segments, cut_model, holders
+from ...model.layout import Layout, cut_segments, holders
 from ...model.ranges import Ranges, Split, overlap, put_, take
 from ...transport import protocol, wire
 from ...transport.protocol import Norms, Piece, RejectedResult, RunDescription, packed, unpacked
@@ -31,6 +29,9 @@ from ..aggregator import Result, aggregate_
 from ..checkpoint import write_tensors
 from ..run import Progress, dtype_of, n_rows
 from .actor import Actor, settings
+
+# where the model's parameters and blocks lie: an owner has no model, nor the seconds of its imports
+Whole = tuple[Layout, BlockMap]
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,12 @@ class Owner(Actor):
 
     of: tuple = ()  # the run, i and n
 
-    def enter(self, run: RunDescription, i: int, n: int) -> Standing:
+    def enter(self, run: RunDescription, whole: Whole, i: int, n: int) -> Standing:
         """Where it stands; an owner in another run, or of another range, forgets that."""
         # not the model's config: what a checkpoint says of it has other words for the same shapes
         of = getattr(run, "config", run), getattr(run, "version", ""), i, n
         if self.of != of:
-            self.cfg, segments = self.segments(run)
+            self.cfg, segments = self.settings(run), cut_segments(*whole, torch.device("cpu"))
             self.ranges, self.i, self.small = Ranges(segments, n), i, Ranges(segments, n).small(i)
             self.dtype, self.rows = dtype_of(self.cfg), n_rows(self.cfg)
             self.outer = self.cfg.train.nesterov()
@@ -84,10 +85,8 @@ class Owner(Actor):
         machine = ray.get_runtime_context().get_node_id()
         return Standing(os.getpid(), machine, self.progress, prepared, tuple(self.copies))
 
-    def segments(self, run: RunDescription) -> tuple[Config, Segments]:
-        cfg = settings(run)
-        template = huggingface.on_meta(AutoConfig.for_model(**run.model))
-        return cfg, cut_model(template, cfg.blocks, torch.device("cpu"), dtype_of(cfg)).segments
+    def settings(self, run: RunDescription) -> Config:
+        return settings(run)
 
     def load(self, progress: Progress, state: Piece, first: int = 0) -> None:
         """Take over a range as it was after a round, or its values from the `first` on.

@@ -84,6 +84,7 @@ class Owners:
     def __init__(self, cfg: Config, ranges: Ranges, run: Any, name: str, pulse: Pulse, log: Events):
         self.cfg, self.ranges, self.n, self.events = cfg, ranges, ranges.n, log
         self.name, self.pulse, self._run, self.attempt = name, pulse, run, 0
+        self._whole = ray.put((ranges.segments.full, ranges.segments.block_map))
         groups = {"pulse": 1, "disk": 1, "pieces": cfg.train.n_workers}
         self._kind = ray.remote(concurrency_groups=groups)(owner.OWNER)
         self.at: list[str] = []  # the machine of each
@@ -109,7 +110,10 @@ class Owners:
         is_dead = self.pulse.silent(self.actors[i]) == math.inf  # else its machine may be at fault
         self.pulse.drop(self.actors[i])
         self.actors[i] = self._start(i, "" if is_dead else self.at[i])
-        return self.wait({self.actors[i].enter.remote(self._run, i, self.n): i})[i]
+        return self.wait({self._enter(i): i})[i]
+
+    def _enter(self, i: int) -> Any:
+        return self.actors[i].enter.remote(self._run, self._whole, i, self.n)
 
     def begin(self, central: Central, progress: Progress, resumes: bool) -> Progress:
         """Give everybody its range, unless owners of this run have a newer round: where it is."""
@@ -215,8 +219,7 @@ class Owners:
 
     def standings(self) -> dict[int, Standing]:
         """What owners have; those that do not say are left out."""
-        calls = {a.enter.remote(self._run, i, self.n): i for i, a in enumerate(self.actors)}
-        told = self._answers(calls)[0]
+        told = self._answers({self._enter(i): i for i in range(self.n)})[0]
         for i, each in told.items():  # those of an earlier driver are where it started them
             self.at[i] = each.machine
         return told
