@@ -75,11 +75,16 @@ class WorkerPool:
         self._kind = ray.remote(concurrency_groups={"pulse": 1})(actor.WORKER)
         self._hello = described, ray.put(pack(run.teacher))
 
-    def admit(self, r: int, longest: float) -> list[WorkerSlot]:
-        """Start who is missing, take in who is ready, replace who has been late for long."""
+    def start(self) -> None:
+        """Start who is missing."""
         for slot in self.slots:
             if slot.actor is None and time.monotonic() >= slot.again:
                 self._start(slot)
+
+    def admit(self, r: int, longest: float) -> list[WorkerSlot]:
+        """Start who is missing, take in who is ready, replace who has been late for long."""
+        self.start()
+        for slot in self.slots:
             if slot.entering is not None and is_there(slot.entering):
                 self._take_in(slot)
             if slot.asked is not None:
@@ -189,6 +194,7 @@ class Elastic(Engine):
         self.pool = WorkerPool(run, described, name, self.pulse, self.events)
         ranges = Ranges(run.cut.segments, cfg.ray.owners or len(ray_cluster.machines()))
         self.owners = Owners(cfg, ranges, described, name, self.pulse, self.events)
+        self.pool.start()  # a process takes seconds to import torch: all of them at once
         start = self.owners.begin(run.central, start, resumes)
         run.cut.template.to(torch.device("meta"))  # type: ignore[arg-type]
         super().__init__(replace(run, central=None, evaluator=None, teacher=None), start)
