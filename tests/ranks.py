@@ -15,7 +15,9 @@ from typing import Any
 from twistlm.system.signals import Ended
 
 SERVER = multiprocessing.get_context("forkserver")  # one for each pytest process
-SERVER.set_forkserver_preload(["twistlm.training.rounds", "twistlm.cli", "conftest", "checkpoints"])
+PRELOADED = ["twistlm.training.rounds", "twistlm.cli", "conftest", "checkpoints"]
+PRELOADED += ["transformers.models.gpt2.modeling_gpt2"]  # which the first model would import
+SERVER.set_forkserver_preload(PRELOADED)
 
 # 400 ports for each of pytest's processes, beyond those of Ray's workers (10002 to 19999)
 _SHARE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 30
