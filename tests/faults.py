@@ -46,7 +46,7 @@ class Faulty(Worker):
             time.sleep(4.0)
         return do
 
-    def train(self, order, *pieces):
+    def train(self, order, owners, *pieces):
         self.order, first = order, order.tokens.payload[:, :, 0].flatten().tolist()
         if self.suffer("receive") == "flip":  # as if a bit had changed on its way down
             payload = pieces[0].payload.copy()
@@ -54,7 +54,9 @@ class Faulty(Worker):
             pieces = [replace(pieces[0], payload=payload), *pieces[1:]]
         with (self.out / f"trained-{self.name}.jsonl").open("a") as file:
             file.write(json.dumps({"round": order.round, "ids": first}) + "\n")
-        said, *updates = super().train(order, *pieces)
+        return super().train(order, owners, *pieces)
+
+    def send(self, order, owners, updates):
         do, payload = self.suffer("send"), updates[0].payload
         floats = payload.view("<f4")
         if do == "nan":
@@ -67,7 +69,7 @@ class Faulty(Worker):
             updates[0] = packed(torch.from_numpy(payload))
         if do == "corrupt":
             payload[5] ^= 1
-        return said, *updates
+        return super().send(order, owners, updates)
 
 
 class FaultyOwner(Owner):

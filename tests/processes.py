@@ -253,14 +253,14 @@ def replay(
                 after = stream.fail(after, mine, place) if failed else stream.give_back(after, mine)
                 continue
             factors = scales(run.cut.block_map, run.cut.block_map.widths(blueprints[i]), t.scale)
-            part = SubnetBuffer(run.cut.segments, i, blueprints[i], run.central.buffer)
+            part = SubnetBuffer(run.cut.segments, blueprints[i], run.central.buffer)
             gates = gate_values(run.cut.block_map, blueprints[i], factors)[None]
             rows = [run.batches.rows_at(slot) for slot in mine]
             ids = torch.stack([run.batches.file.sequences(r, run.batches.seq_len) for r in rows])
             trainer = run.trainers.get(part.layout, "physical")
             result = trainer.train(part, gates, ids, None, run.at(progress), run.total_steps)
             there.append(blueprints[i])
-            results.append(replace(result, worker=len(results), buffer=result.buffer.clone()))
+            results.append(replace(result, buffer=result.buffer.clone()))
         held, share = holders(run.cut.segments, there), len(there) / t.n_workers
         aggregator.aggregate_(run.central, results, held, t.nesterov(), share)
         held = generator.counted(progress.held, there)

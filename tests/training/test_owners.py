@@ -73,13 +73,28 @@ def test_an_owner_killed_in_any_phase_costs_at_most_the_round(scene, tmp_path, p
 
 
 def test_an_owner_with_a_bug_is_not_a_ray_that_is_gone(scene, tmp_path):
-    """Its traceback is told, and the next process goes on from the owners' round."""
+    """Its traceback is told, also by way of a worker, and the next process goes on from the owners'
+    round."""
     here = scene(train=TRAIN | {"rounds": 3}, ray={"owners": 2})
-    here.suffers({"owner": 1, "round": 1, "at": "prepare", "do": "bug"})
-    with pytest.raises(RuntimeError, match=r"prepare\(\)(.|\n)*OSError: a bug of an owner"):
-        here.train()
-    assert here.events("giving up")[0]["why"].endswith("OSError: a bug of an owner")
+    phases = {"prepare": "prepare", "add": "check"}
+    here.suffers(
+        *({"owner": 1, "round": 1 + r, "at": at, "do": "bug"} for r, at in enumerate(phases))
+    )
+    for i, name in enumerate(phases.values()):
+        with pytest.raises(RuntimeError, match=rf"{name}\(\)(.|\n)*OSError: a bug of an owner"):
+            here.train(resume=i > 0)
+        assert here.events("giving up")[i]["why"].endswith("OSError: a bug of an owner")
     here.train(resume=True)
+    here.same_as_local(tmp_path / "local")
+
+
+@pytest.mark.chaos
+def test_workers_who_wait_for_a_frozen_owner_are_not_lost_with_it(scene, tmp_path):
+    here = scene(train=TRAIN | {"rounds": 3}, ray={"owners": 2, "floor": 4.0})
+    here.suffers({"owner": 1, "round": 1, "at": "add", "do": "SIGSTOP"})
+    here.train()
+    assert [row["worker"] for row in here.events("restored")] == ["owner 1"]
+    assert not [row for row in here.events("round") if row["lost"]]
     here.same_as_local(tmp_path / "local")
 
 

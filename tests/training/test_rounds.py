@@ -76,7 +76,7 @@ def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path):
     state, blueprints = run.central, deal(run)
     before, velocity = state.buffer.normal_().clone(), state.velocity.normal_().clone()
     results = [
-        Result(worker, cut_subnet(state, held) + 1, run.cut.segments.index(held), STATS)
+        Result(cut_subnet(state, held) + 1, run.cut.segments.index(held), STATS)
         for worker, held in enumerate(blueprints[1:])
     ]
     aggregator.aggregate_(state, results, holders(run.cut.segments, blueprints[1:]), (0.7, 0.6))
@@ -98,7 +98,7 @@ def test_a_round_with_two_of_three_results_goes_two_thirds_of_the_way(tokens, tm
     state, there = run.central, deal(run)[1:]
     before = state.buffer.normal_().double()
     parts = [state.buffer + torch.randn_like(state.buffer) for _ in there]
-    results = [Result(i, part, run.cut.segments.index(there[i])) for i, part in enumerate(parts)]
+    results = [Result(part, run.cut.segments.index(there[i])) for i, part in enumerate(parts)]
     aggregator.aggregate_(state, results, holders(run.cut.segments, there), outer, 2 / 3)
     moved = sum(part.double() - before for part in parts) / 3
     if outer is not None:  # from no momentum: lr * (1 + momentum) of the pseudo-gradient
@@ -282,7 +282,7 @@ def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wi
     """The rounded copy is what the model runs on: it must follow every new part."""
     run = setup(tokens, tmp_path / "run", train={"precision": "bf16"})
     run.central.buffer.normal_()
-    part = SubnetBuffer(run.cut.segments, 0, deal(run)[0], run.central.buffer)
+    part = SubnetBuffer(run.cut.segments, deal(run)[0], run.central.buffer)
     expected = cut_subnet(run.central, part.blueprint)
     if over_the_wire:
         part = replace(part, source=expected.clone())

@@ -99,7 +99,6 @@ class SubnetBuffer:
     """A worker's weights and moments on their way to its trainer."""
 
     segments: Segments
-    worker: int
     blueprint: Blueprint
     source: Tensor  # [rows, n_subnet] off a wire, or the central [rows, n_params]
 

@@ -32,7 +32,6 @@ class Stats:
 class Result:
     """What came back from one worker."""
 
-    worker: int
     buffer: Tensor  # [rows, n_subnet]
     index: Tensor  # its blocks' segments in the central buffer
     stats: Stats = Stats()

@@ -106,7 +106,7 @@ class LocalTrainer:
         if self.before is not None:  # the aggregator alone changes central weights
             self._write(self.before)
         stats = Stats(self.losses.clone(), n, ids.numel())
-        return Result(part.worker, self.buffer[: part.rows], part.index, stats)
+        return Result(self.buffer[: part.rows], part.index, stats)
 
     def load(self, part: SubnetBuffer, gates: Tensor, step: int) -> None:
         """Take a subnet's weights, and moments if they came; `step` is Adam's count so far."""

@@ -286,11 +286,14 @@ def detached(kind: Any, name: str, machine: str = "", **options: Any) -> Any:
     return kind.options(**options)
 
 
+Answer = tuple[Any, Literal["", "bug", "input", "gone"]]
+
+
 def is_there(ref: Any) -> bool:
     return bool(ray.wait([ref], timeout=0)[0])
 
 
-def answer(ref: Any) -> tuple[Any, Literal["", "bug", "input", "gone"]]:
+def answer(ref: Any) -> Answer:
     """What an actor's method returned, or an error: a bug of its own, an input that is lost, or an
     actor that is gone or silent."""
     try:

@@ -137,14 +137,15 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
         def __init__(self):
             self.segments = make(job)[0].segments
 
-        def turn(self, blueprint, *pieces):
+        def turn(self, blueprint, owners, attempt, worker, *pieces):
             segments = self.segments
             split = Ranges(segments, len(pieces)).split(segments.index(blueprint))
-            parts = []
+            checks = []
             for i, piece in enumerate(pieces):
                 sent = wire.read_down(kind, protocol.unpacked(piece), (1, split.size(i)))
-                parts.append(protocol.packed(wire.up(kind, sent, sent[0])))
-            return True, *parts
+                update = protocol.packed(wire.up(kind, sent, sent[0]))
+                checks.append(owners[i].check.remote(attempt, worker, update))
+            return ray.get(checks)
 
     owner.OWNER = EchoOwner
     settings = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
@@ -156,17 +157,12 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
 
     def exchange(r: int) -> None:
         there = deal(job, segments.block_map, n_workers, r)
-        asked, checks = {}, dict[Any, int]()
-        for i, (worker, pieces) in enumerate(zip(actors, keepers.cut(there), strict=True)):
-            turn = worker.turn.options(num_returns=1 + len(pieces))
-            done, *update = turn.remote(there[i], *pieces)
-            asked[done] = i, update
-        while asked:
-            (ref,), _ = ray.wait(list(asked))
-            i, update = asked.pop(ref)
-            checks |= dict.fromkeys(keepers.check(i, update), i)
-        said = ray.get(list(checks))
-        assert not [word for word in said if isinstance(word, str)], said
+        parts, checks = keepers.cut(there), []
+        for i, (worker, pieces) in enumerate(zip(actors, parts, strict=True)):
+            where = keepers.actors, keepers.attempt, i
+            checks.append(worker.turn.remote(there[i], *where, *pieces))
+        said = ray.get(checks)
+        assert not [word for told in said for word in told if isinstance(word, str)], said
         keepers.commit(list(range(n_workers)), Progress(round=r + 1), lambda: None)
 
     def count() -> list[int]:

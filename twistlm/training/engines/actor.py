@@ -25,7 +25,7 @@ from ...system.device import pick_device
 from ...system.provenance import version
 from ...transport import protocol, wire
 from ...transport.protocol import Piece, RoundOrder, RunDescription, packed, unpacked
-from ...transport.ray_cluster import K_LABELS, MEMORY_LABEL, ray
+from ...transport.ray_cluster import K_LABELS, MEMORY_LABEL, Answer, answer, ray
 from .. import plan, teacher
 from ..run import Progress, dtype_of, n_rows
 from ..worker import TrainerPool
@@ -82,9 +82,11 @@ class Worker(Actor):
         name = f"{socket.gethostname()}-{os.getpid()}"
         return protocol.WorkerInfo(name, here.get_node_id(), self.widths)
 
-    def train(self, order: RoundOrder, *pieces: Piece) -> tuple:
-        """A round's local steps: the sum of their losses, and a piece of the update for every
-        owner."""
+    def train(
+        self, order: RoundOrder, owners: list[Any], *pieces: Piece
+    ) -> tuple[float, list[Answer]]:
+        """A round's local steps: the sum of their losses, and what every owner says of its piece
+        of the update."""
         assert self.run is not None
         cut, kind = self.trainers.cut, self.cfg.run.wire
         try:
@@ -93,13 +95,20 @@ class Worker(Actor):
             topk = unpacked(order.teacher_topk) if order.teacher_topk else None
         except protocol.RejectedResult:
             raise ValueError("what it was sent did not arrive as it was") from None
-        part = SubnetBuffer(cut.segments, order.worker, order.blueprint, sent.to(cut.device))
+        part = SubnetBuffer(cut.segments, order.blueprint, sent.to(cut.device))
         trainer = self.trainers.get(part.layout, "physical")
         result = trainer.train(part, gates, ids, topk, order.at, self.run.total_steps)
         split, new = self._split(order.blueprint, len(pieces)), result.buffer.cpu()
         parts = ((split.get(new, i), split.get(sent[:1], i)[0]) for i in range(len(pieces)))
-        updates = (packed(wire.up(kind, *part)) for part in parts)
-        return float(result.stats.loss_sum), *updates
+        updates = [packed(wire.up(kind, *part)) for part in parts]
+        return float(result.stats.loss_sum), self.send(order, owners, updates)
+
+    def send(self, order: RoundOrder, owners: list[Any], updates: list[Piece]) -> list[Answer]:
+        """A piece of the update to every owner, and what it says of it."""
+        where, pairs = (order.attempt, order.worker), zip(owners, updates, strict=True)
+        calls = [owner.check.remote(*where, piece) for owner, piece in pairs]
+        ray.wait(calls, num_returns=len(calls))
+        return [answer(call) for call in calls]
 
     def _split(self, blueprint: Blueprint, n: int) -> Split:
         segments = self.trainers.cut.segments

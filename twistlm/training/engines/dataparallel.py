@@ -32,7 +32,7 @@ class DataParallel(Engine):
         own = self.trainer.buffer[: run.rows].clone() if run.central is None else run.central.buffer
         source = run.cluster.broadcast_(own)
         block_map = run.cut.block_map
-        part = SubnetBuffer(run.cut.segments, 0, block_map.full(), source)
+        part = SubnetBuffer(run.cut.segments, block_map.full(), source)
         gates = torch.ones(1, 1, sum(block_map.full_widths().values()))
         self.trainer.load(part, gates, progress.round * run.cfg.train.interval)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ...system.provenance import version
 from ...system.signals import TOO_FEW, Ended, stopped
 from ...transport import protocol, ray_cluster
 from ...transport.events import Events
-from ...transport.protocol import Norms, RoundOrder, WorkerInfo, packed
+from ...transport.protocol import RoundOrder, WorkerInfo, packed, reason_to_reject
 from ...transport.ray_cluster import answer, exceptions, is_there, ray, words
 from ..aggregator import Stats
 from ..assignments import Assignments, Outcome, assign, measured_rho, traffic
@@ -155,11 +154,8 @@ class Asked:
     """What one worker was asked for in a round, and what came of it."""
 
     slot: WorkerSlot
-    pieces: list[Any]  # references to its update, one for every owner
-    loss_sum: float = math.nan  # over its steps
-    norms: dict[int, Norms] = field(default_factory=dict)  # of the pieces that owners checked
     stats: Stats | None = None  # came in time and was accepted
-    seconds: float = 0.0  # until it was there
+    seconds: float = 0.0  # until all owners had it
     failed: bool = False  # it answered with an error, or its result was rejected
 
 
@@ -252,9 +248,9 @@ class Elastic(Engine):
             except Lost as error:
                 why = f"owners are lost: {error}"
             self.events.write("not committed", round=r, n_results=len(there), need=need, why=why)
-            self._drain(asked)
             if why or not there:
-                self.owners.mend()
+                self.owners.mend()  # first: who waits for a silent owner waits no more
+            self._drain(asked)
             if (waited := time.monotonic() - first) > run.cfg.ray.patience:
                 raise self._too_few(r, len(there), waited, why)
 
@@ -308,21 +304,19 @@ class Elastic(Engine):
                 time.sleep(0.02)
                 continue
             ref = getattr(team[0].actor, method).remote(*args, *self.owners.weights())
-            while not is_there(ref) and self.pulse.silent(team[0].actor) < self.deadline():
-                time.sleep(0.01)
-                with suppress(Lost):
+            with suppress(Lost):
+                while not is_there(ref) and self.pulse.silent(team[0].actor) < self.deadline():
+                    time.sleep(0.01)
                     self.owners.check_alive()
+                said, wrong = answer(ref)
+                if not wrong:
+                    return said
+                if wrong == "bug":
+                    raise said
+                if wrong == "gone":
+                    self.pool.lose(team[0], "lost", why=words(said))
                     continue
-                self.owners.mend()
-            said, wrong = answer(ref)
-            if not wrong:
-                return said
-            if wrong == "bug":
-                raise said
-            if wrong == "input":  # weights that did not come
-                self.owners.mend()
-            else:
-                self.pool.lose(team[0], "lost", why=words(said))
+            self.owners.mend()  # an owner is lost, or weights that it sent
 
     def evaluate(self, progress: Progress, advance: Callable[[], None]) -> tuple[dict, str]:
         return self._on_a_worker("evaluate", _in_memory(self.text), progress)
@@ -374,77 +368,54 @@ class Elastic(Engine):
         for i, (slot, pieces) in enumerate(zip(team, self.owners.cut(blueprints), strict=True)):
             tokens, topk = packed(work.tokens(i).to(torch.int32)), work.teacher_topk(i)
             beside = None if topk is None else packed(topk)
-            order = RoundOrder(r, work.at, i, blueprints[i], packed(work.gates(i)), tokens, beside)
-            train = slot.actor.train.options(num_returns=1 + len(pieces))
+            at = r, self.owners.attempt, work.at
+            order = RoundOrder(*at, i, blueprints[i], packed(work.gates(i)), tokens, beside)
             slot.round, slot.since = r, time.monotonic()
-            slot.asked, *update = train.remote(order, *pieces)
-            posted.append(Asked(slot, update))
+            slot.asked = slot.actor.train.remote(order, self.owners.actors, *pieces)
+            posted.append(Asked(slot))
         return posted
 
     def _collect(self, work: Assignments, asked: list[Asked], began: float) -> None:
-        """Wait for results until the deadline; owners check each while others are on their way."""
+        """Wait for results until the deadline."""
         limit, stop = self.deadline(), self.run.stop
         open_, left = {each.slot.asked: i for i, each in enumerate(asked)}, limit
-        checks: dict[Any, tuple[int, int]] = {}  # reference -> worker and owner
-        late: set[int] = set()
-        while (open_ or checks) and left > -limit and not stop.requested:
+        while open_ and left > 0 and not stop.requested:
             left = began + limit - time.monotonic()
-            awaited, patience = [*open_, *checks], min(max(left, 0.0), 0.2) if open_ else 0.2
-            n_awaited = 1 if left > 0 or not open_ else len(awaited)
-            for ref in ray.wait(awaited, num_returns=n_awaited, timeout=patience)[0]:
-                if ref in checks:
-                    self._checked(ref, *checks.pop(ref), work, asked)
-                    continue
+            n, seconds = (1, min(left, 0.2)) if left > 0 else (len(open_), 0.0)
+            for ref in ray.wait([*open_], num_returns=n, timeout=seconds)[0]:
                 i = open_.pop(ref)
                 asked[i].seconds = time.monotonic() - began
-                if self._came(ref, asked[i], work.round):
-                    told = self.owners.check(i, asked[i].pieces)
-                    checks |= {ref: (i, owner) for owner, ref in enumerate(told)}
-            if left <= 0:  # who came while others were checked is in
-                late |= set(open_.values())
-                open_.clear()
+                self._came(ref, asked[i], work.round, work.n_params(i))
             self.owners.check_alive()
-        for i in () if stop.requested else late | {i for i, _ in checks.values()}:
+        for i in () if stop.requested else open_.values():
             why = f"no result within {limit:.1f} s"
             name = asked[i].slot.name
             self.events.write("late", name, round=work.round, seconds=limit, why=why)
 
-    def _came(self, ref: Any, each: Asked, r: int) -> bool:
-        """Whether a worker has brought a result, for the owners to check."""
-        each.slot.asked = None
-        said, wrong = answer(ref)
-        if wrong == "bug":  # it lives
-            self.pool.strike(each.slot, r, words(said))
-            each.failed = True
-        elif wrong == "gone":
-            self.pool.lose(each.slot, "lost", round=r, why=words(said))
-        elif not wrong:  # else an owner's piece is lost
-            each.loss_sum = said
-        return not wrong
-
-    def _checked(self, ref: Any, i: int, owner: int, work: Assignments, asked: list[Asked]) -> None:
-        """An owner's word on its piece of a result; after the last one it is in, or refused."""
-        each, t, r = asked[i], self.run.cfg.train, work.round
-        said, wrong = answer(ref)
-        if wrong == "bug":
-            raise said
+    def _came(self, ref: Any, each: Asked, r: int, n_params: int) -> None:
+        """What a worker and the owners say of its result: it is in, refused, or lost."""
+        t, slot = self.run.cfg.train, each.slot
+        slot.asked, (said, wrong) = None, answer(ref)
         if wrong == "gone":
-            raise Lost({owner: type(said).__name__})
-        if wrong == "input":
-            why = f"its result is lost: {type(said.cause).__name__}"
-            return self.events.write("lost", each.slot.name, round=r, why=why)
-        if isinstance(said, Norms):
-            each.norms[owner] = said
-            if len(each.norms) < self.owners.n:
-                return
-            norms = [norms for _, norms in sorted(each.norms.items())]
-            said = protocol.reason_to_reject(t, norms, work.n_params(i), each.loss_sum)
-        if said is None:
-            n_tokens = t.interval * t.batch * self.run.batches.seq_len
-            each.stats, each.slot.fresh = Stats(each.loss_sum, t.interval, n_tokens), False
-        elif not each.failed:
+            return self.pool.lose(slot, "lost", round=r, why=words(said))
+        if wrong == "input":  # what an owner sent is lost
+            return None
+        loss_sum, told = (0.0, []) if wrong else said
+        for word, missing in told:
+            if missing == "bug":  # an owner's
+                raise word
+            if missing == "input":
+                lost = f"its result is lost: {type(word.cause).__name__}"
+                self.events.write("lost", slot.name, round=r, why=lost)
+            if missing:  # whether an owner is gone is seen from here, not by a worker
+                return None
+        norms = [word for word, _ in told]
+        reasons = [words(said)] if wrong else [word for word in norms if isinstance(word, str)]
+        if why := reasons[0] if reasons else reason_to_reject(t, norms, n_params, loss_sum):
             each.failed = True
-            self.pool.strike(each.slot, r, said)
+            return self.pool.strike(slot, r, why)
+        n_tokens = t.interval * t.batch * self.run.batches.seq_len
+        each.stats, slot.fresh = Stats(loss_sum, t.interval, n_tokens), False
 
     def _too_few(self, r: int, n: int, waited: float, why: str = "") -> Ended:
         cfg, room = self.run.cfg.ray, ray_cluster.room() + (f" ({why})" if why else "")

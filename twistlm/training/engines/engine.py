@@ -64,7 +64,7 @@ class Engine:
     def train(self, work: Assignments, worker: int, source: Tensor) -> Result:
         """A worker's local steps in this process; `source` is what its subnet is cut from."""
         run = self.run
-        part = SubnetBuffer(run.cut.segments, worker, work.blueprints[worker], source)
+        part = SubnetBuffer(run.cut.segments, work.blueprints[worker], source)
         trainer = run.trainers.get(part.layout, run.cluster.kinds[worker])
         gates, tokens, topk = work.gates(worker), work.tokens(worker), work.teacher_topk(worker)
         return trainer.train(part, gates, tokens, topk, work.at, run.total_steps)

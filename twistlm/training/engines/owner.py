@@ -143,10 +143,7 @@ class Owner(Actor):
         """(5) The mean over these workers beside the committed range, and a copy to be kept."""
         state = torch.empty_like(self.state) if self.spare is None else self.spare
         central, attempt = self._central(state.copy_(self.state)), self.attempt
-        results = [
-            Result(n, attempt.results[i], attempt.splits[i].inside(self.i))
-            for n, i in enumerate(there)
-        ]
+        results = [Result(attempt.results[i], attempt.splits[i].inside(self.i)) for i in there]
         held = holders(self.small, [attempt.blueprints[i] for i in there])
         share = len(there) / self.cfg.train.n_workers
         aggregate_(central, results, held, self.outer, share)
@@ -167,12 +164,10 @@ class Owner(Actor):
         self.attempt.results.clear()
         self.copies = {at: state for at, state in self.copies.items() if at == round}
 
-    def lend(self) -> tuple[Piece, ...] | Piece:
-        """What each owner needs of the committed range to write whole tensors."""
-        mine = self.ranges.whole.slices(self.i)
-        places = [overlap(mine, span)[0] for span in self.ranges.tensors]
-        lent = [packed(wire.encode("fp32", take(self.state, place))) for place in places]
-        return tuple(lent) if len(lent) > 1 else lent[0]
+    def lend(self, i: int) -> Piece:
+        """What owner i needs of the committed range to write whole tensors."""
+        place, _ = overlap(self.ranges.whole.slices(self.i), self.ranges.tensors[i])
+        return packed(wire.encode("fp32", take(self.state, place)))
 
     @ray.method(concurrency_group="disk")  # while rounds go on
     def write(self, draft: Path, *lent: Piece) -> dict[str, Any]:

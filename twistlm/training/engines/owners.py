@@ -151,11 +151,6 @@ class Owners:
     def weights(self) -> list[Any]:
         return [actor.give.remote("weights") for actor in self.actors]
 
-    def check(self, worker: int, pieces: list[Any]) -> list[Any]:
-        """References to what each owner says of its piece of a result."""
-        pairs = zip(self.actors, pieces, strict=True)
-        return [actor.check.remote(self.attempt, worker, piece) for actor, piece in pairs]
-
     def commit(self, there: list[int], progress: Progress, note: Callable[[], object]) -> None:
         """These workers' results into all ranges; until all of them are kept, into none.
 
@@ -265,12 +260,10 @@ class Owners:
 
     def snapshot(self) -> Callable[[Path], None]:
         """What writes the committed ranges of now into a folder."""
-        calls = [actor.lend.options(num_returns=self.n).remote() for actor in self.actors]
-        lent = [[refs] if self.n == 1 else refs for refs in calls]
+        lent = [[actor.lend.remote(i) for actor in self.actors] for i in range(self.n)]
 
         def write(draft: Path) -> None:
-            pairs = zip(self.actors, zip(*lent, strict=True), strict=True)
-            asked = {a.write.remote(draft, *pieces): i for i, (a, pieces) in enumerate(pairs)}
+            asked = {a.write.remote(draft, *lent[i]): i for i, a in enumerate(self.actors)}
             try:
                 for files in self.wait(asked).values():
                     for name, content in files.items():

@@ -126,11 +126,11 @@ class Shard:
 
         def unpack(i: int, came: list[Tensor]) -> None:
             central, results = self.centrals[i], []
-            for worker, (split, payload) in enumerate(zip(self.splits.values(), came, strict=True)):
+            for split, payload in zip(self.splits.values(), came, strict=True):
                 index, shape = split.inside(i), (self.rows, split.size(i))
                 went = central.weights if exact else gathered(central, index, 1)[0]
                 buffer = wire.read_up(self.wire, payload, shape, went)
-                results.append(Result(worker, buffer, index))
+                results.append(Result(buffer, index))
             aggregate_(central, results, self.holders, self.outer)
 
         self._exchange("up", self.splits, self.wire, self.rows, pack, unpack)
