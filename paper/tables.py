@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from twistlm.baselines import COMPARED, STRUCTURED
 from twistlm.lab.compare.table import by_size, number
 
-from . import printed
+from . import printed, scales
 from .scales import DENSE, DROPOUT, DROPOUT_NAME, OFTEN, OURS, SCALES, TWIN_NAME, TWIST, WAYS, N
 
 Points = list[dict[str, Any]]
@@ -331,7 +331,7 @@ def parents(points: Points) -> Shown:
 
 # ---------------------------------------------------------------- the recipe
 
-MAIN = (DENSE.label, DROPOUT_NAME, OURS, TWIN_NAME)
+MAIN = (DENSE.label, DROPOUT_NAME, OURS, TWIN_NAME, *scales.SMALL_WAYS)
 Ways = dict[str, dict[float, Points]]  # way -> rate -> a point per seed
 
 
@@ -357,10 +357,10 @@ def recipe(points: Points) -> Shown:
             yield Table(f"{name}-ablation", title, (f"{OURS} with", *columns), rows)
         if not i:
             curves = {way: _curve(some, "") for way, some in chosen.items() if way in MAIN}
-            # and nested tickets of ours, and of its variant with the best whole model
+            # and nested tickets of ours, of small workers, and of the variant with the best whole
             mine = [n for n in chosen if n.startswith(f"{OURS}, ") and not n.startswith(OFTEN)]
             mine.sort(key=lambda way: over_seeds(chosen[way])["whole"]["mean"])
-            for way in (way for way in (OURS, *mine[:1]) if way in chosen):
+            for way in {way: 0 for way in (OURS, *mine[:1], *scales.SMALL_WAYS) if way in chosen}:
                 curves[f"{way}, nested"] = _curve(chosen[way], "nested ")
             title = "Perplexity from the whole model down to a quarter of its blocks"
             yield Figure("recipe", title, curves)

@@ -44,8 +44,9 @@ def test_a_finished_point_is_read_and_not_measured_again(tmp_path: Path) -> None
 
 
 def test_a_number_names_its_command_and_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/x/twistlm/__main__.py", "train", "run.out=a b"])
-    assert describe_run()["command"] == "twistlm train 'run.out=a b'"
+    for program, said in {"bin/twistlm": "twistlm", "paper/__main__.py": "python -m paper"}.items():
+        monkeypatch.setattr(sys, "argv", [f"/x/{program}", "train", "run.out=a b"])
+        assert describe_run()["command"] == f"{said} train 'run.out=a b'"
 
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)

@@ -19,11 +19,12 @@ def describe_run() -> dict[str, Any]:
     packages = ("twistlm", "torch", "transformers", "tokenizers", "safetensors", "numpy")
     versions = {name: version(name) for name in packages}
     versions["python"] = platform.python_version()
-    program = Path(sys.argv[0]).stem
-    program = "twistlm" if program == "__main__" else program  # python -m twistlm
+    script = Path(sys.argv[0])
+    # of `python -m twistlm` it is twistlm/__main__.py
+    program = f"python -m {script.parent.name}" if script.stem == "__main__" else script.stem
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": shlex.join([program, *sys.argv[1:]]),
+        "command": f"{program} {shlex.join(sys.argv[1:])}",
         "git": git_hash(),
         "versions": versions,
         "device": gpu or f"{platform.machine()} cpu, {torch.get_num_threads()} threads",
