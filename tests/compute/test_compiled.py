@@ -68,6 +68,7 @@ def test_compiled_layers_have_their_gates(backend, tokens, tmp_path, monkeypatch
         compile_(self, **(options if backend == "inductor" else {"backend": backend}))
 
     monkeypatch.setattr(torch.nn.Module, "compile", counted)
+    monkeypatch.setattr(optimizer, "compiled", lambda f: torch.compile(f, backend=backend))
     for compile, again in (("false", False), ("true", False), ("true", True), ("false", True)):
         out = tmp_path / f"{compile}{again}"
         train = {"rounds": 2, "interval": 2, "compile": compile, "precision": "float64"}

@@ -72,6 +72,8 @@ def test_every_experiment_end_to_end_and_its_tables(shared, tmp_path, monkeypatc
     """All of `smoke`, from tokens to tables and figures; a second call measures nothing."""
     monkeypatch.setitem(SCALES, "smoke", FEW)
     monkeypatch.setattr("paper.lab.forget", lambda device: None)  # takes longer than they
+    monkeypatch.setattr("twistlm.tickets.ticket_scale.N_DRAWS", 1)
+    monkeypatch.setattr("twistlm.lab.bench.train.REPEATS", 1)
     # zeros and whole blocks: tests/baselines has all ways to prune
     monkeypatch.setattr("paper.experiments.COMPARED", ("sparsegpt", "block:mask-fisher"))
     folder, data = tmp_path / "lab", shared.overrides
