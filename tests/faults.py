@@ -94,9 +94,9 @@ class FaultyOwner(Owner):
         return super().cut(attempt, blueprints)
 
     @ray.method(concurrency_group="pieces")
-    def check(self, number, worker, piece):
+    def check(self, name, worker, piece):
         self.suffer("add")
-        return super().check(number, worker, piece)
+        return super().check(name, worker, piece)
 
     def prepare(self, there, progress):
         self.suffer("prepare")

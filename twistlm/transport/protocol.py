@@ -78,7 +78,7 @@ class RoundOrder:
     """What one worker trains in a round; weights come beside it, a piece from every owner."""
 
     round: int
-    attempt: int  # to carry it
+    attempt: str  # a name of this try
     at: int  # the round of the learning rate's schedule
     worker: int  # among those of the round
     blueprint: dict[str, tuple[int, ...]]  # block group -> the blocks of the subnet

@@ -53,7 +53,7 @@ class Standing:
 class Attempt:
     """One try of a round: a piece that comes after it has ended does no harm."""
 
-    number: int
+    name: str
     blueprints: list[Blueprint]
     splits: list[Split]  # [worker]
     results: dict[int, Tensor] = field(default_factory=dict)  # worker -> its checked piece
@@ -76,7 +76,7 @@ class Owner(Actor):
             self.progress: Progress | None = None
             self.prepared: tuple[Progress, Tensor] | None = None
             self.copies: dict[int, Tensor] = {}  # round -> the predecessor's range
-            self.attempt = Attempt(0, [], [])
+            self.attempt = Attempt("", [], [])
             # memory of the last round, for the next
             self.sums: Tensor | None = None
             self.spare: Tensor | None = None
@@ -109,7 +109,7 @@ class Owner(Actor):
     def _central(self, state: Tensor) -> Central:
         return Central(self.small, state, self.outer is not None, self.sums)
 
-    def cut(self, attempt: int, blueprints: list[Blueprint]) -> tuple[bool | Piece, ...]:
+    def cut(self, attempt: str, blueprints: list[Blueprint]) -> tuple[bool | Piece, ...]:
         """(3) A round begins: its part of every worker's subnet, after a word that it is done."""
         indices = map(self.ranges.segments.index, blueprints)
         self.attempt = Attempt(attempt, blueprints, list(map(self.ranges.split, indices)))
@@ -126,10 +126,10 @@ class Owner(Actor):
         return packed(wire.encode("fp32", state))
 
     @ray.method(concurrency_group="pieces")  # one that does not arrive holds up no other
-    def check(self, number: int, worker: int, piece: Piece) -> Norms | str:
+    def check(self, name: str, worker: int, piece: Piece) -> Norms | str:
         """Keep a worker's piece of this attempt and measure it, or say what is wrong with it."""
         attempt = self.attempt
-        if attempt.number != number:
+        if attempt.name != name:
             return "late"
         sent = gathered(self._central(self.state), attempt.splits[worker].inside(self.i), 1)[0]
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -83,7 +84,7 @@ class Owners:
 
     def __init__(self, cfg: Config, ranges: Ranges, run: Any, name: str, pulse: Pulse, log: Events):
         self.cfg, self.ranges, self.n, self.events = cfg, ranges, ranges.n, log
-        self.name, self.pulse, self._run, self.attempt = name, pulse, run, 0
+        self.name, self.pulse, self._run, self.attempt = name, pulse, run, ""
         self._whole = ray.put((ranges.segments.full, ranges.segments.block_map))
         groups = {"pulse": 1, "disk": 1, "pieces": cfg.train.n_workers}
         self._kind = ray.remote(concurrency_groups=groups)(owner.OWNER)
@@ -140,7 +141,8 @@ class Owners:
 
     def cut(self, blueprints: list[Blueprint]) -> list[tuple[Any, ...]]:
         """[worker][owner]: references to the parts of everybody's subnet."""
-        self.attempt += 1
+        # no number: workers of a driver that was killed may still bring what it asked for
+        self.attempt = secrets.token_hex(8)
         calls = [
             actor.cut.options(num_returns=1 + len(blueprints)).remote(self.attempt, blueprints)
             for actor in self.actors
