@@ -86,11 +86,12 @@ def test_lists_are_those_of_the_code():
 def test_the_first_table_is_that_of_the_points():
     """Means over three seeds from one start, with chosen scales; parameters by hand."""
     ways = {  # a row's name, and its way and rate in the points
-        "data parallel": ("data parallel", 5e-4),
+        "ordinary (data parallel)": ("data parallel", 5e-4),
         "structured dropout": ("dropout K=6", 5e-4),
-        "TwIST, 4 whole": ("TwIST, half the decay, beta2 0.98", 2e-3),
-        "TwIST, 1 whole 3 half": ("TwIST, one whole, the rest half", 2e-3),
-        "TwIST, 4 half": ("TwIST, half workers, few nested", 1.5e-3),
+        "TwIST, 4 whole workers": ("TwIST, half the decay, beta2 0.98", 2e-3),
+        "TwIST, 1 whole, 3 half": ("TwIST, one whole, the rest half", 2e-3),
+        "TwIST, 4 half workers": ("TwIST, half workers, few nested", 1.5e-3),
+        "TwIST's recipe, no workers": ("synchronous twin, one whole, the rest half", 1e-3),
     }
     measured = [
         ((c["way"], c["rate"], c["start"][:8]), point["result"])
@@ -98,11 +99,11 @@ def test_the_first_table_is_that_of_the_points():
         if (c := point["config"])
     ]
     readme, _, _ = PAGES[0].read_text().partition("`make demo` shows")
-    shown = re.findall(r"^\| ([\w, ]+) \| [\d;, ]+MB \| (.*) \|$", readme, re.MULTILINE)
+    shown = re.findall(r"^\| ([^|]+) \| [\d;, ]+MB \| (.*) \|$", readme, re.MULTILINE)
     assert [name for name, _ in shown] == list(ways)
     for name, cells in shown:
         found = [result for made, result in measured if made == (*ways[name], "1ec41b87")]
-        assert len(found) == 3
+        assert len(found) == (1 if "no workers" in name else 3)
         tests = [one["test"] for one in found]
         columns = [f"{found[0]['bytes'] / 1e9:.0f}", f"{mean(one['whole'] for one in tests):.1f}"]
         for k in "8643":
