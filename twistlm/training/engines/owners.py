@@ -124,13 +124,12 @@ class Owners:
                 return self.mend()
         while True:
             with suppress(Lost, Ended):  # whoever is lost by now had nothing that is not here
+                for i in set(range(self.n)) - set(self.standings()):
+                    self._replace(i)
                 for i in range(self.n):
                     self._load(i, central, progress)
                 return self.mend()
             time.sleep(self.pulse.every)
-            with suppress(Lost):
-                for i in set(range(self.n)) - set(self.standings()):
-                    self._replace(i)
 
     def _load(self, i: int, central: Central, progress: Progress) -> None:
         """A range in parts: pages of the store that this process writes count as its memory."""
@@ -244,9 +243,8 @@ class Owners:
                     self.wait({self.actors[i].load.remote(now, state): i})
                     self.events.write("restored", f"owner {i}", round=now.round, pid=found.pid)
                 without = [i for i in range(self.n) if i in lost or now.round not in told[i].copies]
-                for i in without if self.n > 1 else ():
-                    before = (i - 1) % self.n
-                    self._keep({before: self.actors[before].give.remote("range")}, now.round)
+                before = [(i - 1) % self.n for i in without if self.n > 1]
+                self._keep({i: self.actors[i].give.remote("range") for i in before}, now.round)
                 return now
             except Lost:
                 time.sleep(self.pulse.every)
