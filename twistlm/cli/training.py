@@ -146,7 +146,8 @@ def train(
     if not (resume or auto_resume) and start.startswith("runs/") and not Path(start).exists():
         raise ValueError(
             f"model.weights = {start!r}: there is no such run yet; make it with `twistlm train "
-            f"{preset} model.weights=random train.method=dense train.teacher=none run.out={start}`"
+            f"{preset} model.weights=random train.method=dense train.teacher=none train.lr=1e-3 "
+            f"run.out={start}`"
         )
     signals.end_with_launcher()  # also while the imports that follow take their time
     with signals.apart(NO_RAY) if cfg.run.variant == "ray" else nullcontext():
