@@ -54,10 +54,10 @@ def shrink(request: ShrinkRequest, overrides: list[str] = OVERRIDES) -> None:
     console.print(f"tickets: {', '.join(str(row.folder) for row in rows[2:])}")
 
 
-@command(app, "twistlm demo", "twistlm demo --out runs/tiny train.rounds=20 model.config.n_layer=2")
+@command(app, "twistlm demo", "twistlm demo -o runs/tiny train.rounds=20 model.config.n_layer=2")
 def demo(
     overrides: list[str] = OVERRIDES,
-    out: Path = option("Folder for everything the demo makes.", Path("runs/demo"), "--out"),
+    out: Path = option("Folder for everything the demo makes.", Path("runs/demo"), *OUT),
     n: int = option("Random subnets behind each number.", 20, "--n", least=2, most=10**6),
 ) -> None:
     """Train a small GPT-2 twice on text that ships with Python, and compare random subnets.
