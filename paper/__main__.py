@@ -1,7 +1,5 @@
 """`python -m paper`: the experiments of the paper, and tables of what they measured."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

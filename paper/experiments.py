@@ -1,7 +1,5 @@
 """The experiments of the paper: each a list of points, a point a config and its measurement."""
 
-from __future__ import annotations
-
 import math
 import random
 import shutil

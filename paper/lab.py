@@ -5,8 +5,6 @@ FOLDER/
   points.jsonl           a line for each finished point; none is measured twice
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

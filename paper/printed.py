@@ -1,7 +1,5 @@
 """The paper's own numbers, to stand beside ours: GPT-2 124M on WikiText-103, four P100."""
 
-from __future__ import annotations
-
 from twistlm.config import load
 
 # of `TABLE1`: `twist` is trained at K, `twist-6` at 6 of 12

@@ -1,7 +1,5 @@
 """Points in; Markdown tables, claims and figures out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The data of all experiments: their scales, recipes to train parents, and ways to compare."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

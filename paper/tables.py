@@ -3,8 +3,6 @@
 A point comes flat here: the keys of its config and of its result in one dict.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

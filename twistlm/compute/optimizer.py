@@ -4,8 +4,6 @@ The compiled one clips and writes the rounded weights of the next forward pass o
 over memory, 28 bytes a parameter in bf16.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

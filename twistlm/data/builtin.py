@@ -4,8 +4,6 @@ It lets the first command train on real sentences with no download. The text is 
 Foundation's (PSF licence); nothing of it is stored in this project.
 """
 
-from __future__ import annotations
-
 import ast
 import platform
 import random

@@ -1,7 +1,5 @@
 """Several texts, each with its share, as one token file to train on and one to measure on."""
 
-from __future__ import annotations
-
 import math
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Text in, token file out: files, folders, a hub data set or strings -> `STEM.bin` + JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ beyond 65,536), likeliest first, and k log-probs (float16). `STEM.teacher.json` 
 and for which tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

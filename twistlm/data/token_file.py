@@ -4,8 +4,6 @@
 `STEM.tokenizer.json` is the tokenizer that made the ids.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

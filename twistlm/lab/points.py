@@ -5,8 +5,6 @@ interrupted one loses the point it was at, and `sort -u` merges two such files. 
 a short hash of the rest, so that damage is found; lines of earlier versions have none.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

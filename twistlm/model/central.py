@@ -1,7 +1,5 @@
 """The central model: weights, moments and outer momentum as flat buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

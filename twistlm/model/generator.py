@@ -4,8 +4,6 @@ Every draw is a pure function of (seed, round, layer), so all ranks deal the sam
 a message. Each attention and each FFN layer draws its own deal.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Triton kernels for GPUs; their torch twins are in `compute/loss.py` and `model/layout.py`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

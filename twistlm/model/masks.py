@@ -5,8 +5,6 @@ the same neighbours. A share of the masks are prefixes of one order of blocks, s
 along it are trained more than random ones. All draws are pure functions of (seed, round, place).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whether a name of a model or tokenizer means a path on this machine or one on the hub."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

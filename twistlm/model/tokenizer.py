@@ -1,7 +1,5 @@
 """Tokenizers from a file, a folder, the hub or a GGUF file."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The version of transformers, and its silence; nothing is imported before a call."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import sys

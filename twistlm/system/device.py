@@ -1,7 +1,5 @@
 """The device that a run computes on, and in which precision."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Iterator

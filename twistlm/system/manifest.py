@@ -1,7 +1,5 @@
 """Records of token files, tickets and checkpoints: sha256 of every file, and of the record."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Mapping

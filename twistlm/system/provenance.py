@@ -1,7 +1,5 @@
 """What a number needs beside it: the command, the code and the machine that made it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import shlex

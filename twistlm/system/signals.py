@@ -1,7 +1,5 @@
 """SIGINT and SIGTERM as a request that a loop reads; a parent that speaks for an ended process."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

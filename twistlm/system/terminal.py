@@ -1,7 +1,5 @@
 """What a person sees while twistlm works: one console, one kind of progress bar."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

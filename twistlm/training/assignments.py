@@ -1,7 +1,5 @@
 """(2), (3) What each worker of a round gets: blocks, their weights, batches, masks and scales."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A line of JSON for each round; the same for TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A run: what stays the same from its first round to its last, and where it stands."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from functools import cached_property

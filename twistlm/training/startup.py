@@ -4,8 +4,6 @@ A run that goes on needs the same model, data and seed. S, K, the batch and all 
 change, since a checkpoint is always a round boundary and the data's ledger counts sequences.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """(4) A worker's local steps: its model, flat buffers and optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

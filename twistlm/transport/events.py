@@ -1,7 +1,5 @@
 """What happens to workers that come and go: a live table for a person, JSON lines for a program."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """What a run and its workers in other processes exchange, and whether a result may be believed."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import warnings

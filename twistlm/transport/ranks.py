@@ -4,8 +4,6 @@
 subnet, a masked copy of the full model, or the central weights themselves behind a mask.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A Ray cluster: whether it may be trusted, how this process enters it, its room."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import os

@@ -11,8 +11,6 @@ With `fp32` everything travels as it is, so one process and many give the same b
                     with: those shares are alike in neurons with gradients of very different sizes
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

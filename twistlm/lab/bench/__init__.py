@@ -1,7 +1,5 @@
 """What `twistlm lab bench` is asked for; imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import get_args
 

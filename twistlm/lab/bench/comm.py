@@ -1,7 +1,5 @@
 """Exchanges without training: bare gloo, Ray, torchrun's star and shards, also on slow links."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

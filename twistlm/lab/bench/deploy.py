@@ -4,8 +4,6 @@ One process of each runtime holds all sizes and runs them in turn, so that a bus
 of them alike.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import statistics
 import tempfile

@@ -1,7 +1,5 @@
 """`twistlm lab bench depth`: tickets of equal parameters by depth, by width and by both."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -5,8 +5,6 @@
 Rank 0, or the driver of `ray`, prints what it measured as the last line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Weights and tokens are random: a step costs the same whatever they are. Every nu
 repeats in one run, so ratios hold on any machine.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import statistics

@@ -4,8 +4,6 @@
 for, without torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ...baselines import COMPARED, ZPRUNERS

@@ -3,8 +3,6 @@
 Sizes are as they are typed: `6/12`, or a share for each kind of layer as `attn=2/3,ffn=6/12`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

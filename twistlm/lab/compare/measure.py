@@ -1,7 +1,5 @@
 """How each cell is measured, and what its number follows from; finished ones are kept."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable

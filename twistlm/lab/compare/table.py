@@ -6,8 +6,6 @@ FOLDER/
   compare.md     a table per setting
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Ways to carry a round: one file each, and the choice between them."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from ...config import Config

@@ -1,7 +1,5 @@
 """(4) A worker as a Ray actor: it keeps no data, and outlives a driver's crash."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

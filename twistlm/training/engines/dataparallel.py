@@ -1,7 +1,5 @@
 """The controls: data parallel, plain or with structured dropout, on the same batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The elastic engine: workers are Ray actors on machines that come and go."""
 
-from __future__ import annotations
-
 import secrets
 import statistics
 import time

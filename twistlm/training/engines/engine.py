@@ -1,7 +1,5 @@
 """What carries the rounds of a run. An engine is one file that the loop does not know."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The local engine: one process plays all workers, one after the other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ...model.central import cut_subnet

@@ -5,8 +5,6 @@ of its predecessor's. A round is *prepared* beside them; `settle` makes it the c
 throws it away. So a range outlives its owner, and a round is in all ranges or in none.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import dataclass, field

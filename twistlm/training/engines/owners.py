@@ -1,7 +1,5 @@
 """The owners of the central model, seen from the driver: a round is in all ranges or in none."""
 
-from __future__ import annotations
-
 import math
 import secrets
 import threading

@@ -9,8 +9,6 @@ A rank that dies takes what it owns with it: the others stop, and the run resume
 checkpoint.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from typing import Literal
