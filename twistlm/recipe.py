@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from . import config
 from .config import BlocksConfig, Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from .model import families, huggingface
-from .model.blocks import KINDS, BlockMap, Kind, Shapes, Widths, count
+from .model.blocks import BlockMap, Kind, Shapes, Widths, count
 from .presets import to_toml
 from .tickets.budget import Budget, fit
 from .tickets.hf_folder import all_widths, refuse_shared, stock_ks
@@ -162,7 +162,7 @@ def choose(
     overrides: Sequence[str] = (),
 ) -> Config:
     """The training of `n_tokens` out of a text of `n_text`, in at most `room` bytes of memory."""
-    n_blocks = {kind: n for kind in KINDS if (n := made.block_map.n_blocks(kind))}
+    n_blocks = {kind: made.block_map.n_blocks(kind) for kind in made.block_map.kinds}
     turns = [sizes[-1 - i % len(sizes)].ks for i in range(max(CUT, len(sizes)))]  # smallest first
     turns.sort(key=lambda ks: [-k for k in ks.values()])
     masks = {kind: [n] * WHOLE + [ks[kind] for ks in turns] for kind, n in n_blocks.items()}

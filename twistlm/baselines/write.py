@@ -42,7 +42,7 @@ def write(
     """
     method, how, block_map = request.method, request.repair, parent.block_map
     name, is_block = method.removeprefix(STRUCTURED), method.startswith(STRUCTURED)
-    n_layers = len({group.layer for group in block_map.groups})  # each reads every sequence
+    n_layers = len(block_map.layers)  # each reads every sequence
     if is_block:
         check_repair(parent, how)
         widths, pick = widths_of_ratio(block_map, request.ratio), parse_pick(f"importance:{name}")

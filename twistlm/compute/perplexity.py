@@ -67,6 +67,10 @@ class Text:
         n = self.file.n_sequences(self.seq_len) - self.first
         return min(n, max(1, self.max_tokens // self.seq_len)) if self.max_tokens else n
 
+    @property
+    def n_tokens(self) -> int:
+        return self.n_sequences * self.seq_len
+
 
 @torch.no_grad()
 def perplexity(

@@ -60,7 +60,7 @@ def order_of_layers(
 ) -> tuple[int, ...]:
     """The layers that are cut by falling loss of the model without each."""
     full, losses = build(template, block_map, central.layout, central.weights, gates="all"), {}
-    for layer in sorted({group.layer for group in block_map.groups}):
+    for layer in block_map.layers:
         kept = block_map.full() | {g.name: () for g in block_map.groups if g.layer == layer}
         full.keep_(kept)
         examples = (each.to(central.weights.device) for each in ids.split(1))

@@ -67,6 +67,16 @@ class BlockMap:
     def __getitem__(self, name: str) -> BlockGroup:
         return next(group for group in self.groups if group.name == name)
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that are cut, in order."""
+        return tuple(sorted({group.layer for group in self.groups}))
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of layers that are cut."""
+        return tuple(kind for kind in KINDS if self.n_blocks(kind))
+
     def select(self, setting: Setting, shared_first: int = 0, shared_last: int = 0) -> BlockMap:
         """Keep the kinds of `setting`; the first and last layers are shared."""
         n_layers = 1 + max(group.layer for group in self.groups)

@@ -77,10 +77,10 @@ def draw(
         pick = at % len(sizes)
         pieces.append((place < sizes[pick][..., None]) * factors[pick][..., None])
     if any(blocks.mask_depth):
-        layers = sorted({group.layer for group in block_map.groups})
+        layers = block_map.layers
         keys = random.random_sample((*shape, len(layers)))
         if blocks.nested > 0:
-            ranked = layer_order(block_map, order) or tuple(layers)
+            ranked = layer_order(block_map, order) or layers
             ranks = np.array([ranked.index(layer) for layer in layers])
             keys = np.where(nested[..., None], ranks / len(layers), keys)
         n_kept = len(layers) - np.array(blocks.mask_depth)[pick % len(blocks.mask_depth)]
@@ -103,12 +103,12 @@ def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
 def layer_order(block_map: BlockMap, order: Order) -> tuple[int, ...]:
     """The layers that are cut, those to keep longest first; empty where they have no order."""
     found = order.get(LAYERS, ())
-    return found if sorted(found) == sorted({group.layer for group in block_map.groups}) else ()
+    return found if tuple(sorted(found)) == block_map.layers else ()
 
 
 def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
     """Refuse masks that no subnet can have."""
-    cut = [kind for kind in KINDS if block_map.n_blocks(kind)]
+    cut = block_map.kinds
     for kind in cut:
         n_blocks, least = block_map.n_blocks(kind), max(1, len(blocks.common(kind)))
         if bad := [width for width in blocks.mask(kind) if not least <= width <= n_blocks]:
@@ -118,7 +118,7 @@ def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
     if blocks.mask_depth:
         given["blocks.mask_depth"] = list(blocks.mask_depth)
     if any(blocks.mask_depth):
-        n_cut = len({group.layer for group in block_map.groups})
+        n_cut = len(block_map.layers)
         most = n_cut - (blocks.shared_first + blocks.shared_last == 0)
         said = f"blocks.mask_depth = {max(blocks.mask_depth)}"
         if max(blocks.mask_depth) > most:

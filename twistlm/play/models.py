@@ -42,10 +42,9 @@ class Models:
         try:
             self.evaluator = evaluator(self.parent, text_of(self.parent, data, n_tokens))
             text, option = self.evaluator.text, f" --data {data}" if data else ""
-            n = text.n_sequences * text.seq_len
             self.measured_on = (
-                f"perplexity on the first {n:,} tokens of {text.file.stem}, as by "
-                f"`twistlm eval {source}{option} --tokens {n}`"
+                f"perplexity on the first {text.n_tokens:,} tokens of {text.file.stem}, as by "
+                f"`twistlm eval {source}{option} --tokens {text.n_tokens}`"
             )
         except ValueError as error:
             if data:

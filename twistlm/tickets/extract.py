@@ -188,7 +188,7 @@ def choose(
             "ticket": perplexity(model, text.text, text.precision, text.loss),
             "parent": text.full_perplexity(),
             "data": text.text.file.stem,
-            "n_tokens": text.text.n_sequences * text.text.seq_len,
+            "n_tokens": text.text.n_tokens,
         }
     return Ticket(parent, blueprint, model, proof, request)
 

@@ -61,7 +61,7 @@ def heal(
     if cfg.data.valid != cfg.data.train or cfg.data.valid.startswith("builtin:"):
         file = open_tokens(resolve(cfg.data.valid, "valid"))  # never what was trained on
         text = Text(file, cfg.data.seq_len, request.valid_tokens)
-        found = {"data": file.stem, "n_tokens": text.n_sequences * text.seq_len}
+        found = {"data": file.stem, "n_tokens": text.n_tokens}
 
     def measure(when: str) -> None:
         if text is not None:

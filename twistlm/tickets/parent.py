@@ -43,7 +43,7 @@ class Parent:
     def __repr__(self) -> str:
         n_blocks = {group.kind: group.n_blocks for group in self.block_map.groups}
         blocks = ", ".join(f"{n} {kind} blocks" for kind, n in n_blocks.items())
-        layers = len({group.layer for group in self.block_map.groups})
+        layers = len(self.block_map.layers)
         order = ", nested" if self.progress.order else ""
         n_params = f"{self.central.layout.n_params:,} parameters"
         return f"Parent({self.source}: {n_params}, {blocks} in each of {layers} layers{order})"

@@ -94,10 +94,17 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
                 tick()
     if any(map(math.isnan, (full, *nested, *(v for spread in subnets for v in spread.values)))):
         raise ValueError(f"{parent.source} has no perplexity: its logits are not finite")
-    n_params, n_tokens = parent.central.layout.n_params, text.n_sequences * text.seq_len
-    drawn: dict[str, Any] = {"subnets": tuple(subnets), "nested": tuple(nested)}
-    drawn |= {"round": parent.progress.round, "seed": request.seed}
-    return Scores(name, n_params, full, text.file.stem, n_tokens, **drawn)
+    return Scores(
+        name,
+        parent.central.layout.n_params,
+        full,
+        text.file.stem,
+        text.n_tokens,
+        round=parent.progress.round,
+        subnets=tuple(subnets),
+        seed=request.seed,
+        nested=tuple(nested),
+    )
 
 
 def score_whole(
@@ -144,7 +151,7 @@ def _parents_text(folder: Path, record: dict[str, Any]) -> tuple[TokenFile, int]
 def score_model(model: PreTrainedModel, text: Text, name: str, precision: str = "auto") -> Scores:
     """The perplexity of a model as it is: one number."""
     full, n_params = perplexity(model, text, precision), model.num_parameters()
-    return Scores(name, n_params, full, text.file.stem, text.n_sequences * text.seq_len)
+    return Scores(name, n_params, full, text.file.stem, text.n_tokens)
 
 
 def check_same_tokenizer(file: TokenFile, path: Path) -> None:

@@ -120,7 +120,7 @@ class TicketScales:
             "tried": {str(scale): math.exp(loss) for scale, loss in found.items()},
             "text": text.file.stem,
             "first_window": text.first,
-            "n_tokens": text.n_sequences * text.seq_len,
+            "n_tokens": text.n_tokens,
         }
 
 

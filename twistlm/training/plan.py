@@ -34,7 +34,7 @@ from ..config import Config
 from ..data.teacher_cache import id_bytes, open_teacher_cache
 from ..data.token_file import open_tokens
 from ..model import families, generator, huggingface
-from ..model.blocks import KINDS, SETTINGS, BlockMap, Kind, Shapes, Widths, count, widths_of_ratio
+from ..model.blocks import SETTINGS, BlockMap, Kind, Shapes, Widths, count, widths_of_ratio
 from ..system import terminal
 from ..system.terminal import console
 from ..transport import wire
@@ -80,7 +80,7 @@ def make(
     in_paper = made["paper_rounds"] = int(n_sequences * epochs / t.batch / t.interval)
     rounds = int(n_sequences * epochs // (t.batch * t.interval * t.n_workers))
     made |= {"true_rounds": rounds, "legal_k": {}, "rows": []}
-    for kind in (kind for kind in KINDS if block_map.n_blocks(kind)):
+    for kind in block_map.kinds:
         n_blocks, n_common = block_map.n_blocks(kind), len(blocks.common(kind))
         made["legal_k"][kind] = generator.legal_range(n_blocks, t.n_workers, n_common)
     for setting, ratio, n in _sizes(cfg, model, shapes, n_full):
@@ -158,7 +158,7 @@ def largest_k(cfg: Config, model: PreTrainedModel, taught: bool, n_bytes: int) -
     `taught`: a teacher as large as the model lies beside it.
     """
     block_map, n_teacher = families.partition(model, cfg.blocks), _n_params(model) * taught
-    n_blocks = {kind: n for kind in KINDS if (n := block_map.n_blocks(kind))}
+    n_blocks = {kind: block_map.n_blocks(kind) for kind in block_map.kinds}
     shares = {Fraction(k, n) for n in n_blocks.values() for k in range(1, n + 1)}
     for share in sorted(shares, reverse=True):
         least = {kind: max(1, len(cfg.blocks.common(kind))) for kind in n_blocks}

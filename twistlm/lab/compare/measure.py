@@ -210,6 +210,6 @@ def score_pruned(
 def _tokens_of(text: Text) -> dict[str, Any]:
     """The tokens that a perplexity follows from."""
     first = text.first * text.seq_len
-    used = text.file.tokens[first : first + text.n_sequences * text.seq_len]
+    used = text.file.tokens[first : first + text.n_tokens]
     sha256 = hashlib.sha256(np.ascontiguousarray(used).data).hexdigest()
     return {"sha256": sha256, "n_tokens": len(used)}

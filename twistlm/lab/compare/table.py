@@ -66,7 +66,7 @@ def compare(
             healing.rmdir()
     finally:  # what is there is shown, whatever stopped the rest
         rows = [row_of(cell, comparison.find(cell)) for cell in cells]
-        n_tokens = sweep.text.n_sequences * sweep.text.seq_len
+        n_tokens = sweep.text.n_tokens
         spread = f" (random: mean ± sd of {sweep.n})" if sweep.n > 1 else ""
         what = f"perplexity on {n_tokens:,} tokens{spread}; costs at {_head(sweep.ratios[-1])}"
         summaries = {f"{setting}: {what}": summary(rows, setting) for setting in cut}
