@@ -22,6 +22,7 @@ from twistlm.compute.attention import causal_
 from twistlm.compute.perplexity import perplexity, summarize
 from twistlm.compute.slopes import order_of
 from twistlm.config import Setting
+from twistlm.lab import lost_nodes
 from twistlm.lab.bench.train import FULL, measure_worker
 from twistlm.lab.compare.cells import NESTED, RANDOM
 from twistlm.lab.compare.measure import score_pruned, tickets_of
@@ -32,7 +33,7 @@ from twistlm.model.masks import Order
 from twistlm.model.subnet import activation_scale, block_shares, rho_of
 from twistlm.system.device import pick_device, to_device
 from twistlm.system.terminal import console
-from twistlm.tickets import importance, lost_nodes
+from twistlm.tickets import importance
 from twistlm.tickets.importance import calibrate
 from twistlm.tickets.parent import Parent, open_text
 from twistlm.tickets.ticket_scale import TicketScales, score_tickets

@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 
 from twistlm.compute import speed
 from twistlm.data.token_file import TokenMeta, open_tokens, write_meta
+from twistlm.lab import lost_nodes
 from twistlm.model import generator, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap, widths_of_ratio
 from twistlm.model.layout import cut_segments
-from twistlm.tickets import budget, deploy, extract, importance, lost_nodes
+from twistlm.tickets import budget, deploy, extract, importance
 from twistlm.tickets.importance import calibrate, calibrate_on_tokens
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.tickets.requests import ScoreRequest, TicketRequest

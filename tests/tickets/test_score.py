@@ -1,6 +1,5 @@
-"""`eval`: perplexities against Hugging Face's own loss, scales, lost nodes, certificates."""
+"""`eval`: perplexities against Hugging Face's own loss, scales, certificates."""
 
-import itertools
 import json
 import math
 import statistics
@@ -9,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import families_table
-import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, make_tokens, tiny, word_level
-from families_table import TABLE, tiny_model
-from families_table import by_hand as zeroed
+from families_table import tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -22,7 +19,7 @@ from twistlm import cli
 from twistlm.compute.perplexity import perplexity
 from twistlm.model import generator
 from twistlm.model.blocks import Blueprint
-from twistlm.tickets import certify, deploy, extract, lost_nodes, score, ticket_scale
+from twistlm.tickets import certify, deploy, extract, score, ticket_scale
 from twistlm.tickets.certify import rank
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest, TicketRequest
@@ -208,43 +205,6 @@ def test_scored_tickets_are_those_by_hand(tmp_path):
     assert scored["mean"] == pytest.approx(sum(values) / 2, rel=1e-4)
     # the nested ticket, or any other single one: its scale is chosen on itself, on the other text
     assert ticket_scale.score_tickets(made, tickets[:1])["treatment"] == made.best(tickets[:1])[1]
-
-
-def drop(home: Path, *args, **options):
-    return lost_nodes.drop(*args, data=str(home / "tokens"), quiet=True, **options)
-
-
-@pytest.mark.parametrize(("name", "n_nodes", "n_lost"), [("gpt2", 4, 2), ("llama", 3, 1)])
-def test_perplexity_of_every_loss(home, name, n_nodes, n_lost, monkeypatch):
-    """3 nodes share 4 blocks unevenly: 2, 1, 1."""
-    monkeypatch.setattr(TicketScales, "candidates", lambda self: [TicketScale("sqrt")])
-    opened = {each: open_parent(home / each, "cpu", CUT16) for each in (name, "gpt2")}
-    made = drop(home, opened, n_nodes, n_lost, tokens=64)["parents"][0]
-    losses = {row["lost"]: row["perplexity"] for row in made["losses"]}
-    assert list(losses) == list(itertools.combinations(range(n_nodes), n_lost))
-    shards = np.array_split(np.arange(4), n_nodes)  # 4 blocks of each kind
-    for lost, value in {**losses, (): made["full"]}.items():
-        alive = [int(b) for node in range(n_nodes) if node not in lost for b in shards[node]]
-        kept = dict.fromkeys(itertools.product(range(3), ("attn", "ffn")), tuple(alive))
-        model = zeroed(tiny_model(name), TABLE[name], "head", kept)
-        assert value == by_hugging_face(model, home, 16, 64, rel=1e-4), lost
-    assert made["worst"] == max(losses.values())
-    assert made["mean"] == pytest.approx(sum(losses.values()) / len(losses))
-
-
-def test_every_node_holds_the_common_blocks(home):
-    """C = {1}: three blocks are left to spread, so losing one of three takes one, not 1."""
-    common = ("blocks.common_attn=[1]", "blocks.common_ffn=[1]")
-    parent = open_parent(home / "gpt2", "cpu", [*CUT16, *common])
-    for lost, gone in ((0, 0), (1, 2), (2, 3)):
-        rest = lost_nodes.survivors(parent.block_map, 3, (lost,))
-        assert set(rest.values()) == {tuple(block for block in range(4) if block != gone)}
-    with pytest.raises(ValueError, match=r"3 attn blocks that are not common.* at most 3 nodes"):
-        drop(home, {"c": parent}, 4, 1)
-    texts = [(*CUT16, f"data.valid={home / each}") for each in ("tokens", "others")]
-    opened = {str(text): open_parent(home / "gpt2", "cpu", text) for text in texts}
-    with pytest.raises(ValueError, match="different tokens"):  # each would take its own
-        lost_nodes.drop(opened, 4, 1, quiet=True)
 
 
 def test_the_rank_is_the_least_that_keeps_its_promise():

@@ -205,7 +205,7 @@ def drop(
     first nodes one block more where they do not divide evenly), and all that is not cut; blocks of
     a parent with an order are striped over nodes. What is left is rescaled.
     """
-    from ..tickets import lost_nodes
+    from ..lab import lost_nodes
     from ..tickets.parent import open_parent
 
     parents, overrides = split_sources(sources)
@@ -232,7 +232,7 @@ def draft(
     json_out: Path | None = JSON_OUT,
 ) -> None:
     """Let a ticket draft for its own parent: drafts accepted, tokens per second, the same text."""
-    from ..tickets import speculate
+    from ..lab import speculate
     from ..tickets.runnable import open_runnable
 
     pair = open_runnable(parent, device), open_runnable(ticket, device)

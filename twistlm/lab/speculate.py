@@ -20,7 +20,7 @@ from ..model.tokenizer import encode
 from ..system import terminal
 from ..system.provenance import describe_run
 from ..system.terminal import progress
-from .runnable import Runnable, check_room
+from ..tickets.runnable import Runnable, check_room
 
 
 def prompts(
@@ -77,11 +77,18 @@ def draft(
             drafted = generate(parent, prompt, n, assistant_model=ticket.model)
             ended = time.perf_counter()
             n_new = len(drafted) - len(prompt)
-            row: dict[str, Any] = {"n_prompt": len(prompt), "n_plain": len(plain) - len(prompt)}
-            row |= {"n_new": n_new, **passes}
-            row |= {"n_accepted": n_new - passes["n_parent"]}  # one of a pass is its own
-            row |= {"plain_s": middle - began, "drafted_s": ended - middle}
-            rows.append(row | {"same": torch.equal(plain, drafted)})
+            rows.append(
+                {
+                    "n_prompt": len(prompt),
+                    "n_plain": len(plain) - len(prompt),
+                    "n_new": n_new,
+                    **passes,
+                    "n_accepted": n_new - passes["n_parent"],  # one of a pass is its own
+                    "plain_s": middle - began,
+                    "drafted_s": ended - middle,
+                    "same": torch.equal(plain, drafted),
+                }
+            )
             bar.advance(task)
     for hook in hooks:
         hook.remove()

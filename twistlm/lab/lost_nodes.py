@@ -19,9 +19,9 @@ from ..model.blocks import BlockMap, Blueprint
 from ..model.masks import Order
 from ..system import provenance, terminal
 from ..system.terminal import progress
-from . import score
-from .parent import Parent
-from .ticket_scale import N_DRAWS, TicketScales, choice_text, score_tickets
+from ..tickets import score
+from ..tickets.parent import Parent
+from ..tickets.ticket_scale import N_DRAWS, TicketScales, choice_text, score_tickets
 
 
 def survivors(
@@ -76,11 +76,17 @@ def drop(
             rests = [survivors(parent.block_map, n_nodes, lost, order) for lost in cases]
             found = score_tickets(scales, rests, rests[:: -(-len(rests) // N_DRAWS)])
             losses = zip(cases, found["values"], strict=True)
-            row: dict[str, Any] = {"name": name, "source": parent.source, "data": text.file.stem}
-            row |= {"n_tokens": text.n_sequences * text.seq_len}
-            row |= {"full": scales.ready.full_perplexity()}
-            row |= {"losses": [{"lost": lost, "perplexity": value} for lost, value in losses]}
-            results.append(row | found)  # with their scale, and how it was chosen
+            results.append(
+                {
+                    "name": name,
+                    "source": parent.source,
+                    "data": text.file.stem,
+                    "n_tokens": text.n_tokens,
+                    "full": scales.ready.full_perplexity(),
+                    "losses": [{"lost": lost, "perplexity": value} for lost, value in losses],
+                    **found,  # with their scale, and how it was chosen
+                }
+            )
             bar.advance(task)
     return {"nodes": n_nodes, "lose": n_lost, "parents": results, **provenance.describe_run()}
 
