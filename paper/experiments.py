@@ -34,8 +34,8 @@ from twistlm.model.subnet import activation_scale, block_shares, rho_of
 from twistlm.system.device import pick_device, to_device
 from twistlm.system.terminal import console
 from twistlm.tickets import importance
-from twistlm.tickets.importance import calibrate
-from twistlm.tickets.parent import Parent, open_text
+from twistlm.tickets.parent import Parent
+from twistlm.tickets.text import calibrate, open_text
 from twistlm.tickets.ticket_scale import TicketScales, score_tickets
 from twistlm.training.plan import make
 from twistlm.training.startup import scored_sequences

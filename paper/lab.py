@@ -21,8 +21,9 @@ from twistlm.lab.bench.train import forget
 from twistlm.lab.points import Points, name_of
 from twistlm.system.device import pick_device
 from twistlm.system.files import file_sha256
-from twistlm.tickets import parent, score
+from twistlm.tickets import parent
 from twistlm.tickets.parent import Parent
+from twistlm.tickets.text import text_of
 from twistlm.tickets.ticket_scale import TicketScales, choice_text
 from twistlm.training import checkpoint, rounds
 
@@ -180,7 +181,7 @@ class Lab:
 
 
 def scales_of(parent: Parent, tokens: int) -> TicketScales:
-    text = score.text_of(parent, None, tokens)
+    text = text_of(parent, None, tokens)
     return TicketScales(parent, text, choice_text(text, parent.cfg.data))
 
 

@@ -21,7 +21,8 @@ from twistlm.demo import best_scaled
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest
-from twistlm.tickets.score import evaluator, score_parent, text_of
+from twistlm.tickets.score import score_parent
+from twistlm.tickets.text import text_of
 
 SMALL = ["train.rounds=3", "train.interval=2", "model.config.n_layer=2", "run.eval_tokens=640"]
 ASKED = ScoreRequest(ratios=("9/12", "6/12", "4/12", "3/12"), n=3, tokens=640)
@@ -94,7 +95,7 @@ def test_the_scores_on_disk_are_those_of_eval_and_of_the_ticket(demo):
 
     ticket = deploy.load_ticket(out / "ticket")
     blueprint = json.loads((out / "ticket/ticket.json").read_text())["blueprint"]
-    ready = evaluator(opened, text_of(opened, data, 640))
+    ready = opened.evaluator(text_of(opened, data, 640))
     subnet = ready.refill_({name: tuple(kept) for name, kept in blueprint.items()})
     ids = ready.text.file.sequences([0, 1], 64)
     with torch.no_grad():

@@ -20,7 +20,8 @@ from .tickets.parent import Parent, open_parent
 from .tickets.requests import ScoreRequest, TicketRequest
 from .tickets.runnable import open_runnable
 from .tickets.runnable import write as write_text
-from .tickets.score import Scores, score_parent, table, text_of
+from .tickets.score import Scores, score_parent, table
+from .tickets.text import text_of
 from .tickets.ticket_scale import TicketScales, choice_text, random_tickets
 from .training import checkpoint, rounds
 

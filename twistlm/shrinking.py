@@ -51,9 +51,10 @@ from .tickets.extract import write
 from .tickets.hf_folder import stock_config
 from .tickets.parent import open_parent
 from .tickets.requests import ShrinkRequest, TicketRequest
-from .tickets.score import score_model, text_of
+from .tickets.score import score_model
 from .tickets.tasks import TaskScores, open_tasks, score_tasks
 from .tickets.tasks import record as task_record
+from .tickets.text import text_of
 from .training import checkpoint, plan, rounds
 from .training.teacher import write_cache
 

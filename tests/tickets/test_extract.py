@@ -24,10 +24,10 @@ from twistlm.model import generator, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap, widths_of_ratio
 from twistlm.model.layout import cut_segments
 from twistlm.tickets import budget, deploy, extract, importance
-from twistlm.tickets.importance import calibrate, calibrate_on_tokens
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.tickets.requests import ScoreRequest, TicketRequest
 from twistlm.tickets.score import score_parent
+from twistlm.tickets.text import calibrate, calibrate_on_tokens
 from twistlm.training import rounds
 
 SEQ_LEN = 16

@@ -23,7 +23,7 @@ from twistlm.tickets import certify, deploy, extract, score, ticket_scale
 from twistlm.tickets.certify import rank
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest, TicketRequest
-from twistlm.tickets.score import text_of
+from twistlm.tickets.text import text_of
 from twistlm.tickets.ticket_scale import N_DRAWS, TicketScale, TicketScales, choice_text
 from twistlm.training import rounds
 

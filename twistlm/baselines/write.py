@@ -12,8 +12,9 @@ from ..system.files import whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import progress
 from ..tickets import deploy, extract, hf_folder
-from ..tickets.importance import calibrate, parse_pick, pick_blocks
+from ..tickets.importance import parse_pick, pick_blocks
 from ..tickets.parent import Parent
+from ..tickets.text import calibrate
 from . import STRUCTURED, PruneRequest
 from .methods import METHODS, prune_, sparsities
 from .repair import check_repair, repair_parent

@@ -19,8 +19,8 @@ from ..model.blocks import BlockMap, Blueprint
 from ..model.masks import Order
 from ..system import provenance, terminal
 from ..system.terminal import progress
-from ..tickets import score
 from ..tickets.parent import Parent
+from ..tickets.text import text_of
 from ..tickets.ticket_scale import N_DRAWS, TicketScales, choice_text, score_tickets
 
 
@@ -61,7 +61,7 @@ def drop(
                 f"--nodes {n_nodes}: {parent.source} has {most} {least.kind} blocks{common} in a "
                 f"layer ({least.name}), so at most {most} nodes can hold one each"
             )
-    texts = [score.text_of(parent, data, tokens) for parent in parents.values()]
+    texts = [text_of(parent, data, tokens) for parent in parents.values()]
     if len({(text.file.stem, text.seq_len, text.n_sequences) for text in texts}) > 1:
         raise ValueError(
             "these parents would be measured on different tokens: give --data STEM and "

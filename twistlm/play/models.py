@@ -17,7 +17,7 @@ from ..tickets.budget import ladder, weights_bytes
 from ..tickets.importance import AUTO, parse_pick, pick_blocks, pick_for
 from ..tickets.parent import Parent, open_parent
 from ..tickets.runnable import tokens
-from ..tickets.score import evaluator, text_of
+from ..tickets.text import text_of
 from . import TicketChoice
 
 N_TOKENS = 8192  # of text behind a perplexity, where the run does not say (run.eval_tokens)
@@ -40,7 +40,7 @@ class Models:
         self.evaluator: Evaluator | None = None
         n_tokens = self.parent.cfg.run.eval_tokens or N_TOKENS
         try:
-            self.evaluator = evaluator(self.parent, text_of(self.parent, data, n_tokens))
+            self.evaluator = self.parent.evaluator(text_of(self.parent, data, n_tokens))
             text, option = self.evaluator.text, f" --data {data}" if data else ""
             self.measured_on = (
                 f"perplexity on the first {text.n_tokens:,} tokens of {text.file.stem}, as by "

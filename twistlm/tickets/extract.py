@@ -22,12 +22,13 @@ from ..system import manifest, terminal
 from ..system.terminal import console, progress
 from . import deploy, hf_folder
 from .budget import Budget, weights_bytes
-from .importance import calibrate_on_tokens, parse_pick, pick_blocks, pick_for
-from .parent import Parent, config_of, open_parent, open_text
+from .importance import parse_pick, pick_blocks, pick_for
+from .parent import Parent, config_of, open_parent
 from .register import register
 from .requests import TicketRequest
-from .score import Scores, evaluator, score_model, text_of
+from .score import Scores, score_model
 from .spend import choose_widths, cost_of
+from .text import calibrate_on_tokens, open_text, text_of
 
 # max |logit difference| to the masked parent, as a share of the largest logit (at least 1). Of
 # SmolLM2's 34, float32 rounds off 2e-3 (float64: 0), and one wrong block in one layer makes 4.6
@@ -139,7 +140,7 @@ def choose(
     how, block_map = pick_for(parent, parse_pick(request.pick)), parent.block_map
     budget, text, calibration = budget or request.budget, None, None
     try:
-        text = evaluator(parent, text_of(parent, request.data, request.tokens))
+        text = parent.evaluator(text_of(parent, request.data, request.tokens))
     except ValueError as error:  # a parent whose own tokens are gone goes without
         if request.data or how.n_draws > 1:
             raise

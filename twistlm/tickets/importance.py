@@ -7,7 +7,6 @@ projection.
 """
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +24,10 @@ from ..model.generator import draws
 from ..model.masks import prefixes
 from ..model.subnet import build
 from . import IMPORTANCES, NEEDS_TEXT, PICKS
-from .parent import Parent, check_text, open_text
+from .parent import Parent
+from .text import Calibration
 
 BlockScores = dict[str, Tensor]  # group name -> float64 [n_blocks]
-MOST_SEQUENCES = 128  # of calibration, unless more are asked for
 
 
 def score(
@@ -85,47 +84,6 @@ def _add_squares_(scores: BlockScores, parent: Parent, values: Tensor, n: int = 
             rows = views[part.param].square().movedim(part.dim, 0)
             rows = rows.reshape(part.sections, group.n_blocks, -1)
             scores[group.name] += rows.sum((0, 2), dtype=torch.float64) / n
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Windows of the text that blocks are scored on and pruned models are fitted to."""
-
-    stem: str
-    ids: Tensor  # int64 [n_sequences, seq_len]
-
-    def to_dict(self) -> dict[str, Any]:
-        n, seq_len = self.ids.shape
-        return {"data": self.stem, "n_sequences": n, "seq_len": seq_len}
-
-
-def calibrate(
-    parent: Parent,
-    data: str | None,
-    n: int,
-    seed: int,
-    options: tuple[str, str] = ("--data", "--n"),  # what the caller calls `data` and `n`
-) -> Calibration:
-    """`n` random windows of `data.seq_len` tokens; text that has fewer is refused."""
-    seq_len = parent.cfg.data.seq_len
-    file = open_text(parent.source, parent.cfg, data, "train", options[0])
-    check_text(parent, file)
-    n_all = file.n_sequences(seq_len)
-    if not 1 <= n <= n_all:
-        raise ValueError(
-            f"{file.stem} is too short for {options[1]} {n}: it has {n_all} sequences of "
-            f"data.seq_len = {seq_len}; legal are 1..{n_all}"
-        )
-    rows = random.Random(seed).sample(range(n_all), n)
-    return Calibration(file.stem, file.sequences(rows, seq_len))
-
-
-def calibrate_on_tokens(parent: Parent, data: str | None, tokens: int, seed: int) -> Calibration:
-    """About `tokens` tokens (0: no limit) in random windows: 1 to `MOST_SEQUENCES` of them."""
-    seq_len = parent.cfg.data.seq_len
-    n_all = open_text(parent.source, parent.cfg, data, "train").n_sequences(seq_len)
-    n = max(1, tokens // seq_len) if tokens else MOST_SEQUENCES
-    return calibrate(parent, data, max(1, min(n, MOST_SEQUENCES, n_all)), seed)
 
 
 @dataclass(frozen=True)

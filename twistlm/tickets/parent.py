@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import config
+from ..compute.perplexity import Evaluator, Text
 from ..config import ActivationScale, Config, DataConfig, ModelConfig, Setting
-from ..data.builtin import resolve
-from ..data.token_file import TokenFile, open_tokens
 from ..model import families, huggingface
 from ..model.blocks import BlockMap, State, Widths
 from ..model.central import Central, create
@@ -62,38 +61,18 @@ class Parent:
         mine = self.central.weights if weights is None else weights
         return build(self.template, self.block_map, self.central.layout, mine, gates=gates)
 
-
-def open_text(
-    source: str,
-    cfg: Config,
-    data: str | None,
-    split: Literal["train", "valid"],
-    option: str = "--data",  # what the caller calls `data`
-) -> TokenFile:
-    """The token file `data`, or the run's own: found from here, or from a folder above the run.
-
-    Text to calibrate on is the run's training text. Results are measured on its validation text.
-    """
-    if data:
-        return open_tokens(resolve(data, split))
-    stem = getattr(cfg.data, split)
-    if not stem:
-        what = "to calibrate on" if split == "train" else "of its own"
-        raise ValueError(f"{source} has no tokens {what}: give {option} STEM")
-    found = resolve(stem, split, Path(source))
-    if not Path(f"{found}.bin").is_file():
-        raise ValueError(
-            f"the run's own tokens, data.{split} = {stem!r}, are neither here nor in a folder "
-            f"above {source}: give {option} STEM"
+    def evaluator(self, text: Text) -> Evaluator:
+        """Perplexities on a text, its own and those of its tickets, with its scale and means."""
+        return Evaluator(
+            self.template,
+            self.block_map,
+            self.central,
+            text,
+            scale=self.scale,
+            precision=self.cfg.train.precision,
+            rho=self.progress.rho,
+            means=self.means,
         )
-    return open_tokens(found)
-
-
-def check_text(parent: Parent, file: TokenFile) -> None:
-    """A text whose sequences the model can read."""
-    seq_len = parent.cfg.data.seq_len
-    huggingface.check_positions(parent.template, seq_len)
-    file.check(seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
 
 
 def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:

@@ -1,6 +1,5 @@
 """Perplexities of a parent or a ticket, as one record and one table."""
 
-import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from .. import config
-from ..compute.perplexity import Evaluator, Spread, Text, perplexity, summarize
+from ..compute.perplexity import Spread, Text, perplexity, summarize
 from ..config import Config, DataConfig
 from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
@@ -25,9 +23,10 @@ from ..system import provenance, terminal
 from ..system.terminal import progress
 from ..training import checkpoint
 from .deploy import cut_from, read_ticket
-from .parent import Parent, check_text, default_seq_len, open_text, what_is
+from .parent import Parent, default_seq_len, what_is
 from .requests import ScoreRequest
 from .runnable import open_runnable
+from .text import check_same_tokenizer, open_text, text_of
 
 
 @dataclass(frozen=True)
@@ -53,31 +52,10 @@ class Scores:
         return plain
 
 
-def evaluator(parent: Parent, text: Text) -> Evaluator:
-    """An evaluator of a parent and its tickets, scaled and made up for as the parent says."""
-    return Evaluator(
-        parent.template,
-        parent.block_map,
-        parent.central,
-        text,
-        scale=parent.scale,
-        precision=parent.cfg.train.precision,
-        rho=parent.progress.rho,
-        means=parent.means,
-    )
-
-
-def text_of(parent: Parent, data: str | None, tokens: int) -> Text:
-    """The first tokens (0: all) of `data`, or of the run's own validation tokens."""
-    file = open_text(parent.source, parent.cfg, data, "valid")
-    check_text(parent, file)
-    return Text(file, parent.cfg.data.seq_len, tokens)
-
-
 def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool = False) -> Scores:
     """Perplexity of the full model and of n random subnets of each ratio."""
     text = text_of(parent, request.data, request.tokens)
-    ready = evaluator(parent, text)
+    ready = parent.evaluator(text)
     block_map, order = parent.block_map, parent.progress.order
     widths = {ratio: widths_of_ratio(block_map, ratio) for ratio in request.ratios}
     subnets, nested = [], []
@@ -152,16 +130,6 @@ def score_model(model: PreTrainedModel, text: Text, name: str, precision: str = 
     """The perplexity of a model as it is: one number."""
     full, n_params = perplexity(model, text, precision), model.num_parameters()
     return Scores(name, n_params, full, text.file.stem, text.n_tokens)
-
-
-def check_same_tokenizer(file: TokenFile, path: Path) -> None:
-    """Tokens of another tokenizer would give a number that means nothing."""
-    theirs = file.tokenizer_path
-    if path.is_file() and theirs.is_file():
-        # by the parts that make ids out of text: transformers writes the others in its own way
-        ours, other = (json.loads(Tokenizer.from_file(str(p)).to_str()) for p in (path, theirs))
-        if any(ours[part] != other[part] for part in ("normalizer", "pre_tokenizer", "model")):
-            raise ValueError(f"{file.stem} was made with another tokenizer than {path}")
 
 
 def table(rows: list[Scores]) -> Table:

@@ -34,6 +34,7 @@ from .budget import Budget, Cost, fit, grow, grow_evenly, predicted
 from .importance import NESTED, Pick
 from .parent import Parent
 from .requests import TicketRequest
+from .text import calibrate_on_tokens
 
 Loss = Callable[[Widths], float]
 STEPS = (4, 8)  # the n-th part of a layer's blocks that is taken or added, pass by pass
@@ -75,7 +76,7 @@ def choose_widths(
         if first and (not measures or first[0] == block_map.full_widths()):
             return evenly(first)
     try:
-        ids = importance.calibrate_on_tokens(parent, request.data, request.tokens, request.seed).ids
+        ids = calibrate_on_tokens(parent, request.data, request.tokens, request.seed).ids
     except ValueError as error:
         if not first:
             raise refused or error from None

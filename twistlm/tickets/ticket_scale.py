@@ -22,7 +22,6 @@ from ..model.blocks import BlockMap, Blueprint, Widths
 from ..model.generator import draws
 from ..model.subnet import Means, Rho, measure_means
 from .parent import Parent
-from .score import evaluator
 
 SCALES = {"none": "no scale", "sqrt": "sqrt(N/K)", "measured": "measured", "inverse": "N/K"}
 TRIED: tuple[ActivationScale, ...] = ("none", "sqrt", "measured")
@@ -69,7 +68,7 @@ class TicketScales:
         self, parent: Parent, reported: Text, choice: Text | None, precision: str | None = None
     ):
         self.parent, self.choice = parent, choice
-        ready = evaluator(parent, reported)
+        ready = parent.evaluator(reported)
         self.ready = replace(ready, precision=precision or ready.precision)
 
     @cached_property
@@ -101,7 +100,7 @@ class TicketScales:
 
     def evaluator(self, scale: TicketScale, text: Text | None = None) -> Evaluator:
         """On the reported text, or on `text`; models of all sizes are this object's, built once."""
-        made = evaluator(self.parent_with(scale), text or self.ready.text)
+        made = self.parent_with(scale).evaluator(text or self.ready.text)
         return replace(made, precision=self.ready.precision, models=self.ready.models)
 
     def best(self, tickets: Sequence[Blueprint]) -> tuple[TicketScale, dict[str, Any]]:

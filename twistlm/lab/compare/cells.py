@@ -17,9 +17,8 @@ from ...model import families, huggingface
 from ...model.blocks import SETTINGS, widths_of_ratio
 from ...tickets import NEEDS_TEXT
 from ...tickets.budget import amount
-from ...tickets.importance import calibrate
-from ...tickets.parent import Parent, open_parent, open_text, recut, what_is
-from ...tickets.score import text_of
+from ...tickets.parent import Parent, open_parent, recut, what_is
+from ...tickets.text import calibrate, open_text, text_of
 from ...tickets.ticket_scale import choice_text
 from . import CompareRequest
 
