@@ -17,8 +17,8 @@ from .model import families, huggingface
 from .model.blocks import BlockMap, Kind, Shapes, Widths, count
 from .presets import to_toml
 from .tickets.budget import Budget, fit
-from .tickets.hf_folder import all_widths, refuse_shared, stock_ks
 from .tickets.parent import default_seq_len
+from .tickets.stock import all_widths, refuse_shared, stock_ks
 from .training import plan
 
 N_WORKERS, INTERVAL = 4, 10

@@ -48,10 +48,10 @@ from .system.terminal import console, waiting
 from .tickets import deploy
 from .tickets.budget import amount, parse_budgets
 from .tickets.extract import write
-from .tickets.hf_folder import stock_config
 from .tickets.parent import open_parent
 from .tickets.requests import ShrinkRequest, TicketRequest
 from .tickets.score import score_model
+from .tickets.stock import stock_config
 from .tickets.tasks import TaskScores, open_tasks, score_tasks
 from .tickets.tasks import record as task_record
 from .tickets.text import text_of

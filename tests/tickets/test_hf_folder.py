@@ -47,8 +47,9 @@ from transformers import (
 import twistlm
 from twistlm.model import huggingface
 from twistlm.model.blocks import widths_of_ratio
-from twistlm.tickets import deploy, hf_folder
+from twistlm.tickets import deploy
 from twistlm.tickets.parent import Parent, open_parent
+from twistlm.tickets.stock import stock_widths
 
 # every family in one way to cut it, and a family in both; all ways: tests/model/test_families.py
 KEYS = [(name, TABLE[name].ways[0], "both") for name in TABLE] + [("llama-gqa", "query", "both")]
@@ -332,9 +333,7 @@ def test_what_no_stock_config_can_say_keeps_widths_per_layer(tmp_path):
         deploy.save_ticket(parent, kept, tmp_path / name)
         assert reason in json.loads((tmp_path / name / "ticket.json").read_text())["stock"]
         deploy.load_ticket(tmp_path / name)
-    assert "--ratio attn=K/4 with K in 1, 2, 4 would do" in sentence(
-        hf_folder.stock_widths, parent, widths
-    )
+    assert "--ratio attn=K/4 with K in 1, 2, 4 would do" in sentence(stock_widths, parent, widths)
 
 
 def widened(size: int):

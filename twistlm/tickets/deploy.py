@@ -17,6 +17,7 @@ from ..system.provenance import describe_run
 from ..system.terminal import console
 from . import hf_folder
 from .budget import weights_bytes
+from .card import CARD, save_card
 from .parent import Parent
 from .register import register
 
@@ -82,7 +83,7 @@ def save_ticket(
             **notes,
             **describe_run(),
         }
-        hf_folder.save_card(parent, ticket, draft)
+        save_card(parent, ticket, draft)
         seal(draft, ticket)
 
 
@@ -125,7 +126,7 @@ def load_ticket(folder: str | Path) -> PreTrainedModel:
 def verify_ticket(folder: Path) -> dict[str, Any]:
     """The record of a ticket whose files are as they were written; an edited card is said."""
     ticket = read_ticket(folder)
-    for sentence in manifest.check_folder(folder, TICKET, editable=(hf_folder.CARD,)):
+    for sentence in manifest.check_folder(folder, TICKET, editable=(CARD,)):
         console.print(f"the model card was changed: {sentence}", style="yellow")
     return ticket
 

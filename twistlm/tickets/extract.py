@@ -20,14 +20,17 @@ from ..model.blocks import KINDS, Blueprint
 from ..model.subnet import add_means_
 from ..system import manifest, terminal
 from ..system.terminal import console, progress
-from . import deploy, hf_folder
+from . import deploy
 from .budget import Budget, weights_bytes
+from .card import numbers
+from .hf_folder import parent_tokenizer
 from .importance import parse_pick, pick_blocks, pick_for
 from .parent import Parent, config_of, open_parent
 from .register import register
 from .requests import TicketRequest
 from .score import Scores, score_model
 from .spend import choose_widths, cost_of
+from .stock import refuse_shared
 from .text import calibrate_on_tokens, open_text, text_of
 
 # max |logit difference| to the masked parent, as a share of the largest logit (at least 1). Of
@@ -65,7 +68,7 @@ class Ticket:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The parent's tokenizer, which `save` writes beside the model; None where it has none."""
-        return hf_folder.parent_tokenizer(self.parent)
+        return parent_tokenizer(self.parent)
 
     def evaluate(self, data: str | Path | None = None, tokens: int | None = None) -> Scores:
         """The ticket's perplexity, on the text that it was measured on unless another is named."""
@@ -100,7 +103,7 @@ def write_tickets(
     if cfg is not None and parse_pick(request.pick).needs_calibration:
         open_text(str(source), cfg, request.data, "train")
     if cfg is not None and request.stock:
-        hf_folder.refuse_shared(cfg.blocks)
+        refuse_shared(cfg.blocks)
     parent = open_parent(source, device, overrides)
     for folder, budget in zip(folders, budgets, strict=True):
         yield folder, write(parent, folder, request, budget=budget)
@@ -234,7 +237,7 @@ def table(ticket: Ticket) -> Table:
     asked, pick = ticket.proof["budget"], ticket.proof["pick"]
     title = f"--{asked['kind']} {asked['asked']} --pick {pick['how']}"
     result = terminal.table(title, "", "ticket", "parent")
-    for row in hf_folder.numbers(ticket.proof):
+    for row in numbers(ticket.proof):
         result.add_row(*row)
     for kind, each, n_blocks in ticket.kept():
         kept = " ".join(map(str, each))

@@ -32,9 +32,10 @@ from ..system.terminal import markdown_code, markdown_text
 from ..training import checkpoint, rounds
 from . import modeling_ticket
 from .budget import amount
+from .card import CARD, name_of
 from .deploy import TICKET, cut_from, foreign_files, load_ticket, read_ticket, seal
 from .extract import check_target
-from .hf_folder import CARD, CODE, name_of
+from .hf_folder import CODE
 from .parent import what_is
 from .requests import HealRequest
 

@@ -1,18 +1,8 @@
-"""A ticket as a Hugging Face folder: config, modelling file, tokenizer and model card.
+"""A ticket as a Hugging Face folder: weights, config, modelling file and tokenizer."""
 
-With the same widths in every layer a ticket is a plain ("stock") model of its family, which any
-program loads: the family's own class decides, built without memory from the narrowed config.
-"""
-
-import os
-from collections.abc import Iterable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoTokenizer,
     PretrainedConfig,
@@ -21,18 +11,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ..config import BlocksConfig
 from ..model import families, huggingface
-from ..model.blocks import BlockMap, Kind, Shapes, Widths
-from ..model.families import kv_name, layer_widths, sublayers
+from ..model.blocks import Kind
+from ..model.families import kv_name, layer_widths
 from ..model.tokenizer import find_eos, load_tokenizer
 from ..system.files import save_tensors
-from ..system.terminal import markdown_code, markdown_table, markdown_text
 from . import modeling_ticket
 from .parent import Parent
+from .stock import stock_config
 
 CODE = Path(modeling_ticket.__file__).stem
-CARD = "README.md"
 
 
 def save(parent: Parent, full: PreTrainedModel, ticket: PreTrainedModel, folder: Path) -> str:
@@ -136,154 +124,4 @@ def _whole_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
             return huggingface.gguf_tokenizer(source)
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError):  # a base model that is out of reach by now
-        return None
-
-
-def stock_config(full: PreTrainedModel, shapes: Shapes) -> PretrainedConfig | str:
-    """The family's own config of a model with these shapes, or the reason why there is none."""
-    name, subs = full.config.model_type, sublayers(full)
-    layers = range(full.config.num_hidden_layers)
-    widths = [layer_widths(full, shapes, i, subs) for i in layers]
-    for key in widths[0]:
-        if len(found := sorted({layer[key] for layer in widths})) > 1:
-            sizes = ", ".join(map(str, found))
-            return f"its layers differ in {key} ({sizes}), and {name} has one for all layers"
-    fields = full.config.to_dict() | widths[0]
-    if "attn" in subs and fields[heads := subs["attn"].width] != getattr(full.config, heads):
-        fields["head_dim"] = families.head_dim(full.config)  # or it is guessed from the heads
-    try:
-        config = type(full.config).from_dict(fields)
-        with torch.device("meta"):
-            made = huggingface.shapes(type(full)(config))
-    except (StrictDataclassError, ValueError, TypeError, RuntimeError) as error:
-        why = str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ").rstrip(".")
-        return f"{name}'s config refuses it: {why}"
-    for key, shape in shapes.items():
-        if made.get(key) != shape:
-            return f"{name}'s config cannot say it: {key} would be {made.get(key)}, not {shape}"
-    config.architectures = [type(full).__name__]
-    return config
-
-
-def refuse_shared(blocks: BlocksConfig) -> None:
-    """A parent with shared layers has no stock tickets."""
-    if blocks.shared_first or blocks.shared_last:
-        raise ValueError(
-            f"--stock: blocks.shared_first={blocks.shared_first} "
-            f"blocks.shared_last={blocks.shared_last} leave layers whole: train a parent with both "
-            "at 0, or cut this one so by giving both here"
-        )
-
-
-def stock_ks(model: PreTrainedModel, block_map: BlockMap) -> dict[Kind, list[int]]:
-    """Every K of each cut kind with which, in all layers, a ticket is a plain model."""
-    full, shapes = block_map.full_widths(), huggingface.shapes(model)
-    legal: dict[Kind, list[int]] = {}  # kinds do not disturb each other: n + m looks, not n * m
-    for kind in dict.fromkeys(group.kind for group in block_map.groups):
-        names = [group.name for group in block_map.groups if group.kind == kind]
-        tried = {k: full | dict.fromkeys(names, k) for k in range(1, block_map.n_blocks(kind) + 1)}
-        made = {k: stock_config(model, block_map.narrowed(shapes, w)) for k, w in tried.items()}
-        legal[kind] = [k for k, config in made.items() if not isinstance(config, str)]
-    return legal
-
-
-def all_widths(block_map: BlockMap, legal: dict[Kind, list[int]]) -> list[Widths]:
-    """One of the legal K for each kind, in all layers."""
-    each = (dict(zip(legal, ks, strict=True)) for ks in product(*legal.values()))
-    return [{group.name: k[group.kind] for group in block_map.groups} for k in each]
-
-
-def stock_widths(parent: Parent, asked: Widths | None) -> list[Widths]:
-    """All widths of this parent's stock tickets.
-
-    An error says what would do if those that were `asked` for, or all, are none.
-    """
-    refuse_shared(parent.cfg.blocks)
-    block_map, full, why = parent.block_map, parent.template, ""
-    legal = stock_ks(full, block_map)
-    can_be = any(len(ks) > 1 for ks in legal.values())
-    if asked is not None:
-        found = stock_config(full, block_map.narrowed(huggingface.shapes(full), asked))
-        if isinstance(found, str):
-            why = f"this ratio makes no stock ticket, for {found}; "
-    if can_be and not why:
-        return all_widths(block_map, legal)
-    ratios = (
-        f"{kind}=K/{block_map.n_blocks(kind)} with K in {', '.join(map(str, ks))}"
-        for kind, ks in legal.items()
-    )
-    would_do = f"--ratio {' and '.join(ratios)} would do"
-    if not can_be:
-        other = "; blocks.setting=ffn may be" if "attn" in legal else ""
-        would_do = f"no cut of this parent is stock{other}"
-    raise ValueError(f"--stock: {why}{would_do}")
-
-
-def save_card(parent: Parent, record: dict[str, Any], folder: Path) -> None:
-    """Write README.md, with licence, base model, widths and numbers: `record` is ticket.json."""
-    base = parent.cfg.model.weights
-    is_hub_id = base != "random" and not base.startswith("gguf:") and not os.path.exists(base)
-    data = ModelCardData(
-        license=_license(base),
-        base_model=base if is_hub_id else None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["twistlm", "pruned"],
-    )
-    ModelCard.from_template(
-        data,
-        template_path=str(Path(__file__).with_name("card.md")),
-        name=markdown_text(name_of(parent.source)),
-        family=parent.template.config.model_type,
-        numbers=markdown_table([("", "ticket", "parent"), *numbers(record)]),
-        made=f"{markdown_code(record['command'])}, twistlm {record['git']}, {record['device']}",
-        stock=record["stock"] is True,
-        widths=markdown_table([("layer", "blocks kept"), *record["widths"].items()]),
-    ).save(folder / CARD)
-
-
-def numbers(proof: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
-    """What was measured, in rows: its name, the ticket's number and the parent's."""
-    whole, share = proof["parent"], proof["n_params"] / proof["parent"]["n_params"]
-    yield "parameters", f"{proof['n_params']:,} ({share:.1%})", f"{whole['n_params']:,}"
-    if "bytes" in proof:
-        name = f"bytes of weights ({proof['dtype']})"
-        yield name, f"{proof['bytes']:,}", f"{whole['bytes']:,}"
-    if found := proof.get("perplexity"):
-        name = f"perplexity on {found['n_tokens']:,} tokens of {os.path.basename(found['data'])}"
-        yield name, f"{found['ticket']:.2f}", f"{found['parent']:.2f}"
-    if took := proof.get("speed"):
-        where = f"{took['device']}, {took['n_threads']} threads"
-        for key, name in {
-            "decode_ms": f"ms per decoded token ({where})",
-            "prefill_ms": f"ms for a prompt of {took['n_prompt']} tokens",
-        }.items():
-            yield name, f"{took[key]:.2f}", f"{whole['speed'][key]:.2f}"
-    if (far := proof.get("max_logit_difference")) is not None:
-        yield "max_logit_difference to the masked parent", f"{far:.1e}", ""
-    for key in ("method", "ratio", "scale"):  # of a baseline
-        if key in proof:
-            yield key, str(proof[key]), ""
-
-
-def name_of(source: str) -> str:
-    """A hub id or gguf:FILE as it is; of a folder, the last parts that say something."""
-    if not os.path.exists(source):
-        return source
-    parts = [part for part in Path(source).parts if part != "checkpoints"]
-    return "/".join(parts[-2:] if parts[-1].startswith("round-") else parts[-1:])
-
-
-def _license(base: str) -> str | None:
-    """The base model's licence, where it tells one: its own card or its GGUF file."""
-    if base == "random":
-        return None
-    if base.startswith("gguf:"):
-        from gguf import GGUFReader
-
-        field = GGUFReader(huggingface.gguf_path(base)).fields.get("general.license")
-        return field.contents() if field is not None else None
-    try:
-        return ModelCard.load(Path(base) / CARD if os.path.exists(base) else base).data.license
-    except (OSError, ValueError):  # no card, or no network
         return None

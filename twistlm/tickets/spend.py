@@ -29,11 +29,12 @@ from ..model.huggingface import n_positions
 from ..model.masks import Order, layer_order, prefixes
 from ..system.device import autocast, to_device
 from ..system.terminal import console
-from . import deploy, hf_folder, importance
+from . import deploy, importance
 from .budget import Budget, Cost, fit, grow, grow_evenly, predicted
 from .importance import NESTED, Pick
 from .parent import Parent
 from .requests import TicketRequest
+from .stock import stock_widths
 from .text import calibrate_on_tokens
 
 Loss = Callable[[Widths], float]
@@ -53,7 +54,7 @@ def choose_widths(
     block_map, cost, legal = parent.block_map, cost_of(parent, budget, request.dtype), None
     if request.stock:
         asked = widths_of_ratio(block_map, budget.asked) if budget.kind == "ratio" else None
-        legal = hf_folder.stock_widths(parent, asked)
+        legal = stock_widths(parent, asked)
     even = cache(lambda left_out: fit(budget, block_map, cost, legal, left_out))
 
     def evenly(found: list[Widths]) -> list[tuple[Widths, dict[str, Any]]]:
