@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
@@ -14,11 +13,13 @@ from transformers import AutoConfig, PreTrainedModel
 from . import config
 from .config import BlocksConfig, Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from .model import families, huggingface
-from .model.blocks import BlockMap, Kind, Shapes, Widths, count
+from .model.blocks import BlockMap, Kind, Widths, count
 from .presets import to_toml
-from .tickets.budget import Budget, fit
+from .tickets.budget import Budget
+from .tickets.cost import Cost, cost_of
 from .tickets.parent import default_seq_len
 from .tickets.stock import all_widths, refuse_shared, stock_ks
+from .tickets.widths import fit
 from .training import plan
 
 N_WORKERS, INTERVAL = 4, 10
@@ -30,8 +31,6 @@ UNIT = 64  # neurons: a block of so many, or half, is whole in kernels and quant
 WHOLE, CUT = 2, 6  # of eight masks: the whole model, and the sizes in turn
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4)  # of the blocks: sizes where none are asked for
 RATE, RATE_AT, HIGHEST = 1e-3, 135e6, 3e-3  # suits SmolLM2; larger models want less, ~ 1/sqrt(n)
-
-DecodeMs = Callable[[Shapes], float]  # milliseconds of a token in a model of these shapes
 
 
 @dataclass(frozen=True)
@@ -102,19 +101,13 @@ def sizes_for(
     made: Cut,
     budgets: Sequence[Budget],
     dtype: str = "float32",
-    decode_ms: DecodeMs | None = None,
+    decode_ms: Cost | None = None,
 ) -> list[Size]:
     """The stock ticket that each budget buys, the largest first."""
-    cut, shapes = made.block_map, huggingface.shapes(model)
+    cut = made.block_map
     found: list[Size] = []
     for budget in budgets:
-
-        def cost(widths: Widths, budget: Budget = budget) -> float:
-            narrow = cut.narrowed(shapes, widths)
-            if budget.kind == "latency" and decode_ms is not None:
-                return decode_ms(narrow)
-            return budget.count(narrow, dtype, partial(families.n_cached, model))
-
+        cost = cost_of(budget, model, cut, dtype, decode_ms)
         widths = fit(budget, cut, cost, made.legal)[0]
         size = _size(model, cut, widths, budget)
         said = f"--{budget.kind} {budget.asked}"

@@ -38,7 +38,7 @@ from .data.teacher_cache import id_bytes
 from .data.token_file import open_tokens
 from .export import gguf
 from .model import huggingface
-from .model.blocks import Shapes
+from .model.blocks import Widths
 from .model.tokenizer import covers, load_tokenizer, vocabulary_of
 from .recipe import Size
 from .system import terminal
@@ -158,7 +158,8 @@ def check(request: ShrinkRequest) -> Checked:
     cut = recipe.cut_for(model, overrides)
     device = config.override(Config(), overrides).run.device
 
-    def decode_ms(shapes: Shapes) -> float:
+    def decode_ms(widths: Widths) -> float:
+        shapes = cut.block_map.narrowed(huggingface.shapes(model), widths)
         narrow: Any = stock_config(model, shapes)
         ready = speed.blank(huggingface.on_meta(narrow), device, getattr(torch, request.dtype))
         return speed.measure_all([ready])[0].decode_ms

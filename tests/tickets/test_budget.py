@@ -5,9 +5,10 @@ import itertools
 import pytest
 
 from twistlm.model.blocks import BlockGroup, BlockMap, Partition, count
-from twistlm.tickets import budget, spend
 from twistlm.tickets.budget import Budget
 from twistlm.tickets.requests import TicketRequest
+from twistlm.tickets.widths import fit as fit_budget
+from twistlm.tickets.widths import linear_latency, measured_widths
 
 
 def test_amounts():
@@ -46,7 +47,7 @@ def a_map(n_layers: int, n_attn: int, n_ffn: int, attn: int, ffn: int):
 
 
 def fit(block_map, cost, legal=None, **what: str):
-    (widths,) = budget.fit(TicketRequest(**what).budget, block_map, cost, legal)
+    (widths,) = fit_budget(TicketRequest(**what).budget, block_map, cost, legal)
     return widths
 
 
@@ -99,8 +100,8 @@ def test_the_largest_of_legal_widths_is_the_least_cut():
         assert found == {"0.attn": attn, "0.ffn": ffn}, limit
 
 
-def test_latency_climbs_to_the_highest_rung_that_was_measured_to_fit():
-    """A clock of 1 ms per block that is read seldom; between two rungs it lies on a line."""
+def test_latency_takes_the_largest_uniform_widths_that_were_measured_to_fit():
+    """A clock of 1 ms per block that is read seldom; between two sizes it lies on a line."""
     block_map, _ = a_map(4, 12, 12, attn=1, ffn=1)
     read = []
 
@@ -111,11 +112,11 @@ def test_latency_climbs_to_the_highest_rung_that_was_measured_to_fit():
     wanted = {"40ms": [5, 4, 3, 2, 1], "39.9ms": [4, 3, 2, 1], "8ms": [1]}
     for text, want in wanted.items():
         read.clear()
-        found = budget.fit(TicketRequest(latency=text).budget, block_map, clock)
+        found = fit_budget(TicketRequest(latency=text).budget, block_map, clock)
         assert [widths["0.attn"] for widths in found] == want
         assert len(read) <= 5
     even = {group.name: 3 for group in block_map.groups}
-    line = budget.predicted(block_map, clock, even)
+    line = linear_latency(block_map, clock, even)
     for widths in (even, even | {"0.attn": 1}, even | {"0.attn": 4, "1.ffn": 6}):
         assert line(widths) == pytest.approx(clock(widths))
 
@@ -132,14 +133,14 @@ def test_the_budget_goes_where_it_hurts_least():
     gaps = []
     for limit in range(10 + 20, 10 + 80, 3):
         even = fit(block_map, cost, params=str(limit))
-        found = spend.measured_widths(block_map, even, limit, cost, loss)
+        found = measured_widths(block_map, even, limit, cost, loss)
         assert cost(found) <= limit
         assert loss(found) <= loss(even)
         best = min(loss(w) for w in every if cost(w) <= limit)
         gaps.append((loss(even) - best, loss(found) - best))
         larger = [found | {n: k + 1} for n, k in found.items() if k < 4]
         assert all(cost(w) > limit for w in larger)  # to the last block
-        flat = spend.measured_widths(block_map, even, limit, cost, lambda _: 1.0)
+        flat = measured_widths(block_map, even, limit, cost, lambda _: 1.0)
         assert flat == even  # a text that says nothing: even widths win ties
     evens, ours = (sum(gap) for gap in zip(*gaps, strict=True))
     assert ours < 0.25 * evens

@@ -23,11 +23,12 @@ from twistlm.lab import lost_nodes
 from twistlm.model import generator, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap, widths_of_ratio
 from twistlm.model.layout import cut_segments
-from twistlm.tickets import budget, deploy, extract, importance
+from twistlm.tickets import deploy, extract, importance
 from twistlm.tickets.parent import Parent, open_parent
 from twistlm.tickets.requests import ScoreRequest, TicketRequest
 from twistlm.tickets.score import score_parent
 from twistlm.tickets.text import calibrate, calibrate_on_tokens
+from twistlm.tickets.widths import uniform_widths
 from twistlm.training import rounds
 
 SEQ_LEN = 16
@@ -126,7 +127,7 @@ def test_a_ticket_over_the_latency_gives_way_to_a_smaller_one(home, tmp_path, mo
     readings, slow = [0.0], range(n_readings - per_measurement, n_readings)
     opened, note = ask(home, tmp_path / "t", latency="2ms")
     widths = {name: len(kept) for name, kept in note["blueprint"].items()}
-    assert widths == budget.ladder(opened.block_map)[-2]
+    assert widths == uniform_widths(opened.block_map)[-2]
     assert note["speed"]["decode_ms"] == note["budget"]["spent"] == pytest.approx(1)
     readings, slow = [0.0], range(n_readings - per_measurement, 10**6)
     with pytest.raises(ValueError, match=r"impossible: the smallest ticket .* takes 3.00 ms"):

@@ -13,11 +13,12 @@ from ..model import huggingface
 from ..model.blocks import Blueprint, Widths
 from ..model.tokenizer import encode, load_tokenizer
 from ..tickets import deploy
-from ..tickets.budget import ladder, weights_bytes
+from ..tickets.cost import weights_bytes
 from ..tickets.importance import AUTO, parse_pick, pick_blocks, pick_for
 from ..tickets.parent import Parent, open_parent
 from ..tickets.runnable import tokens
 from ..tickets.text import text_of
+from ..tickets.widths import uniform_widths
 from . import TicketChoice
 
 N_TOKENS = 8192  # of text behind a perplexity, where the run does not say (run.eval_tokens)
@@ -31,7 +32,7 @@ class Models:
 
     def __init__(self, source: str, device: str, overrides: list[str], data: str | None):
         self.parent: Parent = open_parent(source, device, overrides)
-        self.sizes: list[Widths] = ladder(self.parent.block_map)
+        self.sizes: list[Widths] = uniform_widths(self.parent.block_map)
         self.whole = deploy.cut_ticket(self.parent, self.parent.block_map.full())
         try:
             self.tokenizer: Any = load_tokenizer(str(self.parent.tokenizer or source))

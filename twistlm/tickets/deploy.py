@@ -16,8 +16,8 @@ from ..system.files import whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
 from . import hf_folder
-from .budget import weights_bytes
 from .card import CARD, save_card
+from .cost import weights_bytes
 from .parent import Parent
 from .register import register
 

@@ -21,15 +21,16 @@ from ..model.subnet import add_means_
 from ..system import manifest, terminal
 from ..system.terminal import console, progress
 from . import deploy
-from .budget import Budget, weights_bytes
+from .budget import Budget
 from .card import numbers
+from .cost import weights_bytes
 from .hf_folder import parent_tokenizer
 from .importance import parse_pick, pick_blocks, pick_for
 from .parent import Parent, config_of, open_parent
 from .register import register
 from .requests import TicketRequest
 from .score import Scores, score_model
-from .spend import choose_widths, cost_of
+from .spend import choose_widths, ticket_cost
 from .stock import refuse_shared
 from .text import calibrate_on_tokens, open_text, text_of
 
@@ -166,7 +167,7 @@ def choose(
     if budget.kind == "latency":
         asked |= {"limit": budget.limit, "spent": took.decode_ms}
     elif budget.kind != "ratio":  # which is met by construction
-        spent = cost_of(parent, budget, request.dtype)(widths)
+        spent = ticket_cost(parent, budget, request.dtype)(widths)
         asked |= {"limit": budget.limit, "spent": spent}
     if budget.context:
         asked["context"] = budget.context

@@ -10,7 +10,7 @@ so that they are never worse than even ones on this text.
 
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,47 +22,44 @@ from ..compute.attention import causal_
 from ..compute.loss import loss_for
 from ..compute.slopes import order_of, order_of_layers
 from ..model import depth
-from ..model.blocks import KINDS, BlockGroup, BlockMap, Widths, widths_of_ratio
-from ..model.families import n_cached
+from ..model.blocks import KINDS, Widths, widths_of_ratio
 from ..model.generator import for_deployment
 from ..model.huggingface import n_positions
 from ..model.masks import Order, layer_order, prefixes
 from ..system.device import autocast, to_device
 from ..system.terminal import console
 from . import deploy, importance
-from .budget import Budget, Cost, fit, grow, grow_evenly, predicted
+from .budget import Budget
+from .cost import Cost, cost_of
 from .importance import NESTED, Pick
 from .parent import Parent
 from .requests import TicketRequest
 from .stock import stock_widths
 from .text import calibrate_on_tokens
+from .widths import STEPS, Loss, fit, linear_latency, measured_widths
 
-Loss = Callable[[Widths], float]
-STEPS = (4, 8)  # the n-th part of a layer's blocks that is taken or added, pass by pass
 N_RANDOM = 2  # nested random choices of blocks behind a loss, where blocks are not picked by scores
 LONG = 10.0  # seconds of measurement that are announced
 PATIENCE = 2  # numbers of layers in a row that are no better: fewer are not tried any more
 
+Spent = tuple[Widths, dict[str, Any]]  # widths, and how they came about: as a proof has it
+Fits = Callable[[tuple[int, ...]], list[Widths]]  # even widths without these layers, best first
+
 
 def choose_widths(
     parent: Parent, request: TicketRequest, budget: Budget, how: Pick, bar: Progress
-) -> list[tuple[Widths, dict[str, Any]]]:
+) -> list[Spent]:
     """Widths that the budget buys, each with how it was spent.
 
     The best come first; smaller ones, for a latency that turns out too long, follow.
     """
-    block_map, cost, legal = parent.block_map, cost_of(parent, budget, request.dtype), None
+    block_map, cost, legal = parent.block_map, ticket_cost(parent, budget, request.dtype), None
     if request.stock:
         asked = widths_of_ratio(block_map, budget.asked) if budget.kind == "ratio" else None
         legal = stock_widths(parent, asked)
-    even = cache(lambda left_out: fit(budget, block_map, cost, legal, left_out))
-
-    def evenly(found: list[Widths]) -> list[tuple[Widths, dict[str, Any]]]:
-        return [(each, {"how": "even"}) for each in found]
-
+    even: Fits = cache(lambda left_out: fit(budget, block_map, cost, legal, left_out))
     measures = budget.kind != "ratio" and not request.stock and request.spend == "measured"
     tries_depth = measures and request.layers is None and not why_whole(parent)
-    layers = tuple(sorted({group.layer for group in block_map.groups}))
     order, n_left_out = layer_order(block_map, parent.progress.order), _n_left_out(parent, request)
     first: list[Widths] = []
     refused = None
@@ -73,80 +70,92 @@ def choose_widths(
             if not tries_depth:
                 raise
             refused = error
-            even(layers[1:])  # too large with a single one, too?
+            even(block_map.layers[1:])  # too large with a single one, too?
         if first and (not measures or first[0] == block_map.full_widths()):
-            return evenly(first)
+            return _evenly(first)
     try:
         ids = calibrate_on_tokens(parent, request.data, request.tokens, request.seed).ids
     except ValueError as error:
         if not first:
             raise refused or error from None
         console.print(f"the budget is spent evenly: {error}")
-        return evenly(first)
+        return _evenly(first)
     if not order and (tries_depth or n_left_out):
         order = order_of_layers(parent.template, block_map, parent.central, ids)
-    n_losses = 2 * len(STEPS) * (1 + 2 * len(block_map.groups)) + len(layers)  # at most
+    if n_left_out:
+        first = even(order[-n_left_out:])
+    if not measures:
+        return _evenly(first)
+    n_losses = 2 * len(STEPS) * (1 + 2 * len(block_map.groups)) + len(block_map.layers)  # at most
     task = bar.add_task("sensitivity", total=n_losses, note="")
     orders = orders_for(parent, how, ids, request.seed)
     loss = loss_on(parent, ids, orders, lambda x: bar.update(task, advance=1, note=f"loss {x:.3f}"))
+    _announce(n_losses, lambda: loss(first[0] if first else block_map.full_widths()))
+    best = _fewer_layers(first, order, even, loss) if tries_depth else first
+    found = []
+    for start in (first, best) if first and best is not first else (best,):
+        price = linear_latency(block_map, cost, start[0]) if budget.kind == "latency" else cost
+        found.append((measured_widths(block_map, start[0], budget.limit, price, loss), start))
+    bar.update(task, completed=n_losses)
+    widths, start = min(found, key=lambda each: loss(each[0]))
+    losses = {"loss": loss(widths), "loss_of_even_widths": loss((first or best)[0])}
+    smaller = [each for each in start if each != widths]
+    return [(widths, {"how": "measured", **losses}), *_evenly(smaller)]
+
+
+def _evenly(found: list[Widths]) -> list[Spent]:
+    return [(widths, {"how": "even"}) for widths in found]
+
+
+def _announce(n_losses: int, measure: Callable[[], float]) -> None:
+    """Measure one loss, and say how long all of them take where that is long."""
     began = time.monotonic()
-    loss(first[0] if first else block_map.full_widths())
+    measure()
     if (seconds := n_losses * (time.monotonic() - began)) > LONG:
         console.print(
             f"measuring what each layer is worth: up to {n_losses} losses, about {seconds:.0f} s; "
             "--spend even needs none of them, fewer --tokens less time"
         )
-    best, worse = first, 0  # how many layers stay: fewer of them, as long as the loss falls
-    numbers = range(len(layers)) if tries_depth else range(n_left_out, n_left_out + 1)
-    for n in numbers:
+
+
+def _fewer_layers(
+    first: list[Widths], order: tuple[int, ...], even: Fits, loss: Loss
+) -> list[Widths]:
+    """The best even widths without the last layers of an order: fewer while the loss falls.
+
+    `first` are those of all layers, none where they are too large.
+    """
+    best, n_worse = first, 0
+    for n in range(1, len(order)):
         try:
-            tried = even(order[len(order) - n :])
+            tried = even(order[-n:])
         except ValueError:  # too large still
-            if n == numbers[-1] and not best:
+            if n == len(order) - 1 and not best:
                 raise
             continue
         if not best or loss(tried[0]) < loss(best[0]):
-            best, worse = tried, 0
-        elif best is not tried and (worse := worse + 1) == PATIENCE:
+            best, n_worse = tried, 0
+        elif (n_worse := n_worse + 1) == PATIENCE:
             break
-    if not measures:
-        return evenly(best)
-    found = []  # how wide each of them is
-    for tried in (first, best) if first and best is not first else (best,):
-        price = predicted(block_map, cost, tried[0]) if budget.kind == "latency" else cost
-        widths = measured_widths(block_map, tried[0], budget.limit, price, loss)
-        found.append((widths, tried))
-    bar.update(task, completed=n_losses)
-    widths, tried = min(found, key=lambda each: loss(each[0]))
-    spent = {"loss": loss(widths), "loss_of_even_widths": loss((first or best)[0])}
-    return [
-        (widths, {"how": "measured", **spent}),
-        *evenly([each for each in tried if each != widths]),
-    ]
+    return best
 
 
-def cost_of(parent: Parent, budget: Budget, dtype: str) -> Cost:
-    """Parameters, bytes or ms of a ticket."""
-    block_map, template = parent.block_map, parent.template
-    if budget.context > (most := n_positions(template)):
+def ticket_cost(parent: Parent, budget: Budget, dtype: str) -> Cost:
+    """What a budget limits, of a parent's tickets; a latency is measured on one of any blocks."""
+    block_map = parent.block_map
+    if budget.context > (most := n_positions(parent.template)):
         raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
 
-    def cost(widths: Widths) -> float:
-        if budget.kind == "latency":
-            some = for_deployment(block_map, widths, seed=0)  # any blocks: equal shapes
-            model = deploy.cut_ticket(parent, some).to(getattr(torch, dtype))
-            return speed.measure_all([model])[0].decode_ms
-        shapes = block_map.narrowed(parent.central.layout.shapes, widths)
-        if budget.kind == "size":  # a file holds names, too
-            shapes = depth.renumbered(template, shapes)
-        return budget.count(shapes, dtype, partial(n_cached, template))
+    def decode_ms(widths: Widths) -> float:
+        model = deploy.cut_ticket(parent, for_deployment(block_map, widths, seed=0))
+        return speed.measure_all([model.to(getattr(torch, dtype))])[0].decode_ms
 
-    return cost
+    return cost_of(budget, parent.template, block_map, dtype, decode_ms)
 
 
 def why_whole(parent: Parent) -> str:
     """Why no layer of a parent can be left out; empty if it can."""
-    if {group.kind for group in parent.block_map.groups} != set(KINDS):
+    if parent.block_map.kinds != KINDS:
         return "one kind of layer is not cut (blocks.setting = 'both' cuts both)"
     if any(group.common for group in parent.block_map.groups):
         return "its common blocks stay in every ticket"
@@ -161,7 +170,7 @@ def _n_left_out(parent: Parent, request: TicketRequest) -> int:
     """How many layers `--layers` leaves out."""
     n_layers = parent.template.config.num_hidden_layers
     asked = n_layers if request.layers is None else request.layers
-    n_cut = len({group.layer for group in parent.block_map.groups})
+    n_cut = len(parent.block_map.layers)
     least = n_layers - n_cut + 1
     if not least <= asked <= n_layers:
         raise ValueError(
@@ -171,46 +180,6 @@ def _n_left_out(parent: Parent, request: TicketRequest) -> int:
     if asked < n_layers and (why := why_whole(parent)):
         raise ValueError(f"--layers {asked}: {why}")
     return n_layers - asked
-
-
-def measured_widths(
-    block_map: BlockMap, even: Widths, limit: float, cost: Cost, loss: Loss
-) -> Widths:
-    """The best measured widths of at most `limit`, found from `even` ones."""
-    found = [even]
-    for part in STEPS:
-        found.append(_spend_anew(block_map, found[-1], part, limit, cost, loss))
-    return min(found, key=loss)
-
-
-def _spend_anew(
-    block_map: BlockMap, centre: Widths, part: int, limit: float, cost: Cost, loss: Loss
-) -> Widths:
-    """From the lowest tried widths up: the block with the most loss saved per cost comes first."""
-    stay = [group for group in block_map.groups if centre[group.name]]
-    prices = {g.name: _slopes(g, centre, part, loss) for g in stay}
-    low = centre | {name: tried[0] for name, (tried, _, _) in prices.items()}
-    high = centre | {name: tried[-1] for name, (tried, _, _) in prices.items()}
-    spent = cost(low)  # blocks of a layer cost the same, but for a few bytes of a file's header
-    each = {n: max(cost(low | {n: low[n] + 1}) - spent, 1e-9) for n in low if low[n] < high[n]}
-
-    def turn(name: str, k: int) -> tuple[float, str]:
-        _, below, above = prices[name]
-        return -(below if k < centre[name] else above) / each[name], name
-
-    grown = grow(low, high, limit, cost, turn)
-    return grow_evenly(block_map, grown, limit, cost)  # what is left
-
-
-def _slopes(group: BlockGroup, centre: Widths, part: int, loss: Loss) -> tuple[range, float, float]:
-    """Widths to choose from, and what a block is worth below and above the centre."""
-    k, step, here = centre[group.name], max(1, group.n_blocks // part), loss(centre)
-    low, high = max(group.least, k - step), min(group.n_blocks, k + step)
-    below = (loss(centre | {group.name: low}) - here) / (k - low) if low < k else 0.0
-    above = (here - loss(centre | {group.name: high})) / (high - k) if high > k else 0.0
-    if above > below:  # noise, or a layer that needs many: one price for all, so that order is kept
-        below = above = (below * (k - low) + above * (high - k)) / (high - low)
-    return range(low, high + 1), below, above
 
 
 def loss_on(

@@ -19,7 +19,8 @@ from ...compute.speed import now
 from ...config import Setting
 from ...model.blocks import Blueprint, widths_of_ratio
 from ...model.masks import prefixes
-from ...tickets import NEEDS_TEXT, budget, deploy, importance
+from ...tickets import NEEDS_TEXT, deploy, importance
+from ...tickets.cost import weights_bytes
 from ...tickets.healing import heal
 from ...tickets.importance import BlockScores
 from ...tickets.parent import recut
@@ -112,7 +113,7 @@ class Comparison:
         if ids is not None and reads_text(what) and what != cells.SCRATCH:
             n_tokens += ids.numel()
         shapes = block_map.narrowed(cut.parent.central.layout.shapes, widths)
-        costs = {"calibration_tokens": n_tokens, "bytes": budget.weights_bytes(shapes)}
+        costs = {"calibration_tokens": n_tokens, "bytes": weights_bytes(shapes)}
         return {**summarize(values), "values": values, "seconds": seconds, **costs, **more}
 
     def _pick(
