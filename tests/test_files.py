@@ -36,7 +36,7 @@ from twistlm.system.device import out_of_memory
 from twistlm.tickets import deploy, score
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest
-from twistlm.tickets.runnable import verify
+from twistlm.tickets.verify import verify
 from twistlm.training import checkpoint, rounds
 from twistlm.training.checkpoint import snapshot
 

@@ -151,7 +151,7 @@ class Parent(parent.Parent):
         """
         text = {"data": self.data} | ({} if self.tokens is None else {"tokens": self.tokens})
         with progress(quiet=True) as bar:
-            return extract.choose(self, TicketRequest(**text | asked), bar)
+            return extract.make_ticket(self, TicketRequest(**text | asked), bar)
 
     @python_words()
     def evaluate(self, ratios: Sequence[str] = ("6/12",), *, n: int = 20, seed: int = 0) -> Scores:

@@ -15,11 +15,10 @@ from .data.builtin import build
 from .model.blocks import widths_of_ratio
 from .system.provenance import describe_run
 from .system.terminal import console
-from .tickets.extract import write
+from .tickets.extract import write_ticket
 from .tickets.parent import Parent, open_parent
 from .tickets.requests import ScoreRequest, TicketRequest
-from .tickets.runnable import open_runnable
-from .tickets.runnable import write as write_text
+from .tickets.runnable import open_runnable, write_text
 from .tickets.score import Scores, score_parent, table
 from .tickets.text import text_of
 from .tickets.ticket_scale import TicketScales, choice_text, random_tickets
@@ -85,7 +84,7 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     console.print(table(scores))
     console.print(reading(scores))
     (out / "scores.json").write_text(json.dumps([s.to_dict() for s in scores], indent=1) + "\n")
-    write_ticket(parent, out / "ticket", cfg.run.eval_tokens)
+    show_ticket(parent, out / "ticket", cfg.run.eval_tokens)
     console.print(
         f"\neverything is in {out}/ ({time.perf_counter() - began:.0f} s); try\n"
         f"  twistlm extract {out}/twist -o my-ticket --ratio 4/12\n"
@@ -143,14 +142,15 @@ def best_scaled(parent: Parent, request: ScoreRequest) -> tuple[Parent, str]:
     return scales.parent_with(chosen), str(chosen)
 
 
-def write_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:
+def show_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:
     """Extract the ticket that `extract` would take, load it back from disk and let it write."""
     seed = parent.cfg.run.seed
     request = TicketRequest(ratio=(TICKET,), seed=seed, tokens=n_tokens)
-    proof = write(parent, folder, request, quiet=True).proof
+    proof = write_ticket(parent, folder, request, quiet=True).proof
     said: list[str] = []
-    how: dict = {"max_new_tokens": 40, "temperature": 0.6, "top_k": 10, "seed": seed}
-    write_text(open_runnable(folder, "cpu"), PROMPT, **how, emit=said.append)
+    ticket = open_runnable(folder, "cpu")
+    drawn: dict[str, Any] = {"temperature": 0.6, "top_k": 10, "seed": seed}
+    write_text(ticket, PROMPT, max_new_tokens=40, emit=said.append, **drawn)
     console.print(
         f"\na ticket with {TICKET} of the blocks ({proof['n_params']:,} parameters, dense, "
         f"perplexity {proof['perplexity']['ticket']:.2f}) writes:"

@@ -72,6 +72,16 @@ def seed_of(what: str) -> Any:
     return option(f"Seed of {what}.", 0, least=0, most=WHOLE)
 
 
+def text_to_measure_on() -> Any:
+    """The field `data` of a request that measures perplexities."""
+    return option("Token file; default: the run's data.valid.", None)
+
+
+def tokens_to_use(default: int = 0) -> Any:
+    """The field `tokens` of a request that reads a text."""
+    return option("Use this many tokens; 0 takes all.", default, least=0)
+
+
 def words(names: Iterable[str]) -> str:
     """`a, b or c`."""
     *first, last = names

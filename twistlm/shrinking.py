@@ -47,7 +47,7 @@ from .system.files import alone, whole_file
 from .system.terminal import console, waiting
 from .tickets import deploy
 from .tickets.budget import amount, parse_budgets
-from .tickets.extract import write
+from .tickets.extract import write_ticket
 from .tickets.parent import open_parent
 from .tickets.requests import ShrinkRequest, TicketRequest
 from .tickets.score import score_model
@@ -126,8 +126,8 @@ def _asked(request: ShrinkRequest) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What follows from a request with which nothing is known to be wrong."""
+class Inputs:
+    """What a request names, opened and found to be usable."""
 
     texts: list[mixture.Weighted]
     tokenizer: Tokenizer
@@ -136,7 +136,7 @@ class Checked:
     choose: Callable[..., Config]  # of n_text and n_tokens
 
 
-def check(request: ShrinkRequest) -> Checked:
+def check(request: ShrinkRequest) -> Inputs:
     """Refuse in one sentence what cannot work, before anything long starts."""
     texts, name, overrides = mixture.parse(request.text), request.model, request.overrides
     kinds = {"params": "to", "size": "size", "latency": "latency", "memory": "memory"}
@@ -173,13 +173,13 @@ def check(request: ShrinkRequest) -> Checked:
     own: dict[str, Any] = {"out": str(request.out), "overrides": overrides}
     own |= {"room": _room(device)[0], "device": pick_device(device).type}
     choose = partial(recipe.choose, model, weights, cut, sizes, **own)
-    checked = Checked(texts, tokenizer, model, sizes, choose)
+    checked = Inputs(texts, tokenizer, model, sizes, choose)
     n_text = sum(n_bytes(each.source) or 0 for each in texts) // BYTES_PER_TOKEN  # about
     needs(request, checked, choose(n_text=n_text, n_tokens=n_tokens), n_text)
     return checked
 
 
-def needs(request: ShrinkRequest, checked: Checked, cfg: Config, n_text: int) -> str:
+def needs(request: ShrinkRequest, checked: Inputs, cfg: Config, n_text: int) -> str:
     """Memory and disk that a training takes, in words; an error where there is less."""
     memory = plan.memory(cfg, checked.model, pick_device(cfg.run.device).type)[1]
     room, whose = _room(cfg.run.device)
@@ -209,7 +209,7 @@ def _room(device: str) -> tuple[int, str]:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
 
 
-def prepare(request: ShrinkRequest, checked: Checked | None = None) -> dict[str, str]:
+def prepare(request: ShrinkRequest, checked: Inputs | None = None) -> dict[str, str]:
     """Make the tokens, choose the config, say what it takes: the name of each size -> its ratio."""
     checked = checked or check(request)
     folder = request.out / "text"
@@ -261,7 +261,7 @@ def _cut(request: ShrinkRequest, cfg: Config, sizes: dict[str, str]) -> list[Row
         folder, file = request.out / name, request.out / f"{name}.gguf"
         if not (folder / deploy.TICKET).is_file():
             asked = TicketRequest(ratio=(ratio,), stock=True, tokens=MEASURED, dtype=request.dtype)
-            write(parent, folder, asked)
+            write_ticket(parent, folder, asked)
         proof = deploy.read_ticket(folder)
         found = proof["perplexity"]
         if not rows:

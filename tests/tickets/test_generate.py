@@ -15,7 +15,7 @@ from twistlm.data.builtin import train_bpe
 from twistlm.model import generator
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
-from twistlm.tickets.runnable import open_runnable, write
+from twistlm.tickets.runnable import open_runnable, write_text
 from twistlm.training import checkpoint
 from twistlm.training.run import beginning
 
@@ -44,7 +44,7 @@ def home(tmp_path_factory) -> Path:
 
 def pieces(source: Path, **options) -> tuple[list[str], list[int]]:
     found: list[str] = []
-    ids = write(open_runnable(source, "cpu"), PROMPT, emit=found.append, **options)
+    ids = write_text(open_runnable(source, "cpu"), PROMPT, emit=found.append, **options)
     return found, ids
 
 

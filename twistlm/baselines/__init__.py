@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from .. import fields
-from ..fields import option, seed_of, words
+from ..fields import Checked, option, seed_of, words
 from ..tickets import IMPORTANCES
 
 # Z-Pruner's variants: without data, compared within rows, with SparseGPT's update
@@ -18,7 +17,7 @@ REPAIRS = ("bias", "rescale", "lstsq")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneRequest:
+class PruneRequest(Checked):
     """How a parent is pruned: the method, how much goes, and the text that it goes by."""
 
     method: str = option(
@@ -39,7 +38,7 @@ class PruneRequest:
     )
 
     def __post_init__(self) -> None:
-        fields.check(self)
+        super().__post_init__()
         if self.repair not in (None, *REPAIRS):
             raise ValueError(f"--repair {self.repair!r}: use one of {', '.join(REPAIRS)}")
         if self.repair is not None and not self.method.startswith(STRUCTURED):

@@ -6,7 +6,7 @@ from dataclasses import MISSING, replace
 from pathlib import Path
 
 from ..export import FORMATS
-from ..fields import option, seed_of, words
+from ..fields import option, seed_of, tokens_to_use, words
 from ..system.terminal import clean, console, progress, table, waiting
 from ..tickets.requests import HealRequest, TicketRequest
 from .options import DEVICE, MAX_NEW_TOKENS, MODEL, OUT, OVERRIDES, SOURCE, app, command
@@ -35,7 +35,7 @@ def extract(
         console.print(extract.table(ticket))
         if ticket.proof["whole"]:
             console.print("the budget has room for the whole parent: this ticket is all of it")
-        console.print(f"ticket: {folder}, {extract.kind_of(folder)}")
+        console.print(f"ticket: {folder}, {extract.loaded_by(folder)}")
 
 
 @command(
@@ -75,13 +75,20 @@ def generate(
     device: str = DEVICE,
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""
-    from ..tickets.runnable import open_runnable, write
+    from ..tickets.runnable import open_runnable, write_text
 
     def emit(text: str) -> None:
         print(clean(text), end="", flush=True)
 
-    how: dict = {"temperature": temperature, "top_k": top_k, "seed": seed}
-    write(open_runnable(ticket, device), prompt, max_new_tokens=max_new_tokens, emit=emit, **how)
+    write_text(
+        open_runnable(ticket, device),
+        prompt,
+        max_new_tokens=max_new_tokens,
+        emit=emit,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
     sys.stdout.write("\n")
 
 
@@ -93,7 +100,7 @@ def verify(
 
     Exit codes: 0 all are whole, 2 something is damaged or missing.
     """
-    from ..tickets import runnable
+    from ..tickets.verify import verify
 
     damages = []
     with progress() as bar:
@@ -101,7 +108,7 @@ def verify(
         for source in sources:
             bar.update(task, note=source)
             try:
-                for sentence in runnable.verify(source):
+                for sentence in verify(source):
                     console.print(sentence)
             except ValueError as damage:
                 damages.append(str(damage))
@@ -126,7 +133,7 @@ def export(
         "--type",
     ),
     data: str | None = option("Token file: compare perplexity, too.", None),
-    tokens: int = option("Use this many tokens; 0 takes all.", 8192, least=0),
+    tokens: int = tokens_to_use(8192),
     prompt: str | None = option("Text that torch and the runtime both continue.", None),
 ) -> None:
     """Write a ticket, or the whole model of a run, as GGUF or ONNX, and compare it with torch on

@@ -16,7 +16,7 @@ from ..tickets import deploy
 from ..tickets.cost import weights_bytes
 from ..tickets.importance import AUTO, parse_pick, pick_blocks, pick_for
 from ..tickets.parent import Parent, open_parent
-from ..tickets.runnable import tokens
+from ..tickets.runnable import generate_tokens
 from ..tickets.text import text_of
 from ..tickets.widths import uniform_widths
 from . import TicketChoice
@@ -144,6 +144,7 @@ def _texts(
 ) -> Iterator[str]:
     """What a model has written after the prompt `ids`: after every token, until it ends."""
     text, decoder = "", DecodeStream(ids[-8:], skip_special_tokens=True)  # a space may need them
-    for token in tokens(model, ids, temperature, TOP_K if temperature else None, seed):
+    top_k = TOP_K if temperature else None
+    for token in generate_tokens(model, ids, temperature, top_k, seed):
         text += decoder.step(tokenizer, token) or ""
         yield text

@@ -1,4 +1,4 @@
-"""(6) A ticket: one subnet, extracted as a dense model with the activation scale folded in."""
+"""(6) Tickets: cut out of a parent as dense models, written as folders, checked and read back."""
 
 import math
 from pathlib import Path

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..compute import speed
 from ..compute.perplexity import perplexity
 from ..model import huggingface
-from ..model.blocks import KINDS, Blueprint
+from ..model.blocks import Blueprint
 from ..model.subnet import add_means_
 from ..system import manifest, terminal
 from ..system.terminal import console, progress
@@ -62,9 +62,10 @@ class Ticket:
 
     def kept(self) -> Iterator[tuple[str, list[int], int]]:
         """Each kind, the blocks that its cut layers keep, and how many each layer had."""
-        for kind in KINDS:
-            if groups := [group for group in self.parent.block_map.groups if group.kind == kind]:
-                yield kind, [len(self.blueprint[g.name]) for g in groups], groups[0].n_blocks
+        block_map = self.parent.block_map
+        for kind in block_map.kinds:
+            kept = [len(self.blueprint[g.name]) for g in block_map.groups if g.kind == kind]
+            yield kind, kept, block_map.n_blocks(kind)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -107,10 +108,10 @@ def write_tickets(
         refuse_shared(cfg.blocks)
     parent = open_parent(source, device, overrides)
     for folder, budget in zip(folders, budgets, strict=True):
-        yield folder, write(parent, folder, request, budget=budget)
+        yield folder, write_ticket(parent, folder, request, budget=budget)
 
 
-def write(
+def write_ticket(
     parent: Parent,
     folder: Path,
     request: TicketRequest,
@@ -119,7 +120,7 @@ def write(
 ) -> Ticket:
     """Write the ticket that a budget, by default the request's only one, buys."""
     with progress(quiet) as bar:
-        ticket = choose(parent, request, bar, budget)
+        ticket = make_ticket(parent, request, bar, budget)
         ticket.save(folder)
     return ticket
 
@@ -137,14 +138,14 @@ def check_target(folder: Path) -> None:
         raise ValueError(f"--out {folder} exists and is no ticket{why}: choose another folder")
 
 
-def choose(
+def make_ticket(
     parent: Parent, request: TicketRequest, bar: Progress, budget: Budget | None = None
 ) -> Ticket:
     """Fit the budget, pick the blocks, cut the ticket and measure it; nothing is written."""
-    how, block_map = pick_for(parent, parse_pick(request.pick)), parent.block_map
-    budget, text, calibration = budget or request.budget, None, None
+    how, budget = pick_for(parent, parse_pick(request.pick)), budget or request.budget
+    evaluator = calibration = None
     try:
-        text = parent.evaluator(text_of(parent, request.data, request.tokens))
+        evaluator = parent.evaluator(text_of(parent, request.data, request.tokens))
     except ValueError as error:  # a parent whose own tokens are gone goes without
         if request.data or how.n_draws > 1:
             raise
@@ -155,7 +156,9 @@ def choose(
     dtype = getattr(torch, request.dtype)
     full = parent.whole(gates="none").model.to(dtype)  # timed beside the ticket
     for widths, spend in candidates:  # noqa: B007
-        blueprint, based_on = pick_blocks(parent, widths, how, request.seed, text, calibration, bar)
+        blueprint, based_on = pick_blocks(
+            parent, widths, how, request.seed, evaluator, calibration, bar
+        )
         model = deploy.cut_ticket(parent, blueprint)
         difference = logit_difference(parent, blueprint, model)
         took, of_parent = speed.measure_all([model.to(dtype), full])
@@ -164,10 +167,9 @@ def choose(
     else:  # the machine was quicker while the budget was fitted
         raise budget.impossible(took.decode_ms)
     asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
-    if budget.kind == "latency":
-        asked |= {"limit": budget.limit, "spent": took.decode_ms}
-    elif budget.kind != "ratio":  # which is met by construction
-        spent = ticket_cost(parent, budget, request.dtype)(widths)
+    if budget.kind != "ratio":  # which is met by construction
+        cost = ticket_cost(parent, budget, request.dtype)
+        spent = took.decode_ms if budget.kind == "latency" else cost(widths)
         asked |= {"limit": budget.limit, "spent": spent}
     if budget.context:
         asked["context"] = budget.context
@@ -181,19 +183,20 @@ def choose(
         "budget": asked,
         "pick": {"how": how.asked, "seed": request.seed, **based_on},
         "spend": spend,
-        "whole": widths == block_map.full_widths(),
+        "whole": widths == parent.block_map.full_widths(),
         "n_params": model.num_parameters(),
         "bytes": weights_bytes(huggingface.shapes(model), request.dtype),
         "dtype": request.dtype,
         "max_logit_difference": difference,
         "speed": asdict(took),
     }
-    if text is not None:
+    if evaluator is not None:
+        text = evaluator.text
         proof["perplexity"] = {
-            "ticket": perplexity(model, text.text, text.precision, text.loss),
-            "parent": text.full_perplexity(),
-            "data": text.text.file.stem,
-            "n_tokens": text.text.n_tokens,
+            "ticket": perplexity(model, text, evaluator.precision, evaluator.loss),
+            "parent": evaluator.full_perplexity(),
+            "data": text.file.stem,
+            "n_tokens": text.n_tokens,
         }
     return Ticket(parent, blueprint, model, proof, request)
 
@@ -222,7 +225,7 @@ def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedMode
     return difference
 
 
-def kind_of(folder: Path) -> str:
+def loaded_by(folder: Path) -> str:
     """What can load a ticket, in half a sentence."""
     family = manifest.read_json(folder / "config.json")["model_type"]
     if (why := deploy.read_ticket(folder)["stock"]) is not True:

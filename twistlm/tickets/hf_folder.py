@@ -1,5 +1,6 @@
 """A ticket as a Hugging Face folder: weights, config, modelling file and tokenizer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,9 @@ def save(parent: Parent, full: PreTrainedModel, ticket: PreTrainedModel, folder:
     `full` is the parent with the ticket's layers. Where the family's own config can say it, the
     folder is a stock model; elsewhere it holds widths for each layer and the modelling file.
     """
-    found = stock_config(full, huggingface.shapes(ticket))
-    why = found if isinstance(found, str) else ""
-    kinds = {group.kind for group in parent.block_map.groups}
-    config = _ticket_config(full, ticket, kinds) if isinstance(found, str) else found
+    config, why = stock_config(full, huggingface.shapes(ticket)), ""
+    if isinstance(config, str):
+        config, why = _ticket_config(full, ticket, parent.block_map.kinds), config
     config.dtype = ticket.dtype
     generation = ticket.generation_config
     tokenizer = parent_tokenizer(parent)
@@ -51,11 +51,11 @@ def save(parent: Parent, full: PreTrainedModel, ticket: PreTrainedModel, folder:
 
 
 def _ticket_config(
-    full: PreTrainedModel, ticket: PreTrainedModel, kinds: set[Kind]
+    full: PreTrainedModel, ticket: PreTrainedModel, kinds: Sequence[Kind]
 ) -> PretrainedConfig:
     """The full model's config, the widths of each layer, and what these are widths of."""
     family, stock = families.family(full), full.config
-    subs = {kind: getattr(family, kind) for kind in sorted(kinds)}
+    subs = {kind: getattr(family, kind) for kind in kinds}
     projections: dict[str, tuple[str, str, int]] = {}
     attributes: dict[str, tuple[str | int, ...]] = {}
     fields: dict[str, Any] = stock.to_dict()

@@ -8,23 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .. import fields
 from ..config import Config
-from ..fields import option, seed_of, words
+from ..fields import Checked, option, seed_of, text_to_measure_on, tokens_to_use, words
 from . import DTYPES, IMPORTANCES, SPENDS
+from .budget import Budget, parse_budgets
 
-if TYPE_CHECKING:
-    from .budget import Budget
-
-TEXT = "Token file; default: the run's data.valid."
-ALL = "Use this many tokens; 0 takes all."
 KINDS = ("ratio", "params", "size", "latency", "memory")  # of a budget
 
 
 @dataclass(frozen=True, kw_only=True)
-class TicketRequest:
+class TicketRequest(Checked):
     """What a ticket may cost, how its blocks are picked, and what it is measured on."""
 
     ratio: tuple[str, ...] = option(
@@ -66,26 +61,23 @@ class TicketRequest:
         False,
     )
     seed: int = seed_of("the pick")
-    data: str | None = option(TEXT, None)
+    data: str | None = text_to_measure_on()
     tokens: int = option(
         "Tokens for each perplexity and for calibration; 0 takes all.", 4096, least=0
     )
     dtype: str = option(f"{words(DTYPES)}.", DTYPES[0], choices=DTYPES)
 
     def __post_init__(self) -> None:
-        fields.fill_tuples_(self)
+        super().__post_init__()
         for kind in KINDS:  # numbers are natural in Python: params=90_000, ratio=0.5
             object.__setattr__(self, kind, tuple(map(str, getattr(self, kind))))
         for name in ("context", "data"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, str(value))
-        fields.check(self)
 
     @property
     def budgets(self) -> list[Budget]:
         """Every budget that is given, each for a ticket of its own."""
-        from .budget import parse_budgets
-
         given = [(kind, asked) for kind in KINDS for asked in getattr(self, kind)]
         if self.layers is not None and not given:
             given = [("ratio", "1")]
@@ -115,8 +107,8 @@ class ScoreRequest:
         "Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable.", ("6/12",), "--ratio"
     )
     n: int = option("Random subnets behind each number.", 20, least=1, most=10**6)
-    data: str | None = option(TEXT, None)
-    tokens: int = option(ALL, 0, least=0)
+    data: str | None = text_to_measure_on()
+    tokens: int = tokens_to_use()
     seed: int = seed_of("the random subnets")
 
 
@@ -145,7 +137,7 @@ class HealRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShrinkRequest(fields.Checked):
+class ShrinkRequest(Checked):
     """Which model becomes how small, on what text, for how many tokens or hours."""
 
     model: str = option(

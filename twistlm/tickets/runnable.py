@@ -12,14 +12,11 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..data.teacher_cache import verify_teacher_cache
-from ..data.token_file import open_tokens, verify_tokens
 from ..model import huggingface
 from ..model.tokenizer import encode, load_tokenizer
-from ..system import manifest
 from ..system.device import pick_device
 from ..training import checkpoint
-from .deploy import load_ticket, verify_ticket
+from .deploy import load_ticket
 from .parent import what_is
 
 
@@ -85,7 +82,7 @@ def check_room(runnable: Runnable, n_prompt: int, max_new_tokens: int | None) ->
 
 
 @torch.inference_mode()
-def tokens(
+def generate_tokens(
     model: PreTrainedModel,
     ids: list[int],
     temperature: float | None = None,
@@ -113,7 +110,7 @@ def tokens(
             return
 
 
-def write(
+def write_text(
     runnable: Runnable,
     prompt: str,
     *,
@@ -121,36 +118,12 @@ def write(
     emit: Callable[[str], None],
     **how: Any,
 ) -> list[int]:
-    """Emit the prompt and its continuation as soon as bytes are complete; `how` is of `tokens`."""
+    """Emit the prompt and its continuation as soon as bytes are complete; `how` they are drawn."""
     tokenizer, decoder = runnable.tokenizer(), DecodeStream(skip_special_tokens=True)
     ids = encode(tokenizer, [prompt])[0].ids
     n_new, written = check_room(runnable, len(ids), max_new_tokens), []
-    for token in chain(ids, islice(tokens(runnable.model, ids, **how), n_new)):
+    for token in chain(ids, islice(generate_tokens(runnable.model, ids, **how), n_new)):
         written.append(token)
         if text := decoder.step(tokenizer, token):
             emit(text)
     return written
-
-
-def verify(source: str) -> list[str]:
-    """Read every byte of a token file, ticket, checkpoint or run; a sentence for each whole one.
-
-    The first damage is a ValueError that names the file.
-    """
-    folder = Path(source)
-    if not folder.is_dir():
-        told = verify_teacher_cache(open_tokens(source))
-        return [verify_tokens(source), *([told] if told else [])]
-    if what_is(source) == "ticket":
-        n = len(verify_ticket(folder).get(manifest.FILES, ()))
-        if not n:
-            return [f"ticket {source}: nothing vouches for its files (written before manifests)"]
-        return [f"ticket {source}: {n} files match their sha256"]
-    is_one = (folder / checkpoint.MANIFEST).is_file()
-    paths = [folder] if is_one else checkpoint.numbered(folder / "checkpoints")
-    if not paths:
-        raise ValueError(f"{source} is no token file, ticket, checkpoint or run: nothing to verify")
-    return [
-        f"checkpoint {each.path}: {len(each.manifest['files'])} files match their sha256"
-        for each in map(checkpoint.verify, paths)
-    ]

@@ -57,7 +57,7 @@ def stock_ks(model: PreTrainedModel, block_map: BlockMap) -> dict[Kind, list[int
     """Every K of each cut kind with which, in all layers, a ticket is a plain model."""
     full, shapes = block_map.full_widths(), huggingface.shapes(model)
     legal: dict[Kind, list[int]] = {}  # kinds do not disturb each other: n + m looks, not n * m
-    for kind in dict.fromkeys(group.kind for group in block_map.groups):
+    for kind in block_map.kinds:
         names = [group.name for group in block_map.groups if group.kind == kind]
         tried = {k: full | dict.fromkeys(names, k) for k in range(1, block_map.n_blocks(kind) + 1)}
         made = {k: stock_config(model, block_map.narrowed(shapes, w)) for k, w in tried.items()}

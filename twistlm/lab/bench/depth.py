@@ -27,7 +27,7 @@ def bench(parent: Parent, request: DepthRequest, *, quiet: bool = False) -> dict
     with progress(quiet) as bar:
 
         def cut(**asked: Any) -> extract.Ticket:
-            return extract.choose(parent, TicketRequest(**asked, **text), bar)
+            return extract.make_ticket(parent, TicketRequest(**asked, **text), bar)
 
         tickets = [("whole", cut(ratio="1"))]
         for n in request.layers or (3 * n_layers // 4, n_layers // 2):
