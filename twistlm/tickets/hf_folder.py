@@ -32,7 +32,8 @@ def save(parent: Parent, full: PreTrainedModel, ticket: PreTrainedModel, folder:
     """
     config, why = stock_config(full, huggingface.shapes(ticket)), ""
     if isinstance(config, str):
-        config, why = _ticket_config(full, ticket, parent.block_map.kinds), config
+        why = config
+        config = _ticket_config(full, ticket, parent.block_map.kinds)
     config.dtype = ticket.dtype
     generation = ticket.generation_config
     tokenizer = parent_tokenizer(parent)
