@@ -4,7 +4,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import MISSING, replace
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -217,9 +216,15 @@ def eval_(
         from ..tickets.tasks import open_tasks, score_tasks, table
         from ..tickets.tasks import record as task_record
 
-        how: dict[str, Any] = {"seed": request.seed, "device": device, "overrides": more}
-        sizes = ratios if has_ratio else ()
-        rows = list(score_tasks([source, *others], open_tasks(tasks), sizes, **how))
+        scored = score_tasks(
+            [source, *others],
+            open_tasks(tasks),
+            ratios if has_ratio else (),
+            seed=request.seed,
+            device=device,
+            overrides=more,
+        )
+        rows = list(scored)
         return show(task_record(rows), json_out, table(rows))
     from ..tickets import certify, score
     from ..tickets.parent import open_parent, what_is
@@ -236,8 +241,9 @@ def eval_(
             request = replace(request, ratios=parent.cfg.run.eval_ratios)
         scores = score.score_parent(parent, request, Path(source).name)
     else:
-        where: dict[str, Any] = {"device": device, "overrides": more}
-        scores = score.score_whole(source, data=request.data, tokens=request.tokens, **where)
+        scores = score.score_whole(
+            source, data=request.data, tokens=request.tokens, device=device, overrides=more
+        )
     record = scores.to_dict()
     if bound:
         made = certify.certificate(scores.subnets[0].values, coverage, confidence)

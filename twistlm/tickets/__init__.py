@@ -1,6 +1,6 @@
 """(6) Deployment: choose, extract, prove, write and load a ticket."""
 
-IMPORTANCES = ("fisher", "mask-fisher", "taylor", "magnitude", "random")  # `importance.METHODS`
+IMPORTANCES = ("fisher", "mask-fisher", "taylor", "magnitude", "random")  # see `importance.score`
 NEEDS_TEXT = ("fisher", "mask-fisher", "taylor")  # these are measured on calibration text
 PICKS = ("nested", "random", "best-of:N", "importance", "importance:METHOD")
 SPENDS = ("measured", "even")  # where the blocks of a budget go

@@ -41,7 +41,7 @@ from .requests import HealRequest
 
 STEPS = 10  # in a round: between two looks at the clock, the metrics and signals
 WARMUP = 0.05  # of all steps
-# of a ticket, once its weights have moved; files and seal are made anew
+# keys of ticket.json that say nothing about the healed weights; the last two are made anew
 UNTRUE = ("perplexity", "max_logit_difference", manifest.FILES, manifest.OWN)
 
 

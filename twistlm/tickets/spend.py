@@ -126,9 +126,9 @@ def _fewer_layers(
     `first` are those of all layers, none where they are too large.
     """
     best, n_worse = first, 0
-    for n in range(1, len(order)):
+    for n in range(1 if first else 0, len(order)):
         try:
-            tried = even(order[-n:])
+            tried = even(order[len(order) - n :])
         except ValueError:  # too large still
             if n == len(order) - 1 and not best:
                 raise

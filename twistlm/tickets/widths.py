@@ -19,10 +19,7 @@ STEPS = (4, 8)  # the n-th part of a layer's blocks that is taken or added, pass
 
 
 def uniform_widths(block_map: BlockMap) -> list[Widths]:
-    """The same share in all layers, from the fewest blocks to all; each has a block of a kind more.
-
-    One block more is one in every layer of the kind.
-    """
+    """The same share in all layers, from the fewest blocks to all: each has a kind's block more."""
     shares = sorted(
         {Fraction(k, g.n_blocks) for g in block_map.groups for k in range(1, g.n_blocks + 1)}
     )
