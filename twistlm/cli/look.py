@@ -15,6 +15,7 @@ from ..export import installed, need
 from ..fields import option
 from ..system.compat import check_transformers
 from ..system.terminal import console, progress, table
+from ..tickets.budget import amount
 from .options import DATA, DEVICE, OVERRIDES, SOURCE, app, command
 
 EXTRAS = {  # extra -> what it needs, what it enables
@@ -137,7 +138,6 @@ def node(
         raise ValueError("say either --head or --join HOST:PORT")
     need("twistlm node", "ray", "ray")
     from ..system.device import pick_device
-    from ..tickets.budget import amount
     from ..transport import ray_cluster
 
     ks = {"attn": k_attn, "ffn": k_ffn}

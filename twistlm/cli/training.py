@@ -11,6 +11,7 @@ from .. import config
 from ..fields import option
 from ..system import signals
 from ..system.terminal import console
+from ..tickets.budget import amount
 from ..tickets.requests import ScoreRequest, ShrinkRequest
 from .options import (
     ANY_MODEL,
@@ -269,10 +270,9 @@ def plan(
 ) -> None:
     """Memory, parameters, bytes, rounds and the busiest link, before training."""
     cfg = config.load(preset, overrides)
-    from ..tickets.budget import amount
+    rooms = [int(amount("size", each, "--memory")) for each in memory or ()]
     from ..training import plan
 
-    rooms = [int(amount("size", each, "--memory")) for each in memory or ()]
     made = plan.make(cfg, gbit, tflops, rooms)
     plan.show(made, cfg)
     show(made, json_out)
