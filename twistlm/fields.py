@@ -10,6 +10,9 @@ from typing import Any
 
 WHOLE = 2**63 - 1  # the largest whole number that a record of ours holds
 LARGEST = 1e30  # of any number in a config: float32 ends at 3.4e38
+# help of options that many commands have
+VALID_TEXT = "Token file; default: the run's data.valid."
+N_TOKENS = "Use this many tokens; 0 takes all."
 
 
 @dataclass(frozen=True)
@@ -70,16 +73,6 @@ def option(
 def seed_of(what: str) -> Any:
     """The field `seed` of a request that draws `what`."""
     return option(f"Seed of {what}.", 0, least=0, most=WHOLE)
-
-
-def text_to_measure_on() -> Any:
-    """The field `data` of a request that measures perplexities."""
-    return option("Token file; default: the run's data.valid.", None)
-
-
-def tokens_to_use(default: int = 0) -> Any:
-    """The field `tokens` of a request that reads a text."""
-    return option("Use this many tokens; 0 takes all.", default, least=0)
 
 
 def words(names: Iterable[str]) -> str:

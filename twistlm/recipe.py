@@ -16,7 +16,7 @@ from .model import families, huggingface
 from .model.blocks import BlockMap, Kind, Widths, count
 from .presets import to_toml
 from .tickets.budget import Budget
-from .tickets.cost import Cost, cost_of
+from .tickets.cost import Cost, count_of
 from .tickets.parent import default_seq_len
 from .tickets.stock import all_widths, refuse_shared, stock_ks
 from .tickets.widths import fit
@@ -107,7 +107,9 @@ def sizes_for(
     cut = made.block_map
     found: list[Size] = []
     for budget in budgets:
-        cost = cost_of(budget, model, cut, dtype, decode_ms)
+        cost = count_of(budget, model, cut, dtype)
+        if budget.kind == "latency" and decode_ms is not None:
+            cost = decode_ms
         widths = fit(budget, cut, cost, made.legal)[0]
         size = _size(model, cut, widths, budget)
         said = f"--{budget.kind} {budget.asked}"

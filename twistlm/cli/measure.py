@@ -7,7 +7,7 @@ import typer
 
 from .. import config
 from ..baselines import PruneRequest
-from ..fields import option, tokens_to_use
+from ..fields import N_TOKENS, option
 from ..lab.bench import CommRequest, DeployRequest, DepthRequest, TrainBenchRequest
 from ..lab.compare import CompareRequest
 from ..system.terminal import console
@@ -195,7 +195,7 @@ def drop(
     nodes: int = option("Nodes that serve the parent.", 4, least=2),
     lose: int = option("Nodes that die.", 1, least=1),
     data: str | None = DATA,
-    tokens: int = tokens_to_use(),
+    tokens: int = option(N_TOKENS, 0, least=0),
     device: str = DEVICE,
     json_out: Path | None = JSON_OUT,
 ) -> None:

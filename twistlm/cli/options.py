@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ..config import Config, preset_names
-from ..fields import option, text_to_measure_on, words
+from ..fields import VALID_TEXT, option, words
 from ..presets import build, overridden
 from ..system.compat import check_transformers
 from ..system.terminal import console
@@ -32,7 +32,7 @@ OVERRIDES = option(
 )
 SOURCE = option(PARENT, argument=True)
 MODEL = option(ANY_MODEL, argument=True)
-DATA = text_to_measure_on()
+DATA = option(VALID_TEXT, None)
 DEVICE = option("auto, cpu, cuda or cuda:N.", "auto")
 JSON_OUT = option("Write the numbers here too.", None, "--json")
 MAX_NEW_TOKENS = option(

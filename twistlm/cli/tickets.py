@@ -6,7 +6,7 @@ from dataclasses import MISSING, replace
 from pathlib import Path
 
 from ..export import FORMATS
-from ..fields import option, seed_of, tokens_to_use, words
+from ..fields import N_TOKENS, option, seed_of, words
 from ..system.terminal import clean, console, progress, table, waiting
 from ..tickets.requests import HealRequest, TicketRequest
 from .options import DEVICE, MAX_NEW_TOKENS, MODEL, OUT, OVERRIDES, SOURCE, app, command
@@ -133,7 +133,7 @@ def export(
         "--type",
     ),
     data: str | None = option("Token file: compare perplexity, too.", None),
-    tokens: int = tokens_to_use(8192),
+    tokens: int = option(N_TOKENS, 8192, least=0),
     prompt: str | None = option("Text that torch and the runtime both continue.", None),
 ) -> None:
     """Write a ticket, or the whole model of a run, as GGUF or ONNX, and compare it with torch on

@@ -1,4 +1,4 @@
-"""What a ticket costs: parameters, bytes of its file, memory, or milliseconds for a token."""
+"""What a ticket costs before it is cut: parameters, bytes of its file, bytes of memory."""
 
 import json
 import math
@@ -17,17 +17,8 @@ Cost = Callable[[Widths], float]
 STORED = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 
 
-def cost_of(
-    budget: Budget,
-    model: PreTrainedModel,
-    block_map: BlockMap,
-    dtype: str,
-    decode_ms: Cost | None = None,
-) -> Cost:
-    """What the budget limits, of a ticket of any widths; a latency needs `decode_ms`."""
-    if budget.kind == "latency":
-        assert decode_ms is not None
-        return decode_ms
+def count_of(budget: Budget, model: PreTrainedModel, block_map: BlockMap, dtype: str) -> Cost:
+    """What a budget of parameters or bytes counts, of a ticket of any widths."""
     shapes, n_bytes = huggingface.shapes(model), STORED[dtype][1]
 
     def cost(widths: Widths) -> int:

@@ -168,8 +168,9 @@ def make_ticket(
         raise budget.impossible(took.decode_ms)
     asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
     if budget.kind != "ratio":  # which is met by construction
-        cost = ticket_cost(parent, budget, request.dtype)
-        spent = took.decode_ms if budget.kind == "latency" else cost(widths)
+        spent = took.decode_ms
+        if budget.kind != "latency":
+            spent = ticket_cost(parent, budget, request.dtype)(widths)
         asked |= {"limit": budget.limit, "spent": spent}
     if budget.context:
         asked["context"] = budget.context

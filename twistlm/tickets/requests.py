@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config
-from ..fields import Checked, option, seed_of, text_to_measure_on, tokens_to_use, words
+from ..fields import N_TOKENS, VALID_TEXT, Checked, option, seed_of, words
 from . import DTYPES, IMPORTANCES, SPENDS
 from .budget import Budget, parse_budgets
 
@@ -61,7 +61,7 @@ class TicketRequest(Checked):
         False,
     )
     seed: int = seed_of("the pick")
-    data: str | None = text_to_measure_on()
+    data: str | None = option(VALID_TEXT, None)
     tokens: int = option(
         "Tokens for each perplexity and for calibration; 0 takes all.", 4096, least=0
     )
@@ -107,8 +107,8 @@ class ScoreRequest:
         "Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable.", ("6/12",), "--ratio"
     )
     n: int = option("Random subnets behind each number.", 20, least=1, most=10**6)
-    data: str | None = text_to_measure_on()
-    tokens: int = tokens_to_use()
+    data: str | None = option(VALID_TEXT, None)
+    tokens: int = option(N_TOKENS, 0, least=0)
     seed: int = seed_of("the random subnets")
 
 

@@ -30,7 +30,7 @@ from ..system.device import autocast, to_device
 from ..system.terminal import console
 from . import deploy, importance
 from .budget import Budget
-from .cost import Cost, cost_of
+from .cost import Cost, count_of
 from .importance import NESTED, Pick
 from .parent import Parent
 from .requests import TicketRequest
@@ -141,16 +141,20 @@ def _fewer_layers(
 
 
 def ticket_cost(parent: Parent, budget: Budget, dtype: str) -> Cost:
-    """What a budget limits, of a parent's tickets; a latency is measured on one of any blocks."""
+    """What a budget limits, of a parent's ticket of any widths: counted, or measured here."""
     block_map = parent.block_map
     if budget.context > (most := n_positions(parent.template)):
         raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
 
-    def decode_ms(widths: Widths) -> float:
-        model = deploy.cut_ticket(parent, for_deployment(block_map, widths, seed=0))
-        return speed.measure_all([model.to(getattr(torch, dtype))])[0].decode_ms
+    if budget.kind != "latency":
+        return count_of(budget, parent.template, block_map, dtype)
 
-    return cost_of(budget, parent.template, block_map, dtype, decode_ms)
+    def decode_ms(widths: Widths) -> float:
+        some = for_deployment(block_map, widths, seed=0)  # any blocks: equal shapes
+        model = deploy.cut_ticket(parent, some).to(getattr(torch, dtype))
+        return speed.measure_all([model])[0].decode_ms
+
+    return decode_ms
 
 
 def why_whole(parent: Parent) -> str:

@@ -5,7 +5,7 @@ from typing import get_args
 
 from ...config import Setting, Wire
 from ...export import RUNTIMES
-from ...fields import Checked, option, seed_of, text_to_measure_on, words
+from ...fields import VALID_TEXT, Checked, option, seed_of, words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class DepthRequest(Checked):
     layers: tuple[int, ...] = option(
         "Layers of a ticket; repeatable; default: three quarters of the parent's, and half.", ()
     )
-    data: str | None = text_to_measure_on()
+    data: str | None = option(VALID_TEXT, None)
     tokens: int = option("Tokens for each perplexity; 0 takes all.", 0, least=0)
     seed: int = seed_of("the pick")
 

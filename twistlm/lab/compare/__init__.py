@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...baselines import COMPARED, ZPRUNERS
 from ...config import Method
-from ...fields import Checked, option, seed_of, tokens_to_use
+from ...fields import N_TOKENS, Checked, option, seed_of
 
 RATIOS = "8/12,6/12,4/12,3/12"
 DEFAULT = ",".join(name for name in COMPARED if name not in ZPRUNERS)
@@ -52,7 +52,7 @@ class CompareRequest(Checked):
         "Random tickets of each parent and size; 0: none.", 20, "--n", least=0, most=10**6
     )
     data: str | None = option("Token file; default: the first run's data.valid.", None)
-    tokens: int = tokens_to_use()
+    tokens: int = option(N_TOKENS, 0, least=0)
     calibration: str | None = option(
         "Token file to calibrate on; default: the first run's data.train.", None
     )
