@@ -61,7 +61,7 @@ def choose_widths(
     measures = budget.kind != "ratio" and not request.stock and request.spend == "measured"
     tries_depth = measures and request.layers is None and not why_whole(parent)
     order, n_left_out = layer_order(block_map, parent.progress.order), _n_left_out(parent, request)
-    first: list[Widths] = []
+    first: list[Widths] = []  # even ones of the layers asked for; none: unknown yet, or too large
     refused = None
     if order or not n_left_out:  # nothing has to be measured to know which layers stay
         try:
@@ -92,7 +92,7 @@ def choose_widths(
     loss = loss_on(parent, ids, orders, lambda x: bar.update(task, advance=1, note=f"loss {x:.3f}"))
     _announce(n_losses, lambda: loss(first[0] if first else block_map.full_widths()))
     best = _fewer_layers(first, order, even, loss) if tries_depth else first
-    found = []
+    found = []  # measured widths, and the even ones that they start from
     for start in (first, best) if first and best is not first else (best,):
         price = linear_latency(block_map, cost, start[0]) if budget.kind == "latency" else cost
         found.append((measured_widths(block_map, start[0], budget.limit, price, loss), start))
@@ -145,7 +145,6 @@ def ticket_cost(parent: Parent, budget: Budget, dtype: str) -> Cost:
     block_map = parent.block_map
     if budget.context > (most := n_positions(parent.template)):
         raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
-
     if budget.kind != "latency":
         return count_of(budget, parent.template, block_map, dtype)
 
