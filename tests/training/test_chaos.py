@@ -275,7 +275,7 @@ def is_actor(pid: int) -> bool:
 
 def test_workers_owners_raylets_and_drivers_die(tmp_path):
     """100 random faults of all of them while a model learns: every sequence exactly once, bit for
-    bit the committed rounds in one process, in the end a calm run's loss, and nothing left."""
+    bit the committed rounds in one process, in the end the loss of calm runs, and nothing left."""
     n_faults, n_sequences, n_epochs = 100, 600, 64
     tokens = numbered_walk(tmp_path / "numbered", n_sequences)
     size = {"vocab_size": n_sequences, "n_positions": 16, "n_embd": 8, "n_head": 4, "n_layer": 2}
@@ -350,12 +350,15 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
         assert min(done[key] for key in ("owner killed", "owner stopped", "raylet", "driver")) >= 2
         here.until(lambda: not [pid for pid in pids if is_actor(pid)])
         assert same_bits(here.replay(), here.last())
-        rounds.train(here.config(tmp_path / "calm", run={"variant": "local"}), quiet=True)
-        outs = (here.out, tmp_path / "calm")
-        loss, calm = (math.log(metrics(out)[-1]["eval"]["full"]) for out in outs)
-        print(f"loss {loss:.4f}, of a calm run {calm:.4f}: {loss / calm - 1:+.2%}")
-        assert calm < math.log(n_sequences) / 2  # it has learnt
-        assert abs(loss / calm - 1) < 0.01
+        outs = [here.out]
+        for seed in range(3):  # faults draw other batches, as a seed does: seeds differ by 5%
+            outs.append(tmp_path / f"calm-{seed}")
+            calm = here.config(outs[-1], run={"variant": "local", "seed": seed})
+            rounds.train(calm, quiet=True)
+        loss, *calm = (math.log(metrics(out)[-1]["eval"]["full"]) for out in outs)
+        print(f"loss {loss:.4f}, of calm runs {calm}")
+        assert max(calm) < math.log(n_sequences) / 2  # they have learnt
+        assert 0.99 * min(calm) < loss < 1.01 * max(calm)
     finally:
         here.close()
         for process in (*nodes, head):
