@@ -1,7 +1,5 @@
 """`twistlm demo`: one start, trained on in two ways, and what is left when blocks go missing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

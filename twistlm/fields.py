@@ -1,7 +1,5 @@
 """What a field of a config or a request may hold stands beside it; one loop checks it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable

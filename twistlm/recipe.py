@@ -1,7 +1,5 @@
 """What a model is trained with: a config out of its shapes, its sizes and a text's length."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

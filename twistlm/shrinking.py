@@ -10,8 +10,6 @@ OUT/tasks.json    with --tasks: every task's numbers and standard errors, for al
 Every stage leaves its result whole or not at all, so the same command goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Configs as text: TOML files and `section.key=value` words, read into any dataclass."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

@@ -3,8 +3,6 @@
 Imports no torch: `--help` reads this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
