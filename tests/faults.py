@@ -47,7 +47,7 @@ class Faulty(Worker):
         return do
 
     def train(self, order, owners, *pieces):
-        self.order, first = order, order.tokens.payload[:, :, 0].flatten().tolist()
+        self.order, first = order, order.tokens.payload[:, :, :3].reshape(-1, 3).tolist()
         if self.suffer("receive") == "flip":  # as if a bit had changed on its way down
             payload = pieces[0].payload.copy()
             payload[3] ^= 1
@@ -98,15 +98,16 @@ class FaultyOwner(Owner):
         self.suffer("add")
         return super().check(name, worker, piece)
 
-    def prepare(self, there, progress):
+    def prepare(self, there, round):
         self.suffer("prepare")
-        return super().prepare(there, progress)
+        return super().prepare(there, round)
 
-    def keep(self, round, state):
+    def keep(self, round, i, state, first=0):
         if self.progress:
             self.suffer("keep")
-        return super().keep(round, state)
+        return super().keep(round, i, state, first)
 
-    def settle(self, round):
-        self.suffer("commit")
-        return super().settle(round)
+    def settle(self, progress):
+        if self.progress:
+            self.suffer("commit")
+        return super().settle(progress)

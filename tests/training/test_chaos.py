@@ -18,11 +18,12 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ranks
 from checkpoints import metrics
 from commands import children, toml
-from conftest import make_tokens, numbered_walk, tiny_table
+from conftest import make_tokens, tiny_table
 from processes import (
     Scene,
     environment,
@@ -37,7 +38,7 @@ from processes import (
 
 from twistlm import config
 from twistlm.data.stream import Batches
-from twistlm.data.token_file import open_tokens
+from twistlm.data.token_file import TokenMeta, open_tokens, write_meta
 from twistlm.lab.bench import comm
 from twistlm.system.signals import TOO_FEW
 from twistlm.training import checkpoint, rounds
@@ -58,7 +59,7 @@ def test_every_worker_in_every_phase(scene, at, place):
 
 
 PHASES = [f"elastic.Elastic.{name}" for name in ("_gather", "_post", "_collect")]
-PHASES += [f"owners.Owners.{name}" for name in ("commit", "_settle", "snapshot")]
+PHASES += [f"owners.Owners.{name}" for name in ("prepare", "commit", "snapshot")]
 
 
 @pytest.mark.parametrize("at", PHASES)
@@ -236,7 +237,23 @@ def test_torchrun_ends_soon_after_a_stopped_rank(tmp_path):
         assert "no sign of life from rank" in said.read_text()
 
 
-def audit(here: Scene, tokens: str, n_workers: int) -> None:
+BASE = 40  # ids of a numbered walk
+
+
+def numbered_walk(stem: Path, n: int, seq_len: int = 16) -> str:
+    """Token file: the first three ids of a sequence are its number, then comes a noisy walk.
+
+    So few ids cannot be learnt by heart: trainings from several seeds end within 0.4%.
+    """
+    digits = np.stack([np.arange(n) // BASE**i % BASE for i in (2, 1, 0)], axis=1)
+    steps = np.random.default_rng(0).choice([1, 2, 3, 11], (n, seq_len - 3))
+    walk = (digits[:, 2:] + steps.cumsum(axis=1)) % BASE
+    np.hstack([digits, walk]).astype("<u2").tofile(f"{stem}.bin")
+    write_meta(stem, TokenMeta(n * seq_len, 1, BASE, BASE - 1, "uint16", "none", None, ["numbers"]))
+    return str(stem)
+
+
+def audit(here: Scene, tokens: str) -> None:
     """What workers noted as they trained, in the rounds that were committed with them, is what the
     saved ledger says: every place of the stream once."""
     saved = checkpoint.open_(here.out)
@@ -250,7 +267,8 @@ def audit(here: Scene, tokens: str, n_workers: int) -> None:
     for r, event in last.items():
         if r < saved.round:
             for name in event["seconds"]:
-                trained.update(noted[name.partition("@")[2]][r])
+                digits = np.array(noted[name.partition("@")[2]][r])
+                trained.update((digits @ [BASE * BASE, BASE, 1]).tolist())
     done = sorted(set(range(saved.leases.next)) - set(saved.leases.returned))
     batches = Batches(open_tokens(tokens), 16, 2, saved.config.run.seed)
     assert trained == Counter(batches.rows_at(done).tolist())
@@ -278,7 +296,7 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
     bit the committed rounds in one process, in the end the loss of calm runs, and nothing left."""
     n_faults, n_sequences, n_epochs = 100, 600, 64
     tokens = numbered_walk(tmp_path / "numbered", n_sequences)
-    size = {"vocab_size": n_sequences, "n_positions": 16, "n_embd": 8, "n_head": 4, "n_layer": 2}
+    size = {"vocab_size": BASE, "n_positions": 16, "n_embd": 8, "n_head": 4, "n_layer": 2}
     head, address = start_head(tmp_path, cpus=0)
     wait_for_head(head, tmp_path)
     nodes = [
@@ -288,7 +306,8 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
     train = {"n_workers": 3, "interval": 2, "batch": 8, "rounds": 0, "epochs": n_epochs}
     train |= {"schedule": "cosine"}  # so that the last loss hangs little on the last batches
     here = Scene(
-        address, tmp_path, tokens, train=train, run={"save_every": 5, "eval_every": 0},
+        address, tmp_path, tokens, train=train,
+        run={"save_every": 5, "eval_every": 0, "eval_tokens": 0},
         ray={"floor": 3.0, "wait": 1.0, "patience": 120.0, "owners": 2},
         data={"train": tokens, "valid": tokens}, model={"config": size},
     )  # fmt: skip
@@ -337,7 +356,7 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
                         time.sleep(rng.uniform(0, 5))
                         os.kill(victim, signal.SIGCONT)
         pids |= {*here.workers(), *owners()}
-        audit(here, tokens, 3)
+        audit(here, tokens)
         leases, per_round = checkpoint.open_(here.out).leases, 3 * 2 * 8
         n_left = n_epochs * n_sequences - (leases.next - len(leases.returned))
         rows = {row["round"]: row for row in here.events("round")}
@@ -351,14 +370,15 @@ def test_workers_owners_raylets_and_drivers_die(tmp_path):
         here.until(lambda: not [pid for pid in pids if is_actor(pid)])
         assert same_bits(here.replay(), here.last())
         outs = [here.out]
-        for seed in range(3):  # faults draw other batches, as a seed does: seeds differ by 5%
+        for seed in range(3):  # faults draw other batches, as a seed does
             outs.append(tmp_path / f"calm-{seed}")
             calm = here.config(outs[-1], run={"variant": "local", "seed": seed})
             rounds.train(calm, quiet=True)
         loss, *calm = (math.log(metrics(out)[-1]["eval"]["full"]) for out in outs)
         print(f"loss {loss:.4f}, of calm runs {calm}")
-        assert max(calm) < math.log(n_sequences) / 2  # they have learnt
-        assert 0.99 * min(calm) < loss < 1.01 * max(calm)
+        assert max(calm) < math.log(BASE) / 2  # they have learnt
+        assert max(calm) < 1.01 * min(calm)
+        assert loss == pytest.approx(statistics.fmean(calm), rel=0.01)
     finally:
         here.close()
         for process in (*nodes, head):

@@ -33,16 +33,16 @@ def test_a_driver_that_is_killed_or_crashes_finds_its_workers_again(scene, tmp_p
     here = scene(train=train, blocks=blocks, run={"wire": "int8"})
     teacher = rounds.train(tiny(here.tokens, tmp_path / "teacher"), quiet=True)
     write_cache(open_tokens(here.tokens), str(teacher), 8, 16, "cpu", quiet=True)
-    here.start_and_die("owners.Owners.commit", 3)
-    commit, calls = owners.Owners.commit, []
+    here.start_and_die("owners.Owners.prepare", 3)
+    prepare, calls = owners.Owners.prepare, []
 
     def fails(*args):
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("a bug")
-        return commit(*args)
+        return prepare(*args)
 
-    monkeypatch.setattr(owners.Owners, "commit", fails)
+    monkeypatch.setattr(owners.Owners, "prepare", fails)
     with pytest.raises(RuntimeError, match="a bug"):
         here.train(resume=True, keep=False)
     here.train(resume=True)

@@ -65,7 +65,7 @@ class Ranges:
         block_of = torch.cat([all_.block_of[part] for part in parts])
         n_shared, n_blocks = (all_.grain * (end - start) for start, end in (shared, blocks))
         layout = Layout({"shared": (n_shared,), "blocks": (n_blocks,)}, n_shared, (), ())
-        return Segments(layout, all_.block_map, all_.grain, all_.numbers, {}, block_of)
+        return Segments(layout, all_.block_map, all_.grain, {}, block_of)
 
 
 @dataclass(frozen=True)

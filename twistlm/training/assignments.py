@@ -18,7 +18,7 @@ from ..system.device import to_device
 from ..system.terminal import console
 from ..transport import wire
 from .aggregator import Stats
-from .run import Progress, Run
+from .run import Progress, Run, n_rows
 
 RHO_DECAY = 0.9  # of the running rho per layer
 
@@ -43,7 +43,7 @@ def traffic(
     kind, cut, t, cache = run.cfg.run.wire, run.cut, run.cfg.train, run.batches.teacher_cache
 
     def shape(blueprint: Blueprint) -> tuple[int, int]:
-        return run.rows, cut.segments.layout_of(blueprint).n_params
+        return n_rows(run.cfg), cut.segments.layout_of(blueprint).n_params
 
     down = sum(wire.down_bytes(kind, shape(blueprint), cut.dtype) for blueprint in dealt)
     up = sum(wire.up_bytes(kind, shape(blueprint), cut.dtype) for blueprint in back)
@@ -72,15 +72,6 @@ class Assignments:
     ids: np.ndarray  # [slots, batch, T], the token file's own dtype
     leases: Leases  # once all of them are trained
     rho: Rho  # for the measured scale
-
-    @property
-    def round(self) -> int:
-        return self.progress.round
-
-    @property
-    def at(self) -> int:
-        """The round of the learning rate's schedule."""
-        return self.run.at(self.progress)
 
     def slots_of(self, worker: int) -> tuple[Slot, ...]:
         return self.slots[worker :: len(self.numbers)]

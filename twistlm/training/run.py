@@ -91,13 +91,10 @@ class Run:
         return TrainerPool(self.cut, self.cfg, weights, self.teacher)
 
     @property
-    def rows(self) -> int:
-        return n_rows(self.cfg)
-
-    @property
     def state_bytes(self) -> int:
         """Of the central model: weights, moments, outer momentum."""
-        rows = self.rows + (self.cfg.train.method == "twist" and bool(self.cfg.train.nesterov()))
+        t = self.cfg.train
+        rows = n_rows(self.cfg) + (t.method == "twist" and t.nesterov() is not None)
         return rows * self.cut.full.n_params * self.cut.dtype.itemsize
 
     @property

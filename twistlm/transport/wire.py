@@ -22,24 +22,23 @@ from torch import Tensor
 
 from ..config import Wire
 
-Code = Literal[Wire, "share8", "share4", "log8"]  # share8 is the int8 of m / sqrt(v)
+Code = Literal[Wire, "log8"]
 Shape = tuple[int, ...]  # [rows, n] of a subnet's buffer
-# the codes of weights, m and v
+# the codes of weights, m and v; beside a log8 of v, m / sqrt(v) travels
 DOWN: dict[Wire, tuple[Code, ...]] = {
     "fp32": ("fp32", "fp32", "fp32"),
     "bf16": ("bf16", "bf16", "bf16"),
-    "int8": ("bf16", "share8", "log8"),
-    "int4": ("bf16", "share4", "log8"),
+    "int8": ("bf16", "int8", "log8"),
+    "int4": ("bf16", "int4", "log8"),
 }
 UP: dict[Wire, tuple[Code, ...]] = DOWN | {
-    "int8": ("int8", "share8", "log8"),
-    "int4": ("int4", "share4", "log8"),
+    "int8": ("int8", "int8", "log8"),
+    "int4": ("int4", "int4", "log8"),
 }
 GROUPS = {8: 256, 4: 64}  # bits -> values that share a float32 scale
 # below a group's largest value that log8 can tell; what is smaller, or 0, is raised to the last
 OCTAVES = 24
 STEPS = 255  # of log8 in these octaves: an error of at most 3.4%
-SHARES = ("share8", "share4")
 ALIGN = 8  # bytes: so that payloads laid end to end can be read in place
 FLOAT32 = torch.float32
 
@@ -136,13 +135,12 @@ def _sizes(kinds: tuple[Code, ...], shape: Shape, dtype: torch.dtype) -> list[in
 
 def _write(kinds: tuple[Code, ...], rows: list[Tensor]) -> Tensor:
     """Rows end to end; m is divided by the root of v as the other side will read it."""
-    parts = [
-        encode(kind, row) for kind, row in zip(kinds, rows, strict=False) if kind not in SHARES
-    ]
-    if kinds[1] in SHARES and len(rows) > 1:
-        v = decode(kinds[2], parts[-1], rows[2].shape, rows[2].dtype)
-        parts.insert(1, encode(kinds[1], _fused(_shares, v.is_cuda)(rows[1], v)))
-    return torch.cat(parts)
+    if len(rows) == 1:
+        return encode(kinds[0], rows[0])
+    m, v = rows[1], encode(kinds[2], rows[2])
+    if kinds[2] == "log8":
+        m = _fused(_shares, m.is_cuda)(m, decode("log8", v, m.shape, m.dtype))
+    return torch.cat([encode(kinds[0], rows[0]), encode(kinds[1], m), v])
 
 
 def _read(kinds: tuple[Code, ...], payload: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -155,7 +153,7 @@ def _read(kinds: tuple[Code, ...], payload: Tensor, shape: Shape, dtype: torch.d
         return decode(kinds[0], payload, shape, dtype)
     parts = zip(kinds, payload.split(sizes), strict=False)
     rows = [decode(kind, part, shape[1:], dtype) for kind, part in parts]
-    if kinds[1] in SHARES:
+    if kinds[2] == "log8":
         rows[1] = _fused(_undo_shares, payload.is_cuda)(rows[1], rows[2])
     return torch.stack(rows)
 
@@ -215,7 +213,7 @@ def _fused(function: Callable, is_cuda: bool) -> Callable:
 
 
 def _bits(kind: Code) -> int:
-    return 4 if kind in ("int4", "share4") else 8
+    return 4 if kind == "int4" else 8
 
 
 def _n_groups(kind: Code, n: int) -> int:

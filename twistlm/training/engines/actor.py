@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ... import config
 from ...compute.perplexity import Evaluator, Text
-from ...config import Wire
 from ...model import huggingface
-from ...model.blocks import KINDS, Blueprint
+from ...model.blocks import KINDS
 from ...model.central import Central, SubnetBuffer
 from ...model.layout import cut_model
 from ...model.ranges import Ranges, Split
@@ -86,9 +85,12 @@ class Worker(Actor):
         """A round's local steps: the sum of their losses, and what every owner says of its piece
         of the update."""
         assert self.run is not None
-        cut, kind = self.trainers.cut, self.cfg.run.wire
+        cut, kind, n = self.trainers.cut, self.cfg.run.wire, len(pieces)
+        split = Ranges(cut.segments, n).split(cut.segments.index(order.blueprint))
+        shapes = [(n_rows(self.cfg), split.size(i)) for i in range(n)]
         try:
-            sent = self._join(order.blueprint, pieces, n_rows(self.cfg), kind)
+            payloads = zip(map(unpacked, pieces), shapes, strict=True)
+            sent = _joined(split, [wire.read_down(kind, *each, cut.dtype) for each in payloads])
             gates, ids = unpacked(order.gates), unpacked(order.tokens).long()
             topk = unpacked(order.teacher_topk) if order.teacher_topk else None
         except protocol.RejectedResult:
@@ -96,8 +98,8 @@ class Worker(Actor):
         part = SubnetBuffer(cut.segments, order.blueprint, sent.to(cut.device))
         trainer = self.trainers.get(part.layout, "physical")
         result = trainer.train(part, gates, ids, topk, order.at, self.run.total_steps)
-        split, new = self._split(order.blueprint, len(pieces)), result.buffer.cpu()
-        parts = ((split.get(new, i), split.get(sent[:1], i)[0]) for i in range(len(pieces)))
+        new = result.buffer.cpu()
+        parts = ((split.get(new, i), split.get(sent[:1], i)[0]) for i in range(n))
         updates = [packed(wire.up(kind, *part)) for part in parts]
         return float(result.stats.loss_sum), self.send(order, owners, updates)
 
@@ -107,24 +109,6 @@ class Worker(Actor):
         calls = [owner.check.remote(*where, piece) for owner, piece in pairs]
         ray.wait(calls, num_returns=len(calls))
         return [answer(call) for call in calls]
-
-    def _split(self, blueprint: Blueprint, n: int) -> Split:
-        segments = self.trainers.cut.segments
-        return Ranges(segments, n).split(segments.index(blueprint))
-
-    def _join(self, blueprint: Blueprint, pieces: Sequence[Piece], rows: int, kind: Wire) -> Tensor:
-        """A subnet's first rows out of all owners' pieces; what one owner sent is not copied."""
-        cut, split = self.trainers.cut, self._split(blueprint, len(pieces))
-        parts = [
-            wire.read_down(kind, unpacked(piece), (rows, split.size(i)), cut.dtype)
-            for i, piece in enumerate(pieces)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        buffer = torch.empty(rows, sum(part.shape[1] for part in parts), dtype=cut.dtype)
-        for i, part in enumerate(parts):
-            split.set_(buffer, i, part)
-        return buffer
 
     def rho(self, ids: Tensor, *pieces: Piece) -> Rho:
         """rho of every layer of the central model, whose weights all owners sent, on ids [1, T]."""
@@ -138,10 +122,21 @@ class Worker(Actor):
 
     def _evaluator(self, text: Any, pieces: Sequence[Piece], progress: Progress) -> Evaluator:
         cut, t = self.trainers.cut, self.cfg.train
-        weights = self._join(cut.block_map.full(), pieces, 1, "fp32").to(cut.device)
+        weights = _joined(Ranges(cut.segments, len(pieces)).whole, [*map(unpacked, pieces)])
         block_map = cut.block_map.with_common(self.cfg.blocks, progress.order)
-        central = Central(cut.segments, weights.clone())
+        central = Central(cut.segments, weights.to(cut.device, copy=True))
         return Evaluator(cut.template, block_map, central, text, t.scale, t.precision, progress.rho)
+
+
+def _joined(split: Split, parts: list[Tensor]) -> Tensor:
+    """A buffer [rows, n] out of all owners' parts; what one owner sent is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    n = sum(part.shape[1] for part in parts)
+    buffer = torch.empty(len(parts[0]), n, dtype=parts[0].dtype)
+    for i, part in enumerate(parts):
+        split.set_(buffer, i, part)
+    return buffer
 
 
 WORKER = Worker  # what a place is filled with

@@ -10,7 +10,7 @@ from ...model.central import SubnetBuffer
 from ...system.device import to_device
 from ..aggregator import Stats
 from ..assignments import Outcome, Traffic, drawn_gates, measured_rho, take
-from ..run import Progress, Run
+from ..run import Progress, Run, n_rows
 from ..worker import learning_rate
 from .engine import Engine
 
@@ -27,8 +27,8 @@ class DataParallel(Engine):
         super().__init__(run, progress)
         self.drops = run.cfg.train.method == "dropout"
         self.trainer = run.trainers.get(run.cut.full, "physical", fresh=self.drops)
-        own = self.trainer.buffer[: run.rows].clone() if run.central is None else run.central.buffer
-        source = run.cluster.broadcast_(own)
+        own = self.trainer.buffer[: n_rows(run.cfg)].clone()
+        source = run.cluster.broadcast_(own if run.central is None else run.central.buffer)
         block_map = run.cut.block_map
         part = SubnetBuffer(run.cut.segments, block_map.full(), source)
         gates = torch.ones(1, 1, sum(block_map.full_widths().values()))

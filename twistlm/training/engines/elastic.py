@@ -1,5 +1,6 @@
 """The elastic engine: workers are Ray actors on machines that come and go."""
 
+import math
 import secrets
 import statistics
 import time
@@ -54,6 +55,9 @@ class WorkerSlot:
     fresh: bool = True  # it has not brought a result yet: its first steps compile
     again: float = 0.0  # not before: a slot that fails is filled more and more slowly
     pause: float = 0.0
+    stats: Stats | None = None  # of its result, if that came in time and was accepted
+    seconds: float = 0.0  # until all owners had it
+    failed: bool = False  # it answered with an error, or its result was rejected
 
     @property
     def name(self) -> str:
@@ -72,16 +76,11 @@ class WorkerPool:
         self._kind = ray.remote(concurrency_groups={"pulse": 1})(actor.WORKER)
         self._hello = described, ray.put(pack(run.teacher))
 
-    def start(self) -> None:
-        """Start who is missing."""
+    def admit(self, r: int, longest: float) -> list[WorkerSlot]:
+        """Start who is missing, take in who is ready, replace who has been late for long."""
         for slot in self.slots:
             if slot.actor is None and time.monotonic() >= slot.again:
                 self._start(slot)
-
-    def admit(self, r: int, longest: float) -> list[WorkerSlot]:
-        """Start who is missing, take in who is ready, replace who has been late for long."""
-        self.start()
-        for slot in self.slots:
             if slot.entering is not None and is_there(slot.entering):
                 self._take_in(slot)
             if slot.asked is not None:
@@ -94,9 +93,8 @@ class WorkerPool:
         good = {"ray.io/node-id": f"!in({','.join(self.barred)})"} if self.barred else None
         name, cpus = f"{self._id}-{slot.number}", max(1, self.cfg.run.threads)
         more: dict[str, Any] = {"num_cpus": cpus, "num_gpus": self._gpus, "label_selector": good}
-        made = ray_cluster.detached(self._kind, name, **more)
-        slot.actor = self.pulse.add(made.remote(self.cfg.ray.patience))
-        slot.entering, slot.fresh = slot.actor.enter.remote(*self._hello), True
+        slot.actor = self.pulse.start(self._kind, name, **more)
+        slot.entering = slot.actor.enter.remote(*self._hello)
 
     def _take_in(self, slot: WorkerSlot) -> None:
         said, wrong = answer(slot.entering)
@@ -131,10 +129,8 @@ class WorkerPool:
         """Empty a slot; it is filled again, at once for the first time."""
         self.events.write(event, slot.name, **more)
         self.pulse.drop(slot.actor)
-        slot.actor = slot.entering = slot.asked = None
-        slot.info = NOBODY
-        slot.again = time.monotonic() + slot.pause
-        slot.pause = min(LONGEST_PAUSE, max(0.5, 2 * slot.pause))
+        pause, again = min(LONGEST_PAUSE, max(0.5, 2 * slot.pause)), time.monotonic() + slot.pause
+        self.slots[slot.number] = WorkerSlot(slot.number, again=again, pause=pause)
 
     def strike(self, slot: WorkerSlot, r: int, why: str) -> None:
         """Refuse a result; a machine that brought three wrong ones gets no new workers."""
@@ -145,16 +141,6 @@ class WorkerPool:
         if self.strikes[node] >= STRIKES:
             self.barred.add(node)
             self.lose(slot, "quarantined", round=r, why=why)
-
-
-@dataclass
-class Asked:
-    """What one worker was asked for in a round, and what came of it."""
-
-    slot: WorkerSlot
-    stats: Stats | None = None  # came in time and was accepted
-    seconds: float = 0.0  # until all owners had it
-    failed: bool = False  # it answered with an error, or its result was rejected
 
 
 class Elastic(Engine):
@@ -188,7 +174,8 @@ class Elastic(Engine):
         self.pool = WorkerPool(run, described, name, self.pulse, self.events)
         ranges = Ranges(run.cut.segments, cfg.ray.owners or len(ray_cluster.machines()))
         self.owners = Owners(cfg, ranges, described, name, self.pulse, self.events)
-        self.pool.start()  # a process takes seconds to import torch: all of them at once
+        # a process takes seconds to import torch: workers start while owners do
+        self.pool.admit(start.round, math.inf)
         start = self.owners.begin(run.central, start, resumes)
         run.cut.template.to(torch.device("meta"))  # type: ignore[arg-type]
         super().__init__(replace(run, central=None, evaluator=None, teacher=None), start)
@@ -226,70 +213,70 @@ class Elastic(Engine):
         run, r, need = self.run, progress.round, self.run.cfg.ray.min_workers
         rho, first = None, time.monotonic()
         while True:
-            asked, there, why = list[Asked](), list[int](), ""
+            team, there, why = list[WorkerSlot](), list[int](), ""
             try:
                 team = self._gather(r, first)
                 if rho is None:
-                    rho = measured_rho(run, progress, lambda ids: self._on_a_worker("rho", ids))
+                    rho = measured_rho(run, progress, partial(self._on_a_worker, "rho"))
                 present = [(slot.number, slot.info.widths) for slot in team]
                 work, began = assign(run, progress, present, rho), time.monotonic()
-                asked = self._post(work, team)
-                self._collect(work, asked, began)
-                there = [i for i, each in enumerate(asked) if each.stats is not None]
+                self._post(work, team)
+                self._collect(work, team, began)
+                there = [i for i, slot in enumerate(team) if slot.stats is not None]
                 if run.stop.requested and len(there) < len(team):
                     raise stopped(run.stop, r)
                 if len(there) >= need:
-                    outcome = self._outcome(work, asked, there)
-                    note = partial(self._note, work, asked, there, began)
-                    self.owners.commit(there, outcome.progress, note)
-                    return outcome
+                    return self._commit(work, team, there, began)
             except Lost as error:
                 why = f"owners are lost: {error}"
             self.events.write("not committed", round=r, n_results=len(there), need=need, why=why)
             if why or not there:
                 self.owners.mend()  # first: who waits for a silent owner waits no more
-            self._drain(asked)
+            self._drain(team)
             if (waited := time.monotonic() - first) > run.cfg.ray.patience:
                 raise self._too_few(r, len(there), waited, why)
 
-    def _note(self, work: Assignments, asked: list[Asked], there: list[int], began: float) -> None:
-        self.durations.append(time.monotonic() - began)
-        self.events.write(
-            "round",
-            round=work.round,
-            seconds={asked[i].slot.name: asked[i].seconds for i in there},
-            took=self.durations[-1],
-            places=list(work.numbers),
-            lost=[number for i, number in enumerate(work.numbers) if i not in there],
-        )
-
-    def _outcome(self, work: Assignments, asked: list[Asked], there: list[int]) -> Outcome:
-        """The round with these results; others' sequences go out again."""
+    def _commit(
+        self, work: Assignments, team: list[WorkerSlot], there: list[int], began: float
+    ) -> Outcome:
+        """These results into all ranges; others' sequences go out again."""
         leases, dealt = work.leases, work.blueprints
-        for i in set(range(len(asked))) - set(there):
+        lost = [i for i in range(len(team)) if i not in there]
+        for i in lost:
             slots = work.slots_of(i)
-            if asked[i].failed:
+            if team[i].failed:
                 leases = stream.fail(leases, slots, work.numbers[i])
             else:
                 leases = stream.give_back(leases, slots)
         for place in leases.skipped[len(work.leases.skipped) :]:
             why = self.run.batches.name(place)
-            self.events.write("set aside", round=work.round, why=why)
-        stats = sum((each.stats for each in asked if each.stats), Stats())
+            self.events.write("set aside", round=work.progress.round, why=why)
+        stats = sum((slot.stats for slot in team if slot.stats), Stats())
         back = [dealt[i] for i in there]
         sent = traffic(self.run, dealt, back)
         wired = sent.down + sent.up + sent.teacher + 4 * work.ids.size
         wired += self.run.state_bytes if self.owners.n > 1 else 0  # copies
-        return work.outcome(stats, wired, leases, back)
+        outcome = work.outcome(stats, wired, leases, back)
+        self.owners.prepare(there, outcome.progress.round)
+        # if this process dies before an owner has committed, it is done again, and noted again
+        self.durations.append(time.monotonic() - began)
+        self.events.write(
+            "round",
+            round=work.progress.round,
+            seconds={team[i].name: team[i].seconds for i in there},
+            took=self.durations[-1],
+            places=list(work.numbers),
+            lost=[work.numbers[i] for i in lost],
+        )
+        self.owners.commit(outcome.progress)
+        return outcome
 
-    def _drain(self, asked: list[Asked]) -> None:
+    def _drain(self, team: list[WorkerSlot]) -> None:
         """Until workers have ended what will not be used: the next try is for all of them."""
-        left = [each.slot.asked for each in asked if each.slot.asked is not None]
-        if left:
-            ray.wait(left, num_returns=len(left), timeout=self.deadline(), fetch_local=False)
-        for each in asked:
-            if each.slot.asked is not None and is_there(each.slot.asked):
-                each.slot.asked = None
+        if left := {slot.asked: slot for slot in team if slot.asked is not None}:
+            limit = {"num_returns": len(left), "timeout": self.deadline()}
+            for ref in ray.wait([*left], **limit, fetch_local=False)[0]:
+                left[ref].asked = None
 
     def _on_a_worker(self, method: str, *args: Any) -> Any:
         """What a worker says of the central weights, which go to it from all owners."""
@@ -301,7 +288,8 @@ class Elastic(Engine):
                     raise self._too_few(self.start.round, 0, waited)
                 time.sleep(0.02)
                 continue
-            ref = getattr(team[0].actor, method).remote(*args, *self.owners.weights())
+            weights = [owner.give.remote(i, 1) for i, owner in enumerate(self.owners.actors)]
+            ref = getattr(team[0].actor, method).remote(*args, *weights)
             with suppress(Lost):
                 while not is_there(ref) and self.pulse.silent(team[0].actor) < self.deadline():
                     time.sleep(0.01)
@@ -360,40 +348,37 @@ class Elastic(Engine):
                 self.events.write("waiting", round=r, **state, why=why)
             time.sleep(0.02)
 
-    def _post(self, work: Assignments, team: list[WorkerSlot]) -> list[Asked]:
+    def _post(self, work: Assignments, team: list[WorkerSlot]) -> None:
         """Tell everybody where its subnet is; nothing but the owners' word is waited for."""
-        posted, r, blueprints = [], work.round, [dict(each) for each in work.blueprints]
+        r, blueprints = work.progress.round, [dict(each) for each in work.blueprints]
         for i, (slot, pieces) in enumerate(zip(team, self.owners.cut(blueprints), strict=True)):
             tokens, topk = packed(work.tokens(i).to(torch.int32)), work.teacher_topk(i)
             beside = None if topk is None else packed(topk)
-            at = r, self.owners.attempt, work.at
+            at = r, self.owners.attempt, self.run.at(work.progress)
             order = RoundOrder(*at, i, blueprints[i], packed(work.gates(i)), tokens, beside)
-            slot.round, slot.since = r, time.monotonic()
+            slot.round, slot.since, slot.stats, slot.failed = r, time.monotonic(), None, False
             slot.asked = slot.actor.train.remote(order, self.owners.actors, *pieces)
-            posted.append(Asked(slot))
-        return posted
 
-    def _collect(self, work: Assignments, asked: list[Asked], began: float) -> None:
+    def _collect(self, work: Assignments, team: list[WorkerSlot], began: float) -> None:
         """Wait for results until the deadline."""
-        limit, stop = self.deadline(), self.run.stop
-        open_, left = {each.slot.asked: i for i, each in enumerate(asked)}, limit
+        r, limit, stop = work.progress.round, self.deadline(), self.run.stop
+        open_, left = {slot.asked: i for i, slot in enumerate(team)}, limit
         while open_ and left > 0 and not stop.requested:
             left = began + limit - time.monotonic()
             n, seconds = (1, min(left, 0.2)) if left > 0 else (len(open_), 0.0)
             for ref in ray.wait([*open_], num_returns=n, timeout=seconds)[0]:
                 i = open_.pop(ref)
-                asked[i].seconds = time.monotonic() - began
-                self._came(ref, asked[i], work.round, work.n_params(i))
+                team[i].seconds = time.monotonic() - began
+                self._came(team[i], r, work.n_params(i))
             self.owners.check_alive()
         for i in () if stop.requested else open_.values():
             why = f"no result within {limit:.1f} s"
-            name = asked[i].slot.name
-            self.events.write("late", name, round=work.round, seconds=limit, why=why)
+            self.events.write("late", team[i].name, round=r, seconds=limit, why=why)
 
-    def _came(self, ref: Any, each: Asked, r: int, n_params: int) -> None:
+    def _came(self, slot: WorkerSlot, r: int, n_params: int) -> None:
         """What a worker and the owners say of its result: it is in, refused, or lost."""
-        t, slot = self.run.cfg.train, each.slot
-        slot.asked, (said, wrong) = None, answer(ref)
+        t, (said, wrong) = self.run.cfg.train, answer(slot.asked)
+        slot.asked = None
         if wrong == "gone":
             return self.pool.lose(slot, "lost", round=r, why=words(said))
         if wrong == "input":  # what an owner sent is lost
@@ -410,10 +395,10 @@ class Elastic(Engine):
         norms = [word for word, _ in told]
         reasons = [words(said)] if wrong else [word for word in norms if isinstance(word, str)]
         if why := reasons[0] if reasons else reason_to_reject(t, norms, n_params, loss_sum):
-            each.failed = True
+            slot.failed = True
             return self.pool.strike(slot, r, why)
         n_tokens = t.interval * t.batch * self.run.batches.seq_len
-        each.stats, slot.fresh = Stats(loss_sum, t.interval, n_tokens), False
+        slot.stats, slot.fresh = Stats(loss_sum, t.interval, n_tokens), False
 
     def _too_few(self, r: int, n: int, waited: float, why: str = "") -> Ended:
         cfg, room = self.run.cfg.ray, ray_cluster.room() + (f" ({why})" if why else "")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...model.central import SubnetBuffer
-from ...transport import wire
 from ...transport.events import Events
 from ..aggregator import Result, Stats
 from ..assignments import Assignments, Outcome, Present, assign, measured_rho
@@ -65,18 +64,18 @@ class Engine:
         part = SubnetBuffer(run.cut.segments, work.blueprints[worker], source)
         trainer = run.trainers.get(part.layout, run.cluster.kinds[worker])
         gates, tokens, topk = work.gates(worker), work.tokens(worker), work.teacher_topk(worker)
-        return trainer.train(part, gates, tokens, topk, work.at, run.total_steps)
+        at = run.at(work.progress)
+        return trainer.train(part, gates, tokens, topk, at, run.total_steps)
 
     def share(self, stats: Stats) -> Stats:
         """The sum over ranks, in worker order, on every rank; and any rank's signal with it."""
         cluster, stop = self.run.cluster, self.run.stop
         mine = [stats.loss_sum, stats.n_steps, stats.n_tokens, stop.signal]
-        values = torch.tensor(mine, dtype=torch.float64, device=cluster.device)
-        payload, n = wire.encode("fp32", values), cluster.world_size
+        rows = torch.zeros(cluster.world_size, 4, dtype=torch.float64, device=cluster.device)
+        rows[cluster.rank] = rows.new_tensor(mine)  # beside zeros, so no sum rounds
         total, signal = Stats(), 0
-        for received in cluster.exchange([payload] * n, [payload.numel()] * n)():
-            row = wire.decode("fp32", received, (4,), torch.float64).tolist()
-            total += Stats(row[0], int(row[1]), int(row[2]))
-            signal = signal or int(row[3])
+        for loss_sum, n_steps, n_tokens, number in cluster.sum_(rows).tolist():
+            total += Stats(loss_sum, int(n_steps), int(n_tokens))
+            signal = signal or int(number)
         stop.signal, self._agreed = stop.signal or signal, signal != 0
         return total

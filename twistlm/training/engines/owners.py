@@ -4,7 +4,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ...model.blocks import Blueprint
 from ...model.central import Central
 from ...model.ranges import Ranges
 from ...system.signals import TOO_FEW, Ended
-from ...transport import ray_cluster, wire
+from ...transport import ray_cluster
 from ...transport.events import Events
 from ...transport.protocol import packed
 from ...transport.ray_cluster import answer, exceptions, is_there, ray
@@ -49,8 +49,9 @@ class Pulse:
         for actor in () if leave else list(self.answered):
             self.drop(actor)
 
-    def add(self, actor: Any) -> Any:
-        """Until its first answer it starts, which may take as long as `patience`."""
+    def start(self, kind: Any, name: str, machine: str = "", **options: Any) -> Any:
+        """An actor that may take as long as `patience` until its first answer."""
+        actor = ray_cluster.detached(kind, name, machine, **options).remote(self.patience)
         self.answered[actor] = time.monotonic() + self.patience
         return actor
 
@@ -86,24 +87,19 @@ class Owners:
         self._whole = ray.put((ranges.segments.full, ranges.segments.block_map))
         groups = {"pulse": 1, "disk": 1, "pieces": cfg.train.n_workers}
         self._kind = ray.remote(concurrency_groups=groups)(owner.OWNER)
-        self.at: list[str] = []  # the machine of each
-        self.actors: list[Any] = []
-        for i in range(self.n):
-            self.at.append("")
-            self.actors.append(self._start(i))
+        self.at = [""] * self.n  # the machine of each
+        self.actors = [self._start(i) for i in range(self.n)]
 
     def _start(self, i: int, silent: str = "") -> Any:
         """On a machine with few owners, if possible not its neighbours' nor a silent one."""
-        near = {self.at[j % len(self.at)] for j in (i - 1, i + 1)}
+        near = {self.at[j % self.n] for j in (i - 1, i + 1)}
         others = [*self.at[:i], *self.at[i + 1 :]]
         machines = [node["NodeID"] for node in ray_cluster.machines()]
         self.at[i] = min(
             machines, key=lambda m: (m == silent, others.count(m), m in near, machines.index(m))
         )
         more = {"num_cpus": 0, "allow_out_of_order_execution": True}
-        name = f"{self.name}-owner-{i}"
-        made = ray_cluster.detached(self._kind, name, self.at[i], **more)
-        return self.pulse.add(made.remote(self.cfg.ray.patience))
+        return self.pulse.start(self._kind, f"{self.name}-owner-{i}", self.at[i], **more)
 
     def _replace(self, i: int) -> Standing:
         is_dead = self.pulse.silent(self.actors[i]) == math.inf  # else its machine may be at fault
@@ -124,17 +120,15 @@ class Owners:
             with suppress(Lost, Ended):  # whoever is lost by now had nothing that is not here
                 for i in set(range(self.n)) - set(self.standings()):
                     self._replace(i)
-                for i in range(self.n):
-                    self._load(i, central, progress)
+                for i, actor in enumerate(self.actors):
+                    # in parts: pages of the store that this process writes count as its memory
+                    state = self.ranges.whole.get(central.state, i).view(-1)
+                    for n, part in enumerate(state.split(PART)):
+                        piece = packed(part.cpu())
+                        self.wait({actor.keep.remote(progress.round, i, piece, n * PART): i})
+                self._settle(progress)
                 return self.mend()
             time.sleep(self.pulse.every)
-
-    def _load(self, i: int, central: Central, progress: Progress) -> None:
-        """A range in parts: pages of the store that this process writes count as its memory."""
-        state = self.ranges.whole.get(central.state, i).view(-1)
-        for n, part in enumerate(state.split(PART)):
-            piece = packed(wire.encode("fp32", part.cpu()))
-            self.wait({self.actors[i].load.remote(progress, piece, n * PART): i})
 
     def cut(self, blueprints: list[Blueprint]) -> list[tuple[Any, ...]]:
         """[worker][owner]: references to the parts of everybody's subnet."""
@@ -147,35 +141,24 @@ class Owners:
         self.wait({done: i for i, (done, *_) in enumerate(calls)})
         return list(zip(*(parts for _, *parts in calls), strict=True))
 
-    def weights(self) -> list[Any]:
-        return [actor.give.remote("weights") for actor in self.actors]
-
-    def commit(self, there: list[int], progress: Progress, note: Callable[[], object]) -> None:
-        """These workers' results into all ranges; until all of them are kept, into none.
-
-        `note` writes down that it is done: if this process dies before the first owner has
-        committed, the round is done again, and noted again.
-        """
-        calls = [a.prepare.options(num_returns=2).remote(there, progress) for a in self.actors]
+    def prepare(self, there: list[int], round: int) -> None:
+        """These workers' results beside all committed ranges, and copies to all successors."""
+        calls = [a.prepare.options(num_returns=2).remote(there, round) for a in self.actors]
         self.wait({done: i for i, (done, _) in enumerate(calls)})
-        if self.n > 1:
-            self._keep({i: state for i, (_, state) in enumerate(calls)}, progress.round)
-        note()
-        with suppress(Lost):  # whoever is left has it
-            self._settle(progress.round, range(self.n))
-            return
-        self.mend()
-
-    def _keep(self, states: Mapping[int, Any], round: int) -> None:
-        """A copy of these owners' ranges to each one's successor."""
         asked = {}
-        for i, state in states.items():
+        for i, (_, state) in enumerate(calls if self.n > 1 else []):
             after = (i + 1) % self.n
-            asked[self.actors[after].keep.remote(round, state)] = after
+            asked[self.actors[after].keep.remote(round, i, state)] = after
         self.wait(asked)
 
-    def _settle(self, round: int, who: Iterable[int]) -> None:
-        self.wait({self.actors[i].settle.remote(round): i for i in who})
+    def commit(self, progress: Progress) -> None:
+        """What all have prepared and kept is the committed state; whoever is left has it."""
+        with suppress(Lost):
+            return self._settle(progress)
+        self.mend()
+
+    def _settle(self, progress: Progress) -> None:
+        self.wait({actor.settle.remote(progress): i for i, actor in enumerate(self.actors)})
 
     def wait(self, asked: Mapping[Any, int]) -> dict[int, Any]:
         """Owner -> its answer, once all have answered."""
@@ -219,7 +202,7 @@ class Owners:
         return told
 
     def mend(self) -> Progress:
-        """Bring all owners to one committed round, and lost ranges back from their copies."""
+        """Bring all owners to one committed round: each range is kept twice, by who has it."""
         while True:
             told = self.standings()
             have = [each.progress for each in told.values() if each.progress]
@@ -227,22 +210,22 @@ class Owners:
                 raise self._gone(sorted(set(range(self.n)) - set(told)), "are lost")
             # a round that one has committed was prepared and kept by all
             now = max(have, key=lambda progress: progress.round)
-            there = [i for i, each in told.items() if each.has(now.round)]
-            lost = sorted(set(range(self.n)) - set(there))
-            for i in lost:
-                after = (i + 1) % self.n
-                if after in lost or now.round not in told[after].copies:
-                    raise self._gone(sorted({i, after}), "are lost together")
+            pairs = [(i, (i + 1) % self.n) for i in range(self.n)]  # who keeps range i
+            has = {j: {i for r, i in each.kept if r == now.round} for j, each in told.items()}
+            where = [[j for j in pair if i in has.get(j, ())] for i, pair in enumerate(pairs)]
+            for pair in (pairs[i] for i, found in enumerate(where) if not found):
+                raise self._gone(sorted(pair), "are lost together")
             try:
-                self._settle(now.round, there)
-                for i in lost:
-                    state = self.actors[(i + 1) % self.n].give.remote("copy")
-                    found = told.get(i) or self._replace(i)
-                    self.wait({self.actors[i].load.remote(now, state): i})
-                    self.events.write("restored", f"owner {i}", round=now.round, pid=found.pid)
-                without = [i for i in range(self.n) if i in lost or now.round not in told[i].copies]
-                before = [(i - 1) % self.n for i in without if self.n > 1]
-                self._keep({i: self.actors[i].give.remote("range") for i in before}, now.round)
+                self.wait({self.actors[i].settle.remote(now): i for i in told})
+                for i in set(range(self.n)) - set(told):
+                    told[i] = self._replace(i)
+                for i, pair in enumerate(pairs):
+                    for j in set(pair) - set(where[i]):
+                        state = self.actors[where[i][0]].give.remote(i)
+                        self.wait({self.actors[j].keep.remote(now.round, i, state): j})
+                self._settle(now)
+                for i in (i for i, found in enumerate(where) if i not in found):
+                    self.events.write("restored", f"owner {i}", round=now.round, pid=told[i].pid)
                 return now
             except Lost:
                 time.sleep(self.pulse.every)
@@ -258,10 +241,11 @@ class Owners:
 
     def snapshot(self) -> Callable[[Path], None]:
         """What writes the committed ranges of now into a folder."""
-        lent = [[actor.lend.remote(i) for actor in self.actors] for i in range(self.n)]
+        actors = list(self.actors)  # those of now: who replaces them later knows nothing of it
+        lent = [[actor.lend.remote(i) for actor in actors] for i in range(self.n)]
 
         def write(draft: Path) -> None:
-            asked = {a.write.remote(draft, *lent[i]): i for i, a in enumerate(self.actors)}
+            asked = {a.write.remote(draft, *lent[i]): i for i, a in enumerate(actors)}
             try:
                 for files in self.wait(asked).values():
                     for name, content in files.items():

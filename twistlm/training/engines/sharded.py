@@ -10,7 +10,7 @@ checkpoint.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -69,29 +69,18 @@ class Shard:
     def __init__(self, central: Central | None, segments: Segments, cluster: Cluster, cfg: Config):
         self.cluster, self.wire, self.outer = cluster, cfg.run.wire, cfg.train.nesterov()
         self.rows, self.dtype = n_rows(cfg), dtype_of(cfg)
+        self.state_rows = self.rows + (self.outer is not None)
         self.n_owners = n = cluster.world_size if cfg.run.variant == "sharded" else 1
         n_pieces = -(-segments.full.n_params * self.rows * self.dtype.itemsize // (PIECE * n))
         self.ranges = Ranges(segments, n * max(1, n_pieces) if n > 1 else 1)
-        self.centrals: dict[int, Central] = {}  # its own ranges, each a small central model
+        # its own ranges, each a small central model
+        self.centrals = {} if central is None or n > 1 else {0: central}
         self.splits: dict[int, Split] = {}  # rank -> the subnet of its worker in this round
-        if n == 1:
-            self.centrals |= {} if central is None else {0: central}
-            return
-
-        def pack(i: int, whole: Split) -> Tensor:
-            assert central is not None
-            return wire.encode("fp32", whole.get(central.state, i))
-
-        def unpack(i: int, came: list[Tensor]) -> None:
-            state = self._state(i, came[0]).clone()
-            self.centrals[i] = Central(self.ranges.small(i), state, self.outer is not None)
-
-        self._exchange("up", {0: self.ranges.whole}, "fp32", self._state_rows, pack, unpack)
-
-    @property
-    def _state_rows(self) -> int:
-        """Weights, moments, outer momentum."""
-        return self.rows + (self.outer is not None)
+        if n > 1:
+            state = cluster.nothing if central is None else central.state
+            for i, came in self._exchange_whole("up", lambda i: self.ranges.whole.get(state, i)):
+                own = came.clone(), self.outer is not None
+                self.centrals[i] = Central(self.ranges.small(i), *own)
 
     def send_down(self, blueprints: list[Blueprint]) -> Tensor:
         """What this rank's worker trains, [rows, n_subnet], range by range from all owners."""
@@ -106,12 +95,10 @@ class Shard:
         def pack(i: int, split: Split) -> Tensor:
             return wire.down(self.wire, gathered(self.centrals[i], split.inside(i)))
 
-        def unpack(i: int, came: list[Tensor]) -> None:
+        for i, (came,) in self._exchange("down", self.splits, self.wire, self.rows, pack):
             assert mine is not None
             shape = (self.rows, mine.size(i))
-            mine.set_(buffer, i, wire.read_down(self.wire, came[0], shape, self.dtype))
-
-        self._exchange("down", self.splits, self.wire, self.rows, pack, unpack)
+            mine.set_(buffer, i, wire.read_down(self.wire, came, shape, self.dtype))
         return buffer
 
     def send_up_(self, sent: Tensor, trained: Tensor) -> None:
@@ -119,32 +106,35 @@ class Shard:
         exact = self.wire == "fp32"  # values come up, not changes: what went down is not needed
 
         def pack(i: int, mine: Split) -> Tensor:
-            came = sent[0] if exact else mine.get(sent[:1], i)[0]
-            return wire.up(self.wire, mine.get(trained, i), came)
+            went = sent[0] if exact else mine.get(sent[:1], i)[0]
+            return wire.up(self.wire, mine.get(trained, i), went)
 
-        def unpack(i: int, came: list[Tensor]) -> None:
+        for i, came in self._exchange("up", self.splits, self.wire, self.rows, pack):
             central, results = self.centrals[i], []
             for split, payload in zip(self.splits.values(), came, strict=True):
                 index, shape = split.inside(i), (self.rows, split.size(i))
                 went = central.weights if exact else gathered(central, index, 1)[0]
-                buffer = wire.read_up(self.wire, payload, shape, went)
-                results.append(Result(buffer, index))
+                results.append(Result(wire.read_up(self.wire, payload, shape, went), index))
             aggregate_(central, results, self.holders, self.outer)
-
-        self._exchange("up", self.splits, self.wire, self.rows, pack, unpack)
 
     def collect_(self, central: Central | None) -> None:
         """Bring all shards to the central rank's copy of the model: to evaluate and to save it."""
+        if self.n_owners > 1:
+            for i, came in self._exchange_whole("down", lambda i: self.centrals[i].state):
+                assert central is not None
+                self.ranges.whole.set_(central.state, i, came)
+
+    def _exchange_whole(
+        self, way: Literal["down", "up"], state: Callable[[int], Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """All ranges with moments and momentum, between their owners and the central rank."""
+        whole, rows = self.ranges.whole, self.state_rows
 
         def pack(i: int, _: Split) -> Tensor:
-            return wire.encode("fp32", self.centrals[i].state)
+            return wire.encode("fp32", state(i))
 
-        def unpack(i: int, came: list[Tensor]) -> None:
-            assert central is not None
-            self.ranges.whole.set_(central.state, i, self._state(i, came[0]))
-
-        if self.n_owners > 1:
-            self._exchange("down", {0: self.ranges.whole}, "fp32", self._state_rows, pack, unpack)
+        for i, (came,) in self._exchange(way, {0: whole}, "fp32", rows, pack):
+            yield i, wire.decode("fp32", came, (rows, whole.size(i)), self.dtype)
 
     def _exchange(
         self,
@@ -153,9 +143,11 @@ class Shard:
         kind: Wire,
         rows: int,
         pack: Callable[[int, Split], Tensor],  # range i of a rank's buffer
-        unpack: Callable[[int, list[Tensor]], None],  # what came for range i, in the ranks' order
-    ) -> None:
-        """A range of every owner at a time, some on their way while others are packed and taken."""
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """A range of every owner at a time, some on their way while others are packed and taken.
+
+        Yields what came here for range i, in the ranks' order; to be taken to its end everywhere.
+        """
         cluster, n = self.cluster, self.n_owners
         n_bytes = wire.down_bytes if way == "down" else wire.up_bytes
 
@@ -177,10 +169,6 @@ class Shard:
             came = under_way.popleft()()
             for i in chunk:
                 if way == "down" and cluster.rank in splits:
-                    unpack(i, [came[i % n]])
+                    yield i, [came[i % n]]
                 elif way == "up" and cluster.rank == i % n:
-                    unpack(i, [came[peer] for peer in splits])
-
-    def _state(self, i: int, payload: Tensor) -> Tensor:
-        shape = (self._state_rows, self.ranges.whole.size(i))
-        return wire.decode("fp32", payload, shape, self.dtype)
+                    yield i, [came[peer] for peer in splits]
