@@ -13,7 +13,7 @@ test: $(VENV)/test.stamp
 	$(MAKE) --no-print-directory -j 2 lint pytest
 
 pytest: $(VENV)/test.stamp
-	$(RUN)/python -m pytest -n 2 --dist worksteal
+	$(RUN)/python -m pytest -n 2 --no-loadscope-reorder
 
 chaos: $(VENV)/test.stamp
 	$(RUN)/python -m pytest -n 2 -m chaos

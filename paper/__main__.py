@@ -1,11 +1,12 @@
 """`python -m paper`: the experiments of the paper, and tables of what they measured."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from twistlm.cli import main
+from twistlm.cli.options import command
+from twistlm.fields import option
 
 from . import NAMES
 from .scales import SCALES
@@ -22,26 +23,23 @@ ONLY = """Only these settings (both,attn,ffn), this way of the recipe, seed ('se
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
-@app.command(
-    epilog="Examples:\n\n"
-    "python -m paper stability --scale smoke\n\n"
+@command(
+    app,
+    "python -m paper stability --scale smoke",
     "python -m paper all --scale gpu --minutes 9 data.train=data/wiki/train "
-    "data.valid=data/wiki/test\n\n"
-    "python -m paper shift --scale gpu start.train.rounds=100 train.rounds=40\n\n"
-    "python -m paper recipe --scale gpu --only TwIST --only 'seed 1' model.weights=runs/start\n\n"
-    "python -m paper report paper/points/*.jsonl -o report"
+    "data.valid=data/wiki/test",
+    "python -m paper shift --scale gpu start.train.rounds=100 train.rounds=40",
+    "python -m paper recipe --scale gpu --only TwIST --only 'seed 1' model.weights=runs/start",
+    "python -m paper report paper/points/*.jsonl -o report",
 )
 def paper(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME... [SECTION.KEY=VALUE...]", help=WHAT, show_default=False),
-    ] = None,
-    scale: Annotated[str, typer.Option(help=f"{', '.join(SCALES)}; smoke: on a CPU.")] = "smoke",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help=OUT)] = None,
-    only: Annotated[list[str] | None, typer.Option(help=ONLY)] = None,
-    minutes: Annotated[
-        float, typer.Option(min=0, help="Stop cleanly after this time (exit code 3); 0: never.")
-    ] = 0,
+    names: list[str] | None = option(
+        WHAT, None, metavar="NAME... [SECTION.KEY=VALUE...]", argument=True
+    ),
+    scale: str = option(f"{', '.join(SCALES)}; smoke: on a CPU.", "smoke"),
+    out: Path | None = option(OUT, None, "--out", "-o"),
+    only: tuple[str, ...] = option(ONLY, ()),
+    minutes: float = option("Stop cleanly after this time (exit code 3); 0: never.", 0, least=0),
 ) -> None:
     """Run experiments of the paper point by point; a finished point is never run again."""
     given = names or []
@@ -59,7 +57,7 @@ def paper(
         overrides = [word for word in given if "=" in word]
         chosen = [word for word in given if "=" not in word]
         folder = out or Path("runs") / f"lab-{scale}"
-        if not run(chosen, scale, folder, overrides, minutes=minutes, only=only or []):
+        if not run(chosen, scale, folder, overrides, minutes=minutes, only=only):
             raise typer.Exit(UNFINISHED)
 
 

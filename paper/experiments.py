@@ -17,15 +17,13 @@ from transformers import PreTrainedModel
 
 from twistlm import config
 from twistlm.baselines import COMPARED, STRUCTURED
-from twistlm.baselines.methods import METHODS
-from twistlm.compute.attention import causal_
-from twistlm.compute.perplexity import perplexity, summarize
+from twistlm.compute.perplexity import summarize
 from twistlm.compute.slopes import order_of
 from twistlm.config import Setting
 from twistlm.lab import lost_nodes
 from twistlm.lab.bench.train import FULL, measure_worker
-from twistlm.lab.compare.cells import NESTED, RANDOM
-from twistlm.lab.compare.measure import score_pruned, tickets_of
+from twistlm.lab.compare.cells import NESTED, RANDOM, WHOLE
+from twistlm.lab.compare.measure import measured, tickets_of
 from twistlm.lab.points import name_of
 from twistlm.model import families, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap
@@ -36,7 +34,7 @@ from twistlm.system.terminal import console
 from twistlm.tickets import importance
 from twistlm.tickets.parent import Parent
 from twistlm.tickets.text import calibrate, open_text
-from twistlm.tickets.ticket_scale import TicketScales, score_tickets
+from twistlm.tickets.ticket_scale import score_tickets
 from twistlm.training.plan import make
 from twistlm.training.startup import scored_sequences
 from twistlm.transport.ranks import Cluster
@@ -47,8 +45,6 @@ from .scales import DENSE, PARENTS, SCALES, WAYS, N, Recipe, Scale, parents_of, 
 
 TRIED = "best of some on other text"  # in a point's config: how its tickets' scale is chosen
 SAMPLE = 5, 1  # random subnets behind a mean of the recipe, and the seed that draws them
-# on the cut layers of the whole model: one that was trained in halves may want less of each
-WHOLE_FACTORS = (1.0, 0.9, 0.8, 0.7)
 N_SEQUENCES, N_SUBSETS = 4, 20  # text, and random blocks, that the activation shift is measured on
 INIT = "init"  # random weights, before any training
 SETTINGS: tuple[Setting, ...] = ("both", "attn", "ffn")
@@ -78,41 +74,25 @@ def sized(
     about = lab.about(experiment, recipe, **{"tokens": lab.scale.tokens, **more})
 
     def measure() -> Result:
-        scales, what = lab.scales(recipe, setting, about["tokens"]), about.get("method")
+        scales, ids = lab.scales(recipe, setting, about["tokens"]), None
         n, seed = (about.get(key, 0) for key in ("n", "seed"))
-        if k == N:
-            return one(scales.ready.full_perplexity())
-        if what:
+        if "method" in about:
             some = partial(calibrate, data=None, n=about["n_calibration"], seed=seed)
             ids = lab.once(recipe, "calibration", some).ids
-        if what in METHODS:
-            return one(score_pruned(scales, what, about["ratio"], ids)[0])
 
         def score(name: str) -> importance.BlockScores:
             return lab.once(recipe, name, lambda p: importance.score(p, name, ids, seed))
 
-        what = what or about.get("pick", RANDOM)
-        tickets = tickets_of(scales, what, about["ratio"], n, seed, score)
-        return score_tickets(scales, *tickets)
+        what = WHOLE if k == N else about.get("method") or about.get("pick", RANDOM)
+        return measured(scales, what, about["ratio"], n, seed, ids, score)[0]
 
     return Point(about, measure)
-
-
-def one(value: float) -> Result:
-    return {"values": [value], **summarize([value])}
 
 
 def subnets(lab: Lab, *what: Any, n: int, **more: Any) -> Point:
     """n random subnets with k of 12 blocks; k = 12 is the whole model once."""
     more |= {"n": n, "treatment": TRIED} if what[-1] < N else {"n": 1}
     return sized(lab, *what, seed=lab.base.run.seed, **more)
-
-
-def pruned(lab: Lab, method: str, setting: Setting, k: int) -> Point:
-    """The data-parallel parent, pruned after training by one of `twistlm lab prune`'s methods."""
-    more: dict[str, Any] = {"treatment": TRIED} if method.startswith(STRUCTURED) else {}
-    more |= {"n_calibration": lab.scale.n_calibration, "seed": lab.base.run.seed}
-    return sized(lab, "table1", DENSE, setting, k, method=method, ratio=f"{k}/{N}", **more)
 
 
 def table1(lab: Lab) -> list[Point]:
@@ -127,10 +107,13 @@ def table1(lab: Lab) -> list[Point]:
         for k in scale.table1:
             nested = {"pick": "nested", "treatment": TRIED}
             found += [sized(lab, "table1", r, setting, k, **nested) for r in mine if r.fresh]
-            for method in COMPARED:
+            shared = {"n_calibration": scale.n_calibration, "seed": lab.base.run.seed}
+            for method in COMPARED:  # of `twistlm lab prune`, after training
+                tried = {"treatment": TRIED} if method.startswith(STRUCTURED) else {}
+                more = {"method": method, "ratio": f"{k}/{N}", **tried, **shared}
                 # whole blocks need a whole number of them in every layer
-                if not method.startswith(STRUCTURED) or k * scale.n_attn % N == 0:
-                    found.append(pruned(lab, method, setting, k))
+                if not tried or k * scale.n_attn % N == 0:
+                    found.append(sized(lab, "table1", DENSE, setting, k, **more))
     return found
 
 
@@ -177,19 +160,15 @@ def nodeloss(lab: Lab) -> list[Point]:
 
 def recipe(lab: Lab) -> list[Point]:
     """Every way at each of its rates and seeds; the first seed of all ways comes first."""
-    scale, t = lab.scale, lab.base.train
-    found = []
-    for seed in scale.seeds:
-        for name in (name for name in WAYS if name in (scale.ways or WAYS)):
-            way = WAYS[name]
-            for rate in (rate for i, rate in enumerate(way.rates, 1) if i in scale.rates):
-                about: Result = {"experiment": "recipe", "scale": lab.name, "way": name}
-                about |= {"rate": rate * t.lr, "changes": way.changes(scale, t, rate)}
-                about |= {"start": lab.hash_of(None), "seed": seed, "tokens": scale.tokens}
-                if before := way.before(scale, t):
-                    about["before"] = before
-                about["treatment"] = TRIED
-                found.append(Point(about, partial(measure_way, lab, about)))
+    scale, t, found = lab.scale, lab.base.train, []
+    for seed, (name, way) in product(scale.seeds, WAYS.items()):
+        for i, rate in enumerate(way.rates if name in (scale.ways or WAYS) else (), 1):
+            about: Result = {"experiment": "recipe", "scale": lab.name, "way": name}
+            about |= {"rate": rate * t.lr, "changes": way.changes(scale, t, rate)}
+            about |= {"start": lab.hash_of(None), "seed": seed, "tokens": scale.tokens}
+            about |= {"before": before} if (before := way.before(scale, t)) else {}
+            about["treatment"] = TRIED
+            found += [Point(about, partial(measure_way, lab, about))] if i in scale.rates else []
     return found
 
 
@@ -238,19 +217,6 @@ def perplexities(lab: Lab, source: str) -> Result:
             ready = scales.evaluator(by_name[random["treatment"]["chosen"]], other)
             values = [ready.subnet_perplexity(each) for each in tickets[0]]
             found["choice"][str(k)] = summarize(values)
-    return found | {"whole_times": _whole_times(scales)}
-
-
-def _whole_times(scales: TicketScales) -> Result:
-    """Perplexities of the whole model with every factor on its cut layers, by text."""
-    parent, ready, found = scales.parent, scales.ready, Result()
-    kept, whole = parent.block_map.full(), parent.whole(gates="all")
-    causal_(whole.model)
-    for name, text in (("test", ready.text), ("choice", scales.choice)):
-        for factor in WHOLE_FACTORS if text is not None else ():
-            whole.keep_(kept, dict.fromkeys(kept, factor))
-            value = perplexity(whole.model, text, ready.precision, ready.loss)
-            found.setdefault(name, {})[str(factor)] = value
     return found
 
 
@@ -272,19 +238,17 @@ def latency(lab: Lab) -> list[Point]:
     shared |= {"experiment": "latency", "scale": lab.name, "seq_len": cfg.data.seq_len}
     shared |= {"model": {"type": cfg.model.type, **cfg.model.config}}
 
-    def measure(setting: Setting, k: int) -> Result:
-        lab.close()
-        template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
-        cluster = Cluster("local", t.n_workers, "physical", cfg.run.device)
-        ratio = FULL if k == N else scale.ratio(k)
-        return measure_worker(template, cfg, cluster, setting, ratio, scale.bench_steps)
+    def point(setting: Setting, k: int) -> Point:
+        def measure() -> Result:
+            lab.close()
+            template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
+            cluster = Cluster("local", t.n_workers, "physical", cfg.run.device)
+            ratio = FULL if k == N else scale.ratio(k)
+            return measure_worker(template, cfg, cluster, setting, ratio, scale.bench_steps)
 
-    sizes: list[tuple[Setting, int]] = [("both", N), *product(SETTINGS, scale.bench_widths)]
-    found = []
-    for setting, k in sizes:
-        about = shared | {"setting": setting, "k": k, "ratio": scale.ratio(k)}
-        found.append(Point(about, partial(measure, setting, k)))
-    return found
+        return Point(shared | {"setting": setting, "k": k, "ratio": scale.ratio(k)}, measure)
+
+    return [point("both", N), *(point(s, k) for s in SETTINGS for k in scale.bench_widths)]
 
 
 def table2(lab: Lab) -> list[Point]:

@@ -20,6 +20,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 
 import pytest
 import torch
 import typer.main
+from xdist.scheduler import LoadScopeScheduling
 
 from twistlm import config
 from twistlm.compute import speed
@@ -37,21 +38,29 @@ speed.measure_all.__wrapped__.__defaults__ = (1, 8, 3)
 VOCAB = 64
 
 
-# files that take longest, most of it in processes or in a module's fixtures
-LONG = ["sharded", "engines", "compare", "checkpoint", "experiments", "onnx", "compiled", "shrink"]
+# for one process, whose actors serve one test after another: each takes seconds to import torch
+ON_RAY = ["owners", "ray", "node", "strangers"]
+# files that take longest: none of them is left to the end
+LONG = ["sharded", "engines", "python_page", "onnx", "experiments", "compare", "files", "hf_folder"]
+LONG += ["extract", "compiled", "recipe", "play", "shrink", "checkpoint"]
+
+
+class ByFile(LoadScopeScheduling):
+    """A process has a file for itself, or what it makes for a module would be made twice."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = Path(nodeid.partition("::")[0]).stem.removeprefix("test_")
+        return "ray" if file in ON_RAY else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items):
-    """Tests on Ray first, so that one process has them all: its actors serve one after another,
-    and each would take seconds to import torch. Then long files, of which none is left to the end.
-    """
-
-    def place(item) -> int:
-        if "ray_address" in item.fixturenames:
-            return 0
-        return 1 if item.path.stem.removeprefix("test_") in LONG else 2
-
-    items.sort(key=place)
+    first = [*ON_RAY, *LONG]
+    names = {item: item.path.stem.removeprefix("test_") for item in items}
+    items.sort(key=lambda item: ([*first, names[item]]).index(names[item]))
 
 
 @pytest.fixture(autouse=True)
@@ -145,12 +154,3 @@ def write_words(name: str, names: list[str], n: int) -> None:
     words = (names + random.Random(n).choices(names, k=n))[:n]
     Path(f"{name}.txt").write_text(" ".join(words))
     prepare([f"{name}.txt"], name, word_level(names), quiet=True)
-
-
-def numbered_walk(stem: Path, n: int, seq_len: int = 16) -> str:
-    """As `make_tokens`: the first id of a sequence is its number, and from there a noisy walk."""
-    steps = np.random.default_rng(0).choice([1, 2, 3, 11], (n, seq_len))
-    steps[:, 0] = np.arange(n)
-    (steps.cumsum(axis=1) % n).astype("<u2").tofile(f"{stem}.bin")
-    write_meta(stem, TokenMeta(n * seq_len, 1, n, n - 1, "uint16", "none", None, ["numbers"]))
-    return str(stem)

@@ -246,12 +246,18 @@ def by_hand(model: PreTrainedModel, row: Row, attn_by: str, kept: Kept) -> PreTr
     return model
 
 
+def cut(model: PreTrainedModel, setting="both", attn_by="auto", n_ffn=N_FFN, first=0) -> BlockMap:
+    """A model's map with the first layers shared."""
+    many = {"n_ffn": n_ffn, "shared_first": first, "shared_last": 0}
+    blocks = config.BlocksConfig(setting=setting, attn_by=attn_by, **many)
+    return families.partition(model, blocks)
+
+
 @cache
 def case(key: Key) -> Case:
     name, attn_by, setting = key
     row, model, kept = TABLE[name], tiny_model(name), draw_kept(key, TABLE[name])
-    block_map = families.block_map(model, setting, attn_by)
-    block_map = block_map.select(setting, shared_first=SHARED_FIRST).coarsen("ffn", N_FFN)
+    block_map = cut(model, setting, attn_by, first=SHARED_FIRST)
     assert {(group.layer, group.kind) for group in block_map.groups} == set(kept)
     blueprint = {group.name: kept[group.layer, group.kind] for group in block_map.groups}
     reference, whole = by_hand(model, row, attn_by, kept), central_of(model, block_map)

@@ -36,7 +36,6 @@ from twistlm.system.device import out_of_memory
 from twistlm.tickets import deploy, score
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest
-from twistlm.tickets.verify import verify
 from twistlm.training import checkpoint, rounds
 from twistlm.training.checkpoint import snapshot
 
@@ -156,7 +155,7 @@ def test_records_that_vouch_for_nothing(copies):
             read(named)
     before_manifests(copies / "ticket")
     assert deploy.load_ticket(copies / "ticket") is not None
-    assert "nothing vouches" in verify(str(copies / "ticket"))[0]
+    assert "nothing vouches" in deploy.verify(str(copies / "ticket"))[0]
 
 
 def before_manifests(ticket: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from twistlm import config, recipe
 from twistlm.config import override
 from twistlm.model import huggingface
-from twistlm.tickets.budget import parse_budgets
+from twistlm.tickets.requests import parse_budgets
 from twistlm.training import plan
 
 GQA = ("num_attention_heads", "num_key_value_heads")

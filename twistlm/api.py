@@ -16,7 +16,6 @@ from . import config, shrinking
 from .config import Config
 from .shrinking import Row
 from .system.files import alone, whole_file, whole_folder
-from .system.terminal import progress
 from .tickets import extract, parent
 from .tickets.extract import Ticket
 from .tickets.parent import what_is
@@ -63,7 +62,7 @@ def train(
         text, overrides = None, (text, *overrides)
     words = _words(overrides)
     if text is not None:
-        cfg = _config_for(source, _texts(text), tokenizer, words, resume)
+        cfg = _config_for(source, text, tokenizer, words, resume)
     elif isinstance(source, Config):
         cfg = config.override(source, words)
     elif isinstance(source, str | Path):
@@ -86,8 +85,8 @@ def shrink(
     documents. Other keywords are the options of `twistlm shrink` (`ShrinkRequest`): `to="350M"`,
     `tokens="50M"`. The same call goes on after a stop. The tickets are in `row.folder`.
     """
-    given: dict[str, Any] = {"text": _texts(text), "out": Path(out), "overrides": _words(overrides)}
-    return shrinking.run(ShrinkRequest(model=str(model), **given, **asked))
+    given: dict[str, Any] = {"model": model, "text": text, "overrides": _words(overrides)}
+    return shrinking.run(ShrinkRequest(out=Path(out), **given, **asked))
 
 
 @python_words()
@@ -107,37 +106,36 @@ def open_parent(
     `tokens` tokens, 0 for all (default: all, and for tickets 4096).
     """
     opened = parent.open_parent(source, device, _words(overrides))
-    return Parent(**vars(opened), data=None if data is None else str(data), tokens=tokens)
+    return Parent(**vars(opened), data=data, tokens=tokens)
 
 
 @python_words()
 def evaluate(
-    source: str | Path,
-    ratios: Sequence[str] = ("6/12",),
-    *,
-    n: int = 20,
-    data: str | Path | None = None,
-    tokens: int = 0,
-    seed: int = 0,
-    device: str = "auto",
+    source: str | Path, ratios: Any = ("6/12",), *, device: str = "auto", **asked: Any
 ) -> Scores:
     """Perplexity of a ticket folder, or of any parent with `n` random tickets of each ratio.
 
-    See `open_parent` for sources and `data`; a ticket's own text is that of its parent's run.
+    Keywords are options of `twistlm eval` (`ScoreRequest`): `n`, `data`, `tokens`, `seed`. See
+    `open_parent` for sources and `data`; a ticket's own text is that of its parent's run.
     """
+    request = ScoreRequest(ratios=ratios, **asked)
     if what_is(source) == "ticket":
-        text = str(data) if data is not None else None
-        return score_whole(source, data=text, tokens=tokens, device=device)
-    opened = open_parent(source, data=data, tokens=tokens, device=device)
-    return opened.evaluate(ratios, n=n, seed=seed)
+        return score_whole(source, data=request.data, tokens=request.tokens, device=device)
+    opened = parent.open_parent(source, device)
+    return score_parent(opened, request, Path(opened.source).name, quiet=True)
 
 
 @dataclass(frozen=True, repr=False)
 class Parent(parent.Parent):
     """A model in memory that tickets are cut from, and the text that both are measured on."""
 
-    data: str | None = None  # a token file; None: the validation tokens of its run
+    data: str | Path | None = None  # a token file; None: the validation tokens of its run
     tokens: int | None = None  # of it; None: all, and for tickets what `extract` takes
+
+    @property
+    def _text(self) -> dict[str, Any]:
+        """What requests are told of it."""
+        return {"data": self.data} | ({} if self.tokens is None else {"tokens": self.tokens})
 
     @python_words()
     def extract(self, **asked: Any) -> Ticket:
@@ -149,23 +147,20 @@ class Parent(parent.Parent):
         ("2GB" of weights and of what "8k" tokens leave in the cache). `pick` says which blocks
         stay, `spend` where a budget's blocks go, `stock` asks for a plain model of the family.
         """
-        text = {"data": self.data} | ({} if self.tokens is None else {"tokens": self.tokens})
-        with progress(quiet=True) as bar:
-            return extract.make_ticket(self, TicketRequest(**text | asked), bar)
+        return extract.make_ticket(self, TicketRequest(**self._text | asked), quiet=True)
 
     @python_words()
-    def evaluate(self, ratios: Sequence[str] = ("6/12",), *, n: int = 20, seed: int = 0) -> Scores:
-        """Perplexity of the whole model and of `n` random tickets of each ratio."""
-        ratios = (ratios,) if isinstance(ratios, str) else tuple(map(str, ratios))
-        tokens = self.tokens or 0
-        request = ScoreRequest(ratios=ratios, n=n, data=self.data, tokens=tokens, seed=seed)
+    def evaluate(self, ratios: Any = ("6/12",), **asked: Any) -> Scores:
+        """Perplexity of the whole model and of `n` random tickets of each ratio.
+
+        Keywords are options of `twistlm eval` (`ScoreRequest`): `n`, `seed`.
+        """
+        request = ScoreRequest(ratios=ratios, **self._text | asked)
         return score_parent(self, request, Path(self.source).name, quiet=True)
 
 
-def _config_for(
-    model: Any, texts: tuple[Any, ...], tokenizer: Any, words: list[str], resume: bool
-) -> Config:
-    """A model's training on texts, all of it made ready in `run.out`, or what lies there."""
+def _config_for(model: Any, text: Any, tokenizer: Any, words: list[str], resume: bool) -> Config:
+    """A model's training on text, all of it made ready in `run.out`, or what lies there."""
     out = Path(config.override(Config(), words).run.out)
     made = out / shrinking.CONFIG
     if isinstance(model, Config) or str(model) in config.preset_names():
@@ -187,16 +182,10 @@ def _config_for(
         own = getattr(tokenizer, "backend_tokenizer", tokenizer)
         tokenizer = str(out / "tokenizer.json")
         whole_file(Path(tokenizer), lambda draft: own.save(str(draft)))
-    given: dict[str, Any] = {"model": str(model), "text": texts, "tokenizer": tokenizer, "out": out}
+    given: dict[str, Any] = {"model": model, "text": text, "tokenizer": tokenizer, "out": out}
     with alone(out):
         shrinking.prepare(ShrinkRequest(**given, overrides=[*words, f"run.out={out}"]))
     return config.load(str(made))
-
-
-def _texts(text: Any) -> tuple[Any, ...]:
-    """One source or several, as `mixture.parse` takes them."""
-    several = text if isinstance(text, list | tuple) else [text]
-    return tuple(str(each) if isinstance(each, Path) else each for each in several)
 
 
 def _words(overrides: Sequence[Overrides]) -> list[str]:

@@ -13,7 +13,7 @@ from .data.builtin import build
 from .model.blocks import widths_of_ratio
 from .system.provenance import describe_run
 from .system.terminal import console
-from .tickets.extract import write_ticket
+from .tickets.extract import make_ticket
 from .tickets.parent import Parent, open_parent
 from .tickets.requests import ScoreRequest, TicketRequest
 from .tickets.runnable import open_runnable, write_text
@@ -47,25 +47,20 @@ def run(out: Path, n: int, overrides: list[str]) -> None:
     _prepare(out, cfg)
     files = build(out / "text")
     t = cfg.train
-    own: dict[str, Any] = {"threads": 1, "eval_every": -1, "save_every": SAVE_EVERY}
-    start = replace(
+    start = config.override(
         cfg,
-        data=replace(cfg.data, train=files["train"].stem, valid=files["valid"].stem),
-        train=replace(t, method="dense", rounds=START * t.rounds),
-        run=replace(cfg.run, out=str(out / "start"), **own),
+        [f"data.{split}={file.stem}" for split, file in files.items()]
+        + ["train.method=dense", f"train.rounds={START * t.rounds}", f"run.out={out}/start"]
+        + ["run.threads=1", "run.eval_every=-1", f"run.save_every={SAVE_EVERY}"],
     )
     trained = out / "start/checkpoints" / checkpoint.folder_name(START * t.rounds)
-    configs = {
-        name: replace(
-            start,
-            model=replace(cfg.model, weights=str(trained)),
-            train=replace(
-                t, method=method, teacher="start" if method == "twist" else "none", lr=t.lr * factor
-            ),
-            run=replace(start.run, out=str(out / method), seed=cfg.run.seed + 1),  # other batches
-        )
-        for name, (method, factor) in PARENTS.items()
-    }
+    configs = {}
+    for name, (method, share) in PARENTS.items():
+        own = [f"model.weights={trained}", f"run.out={out}/{method}", f"train.method={method}"]
+        own += ["train.teacher=start"] if method == "twist" else ["train.teacher=none"]
+        own += [f"train.rounds={t.rounds}", f"train.lr={t.lr * share}"]
+        own += [f"run.seed={cfg.run.seed + 1}"]  # other batches
+        configs[name] = config.override(start, own)
     n_tokens = t.rounds * t.interval * t.n_workers * t.batch * cfg.data.seq_len
     console.print(
         f"a {cfg.model.config['n_layer']}-layer GPT-2: {START * n_tokens:,} tokens of data "
@@ -144,13 +139,14 @@ def show_ticket(parent: Parent, folder: Path, n_tokens: int) -> None:
     """Extract the ticket that `extract` would take, load it back from disk and let it write."""
     seed = parent.cfg.run.seed
     request = TicketRequest(ratio=(TICKET,), seed=seed, tokens=n_tokens)
-    proof = write_ticket(parent, folder, request, quiet=True).proof
+    made = make_ticket(parent, request, quiet=True)
+    made.save(folder)
     said: list[str] = []
     ticket = open_runnable(folder, "cpu")
     drawn: dict[str, Any] = {"temperature": 0.6, "top_k": 10, "seed": seed}
     write_text(ticket, PROMPT, max_new_tokens=40, emit=said.append, **drawn)
     console.print(
-        f"\na ticket with {TICKET} of the blocks ({proof['n_params']:,} parameters, dense, "
-        f"perplexity {proof['perplexity']['ticket']:.2f}) writes:"
+        f"\na ticket with {TICKET} of the blocks ({made.proof['n_params']:,} parameters, dense, "
+        f"perplexity {made.proof['perplexity']['ticket']:.2f}) writes:"
     )
     console.print("".join(said).replace("\n", " "), style="italic", highlight=False)

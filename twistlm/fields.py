@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 WHOLE = 2**63 - 1  # the largest whole number that a record of ours holds
@@ -96,18 +97,25 @@ def check(values: Any, section: str = "") -> None:
                 raise ValueError(f"{said}: legal are {limits}{over}")
 
 
-def fill_tuples_(values: Any) -> None:
-    """Let a lone word stand for a tuple of one, as `ratio="6/12"`; a list becomes a tuple."""
-    for field in dataclasses.fields(values):
-        value = getattr(values, field.name)
-        if str(field.type).startswith("tuple") and not isinstance(value, tuple):
-            several = tuple(value) if isinstance(value, list) else (value,)
-            object.__setattr__(values, field.name, several)
-
-
 class Checked:
-    """A request whose fields are held to their ranges."""
+    """A request whose fields are held to their ranges.
+
+    What is natural in Python is taken for its words: `params=90_000`, `data=Path("text")`; a lone
+    value for a tuple of one.
+    """
 
     def __post_init__(self) -> None:
-        fill_tuples_(self)
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if str(field.type).startswith("tuple"):
+                value = tuple(value) if isinstance(value, list | tuple) else (value,)
+            if field.type in (str, str | None):
+                value = _word(value)
+            elif field.type == tuple[str, ...]:
+                value = tuple(map(_word, value))
+            object.__setattr__(self, field.name, value)
         check(self)
+
+
+def _word(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float | Path) else value

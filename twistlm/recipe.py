@@ -13,11 +13,10 @@ from .config import BlocksConfig, Config, DataConfig, ModelConfig, RunConfig, Tr
 from .model import families, huggingface
 from .model.blocks import BlockMap, Kind, Widths, count
 from .presets import to_toml
-from .tickets.budget import Budget
-from .tickets.cost import Cost, count_of
 from .tickets.parent import default_seq_len
+from .tickets.requests import Budget
 from .tickets.stock import all_widths, refuse_shared, stock_ks
-from .tickets.widths import fit
+from .tickets.widths import Cost, cost_of, fit
 from .training import plan
 
 N_WORKERS, INTERVAL = 4, 10
@@ -67,7 +66,8 @@ def cut_for(model: PreTrainedModel, overrides: Sequence[str] = ()) -> Cut:
     groups are cut: the cache shrinks, too.
     """
     own = [word for word in overrides if word.startswith("blocks.")]
-    n_ffn = blocks_in(families.block_map(model, "ffn").n_blocks("ffn"))
+    one = BlocksConfig(setting="ffn", n_ffn=1, shared_first=0, shared_last=0)
+    n_ffn = blocks_in(families.partition(model, one).groups[0].out_part.chunk)
     usual = BlocksConfig(n_ffn=n_ffn, shared_first=0, shared_last=0, masks="sequence", nested=0.5)
 
     def legal_of(kind: Kind, by: Any) -> tuple[list[int], BlocksConfig]:
@@ -105,9 +105,7 @@ def sizes_for(
     cut = made.block_map
     found: list[Size] = []
     for budget in budgets:
-        cost = count_of(budget, model, cut, dtype)
-        if budget.kind == "latency" and decode_ms is not None:
-            cost = decode_ms
+        cost = cost_of(budget, model, cut, dtype, decode_ms)
         widths = fit(budget, cut, cost, made.legal)[0]
         size = _size(model, cut, widths, budget)
         said = f"--{budget.kind} {budget.asked}"

@@ -44,10 +44,9 @@ from .system.device import pick_device
 from .system.files import alone, whole_file
 from .system.terminal import console, waiting
 from .tickets import deploy
-from .tickets.budget import amount, parse_budgets
-from .tickets.extract import write_ticket
+from .tickets.extract import make_ticket
 from .tickets.parent import open_parent
-from .tickets.requests import ShrinkRequest, TicketRequest
+from .tickets.requests import ShrinkRequest, TicketRequest, amount, parse_budgets
 from .tickets.score import score_model
 from .tickets.stock import stock_config
 from .tickets.tasks import TaskScores, open_tasks, score_tasks
@@ -138,10 +137,10 @@ def check(request: ShrinkRequest) -> Inputs:
     """Refuse in one sentence what cannot work, before anything long starts."""
     texts, name, overrides = mixture.parse(request.text), request.model, request.overrides
     kinds = {"params": "to", "size": "size", "latency": "latency", "memory": "memory"}
-    given = [(kind, str(x)) for kind, key in kinds.items() for x in getattr(request, key)]
+    given = [(kind, x) for kind, key in kinds.items() for x in getattr(request, key)]
     if request.tokens and request.hours:
         raise ValueError("give --tokens or --hours, not both")
-    n_tokens = int(amount("tokens", str(request.tokens))) if request.tokens else 0
+    n_tokens = int(amount("tokens", request.tokens)) if request.tokens else 0
     weights = f"gguf:{name}" if name.endswith(".gguf") and ":" not in name else name
     weights = checkpoint.weights_of(weights)
     model = huggingface.outline(weights)
@@ -213,7 +212,7 @@ def prepare(request: ShrinkRequest, checked: Inputs | None = None) -> dict[str, 
     folder = request.out / "text"
     train, valid = mixture.mix(checked.texts, folder, checked.tokenizer, request.column)
     n_text, n_valid = train.meta.n_tokens, valid.meta.n_tokens
-    n_tokens = int(amount("tokens", str(request.tokens))) if request.tokens else n_text
+    n_tokens = int(amount("tokens", request.tokens)) if request.tokens else n_text
     cfg = checked.choose(n_text=n_text, n_tokens=n_tokens)
     seq_len = cfg.data.seq_len
     least = recipe.N_WORKERS * recipe.INTERVAL * seq_len
@@ -259,7 +258,7 @@ def _cut(request: ShrinkRequest, cfg: Config, sizes: dict[str, str]) -> list[Row
         folder, file = request.out / name, request.out / f"{name}.gguf"
         if not (folder / deploy.TICKET).is_file():
             asked = TicketRequest(ratio=(ratio,), stock=True, tokens=MEASURED, dtype=request.dtype)
-            write_ticket(parent, folder, asked)
+            make_ticket(parent, asked).save(folder)
         proof = deploy.read_ticket(folder)
         found = proof["perplexity"]
         if not rows:

@@ -241,7 +241,7 @@ def test_refused_and_nothing_left_behind(
 
 def test_what_is_no_source(tmp_path, monkeypatch):
     """A mistyped file is refused before a tokenizer is asked of the hub."""
-    monkeypatch.setattr("twistlm.model.source.get_hf_file_metadata", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("twistlm.model.huggingface.get_hf_file_metadata", lambda *a, **k: 1 / 0)
     with pytest.raises(ValueError, match="no such file"):
         prepare([str(tmp_path / "none.txt")], tmp_path / "out", "gpt2", quiet=True)
     (tmp_path / ".git").mkdir()

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,14 +148,16 @@ def test_bad_input(tmp_path, monkeypatch):
 
 def test_a_float32_export_must_compute_what_torch_computes():
     model = tiny_model("gpt2")
-    goal = verify.reference(model, None)
-    ours = verify.torch_row(model, goal, None)
-    verify.demand_equal(ours, goal)
-    for delta in ("prefill_delta", "decode_delta"):
+    beside = verify.Comparison(model, None, None)
+    beside.add("again", verify.TorchRunner(model), 0, exact=True)
+    for method in ("prefill", "decode"):
+        wrong = verify.TorchRunner(model)
+        right = getattr(wrong, method)
+        setattr(wrong, method, lambda *args, right=right, **more: right(*args, **more) + 0.5)
         with pytest.raises(ValueError, match="nothing was written"):
-            verify.demand_equal(replace(ours, **{delta: 0.5}), goal)
+            beside.add("wrong", wrong, 0, exact=True)
     forgetful = verify.TorchRunner(model)
     forgetful.decode = lambda token: forgetful.prefill([token])[0]  # every token is its first
-    row = verify.check("forgetful", forgetful, goal, None, 0)
+    row = beside.add("forgetful", forgetful, 0)
     assert row.prefill_delta < 1e-5 < 0.01 < row.decode_delta
     assert row.n_equal < row.n_tokens

@@ -1,14 +1,16 @@
 """What the block algebra refuses, and ratios; its slices are tested in test_families.py."""
 
 import pytest
-from families_table import case, tiny_model
+from families_table import case, cut, tiny_model
 
+from twistlm.config import BlocksConfig
 from twistlm.model import families, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap, Partition, parse_ratio, widths_of_ratio
 
 # a fused q, k, v with 4 heads of 8 inside each of its three sections, and 48 neurons one by one
-FINE = families.block_map(tiny_model("gpt2"), "both")
-SHAPES = huggingface.shapes(tiny_model("gpt2"))
+MODEL = tiny_model("gpt2")
+FINE = cut(MODEL, n_ffn=48)
+SHAPES = huggingface.shapes(MODEL)
 CASE = case(("gpt2", "head", "both"))  # layers 1 and 2, four FFN blocks
 H1 = "transformer.h.1"
 
@@ -21,10 +23,10 @@ SHARED = r"shared_first = 2 and blocks.shared_last = 1 .*3 layers.*0\.\.2"
 BLOCKS_OF = r"blueprint\['transformer\.h\.1\.attn'\] = .*at most 4 .*0\.\.3"
 HALF = "layer 1 keeps no blocks of one kind"
 FUSED = "transformer.h.0.attn.c_attn.weight"
-TWELVE = FINE.select("both", 1).coarsen("ffn", 12)
+TWELVE, NO_HEADS = cut(MODEL, n_ffn=12, first=1), cut(MODEL, "ffn", n_ffn=12, first=1)
 REFUSED = [  # a call, and what is said about it
-    (lambda: FINE.select("both", 2, 1), SHARED),
-    (lambda: FINE.coarsen("ffn", 5), r"= 5: 48 ffn .*legal: 1, 2, 3, 4, 6, 8, 12"),
+    (lambda: families.partition(MODEL, BlocksConfig(shared_first=2, shared_last=1)), SHARED),
+    (lambda: cut(MODEL, n_ffn=5), r"= 5: 48 ffn .*legal: 1, 2, 3, 4, 6, 8, 12"),
     # a wrong map would cut wrong weights
     (lambda: check(Partition(FUSED, 1, 8)), r"1 of \(32, 96\) is not 1 sections .* 8"),
     (lambda: check(Partition("h.0.q_proj.weight", 0, 8)), r"h\.0\.q_proj\.weight: .* of \(\)"),
@@ -43,7 +45,7 @@ REFUSED = [  # a call, and what is said about it
     ),
     (lambda: widths_of_ratio(TWELVE, "0"), "keeps no blocks at all"),
     (lambda: widths_of_ratio(TWELVE, "attn=0,ffn=1/2"), HALF),
-    (lambda: widths_of_ratio(TWELVE.select("ffn"), "ffn=1/2,ffn.1=0"), HALF),
+    (lambda: widths_of_ratio(NO_HEADS, "ffn=1/2,ffn.1=0"), HALF),
     (lambda: widths_of_ratio(TWELVE, "2/3"), r"attn blocks; legal: 1/4"),  # fits FFN alone
 ]
 
@@ -65,6 +67,6 @@ def test_ratios():
         "attn=3/4,ffn=1/12,attn.1=0,ffn.1=0": (0, 0, 3, 1),
     }.items():
         assert tuple(widths_of_ratio(TWELVE, ratio).values()) == widths
-    only = TWELVE.select("ffn")
-    assert tuple(widths_of_ratio(only, "5/12").values()) == (5, 5)  # no attention is cut
-    assert [group.layer for group in FINE.select("ffn", 0, 2).groups] == [0]
+    assert tuple(widths_of_ratio(NO_HEADS, "5/12").values()) == (5, 5)  # no attention is cut
+    last = families.partition(MODEL, BlocksConfig(setting="ffn", shared_first=0, shared_last=2))
+    assert [group.layer for group in last.groups] == [0]

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from families_table import (
     ALONE,
     BOTH,
-    N_FFN,
     N_LAYERS,
     SHARED_FIRST,
     TABLE,
@@ -25,6 +24,7 @@ from families_table import (
     by_hand,
     case,
     central_of,
+    cut,
     far,
     logits,
     sentence,
@@ -33,9 +33,7 @@ from families_table import (
 )
 from torch import nn
 
-from twistlm import config
 from twistlm.compute.loss import next_token_loss
-from twistlm.model import families
 from twistlm.tickets import deploy
 
 every_case = pytest.mark.parametrize("key", BOTH + ALONE, ids="/".join)
@@ -125,19 +123,12 @@ def test_gradients_of_physical_masked_and_stock_model_agree(key):
         assert not masked[name].index_fill(dim, here, 0.0).any(), name  # absent: exactly zero
 
 
-def test_partition_is_what_the_config_says():
-    """The one call that `twistlm train` makes gives the map that these tests put together."""
-    for name, attn_by, setting in BOTH:
-        blocks = config.BlocksConfig(
-            setting=setting, attn_by=attn_by, n_ffn=N_FFN, shared_first=SHARED_FIRST, shared_last=0
-        )
-        made = case((name, attn_by, setting)).block_map
-        assert families.partition(tiny_model(name), blocks) == made
-    # heads where each has its own keys, kv groups where they share, queries for one kv head
+def test_auto_is_heads_or_kv_groups_or_queries():
+    """Heads where each has its own keys, kv groups where they share, queries for one kv head."""
     wanted = {"gpt2": "head", "llama": "head", "llama-gqa": "group", "llama-mqa": "query"}
     for name, want in wanted.items():
         model = tiny_model(name)
-        assert families.block_map(model) == families.block_map(model, "both", want), name
+        assert cut(model) == cut(model, "both", want), name
 
 
 def norm_over_heads():
@@ -170,7 +161,7 @@ REFUSED = [  # a model, arguments, and what is said
 
 def test_refused_with_what_to_do():
     for model, arguments, parts in REFUSED:
-        text = sentence(families.block_map, model(), *arguments)
+        text = sentence(cut, model(), *arguments)
         assert all(part in text for part in parts), text
 
 
@@ -180,8 +171,8 @@ NEOX = {"ffn_ins": ("mlp.dense_h_to_4h",), "ffn_out": "mlp.dense_4h_to_h"}
 def test_a_family_whose_attention_is_refused_still_serves_ffn():
     row = Row("gpt_neox", TABLE["llama"].config, layers="gpt_neox.layers", **NEOX)
     model = build(row.type, row.config)
-    assert "ffn" in sentence(families.block_map, model, "both")
-    block_map = families.block_map(model, "ffn").select("ffn", SHARED_FIRST).coarsen("ffn", N_FFN)
+    assert "ffn" in sentence(cut, model, "both")
+    block_map = cut(model, "ffn", first=SHARED_FIRST)
     kept: Kept = {(1, "ffn"): (0, 3), (2, "ffn"): (1,)}
     blueprint = {group.name: kept[group.layer, "ffn"] for group in block_map.groups}
     reference, ids = by_hand(model, row, "head", kept), tokens(2, 12)

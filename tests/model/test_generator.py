@@ -12,11 +12,11 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from families_table import tiny_model
+from families_table import cut, tiny_model
 from torch import Tensor
 
 from twistlm.config import BlocksConfig
-from twistlm.model import families, generator, masks
+from twistlm.model import generator, masks
 from twistlm.model.blocks import BlockGroup, BlockMap
 from twistlm.model.masks import WorkerRound
 
@@ -180,7 +180,7 @@ def test_smaller_workers_hold_the_first_of_the_order_in_turn(ks):
         assert max(late) < 1.2 * min(late)
 
 
-MAP = families.block_map(tiny_model("gpt2"), "both").coarsen("ffn", 4)
+MAP = cut(tiny_model("gpt2"), n_ffn=4)
 HELD = {group.name: (0, 2, 3) for group in MAP.groups}
 ORDER = {group.name: (3, 1, 0, 2) for group in MAP.groups}
 BLOCKS = BlocksConfig(

@@ -108,7 +108,7 @@ def test_a_mistyped_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "here.gguf").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("twistlm.model.source.get_hf_file_metadata", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("twistlm.model.huggingface.get_hf_file_metadata", lambda *a, **k: 1 / 0)
     for source, said in NAMES.items():
         for open_ in (huggingface.pretrained, load_tokenizer):
             with pytest.raises(ValueError, match=re.escape(said)) as caught:

@@ -12,9 +12,9 @@ TWINS = """
 import random
 import torch
 import torch.nn.functional as F
-from families_table import tiny_model
+from families_table import cut, tiny_model
 from twistlm.compute import loss
-from twistlm.model import families, huggingface, kernels, layout
+from twistlm.model import huggingface, kernels, layout
 
 torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 assert kernels.usable(torch.zeros(1))
@@ -59,7 +59,7 @@ for k in (1, 6, 101):
 # gather and mean: every row of three workers' buffers, blocks that one, several or nobody holds
 for name in ("gpt2", "llama-gqa"):
     model = tiny_model(name)
-    block_map = families.block_map(model, "both").select("both", 1).coarsen("ffn", 4)
+    block_map = cut(model, n_ffn=4, first=1)
     where = layout.layout(block_map, huggingface.shapes(model))
     segments = layout.cut_segments(where, block_map, torch.get_default_device())
     rng = random.Random(1)

@@ -5,8 +5,7 @@ import itertools
 import pytest
 
 from twistlm.model.blocks import BlockGroup, BlockMap, Partition, count
-from twistlm.tickets.budget import Budget
-from twistlm.tickets.requests import TicketRequest
+from twistlm.tickets.requests import Budget, TicketRequest
 from twistlm.tickets.widths import fit as fit_budget
 from twistlm.tickets.widths import linear_latency, measured_widths
 

@@ -14,7 +14,6 @@ import torch
 from commands import in_process, snapshot
 from conftest import make_tokens, tiny
 from families_table import far, logits, perplexity, tiny_model
-from rich.progress import Progress
 from safetensors.torch import load_file
 
 from twistlm.compute import speed
@@ -56,7 +55,7 @@ def ask(home: Path, folder: Path, name: str = "gpt2", overrides: tuple[str, ...]
     if "data" in asked:
         asked["data"] = str(home / asked["data"])
     request = TicketRequest(**{"pick": "random", "tokens": 0} | asked)
-    extract.write_ticket(opened, folder, request, quiet=True)
+    extract.make_ticket(opened, request, quiet=True).save(folder)
     return opened, json.loads((folder / "ticket.json").read_text())
 
 
@@ -175,7 +174,8 @@ def test_a_layer_that_adds_nothing_is_the_first_to_go(tmp_path):
     text, kept = text_of(model, tmp_path / "text"), {1: 0}
     for asked in ({"params": str(n_left)}, {"layers": 2}, {"layers": 2, "params": str(n_left)}):
         request = TicketRequest(**asked, pick="random", data=text, tokens=480)
-        ticket = extract.write_ticket(opened, tmp_path / "t", request, quiet=True)
+        ticket = extract.make_ticket(opened, request, quiet=True)
+        ticket.save(tmp_path / "t")
         for group in opened.block_map.groups:
             assert len(ticket.blueprint[group.name]) == kept.get(group.layer, group.n_blocks)
         scores = ticket.proof["perplexity"]
@@ -183,17 +183,16 @@ def test_a_layer_that_adds_nothing_is_the_first_to_go(tmp_path):
         assert recount(tmp_path / "t")[0] == ticket.proof["n_params"] == n_left
         assert json.loads((tmp_path / "t/config.json").read_text())["n_layer"] == 2
     half = TicketRequest(layers=2, ratio="1/2", pick="random", data=text, tokens=480)
-    ticket = extract.write_ticket(opened, tmp_path / "t", half, quiet=True)
+    ticket = extract.make_ticket(opened, half, quiet=True)
     assert [len(blocks) for blocks in ticket.blueprint.values()] == [2, 3, 0, 0, 2, 3]
     text = {"pick": "random", "data": text, "tokens": 480}
     asked = [TicketRequest(params="18k", layers=layers, **text) for layers in (None, 3)]
-    free, wide = (extract.make_ticket(opened, each, Progress(disable=True)).proof for each in asked)
+    free, wide = (extract.make_ticket(opened, each, quiet=True).proof for each in asked)
     assert free["spend"]["loss"] <= wide["spend"]["loss"]
     # bytes and the cache of a budget are those of the file
     for asked in ({"size": "70kB"}, {"memory": "70kB", "context": "32"}):
-        ticket = extract.write_ticket(
-            opened, tmp_path / "t", TicketRequest(**asked, layers=2, **text), quiet=True
-        )
+        ticket = extract.make_ticket(opened, TicketRequest(**asked, layers=2, **text), quiet=True)
+        ticket.save(tmp_path / "t")
         spent, (n_params, n_bytes) = ticket.proof["budget"]["spent"], recount(tmp_path / "t")
         n_heads = sum(len(ticket.blueprint[f"transformer.h.{i}.attn"]) for i in range(3))
         assert spent == (n_bytes if "size" in asked else 4 * (n_params + 2 * 32 * 8 * n_heads))
@@ -308,15 +307,13 @@ def test_a_parent_with_an_order_gives_nested_tickets(home, tmp_path):
         with torch.no_grad():
             losses[layer] = float(model(input_ids=ids, labels=ids).loss)
     assert layers == tuple(sorted(losses, key=losses.__getitem__, reverse=True))
-    shallow = extract.make_ticket(
-        opened, TicketRequest(layers=2, tokens=160), Progress(disable=True)
-    )
+    shallow = extract.make_ticket(opened, TicketRequest(layers=2, tokens=160), quiet=True)
     assert {n for n, kept in shallow.blueprint.items() if kept} == {
         f"transformer.h.{layers[0]}.{kind}" for kind in ("attn", "ffn")
     }
     # half of every layer, without --pick
     request = TicketRequest(ratio="2/4", tokens=160)
-    ticket = extract.write_ticket(opened, tmp_path / "ticket", request, quiet=True)
+    ticket = extract.make_ticket(opened, request, quiet=True)
     assert ticket.proof["pick"]["how"] == "nested"
     halves = {n: set(o[:2]) for n, o in order.items()}
     assert {n: set(kept) for n, kept in ticket.blueprint.items()} == halves
@@ -346,15 +343,15 @@ def test_a_wrong_cut_is_not_written(home, tmp_path):
     request = TicketRequest(ratio="1/2")
     words = r"differ from the masked parent's by .* nothing was written"
     with pytest.raises(FloatingPointError, match=words):
-        extract.write_ticket(bad, tmp_path / "t", request, quiet=True)
+        extract.make_ticket(bad, request, quiet=True).save(tmp_path / "t")
     good.central.weights[0] = math.nan
     with pytest.raises(FloatingPointError, match="by nan"):
-        extract.write_ticket(good, tmp_path / "t", request, quiet=True)
+        extract.make_ticket(good, request, quiet=True).save(tmp_path / "t")
     assert not list(tmp_path.iterdir())
     # large logits round more: the check passes that
     big = open_(home, "llama")  # its head is its own
     big.central.layout.views(big.central.weights)["lm_head.weight"].mul_(100_000)
-    ticket = extract.write_ticket(big, tmp_path / "t", request, quiet=True)
+    ticket = extract.make_ticket(big, request, quiet=True)
     assert ticket.proof["max_logit_difference"] > 1e-3  # rounding alone
 
 

@@ -39,9 +39,8 @@ def home(tmp_path_factory) -> Path:
         rounds.train(cfg, quiet=True)
     parent = open_parent(folder / "run", "cpu")
     ratio = "attn=2/4,ffn=2/4,ffn.2=3/4,attn.1=1/4"
-    extract.write_ticket(
-        parent, folder / "ticket", TicketRequest(ratio=ratio, tokens=64), quiet=True
-    )
+    request = TicketRequest(ratio=ratio, tokens=64)
+    extract.make_ticket(parent, request, quiet=True).save(folder / "ticket")
     return folder
 
 

@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 import torch
 from families_table import (
-    N_FFN,
     TABLE,
     as_parent,
     central_of,
+    cut,
     cut_by_hand,
     tiny_model,
     tokens,
@@ -18,7 +18,6 @@ from families_table import (
 from torch import Tensor
 
 from twistlm.compute.slopes import mask_slopes, order_of
-from twistlm.model import families
 from twistlm.tickets import importance
 from twistlm.tickets.parent import Parent
 
@@ -30,7 +29,7 @@ every_way = pytest.mark.parametrize("key", list(ways()), ids="/".join)
 def parent64(name: str, attn_by: str) -> Parent:
     """A parent in float64 that cuts all layers."""
     model = tiny_model(name).double()
-    block_map = families.block_map(model, "both", attn_by).coarsen("ffn", N_FFN)
+    block_map = cut(model, "both", attn_by)
     return as_parent(model, block_map, central_of(model, block_map), "sqrt")
 
 

@@ -19,10 +19,10 @@ from twistlm import cli
 from twistlm.compute.perplexity import perplexity
 from twistlm.model import generator
 from twistlm.model.blocks import Blueprint
-from twistlm.tickets import certify, deploy, extract, score, ticket_scale
-from twistlm.tickets.certify import rank
+from twistlm.tickets import deploy, extract, score, ticket_scale
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.requests import ScoreRequest, TicketRequest
+from twistlm.tickets.score import rank
 from twistlm.tickets.text import text_of
 from twistlm.tickets.ticket_scale import N_DRAWS, TicketScale, TicketScales, choice_text
 from twistlm.training import rounds
@@ -239,7 +239,7 @@ def test_values_are_those_of_extracted_tickets(home):
     # the share below the worst: its n-th power is 1 - confidence
     assert made["covered_by_worst"] ** 12 == pytest.approx(0.1)
     said = f"80% of tickets are at or below {made['bound']:.2f}, with 90% confidence"
-    assert said in certify.reading(made)
+    assert said in score.reading(made)
     parent.central.weights.fill_(math.nan)
     asked = ScoreRequest(ratios=("2/4",), n=1, data=str(home / "tokens"), tokens=64)
     with pytest.raises(ValueError, match="has no perplexity: its logits are not finite"):

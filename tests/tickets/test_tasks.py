@@ -97,7 +97,7 @@ def test_one_command_scores_a_run_its_tickets_and_its_files(tmp_path, monkeypatc
         gzip.compress(line(7, None, "w1", " w2").encode())
     )
     opened = open_tasks("tasks")
-    assert [len(q.pairs) for q in opened.files["one"]] == [2, 3, 2]
+    assert [len(q.pairs) for q in opened[0]["one"]] == [2, 3, 2]
     whole, small = score_tasks(["run"], opened, ["2/4"], device="cpu")
     (plain,) = score_tasks(["run"], opened, device="cpu")
     assert (whole.name, small.name) == ("run", "run 2/4 random")

@@ -56,15 +56,6 @@ METHODS: dict[str, Callable[..., Tensor]] = {  # `baselines.REPAIRS`
 }
 
 
-def check_repair(parent: Parent, how: str | None) -> None:
-    """A repair that a family has no place for."""
-    if how == "bias" and not any(len(group.out) > 1 for group in parent.block_map.groups):
-        raise ValueError(
-            f"--repair bias: no output projection of this {parent.template.config.model_type} "
-            "has a bias; use rescale or lstsq"
-        )
-
-
 def repair_parent(
     parent: Parent, blueprint: Blueprint, how: str, ids: Tensor, tick: Tick = lambda: None
 ) -> Parent:

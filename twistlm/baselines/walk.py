@@ -4,7 +4,7 @@ Inputs of a layer come from the layers before it as they are after pruning; its 
 while it is still whole; then it is pruned, and a second pass makes the next layer's inputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +79,7 @@ def walk_(
         def look(module: nn.Module, args: tuple, kwargs: dict[str, Any], fed=fed, at=at) -> None:
             fed.setdefault(args[0], []).append(at[module])
 
-        with _hooked([(module, look) for module in at]):
+        with _hooked(at, look):
             for x in hidden:
                 fed.clear()
                 run(x)
@@ -96,12 +96,11 @@ def walk_(
 
 
 @contextmanager
-def _hooked(hooks: list[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
-    """Each hook(module, args, kwargs) runs before its module."""
+def _hooked(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
+    """hook(module, args, kwargs) runs before each of these."""
     with ExitStack() as stack:
-        for module, hook in hooks:
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            stack.callback(handle.remove)
+        for module in modules:
+            stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
@@ -122,7 +121,7 @@ def _catch(
         elif module is layers[0]:
             hidden.append(args[0])
 
-    with _hooked([(layer, note) for layer in layers]):
+    with _hooked(layers, note):
         for batch in (ids[:1], *ids.split(max(1, BATCH // ids.shape[1]))):
             model.base_model(input_ids=batch.to(model.device), use_cache=False)
     return hidden, rest

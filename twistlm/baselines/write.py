@@ -17,7 +17,7 @@ from ..tickets.parent import Parent
 from ..tickets.text import calibrate
 from . import STRUCTURED, PruneRequest
 from .methods import METHODS, prune_, sparsities
-from .repair import check_repair, repair_parent
+from .repair import repair_parent
 
 RECORD = "prune.json"
 
@@ -45,7 +45,11 @@ def write(
     name, is_block = method.removeprefix(STRUCTURED), method.startswith(STRUCTURED)
     n_layers = len(block_map.layers)  # each reads every sequence
     if is_block:
-        check_repair(parent, how)
+        if how == "bias" and not any(len(group.out) > 1 for group in block_map.groups):
+            raise ValueError(
+                f"--repair bias: no output projection of this {parent.template.config.model_type} "
+                "has a bias; use rescale or lstsq"
+            )
         widths, pick = widths_of_ratio(block_map, request.ratio), parse_pick(f"importance:{name}")
         scored, n_passes = pick.needs_calibration, n_layers if how else 0
     else:

@@ -15,8 +15,8 @@ from ..export import installed, need
 from ..fields import option
 from ..system.compat import check_transformers
 from ..system.terminal import console, progress, table
-from ..tickets.budget import amount
-from .options import DATA, DEVICE, OVERRIDES, SOURCE, app, command
+from ..tickets.requests import amount
+from .options import app, command
 
 EXTRAS = {  # extra -> what it needs, what it enables
     "gguf": (("gguf",), "export --to gguf; weights from gguf:FILE"),
@@ -44,14 +44,15 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disab
     "blocks.shared_first=0",
 )
 def play(
-    source: str = SOURCE,
-    overrides: list[str] = OVERRIDES,
-    data: str | None = DATA,
+    *,
+    source: str,
+    overrides: list[str],
+    data: str | None,
     port: int = option("Port; 0 takes a free one.", 7860, least=0, most=65535),
     host: str = option(
         "Address to listen on; 0.0.0.0 lets the network in, with no password.", "127.0.0.1"
     ),
-    device: str = DEVICE,
+    device: str,
 ) -> None:
     """A page where the whole model and a ticket of any size write side by side.
 

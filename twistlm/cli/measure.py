@@ -1,6 +1,5 @@
 """lab compare, prune, bench, drop and draft: what users measure on their model."""
 
-from dataclasses import MISSING
 from pathlib import Path
 
 import typer
@@ -11,22 +10,7 @@ from ..fields import N_TOKENS, option
 from ..lab.bench import CommRequest, DeployRequest, DepthRequest, TrainBenchRequest
 from ..lab.compare import CompareRequest
 from ..system.terminal import console
-from .options import (
-    ANY_MODEL,
-    DATA,
-    DEVICE,
-    JSON_OUT,
-    MAX_NEW_TOKENS,
-    OUT,
-    OVERRIDES,
-    PARENT,
-    PRESET,
-    SOURCE,
-    command,
-    lab,
-    show,
-    split_sources,
-)
+from .options import ANY_MODEL, PARENT, command, lab, show, split_sources
 
 bench = typer.Typer(help="Times, bytes and memory on this machine.", no_args_is_help=True)
 lab.add_typer(bench, name="bench")
@@ -47,12 +31,10 @@ def compare(
     *,
     out: Path = option(
         "Folder for the table and its cells; the same command goes on where it stopped.",
-        MISSING,
-        *OUT,
     ),
     request: CompareRequest,
-    overrides: list[str] = OVERRIDES,
-    device: str = DEVICE,
+    overrides: list[str],
+    device: str,
 ) -> None:
     """One table: random tickets of several parents beside every way to prune after training.
 
@@ -77,11 +59,11 @@ def compare(
 )
 def prune(
     *,
-    source: str = SOURCE,
-    out: Path = option("Folder of the pruned model.", MISSING, *OUT),
+    source: str,
+    out: Path = option("Folder of the pruned model."),
     request: PruneRequest,
-    overrides: list[str] = OVERRIDES,
-    device: str = DEVICE,
+    overrides: list[str],
+    device: str,
 ) -> None:
     """Prune a parent after training: the baselines that tickets are measured against.
 
@@ -106,11 +88,7 @@ def prune(
     "twistlm lab bench train paper train.batch=32 --sizes 12/12,4/12 --settings both",
 )
 def train(
-    *,
-    preset: str = PRESET,
-    request: TrainBenchRequest,
-    overrides: list[str] = OVERRIDES,
-    json_out: Path | None = JSON_OUT,
+    preset: str, request: TrainBenchRequest, overrides: list[str], json_out: Path | None
 ) -> None:
     """A worker's local step and a round at every size: ms, tokens/s, memory, overhead.
 
@@ -128,11 +106,7 @@ def train(
     "twistlm lab bench deploy gpt2 --ratio 6/12 --runtime onnx --threads 2 --json deploy.json",
 )
 def deploy(
-    *,
-    source: str = SOURCE,
-    request: DeployRequest,
-    overrides: list[str] = OVERRIDES,
-    json_out: Path | None = JSON_OUT,
+    source: str, request: DeployRequest, overrides: list[str], json_out: Path | None
 ) -> None:
     """The full parent against tickets: prefill, decode with KV cache, bytes on disk."""
     from ..lab.bench.deploy import bench, table
@@ -149,12 +123,7 @@ def deploy(
     "twistlm lab bench depth runs/wiki-gpt2 --layers 10 --layers 8 --layers 6 --device cuda",
 )
 def depth(
-    *,
-    source: str = SOURCE,
-    request: DepthRequest,
-    overrides: list[str] = OVERRIDES,
-    device: str = DEVICE,
-    json_out: Path | None = JSON_OUT,
+    source: str, request: DepthRequest, overrides: list[str], device: str, json_out: Path | None
 ) -> None:
     """Tickets of the same parameters by depth, by width and by both: perplexity and time."""
     from ..lab.bench.depth import bench, table
@@ -169,7 +138,7 @@ def depth(
     "twistlm lab bench comm",
     "twistlm lab bench comm --mb 250 --slow 4 --slow 8 --slow-mb 64 --gbit 1 --json comm.json",
 )
-def comm(request: CommRequest, json_out: Path | None = JSON_OUT) -> None:
+def comm(request: CommRequest, json_out: Path | None) -> None:
     """Bare gloo, Ray, torchrun's star and shards: on this machine, and in network namespaces.
 
     A round's exchange with nothing trained; a subnet keeps a third of the blocks, of two half.
@@ -187,6 +156,7 @@ def comm(request: CommRequest, json_out: Path | None = JSON_OUT) -> None:
     "twistlm lab drop gpt2 --nodes 4 --lose 2 --data data/wiki-test blocks.shared_first=0",
 )
 def drop(
+    *,
     sources: list[str] = option(
         f"Parents, side by side. {PARENT}",
         metavar="SOURCE... [SECTION.KEY=VALUE]...",
@@ -194,10 +164,10 @@ def drop(
     ),
     nodes: int = option("Nodes that serve the parent.", 4, least=2),
     lose: int = option("Nodes that die.", 1, least=1),
-    data: str | None = DATA,
+    data: str | None,
     tokens: int = option(N_TOKENS, 0, least=0),
-    device: str = DEVICE,
-    json_out: Path | None = JSON_OUT,
+    device: str,
+    json_out: Path | None,
 ) -> None:
     """Spread a parent's blocks over nodes, lose some of them in every possible way.
 
@@ -220,16 +190,17 @@ def drop(
     "twistlm lab draft runs/demo/twist runs/demo/ticket --data runs/demo/text/valid --n 8",
 )
 def draft(
+    *,
     parent: str = option(f"The model whose text is written. {PARENT}", argument=True),
     ticket: str = option(f"The model that drafts. {ANY_MODEL}", argument=True),
     prompt: tuple[str, ...] = option("Text to go on from; repeatable.", ()),
     data: str | None = option("Token file to take prompts from.", None),
     n: int = option("Prompts taken from --data.", 8, least=1),
     prompt_tokens: int = option("Tokens of each of them.", 16, least=1),
-    max_new_tokens: int | None = MAX_NEW_TOKENS,
+    max_new_tokens: int | None,
     draft_tokens: int = option("Tokens drafted at a time.", 5, least=1),
-    device: str = DEVICE,
-    json_out: Path | None = JSON_OUT,
+    device: str,
+    json_out: Path | None,
 ) -> None:
     """Let a ticket draft for its own parent: drafts accepted, tokens per second, the same text."""
     from ..lab import speculate

@@ -21,23 +21,24 @@ from ..system.terminal import console
 
 PARENT = "A run folder, a checkpoint, a Hugging Face folder or hub id, or gguf:FILE."
 ANY_MODEL = f"A ticket; {PARENT[0].lower()}{PARENT[1:]}"
-OUT = ("--out", "-o")
-PRESET = option(
-    f"A preset ({words(preset_names())}), a TOML file, or a run folder for its own config.",
-    metavar="PRESET_TOML_OR_RUN",
-    argument=True,
-)
-OVERRIDES = option(
-    "Changes to the config (docs/config.md).", None, metavar="SECTION.KEY=VALUE", argument=True
-)
-SOURCE = option(PARENT, argument=True)
 MODEL = option(ANY_MODEL, argument=True)
-DATA = option(VALID_TEXT, None)
-DEVICE = option("auto, cpu, cuda or cuda:N.", "auto")
-JSON_OUT = option("Write the numbers here too.", None, "--json")
-MAX_NEW_TOKENS = option(
-    "Tokens to write; default: 100, or what the model's positions leave.", None, least=1
-)
+SHARED = {  # options of several commands, by the parameter's name
+    "preset": option(
+        f"A preset ({words(preset_names())}), a TOML file, or a run folder for its own config.",
+        metavar="PRESET_TOML_OR_RUN",
+        argument=True,
+    ),
+    "overrides": option(
+        "Changes to the config (docs/config.md).", None, metavar="SECTION.KEY=VALUE", argument=True
+    ),
+    "source": option(PARENT, argument=True),
+    "data": option(VALID_TEXT, None),
+    "device": option("auto, cpu, cuda or cuda:N.", "auto"),
+    "json_out": option("Write the numbers here too.", None, "--json"),
+    "max_new_tokens": option(
+        "Tokens to write; default: 100, or what the model's positions leave.", None, least=1
+    ),
+}
 PANELS = {  # what a user wants -> the commands that do it, as `--help` shows them
     "Train": ("shrink", "demo", "prepare", "train", "eval", "plan"),
     "Choose": ("extract", "heal", "play"),
@@ -61,9 +62,9 @@ def writable(value: Path | None) -> Path | None:
 def command(group: typer.Typer, *examples: str, called: str | None = None) -> Callable[..., Any]:
     """A command of a function, with examples below its help.
 
-    A parameter is an option where `fields.option` is its default, or where it is a request: then
-    every field with a help text is one, and the function gets the object. A wrong key or type in
-    `overrides` is told before torch is imported.
+    A parameter is an option where `fields.option` is its default, or where it has none and is one
+    of `SHARED`. Of a request every field with a help text is an option, and the function gets the
+    object. A wrong key or type in `overrides` is told before torch is imported.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,10 +77,11 @@ def command(group: typer.Typer, *examples: str, called: str | None = None) -> Ca
                 made = [f for f in dataclasses.fields(hints[name]) if f.metadata]
                 requests[name] = hints[name], [f.name for f in made]
                 plain += [_parameter(f.name, kinds[f.name], f) for f in made]
-            elif isinstance(given.default, dataclasses.Field):
-                plain.append(_parameter(name, hints[name], given.default))
-            else:  # typer's own context
-                plain.append(given.replace(kind=given.KEYWORD_ONLY, annotation=hints[name]))
+            elif hints[name] is typer.Context:
+                plain.append(given.replace(kind=given.KEYWORD_ONLY, annotation=typer.Context))
+            else:
+                field = SHARED[name] if given.default is given.empty else given.default
+                plain.append(_parameter(name, hints[name], field))
 
         @functools.wraps(function)
         def run(**given: Any) -> Any:
@@ -125,6 +127,7 @@ def _parameter(name: str, hint: Any, field: dataclasses.Field) -> inspect.Parame
         hint, default = list[typing.get_args(hint)[0]], list(default)  # type: ignore[misc]
     make = typer.Argument if about["argument"] else typer.Option
     names = about["names"] or ((f"--{name.replace('_', '-')}",) if hint is bool else ())
+    names = ("--out", "-o") if name == "out" else names
     said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
     said |= {"min": about["range"].least, "max": about["range"].most}
     said["callback"] = writable if {"--out", "--json"} & set(names) else None

@@ -2,14 +2,14 @@
 
 import sys
 import tempfile
-from dataclasses import MISSING, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..export import FORMATS
 from ..fields import N_TOKENS, option, seed_of, words
 from ..system.terminal import clean, console, progress, table, waiting
 from ..tickets.requests import HealRequest, TicketRequest
-from .options import DEVICE, MAX_NEW_TOKENS, MODEL, OUT, OVERRIDES, SOURCE, app, command
+from .options import MODEL, app, command
 
 
 @command(
@@ -22,11 +22,11 @@ from .options import DEVICE, MAX_NEW_TOKENS, MODEL, OUT, OVERRIDES, SOURCE, app,
 )
 def extract(
     *,
-    source: str = SOURCE,
-    out: Path = option("Folder of the ticket; several budgets: each has one in it.", MISSING, *OUT),
+    source: str,
+    out: Path = option("Folder of the ticket; several budgets: each has one in it."),
     request: TicketRequest,
-    overrides: list[str] = OVERRIDES,
-    device: str = DEVICE,
+    overrides: list[str],
+    device: str,
 ) -> None:
     """Cut the ticket that fits a budget out of a parent, and write it with its proof."""
     from ..tickets import extract
@@ -44,7 +44,7 @@ def extract(
     "twistlm heal ticket -o healed --tokens 20M --teacher gpt2 --data data/wiki/train --valid "
     "data/wiki/test train.lr=2e-4 train.batch=16",
 )
-def heal(request: HealRequest, overrides: list[str] = OVERRIDES, device: str = DEVICE) -> None:
+def heal(request: HealRequest, overrides: list[str], device: str) -> None:
     """Train a ticket for itself, with its parent as a frozen teacher, and write it anew.
 
     A stopped one goes on where it was when the same command is called again. Learning rate, batch
@@ -64,15 +64,16 @@ def heal(request: HealRequest, overrides: list[str] = OVERRIDES, device: str = D
     'twistlm generate gpt2 --prompt "In the beginning" --temperature 0.8 --top-k 40 --seed 1',
 )
 def generate(
+    *,
     ticket: str = MODEL,
     prompt: str = option("The text to go on from."),
-    max_new_tokens: int | None = MAX_NEW_TOKENS,
+    max_new_tokens: int | None,
     temperature: float | None = option(
         "Draw instead of taking the likeliest token.", None, least=1e-3
     ),
     top_k: int | None = option("Draw among this many likeliest tokens.", None, least=1),
     seed: int = seed_of("the draw"),
-    device: str = DEVICE,
+    device: str,
 ) -> None:
     """Write text, token by token as it comes; greedy unless told to draw."""
     from ..tickets.runnable import open_runnable, write_text
@@ -100,7 +101,7 @@ def verify(
 
     Exit codes: 0 all are whole, 2 something is damaged or missing.
     """
-    from ..tickets.verify import verify
+    from ..tickets.deploy import verify
 
     damages = []
     with progress() as bar:
@@ -125,7 +126,7 @@ def verify(
 def export(
     source: str = MODEL,
     to: str = option(f"{words(FORMATS)}: for llama.cpp, for onnxruntime."),
-    out: Path = option("GGUF file or ONNX folder to write.", MISSING, *OUT),
+    out: Path = option("GGUF file or ONNX folder to write."),
     type_: str | None = option(
         "; ".join(f"{to}: {words(types)}" for to, types in FORMATS.items())
         + ". The default is the first.",

@@ -2,7 +2,7 @@
 
 import time
 from contextlib import nullcontext
-from dataclasses import MISSING, replace
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -11,21 +11,8 @@ from .. import config
 from ..fields import option
 from ..system import signals
 from ..system.terminal import console
-from ..tickets.budget import amount
-from ..tickets.requests import ScoreRequest, ShrinkRequest
-from .options import (
-    ANY_MODEL,
-    DEVICE,
-    JSON_OUT,
-    OUT,
-    OVERRIDES,
-    PRESET,
-    app,
-    command,
-    is_given,
-    show,
-    split_sources,
-)
+from ..tickets.requests import ScoreRequest, ShrinkRequest, amount
+from .options import ANY_MODEL, app, command, is_given, show, split_sources
 
 NO_RAY = (  # it ends a process whose node or head is lost, without a word
     "Ray is gone: its head, or its process on this machine, died; start them again, and the run "
@@ -40,7 +27,7 @@ NO_RAY = (  # it ends a process whose node or head is lost, without a word
     "--tokens 50M --gguf q8_0 -o small",
     "twistlm shrink model/ --text notes.jsonl --memory 2GB --context 8k --hours 2 -o small",
 )
-def shrink(request: ShrinkRequest, overrides: list[str] = OVERRIDES) -> None:
+def shrink(request: ShrinkRequest, overrides: list[str]) -> None:
     """Train a model on text so that it works at the sizes asked for, and write a ticket of each.
 
     Blocks, masks, teacher, rate and rounds are chosen, and written to OUT/train.toml. The tickets
@@ -56,8 +43,8 @@ def shrink(request: ShrinkRequest, overrides: list[str] = OVERRIDES) -> None:
 
 @command(app, "twistlm demo", "twistlm demo -o runs/tiny train.rounds=20 model.config.n_layer=2")
 def demo(
-    overrides: list[str] = OVERRIDES,
-    out: Path = option("Folder for everything the demo makes.", Path("runs/demo"), *OUT),
+    overrides: list[str],
+    out: Path = option("Folder for everything the demo makes.", Path("runs/demo")),
     n: int = option("Random subnets behind each number.", 20, "--n", least=2, most=10**6),
 ) -> None:
     """Train a small GPT-2 twice on text that ships with Python, and compare random subnets.
@@ -77,7 +64,8 @@ def demo(
     "twistlm prepare -o data/wiki-train --teacher gpt2-medium --top 64",
 )
 def prepare(
-    out: Path = option("Stem of the token file to write, or to teach from.", MISSING, *OUT),
+    *,
+    out: Path = option("Stem of the token file to write, or to teach from."),
     sources: list[str] | None = option(
         "Files of text or sources, .jsonl, .parquet, folders of them, or "
         "hub:NAME[:CONFIG[:SPLIT]]; none with --teacher: the token file is there.",
@@ -92,7 +80,7 @@ def prepare(
     ),
     top: int = option("Likeliest tokens that are stored of each prediction, 4 bytes each.", 64),
     seq_len: int = option("Tokens that the teacher reads at a time: the run's data.seq_len.", 1024),
-    device: str = DEVICE,
+    device: str,
 ) -> None:
     """Turn text into a memory-mapped token file (STEM.bin, STEM.json, STEM.tokenizer.json).
 
@@ -132,8 +120,8 @@ def prepare(
     "torchrun --nproc-per-node 4 -m twistlm train demo run.variant=hybrid",
 )
 def train(
-    preset: str = PRESET,
-    overrides: list[str] = OVERRIDES,
+    preset: str,
+    overrides: list[str],
     resume: bool = option("Go on from the newest valid checkpoint.", False),
     auto_resume: bool = option(
         "Resume, or start where there is no checkpoint: for jobs that a scheduler restarts.", False
@@ -194,8 +182,8 @@ def eval_(
     ),
     coverage: float = option("With --certify: share of all tickets to bound.", 0.95),
     confidence: float = option("With --certify: how sure the bound must be.", 0.99),
-    device: str = DEVICE,
-    json_out: Path | None = JSON_OUT,
+    device: str,
+    json_out: Path | None,
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket.
 
@@ -227,7 +215,7 @@ def eval_(
         )
         rows = list(scored)
         return show(task_record(rows), json_out, table(rows))
-    from ..tickets import certify, score
+    from ..tickets import score
     from ..tickets.parent import open_parent, what_is
 
     kind, said = what_is(source), []
@@ -235,7 +223,7 @@ def eval_(
         raise ValueError(f"--ratio {ratios[0]}: {source} is a ticket, which is cut already")
     if bound:
         request = request if is_given(context, "n") else replace(request, n=200)
-        certify.rank(request.n, coverage, confidence)  # too few are refused before the model loads
+        score.rank(request.n, coverage, confidence)  # too few are refused before the model loads
     if kind == "checkpoint" or has_ratio or bound:
         parent = open_parent(source, device, more)
         if not (has_ratio or bound):
@@ -247,8 +235,8 @@ def eval_(
         )
     record = scores.to_dict()
     if bound:
-        made = certify.certificate(scores.subnets[0].values, coverage, confidence)
-        record["certificate"], said = made, [certify.reading(made)]
+        made = score.certificate(scores.subnets[0].values, coverage, confidence)
+        record["certificate"], said = made, [score.reading(made)]
     show(record, json_out, score.table([scores]), *said)
 
 
@@ -259,14 +247,15 @@ def eval_(
     "twistlm plan paper --memory 2.5GB --memory 8GB",
 )
 def plan(
-    preset: str = PRESET,
-    overrides: list[str] = OVERRIDES,
+    *,
+    preset: str,
+    overrides: list[str],
     gbit: float = option("Speed of every worker's link, Gbit/s.", 1.0),
     tflops: float = option("Speed of a worker, TFLOP/s (`twistlm lab bench train`).", 100.0),
     memory: list[str] | None = option(
         "Memory of a worker: says which K `twistlm node --memory` would take. Repeatable.", None
     ),
-    json_out: Path | None = JSON_OUT,
+    json_out: Path | None,
 ) -> None:
     """Memory, parameters, bytes, rounds and the busiest link, before training."""
     cfg = config.load(preset, overrides)

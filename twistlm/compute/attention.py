@@ -5,13 +5,10 @@ a mask [batch, 1, T, T]; the flash kernels refuse masks, and attention then take
 long. Our training and evaluation sequences are never padded or packed, so `is_causal` says it all.
 """
 
-from __future__ import annotations
-
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from ..model.huggingface import Model
 
 NAME = "causal"
 
@@ -34,7 +31,7 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, mask)
 
 
-def causal_(model: PreTrainedModel) -> None:
+def causal_(model: Model) -> None:
     """Let a model that runs on whole sequences alone skip the mask."""
     if model.config._attn_implementation == "sdpa":
         _register()

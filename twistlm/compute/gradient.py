@@ -1,25 +1,22 @@
 """The gradient of a model's loss, written into the views of one flat buffer.
 
-`plain` asks autograd for everything and copies, `hooked` copies one by one. `direct` lets the
-head's matrix products write into the buffer: for GPT-2 124M that is a third of all parameters.
+`plain` asks autograd for everything and copies, `hooked` copies one by one (not in a CUDA
+graph: hooks may run on another stream). `direct` lets the head's matrix products write
+into the buffer: for GPT-2 124M that is a third of all parameters.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..model.blocks import State
+from ..model.huggingface import Model
 from . import graphs
 from .loss import AnyTeacher, HeadGrads, Loss, chunked_loss
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # (ids [batch, seq_len], share, teacher_topk=None, add=False) -> loss; the views then hold the
 # gradient of share * loss, or with `add` what they held before and that
@@ -27,7 +24,7 @@ Gradient = Callable[..., Tensor]
 
 
 def gradient_of(
-    model: PreTrainedModel,
+    model: Model,
     loss: Loss,
     grads: State,
     compile: bool,
@@ -44,7 +41,7 @@ def gradient_of(
     return plain(model, graphs.compiled(loss), grads) if compile else hooked(model, loss, grads)
 
 
-def plain(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
+def plain(model: Model, loss: Loss, grads: State) -> Gradient:
     named = dict(model.named_parameters())
     params = [named[name] for name in grads]
 
@@ -59,7 +56,7 @@ def plain(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
     return gradient
 
 
-def hooked(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
+def hooked(model: Model, loss: Loss, grads: State) -> Gradient:
     """As `plain`, but each gradient is copied and let go as it comes, 4 bytes a parameter less."""
     named, adds = dict(model.named_parameters()), False
 
@@ -85,13 +82,10 @@ def hooked(model: PreTrainedModel, loss: Loss, grads: State) -> Gradient:
 
 @torch.no_grad()
 def _put_(views: list[Tensor], found: Iterable[Tensor], add: bool) -> None:
-    if add:
-        torch._foreach_add_(views, list(found))
-    else:
-        torch._foreach_copy_(views, list(found))
+    (torch._foreach_add_ if add else torch._foreach_copy_)(views, list(found))
 
 
-def direct(model: PreTrainedModel, grads: State, teacher: AnyTeacher | None = None) -> Gradient:
+def direct(model: Model, grads: State, teacher: AnyTeacher | None = None) -> Gradient:
     """For the chunked loss: it fills the head's gradient, to which a tied table's is added."""
     named = dict(model.named_parameters())
     names = {id(named[name]): name for name in grads}

@@ -1,19 +1,16 @@
 """Compiled functions and CUDA graphs: one local step without Python and without launch gaps."""
 
-from __future__ import annotations
-
 import os
 import platform
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from ..model.huggingface import Model
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 WARM_CALLS = 2  # before a graph is recorded: compilation, autotuning and library handles
@@ -46,12 +43,12 @@ def _prepare_compiler() -> None:
         os.environ[CACHE] = own
 
 
-def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+def _layers(model: Model) -> list[torch.nn.Module]:
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def recompute_layers_(model: PreTrainedModel) -> None:
+def recompute_layers_(model: Model) -> None:
     """Let a backward pass keep each layer's inputs alone; before `compile_layers_`, inside it."""
     for layer in _layers(model):
         layer.forward = _recomputed(layer.forward)
@@ -67,7 +64,7 @@ def _recomputed(forward: Callable) -> Callable:
     return recomputed
 
 
-def compile_layers_(model: PreTrainedModel) -> bool:
+def compile_layers_(model: Model) -> bool:
     """Compile each layer by itself, for layers of one shape share a graph; False without any."""
     # by default torch does not look whether a layer has hooks: a gated one would take the graph of
     # a shared one of the same shapes, and run without its mask and scale
@@ -111,18 +108,15 @@ class Replayed:
             return
         if self.n_calls < WARM_CALLS:
             self.n_calls += 1
-            self._on_side_stream()
+            # recording forbids the default stream, so what is warmed up must not hang on it
+            stream, current = _side_stream(self.device), torch.cuda.current_stream(self.device)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                self.function()
+            current.wait_stream(stream)
             return
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, pool=_first_graph(self.device).pool()):
                 self.function()
         self.graph.replay()
-
-    def _on_side_stream(self) -> None:
-        """Recording forbids the default stream, so what is warmed up must not hang on it."""
-        stream, current = _side_stream(self.device), torch.cuda.current_stream(self.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            self.function()
-        current.wait_stream(stream)

@@ -9,12 +9,10 @@ precision, and both gradients are made on the way forward; torch's own chunked l
 same but cannot be compiled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +20,8 @@ from torch import Tensor
 
 from ..data.teacher_cache import unpack
 from ..model import kernels
-from ..model.huggingface import vocab_size
+from ..model.huggingface import Model, vocab_size
 from ..model.kernels import LEAST
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # (model, ids [batch, seq_len], teacher=None, teacher_topk=None) -> mean loss
 Loss = Callable[..., Tensor]
@@ -59,7 +54,7 @@ class Prediction(NamedTuple):
 class Teacher:
     """A frozen model to learn from, and the weight of KL(teacher || model) in the loss."""
 
-    model: PreTrainedModel
+    model: Model
     weight: float
 
     @torch.no_grad()
@@ -104,7 +99,7 @@ AnyTeacher = Teacher | CachedTeacher
 
 
 def chunked_loss(
-    model: PreTrainedModel,
+    model: Model,
     ids: Tensor,
     head_grads: HeadGrads | None = None,
     teacher: AnyTeacher | None = None,
@@ -125,7 +120,7 @@ def chunked_loss(
 
 
 def next_token_loss(
-    model: PreTrainedModel,
+    model: Model,
     ids: Tensor,
     *,
     teacher: AnyTeacher | None = None,
@@ -142,16 +137,16 @@ def next_token_loss(
     return _mean_loss(logits, ids[:, 1:].flatten(), prediction)
 
 
-def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _logits(model: Model, ids: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
 
 
-def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _hidden(model: Model, ids: Tensor) -> Tensor:
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return states[:, :-1].flatten(0, 1)
 
 
-def _head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+def _head(model: Model) -> tuple[Tensor, Tensor | None]:
     head: Any = model.get_output_embeddings()
     return head.weight, getattr(head, "bias", None)
 
@@ -172,7 +167,7 @@ def _exact(logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def loss_for(model: PreTrainedModel, teacher: AnyTeacher | None = None) -> Loss:
+def loss_for(model: Model, teacher: AnyTeacher | None = None) -> Loss:
     """The chunked loss where a try shows that logits are the head's product, else the plain one."""
     if isinstance(teacher, Teacher) and loss_for(teacher.model) is next_token_loss:
         return next_token_loss

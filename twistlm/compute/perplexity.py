@@ -1,13 +1,11 @@
 """Perplexity of the full model, of one subnet, and of n random subnets."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,15 +15,13 @@ from ..model import generator
 from ..model.blocks import BlockMap, Blueprint, Widths, widths_of_ratio
 from ..model.central import Central, cut_subnet
 from ..model.depth import with_all_layers
+from ..model.huggingface import Model
 from ..model.layout import Layout
 from ..model.masks import Order, prefixes
 from ..model.subnet import Gates, Means, Rho, Subnet, add_means_, build, scales
 from ..system.device import autocast, to_device
 from .attention import causal_
 from .loss import Loss, loss_for
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class Text:
 
 @torch.no_grad()
 def perplexity(
-    model: PreTrainedModel, text: Text, precision: str = "auto", loss: Loss | None = None
+    model: Model, text: Text, precision: str = "auto", loss: Loss | None = None
 ) -> float:
     """exp of the mean next-token loss over all windows (seq_len - 1 predictions in each)."""
     device, loss = model.device, loss or loss_for(model)
@@ -92,7 +88,7 @@ def perplexity(
 class Evaluator:
     """Evaluates a central model, as it is now, and subnets of it: one model per width, refilled."""
 
-    template: PreTrainedModel
+    template: Model
     block_map: BlockMap
     central: Central
     text: Text

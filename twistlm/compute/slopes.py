@@ -1,25 +1,20 @@
 """How the loss changes when a block is turned down: the gradient by a factor on what it adds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..model.blocks import BlockMap
 from ..model.central import Central
+from ..model.huggingface import Model
 from ..model.masks import Order
 from ..model.subnet import build
 from .loss import next_token_loss
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 def mask_slopes(
-    template: PreTrainedModel, block_map: BlockMap, central: Central, ids: Tensor
+    template: Model, block_map: BlockMap, central: Central, ids: Tensor
 ) -> Iterator[dict[str, Tensor]]:
     """For every sequence and group dl/dm of a mask for each token: float64 [seq_len, n_blocks]."""
     weights = central.weights
@@ -56,7 +51,7 @@ def order_of(scores: dict[str, Tensor]) -> Order:
 
 @torch.no_grad()
 def order_of_layers(
-    template: PreTrainedModel, block_map: BlockMap, central: Central, ids: Tensor
+    template: Model, block_map: BlockMap, central: Central, ids: Tensor
 ) -> tuple[int, ...]:
     """The layers that are cut by falling loss of the model without each."""
     full, losses = build(template, block_map, central.layout, central.weights, gates="all"), {}

@@ -1,22 +1,17 @@
 """How fast a model is here and now: milliseconds for a prompt and for one decoded token."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..model.huggingface import n_positions, vocab_size
+from ..model.huggingface import Model, n_positions, vocab_size
 from ..system.device import is_bf16, pick_device
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 PROMPT = 128  # tokens, or half of what the model can see
 STEPS = 16  # decoded tokens after it
@@ -41,7 +36,7 @@ class Speed:
 
 @torch.inference_mode()
 def measure_all(
-    models: Sequence[PreTrainedModel],
+    models: Sequence[Model],
     n_repeats: int = 3,
     n_prompt: int = PROMPT,
     n_steps: int = STEPS,
@@ -73,7 +68,7 @@ def measure_all(
     ]
 
 
-def blank(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:
+def blank(model: Model, device: str, dtype: torch.dtype) -> Model:
     """A model without storage as one of zeros: as fast as any of its shapes."""
     made: Any = torch.nn.Module.to_empty(copy.deepcopy(model), device=pick_device(device))
     made.to(dtype)
@@ -82,7 +77,7 @@ def blank(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrained
     return made.eval()
 
 
-def training_seconds(model: PreTrainedModel, seq_len: int, device: str) -> float:
+def training_seconds(model: Model, seq_len: int, device: str) -> float:
     """Seconds that a token takes in training, out of a plain forward and backward pass here."""
     where = pick_device(device)
     shape = (2, seq_len) if where.type == "cuda" else (1, min(seq_len, PROMPT))

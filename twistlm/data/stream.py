@@ -8,8 +8,6 @@ nothing is lost, nothing is seen twice. A sequence that holds an illegal id neve
 that fails with two workers is set aside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,6 +18,8 @@ from torch import Tensor
 
 from .teacher_cache import TeacherCache
 from .token_file import TokenFile
+
+Slot = tuple[int, ...]  # places of one batch in the stream
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,6 @@ class Batches:
 @lru_cache(maxsize=4)  # a batch may straddle two epochs
 def _permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
-
-
-Slot = tuple[int, ...]  # places of one batch in the stream
 
 
 @dataclass(frozen=True)

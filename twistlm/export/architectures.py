@@ -71,7 +71,7 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     family = config.model_type
     if family not in OWN:
         raise _refusal(model, f"twistlm writes it for {', '.join(OWN)} models")
-    first, *others = widths(model)
+    first, *others = layer_widths(model, huggingface.shapes(model)).values()
     is_even = all(layer == first for layer in others)
     if not is_even and family not in UNEVEN:
         known = f"{', '.join(UNEVEN)} models only; cut all layers alike (`extract --stock`)"
@@ -89,13 +89,6 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
         if place is None:
             raise _refusal(model, f"llama.cpp's {found.name} has no place for {name}")
     return found
-
-
-def widths(model: PreTrainedModel) -> list[dict[str, int]]:
-    """Heads, kv heads and FFN neurons of every layer, by their names in the config."""
-    shapes, subs = huggingface.shapes(model), sublayers(model)
-    layers = range(model.config.num_hidden_layers)
-    return [layer_widths(model, shapes, i, subs) for i in layers]
 
 
 def _other_graph(found: Architecture, model: PreTrainedModel) -> str | None:

@@ -17,10 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ..compute.perplexity import Text
 from ..model import families, huggingface
-from ..model.families import kv_name, sublayers
+from ..model.families import kv_name, layer_widths, sublayers
 from ..system.files import draft_folder
 from . import GGUF_TYPES, installed, need, verify
-from .architectures import Architecture, add_rope_, architecture_of, widths
+from .architectures import Architecture, add_rope_, architecture_of
 
 QUANTIZES = ("q4_k_m",)  # types that llama.cpp itself makes, out of float32
 ELSEWHERE = (
@@ -60,24 +60,19 @@ def export(
         if plain != type_:
             _quantize_(draft, type_)
         worst = _read_back(draft, tensors)
-        goal = verify.reference(model, tokenizer, prompt)
-        rows = [verify.torch_row(model, goal, text)]
+        beside = verify.Comparison(model, tokenizer, text, prompt)
         if installed("llama_cpp"):
-            n_ctx = max(len(goal.logits), text.seq_len if text else 0)
+            n_ctx = max(len(beside.logits), text.seq_len if text else 0)
             runner = LlamaRunner(draft, n_ctx, all_logits=True, exact=type_ == "f32")
-            if goal.tokenizer and (ids := runner.tokenize(prompt)) != goal.prompt:
+            if beside.tokenizer and (ids := runner.tokenize(prompt)) != beside.prompt:
                 raise ValueError(f"llama.cpp splits {prompt!r} into other tokens: {ids}")
-            name = f"llama.cpp {type_}"
-            rows.append(verify.check(name, runner, goal, text, draft.stat().st_size))
-            if type_ == "f32":
-                verify.demand_equal(rows[-1], goal)
-        about = {"format": "gguf", "type": type_, "max_weight_delta": worst}
-        record = about | verify.record(rows)
-        Path(f"{draft}.json").write_text(json.dumps(record, indent=1) + "\n")
+            size = draft.stat().st_size
+            beside.add(f"llama.cpp {type_}", runner, size, exact=type_ == "f32")
+        beside.write(Path(f"{draft}.json"), format="gguf", type=type_, max_weight_delta=worst)
         Path(f"{draft}.Modelfile").write_text(modelfile(path.name, tokenizer))
         for suffix in (".json", ".Modelfile", ""):
             os.replace(f"{draft}{suffix}", f"{path}{suffix}")
-    return rows
+    return beside.rows
 
 
 def _write(
@@ -94,13 +89,13 @@ def _write(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_vocab_size(n_tokens)
-    subs, sizes = sublayers(model), widths(model)
+    subs, sizes = sublayers(model), layer_widths(model, huggingface.shapes(model))
     for add, name in (
         (writer.add_head_count, subs["attn"].width),
         (writer.add_head_count_kv, kv_name(config, subs["attn"])),
         (writer.add_feed_forward_length, subs["ffn"].width),
     ):
-        each = [layer[name] for layer in sizes]
+        each = [layer[name] for layer in sizes.values()]
         add(each if found.per_layer else each[0])
     dh = families.head_dim(config)
     writer.add_key_length(dh)
@@ -263,14 +258,13 @@ class LlamaRunner(verify.Runner):
         self._last = llama_cpp.llama_get_logits_ith
         self._all_logits = all_logits
 
-    def forget(self) -> None:
-        self._llm.reset()
-
     def tokenize(self, text: str) -> list[int]:
         """llama.cpp's own tokens of a text."""
         return self._llm.tokenize(text.encode(), special=True)
 
-    def read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+    def prefill(self, ids: Sequence[int], n_logits: int = 1, *, after: bool = False) -> np.ndarray:
+        if not after:
+            self._llm.reset()
         self._llm.eval(list(ids))
         if self._all_logits:
             return self._llm.scores[self._llm.n_tokens - n_logits : self._llm.n_tokens].copy()

@@ -11,7 +11,6 @@ logits are computed (0; -1 is the last alone). A prompt's other logits are most 
 small model.
 """
 
-import json
 import logging
 import shutil
 import warnings
@@ -55,19 +54,17 @@ def export(
     held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if folder.is_file() or (held and not {FILE, RECORD} <= held):
         raise ValueError(f"--out {folder} exists and is no ONNX export: choose another folder")
-    goal = verify.reference(model, tokenizer, prompt)
-    rows = [verify.torch_row(model, goal, text)]
+    beside = verify.Comparison(model, tokenizer, text, prompt)
     ours = {FILE, f"{FILE}.data", RECORD, "config.json", "generation_config.json"}
     ours |= {"tokenizer.json", *BESIDE}
     with files.whole_folder(folder, manifest.foreign_files(folder, ours)) as draft:
         with _quiet():
             _write(model, draft / FILE, untie=type_ == "q8")
-        rows.append(verify.check("onnxruntime f32", OnnxRunner(draft), goal, text, _size(draft)))
-        verify.demand_equal(rows[-1], goal)
+        beside.add("onnxruntime f32", OnnxRunner(draft), _size(draft), exact=True)
         if type_ == "q8":
             with _quiet():
                 _quantize_(draft)
-            rows.append(verify.check("onnxruntime q8", OnnxRunner(draft), goal, text, _size(draft)))
+            beside.add("onnxruntime q8", OnnxRunner(draft), _size(draft))
         model.config.save_pretrained(draft)
         if model.generation_config is not None:
             model.generation_config.to_json_file(draft / "generation_config.json")
@@ -75,9 +72,8 @@ def export(
             for name in ("tokenizer.json", *BESIDE):
                 if (tokenizer.parent / name).is_file():
                     shutil.copyfile(tokenizer.parent / name, draft / name)
-        record = {"format": "onnx", "type": type_, **verify.record(rows)}
-        (draft / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-    return rows
+        beside.write(draft / RECORD, format="onnx", type=type_)
+    return beside.rows
 
 
 class OnnxRunner(verify.Runner):
@@ -94,19 +90,18 @@ class OnnxRunner(verify.Runner):
         caches = self._session.get_inputs()[len(INPUTS) :]
         self._names = [cache.name for cache in caches]
         self._empty = [np.zeros((1, c.shape[1], 0, c.shape[3]), np.float32) for c in caches]
-
-    def forget(self) -> None:
         self._past = self._empty
 
-    def read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
-        n_past = self._past[0].shape[2]
+    def prefill(self, ids: Sequence[int], n_logits: int = 1, *, after: bool = False) -> np.ndarray:
+        past = self._past if after else self._empty
+        n_past = past[0].shape[2]
         inputs = {
             "input_ids": np.array([ids], np.int64),
             "attention_mask": np.ones((1, n_past + len(ids)), np.int64),
             "position_ids": np.arange(n_past, n_past + len(ids))[None],
             FROM: np.array([-n_logits], np.int64),
         }
-        inputs |= dict(zip(self._names, self._past, strict=True))
+        inputs |= dict(zip(self._names, past, strict=True))
         logits, *self._past = self._session.run(None, inputs)
         return logits[0]
 

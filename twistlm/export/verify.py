@@ -1,5 +1,6 @@
 """Every export is compared with torch on the spot: logits, greedy tokens, perplexity, speed."""
 
+import json
 import math
 import time
 from abc import ABC, abstractmethod
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.table import Table
-from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedModel
 
 from ..compute.perplexity import Text
@@ -28,31 +28,12 @@ class Runner(ABC):
     """A model in some runtime, with the cache of one sequence."""
 
     @abstractmethod
-    def forget(self) -> None:
-        """Empty the cache."""
-
-    @abstractmethod
-    def read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
-        """Logits of the last positions [n_logits, vocab], after what was read before."""
-
-    def prefill(self, ids: Sequence[int], n_logits: int = 1) -> np.ndarray:
-        """Forget everything and read `ids`."""
-        self.forget()
-        return self.read(ids, n_logits)
+    def prefill(self, ids: Sequence[int], n_logits: int = 1, *, after: bool = False) -> np.ndarray:
+        """Logits of the last positions [n_logits, vocab] of `ids`, or `after` what came before."""
 
     def decode(self, token: int) -> np.ndarray:
         """Read one more token: [vocab]."""
-        return self.read([token], 1)[0]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """torch's greedy continuation of a prompt, and its logits at every position."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logits: np.ndarray  # [len(prompt) + len(tokens), vocab]
-    tokenizer: Tokenizer | None
+        return self.prefill([token], after=True)[0]
 
 
 @dataclass(frozen=True)
@@ -75,12 +56,12 @@ class TorchRunner(Runner):
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
-
-    def forget(self) -> None:
         self._cache = DynamicCache()
 
     @torch.no_grad()
-    def read(self, ids: Sequence[int], n_logits: int) -> np.ndarray:
+    def prefill(self, ids: Sequence[int], n_logits: int = 1, *, after: bool = False) -> np.ndarray:
+        if not after:
+            self._cache = DynamicCache()
         kept: Any = {"past_key_values": self._cache, "logits_to_keep": n_logits}
         out: Any = self._model(input_ids=torch.tensor([list(ids)]), use_cache=True, **kept)
         return out.logits[0].float().numpy()
@@ -94,64 +75,71 @@ def greedy(runner: Runner, prompt: Sequence[int], n_tokens: int) -> list[int]:
     return tokens
 
 
-@torch.no_grad()
-def reference(model: PreTrainedModel, tokenizer: Path | None, prompt: str = PROMPT) -> Reference:
-    """Greedy text by torch's cache, then its logits again in one pass without a cache."""
-    words = load_tokenizer(str(tokenizer)) if tokenizer else None
-    most = huggingface.n_positions(model)
-    if words:
-        ids = words.encode(prompt).ids
-        if not ids or len(ids) + 2 > most:
-            raise ValueError(f"--prompt has {len(ids)} tokens; legal are 1..{most - 2}")
-    else:
-        rng = np.random.default_rng(0)
-        ids = rng.integers(huggingface.vocab_size(model), size=min(16, most // 2)).tolist()
-    tokens = greedy(TorchRunner(model), ids, min(N_NEW, most - len(ids)))
-    out: Any = model(input_ids=torch.tensor([ids + tokens]), use_cache=False)
-    return Reference(ids, tokens, out.logits[0].float().numpy(), words)
+class Comparison:
+    """torch's greedy text after a prompt and its logits, and the runtimes that were held to it."""
 
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Path | None,
+        text: Text | None,
+        prompt: str = PROMPT,
+    ):
+        """Greedy text by torch's cache, then its logits again in one pass without a cache."""
+        self.tokenizer = load_tokenizer(str(tokenizer)) if tokenizer else None
+        self.text, most = text, huggingface.n_positions(model)
+        if self.tokenizer:
+            ids = self.tokenizer.encode(prompt).ids
+            if not ids or len(ids) + 2 > most:
+                raise ValueError(f"--prompt has {len(ids)} tokens; legal are 1..{most - 2}")
+        else:
+            rng = np.random.default_rng(0)
+            ids = rng.integers(huggingface.vocab_size(model), size=min(16, most // 2)).tolist()
+        self.prompt: list[int] = ids
+        self.tokens = greedy(TorchRunner(model), ids, min(N_NEW, most - len(ids)))
+        out: Any = model(input_ids=torch.tensor([ids + self.tokens]), use_cache=False)
+        self.logits = out.logits[0].float().numpy()  # [len(prompt) + len(tokens), vocab]
+        n_bytes = sum(t.numel() * t.element_size() for t in huggingface.state(model).values())
+        self.rows: list[Verified] = []
+        self.add("torch f32", TorchRunner(model), n_bytes)
 
-def check(name: str, runner: Runner, goal: Reference, text: Text | None, n_bytes: int) -> Verified:
-    """Feed torch's own tokens: argmax equal at every step means greedy text equal."""
-    n = len(goal.prompt)
-    prompt_logits = runner.prefill(goal.prompt, n)
-    start = time.perf_counter()
-    after = np.array([runner.decode(token) for token in goal.tokens])
-    decode_speed = len(goal.tokens) / (time.perf_counter() - start)
-    guesses = np.array([prompt_logits[-1], *after[:-1]]).argmax(axis=1)
-    written = goal.prompt + greedy(runner, goal.prompt, len(goal.tokens))
-    return Verified(
-        name=name,
-        n_bytes=n_bytes,
-        prefill_delta=float(np.abs(prompt_logits - goal.logits[:n]).max()),
-        decode_delta=float(np.abs(after - goal.logits[n:]).max()),
-        n_equal=int((guesses == goal.tokens).sum()),
-        n_tokens=len(goal.tokens),
-        decode_speed=decode_speed,
-        text=goal.tokenizer.decode(written) if goal.tokenizer else None,
-        perplexity=None if text is None else _perplexity(runner, text),
-    )
+    def add(self, name: str, runner: Runner, n_bytes: int, exact: bool = False) -> Verified:
+        """Feed torch's own tokens: argmax equal at every step means greedy text equal.
 
-
-def torch_row(model: PreTrainedModel, goal: Reference, text: Text | None) -> Verified:
-    """torch itself, through its cache."""
-    n_bytes = sum(t.numel() * t.element_size() for t in huggingface.state(model).values())
-    return check("torch f32", TorchRunner(model), goal, text, n_bytes)
-
-
-def demand_equal(row: Verified, goal: Reference) -> None:
-    """A float32 export that computes something else is refused before it gets its name."""
-    worst, largest = max(row.prefill_delta, row.decode_delta), float(np.abs(goal.logits).max())
-    if not worst <= EXACT * max(1.0, largest):
-        raise ValueError(
-            f"{row.name} does not compute what torch computes (max |Δlogit| {worst:.2g} at logits "
-            f"up to {largest:.2g}): nothing was written"
+        A float32 export, `exact`, that computes something else is refused before it gets its name.
+        """
+        n, n_tokens = len(self.prompt), len(self.tokens)
+        prompt_logits = runner.prefill(self.prompt, n)
+        start = time.perf_counter()
+        after = np.array([runner.decode(token) for token in self.tokens])
+        decode_speed = n_tokens / (time.perf_counter() - start)
+        guesses = np.array([prompt_logits[-1], *after[:-1]]).argmax(axis=1)
+        written = self.prompt + greedy(runner, self.prompt, n_tokens)
+        row = Verified(
+            name=name,
+            n_bytes=n_bytes,
+            prefill_delta=float(np.abs(prompt_logits - self.logits[:n]).max()),
+            decode_delta=float(np.abs(after - self.logits[n:]).max()),
+            n_equal=int((guesses == self.tokens).sum()),
+            n_tokens=n_tokens,
+            decode_speed=decode_speed,
+            text=self.tokenizer.decode(written) if self.tokenizer else None,
+            perplexity=None if self.text is None else _perplexity(runner, self.text),
         )
+        worst, largest = max(row.prefill_delta, row.decode_delta), float(np.abs(self.logits).max())
+        if exact and not worst <= EXACT * max(1.0, largest):
+            raise ValueError(
+                f"{name} does not compute what torch computes (max |Δlogit| {worst:.2g} at logits "
+                f"up to {largest:.2g}): nothing was written"
+            )
+        self.rows.append(row)
+        return row
 
-
-def record(rows: list[Verified]) -> dict[str, Any]:
-    """The comparison as JSON, with command, code and machine."""
-    return {"verified": [asdict(row) for row in rows], **provenance.describe_run()}
+    def write(self, path: Path, **about: Any) -> None:
+        """The comparison as JSON, with command, code and machine."""
+        record = about | {"verified": [asdict(row) for row in self.rows]}
+        path.write_text(json.dumps(record | provenance.describe_run(), indent=1) + "\n")
 
 
 def table(rows: list[Verified]) -> Table:

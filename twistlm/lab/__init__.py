@@ -1,1 +1,1 @@
-"""Measuring: benchmarks, comparisons, the paper's experiments, and the page that shows them."""
+"""Measuring on your own model: benchmarks, comparisons, lost nodes, drafts."""

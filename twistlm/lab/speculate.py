@@ -29,8 +29,7 @@ def prompts(
     """Typed prompts, and n windows spread over a token file: int64 [length]."""
     if not texts and data is None:
         raise ValueError("nothing to go on from: give --prompt TEXT or --data STEM")
-    tokenizer = parent.tokenizer() if texts else None
-    found = [torch.tensor(e.ids) for e in encode(tokenizer, texts)] if tokenizer else []
+    found = [torch.tensor(e.ids) for e in encode(parent.tokenizer(), texts)] if texts else []
     if data is not None:
         file = open_tokens(resolve(data, "valid"))
         file.check(n_tokens, huggingface.vocab_size(parent.model))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -77,42 +78,16 @@ class BlockMap:
         """The kinds of layers that are cut."""
         return tuple(kind for kind in KINDS if self.n_blocks(kind))
 
-    def select(self, setting: Setting, shared_first: int = 0, shared_last: int = 0) -> BlockMap:
-        """Keep the kinds of `setting`; the first and last layers are shared."""
-        n_layers = 1 + max(group.layer for group in self.groups)
-        if shared_first < 0 or shared_last < 0 or shared_first + shared_last >= n_layers:
-            said = f"blocks.shared_first = {shared_first} and blocks.shared_last = {shared_last}"
-            raise ValueError(f"{said} of {n_layers} layers: their sum must be in 0..{n_layers - 1}")
-        kinds, layers = SETTINGS[setting], range(shared_first, n_layers - shared_last)
-        return BlockMap(tuple(g for g in self.groups if g.kind in kinds and g.layer in layers))
-
-    def coarsen(self, kind: Kind, n_blocks: int) -> BlockMap:
-        """Merge neighbouring blocks of `kind` into `n_blocks` equal ones (the paper's R)."""
-
-        def merged(group: BlockGroup) -> BlockGroup:
-            if group.n_blocks % n_blocks:  # a ticket's layers have their own widths
-                n = group.n_blocks
-                legal = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
-                raise ValueError(f"blocks.n_{kind} = {n_blocks}: {n} {kind} blocks; legal: {legal}")
-            factor = group.n_blocks // n_blocks
-            parts = tuple(replace(part, chunk=part.chunk * factor) for part in group.parts)
-            return replace(group, n_blocks=n_blocks, parts=parts)
-
-        return BlockMap(tuple(merged(g) if g.kind == kind else g for g in self.groups))
-
     def with_common(
         self, blocks: BlocksConfig, order: Mapping[str, tuple[int, ...]] | None = None
     ) -> BlockMap:
         """Blocks that every subnet keeps (the paper's C); ranks need each layer's `order`."""
-        for kind in KINDS:
-            named, n_blocks = blocks.common(kind), self.n_blocks(kind)
-            bad = len(set(named)) != len(named) or any(not 0 <= c < n_blocks for c in named)
-            if n_blocks and bad:
-                what = f"blocks.common_{kind} = {list(named)}"
-                raise ValueError(f"{what}: needs distinct block ids in 0..{n_blocks - 1}")
         groups = []
         for group in self.groups:
-            common = blocks.common(group.kind)
+            common, n = blocks.common(group.kind), group.n_blocks
+            if len(set(common)) != len(common) or any(not 0 <= c < n for c in common):
+                what = f"blocks.common_{group.kind} = {list(common)}"
+                raise ValueError(f"{what}: needs distinct block ids in 0..{n - 1}")
             if blocks.common_by == "rank":
                 best = (order or {}).get(group.name)
                 common = tuple(best[i] for i in common) if best else ()
@@ -160,9 +135,11 @@ class BlockMap:
             raise ValueError(f"{said}: it goes as a whole, where both are cut (blocks.setting)")
         return tuple(layers)
 
-    def without(self, layers: Iterable[int]) -> BlockMap:
-        """The map of the other layers."""
-        return BlockMap(tuple(group for group in self.groups if group.layer not in layers))
+    def numbers(self) -> dict[str, range]:
+        """Group name -> the numbers of its blocks among all blocks of the map."""
+        ends = accumulate(group.n_blocks for group in self.groups)
+        each = zip(self.groups, ends, strict=True)
+        return {group.name: range(end - group.n_blocks, end) for group, end in each}
 
     def full_widths(self) -> Widths:
         return {group.name: group.n_blocks for group in self.groups}
@@ -176,10 +153,11 @@ class BlockMap:
         dropped = self.dropped(widths)
         out = tuple(g.name.removesuffix(g.kind) for g in self.groups if g.layer in dropped)
         result = {name: tuple(s) for name, s in shapes.items() if not name.startswith(out)}
-        for name, (group, part) in self.without(dropped).partitioned().items():
-            shape = list(result[name])
-            shape[part.dim] = part.sections * widths[group.name] * part.chunk
-            result[name] = tuple(shape)
+        for name, (group, part) in self.partitioned().items():
+            if group.layer not in dropped:
+                shape = list(result[name])
+                shape[part.dim] = part.sections * widths[group.name] * part.chunk
+                result[name] = tuple(shape)
         return result
 
 

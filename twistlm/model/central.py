@@ -52,8 +52,10 @@ class Central:
 
     def copied(self) -> Tensor:
         """A copy of the state in the memory of the host, which the next call overwrites."""
+        if not self.state.is_cuda:
+            return self.scratch().copy_(self.state)
         if self.host is None:  # kept: the first touch of its pages is slow
-            self.host = host_like(self.state) if self.state.is_cuda else self.scratch()
+            self.host = torch.empty_like(self.state, device="cpu", pin_memory=True)
         return self.host.copy_(self.state)
 
 
@@ -72,11 +74,6 @@ def on_host(central: Central) -> Central:
     state = central.state.to("cpu", copy=True)
     segments = cut_segments(central.layout, central.segments.block_map, state.device)
     return Central(segments, state, central.outer)
-
-
-def host_like(tensor: Tensor) -> Tensor:
-    """Memory of the host for a copy, pinned where it comes from a GPU."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def cut_subnet(central: Central, blueprint: Blueprint, rows: int | None = None) -> Tensor:

@@ -4,20 +4,15 @@ A layer none of whose blocks are kept adds its output biases to the residual str
 else. Under a mask it stays as it is. A ticket leaves it out: the layer before adds the constant.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from .blocks import Blueprint, State
 from .families import family, sublayers
-from .huggingface import clone_structure
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .huggingface import Model, clone_structure
 
 PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in configs
 T = TypeVar("T")
@@ -28,7 +23,7 @@ def with_all_layers(blueprint: Blueprint) -> Blueprint:
     return {name: kept or (0,) for name, kept in blueprint.items()}
 
 
-def check(model: PreTrainedModel, dropped: Collection[int]) -> None:
+def check(model: Model, dropped: Collection[int]) -> None:
     """Refuse to leave out these layers where a family forbids it, or nothing would remain."""
     n_layers = model.config.num_hidden_layers
     if len(dropped) >= n_layers:
@@ -39,7 +34,7 @@ def check(model: PreTrainedModel, dropped: Collection[int]) -> None:
             raise ValueError(f"{what}: with {name} = {value} {why}")
 
 
-def fold_biases_(params: State, model: PreTrainedModel, dropped: Collection[int]) -> None:
+def fold_biases_(params: State, model: Model, dropped: Collection[int]) -> None:
     """Add what layers that are left out add, their output biases, to the stream before them.
 
     It is exact at the FFN's output bias of the last layer that stays, or else at embeddings that
@@ -60,7 +55,7 @@ def fold_biases_(params: State, model: PreTrainedModel, dropped: Collection[int]
             params[place] += params[name]
 
 
-def _start(model: PreTrainedModel) -> str:
+def _start(model: Model) -> str:
     """Embeddings that start the residual stream and are not the LM head's weights, too."""
     head: Any = model.get_output_embeddings()
     for name, module in model.named_modules():
@@ -70,8 +65,11 @@ def _start(model: PreTrainedModel) -> str:
     return ""
 
 
-def drop_layers_(model: PreTrainedModel, dropped: Collection[int]) -> None:
-    """Take these layers out of a model and its config; the others are numbered anew."""
+def shallower(model: Model, dropped: Collection[int]) -> Model:
+    """The model without these layers, the others numbered anew; its parameters are still its."""
+    if not dropped:
+        return model
+    model = clone_structure(model)
     where, _, attribute = family(model).layers.rpartition(".")
     layers: Any = getattr(model.get_submodule(where), attribute)
     kept = [i for i in range(len(layers)) if i not in dropped]
@@ -84,17 +82,10 @@ def drop_layers_(model: PreTrainedModel, dropped: Collection[int]) -> None:
         if values := getattr(model.config, name, None):
             setattr(model.config, name, [values[i] for i in kept])
     model.config.num_hidden_layers = len(kept)
-
-
-def shallower(model: PreTrainedModel, dropped: Collection[int]) -> PreTrainedModel:
-    """The model without these layers; its parameters are still the original's."""
-    if dropped:
-        model = clone_structure(model)
-        drop_layers_(model, dropped)
     return model
 
 
-def renumbered(model: PreTrainedModel, named: Mapping[str, T]) -> dict[str, T]:
+def renumbered(model: Model, named: Mapping[str, T]) -> dict[str, T]:
     """What is named by parameters of some layers, as the layers are numbered without the others."""
     layers = family(model).layers
     pattern = re.compile(rf"^{re.escape(layers)}\.(\d+)\.")

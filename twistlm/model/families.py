@@ -5,17 +5,13 @@ attributes follow. Families with a tensor-parallel plan (`base_model_tp_plan`: L
 Qwen2, Qwen3, Gemma3, SmolLM3, Phi, ...) are derived from it; the others have a row in `ROWS`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from ..config import BlocksConfig, Setting
+from ..config import BlocksConfig
 from .blocks import KINDS, SETTINGS, BlockGroup, BlockMap, Kind, Partition, Shapes
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+from .huggingface import HFConfig, Model
 
 CUT = ("colwise", "rowwise")  # styles of a plan's projections into and out of blocks
 # what an attribute of an attention module counts: heads, their features, or query heads per kv head
@@ -68,7 +64,7 @@ ROWS: dict[str, Family] = {
 }  # fmt: skip
 
 
-def family(model: PreTrainedModel) -> Family:
+def family(model: Model) -> Family:
     """The description of a model's family, from the table or derived from its plan."""
     model_type = model.config.model_type
     if model_type in ROWS:
@@ -101,22 +97,29 @@ def _derive(plan: dict[str, str], module: str, model_type: str) -> Sublayer | st
     return Sublayer(ins, outs[0], width="num_attention_heads", follows=follows)
 
 
-def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = "auto") -> BlockMap:
-    """The map of a model, of `setting`'s kinds: heads, kv groups or query heads; single neurons."""
-    config, groups = model.config, []
-    if config.num_hidden_layers < 1:
-        raise ValueError(f"model.config: {config.num_hidden_layers} layers leave nothing to cut")
-    described = family(model)
+def partition(model: Model, blocks: BlocksConfig) -> BlockMap:
+    """The map of a model: heads, kv groups or query heads, and `n_ffn` runs of neurons (R)."""
+    config, described, groups = model.config, family(model), []
+    n_layers, first, last = config.num_hidden_layers, blocks.shared_first, blocks.shared_last
+    if n_layers < 1:
+        raise ValueError(f"model.config: {n_layers} layers leave nothing to cut")
+    if first < 0 or last < 0 or first + last >= n_layers:
+        said = f"blocks.shared_first = {first} and blocks.shared_last = {last}"
+        raise ValueError(f"{said} of {n_layers} layers: their sum must be in 0..{n_layers - 1}")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    for layer, kind in product(range(config.num_hidden_layers), SETTINGS[setting]):
+    for layer, kind in product(range(first, n_layers - last), SETTINGS[blocks.setting]):
         prefix, sub = f"{described.layers}.{layer}", _cuttable(getattr(described, kind), kind)
         in_dim, out_dim = (1, 0) if sub.transposed else (0, 1)
         out = [f"{prefix}.{sub.out}.{leaf}" for leaf in ("weight", "bias")]
         if kind == "attn":
-            n_blocks, ins, chunk, sections = _heads(config, shapes, sub, prefix, attn_by)
+            n_blocks, ins, chunk, sections = _heads(config, shapes, sub, prefix, blocks.attn_by)
         else:
-            n_blocks, ins = shapes[out[0]][out_dim], dict.fromkeys(sub.ins, 1)
-            chunk = sections = 1
+            n_blocks, sections, n = blocks.n_ffn, 1, shapes[out[0]][out_dim]
+            if n % n_blocks:  # a ticket's layers have their own widths
+                legal = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
+                raise ValueError(f"blocks.n_ffn = {n_blocks}: {n} ffn blocks; legal: {legal}")
+            chunk = n // n_blocks
+            ins = dict.fromkeys(sub.ins, chunk)
         parts = [
             Partition(f"{prefix}.{name}.{leaf}", dim, n_features, sections * sub.fused)
             for name, n_features in ins.items()
@@ -128,17 +131,10 @@ def block_map(model: PreTrainedModel, setting: Setting = "both", attn_by: str = 
         groups.append(BlockGroup(f"{prefix}.{kind}", kind, layer, n_blocks, *held))
     result = BlockMap(tuple(groups))
     result.check(shapes)
-    return result
+    return result.with_common(blocks)
 
 
-def partition(model: PreTrainedModel, blocks: BlocksConfig) -> BlockMap:
-    """The block map that a config describes for a model."""
-    cut = block_map(model, blocks.setting, blocks.attn_by)
-    cut = cut.select(blocks.setting, blocks.shared_first, blocks.shared_last)
-    return cut.coarsen("ffn", blocks.n_ffn).with_common(blocks)
-
-
-def refit_(model: PreTrainedModel, cut: BlockMap) -> None:
+def refit_(model: Model, cut: BlockMap) -> None:
     """Set the sizes that modules remember to those of their (narrowed) weights."""
     described = family(model)
     for group in cut.groups:
@@ -158,23 +154,21 @@ def refit_(model: PreTrainedModel, cut: BlockMap) -> None:
             setattr(layer.get_submodule(module_name), attribute, found[counts])
 
 
-def n_cached(model: PreTrainedModel, shapes: Shapes, context: int) -> int:
+def n_cached(model: Model, shapes: Shapes, context: int) -> int:
     """Numbers in the KV cache of `context` tokens, or of a window, for these (narrowed) shapes."""
-    config, attn, total = model.config, sublayers(model).get("attn"), 0
-    kinds = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None) or context
+    config, attn = model.config, sublayers(model).get("attn")
     n_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    for layer in range(config.num_hidden_layers):
-        slides = not kinds or kinds[layer] == "sliding_attention"
-        if attn is not None:  # else it is never cut
-            if f"{family(model).layers}.{layer}.{attn.out}.weight" not in shapes:
-                continue  # left out
-            n_kv = layer_widths(model, shapes, layer, {"attn": attn})[kv_name(config, attn)]
-        total += 2 * n_kv * head_dim(config) * (min(context, window) if slides else context)
-    return total
+    heads = dict.fromkeys(range(config.num_hidden_layers), n_kv)
+    if attn is not None:  # else it is never cut
+        widths, kv = layer_widths(model, shapes, {"attn": attn}), kv_name(config, attn)
+        heads = {layer: each[kv] for layer, each in widths.items()}
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    seen = min(context, getattr(config, "sliding_window", None) or context)
+    tokens = {i: seen if kinds[i] == "sliding_attention" else context for i in heads}
+    return 2 * head_dim(config) * sum(n * tokens[layer] for layer, n in heads.items())
 
 
-def head_dim(config: PretrainedConfig) -> int:
+def head_dim(config: HFConfig) -> int:
     """Features of one head, of which only some families have a name for."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -187,7 +181,7 @@ def _cuttable(sub: Sublayer | str, kind: Kind) -> Sublayer:
 
 
 def _heads(
-    config: PretrainedConfig, shapes: Shapes, sub: Sublayer, prefix: str, attn_by: str
+    config: HFConfig, shapes: Shapes, sub: Sublayer, prefix: str, attn_by: str
 ) -> tuple[int, dict[str, int], int, int]:
     """Of one layer: blocks, features of one in each cut projection and in the output, sections."""
     n_query, dh = config.num_attention_heads, head_dim(config)
@@ -214,26 +208,29 @@ def _heads(
 
 
 def layer_widths(
-    model: PreTrainedModel, shapes: Shapes, layer: int, subs: dict[Kind, Sublayer]
-) -> dict[str, int]:
-    """The widths of one layer by their names in the config, read off its weights' shapes."""
-    prefix, dh, widths = f"{family(model).layers}.{layer}", head_dim(model.config), {}
-    for kind, sub in subs.items():
-        unit = dh if kind == "attn" else 1
+    model: Model, shapes: Shapes, subs: dict[Kind, Sublayer] | None = None
+) -> dict[int, dict[str, int]]:
+    """Each layer's widths by their names in the config, read off shapes; some may be left out."""
+    config, layers, subs = model.config, family(model).layers, subs or sublayers(model)
+    found: dict[int, dict[str, int]] = {}
+    for layer, (kind, sub) in product(range(config.num_hidden_layers), subs.items()):
+        start, unit = f"{layers}.{layer}", head_dim(config) if kind == "attn" else 1
         out_dim, in_dim = (1, 0) if sub.transposed else (0, 1)
-        if kind == "attn" and (kv := kv_name(model.config, sub)) != sub.width:
-            widths[kv] = shapes[f"{prefix}.{sub.ins[1]}.weight"][out_dim] // unit
-        widths[sub.width] = shapes[f"{prefix}.{sub.out}.weight"][in_dim] // unit
-    return widths
+        if (out := shapes.get(f"{start}.{sub.out}.weight")) is not None:
+            widths = found.setdefault(layer, {})
+            if kind == "attn" and (kv := kv_name(config, sub)) != sub.width:
+                widths[kv] = shapes[f"{start}.{sub.ins[1]}.weight"][out_dim] // unit
+            widths[sub.width] = out[in_dim] // unit
+    return found
 
 
-def kv_name(config: PretrainedConfig, attn: Sublayer) -> str:
+def kv_name(config: HFConfig, attn: Sublayer) -> str:
     """The config's name for the number of kv heads: that of heads where each has its own."""
     fields = config.to_dict()  # of a ticket, the attribute itself may differ by layer
     return "num_key_value_heads" if fields.get("num_key_value_heads") else attn.width
 
 
-def sublayers(model: PreTrainedModel) -> dict[Kind, Sublayer]:
+def sublayers(model: Model) -> dict[Kind, Sublayer]:
     """The kinds of layer that the family lets us cut."""
     both = {kind: getattr(family(model), kind) for kind in KINDS}
     return {kind: sub for kind, sub in both.items() if isinstance(sub, Sublayer)}

@@ -1,21 +1,22 @@
 """Hugging Face models from a config, a folder, the hub or a GGUF file, in float32."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
 import transformers  # its classes by name where they are used: each imports seconds of code
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -23,16 +24,15 @@ from ..config import ModelConfig
 from ..system import manifest
 from ..system.device import out_of_memory
 from .blocks import State
-from .source import check_source
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
+Model: TypeAlias = "transformers.PreTrainedModel"
+HFConfig: TypeAlias = "transformers.PretrainedConfig"
 MOST_LAYERS = 10_000
 LONGEST_ERROR = 400  # characters of a library's words in a sentence of ours
+# NAME or OWNER/NAME, as the hub allows them
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+FILES = {".bin", ".gguf", ".h5", ".json", ".pt", ".pth", ".safetensors", ".toml", ".txt", ".zip"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # files of them
-
-
 IS_TICKET = "it is a ticket whose layers differ in width; `twistlm heal` trains tickets"
 
 
@@ -60,7 +60,32 @@ def refusing(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {one_line(error)}") from None
 
 
-def planned_config(cfg: ModelConfig) -> PretrainedConfig:
+def check_source(source: str | Path, file: str = "config.json") -> None:
+    """Refuse what is neither a path here nor a hub repository with `file`, asking the hub once."""
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        raise ValueError(f"it is a GGUF file: write gguf:{source}")
+    if path.exists():
+        return
+    name = str(source)
+    is_path = not HUB_ID.fullmatch(name) or path.suffix in FILES or path.is_absolute()
+    if is_path or (len(path.parts) == 2 and path.parent.is_dir()):
+        raise ValueError(f"there is no such {'file' if path.suffix else 'folder'}")
+    if try_to_load_from_cache(name, file) is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, file), timeout=10)  # a download would ask six times
+        return
+    except EntryNotFoundError:
+        reason = f"the hub's has no {file}"
+    except HfHubHTTPError:
+        reason = "the hub knows no such name"
+    except Exception as error:  # no network, a proxy, offline mode: every library has its own
+        reason = f"the hub cannot be asked ({type(error).__name__})"
+    raise ValueError(f"there is no such folder here, and {reason}")
+
+
+def planned_config(cfg: ModelConfig) -> HFConfig:
     """The architecture that the config describes, with no file and no network."""
     try:
         config = transformers.AutoConfig.for_model(cfg.type)
@@ -75,11 +100,11 @@ def planned_config(cfg: ModelConfig) -> PretrainedConfig:
 
 
 def on_meta(
-    config: PretrainedConfig,
+    config: HFConfig,
     most: int = sys.maxsize,
     most_layers: int = MOST_LAYERS,
     what: str = f"legal are at most {MOST_LAYERS:,} layers",
-) -> PreTrainedModel:
+) -> Model:
     """The model without storage; `what` begins the sentence that refuses one larger than this."""
     n_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     legal = min(most_layers, MOST_LAYERS)  # modules take memory on meta too
@@ -93,7 +118,7 @@ def on_meta(
     return model
 
 
-def from_table(table: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+def from_table(table: dict[str, Any], dtype: torch.dtype) -> Model:
     """The model of a config that was sent as `to_dict()`, with weights that mean nothing."""
     config = transformers.AutoConfig.for_model(**table)
     return transformers.AutoModelForCausalLM.from_config(
@@ -101,7 +126,7 @@ def from_table(table: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     )
 
 
-def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
+def load(cfg: ModelConfig, seed: int) -> Model:
     """The model with its weights: random ones follow from the seed, others are loaded."""
     if cfg.weights == "random":
         config = planned_config(cfg)
@@ -119,7 +144,7 @@ def load(cfg: ModelConfig, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def pretrained(source: str, key: str = "", dtype: Any = torch.float32) -> PreTrainedModel:
+def pretrained(source: str, key: str = "", dtype: Any = torch.float32) -> Model:
     """A model from `gguf:FILE`, a folder or a hub id; errors name the `key` of it."""
     if source.startswith("gguf:"):
         return from_gguf(gguf_path(source))
@@ -141,11 +166,12 @@ def pretrained(source: str, key: str = "", dtype: Any = torch.float32) -> PreTra
         # Hugging Face fills what is missing or misshapen with random numbers
         if bad := sorted({*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}):
             raise ValueError(f"it holds no weights for {bad[0]} that fit ({len(bad)} in all)")
-        drop_code_(model.config)
+        for attribute in ("auto_map", "custom_pipelines"):  # nothing we write names foreign code
+            model.config.__dict__.pop(attribute, None)
         return model
 
 
-def outline(source: str) -> PreTrainedModel:
+def outline(source: str) -> Model:
     """The model of `gguf:FILE`, a folder or a hub id without storage, for its shapes."""
     if source.startswith("gguf:"):  # read whole: its config does not say whether heads are tied
         return on_meta(pretrained(source).config)
@@ -160,7 +186,7 @@ def outline(source: str) -> PreTrainedModel:
         return model
 
 
-def _folder(path: Path) -> PreTrainedModel:
+def _folder(path: Path) -> Model:
     """The outline of a folder, whose config must not promise far more than its weights hold."""
     manifest.check_model_folder(path)
     for index in path.glob("*.index.json"):
@@ -173,12 +199,6 @@ def _folder(path: Path) -> PreTrainedModel:
     return on_meta(config, 8 * n_bytes, n_bytes, f"{path} holds {n_bytes:,} bytes of weights")
 
 
-def drop_code_(config: PretrainedConfig) -> None:
-    """Forget which foreign code a config names, so that nothing we write carries it on."""
-    for attribute in ("auto_map", "custom_pipelines"):
-        config.__dict__.pop(attribute, None)
-
-
 def header(file: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a safetensors file; its weights are not read."""
     try:
@@ -189,7 +209,7 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{file} is damaged: {error}") from None
 
 
-def from_gguf(path: Path) -> PreTrainedModel:
+def from_gguf(path: Path) -> Model:
     """A GGUF file's model, dequantised to float32 (from_pretrained would ask for accelerate)."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -237,7 +257,7 @@ def _parsed(path: str, *stamp: int) -> Any:
     return GGUFReader(path)
 
 
-def _tie_(config: PretrainedConfig, tensors: State, n_bytes: dict[str, int]) -> None:
+def _tie_(config: HFConfig, tensors: State, n_bytes: dict[str, int]) -> None:
     """Tie embedding and head again where a file holds one matrix twice, quantised differently.
 
     GGUF does not say whether they are tied. Two that differ by less than 4 bits of precision, a
@@ -304,23 +324,23 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(param.shape) for name, param in model.named_parameters()}
 
 
-def vocab_size(model: PreTrainedModel) -> int:
+def vocab_size(model: Model) -> int:
     embeddings: Any = model.get_input_embeddings()
     return embeddings.weight.shape[0]
 
 
-def n_positions(model: PreTrainedModel) -> int:
+def n_positions(model: Model) -> int:
     """Tokens that the model can number; 2^30 where nothing limits them."""
     return getattr(model.config, "max_position_embeddings", None) or 1 << 30
 
 
-def check_positions(model: PreTrainedModel, seq_len: int, who: str = "the model") -> None:
+def check_positions(model: Model, seq_len: int, who: str = "the model") -> None:
     """Refuse sequences that are longer than the model can number."""
     if seq_len > (positions := n_positions(model)):
         raise ValueError(f"data.seq_len = {seq_len}: {who} has {positions} positions")
 
 
-def clone_structure(model: PreTrainedModel) -> PreTrainedModel:
+def clone_structure(model: Model) -> Model:
     """A copy with its own modules and buffers whose parameters are still the original's."""
     return copy.deepcopy(model, {id(param): param for param in model.parameters()})
 

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import BlocksConfig
+from ..system.device import to_device
 from . import families, huggingface, kernels
 from .blocks import BlockMap, Blueprint, Shapes, State, Widths
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .huggingface import Model
 
 MOST_GRAIN = 1024  # elements in a run
 
@@ -80,10 +78,9 @@ class Segments:
     full: Layout
     block_map: BlockMap
     grain: int  # a power of two
-    numbers: dict[str, int]  # group name -> number of its first block; 0 is "shared"
     # parameter -> its group's name, and its segments [outer, sections, n_blocks, of a stretch]
     ids: dict[str, tuple[str, np.ndarray]]
-    block_of: Tensor  # int32 [n_segments]: the number of the block that a run belongs to
+    block_of: Tensor  # int32 [n_segments]: 0 in the shared part, else 1 + the block's number
 
     def layout_of(self, blueprint: Blueprint) -> Layout:
         """The layout of a subnet with these blocks."""
@@ -99,7 +96,8 @@ class Segments:
 
     def _index(self, blueprint: Blueprint) -> Tensor:
         pieces = [ids[:, :, list(blueprint[group])].reshape(-1) for group, ids in self.ids.values()]
-        return _send(np.concatenate(pieces or [np.empty(0, np.int32)]), self.block_of.device)
+        found = np.concatenate(pieces or [np.empty(0, np.int32)])
+        return to_device(torch.from_numpy(found), self.block_of.device)
 
 
 def cut_segments(full: Layout, block_map: BlockMap, device: torch.device) -> Segments:
@@ -109,9 +107,7 @@ def cut_segments(full: Layout, block_map: BlockMap, device: torch.device) -> Seg
     for name, (_, part) in partitioned.items():
         stretch = math.gcd(stretch, part.chunk * math.prod(full.shapes[name][part.dim + 1 :]))
     grain = min(MOST_GRAIN, stretch & -stretch) if stretch else MOST_GRAIN
-    firsts = accumulate(block_map.full_widths().values(), initial=1)
-    numbers = dict(zip(block_map.full_widths(), firsts, strict=False))
-    ids = {}
+    ids, numbers = {}, block_map.numbers()
     block_of = np.zeros(full.n_params // grain, dtype=np.int32)
     for name in (name for name in full.shapes if name in partitioned):
         group, part = partitioned[name]
@@ -120,23 +116,22 @@ def cut_segments(full: Layout, block_map: BlockMap, device: torch.device) -> Seg
             math.prod(shape[: part.dim]), part.sections, group.n_blocks, -1
         )
         ids[name] = (group.name, mine)
-        number = numbers[group.name] + np.arange(group.n_blocks, dtype=np.int32)
-        block_of[full.n_shared // grain + mine] = number[None, None, :, None]
-    return Segments(full, block_map, grain, numbers, ids, _send(block_of, device))
+        block_of[full.n_shared // grain + mine] = 1 + np.array(numbers[group.name])[:, None]
+    return Segments(full, block_map, grain, ids, to_device(torch.from_numpy(block_of), device))
 
 
 def holders(segments: Segments, blueprints: Sequence[Blueprint]) -> Tensor:
     """int32 [n_blocks, 3]: the first worker that holds a block, the last, and how many do."""
-    n_blocks = 1 + sum(segments.block_map.full_widths().values())
-    held = np.zeros((len(blueprints), n_blocks), dtype=bool)
+    numbers = segments.block_map.numbers()
+    held = np.zeros((len(blueprints), 1 + sum(map(len, numbers.values()))), dtype=bool)
     held[:, 0] = True  # the shared part
     for worker, blueprint in enumerate(blueprints):
         for name, kept in blueprint.items():
-            held[worker, segments.numbers[name] + np.array(kept)] = True
+            held[worker, [1 + numbers[name][block] for block in kept]] = True
     count, last = held.sum(0), len(held) - 1 - held[::-1].argmax(0)
     table = np.stack([held.argmax(0), last, count], 1)
     table[count == 0, :2] = -1  # nobody
-    return _send(table.astype(np.int32), segments.block_of.device)
+    return to_device(torch.from_numpy(table.astype(np.int32)), segments.block_of.device)
 
 
 def gather_(
@@ -207,17 +202,11 @@ def _fast(buffer: Tensor) -> bool:
     return buffer.dtype == torch.float32 and kernels.usable(buffer)
 
 
-def _send(table: np.ndarray, device: torch.device) -> Tensor:
-    """To a device without waiting for it."""
-    tensor = torch.from_numpy(table)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
 @dataclass(frozen=True)
 class CutModel:
     """A Hugging Face model, its blocks, and where their parameters lie in one flat buffer."""
 
-    template: PreTrainedModel
+    template: Model
     block_map: BlockMap
     segments: Segments
     dtype: torch.dtype  # of weights and moments
@@ -233,7 +222,7 @@ class CutModel:
 
 
 def cut_model(
-    template: PreTrainedModel, blocks: BlocksConfig, device: torch.device, dtype: torch.dtype
+    template: Model, blocks: BlocksConfig, device: torch.device, dtype: torch.dtype
 ) -> CutModel:
     """Cut a model as `blocks` says."""
     block_map = families.partition(template, blocks)

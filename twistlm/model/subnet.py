@@ -4,13 +4,11 @@ Both are a copy of the model bound to a flat buffer, with a gate before each out
 physical subnet has narrow weights; a masked one has full weights, and gates of 0 for absent blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +17,8 @@ from ..system.device import to_device
 from . import huggingface
 from .blocks import BlockGroup, BlockMap, Blueprint, Partition, State, Widths
 from .families import refit_
+from .huggingface import Model
 from .layout import Layout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Gates = Literal["cut", "all", "none"]  # which layers of a subnet have one
 # group name -> |sum_b y_b|^2 / sum_b |y_b|^2, y_b what block b adds to the layer's output: 1 if
@@ -54,7 +50,7 @@ class Gate:
 class Subnet:
     """A runnable subnet (or the full model) over a flat buffer."""
 
-    model: PreTrainedModel
+    model: Model
     block_map: BlockMap
     widths: Widths
     gates: dict[str, Gate]
@@ -91,17 +87,14 @@ def gate_values(block_map: BlockMap, blueprint: Blueprint, factors: dict[str, fl
 
 def spread(block_map: BlockMap, blueprint: Blueprint, values: Tensor) -> Tensor:
     """Factors [..., kept] at their places of the full model [..., all]; others are 0."""
-    places, first = [], 0
-    for group in block_map.groups:
-        places += [first + block for block in blueprint[group.name]]
-        first += group.n_blocks
-    full = values.new_zeros(*values.shape[:-1], first)
-    full[..., places] = values
+    numbers = block_map.numbers()
+    full = values.new_zeros(*values.shape[:-1], sum(map(len, numbers.values())))
+    full[..., [of[block] for name, of in numbers.items() for block in blueprint[name]]] = values
     return full
 
 
 def build(
-    template: PreTrainedModel,
+    template: Model,
     block_map: BlockMap,
     layout: Layout,
     weights: Tensor,
@@ -203,11 +196,7 @@ def measure_means(full: Subnet, ids: Tensor) -> tuple[Rho, Means]:
 def measure_rho(full: Subnet, ids: Tensor) -> Rho:
     """rho of every layer on these ids [batch, seq_len]."""
     rho: Rho = {}
-
-    def measure(group: BlockGroup, shares: Tensor) -> None:
-        rho[group.name] = rho_of(shares)
-
-    with block_shares(full.model, full.block_map, measure):
+    with block_shares(full.model, full.block_map, lambda g, s: rho.update({g.name: rho_of(s)})):
         full.model(input_ids=ids, use_cache=False)
     return rho
 
@@ -219,7 +208,7 @@ def rho_of(shares: Tensor) -> float:
 
 @contextmanager
 def block_shares(
-    model: PreTrainedModel, block_map: BlockMap, add: Callable[[BlockGroup, Tensor], None]
+    model: Model, block_map: BlockMap, add: Callable[[BlockGroup, Tensor], None]
 ) -> Iterator[None]:
     """Within, forward passes call `add` with what each block alone adds, [tokens, n_blocks, d]."""
     handles = []

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from tokenizers import Encoding, Tokenizer
 
-from .source import check_source
+from .huggingface import check_source, gguf_tokenizer, gguf_vocabulary, refusing
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
 MOST_GROWTH = 32  # times as many characters; tokenizers that people use need 1 to 4
@@ -18,8 +18,6 @@ MOST_GROWTH = 32  # times as many characters; tokenizers that people use need 1 
 def load_tokenizer(source: str) -> Tokenizer:
     """A tokenizer from tokenizer.json, a folder with one, the hub or a GGUF file."""
     if source.startswith("gguf:"):
-        from .huggingface import gguf_tokenizer
-
         tok = gguf_tokenizer(source).backend_tokenizer
     else:
         tok = _from_path_or_hub(source)
@@ -54,10 +52,8 @@ def encode(tok: Tokenizer, texts: Sequence[str], special: bool = True) -> list[E
 
 
 def _from_path_or_hub(source: str) -> Tokenizer:
-    try:
+    with refusing(f"tokenizer {source}"):
         check_source(source, "tokenizer.json")
-    except ValueError as error:
-        raise ValueError(f"tokenizer {source}: {error}") from None
     path = Path(source).expanduser()
     if not path.exists():
         return Tokenizer.from_pretrained(source)
@@ -72,8 +68,6 @@ def _from_path_or_hub(source: str) -> Tokenizer:
 def vocabulary_of(model: str) -> dict[str, int] | None:
     """Tokens and their ids that come with a model's folder, GGUF file or hub id, or None."""
     if model.startswith("gguf:"):
-        from .huggingface import gguf_vocabulary
-
         return gguf_vocabulary(model)
     if (path := Path(model)).exists():
         file = path / "tokenizer.json"

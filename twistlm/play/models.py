@@ -13,12 +13,11 @@ from ..model import huggingface
 from ..model.blocks import Blueprint, Widths
 from ..model.tokenizer import encode, load_tokenizer
 from ..tickets import deploy
-from ..tickets.cost import weights_bytes
-from ..tickets.importance import AUTO, parse_pick, pick_blocks, pick_for
+from ..tickets.importance import parse_pick, pick_blocks, pick_for
 from ..tickets.parent import Parent, open_parent
 from ..tickets.runnable import generate_tokens
 from ..tickets.text import text_of
-from ..tickets.widths import uniform_widths
+from ..tickets.widths import uniform_widths, weights_bytes
 from . import TicketChoice
 
 N_TOKENS = 8192  # of text behind a perplexity, where the run does not say (run.eval_tokens)
@@ -67,7 +66,7 @@ class Models:
                 for widths in self.sizes
             ],
             "parameters": [layout.narrowed(block_map, w).n_params for w in self.sizes],
-            "pick": pick_for(self.parent, AUTO).asked,
+            "pick": pick_for(self.parent).asked,
             "measured_on": self.measured_on,
             "has_text": self.evaluator is not None,
             "prompt": self._first_words(),

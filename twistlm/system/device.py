@@ -68,7 +68,6 @@ def out_of_memory(error: Exception) -> str:
     return f"{'the GPU' if of_gpu else 'this machine'} has no memory left for {more}"
 
 
-def to_device(ids: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return ids.pin_memory().to(device, non_blocking=True)
-    return ids
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """To a device without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -73,11 +73,8 @@ def check_file(path: Path, told: Mapping[str, Any]) -> None:
     info = path.stat()
     if (size := told.get("bytes", info.st_size)) != info.st_size:
         raise ValueError(f"{path} is damaged: {info.st_size:,} bytes instead of {size:,}")
-    if info.st_size < LARGE:
-        found = file_sha256(path)
-    else:
-        found = _known_hash(path, info.st_size, info.st_mtime_ns, info.st_ino)
-    if found != told.get("sha256"):
+    known = (path, info.st_size, info.st_mtime_ns, info.st_ino)
+    if (file_sha256(path) if info.st_size < LARGE else _known_hash(*known)) != told.get("sha256"):
         raise ValueError(f"{path} is damaged: it does not match its sha256")
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..data.teacher_cache import verify_teacher_cache
+from ..data.token_file import open_tokens, verify_tokens
 from ..model import depth, huggingface
 from ..model.blocks import Blueprint
 from ..model.central import cut_subnet
@@ -15,11 +17,11 @@ from ..system import manifest
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
+from ..training import checkpoint
 from . import hf_folder
-from .card import CARD, save_card
-from .cost import weights_bytes
-from .parent import Parent
+from .parent import Parent, what_is
 from .register import register
+from .widths import weights_bytes
 
 TICKET = "ticket.json"
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # the number of layers in a config.json
@@ -49,8 +51,7 @@ def cut_ticket(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
         depth.check(parent.template, dropped)
         depth.fold_biases_(params, parent.template, dropped)
     model = build(parent.template, block_map, where, weights, gates="none").model
-    depth.drop_layers_(model, dropped)
-    return model
+    return depth.shallower(model, dropped)
 
 
 def save_ticket(
@@ -83,7 +84,7 @@ def save_ticket(
             **notes,
             **describe_run(),
         }
-        save_card(parent, ticket, draft)
+        hf_folder.save_card(parent, ticket, draft)
         seal(draft, ticket)
 
 
@@ -126,9 +127,33 @@ def load_ticket(folder: str | Path) -> PreTrainedModel:
 def verify_ticket(folder: Path) -> dict[str, Any]:
     """The record of a ticket whose files are as they were written; an edited card is said."""
     ticket = read_ticket(folder)
-    for sentence in manifest.check_folder(folder, TICKET, editable=(CARD,)):
+    for sentence in manifest.check_folder(folder, TICKET, editable=(hf_folder.CARD,)):
         console.print(f"the model card was changed: {sentence}", style="yellow")
     return ticket
+
+
+def verify(source: str) -> list[str]:
+    """Read every byte of a token file, ticket, checkpoint or run; a sentence for each whole one.
+
+    The first damage is a ValueError that names the file.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        told = verify_teacher_cache(open_tokens(source))
+        return [verify_tokens(source), *([told] if told else [])]
+    if what_is(source) == "ticket":
+        n = len(verify_ticket(folder).get(manifest.FILES, ()))
+        if not n:
+            return [f"ticket {source}: nothing vouches for its files (written before manifests)"]
+        return [f"ticket {source}: {n} files match their sha256"]
+    is_one = (folder / checkpoint.MANIFEST).is_file()
+    paths = [folder] if is_one else checkpoint.numbered(folder / "checkpoints")
+    if not paths:
+        raise ValueError(f"{source} is no token file, ticket, checkpoint or run: nothing to verify")
+    return [
+        f"checkpoint {each.path}: {len(each.manifest['files'])} files match their sha256"
+        for each in map(checkpoint.verify, paths)
+    ]
 
 
 def read_ticket(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,18 +20,16 @@ from ..model.subnet import add_means_
 from ..system import manifest, terminal
 from ..system.terminal import console, progress
 from . import deploy
-from .budget import Budget
-from .card import numbers
-from .cost import weights_bytes
-from .hf_folder import parent_tokenizer
+from .hf_folder import numbers, parent_tokenizer
 from .importance import parse_pick, pick_blocks, pick_for
 from .parent import Parent, config_of, open_parent
 from .register import register
-from .requests import TicketRequest
+from .requests import Budget, TicketRequest
 from .score import Scores, score_model
 from .spend import choose_widths, ticket_cost
 from .stock import refuse_shared
 from .text import calibrate_on_tokens, open_text, text_of
+from .widths import weights_bytes
 
 # max |logit difference| to the masked parent, as a share of the largest logit (at least 1). Of
 # SmolLM2's 34, float32 rounds off 2e-3 (float64: 0), and one wrong block in one layer makes 4.6
@@ -108,21 +105,9 @@ def write_tickets(
         refuse_shared(cfg.blocks)
     parent = open_parent(source, device, overrides)
     for folder, budget in zip(folders, budgets, strict=True):
-        yield folder, write_ticket(parent, folder, request, budget=budget)
-
-
-def write_ticket(
-    parent: Parent,
-    folder: Path,
-    request: TicketRequest,
-    quiet: bool = False,
-    budget: Budget | None = None,
-) -> Ticket:
-    """Write the ticket that a budget, by default the request's only one, buys."""
-    with progress(quiet) as bar:
-        ticket = make_ticket(parent, request, bar, budget)
+        ticket = make_ticket(parent, request, budget)
         ticket.save(folder)
-    return ticket
+        yield folder, ticket
 
 
 def check_target(folder: Path) -> None:
@@ -139,10 +124,10 @@ def check_target(folder: Path) -> None:
 
 
 def make_ticket(
-    parent: Parent, request: TicketRequest, bar: Progress, budget: Budget | None = None
+    parent: Parent, request: TicketRequest, budget: Budget | None = None, quiet: bool = False
 ) -> Ticket:
     """Fit the budget, pick the blocks, cut the ticket and measure it; nothing is written."""
-    how, budget = pick_for(parent, parse_pick(request.pick)), budget or request.budget
+    how, budget = pick_for(parent, request.pick), budget or request.budget
     evaluator = calibration = None
     try:
         evaluator = parent.evaluator(text_of(parent, request.data, request.tokens))
@@ -152,25 +137,24 @@ def make_ticket(
         console.print(f"no perplexity: {error}")
     if how.needs_calibration:
         calibration = calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
-    candidates = choose_widths(parent, request, budget, how, bar)
-    dtype = getattr(torch, request.dtype)
-    full = parent.whole(gates="none").model.to(dtype)  # timed beside the ticket
-    for widths, spend in candidates:  # noqa: B007
-        blueprint, based_on = pick_blocks(
-            parent, widths, how, request.seed, evaluator, calibration, bar
-        )
-        model = deploy.cut_ticket(parent, blueprint)
-        difference = logit_difference(parent, blueprint, model)
-        took, of_parent = speed.measure_all([model.to(dtype), full])
-        if budget.kind != "latency" or took.decode_ms <= budget.limit:
-            break
-    else:  # the machine was quicker while the budget was fitted
-        raise budget.impossible(took.decode_ms)
+    dtype, is_timed = getattr(torch, request.dtype), budget.kind == "latency"
+    with progress(quiet) as bar:
+        candidates = choose_widths(parent, request, budget, how, bar)
+        full = parent.whole(gates="none").model.to(dtype)  # timed beside the ticket
+        picked = request.seed, evaluator, calibration, bar
+        for widths, spend in candidates:  # noqa: B007
+            blueprint, based_on = pick_blocks(parent, widths, how, *picked)
+            model = deploy.cut_ticket(parent, blueprint)
+            difference = logit_difference(parent, blueprint, model)
+            took, of_parent = speed.measure_all([model.to(dtype), full])
+            if not is_timed or took.decode_ms <= budget.limit:
+                break
+        else:  # the machine was quicker while the budget was fitted
+            raise budget.impossible(took.decode_ms)
     asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
     if budget.kind != "ratio":  # which is met by construction
-        spent = took.decode_ms
-        if budget.kind != "latency":
-            spent = ticket_cost(parent, budget, request.dtype)(widths)
+        cost = ticket_cost(parent, budget, request.dtype)
+        spent = took.decode_ms if is_timed else cost(widths)
         asked |= {"limit": budget.limit, "spent": spent}
     if budget.context:
         asked["context"] = budget.context

@@ -31,13 +31,11 @@ from ..system.provenance import describe_run
 from ..system.terminal import markdown_code, markdown_text
 from ..training import checkpoint, rounds
 from . import modeling_ticket
-from .budget import amount
-from .card import CARD, name_of
 from .deploy import TICKET, cut_from, foreign_files, load_ticket, read_ticket, seal
 from .extract import check_target
-from .hf_folder import CODE
+from .hf_folder import CARD, CODE, name_of
 from .parent import what_is
-from .requests import HealRequest
+from .requests import HealRequest, amount
 
 STEPS = 10  # in a round: between two looks at the clock, the metrics and signals
 WARMUP = 0.05  # of all steps
@@ -52,7 +50,7 @@ def heal(
 ) -> dict[str, Any]:
     """Train the ticket and write it anew; returns its record with what healing did."""
     check_target(request.out)
-    if not amount("tokens", str(request.tokens)):
+    if not amount("tokens", request.tokens):
         raise ValueError(f"--tokens {request.tokens}: healing needs at least one, as in 20M")
     if request.out.resolve() == request.ticket.resolve():
         raise ValueError(f"--out {request.out} is the ticket to heal: choose another folder")
@@ -159,7 +157,7 @@ def settings(request: HealRequest, model: PreTrainedModel, cut_from: str) -> Con
     cfg = config.override(cfg, request.overrides)
     huggingface.check_positions(model, cfg.data.seq_len)
     per_round = cfg.train.batch * cfg.data.seq_len * cfg.train.interval
-    n_rounds = max(1, math.ceil(amount("tokens", str(request.tokens)) / per_round))
+    n_rounds = max(1, math.ceil(amount("tokens", request.tokens) / per_round))
     warmup = int(WARMUP * n_rounds * cfg.train.interval)
     return replace(
         cfg,

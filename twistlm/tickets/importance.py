@@ -118,9 +118,9 @@ def parse_pick(text: str) -> Pick:
     raise ValueError(f"--pick {text!r}: use {words(PICKS)} (METHOD is {words(IMPORTANCES)})")
 
 
-def pick_for(parent: Parent, how: Pick) -> Pick:
+def pick_for(parent: Parent, text: str = "auto") -> Pick:
     """What `auto` means for a parent; a nested ticket needs a parent with an order."""
-    has_order = bool(parent.progress.order)
+    how, has_order = parse_pick(text), bool(parent.progress.order)
     if how == AUTO:
         return NESTED if has_order else RANDOM
     if how == NESTED and not has_order:

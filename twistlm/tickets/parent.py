@@ -21,7 +21,6 @@ from ..model.subnet import Gates, Means, Subnet, build, scales
 from ..system import manifest
 from ..system.device import pick_device
 from ..training import checkpoint
-from ..training.checkpoint import Checkpoint
 from ..training.run import Progress
 
 
@@ -88,9 +87,6 @@ def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:
     return "model"
 
 
-IS_CUT = "is a ticket, which is cut already: give the parent it came from"
-
-
 def open_parent(
     source: str | Path | PreTrainedModel, device: str = "auto", overrides: Sequence[str] = ()
 ) -> Parent:
@@ -98,24 +94,46 @@ def open_parent(
 
     `overrides` are `section.key=value`: `blocks.*` cuts the model otherwise than it was trained.
     """
+    kind = "model" if isinstance(source, PreTrainedModel) else what_is(source)
+    found, name = None, str(source)
+    weights = name  # where a model comes from; "": nobody knows
     if isinstance(source, PreTrainedModel):
         model = source if source.dtype == torch.float32 else copy.deepcopy(source).float()
         weights = source.config.name_or_path or ""
-        return _of_model(model, weights or f"a {type(model).__name__}", weights, device, overrides)
-    kind, name = what_is(source), str(source)
-    if kind == "ticket":
-        raise ValueError(f"{source} {IS_CUT}")
-    if kind == "checkpoint":
+        name = weights or f"a {type(model).__name__}"
+    elif kind == "checkpoint":
         found = checkpoint.open_(source)
-        cfg = config.override(found.config, overrides)
-        return _parent(checkpoint.template(found), str(found.path), cfg, device, found)
-    try:
-        model = huggingface.pretrained(name)
-    except ValueError as error:
-        if name.startswith("gguf:") or name.endswith(".gguf"):
-            raise
-        raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
-    return _of_model(model, name, name, device, overrides)
+        name, model = str(found.path), checkpoint.template(found)
+    elif kind == "model":
+        try:
+            model = huggingface.pretrained(name)
+        except ValueError as error:
+            if name.startswith("gguf:") or name.endswith(".gguf"):
+                raise
+            raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
+    if kind == "ticket" or (kind == "model" and getattr(model.config, "is_heterogeneous", False)):
+        raise ValueError(f"{name} is a ticket, which is cut already: give the parent it came from")
+    cfg = (
+        found.config
+        if found
+        else Config(
+            model=ModelConfig(weights=weights or "random", type=model.config.model_type),
+            data=DataConfig(train="", valid="", seq_len=default_seq_len(model)),
+        )
+    )
+    cfg = config.override(cfg, overrides)
+    block_map, tokenizer = families.partition(model, cfg.blocks), Path(name, "tokenizer.json")
+    progress = checkpoint.progress_of(found, block_map) if found else Progress()
+    return Parent(
+        source=name,
+        cfg=cfg,
+        template=model.eval(),
+        block_map=block_map.with_common(cfg.blocks, progress.order),
+        central=_central(huggingface.state(model), model, block_map, pick_device(device)),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer_sha256=found.manifest["tokenizer_sha256"] if found else None,
+        progress=progress,
+    )
 
 
 def config_of(source: str | Path, overrides: Sequence[str] = ()) -> Config | None:
@@ -150,37 +168,6 @@ def _central(
 ) -> Central:
     where = layout(block_map, huggingface.shapes(model))
     return create(cut_segments(where, block_map, device), state, carry=False, outer=False)
-
-
-def _of_model(
-    model: PreTrainedModel, source: str, weights: str, device: str, overrides: Sequence[str]
-) -> Parent:
-    """A loaded model by the name `source`; `weights` says where it comes from, "" is unknown."""
-    if getattr(model.config, "is_heterogeneous", False):  # in memory, or without its ticket.json
-        raise ValueError(f"{source} {IS_CUT}")
-    cfg = Config(
-        model=ModelConfig(weights=weights or "random", type=model.config.model_type),
-        data=DataConfig(train="", valid="", seq_len=default_seq_len(model)),
-    )
-    return _parent(model, source, config.override(cfg, overrides), device)
-
-
-def _parent(
-    model: PreTrainedModel, source: str, cfg: Config, device: str, found: Checkpoint | None = None
-) -> Parent:
-    """The parent of a model, which may be that of the checkpoint `found`."""
-    block_map, tokenizer = families.partition(model, cfg.blocks), Path(source, "tokenizer.json")
-    progress = checkpoint.progress_of(found, block_map) if found else Progress()
-    return Parent(
-        source=source,
-        cfg=cfg,
-        template=model.eval(),
-        block_map=block_map.with_common(cfg.blocks, progress.order),
-        central=_central(huggingface.state(model), model, block_map, pick_device(device)),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
-        tokenizer_sha256=found.manifest["tokenizer_sha256"] if found else None,
-        progress=progress,
-    )
 
 
 def default_seq_len(model: PreTrainedModel) -> int:

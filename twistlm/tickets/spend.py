@@ -29,14 +29,12 @@ from ..model.masks import Order, layer_order, prefixes
 from ..system.device import autocast, to_device
 from ..system.terminal import console
 from . import deploy, importance
-from .budget import Budget
-from .cost import Cost, count_of
 from .importance import NESTED, Pick
 from .parent import Parent
-from .requests import TicketRequest
+from .requests import Budget, TicketRequest
 from .stock import stock_widths
 from .text import calibrate_on_tokens
-from .widths import STEPS, Loss, fit, linear_latency, measured_widths
+from .widths import STEPS, Cost, Loss, cost_of, fit, linear_latency, measured_widths
 
 N_RANDOM = 2  # nested random choices of blocks behind a loss, where blocks are not picked by scores
 LONG = 10.0  # seconds of measurement that are announced
@@ -142,18 +140,15 @@ def _fewer_layers(
 
 def ticket_cost(parent: Parent, budget: Budget, dtype: str) -> Cost:
     """What a budget limits, of a parent's ticket of any widths: counted, or measured here."""
-    block_map = parent.block_map
     if budget.context > (most := n_positions(parent.template)):
         raise ValueError(f"--context {budget.context}: {parent.source} has {most} positions")
-    if budget.kind != "latency":
-        return count_of(budget, parent.template, block_map, dtype)
 
     def decode_ms(widths: Widths) -> float:
-        some = for_deployment(block_map, widths, seed=0)  # any blocks: equal shapes
+        some = for_deployment(parent.block_map, widths, seed=0)  # any blocks: equal shapes
         model = deploy.cut_ticket(parent, some).to(getattr(torch, dtype))
         return speed.measure_all([model])[0].decode_ms
 
-    return decode_ms
+    return cost_of(budget, parent.template, parent.block_map, dtype, decode_ms)
 
 
 def why_whole(parent: Parent) -> str:

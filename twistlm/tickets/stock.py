@@ -20,8 +20,7 @@ from .parent import Parent
 def stock_config(full: PreTrainedModel, shapes: Shapes) -> PretrainedConfig | str:
     """The family's own config of a model with these shapes, or the reason why there is none."""
     name, subs = full.config.model_type, sublayers(full)
-    layers = range(full.config.num_hidden_layers)
-    widths = [layer_widths(full, shapes, i, subs) for i in layers]
+    widths = list(layer_widths(full, shapes, subs).values())
     for key in widths[0]:
         if len(found := sorted({layer[key] for layer in widths})) > 1:
             sizes = ", ".join(map(str, found))

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ..system import provenance, terminal
 from ..system.device import autocast
 from ..system.terminal import progress
 from .deploy import cut_ticket
-from .importance import AUTO, pick_blocks, pick_for
+from .importance import pick_blocks, pick_for
 from .parent import open_parent
 from .runnable import Runnable, open_runnable
 
@@ -40,6 +41,7 @@ LOGITS = 1 << 28  # numbers of a pass: 1 GB in float32
 SCORED = ("multiple_choice", "loglikelihood")  # kinds of lm-eval's tasks
 Pair = tuple[str, str]  # context, continuation
 Found = tuple[float, bool]  # log p of a continuation, and whether greedy decoding writes it
+Ask = Callable[[Sequence[Pair]], list[Found]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Measured:
         return f"{self.value:.4f}" + (f" ± {self.error:.4f}" if self.error is not None else "")
 
 
+Tasks = tuple[dict[str, list[Question]], dict[str, Any]]  # by name; lm-eval's, as it loads them
 Results = dict[str, dict[str, Measured]]  # task -> metric -> number
 
 
@@ -83,14 +86,6 @@ class TaskScores:
         return {f"mean {n}": statistics.fmean(v) for n, v in accuracies.items() if len(v) > 1}
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """Questions by task, and lm-eval's tasks as it loads them."""
-
-    files: dict[str, list[Question]]
-    of_lm_eval: dict[str, Any]
-
-
 def open_tasks(asked: str) -> Tasks:
     """Tasks by comma: files, folders of them, or names of lm-eval's; refused before any model."""
     paths, names = [], []
@@ -110,7 +105,7 @@ def open_tasks(asked: str) -> Tasks:
     files = {path.name.split(".")[0]: read_task(path) for path in paths}
     if len(files) < len(paths):
         raise ValueError(f"--tasks {asked}: two files have one name")
-    return Tasks(files, _of_lm_eval(names) if names else {})
+    return files, _of_lm_eval(names) if names else {}
 
 
 def read_task(path: Path) -> list[Question]:
@@ -191,35 +186,32 @@ def score_tasks(
 
     Those are nested where the parent has an order of blocks; else one random ticket for each ratio.
     """
+    files, of_lm_eval = tasks
     with progress() as bar:
-        for name, runnable in _models(sources, ratios, seed, device, overrides):
+        for name, runnable in chain.from_iterable(
+            _models(source, ratios, seed, device, overrides) for source in sources
+        ):
             n_params = runnable.model.num_parameters()
             ask = partial(loglikelihoods, runnable.model, runnable.tokenizer(), bar=bar, what=name)
-            found = {each: metrics(asked, ask) for each, asked in tasks.files.items()}
-            if tasks.of_lm_eval:
-                found |= _ask_lm_eval(tasks.of_lm_eval, ask)
+            found = {each: metrics(asked, ask) for each, asked in files.items()}
+            found |= _ask_lm_eval(of_lm_eval, ask) if of_lm_eval else {}
             yield TaskScores(name, n_params, found)
 
 
 def _models(
-    sources: Sequence[str],
-    ratios: Sequence[str],
-    seed: int,
-    device: str,
-    overrides: Sequence[str],
+    source: str, ratios: Sequence[str], seed: int, device: str, overrides: Sequence[str]
 ) -> Iterator[tuple[str, Runnable]]:
-    """One model after the other, each let go before the next is made."""
-    for source in sources:
-        name = Path(source).name
-        if not ratios:
-            yield name, open_runnable(source, device)
-            continue
-        parent = open_parent(source, device, overrides)
-        how, blocks = pick_for(parent, AUTO), parent.block_map
-        asked = {f" {ratio} {how.asked}": widths_of_ratio(blocks, ratio) for ratio in ratios}
-        for label, widths in {"": blocks.full_widths(), **asked}.items():
-            kept, _ = pick_blocks(parent, widths, how, seed)
-            yield name + label, Runnable(parent.source, cut_ticket(parent, kept).eval())
+    """A source, and its tickets where sizes are asked for; each is let go before the next."""
+    name = Path(source).name
+    if not ratios:
+        yield name, open_runnable(source, device)
+        return
+    parent = open_parent(source, device, overrides)
+    how, blocks = pick_for(parent), parent.block_map
+    asked = {f" {ratio} {how.asked}": widths_of_ratio(blocks, ratio) for ratio in ratios}
+    for label, widths in {"": blocks.full_widths(), **asked}.items():
+        kept, _ = pick_blocks(parent, widths, how, seed)
+        yield name + label, Runnable(parent.source, cut_ticket(parent, kept).eval())
 
 
 @torch.no_grad()
@@ -290,9 +282,7 @@ def _batches(rows: Sequence[tuple[list[int], int]], n_tokens: int) -> Iterator[l
         left = left[len(batch) :]
 
 
-def metrics(
-    questions: Sequence[Question], score: Callable[[Sequence[Pair]], list[Found]]
-) -> dict[str, Measured]:
+def metrics(questions: Sequence[Question], score: Ask) -> dict[str, Measured]:
     """Accuracy by log p and by log p per character, and bits per byte of the right continuation.
 
     Where there is one continuation alone: how often greedy decoding writes it, and its bits.
@@ -313,16 +303,17 @@ def metrics(
         n_bytes = len((context[len(context.rstrip()) :] + right).encode())
         bits = -scored[question.gold][0] / math.log(2)
         values.setdefault("bits per byte", []).append(bits / max(1, n_bytes))
-    return {name: _measured(each) for name, each in values.items()}
+    return {
+        name: Measured(
+            value=statistics.fmean(each),
+            error=statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None,
+            n=len(each),
+        )
+        for name, each in values.items()
+    }
 
 
-def _measured(values: Sequence[float]) -> Measured:
-    n = len(values)
-    error = statistics.stdev(values) / math.sqrt(n) if n > 1 else None
-    return Measured(statistics.fmean(values), error, n)
-
-
-def _ask_lm_eval(loaded: dict[str, Any], score: Callable[[Sequence[Pair]], list[Found]]) -> Results:
+def _ask_lm_eval(loaded: dict[str, Any], score: Ask) -> Results:
     from lm_eval.api.model import LM
     from lm_eval.evaluator import evaluate
 

@@ -1,34 +1,73 @@
-"""Widths that a budget buys: even ones, and ones that go by what each layer's blocks are worth.
+"""What widths cost, and those that a budget buys: even ones, or by what blocks are worth.
 
 Parameters and bytes are spent exactly: the result fits, and one more block anywhere would not.
 """
 
+import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
+from itertools import groupby
 from typing import Any
 
-from ..model.blocks import BlockGroup, BlockMap, Widths, widths_of_ratio
-from .budget import Budget
-from .cost import Cost
+from transformers import PreTrainedModel
 
+from ..model import depth, huggingface
+from ..model.blocks import BlockGroup, BlockMap, Shapes, Widths, widths_of_ratio
+from ..model.families import n_cached
+from .requests import Budget
+
+Cost = Callable[[Widths], float]
 Loss = Callable[[Widths], float]
 STEPS = (4, 8)  # the n-th part of a layer's blocks that is taken or added, pass by pass
+# in a safetensors file: name and bytes
+STORED = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+
+
+def cost_of(
+    budget: Budget,
+    model: PreTrainedModel,
+    block_map: BlockMap,
+    dtype: str,
+    decode_ms: Cost | None = None,
+) -> Cost:
+    """What a budget limits, of a ticket of any widths: counted, or measured by `decode_ms`."""
+    if budget.kind == "latency" and decode_ms is not None:
+        return decode_ms
+    shapes, n_bytes = huggingface.shapes(model), STORED[dtype][1]
+
+    def cost(widths: Widths) -> int:
+        narrow = block_map.narrowed(shapes, widths)
+        if budget.kind == "size":  # a file holds names, too
+            return weights_bytes(depth.renumbered(model, narrow), dtype)
+        n_params = sum(map(math.prod, narrow.values()))
+        if budget.kind == "params":
+            return n_params
+        return n_bytes * (n_params + n_cached(model, narrow, budget.context))
+
+    return cost
+
+
+def weights_bytes(shapes: Shapes, dtype: str = "float32") -> int:
+    """Bytes of a safetensors file of these tensors: 8 + JSON header, padded to 8, + the numbers."""
+    name_in_file, itemsize = STORED[dtype]
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(shapes):  # the file's own order: it decides how long the offsets are
+        start, end = end, end + math.prod(shapes[name]) * itemsize
+        header[name] = {"dtype": name_in_file, "shape": shapes[name], "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return 8 + math.ceil(len(text) / 8) * 8 + end
 
 
 def uniform_widths(block_map: BlockMap) -> list[Widths]:
     """The same share in all layers, from the fewest blocks to all: each has a kind's block more."""
-    shares = sorted(
-        {Fraction(k, g.n_blocks) for g in block_map.groups for k in range(1, g.n_blocks + 1)}
-    )
-    found: list[Widths] = []
-    for share in shares:
-        widths = {g.name: max(g.least, math.floor(share * g.n_blocks)) for g in block_map.groups}
-        if not found or widths != found[-1]:
-            found.append(widths)
-    return found
+    groups = block_map.groups
+    shares = sorted({Fraction(k + 1, g.n_blocks) for g in groups for k in range(g.n_blocks)})
+    each = ({g.name: max(g.least, math.floor(s * g.n_blocks)) for g in groups} for s in shares)
+    return [widths for widths, _ in groupby(each)]
 
 
 def fit(

@@ -10,9 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, cast
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
 
 from rich.table import Table
 
@@ -28,8 +27,7 @@ LONGEST = 1800  # seconds for one set of processes
 RAY_PORT = 6379
 
 
-@dataclass(frozen=True)
-class NetworkHost:
+class NetworkHost(NamedTuple):
     """Where a process runs."""
 
     prefix: tuple[str, ...]  # of its command
@@ -47,15 +45,14 @@ def bench(request: CommRequest, save: Callable[[dict[str, Any]], object]) -> dic
     """
     about = describe_run() | {"cores": os.cpu_count(), "load before": os.getloadavg()[0]}
     made: dict[str, Any] = {"rows": [], "left_out": {}, "about": about}
-    places = [("loopback", request.workers, request.mb, 0.0)]
+    job: dict[str, Any] = {"repeats": request.repeats, "wire": request.wire}
+    here = {"where": "loopback", "n_workers": request.workers, "megabytes": request.mb, "gbit": 0.0}
+    slow = {"where": "slow", "megabytes": request.slow_mb, "gbit": request.gbit}
+    places = [job | here, *(job | slow | {"n_workers": n} for n in request.slow)]
     if request.slow and (why := why_not()):
-        made["left_out"]["slow links"] = f"not measured: {why}"
-    else:
-        places += [("slow", n, request.slow_mb, request.gbit) for n in request.slow]
-    jobs: list[dict[str, Any]] = []
-    for place in places:
-        job = dict(zip(("where", "n_workers", "megabytes", "gbit"), place, strict=True))
-        job |= {"repeats": request.repeats, "wire": request.wire}
+        made["left_out"]["slow links"], places = f"not measured: {why}", places[:1]
+    jobs = []
+    for job in places:
         jobs += [job | {"engines": each} for each in (["bare", "star"], ["sharded"])]
         jobs += [job | {"engines": ["ray"], "owners": each} for each in (1, job["n_workers"])]
     with progress() as bar:
@@ -99,7 +96,7 @@ def _run(hosts: list[NetworkHost], job: dict[str, Any]) -> dict[str, Any]:
         port = str(probe.getsockname()[1])
     pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     started = []
-    try:
+    with ExitStack() as stack:
         for rank, host in enumerate(hosts):
             env = {"GLOO_SOCKET_IFNAME": host.interface, "TORCH_CPP_LOG_LEVEL": "ERROR"}
             if job["engines"] != ["ray"]:
@@ -108,10 +105,8 @@ def _run(hosts: list[NetworkHost], job: dict[str, Any]) -> dict[str, Any]:
             command = [*host.prefix, sys.executable, "-m", "twistlm.lab.bench.peer"]
             command.append(json.dumps(job | {"interface": host.interface}))
             started.append(subprocess.Popen(command, env=os.environ | env, **pipes))
+            stack.callback(started[-1].kill)
         said = [process.communicate(timeout=LONGEST) for process in started]
-    finally:
-        for process in started:
-            process.kill()
     for process, (_, errors) in zip(started, said, strict=True):
         if process.returncode:
             raise OSError(f"a process of the bench failed: {errors.strip().splitlines()[-1:]}")
@@ -188,20 +183,25 @@ def slow_hosts(n: int, gbit: float) -> Iterator[list[NetworkHost]]:
     bridge = f"tw{os.getpid()}"
     names = [f"{bridge}n{i}" for i in range(n)]
     subnet = f"10.213.{os.getpid() % 256}"
+    # both ends: a link is as slow inwards as outwards
+    limit = f"root tbf rate {gbit}gbit burst 256kb latency 100ms"
+    commands = [f"ip link add {bridge} type bridge", f"ip link set {bridge} up"]
+    for i, name in enumerate(names):
+        commands += [
+            f"ip netns add {name}",
+            f"ip link add {name} type veth peer name eth0 netns {name}",
+            f"ip link set {name} master {bridge} up",
+            f"ip -n {name} addr add {subnet}.{i + 1}/24 dev eth0",
+            f"ip -n {name} link set eth0 up",
+            f"ip -n {name} link set lo up",
+            f"tc -n {name} qdisc add dev eth0 {limit}",
+            f"tc qdisc add dev {name} {limit}",
+        ]
     try:
-        _do(f"ip link add {bridge} type bridge")
-        _do(f"ip link set {bridge} up")
-        for i, name in enumerate(names):
-            _do(f"ip netns add {name}")
-            _do(f"ip link add {name} type veth peer name eth0 netns {name}")
-            _do(f"ip link set {name} master {bridge} up")
-            _do(f"ip -n {name} addr add {subnet}.{i + 1}/24 dev eth0")
-            for device in ("eth0", "lo"):
-                _do(f"ip -n {name} link set {device} up")
-            # both ends: a link is as slow inwards as outwards
-            limit = f"root tbf rate {gbit}gbit burst 256kb latency 100ms"
-            _do(f"tc -n {name} qdisc add dev eth0 {limit}")
-            _do(f"tc qdisc add dev {name} {limit}")
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode:
+                raise OSError(f"{command}: {done.stderr.strip() or done.returncode}")
         yield [
             NetworkHost(("ip", "netns", "exec", name), f"{subnet}.{i + 1}", "eth0")
             for i, name in enumerate(names)
@@ -212,9 +212,3 @@ def slow_hosts(n: int, gbit: float) -> Iterator[list[NetworkHost]]:
             subprocess.run(["ip", "link", "del", name], capture_output=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
-
-
-def _do(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"{command}: {done.stderr.strip() or done.returncode}")

@@ -75,31 +75,27 @@ def open_runner(name: str, path: Path, threads: int, n_context: int) -> Runner:
 def times(
     name: str, files: dict[str, Path], ids: list[int], plan: DeployRequest
 ) -> dict[str, tuple[Times, np.ndarray]]:
-    """Times and last logits of every size, in turn: each repeat runs all of them."""
+    """Times and last logits of every size, in turn: each repeat runs all of them.
+
+    A run reads every prompt, the shortest last, then tokens one by one after it.
+    """
     runners = {r: open_runner(name, path, plan.threads, len(ids)) for r, path in files.items()}
-    found = {ratio: (Times(), _once(runner, ids, plan)[1]) for ratio, runner in runners.items()}
-    for _ in range(plan.repeats):  # after one run to warm up
+    keys = (*(f"prefill {n}" for n in plan.prefill), "decode")
+    found: dict[str, Times] = {ratio: {key: [] for key in keys} for ratio in files}
+    lengths, last = sorted(plan.prefill, reverse=True), {}
+    for repeat in range(1 + plan.repeats):  # the first only warms up
         for ratio, runner in runners.items():
-            for key, ms in _once(runner, ids, plan)[0].items():
-                found[ratio][0].setdefault(key, []).extend(ms)
-    return found
-
-
-def _once(runner: Runner, ids: list[int], plan: DeployRequest) -> tuple[Times, np.ndarray]:
-    """Every prompt, the shortest last; then tokens one by one after it."""
-    found: Times = {key: [] for key in (*(f"prefill {n}" for n in plan.prefill), "decode")}
-
-    def timed(key: str, read: Callable[[Any], np.ndarray], tokens: Any) -> np.ndarray:
-        began = time.perf_counter()
-        logits = read(tokens)
-        found[key].append(1000 * (time.perf_counter() - began))
-        return logits
-
-    for n in sorted(plan.prefill, reverse=True):
-        logits = timed(f"prefill {n}", runner.prefill, ids[:n])
-    for token in ids[n : n + plan.decode]:
-        timed("decode", runner.decode, token)
-    return found, logits[-1]
+            steps: list[Any] = [(f"prefill {n}", runner.prefill, ids[:n]) for n in lengths]
+            after = ids[lengths[-1] :][: plan.decode]
+            steps += [("decode", runner.decode, token) for token in after]
+            for key, read, tokens in steps:
+                began = time.perf_counter()
+                logits = read(tokens)
+                if repeat:
+                    found[ratio][key].append(1000 * (time.perf_counter() - began))
+                elif key != "decode":
+                    last[ratio] = logits[-1]
+    return {ratio: (found[ratio], last[ratio]) for ratio in files}
 
 
 def bench(parent: Parent, request: DeployRequest, *, quiet: bool = False) -> dict[str, Any]:

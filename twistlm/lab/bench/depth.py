@@ -8,7 +8,6 @@ from rich.table import Table
 from ...compute import speed
 from ...system import terminal
 from ...system.provenance import describe_run
-from ...system.terminal import progress
 from ...tickets import extract
 from ...tickets.parent import Parent
 from ...tickets.requests import TicketRequest
@@ -24,16 +23,15 @@ def bench(parent: Parent, request: DepthRequest, *, quiet: bool = False) -> dict
     """
     n_layers = parent.template.config.num_hidden_layers
     text: dict[str, Any] = {"data": request.data, "tokens": request.tokens, "seed": request.seed}
-    with progress(quiet) as bar:
 
-        def cut(**asked: Any) -> extract.Ticket:
-            return extract.make_ticket(parent, TicketRequest(**asked, **text), bar)
+    def cut(**asked: Any) -> extract.Ticket:
+        return extract.make_ticket(parent, TicketRequest(**asked, **text), quiet=quiet)
 
-        tickets = [("whole", cut(ratio="1"))]
-        for n in request.layers or (3 * n_layers // 4, n_layers // 2):
-            tickets += [("depth", cut(layers=n))]
-            same = tickets[-1][1].proof["n_params"]
-            tickets += [("width", cut(params=same, layers=n_layers)), ("both", cut(params=same))]
+    tickets = [("whole", cut(ratio="1"))]
+    for n in request.layers or (3 * n_layers // 4, n_layers // 2):
+        tickets += [("depth", cut(layers=n))]
+        same = tickets[-1][1].proof["n_params"]
+        tickets += [("width", cut(params=same, layers=n_layers)), ("both", cut(params=same))]
     times, rows = speed.measure_all([ticket.model for _, ticket in tickets], REPEATS), []
     for (how, ticket), took in zip(tickets, times, strict=True):
         row = {"cut": how, "n_params": ticket.proof["n_params"]}

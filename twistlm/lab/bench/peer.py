@@ -25,6 +25,7 @@ from ...model.blocks import BlockGroup, BlockMap, Blueprint, Partition
 from ...model.central import Central
 from ...model.layout import cut_segments, layout
 from ...model.ranges import Ranges
+from ...system.provenance import version
 from ...training.engines.sharded import Shard
 from ...training.run import Progress
 from ...transport import protocol, wire
@@ -71,7 +72,7 @@ def as_config(job: Job) -> Config:
     """A run that exchanges as much; no update is too large for its guard."""
     train = {"n_workers": job["n_workers"], "lr": 1.0, "moments": "reset"}
     variant = {"sharded": "sharded", "ray": "ray"}.get(job["engines"][0], "true")
-    run = {"device": "cpu", "wire": job["wire"], "variant": variant}
+    run = {"device": "cpu", "wire": job["wire"], "variant": variant, "threads": 1}
     ray = {"address": job.get("address", ""), "open": True, "owners": job.get("owners", 1)}
     return config.from_dict({"train": train, "run": run, "ray": ray})
 
@@ -79,8 +80,7 @@ def as_config(job: Job) -> Config:
 def torchrun(job: Job, cluster: Cluster) -> Exchange:
     """A round of torchrun's ranks without its local steps: all of them own, or rank 0 alone."""
     central, _ = make(job)
-    segments = central.segments
-    held = central if cluster.is_central else None
+    held, segments = central if cluster.is_central else None, central.segments
     shard = Shard(held, segments, cluster, as_config(job))
 
     def exchange(r: int) -> None:
@@ -122,10 +122,6 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
         time.sleep(0.2)
 
     class EchoOwner(owner.Owner):
-        def settings(self, run):
-            torch.set_num_threads(1)
-            return cfg
-
         def link(self):
             return on_the_link(job["interface"])
 
@@ -150,7 +146,8 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
     actors = [ray.remote(Echo).options(**settings).remote() for _ in range(n_workers)]
     pulse = owners.Pulse(600.0)
     ranges, log = Ranges(segments, job["owners"]), Events(Path(tempfile.mkdtemp()), True)
-    keepers = owners.Owners(cfg, ranges, str(job), "bench", pulse, log)
+    about = protocol.RunDescription(version("twistlm"), config.to_dict(cfg), {}, 1)
+    keepers = owners.Owners(cfg, ranges, about, f"bench-{os.getpid()}", pulse, log)
     keepers.begin(central, Progress(), False)
 
     def exchange(r: int) -> None:
@@ -161,7 +158,8 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
             checks.append(worker.turn.remote(there[i], *where, *pieces))
         said = ray.get(checks)
         assert not [word for told in said for word in told if isinstance(word, str)], said
-        keepers.commit(list(range(n_workers)), Progress(round=r + 1), lambda: None)
+        keepers.prepare(list(range(n_workers)), r + 1)
+        keepers.commit(Progress(round=r + 1))
 
     def count() -> list[int]:
         return ray.get([actor.link.remote() for actor in keepers.actors])
@@ -171,9 +169,6 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
         ray.shutdown()
 
     return exchange, count, close
-
-
-ENGINES = {"bare": bare, "star": torchrun, "sharded": torchrun}
 
 
 def on_the_link(interface: str) -> int:
@@ -208,11 +203,10 @@ def main(job: Job) -> None:
         exchange, count, close = on_ray(job)
         made = measure({"ray": exchange}, job, lambda: None, count)
         close()
-        print(json.dumps(made), flush=True)
-        return
+        return print(json.dumps(made), flush=True)
     is_star, n = job["engines"] != ["sharded"], int(os.environ["WORLD_SIZE"])
     cluster = Cluster("true" if is_star else "sharded", n - is_star, "physical", "cpu")
-    engines = {name: ENGINES[name](job, cluster) for name in job["engines"]}
+    engines = {e: (bare if e == "bare" else torchrun)(job, cluster) for e in job["engines"]}
     made = measure(engines, job, cluster.barrier, lambda: [on_the_link(job["interface"])])
     if cluster.is_central:
         print(json.dumps(made), flush=True)

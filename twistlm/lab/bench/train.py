@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ...compute.loss import next_token_loss
 from ...compute.speed import now
-from ...config import Config, override
+from ...config import BlocksConfig, Config, override
 from ...data.stream import Batches
 from ...data.token_file import TokenFile, TokenMeta
 from ...model import families, generator, huggingface
@@ -30,6 +30,7 @@ from ...system import terminal
 from ...system.device import is_bf16
 from ...system.provenance import describe_run
 from ...system.terminal import progress
+from ...training.engines.engine import Outcome
 from ...training.engines.local import Local
 from ...training.run import Run, beginning
 from ...transport.ranks import Cluster
@@ -76,9 +77,9 @@ def _cut_to(template: PreTrainedModel, cfg: Config, setting: str, ratio: str) ->
     blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
     block_map = families.partition(template, blocks)
     widths = widths_of_ratio(block_map, ratio)
-    ks = {group.kind: widths[group.name] for group in block_map.groups}
-    k_attn, k_ffn = ((ks.get(kind, 1),) for kind in ("attn", "ffn"))
-    blocks = replace(blocks, k_attn=k_attn, k_ffn=k_ffn)
+    ks: dict[str, Any] = {"k_attn": (1,), "k_ffn": (1,)}
+    ks |= {f"k_{group.kind}": (widths[group.name],) for group in block_map.groups}
+    blocks = replace(blocks, **ks)
     generator.check(block_map, blocks, cfg.train.n_workers)
     return replace(cfg, blocks=blocks)
 
@@ -93,13 +94,11 @@ def measure_worker(
     block_map = run.cut.block_map
     # any order will do for a time: a run would score its blocks first
     order = {group.name: tuple(range(group.n_blocks)) for group in block_map.groups}
-    engine, done = Local(run), replace(beginning(block_map), order=order)
-    moved = 0
+    engine, begun = Local(run), replace(beginning(block_map), order=order)
+    made: list[Outcome] = []
 
     def one_round() -> None:
-        nonlocal done, moved
-        made = engine.round(done)
-        done, moved = made.progress, made.traffic.down + made.traffic.up
+        made.append(engine.round(made[-1].progress if made else begun))
 
     round_ms = 1e3 * statistics.median(_times(one_round, device, 4)[1:]) / t.n_workers
     trainer = next(iter(run.trainers.made.values()))
@@ -108,10 +107,9 @@ def measure_worker(
     ms = _step_ms(lambda: trainer.step(ids, t.lr), device, n_steps)
     where = run.cut.full.narrowed(block_map, widths_of_ratio(block_map, ratio))
     n_tokens = t.batch * cfg.data.seq_len
-    is_copy = trainer.work.data_ptr() != trainer.buffer.data_ptr()
-    held = [trainer.buffer, trainer.grad, trainer.work if is_copy else None]
+    # the work copy may lie in the buffer itself
+    held = {t.data_ptr(): t.nbytes for t in (trainer.work, trainer.grad, trainer.buffer)}
     assert run.central is not None
-    peak = _peak(device, run.central.buffer, run.central.sums)
     return {
         "setting": setting,
         "ratio": ratio,
@@ -119,11 +117,13 @@ def measure_worker(
         "ms": ms,  # median of a local step, optimizer included
         "tokens_per_s": 1e3 * n_tokens / ms,
         "flops": n_tokens * _flops(template, where, cfg.data.seq_len),  # of a step
-        "state_bytes": _n_bytes(*held),  # weights, gradient and moments
-        "peak_bytes": peak,  # of the GPU's memory, with activations, without the central model
+        "state_bytes": sum(held.values()),  # weights, gradient and moments
+        # of the GPU's memory, with activations, without the central model
+        "peak_bytes": _peak(device, run.central.buffer, run.central.sums),
         "round_ms": round_ms,  # of a worker: dispatch, `interval` steps, aggregation
         "overhead": 1 - t.interval * ms / round_ms,
-        "round_bytes": moved,  # counted: down and up of all workers, carried moments included
+        # counted: down and up of all workers, carried moments included
+        "round_bytes": made[-1].traffic.down + made[-1].traffic.up,
     }
 
 
@@ -132,8 +132,7 @@ def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
     vocab, seq_len, t = huggingface.vocab_size(template), cfg.data.seq_len, cfg.train
     tokens = np.random.default_rng(cfg.run.seed).integers(0, vocab, SEQUENCES * seq_len)
     meta = TokenMeta(len(tokens), 1, vocab, vocab - 1, "uint32", "", None)
-    file = TokenFile("random", meta, tokens)
-    batches = Batches(file, seq_len, t.batch, cfg.run.seed)
+    batches = Batches(TokenFile("random", meta, tokens), seq_len, t.batch, cfg.run.seed)
     cut = cut_model(template, cfg.blocks, cluster.device, torch.float32)
     carry, outer = t.moments == "carry", t.nesterov() is not None
     central = create(cut.segments, huggingface.state(template), carry=carry, outer=outer)
@@ -205,21 +204,18 @@ def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
     products = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     if not any(p is head.weight for n, p in template.named_parameters() if n not in tables):
         products += head.weight.numel()  # tied to a table
-    attn = families.block_map(template, "attn").groups
+    blocks = BlocksConfig(setting="attn", shared_first=0, shared_last=0)
+    attn = families.partition(template, blocks).groups
     widths = [where.shapes[g.out[0]][g.out_part.dim] for g in attn]
     # forward 2, backward 4; scores and values over all positions, causal or not, as is usual
     return 6 * products + 12 * seq_len * sum(widths)
 
 
-def _n_bytes(*tensors: Tensor | None) -> int:
-    return sum(t.nbytes for t in tensors if t is not None)
-
-
 def _peak(device: torch.device, *without: Tensor | None) -> int | None:
     if device.type != "cuda":
         return None
-    there = [tensor for tensor in without if tensor is not None and tensor.is_cuda]
-    return torch.cuda.max_memory_allocated(device) - _n_bytes(*there)
+    there = [tensor.nbytes for tensor in without if tensor is not None and tensor.is_cuda]
+    return torch.cuda.max_memory_allocated(device) - sum(there)
 
 
 def forget(device: torch.device) -> None:

@@ -1,8 +1,9 @@
-"""How each cell is measured, and what its number follows from; finished ones are kept."""
+"""How each cell is measured, and what its number follows from."""
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,143 +12,188 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from ...baselines import COMPARED
 from ...baselines.methods import METHODS, prune_, sparsities
 from ...compute.attention import causal_
 from ...compute.perplexity import Text, perplexity, summarize
 from ...compute.slopes import order_of
 from ...compute.speed import now
 from ...config import Setting
-from ...model.blocks import Blueprint, widths_of_ratio
+from ...model import families, huggingface
+from ...model.blocks import SETTINGS, Blueprint, widths_of_ratio
 from ...model.masks import prefixes
-from ...tickets import NEEDS_TEXT, deploy, importance
-from ...tickets.cost import weights_bytes
+from ...tickets import NEEDS_TEXT, deploy, importance, requests
 from ...tickets.healing import heal
 from ...tickets.importance import BlockScores
-from ...tickets.parent import recut
+from ...tickets.parent import Parent, recut
 from ...tickets.requests import HealRequest
-from ...tickets.ticket_scale import TicketScales, random_tickets, score_tickets
-from ..points import Points, name_of
-from . import cells
-from .cells import BLOCKS, Cell, Sweep, importance_of, reads_text
+from ...tickets.text import calibrate, open_text, text_of
+from ...tickets.ticket_scale import TicketScales, choice_text, random_tickets, score_tickets
+from ...tickets.widths import weights_bytes
+from ..points import name_of
+from . import CompareRequest, cells
+from .cells import BLOCKS, Cell, importance_of, reads_text
 
 COMMON = ("common_attn", "common_ffn", "common_by")
 # of the parent's training: what healing takes from there
 HEALS = ("lr", "betas", "eps", "weight_decay", "clip", "moments", "distil", "batch", "n_workers")
-Note = Callable[[str], None]  # says where a long measurement stands
+Note = Callable[..., None]  # its `note` says where a long measurement stands
 Result = dict[str, Any]
-Measured = tuple[list[float], float, Result]  # perplexities, seconds, what else is known
 
 
 class Comparison:
-    """Measures cells of a sweep; one parent is cut at a time, and stays so for its next cell.
+    """What is compared, with its text and calibration sequences read, and how it is measured.
 
-    A cell goes by `config(cell)`, everything that its number follows from: weights and tokens by
-    their sha256, so that another sweep or parent folder finds it, too. What is being healed lies in
-    `folder`.
+    All that can be refused is refused when it is made. One parent is cut at a time, and stays so
+    for its next cell. What is being healed lies in `folder`.
     """
 
-    def __init__(self, sweep: Sweep, points: Points, folder: Path):
-        self.sweep, self.points, self.folder = sweep, points, folder
-        first = sweep.parents[0].parent
-        self.device, self.precision = first.central.weights.device, first.cfg.train.precision
-        precision = f"{self.precision} on {self.device.type}"
-        self.text = _tokens_of(sweep.text) | {"seq_len": sweep.text.seq_len, "precision": precision}
-        self.choice = None if sweep.choice is None else _tokens_of(sweep.choice)
+    def __init__(
+        self, request: CompareRequest, device: str, overrides: Sequence[str], folder: Path
+    ):
+        self.n, self.seed, self.folder, heal = request.n, request.seed, folder, request.heal
+        self.settings = cells.names(request.settings, "--settings", list(SETTINGS))
+        if not self.settings:
+            raise ValueError(f"--settings names none of {', '.join(SETTINGS)}")
+        self.ratios = cells.sizes(request.ratios)
+        self.methods = cells.names(request.methods, "--methods", COMPARED)
+        # tokens that all sizes of a setting share, each trained for itself
+        self.heal = int(requests.amount("tokens", heal, "--heal")) if heal else 0
+        kinds = {method for method, _ in request.sources}
+        if self.methods and kinds and "dense" not in kinds:
+            raise ValueError("--methods prune a data-parallel parent: give --parent-dense, or ''")
+        if heal and "dense" not in kinds:
+            raise ValueError("--heal prunes and trains a data-parallel parent: give --parent-dense")
+        self.parents = cells.open_all(request.sources, self.settings, device, overrides)
         # of healing: its training settings count, too
-        self.teacher = next((p for p in sweep.parents if p.method == "dense"), sweep.parents[0])
+        self.teacher = next((p for p in self.parents if p.method == "dense"), self.parents[0])
+        first = self.parents[0].parent
+        source, cfg = first.source, first.cfg
+        self.device, self.precision = first.central.weights.device, cfg.train.precision
+        self.ids: Tensor | None = None  # calibration [n, seq_len], where something needs it
+        if heal or any(map(reads_text, self.methods)):
+            options = ("--calibration", "--calibration-sequences")
+            n = request.calibration_sequences
+            self.ids = calibrate(first, request.calibration, n, request.seed, options).ids
+        self.text = text_of(first, request.data, request.tokens)
+        for each in (each.parent for each in self.parents):
+            vocab = huggingface.vocab_size(each.template)
+            self.text.file.check(cfg.data.seq_len, vocab, each.tokenizer_sha256)
+            self._check_ratios(each)
+        # what activation scales are chosen on: never `text`
+        self.choice = choice_text(self.text, cfg.data, Path(source))
+        self.heal_data = open_text(source, cfg, request.calibration, "train").stem if heal else ""
+        self._text, self._choice = _tokens_of(self.text), self.choice and _tokens_of(self.choice)
         self._held: tuple[tuple[str, Setting], TicketScales] | None = None
         self._scores: dict[Any, tuple[BlockScores, float]] = {}  # of all settings
 
-    def find(self, cell: Cell) -> Result:
-        """The result of a cell; empty where it was not measured before."""
-        found = self.points.find(self.config(cell))
-        return {} if found is None else found["result"]
+    def _check_ratios(self, parent: Parent) -> None:
+        """Of single weights any share can stay, of tickets a whole number of blocks."""
+        has_tickets = self.n > 0 or self.heal > 0 or not set(self.methods) <= set(METHODS)
+        read: Any = widths_of_ratio if has_tickets else sparsities
+        for setting in self.settings:
+            blocks = replace(parent.cfg.blocks, setting=setting)
+            block_map = families.partition(parent.template, blocks)
+            for ratio in self.ratios:
+                try:
+                    read(block_map, ratio)
+                except ValueError as error:
+                    n_blocks = {block_map.n_blocks(kind) for kind in SETTINGS[setting]}
+                    advice = "; each kind can have its own, as in --ratios attn=1/3,ffn=4/12"
+                    advice = advice if len(n_blocks) > 1 and "=" not in ratio else ""
+                    raise ValueError(f"--ratios {ratio}: {error}{advice}") from None
 
-    def fill(self, cell: Cell, note: Note) -> None:
-        """Measure the cell, if it was not measured before."""
-        self.points.measure(self.config(cell), lambda: self._measure(cell, note))
+    def cells(self) -> list[Cell]:
+        """All cells in the order of measurement: parent, setting, ratio."""
+        found: list[Cell] = []
+        for each in self.parents:
+            found.append(Cell(each, cells.WHOLE))
+            has_order = bool(each.parent.progress.order)
+            for setting in self.settings:
+                learnt, rows = setting in each.settings, []
+                if self.n and learnt:
+                    rows += [cells.RANDOM, *([cells.NESTED] if has_order else ())]
+                if each.method == "dense":
+                    rows += [*self.methods, *((cells.HEALED, cells.SCRATCH) if self.heal else ())]
+                elif self.heal and has_order and learnt:
+                    rows.append(cells.NESTED_HEALED)
+                found += [Cell(each, what, setting, r) for r in self.ratios for what in rows]
+        return found
 
     def config(self, cell: Cell) -> dict[str, Any]:
-        """Everything that the number of a cell follows from."""
-        what, parent, sweep = cell.what, cell.parent.parent, self.sweep
-        made: Result = {"what": what, "weights": cell.parent.sha256, "text": self.text}
+        """Everything that the number of a cell follows from: weights and tokens by their sha256,
+        so that another comparison or parent folder finds it, too.
+        """
+        what, parent = cell.what, cell.parent.parent
+        precision = f"{self.precision} on {self.device.type}"
+        text = {**self._text, "seq_len": self.text.seq_len, "precision": precision}
+        made: Result = {"what": what, "weights": cell.parent.sha256, "text": text}
         if cell.setting is None:  # the whole model
             return made
         blocks = {key: getattr(parent.cfg.blocks, key) for key in (*BLOCKS, *COMMON)}
-        made |= {"setting": cell.setting, "blocks": blocks, "ratio": cell.ratio}
-        made |= {"seed": sweep.seed, "chosen_on": self.choice}
-        made["repair"] = None  # so that cells of before are found
+        made |= {"setting": cell.setting, "blocks": blocks, "ratio": cell.ratio, "seed": self.seed}
+        # `repair`: so that cells of before are found
+        made |= {"chosen_on": self._choice, "repair": None}
         learnt = {"rho": parent.progress.rho, "order": parent.progress.order}
         made |= {"scale": parent.scale, "rho and order": name_of(learnt)}
-        if reads_text(what) and sweep.ids is not None:
-            made["calibration"] = hashlib.sha256(sweep.ids.numpy().data).hexdigest()
+        if reads_text(what) and self.ids is not None:
+            made["calibration"] = hashlib.sha256(self.ids.numpy().data).hexdigest()
         if what == cells.RANDOM:
-            made["n"] = sweep.n
+            made["n"] = self.n
         if what in cells.TRAINED:
             train = self.teacher.parent.cfg.train
-            made |= {"tokens": sweep.heal // len(sweep.ratios), "data": sweep.heal_data}
+            made |= {"tokens": self.heal // len(self.ratios), "data": self.heal_data}
             made |= {"train": {key: getattr(train, key) for key in HEALS}}
             made |= {"teacher": self.teacher.sha256}
         return made
 
-    def _measure(self, cell: Cell, note: Note) -> Result:
-        cut, what, ids = self._cut(cell), cell.what, self.sweep.ids
-        block_map, widths = cut.parent.block_map, cut.parent.block_map.full_widths()
-        values, seconds, more = [0.0], 0.0, Result()
-        if what == cells.WHOLE:
-            values = [cut.ready.full_perplexity()]
-        elif what in METHODS:
-            values[0], seconds = score_pruned(cut, what, cell.ratio, ids)
-        else:
-            widths = widths_of_ratio(block_map, cell.ratio)
-            if what in cells.TRAINED:
-                values, seconds, more = self._healed(cell, cut, note)
-            else:
-                tickets, held_out, seconds = self._pick(cell, cut)
-                scores = score_tickets(cut, tickets, held_out)
-                values, more = scores["values"], {"treatment": scores["treatment"]}
-        if not np.isfinite(values).all():
-            source = cell.parent.parent.source
-            raise ValueError(f"{source} has no perplexity: its logits are not finite")
-        n_tokens = more.get("healed", {}).get("n_tokens", 0)
-        if ids is not None and reads_text(what) and what != cells.SCRATCH:
-            n_tokens += ids.numel()
-        shapes = block_map.narrowed(cut.parent.central.layout.shapes, widths)
-        costs = {"calibration_tokens": n_tokens, "bytes": weights_bytes(shapes)}
-        return {**summarize(values), "values": values, "seconds": seconds, **costs, **more}
-
-    def _pick(
-        self, cell: Cell, cut: TicketScales
-    ) -> tuple[list[Blueprint], list[Blueprint], float]:
-        """Tickets, others that their scale is chosen on, and the seconds of scoring blocks."""
-        key = cell.parent.sha256, importance_of(cell.what)
+    def measure(self, cell: Cell, note: Note) -> Result:
+        """The perplexities of a cell, and what they cost."""
+        cut, what, ids = self._cut(cell), cell.what, self.ids
+        block_map, key = cut.parent.block_map, (cell.parent.sha256, importance_of(what))
 
         def score(name: str) -> BlockScores:
             if key not in self._scores:
-                began, ids = now(self.device), self.sweep.ids if name in NEEDS_TEXT else None
-                found = importance.score(cell.parent.parent, name, ids, self.sweep.seed)
+                began = now(self.device)
+                some = ids if name in NEEDS_TEXT else None
+                found = importance.score(cell.parent.parent, name, some, self.seed)
                 self._scores[key] = found, now(self.device) - began
             return self._scores[key][0]
 
-        made = tickets_of(cut, cell.what, cell.ratio, self.sweep.n, self.sweep.seed, score)
-        return *made, self._scores[key][1] if key in self._scores else 0.0
+        if what in cells.TRAINED:
+            (ticket,), _ = tickets_of(cut, what, cell.ratio, score=score)
+            made, seconds = self._healed(cell, cut, ticket, note)
+        else:
+            made, seconds = measured(cut, what, cell.ratio, self.n, self.seed, ids, score)
+        if not np.isfinite(made["values"]).all():
+            source = cell.parent.parent.source
+            raise ValueError(f"{source} has no perplexity: its logits are not finite")
+        n_tokens = made.get("healed", {}).get("n_tokens", 0)
+        if what != cells.SCRATCH:
+            seconds += self._scores[key][1] if key in self._scores else 0.0
+            n_tokens += ids.numel() if ids is not None and reads_text(what) else 0
+        is_ticket = cell.ratio and what not in METHODS
+        widths = widths_of_ratio(block_map, cell.ratio) if is_ticket else block_map.full_widths()
+        n_bytes = weights_bytes(block_map.narrowed(cut.parent.central.layout.shapes, widths))
+        return {**made, "seconds": seconds, "calibration_tokens": n_tokens, "bytes": n_bytes}
 
-    def _healed(self, cell: Cell, cut: TicketScales, note: Note) -> Measured:
+    def _healed(
+        self, cell: Cell, cut: TicketScales, ticket: Blueprint, note: Note
+    ) -> tuple[Result, float]:
         """A ticket, or its shape with random weights, trained as the data-parallel parent was."""
         config, scratch = self.config(cell), cell.what == cells.SCRATCH
         teacher = self.teacher.parent
         folder = self.folder / name_of(config)  # one that was stopped goes on there
-        (blueprint,), _, picking = self._pick(cell, cut)
-        scale, chosen = cut.best([blueprint])
+        scale, chosen = cut.best([ticket])
         if not (folder / "ticket" / deploy.TICKET).is_file():
             parent = cut.parent_with(scale)
-            model = deploy.cut_ticket(parent, blueprint)
+            model = deploy.cut_ticket(parent, ticket)
             if scratch:  # the same shape with random weights, as its family initialises them
-                deploy.save_ticket(parent, blueprint, folder / "shape", model=model)
+                deploy.save_ticket(parent, ticket, folder / "shape", model=model)
                 torch.manual_seed(0)
                 shape = deploy.load_ticket(folder / "shape").config
                 model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
-            deploy.save_ticket(parent, blueprint, folder / "ticket", model=model)
+            deploy.save_ticket(parent, ticket, folder / "ticket", model=model)
         request = HealRequest(
             ticket=folder / "ticket",
             out=folder / "healed",
@@ -160,26 +206,45 @@ class Comparison:
         )
         if not (request.out / deploy.TICKET).is_file():  # or it was stopped while it was measured
             how_far = f"{cell} round {{round}}/{{n_rounds}}".format_map
-            heal(request, quiet=True, on_round=lambda row: note(how_far(row)))
+            heal(request, quiet=True, on_round=lambda row: note(note=how_far(row)))
         record = deploy.read_ticket(request.out)["healed"][-1]
         model = deploy.load_ticket(request.out)
         nn.Module.to(model, self.device)
-        value = perplexity(model, self.sweep.text, self.precision, cut.ready.loss)
+        made = _one(perplexity(model, self.text, self.precision, cut.ready.loss))
         shutil.rmtree(folder)
-        if scratch:
-            return [value], record["seconds"], {"healed": record}
-        return [value], record["seconds"] + picking, {"treatment": chosen, "healed": record}
+        made |= {"healed": record} if scratch else {"treatment": chosen, "healed": record}
+        return made, record["seconds"]
 
     def _cut(self, cell: Cell) -> TicketScales:
         """The cell's parent in its setting, ready to be evaluated; the one before makes room."""
-        parent, sweep = cell.parent.parent, self.sweep
+        parent = cell.parent.parent
         setting = cell.setting or parent.cfg.blocks.setting
         key = cell.parent.sha256, setting
         if self._held is None or self._held[0] != key:
             self._held = None
-            cut = TicketScales(recut(parent, setting), sweep.text, sweep.choice, self.precision)
+            cut = TicketScales(recut(parent, setting), self.text, self.choice, self.precision)
             self._held = key, cut
         return self._held[1]
+
+
+def measured(
+    cut: TicketScales, what: str, ratio: str, n: int, seed: int, ids: Tensor | None, score: Any
+) -> tuple[Result, float]:
+    """Perplexities of a parent, or of what is left of it at one size; seconds of pruning.
+
+    Single weights are pruned to a sparsity of 1 - ratio, exactly.
+    """
+    ready, parent, block_map = cut.ready, cut.parent, cut.parent.block_map
+    if what == cells.WHOLE:
+        return _one(ready.full_perplexity()), 0.0
+    if what not in METHODS:
+        return score_tickets(cut, *tickets_of(cut, what, ratio, n, seed, score)), 0.0
+    model = parent.whole(parent.central.weights.clone()).model
+    causal_(model)
+    began = now(model.device)
+    prune_(model, block_map, METHODS[what], sparsities(block_map, ratio), ids)
+    seconds = now(model.device) - began
+    return _one(perplexity(model, ready.text, ready.precision, ready.loss)), seconds
 
 
 def tickets_of(
@@ -195,20 +260,11 @@ def tickets_of(
     return [prefixes(block_map, order, widths)], []
 
 
-def score_pruned(
-    cut: TicketScales, method: str, ratio: str, ids: Tensor | None
-) -> tuple[float, float]:
-    """Single weights pruned to a sparsity of 1 - ratio, exactly: perplexity, seconds of pruning."""
-    parent, block_map = cut.parent, cut.parent.block_map
-    model = parent.whole(parent.central.weights.clone()).model
-    causal_(model)
-    began = now(model.device)
-    prune_(model, block_map, METHODS[method], sparsities(block_map, ratio), ids)
-    seconds = now(model.device) - began
-    return perplexity(model, cut.ready.text, cut.ready.precision, cut.ready.loss), seconds
+def _one(value: float) -> Result:
+    return {"values": [value], **summarize([value])}
 
 
-def _tokens_of(text: Text) -> dict[str, Any]:
+def _tokens_of(text: Text) -> Result:
     """The tokens that a perplexity follows from."""
     first = text.first * text.seq_len
     used = text.file.tokens[first : first + text.n_tokens]

@@ -10,6 +10,7 @@ import csv
 import io
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from rich.table import Table
 from ...system import terminal
 from ...system.files import whole_file
 from ...system.provenance import describe_run
-from ...system.terminal import progress
 from ..points import Points
 from . import CompareRequest
-from .cells import OWN, WHOLE, Cell, Sweep, list_cells
+from .cells import OWN, WHOLE, Cell
 from .measure import Comparison
 
 Lines = list[tuple[str, ...]]  # the header first
@@ -46,36 +46,43 @@ def compare(
     is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not points.file.is_file() and not is_free:
         raise ValueError(f"--out {folder} exists and is no comparison: choose another folder")
-    sweep = Sweep(request, device, overrides)
-    cells = list_cells(sweep)
-    comparison = Comparison(sweep, points, healing)
-    cut = [s for s in sweep.settings if any(cell.setting == s for cell in cells)]
+    asked = Comparison(request, device, overrides, healing)
+    cells = asked.cells()
+    cut = [s for s in asked.settings if any(cell.setting == s for cell in cells)]
     if not cut:
         raise ValueError(
             f"nothing to compare in --settings {request.settings}: no method, and no parent that "
             f"was trained so shows random tickets (--n {request.n})"
         )
     try:
-        with progress() as bar:
+        with terminal.progress() as bar:
             task = bar.add_task("compare", total=len(cells), note="")
             for cell in cells:
                 bar.update(task, note=str(cell))
-                comparison.fill(cell, lambda where: bar.update(task, note=where))
+                note = partial(bar.update, task)
+                points.measure(asked.config(cell), partial(asked.measure, cell, note))
                 bar.advance(task)
         with suppress(OSError):  # unfinished sizes lie there
             healing.rmdir()
     finally:  # what is there is shown, whatever stopped the rest
-        rows = [row_of(cell, comparison.find(cell)) for cell in cells]
-        n_tokens = sweep.text.n_tokens
-        spread = f" (random: mean ± sd of {sweep.n})" if sweep.n > 1 else ""
-        what = f"perplexity on {n_tokens:,} tokens{spread}; costs at {_head(sweep.ratios[-1])}"
+        rows = [row_of(cell, points.find(asked.config(cell))) for cell in cells]
+        spread = f" (random: mean ± sd of {asked.n})" if asked.n > 1 else ""
+        what = f"perplexity on {asked.text.n_tokens:,} tokens{spread}"
+        what += f"; costs at {_head(asked.ratios[-1])}"
         summaries = {f"{setting}: {what}": summary(rows, setting) for setting in cut}
         write(folder, rows, summaries)
-    return [to_rich(lines, title) for title, lines in summaries.items()]
+    shown = []
+    for title, (heads, *lines) in summaries.items():
+        shown.append(terminal.table(title, *heads))
+        shown[-1].padding = 0  # nine columns in 80 characters: names fold, no number loses a digit
+        for line in lines:
+            shown[-1].add_row(*line)
+    return shown
 
 
-def row_of(cell: Cell, result: dict[str, Any]) -> Row:
-    """A cell and its result, which is empty where it is not finished."""
+def row_of(cell: Cell, point: Row | None) -> Row:
+    """A cell and its point, if it is finished."""
+    result = point["result"] if point else {}
     row: Row = {"setting": cell.setting or "", "ratio": cell.ratio, "parent": cell.parent.label}
     row |= {"method": cell.what, "perplexity": result.get("mean")}
     row |= {key: result.get(key) for key in ("sd", "n", "seconds", "calibration_tokens", "bytes")}
@@ -91,7 +98,7 @@ def summary(rows: list[Row], setting: str) -> Lines:
         lines.append((row["parent"], _shown(row), *("",) * len(ratios), "", *_costs(row)))
     for name in dict.fromkeys(map(_name, mine)):
         by_ratio = {row["ratio"]: row for row in mine if _name(row) == name}
-        shown = (_shown(by_ratio[ratio]) if ratio in by_ratio else "" for ratio in ratios)
+        shown = map(_shown, by_ratio.values())  # every row has all ratios
         chosen = by_size([row["scale"] for row in by_ratio.values()])
         lines.append((name, "", *shown, chosen, *_costs(by_ratio[ratios[-1]])))
     return lines
@@ -130,15 +137,6 @@ def number(value: float | None, digits: int = 2) -> str:
     if value is None or value < 1e3:
         return "" if value is None else f"{value:.{digits}f}"
     return f"{value:,.0f}" if value < 1e6 else f"{value:.2e}"
-
-
-def to_rich(lines: Lines, title: str) -> Table:
-    """For the terminal: a narrow one folds names and spreads, no number loses a digit."""
-    result = terminal.table(title, *lines[0])
-    result.padding = 0  # nine columns in 80 characters
-    for line in lines[1:]:
-        result.add_row(*line)
-    return result
 
 
 def write(folder: Path, rows: list[Row], summaries: dict[str, Lines]) -> None:
