@@ -36,31 +36,38 @@ SLOW = 300.0  # seconds: a bound that only a hang reaches, however busy the mach
 TESTS = Path(__file__).parent
 
 
+# of the shared cluster and its drivers, which are pytest's own processes: a machine that stalls for
+# half a minute must not end them
+PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "300", "RAY_health_check_timeout_ms": "60000"}
+
+
 def environment(**more: str) -> dict[str, str]:
     """Of processes that start Ray: workers import the tests' faults, one thread each."""
     paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     own |= {"TRANSFORMERS_VERBOSITY": "error", "RAY_prestart_worker_first_driver": "0"}
     own |= {"RAY_memory_monitor_refresh_ms": "0"}  # what others use is not our fault
-    return os.environ | own | more
+    return {k: v for k, v in os.environ.items() if k not in PATIENT} | own | more
 
 
-def start_head(folder: Path, cpus: int = 12, port: int = 0) -> tuple[subprocess.Popen, str]:
+def start_head(
+    folder: Path, cpus: int = 12, port: int = 0, **env: str
+) -> tuple[subprocess.Popen, str]:
     """`twistlm node --head` as a process of its own, and its address."""
     port = port or free_port()
     role = ["--head", "--port", str(port)]
-    process = start_node(folder / "head.txt", role, cpus, "--include-dashboard=false")
+    process = start_node(folder / "head.txt", role, cpus, "--include-dashboard=false", **env)
     return process, f"127.0.0.1:{port}"
 
 
-def start_node(log: Path, role: list[str], cpus: int, *more: str) -> subprocess.Popen:
+def start_node(log: Path, role: list[str], cpus: int, *more: str, **env: str) -> subprocess.Popen:
     """`twistlm node`, as a head or as one of several raylets of this machine."""
     more = (f"--temp-dir={tempfile.mkdtemp(prefix='tw')}", f"--num-cpus={cpus}", *more)
     command = [sys.executable, "-m", "twistlm", "node", *role, "--host", "127.0.0.1", "--", *more]
     command += ["--object-store-memory=200000000"]
     with log.open("a") as file:
         streams = {"stdout": file, "stderr": file}
-        return subprocess.Popen(command, env=environment(), **streams, start_new_session=True)
+        return subprocess.Popen(command, env=environment(**env), **streams, start_new_session=True)
 
 
 def wait_for_head(process: subprocess.Popen, folder: Path) -> None:
@@ -75,12 +82,13 @@ def wait_for_head(process: subprocess.Popen, folder: Path) -> None:
 @contextmanager
 def shared_head(folder: Path):
     """One cluster for all pytest processes: started by the first, ended by the last."""
+    os.environ |= PATIENT
     mine, note = folder / f"ray-user-{os.getpid()}", folder / "ray-head.json"
     lock = (folder / "ray-lock").open("a")
     fcntl.flock(lock, fcntl.LOCK_EX)
     mine.touch()
     if not note.is_file():
-        process, address = start_head(folder)
+        process, address = start_head(folder, **PATIENT)
         wait_for_head(process, folder)
         note.write_text(json.dumps({"address": address, "pid": process.pid}))
         process.returncode = 0  # it may outlive this process

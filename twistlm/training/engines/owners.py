@@ -23,7 +23,7 @@ from . import owner
 from .owner import Standing
 
 BEAT = 1.0  # seconds between two pings
-LEAVE = 5.0  # seconds for the last ones
+LEAVE = 60.0  # seconds for the last ones, on a machine that stalls
 PART = 1 << 20  # values that the driver sends at a time
 
 
