@@ -15,7 +15,10 @@ from twistlm.data.token_file import TokenMeta, write_meta
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
-
+# a machine that stalls for half a minute must not end Ray's drivers, which are pytest's own
+# processes, nor the shared cluster; Ray reads this once, when it is imported
+os.environ |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "300"}
+os.environ |= {"RAY_health_check_timeout_ms": "60000"}
 
 import pytest
 import torch
@@ -36,6 +39,7 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 speed.measure_all.__wrapped__.__defaults__ = (1, 8, 3)
 
 VOCAB = 64
+PATIENT = {key: os.environ[key] for key in os.environ if key.startswith(("RAY_gcs", "RAY_health"))}
 
 
 # for one process, whose actors serve one test after another: each takes seconds to import torch

@@ -80,7 +80,7 @@ class FaultyOwner(Owner):
         return super().enter(run, whole, i, n)
 
     def suffer(self, at: str) -> None:
-        path, r = self.out / "faults.json", self.progress.round
+        path, r = self.out / "faults.json", min(self.progress)
         for n, fault in enumerate(json.loads(path.read_text()) if path.is_file() else []):
             if (fault.get("owner"), fault["round"], fault["at"]) == (self.i, r, at):
                 with suppress(FileExistsError):
@@ -89,25 +89,20 @@ class FaultyOwner(Owner):
                         raise OSError("a bug of an owner")
                     os.kill(os.getpid(), signal.Signals[fault["do"]])
 
-    def cut(self, attempt, blueprints):
+    def cut(self, attempt, after, blueprints):
         self.suffer("cut")
-        return super().cut(attempt, blueprints)
+        return super().cut(attempt, after, blueprints)
 
     @ray.method(concurrency_group="pieces")
     def check(self, name, worker, piece):
         self.suffer("add")
         return super().check(name, worker, piece)
 
-    def prepare(self, there, round):
+    def prepare(self, there, progress):
         self.suffer("prepare")
-        return super().prepare(there, round)
+        return super().prepare(there, progress)
 
-    def keep(self, round, i, state, first=0):
+    def keep(self, progress, i, piece):
         if self.progress:
             self.suffer("keep")
-        return super().keep(round, i, state, first)
-
-    def settle(self, progress):
-        if self.progress:
-            self.suffer("commit")
-        return super().settle(progress)
+        return super().keep(progress, i, piece)

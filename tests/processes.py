@@ -18,7 +18,7 @@ import faults
 import ranks
 import torch
 from checkpoints import FILES, joined, same
-from conftest import tiny
+from conftest import PATIENT, tiny
 from ranks import free_port
 
 from twistlm import config
@@ -34,11 +34,6 @@ from twistlm.transport.ranks import Cluster
 
 SLOW = 300.0  # seconds: a bound that only a hang reaches, however busy the machine is
 TESTS = Path(__file__).parent
-
-
-# of the shared cluster and its drivers, which are pytest's own processes: a machine that stalls for
-# half a minute must not end them
-PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "300", "RAY_health_check_timeout_ms": "60000"}
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -82,7 +77,6 @@ def wait_for_head(process: subprocess.Popen, folder: Path) -> None:
 @contextmanager
 def shared_head(folder: Path):
     """One cluster for all pytest processes: started by the first, ended by the last."""
-    os.environ |= PATIENT
     mine, note = folder / f"ray-user-{os.getpid()}", folder / "ray-head.json"
     lock = (folder / "ray-lock").open("a")
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -59,7 +59,7 @@ def test_every_worker_in_every_phase(scene, at, place):
 
 
 PHASES = [f"elastic.Elastic.{name}" for name in ("_gather", "_post", "_collect")]
-PHASES += [f"owners.Owners.{name}" for name in ("prepare", "commit", "snapshot")]
+PHASES += [f"owners.Owners.{name}" for name in ("cut", "prepare", "snapshot")]
 
 
 @pytest.mark.parametrize("at", PHASES)

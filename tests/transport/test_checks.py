@@ -10,7 +10,7 @@ from twistlm.transport.protocol import (
     Piece,
     RejectedResult,
     checksum,
-    norms_of,
+    measured,
     read_result,
     reason_to_reject,
 )
@@ -31,7 +31,7 @@ def read(result: torch.Tensor, *, announced: torch.Tensor | None = None, loss_su
 def judge(result: torch.Tensor, sent: torch.Tensor, loss_sum: float, n: int = 1) -> None:
     """By the norms of n pieces."""
     pairs = zip(result.chunk(n, 1), sent[0].chunk(n), strict=True)
-    why = reason_to_reject(CFG.train, [norms_of(*pair) for pair in pairs], sent.shape[1], loss_sum)
+    why = reason_to_reject(CFG.train, [measured(*pair) for pair in pairs], sent.shape[1], loss_sum)
     if why:
         raise RejectedResult(why)
 

@@ -291,13 +291,15 @@ class Writer:
         """Write a snapshot of the central model, which may change as soon as this returns."""
         self.wait()
         self.failure = None
-        thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing = thread.submit(self._write, snapshot(), progress)
-        thread.shutdown(wait=False)
+        write = snapshot()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = self._thread.submit(self._write, write, progress)
+        self._thread.shutdown(wait=False)
 
     def wait(self) -> None:
         """Until nothing is in flight; a bug in the thread is raised here."""
         if self._writing is not None:
+            self._thread.shutdown()  # it is over, with all that it held
             self._writing.result()
 
     def __enter__(self) -> Writer:

@@ -97,24 +97,19 @@ def read_result(kind: Wire, piece: Piece, shape: tuple[int, int], sent: Tensor) 
     return wire.read_up(kind, unpacked(piece), shape, sent)
 
 
-@dataclass(frozen=True)
-class Norms:
-    """What the guard must know of a piece of a result: sums of squares, and v's least value."""
-
-    moved: float  # from the weights that went down
-    rest: tuple[float, ...]  # of the moments
-    sent: float  # of the weights that went down
-    least: float = 0.0
+Moved = tuple[float, float]  # sums of squares: of the change since it left, of what had left
 
 
-def norms_of(result: Tensor, sent: Tensor) -> Norms:
-    """Of a piece [rows, n]; NaN or Inf if a value is, or overflows squared."""
+def measured(result: Tensor, sent: Tensor) -> Moved:
+    """How far a piece [rows, n] has moved from the weights `sent` [n]; NaN and Inf are refused."""
     # the norm sees every NaN and Inf, and is 15 times cheaper than isfinite
     pairs = zip(result[0].split(CHUNK), sent.split(CHUNK), strict=True)
     moved = _squares(new - old for new, old in pairs)  # without a third tensor of their size
-    rest = tuple(_squares(row.split(CHUNK)) for row in result[1:])
-    least = float(result[2].amin()) if len(result) > 2 and result.shape[1] else 0.0
-    return Norms(moved, rest, _squares(sent.split(CHUNK)), least)
+    if not all(map(math.isfinite, (moved, *(_squares(row.split(CHUNK)) for row in result[1:])))):
+        raise RejectedResult("NaN or Inf in the update")
+    if len(result) > 2 and result.shape[1] and float(result[2].amin()) < 0:
+        raise RejectedResult("a negative second moment")
+    return moved, _squares(sent.split(CHUNK))
 
 
 def longest_step(cfg: TrainConfig, n: int, norm: float) -> float:
@@ -133,7 +128,7 @@ def _squares(pieces: Iterable[Tensor]) -> float:
 
 
 def reason_to_reject(
-    cfg: TrainConfig, parts: Sequence[Norms], n: int, loss_sum: float
+    cfg: TrainConfig, pieces: Sequence[Moved], n: int, loss_sum: float
 ) -> str | None:
     """Why a result of n weights must not be believed, by its pieces; None if there is no reason.
 
@@ -141,11 +136,7 @@ def reason_to_reject(
     """
     if not 0 <= loss_sum <= MOST_LOSS * cfg.interval:
         return f"its loss is {loss_sum}"
-    moved, sent = (math.sqrt(sum(getattr(p, k) for p in parts)) for k in ("moved", "sent"))
-    if not all(map(math.isfinite, (moved, *(x for part in parts for x in part.rest)))):
-        return "NaN or Inf in the update"
+    moved, sent = (math.sqrt(sum(squares)) for squares in zip(*pieces, strict=True))
     if moved > (bound := longest_step(cfg, n, sent)):
         return f"the update's norm is {moved:.3g}, and {bound:.3g} is the most that AdamW can move"
-    if any(part.least < 0 for part in parts):
-        return "a negative second moment"
     return None

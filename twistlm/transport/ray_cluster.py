@@ -1,7 +1,9 @@
 """A Ray cluster: whether it may be trusted, how this process enters it, its room."""
 
+import gc
 import ipaddress
 import logging
+import math
 import os
 import platform
 import re
@@ -12,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -193,24 +195,37 @@ def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCo
             return error.code(), words
 
 
+class HeadGone(Exception):
+    """The head of the cluster does not answer."""
+
+
 @dataclass
 class Head:
     """Whether a head still answers: without it Ray ends this process after some seconds."""
 
     address: str
-    asked: float = 0.0
+    asked: float = 0.0  # when it was asked last
     since: float = 0.0  # the first question that it did not answer; 0: it does
 
-    @property
-    def silent(self) -> float:
-        """Seconds for which it has not answered; it is asked every few seconds."""
+    def answers(self) -> bool:
+        """Ask it now; it has two seconds."""
+        asked = time.monotonic()
+        code, _ = _ask(self.address, token(), seconds=2.0)
+        lost = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        self.since = (self.since or asked) if lost else 0.0
+        self.asked = time.monotonic()
+        return not lost
+
+    def silence(self) -> float:
+        """Seconds for which it has not answered; it is asked once a second."""
         if time.monotonic() - self.asked > EVERY:
-            asked = time.monotonic()
-            code, _ = _ask(self.address, token(), seconds=2.0)
-            lost = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-            self.since = (self.since or asked) if lost else 0.0
-            self.asked = time.monotonic()
+            self.answers()
         return time.monotonic() - self.since if self.since else 0.0
+
+    def check(self) -> None:
+        """Raise `HeadGone` after a silence that is no pause."""
+        if self.silence() > GONE:
+            raise HeadGone("its head does not answer")
 
 
 def enter(cfg: Config, n_bytes: int, state: int = 0) -> dict[str, Any]:
@@ -252,9 +267,20 @@ def enter(cfg: Config, n_bytes: int, state: int = 0) -> dict[str, Any]:
         if address and n_bytes > min(rooms):
             raise ValueError(_too_small(cfg, n_bytes, "the store of a machine", min(rooms)))
     except ValueError:
-        ray.shutdown()
+        leave()
         raise
     return said
+
+
+def leave() -> None:
+    """Disconnect. A reference that another thread lets go meanwhile would end this process, and
+    whichever thread runs into it collects Python's garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        ray.shutdown()
+    finally:
+        gc.enable()
 
 
 def _too_small(cfg: Config, n_bytes: int, where: str, room: int) -> str:
@@ -327,25 +353,26 @@ def keep_node(command: Sequence[str], head: str = "") -> int:
     A node that does not hear `head` for some seconds is ended, and begun anew as soon as it does:
     Ray's own connections take a minute or more to break, and may never come back.
     """
-    stop, pause = Stop(), 1.0
+    stop, pause, silence = Stop(), 1.0, Head(head).silence if head else float
+
+    def wait(done: Callable[..., bool], seconds: float = math.inf) -> None:
+        end = time.monotonic() + seconds
+        while not done() and not stop.requested and time.monotonic() < end:
+            time.sleep(0.1)
+
     with on_signals(stop, quiet=True):
         while not stop.requested:
-            began, watched = time.monotonic(), Head(head) if head else None
+            began = time.monotonic()
             process = subprocess.Popen(
                 command, process_group=0, preexec_fn=lambda: end_with_parent(signal.SIGTERM)
             )
-            cut = False
-            while process.poll() is None and not stop.requested and not cut:
-                time.sleep(0.1)
-                cut = watched is not None and watched.silent > CUT
-            if process.poll() is None:
+            ended = process.poll
+            wait(lambda ended=ended: ended() is not None or silence() > CUT)
+            if cut := process.poll() is None:
                 process.terminate()
             if process.wait() == USAGE:
                 return USAGE
-            while watched is not None and watched.silent and not stop.requested:
-                time.sleep(0.1)
+            wait(lambda: not silence())
             pause = 1.0 if cut or time.monotonic() > began + 60 else min(30.0, 2 * pause)
-            began = time.monotonic()
-            while time.monotonic() < began + pause and not stop.requested:
-                time.sleep(0.1)
+            wait(lambda: False, pause)
     return 128 + stop.signal

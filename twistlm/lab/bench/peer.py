@@ -152,14 +152,13 @@ def on_ray(job: Job) -> tuple[Exchange, Count, Callable[[], None]]:
 
     def exchange(r: int) -> None:
         there = deal(job, segments.block_map, n_workers, r)
-        parts, checks = keepers.cut(there), []
+        parts, checks = keepers.cut(r, there), []
         for i, (worker, pieces) in enumerate(zip(actors, parts, strict=True)):
             where = keepers.actors, keepers.attempt, i
             checks.append(worker.turn.remote(there[i], *where, *pieces))
         said = ray.get(checks)
         assert not [word for told in said for word in told if isinstance(word, str)], said
-        keepers.prepare(list(range(n_workers)), r + 1)
-        keepers.commit(Progress(round=r + 1))
+        keepers.prepare(list(range(n_workers)), Progress(round=r + 1))
 
     def count() -> list[int]:
         return ray.get([actor.link.remote() for actor in keepers.actors])

@@ -21,8 +21,8 @@ from ...model.subnet import Rho, measure_rho
 from ...system.device import pick_device
 from ...system.provenance import version
 from ...transport import protocol, wire
-from ...transport.protocol import Piece, RoundOrder, RunDescription, packed, unpacked
-from ...transport.ray_cluster import K_LABELS, MEMORY_LABEL, Answer, answer, ray
+from ...transport.protocol import Moved, Piece, RoundOrder, RunDescription, packed, unpacked
+from ...transport.ray_cluster import K_LABELS, MEMORY_LABEL, exceptions, ray
 from .. import plan, teacher
 from ..run import Progress, dtype_of, n_rows
 from ..worker import TrainerPool
@@ -81,9 +81,8 @@ class Worker(Actor):
 
     def train(
         self, order: RoundOrder, owners: list[Any], *pieces: Piece
-    ) -> tuple[float, list[Answer]]:
-        """A round's local steps: the sum of their losses, and what every owner says of its piece
-        of the update."""
+    ) -> tuple[float, list[Moved | str] | Exception]:
+        """A round's local steps: the sum of their losses, and what the owners say of the update."""
         assert self.run is not None
         cut, kind, n = self.trainers.cut, self.cfg.run.wire, len(pieces)
         split = Ranges(cut.segments, n).split(cut.segments.index(order.blueprint))
@@ -103,12 +102,15 @@ class Worker(Actor):
         updates = [packed(wire.up(kind, *part)) for part in parts]
         return float(result.stats.loss_sum), self.send(order, owners, updates)
 
-    def send(self, order: RoundOrder, owners: list[Any], updates: list[Piece]) -> list[Answer]:
-        """A piece of the update to every owner, and what it says of it."""
+    def send(
+        self, order: RoundOrder, owners: list[Any], updates: list[Piece]
+    ) -> list[Moved | str] | Exception:
+        """What every owner says of its piece of the update, or why one says nothing."""
         where, pairs = (order.attempt, order.worker), zip(owners, updates, strict=True)
-        calls = [owner.check.remote(*where, piece) for owner, piece in pairs]
-        ray.wait(calls, num_returns=len(calls))
-        return [answer(call) for call in calls]
+        try:
+            return ray.get([owner.check.remote(*where, piece) for owner, piece in pairs])
+        except exceptions.RayError as error:  # not raised: it is no error of this worker
+            return error
 
     def rho(self, ids: Tensor, *pieces: Piece) -> Rho:
         """rho of every layer of the central model, whose weights all owners sent, on ids [1, T]."""

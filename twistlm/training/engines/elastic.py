@@ -5,8 +5,8 @@ import secrets
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from ...system.signals import TOO_FEW, Ended, stopped
 from ...transport import protocol, ray_cluster
 from ...transport.events import Events
 from ...transport.protocol import RoundOrder, WorkerInfo, packed, reason_to_reject
-from ...transport.ray_cluster import answer, exceptions, is_there, ray, words
+from ...transport.ray_cluster import HeadGone, answer, exceptions, is_there, ray, words
 from ..aggregator import Stats
 from ..assignments import Assignments, Outcome, assign, measured_rho, traffic
 from ..run import Progress, Run
@@ -47,13 +47,12 @@ class WorkerSlot:
 
     number: int
     actor: Any = None
-    entering: Any = None  # the reference of its hello, until it is there
-    info: WorkerInfo = NOBODY
-    asked: Any = None  # the reference of a result that has not come
+    info: WorkerInfo = NOBODY  # until its hello is there
+    pending: Any = None  # the reference of its hello, or of a result, that has not come
     round: int = 0  # that it was asked for
     since: float = 0.0  # when it was asked
     fresh: bool = True  # it has not brought a result yet: its first steps compile
-    again: float = 0.0  # not before: a slot that fails is filled more and more slowly
+    not_before: float = 0.0  # a slot that fails is filled more and more slowly
     pause: float = 0.0
     stats: Stats | None = None  # of its result, if that came in time and was accepted
     seconds: float = 0.0  # until all owners had it
@@ -79,14 +78,14 @@ class WorkerPool:
     def admit(self, r: int, longest: float) -> list[WorkerSlot]:
         """Start who is missing, take in who is ready, replace who has been late for long."""
         for slot in self.slots:
-            if slot.actor is None and time.monotonic() >= slot.again:
+            if slot.actor is None and time.monotonic() >= slot.not_before:
                 self._start(slot)
-            if slot.entering is not None and is_there(slot.entering):
-                self._take_in(slot)
-            if slot.asked is not None:
+            if slot.pending is not None and slot.info is not NOBODY:
                 first = FIRST * self.cfg.ray.floor if slot.fresh else 0.0
                 self._look_after(slot, r, max(longest, first))
-        return [slot for slot in self.slots if slot.info.name and slot.asked is None]
+            elif slot.pending is not None and is_there(slot.pending):
+                self._take_in(slot)
+        return [s for s in self.slots if s.info is not NOBODY and s.pending is None]
 
     def _start(self, slot: WorkerSlot) -> None:
         """Anywhere but on a machine whose results were wrong three times."""
@@ -94,13 +93,13 @@ class WorkerPool:
         name, cpus = f"{self._id}-{slot.number}", max(1, self.cfg.run.threads)
         more: dict[str, Any] = {"num_cpus": cpus, "num_gpus": self._gpus, "label_selector": good}
         slot.actor = self.pulse.start(self._kind, name, **more)
-        slot.entering = slot.actor.enter.remote(*self._hello)
+        slot.pending = slot.actor.enter.remote(*self._hello)
 
     def _take_in(self, slot: WorkerSlot) -> None:
-        said, wrong = answer(slot.entering)
+        said, wrong = answer(slot.pending)
         if wrong:
             return self.lose(slot, "lost" if wrong == "gone" else "turned away", why=words(said))
-        slot.info, slot.entering = said, None
+        slot.info, slot.pending = said, None
         try:
             if slot.info.node in self.barred:
                 raise ValueError("its machine is in quarantine")
@@ -113,9 +112,9 @@ class WorkerPool:
 
     def _look_after(self, slot: WorkerSlot, r: int, longest: float) -> None:
         """A late worker is kept: it may only be slow. What it brings now is refused."""
-        if is_there(slot.asked):
-            said, wrong = answer(slot.asked)
-            slot.asked, slot.fresh = None, False
+        if is_there(slot.pending):
+            said, wrong = answer(slot.pending)
+            slot.pending, slot.fresh = None, False
             if wrong == "gone":
                 self.lose(slot, "lost", round=r, why=words(said))
             elif not wrong:
@@ -129,8 +128,8 @@ class WorkerPool:
         """Empty a slot; it is filled again, at once for the first time."""
         self.events.write(event, slot.name, **more)
         self.pulse.drop(slot.actor)
-        pause, again = min(LONGEST_PAUSE, max(0.5, 2 * slot.pause)), time.monotonic() + slot.pause
-        self.slots[slot.number] = WorkerSlot(slot.number, again=again, pause=pause)
+        pause, then = min(LONGEST_PAUSE, max(0.5, 2 * slot.pause)), time.monotonic() + slot.pause
+        self.slots[slot.number] = WorkerSlot(slot.number, not_before=then, pause=pause)
 
     def strike(self, slot: WorkerSlot, r: int, why: str) -> None:
         """Refuse a result; a machine that brought three wrong ones gets no new workers."""
@@ -141,6 +140,13 @@ class WorkerPool:
         if self.strikes[node] >= STRIKES:
             self.barred.add(node)
             self.lose(slot, "quarantined", round=r, why=why)
+
+
+def _actors_of(out: Path) -> tuple[str, int]:
+    """By which name a restarted process finds a run's actors, and how many owners are left."""
+    note = out / "ray-id.txt"
+    name, *n = note.read_text().split() if note.is_file() else [secrets.token_hex(6)]
+    return name, sum(map(int, n)) if f"{name}-owner-0" in ray.util.list_named_actors() else 0
 
 
 class Elastic(Engine):
@@ -166,47 +172,56 @@ class Elastic(Engine):
         self.durations: deque[float] = deque(maxlen=RECENT)  # of rounds since this process started
         self.events, self.text = Events(out, quiet), run.evaluator.text
         self.head, self.pulse = ray_cluster.Head(there["address"]), Pulse(cfg.ray.patience)
-        if not (out / "ray-id.txt").is_file():  # by which a restarted process finds its actors
-            (out / "ray-id.txt").write_text(secrets.token_hex(6) + "\n")
-        name, model = (out / "ray-id.txt").read_text().strip(), run.cut.template.config.to_dict()
-        about = (version("twistlm"), config.to_dict(cfg), model, run.total_steps)
-        described = ray.put(protocol.RunDescription(*about))
-        self.pool = WorkerPool(run, described, name, self.pulse, self.events)
-        ranges = Ranges(run.cut.segments, cfg.ray.owners or len(ray_cluster.machines()))
-        self.owners = Owners(cfg, ranges, described, name, self.pulse, self.events)
-        # a process takes seconds to import torch: workers start while owners do
-        self.pool.admit(start.round, math.inf)
-        start = self.owners.begin(run.central, start, resumes)
-        run.cut.template.to(torch.device("meta"))  # type: ignore[arg-type]
-        super().__init__(replace(run, central=None, evaluator=None, teacher=None), start)
-        more: dict[str, Any] = {"address": there["address"]}
-        if url := there.get("webui_url"):
-            more["dashboard"] = f"http://{url}"
-        more["owners"] = [told.pid for _, told in sorted(self.owners.standings().items())]
-        self.events.write("started", round=start.round, **more)
+        try:
+            name, n_left = _actors_of(out)
+            n_owners = cfg.ray.owners or (resumes and n_left) or len(ray_cluster.machines())
+            (out / "ray-id.txt").write_text(f"{name} {n_owners}\n")
+            model = run.cut.template.config
+            about = (version("twistlm"), config.to_dict(cfg), model.to_dict(), run.total_steps)
+            described = ray.put(protocol.RunDescription(*about))
+            self.pool = WorkerPool(run, described, name, self.pulse, self.events)
+            ranges = Ranges(run.cut.segments, n_owners)
+            self.owners = Owners(cfg, ranges, described, name, self.pulse, self.events)
+            # a process takes seconds to import torch: workers start while owners do
+            self.pool.admit(start.round, math.inf)
+            start = self.owners.begin(run.central, start, resumes)
+            run.cut.template.to(torch.device("meta"))  # type: ignore[arg-type]
+            super().__init__(replace(run, central=None, evaluator=None, teacher=None), start)
+            self.n_done = start.round  # rounds that are in all ranges
+            more: dict[str, Any] = {"address": there["address"]}
+            if url := there.get("webui_url"):
+                more["dashboard"] = f"http://{url}"
+            more["owners"] = [told.pid for _, told in sorted(self.owners.everyone().items())]
+            self.events.write("started", round=start.round, **more)
+        except BaseException:
+            self.close(crashed=True)
+            raise
+
+    @contextmanager
+    def _on_ray(self) -> Iterator[None]:
+        """Within, errors that come from a Ray that is gone are one sentence."""
+        try:
+            yield
+        except exceptions.RayTaskError as error:  # a bug of an actor, whose traceback it has
+            self.events.write("giving up", why=words(error))
+            raise RuntimeError(str(error)) from None
+        except (Ended, HeadGone, exceptions.RayError) as error:
+            # owners and workers are lost, too, when it is their head that died
+            mine = isinstance(error, Ended) and error.code != TOO_FEW
+            if mine or (not isinstance(error, HeadGone) and self.head.answers()):
+                raise
+            why = "its head does not answer"
+            self.events.write("giving up", why=why)
+            raise Ended(
+                f"Ray at {self.head.address} is gone ({why}): start its head again, and the run "
+                f"with --resume; the last checkpoint is unharmed",
+                TOO_FEW,
+            ) from None
 
     def round(self, progress: Progress) -> Outcome:
         """One round with those who are in, unless Ray itself is gone."""
-        try:
+        with self._on_ray():
             return self._round(progress)
-        except Ended as end:  # owners and workers are lost, too, when it is their head that died
-            self.head.asked = 0.0  # its last answer may be older than what happened
-            if end.code != TOO_FEW or not self.head.silent:
-                raise
-            raise self._headless("its head does not answer") from None
-        except exceptions.RayTaskError as error:  # a bug in an owner, whose traceback it has
-            self.events.write("giving up", round=progress.round, why=words(error))
-            raise RuntimeError(str(error)) from None
-        except (OSError, exceptions.RayError) as error:
-            raise self._headless(str(error).strip().splitlines()[0]) from None
-
-    def _headless(self, why: str) -> Ended:
-        self.events.write("giving up", why=why)
-        return Ended(
-            f"Ray at {self.head.address} is gone ({why}): start its head again, and the run with "
-            f"--resume; the last checkpoint is unharmed",
-            TOO_FEW,
-        )
 
     def _round(self, progress: Progress) -> Outcome:
         """Tried again until `ray.min_workers` results are there, and all owners with them."""
@@ -240,7 +255,7 @@ class Elastic(Engine):
         self, work: Assignments, team: list[WorkerSlot], there: list[int], began: float
     ) -> Outcome:
         """These results into all ranges; others' sequences go out again."""
-        leases, dealt = work.leases, work.blueprints
+        leases, dealt, r = work.leases, work.blueprints, work.progress.round
         lost = [i for i in range(len(team)) if i not in there]
         for i in lost:
             slots = work.slots_of(i)
@@ -249,51 +264,66 @@ class Elastic(Engine):
             else:
                 leases = stream.give_back(leases, slots)
         for place in leases.skipped[len(work.leases.skipped) :]:
-            why = self.run.batches.name(place)
-            self.events.write("set aside", round=work.progress.round, why=why)
+            self.events.write("set aside", round=r, why=self.run.batches.name(place))
         stats = sum((slot.stats for slot in team if slot.stats), Stats())
         back = [dealt[i] for i in there]
         sent = traffic(self.run, dealt, back)
         wired = sent.down + sent.up + sent.teacher + 4 * work.ids.size
         wired += self.run.state_bytes if self.owners.n > 1 else 0  # copies
         outcome = work.outcome(stats, wired, leases, back)
-        self.owners.prepare(there, outcome.progress.round)
-        # if this process dies before an owner has committed, it is done again, and noted again
+        # noted before it is there, and perhaps twice: a process that dies later cannot note it
         self.durations.append(time.monotonic() - began)
         self.events.write(
             "round",
-            round=work.progress.round,
+            round=r,
             seconds={team[i].name: team[i].seconds for i in there},
             took=self.durations[-1],
             places=list(work.numbers),
             lost=[work.numbers[i] for i in lost],
         )
-        self.owners.commit(outcome.progress)
+        try:
+            self.owners.prepare(there, outcome.progress)
+        except Lost:
+            if self.owners.mend().round == r:  # of some range nobody has it
+                raise
+        self.n_done = r + 1
         return outcome
 
     def _drain(self, team: list[WorkerSlot]) -> None:
         """Until workers have ended what will not be used: the next try is for all of them."""
-        if left := {slot.asked: slot for slot in team if slot.asked is not None}:
-            limit = {"num_returns": len(left), "timeout": self.deadline()}
-            for ref in ray.wait([*left], **limit, fetch_local=False)[0]:
-                left[ref].asked = None
+        left = {slot.pending: slot for slot in team if slot.pending is not None}
+        end = time.monotonic() + self.deadline()
+        with suppress(Lost):  # the next try sees it
+            while left and time.monotonic() < end:
+                for ref in self._come(left):
+                    left.pop(ref).pending = None
+
+    def _come(self, refs: Iterable[Any], left: float = math.inf) -> list[Any]:
+        """The first of the references that is there within a fifth of a second; with no time
+        `left` all that are there now. The head and all owners must be there, too."""
+        asked = list(refs)
+        n, seconds = (1, min(left, 0.2)) if left > 0 else (len(asked), 0.0)
+        come, _ = ray.wait(asked, num_returns=n, timeout=seconds, fetch_local=False)
+        self.head.check()
+        self.owners.check_alive()
+        return come
 
     def _on_a_worker(self, method: str, *args: Any) -> Any:
         """What a worker says of the central weights, which go to it from all owners."""
-        since = time.monotonic()
+        since, n = time.monotonic(), self.n_done
         while True:
-            team = self.pool.admit(self.start.round, 2 * self.deadline())
+            team = self.pool.admit(n, 2 * self.deadline())
             if not team:
                 if (waited := time.monotonic() - since) > self.run.cfg.ray.patience:
-                    raise self._too_few(self.start.round, 0, waited)
+                    raise self._too_few(n, 0, waited)
                 time.sleep(0.02)
                 continue
-            weights = [owner.give.remote(i, 1) for i, owner in enumerate(self.owners.actors)]
+            weights = [owner.give.remote(n, i, 1) for i, owner in enumerate(self.owners.actors)]
             ref = getattr(team[0].actor, method).remote(*args, *weights)
             with suppress(Lost):
-                while not is_there(ref) and self.pulse.silent(team[0].actor) < self.deadline():
-                    time.sleep(0.01)
-                    self.owners.check_alive()
+                while not self._come([ref]):
+                    if self.pulse.silent(team[0].actor) > self.deadline():
+                        break
                 said, wrong = answer(ref)
                 if not wrong:
                     return said
@@ -305,15 +335,16 @@ class Elastic(Engine):
             self.owners.mend()  # an owner is lost, or weights that it sent
 
     def evaluate(self, progress: Progress, advance: Callable[[], None]) -> tuple[dict, str]:
-        return self._on_a_worker("evaluate", _in_memory(self.text), progress)
+        with self._on_ray():
+            return self._on_a_worker("evaluate", _in_memory(self.text), progress)
 
     def snapshot(self) -> Callable[[Path], object]:
-        return self.owners.snapshot()
+        return self.owners.snapshot(self.n_done)
 
     def close(self, crashed: bool) -> None:
         """Actors of a run that crashed stay, for `--resume`; else they end with it."""
-        self.pulse.close(leave=crashed)
-        ray.shutdown()
+        if self.pulse.close(leave=crashed):
+            ray_cluster.leave()
 
     def deadline(self) -> float:
         """Seconds that a round may take: three times the median of the last ones, or the floor."""
@@ -329,8 +360,7 @@ class Elastic(Engine):
         wait = 0.0 if self.durations else cfg.ray.wait
         reported, delay = 0.0, 1.0
         while True:
-            if self.head.silent > ray_cluster.GONE:
-                raise OSError("its head does not answer")
+            self.head.check()
             self.owners.check_alive()
             team = self.pool.admit(r, 2 * self.deadline())
             waited = time.monotonic() - since
@@ -351,50 +381,46 @@ class Elastic(Engine):
     def _post(self, work: Assignments, team: list[WorkerSlot]) -> None:
         """Tell everybody where its subnet is; nothing but the owners' word is waited for."""
         r, blueprints = work.progress.round, [dict(each) for each in work.blueprints]
-        for i, (slot, pieces) in enumerate(zip(team, self.owners.cut(blueprints), strict=True)):
+        for i, (slot, pieces) in enumerate(zip(team, self.owners.cut(r, blueprints), strict=True)):
             tokens, topk = packed(work.tokens(i).to(torch.int32)), work.teacher_topk(i)
             beside = None if topk is None else packed(topk)
             at = r, self.owners.attempt, self.run.at(work.progress)
             order = RoundOrder(*at, i, blueprints[i], packed(work.gates(i)), tokens, beside)
             slot.round, slot.since, slot.stats, slot.failed = r, time.monotonic(), None, False
-            slot.asked = slot.actor.train.remote(order, self.owners.actors, *pieces)
+            slot.pending = slot.actor.train.remote(order, self.owners.actors, *pieces)
 
     def _collect(self, work: Assignments, team: list[WorkerSlot], began: float) -> None:
-        """Wait for results until the deadline."""
+        """Wait for results until the deadline, or a signal."""
         r, limit, stop = work.progress.round, self.deadline(), self.run.stop
-        open_, left = {slot.asked: i for i, slot in enumerate(team)}, limit
+        open_, left = {slot.pending: i for i, slot in enumerate(team)}, limit
         while open_ and left > 0 and not stop.requested:
             left = began + limit - time.monotonic()
-            n, seconds = (1, min(left, 0.2)) if left > 0 else (len(open_), 0.0)
-            for ref in ray.wait([*open_], num_returns=n, timeout=seconds)[0]:
+            for ref in self._come(open_, left):
                 i = open_.pop(ref)
                 team[i].seconds = time.monotonic() - began
                 self._came(team[i], r, work.n_params(i))
-            self.owners.check_alive()
         for i in () if stop.requested else open_.values():
             why = f"no result within {limit:.1f} s"
             self.events.write("late", team[i].name, round=r, seconds=limit, why=why)
 
     def _came(self, slot: WorkerSlot, r: int, n_params: int) -> None:
         """What a worker and the owners say of its result: it is in, refused, or lost."""
-        t, (said, wrong) = self.run.cfg.train, answer(slot.asked)
-        slot.asked = None
+        t, (said, wrong) = self.run.cfg.train, answer(slot.pending)
+        slot.pending = None
         if wrong == "gone":
             return self.pool.lose(slot, "lost", round=r, why=words(said))
         if wrong == "input":  # what an owner sent is lost
             return None
         loss_sum, told = (0.0, []) if wrong else said
-        for word, missing in told:
-            if missing == "bug":  # an owner's
-                raise word
-            if missing == "input":
-                lost = f"its result is lost: {type(word.cause).__name__}"
-                self.events.write("lost", slot.name, round=r, why=lost)
-            if missing:  # whether an owner is gone is seen from here, not by a worker
-                return None
-        norms = [word for word, _ in told]
-        reasons = [words(said)] if wrong else [word for word in norms if isinstance(word, str)]
-        if why := reasons[0] if reasons else reason_to_reject(t, norms, n_params, loss_sum):
+        if isinstance(told, exceptions.RayTaskError):
+            if not isinstance(told.cause, exceptions.RayError):
+                raise told  # an owner's bug
+            lost = f"its result is lost: {type(told.cause).__name__}"
+            return self.events.write("lost", slot.name, round=r, why=lost)
+        if isinstance(told, Exception):  # whether an owner is gone is seen from here, not by it
+            return None
+        reasons = [words(said)] if wrong else [each for each in told if isinstance(each, str)]
+        if why := reasons[0] if reasons else reason_to_reject(t, told, n_params, loss_sum):
             slot.failed = True
             return self.pool.strike(slot, r, why)
         n_tokens = t.interval * t.batch * self.run.batches.seq_len

@@ -1,8 +1,8 @@
 """(3), (5) An owner of a range of the central model, as a Ray actor.
 
-It keeps weights, moments and outer momentum of its range after the last committed round, and of its
-predecessor's. A round is *prepared* beside them; `settle` makes it the committed one, or throws it
-away. So a range outlives its owner, and a round is in all ranges or in none.
+It keeps weights, moments and outer momentum of its range, and of its predecessor's. A new round's
+lie beside the last one's until the round after it begins. A round is there once each of its ranges
+is kept by somebody: it outlives an owner, and is in all ranges or in none.
 """
 
 import os
@@ -20,7 +20,7 @@ from ...model.central import Central, gathered
 from ...model.layout import Layout, cut_segments, holders
 from ...model.ranges import Ranges, Split, overlap, put_, take
 from ...transport import protocol, wire
-from ...transport.protocol import Norms, Piece, RejectedResult, RunDescription, packed, unpacked
+from ...transport.protocol import Moved, Piece, RejectedResult, RunDescription, packed, unpacked
 from ...transport.ray_cluster import ray
 from ..aggregator import Result, aggregate_
 from ..checkpoint import write_tensors
@@ -33,12 +33,12 @@ Whole = tuple[Layout, BlockMap]
 
 @dataclass(frozen=True)
 class Standing:
-    """What an owner has: nothing yet, or a committed round, and ranges after that or others."""
+    """What an owner has, nothing if it is new, and where the run stood after these rounds."""
 
     pid: int
     machine: str  # Ray's name of it
-    progress: Progress | None
     kept: set[tuple[int, int]]  # (round, range)
+    progress: dict[int, Progress]  # by round
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class Attempt:
     """One try of a round: a piece that comes after it has ended does no harm."""
 
     name: str
-    blueprints: list[Blueprint]
+    blueprints: list[Blueprint]  # [worker]
     splits: list[Split]  # [worker]
+    state: Tensor  # its range before the round
     results: dict[int, Tensor] = field(default_factory=dict)  # worker -> its checked piece
 
 
@@ -65,90 +66,95 @@ class Owner(Actor):
             self.ranges, self.i, self.small = Ranges(segments, n), i, Ranges(segments, n).small(i)
             self.dtype, self.rows = dtype_of(self.cfg), n_rows(self.cfg)
             self.outer = self.cfg.train.nesterov()
-            self.progress: Progress | None = None
             self.kept: dict[tuple[int, int], Tensor] = {}  # (round, range) -> its state
-            self.attempt = Attempt("", [], [])
+            self.progress: dict[int, Progress] = {}  # after these rounds
+            self.attempt: Attempt | None = None
             # memory of the last round, for the next
             self.sums: Tensor | None = None
             self.spare: Tensor | None = None
             self.of = of
         machine = ray.get_runtime_context().get_node_id()
-        return Standing(os.getpid(), machine, self.progress, set(self.kept))
+        return Standing(os.getpid(), machine, set(self.kept), self.progress)
 
-    def keep(self, round: int, i: int, state: Piece, first: int = 0) -> None:
-        """Its own or its predecessor's range after a round, or its values from the `first` on.
-
-        It counts once it is whole: a driver may die in between.
-        """
+    def load(self, progress: Progress, piece: Piece, first: int) -> None:
+        """Its range at the start, in parts: the values from the `first` on. It counts once whole,
+        for a driver may die in between."""
         if first == 0:  # weights, moments, and with an outer optimizer its momentum
             n_rows = self.rows + (self.outer is not None)
-            self.coming = torch.empty(n_rows, self.ranges.whole.size(i), dtype=self.dtype)
-        values, rest = unpacked(state).view(-1), self.coming.view(-1)[first:]
+            self.coming = torch.empty(n_rows, self.ranges.whole.size(self.i), dtype=self.dtype)
+            self.kept, self.progress = {}, {progress.round: progress}
+        values, rest = unpacked(piece).view(-1), self.coming.view(-1)[first:]
         rest[: len(values)] = values
         if len(values) == len(rest):
-            self.kept[round, i] = self.coming
+            self.kept[progress.round, self.i] = self.coming
 
-    def give(self, i: int, n_rows: int | None = None) -> Piece:
-        """A committed range that it keeps, or its first rows."""
-        assert self.progress
-        return packed(self.kept[self.progress.round, i][:n_rows])
+    def keep(self, progress: Progress, i: int, piece: Piece) -> None:
+        """A range after a round: its predecessor's, or its own that it had lost."""
+        self.kept[progress.round, i] = unpacked(piece).clone()
+        self.progress[progress.round] = progress
 
-    @property
-    def state(self) -> Tensor:
-        """Its own range after the committed round."""
-        if not self.progress:  # a new owner, whose neighbours were lost before they could help it
+    def give(self, round: int, i: int, n_rows: int | None = None) -> Piece:
+        """A range that it keeps, or its first rows."""
+        return packed(self.kept[round, i][:n_rows])
+
+    def _own(self, round: int) -> Tensor:
+        if (round, self.i) not in self.kept:  # its neighbours were lost before they could help it
             raise OSError(f"owner {self.i} has no range yet")
-        return self.kept[self.progress.round, self.i]
+        return self.kept[round, self.i]
 
     def _central(self, state: Tensor) -> Central:
         return Central(self.small, state, self.outer is not None, self.sums)
 
-    def cut(self, attempt: str, blueprints: list[Blueprint]) -> tuple[bool | Piece, ...]:
-        """(3) A round begins: its part of every worker's subnet, after a word that it is done."""
-        indices = map(self.ranges.segments.index, blueprints)
-        self.attempt = Attempt(attempt, blueprints, list(map(self.ranges.split, indices)))
-        central = self._central(self.state)
-        parts = (gathered(central, split.inside(self.i)) for split in self.attempt.splits)
+    def cut(
+        self, attempt: str, after: int, blueprints: list[Blueprint]
+    ) -> tuple[bool | Piece, ...]:
+        """(3) A try of the round `after` so many: its part of every worker's subnet, after a word
+        that it is done. Other rounds are forgotten: nobody prepares one before all have cut."""
+        state, split = self._own(after), self.ranges.split
+        for round, i in [at for at in self.kept if at[0] != after]:
+            old = self.kept.pop((round, i))
+            self.spare = old if i == self.i else self.spare
+        self.progress = {after: self.progress[after]}
+        splits = [split(self.ranges.segments.index(blueprint)) for blueprint in blueprints]
+        self.attempt = Attempt(attempt, blueprints, splits, state)
+        central = self._central(state)
+        parts = (gathered(central, split.inside(self.i)) for split in splits)
         return True, *(packed(wire.down(self.cfg.run.wire, part)) for part in parts)
 
     @ray.method(concurrency_group="pieces")  # one that does not arrive holds up no other
-    def check(self, name: str, worker: int, piece: Piece) -> Norms | str:
+    def check(self, name: str, worker: int, piece: Piece) -> Moved | str:
         """Keep a worker's piece of this attempt and measure it, or say what is wrong with it."""
         attempt = self.attempt
-        if attempt.name != name:
+        if attempt is None or attempt.name != name:
             return "late"
-        sent = gathered(self._central(self.state), attempt.splits[worker].inside(self.i), 1)[0]
+        index = attempt.splits[worker].inside(self.i)
+        sent = gathered(self._central(attempt.state), index, 1)[0]
         try:
             result = protocol.read_result(self.cfg.run.wire, piece, (self.rows, sent.numel()), sent)
+            moved = protocol.measured(result, sent)
         except RejectedResult as error:
             return str(error)
         attempt.results[worker] = result
-        return protocol.norms_of(result, sent)
+        return moved
 
-    def prepare(self, there: list[int], round: int) -> tuple[bool, Piece | None]:
-        """(5) The mean over these workers beside the committed range, and a copy to be kept."""
-        state = torch.empty_like(self.state) if self.spare is None else self.spare
-        central, attempt = self._central(state.copy_(self.state)), self.attempt
+    def prepare(self, there: list[int], progress: Progress) -> tuple[bool, Piece | None]:
+        """(5) Its range after the round: the mean over these workers; and a copy to be kept."""
+        assert self.attempt is not None
+        attempt, self.attempt = self.attempt, None
+        state = torch.empty_like(attempt.state) if self.spare is None else self.spare
+        central = self._central(state.copy_(attempt.state))
         results = [Result(attempt.results[i], attempt.splits[i].inside(self.i)) for i in there]
         held = holders(self.small, [attempt.blueprints[i] for i in there])
         share = len(there) / self.cfg.train.n_workers
         aggregate_(central, results, held, self.outer, share)
-        attempt.results.clear()
-        self.kept[round, self.i], self.sums, self.spare = state, central.sums, None
+        self.kept[progress.round, self.i], self.progress[progress.round] = state, progress
+        self.sums, self.spare = central.sums, None
         return True, packed(state) if self.ranges.n > 1 else None
 
-    def settle(self, progress: Progress) -> None:
-        """What it has of this round is committed; what it has of another is thrown away."""
-        self.progress = progress
-        self.attempt.results.clear()
-        for round, i in [at for at in self.kept if at[0] != progress.round]:
-            old = self.kept.pop((round, i))
-            self.spare = old if i == self.i else self.spare
-
-    def lend(self, i: int) -> Piece:
-        """What owner i needs of the committed range to write whole tensors."""
+    def lend(self, round: int, i: int) -> Piece:
+        """What owner i needs of its range to write whole tensors."""
         place, _ = overlap(self.ranges.whole.slices(self.i), self.ranges.tensors[i])
-        return packed(take(self.state, place))
+        return packed(take(self._own(round), place))
 
     @ray.method(concurrency_group="disk")  # while rounds go on
     def write(self, draft: Path, *lent: Piece) -> dict[str, Any]:
