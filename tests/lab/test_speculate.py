@@ -77,6 +77,16 @@ def test_text_and_counts_are_those_of_a_loop_by_hand(drafts, name):
     assert (sure["acceptance"], sure["tokens_per_pass"]) == (1, 6)  # 5 and its own
 
 
+def test_a_last_token_needs_no_draft(drafts):
+    """One token is the parent's own: nothing is proposed, and no share of it accepted."""
+    pair = [open_runnable(drafts / each, "cpu") for each in ("gpt2", "gpt2-ticket")]
+    made = speculate.draft(*pair, PROMPTS, max_new_tokens=1, n_draft=4)
+    assert [(row["n_new"], row["n_parent"], row["n_proposed"]) for row in made["rows"]] == [
+        (1, 1, 0)
+    ] * len(PROMPTS)
+    assert (made["acceptance"], made["tokens_per_pass"]) == (0, 1)
+
+
 def test_the_command(drafts, tmp_path):
     words = f"lab draft {drafts}/gpt2 {drafts}/gpt2-ticket --data {drafts}/tokens --n 99"
     words += " --prompt-tokens 25 --draft-tokens 3 --max-new-tokens 9"  # 8 windows

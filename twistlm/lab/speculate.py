@@ -81,7 +81,8 @@ def draft(
                     "n_prompt": len(prompt),
                     "n_plain": len(plain) - len(prompt),
                     "n_new": n_new,
-                    **passes,
+                    "n_parent": passes["n_parent"],
+                    "n_proposed": passes["n_proposed"],
                     "n_accepted": n_new - passes["n_parent"],  # one of a pass is its own
                     "plain_s": middle - began,
                     "drafted_s": ended - middle,
