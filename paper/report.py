@@ -1,6 +1,7 @@
 """Points in; Markdown tables, claims and figures out."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from .tables import Claim, Figure, Shown, Table
 
 def load(paths: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     """The points of every folder or file, in the order of rows."""
-    found = {}
+    found, names = {}, Counter(Points(path).folder.name for path in paths)
     for path in paths:
         file = Points(path)
         points = [p for p in file.all() if "experiment" in p["config"]]
@@ -30,7 +31,8 @@ def load(paths: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
         for p in flat:  # parents of one name that follow from other things are told apart
             if sum(slug == p.get("slug") for slug, _ in hashes) > 1:
                 p["parent"] += f" [{p['parent_hash'][:4]}]"
-        found[file.folder.name] = sorted(flat, key=_order)
+        name = file.folder.name if names[file.folder.name] == 1 else str(path)
+        found[name] = sorted(flat, key=_order)
     return found
 
 

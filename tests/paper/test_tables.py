@@ -159,6 +159,17 @@ def test_parents_of_one_name_are_told_apart(tmp_path):
     assert [p["parent"] for p in points] == ["TwIST K=6 [bbbb]", "TwIST K=6 [aaaa]"]
 
 
+def test_folders_of_one_name_are_told_apart(tmp_path):
+    """Each has its chapter and its figure."""
+    for place, mean in (("a/lab", 20.25), ("b/lab", 30.5), ("b/lab.jsonl", 40.75)):
+        made = subnet("TwIST K=6", "twist-6", 4, mean)
+        points = Points(tmp_path / place)
+        points.measure({key: made.pop(key) for key in ABOUT}, lambda made=made: made)
+    page = report.report([tmp_path / "a/lab", tmp_path / "b/lab", tmp_path / "b/lab.jsonl"])
+    assert len(re.findall("^# ", page, re.M)) == 3
+    assert all(number in page for number in ("20.25", "30.50", "40.75"))
+
+
 def test_the_stored_points_by_hand():
     """Numbers counted from the lines themselves, and those that the first pages printed."""
     lines = (POINTS / "lab-gpu.jsonl").read_text().splitlines()
