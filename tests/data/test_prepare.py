@@ -3,7 +3,9 @@
 import hashlib
 import json
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -267,3 +269,22 @@ def test_a_folder_of_sources_and_strings(tmp_path, tok, tok_json):
     assert file.meta.sources == [str(code), "strings"]
     with pytest.raises(ValueError, match="a document is int"):
         prepare([["a", 7]], tmp_path / "out", tok_json, quiet=True)
+
+
+def test_a_data_set_of_the_hub(tmp_path, tok, tok_json, monkeypatch):
+    """Streamed rows, by a stand-in for the library; a column that is not there or no text."""
+    rows = [{"title": "a", "body": "one two", "n": 1}, {"title": "b", "body": None, "n": 2}]
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return iter(rows)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    source, out = ["hub:some/set:en:test"], tmp_path / "out"
+    file = prepare(source, out, tok_json, column="body", quiet=True)
+    assert file.tokens.tolist() == expected(tok, ["one two"])
+    assert asked == [(("some/set", "en"), {"split": "test", "streaming": True})]
+    for column, said in {"typo": "no column 'typo'; it has title, body, n", "n": "is int"}.items():
+        with pytest.raises(ValueError, match=rf"hub:some/set:en:test.*{said}.*--column"):
+            prepare(source, out, tok_json, column=column, quiet=True)

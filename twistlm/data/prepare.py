@@ -156,7 +156,16 @@ def _hub(source: str, column: str) -> Pieces:
         rows = load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as error:
         raise ValueError(f"{source}: the hub gave no such data set: {error}") from None
-    yield from ((row[column], True) for row in rows if row[column])
+    for row in rows:
+        if column not in row:
+            raise ValueError(
+                f"{source} has no column {column!r}; it has {', '.join(row)}: use --column"
+            )
+        if not isinstance(text := row[column] or "", str):
+            kind = type(text).__name__
+            raise ValueError(f"{source}: column {column!r} is {kind}, not text: use --column")
+        if text:
+            yield text, True
 
 
 PLAIN: tuple[str, ...] = (".txt", ".raw", ".md", ".rst", ".py")
