@@ -4,7 +4,7 @@ import json
 
 import pytest
 import ranks
-from commands import in_process
+from commands import ROOT, in_process
 
 from twistlm import config
 from twistlm.lab.bench import peer, train
@@ -50,6 +50,28 @@ def test_bench_train(tmp_path, monkeypatch, capsys):
         assert row["tokens_per_s"] == pytest.approx(16e3 / row["ms"])
         assert row["overhead"] == pytest.approx(1 - row["ms"] / row["round_ms"])
     assert "12/12" in shown
+
+
+KEYS = "run.device=cpu train.interval=1 train.batch=1 data.seq_len=16 model.config.vocab_size=64"
+GPT2 = {"n_positions": 32, "n_embd": 48, "n_layer": 5, "n_head": 12}
+LLAMA = {"hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 5}  # 3 kv groups
+CASES = [  # workers of other widths; kinds of layer with sizes of their own
+    ("wiki-gpt2", GPT2, ["12/12,6/12"]),
+    (str(ROOT / "paper/smollm2.toml"), LLAMA, ["attn=2/3,ffn=6/12", "3/3,1/3"]),
+]
+
+
+@pytest.mark.parametrize(("preset", "model", "sizes"), CASES)
+def test_sizes_of_any_preset_and_family(tmp_path, monkeypatch, capsys, preset, model, sizes):
+    """All workers hold the size that is measured."""
+    monkeypatch.setattr(train, "REPEATS", 1)
+    words = [*KEYS.split(), *(f"model.config.{key}={value}" for key, value in model.items())]
+    words += [word for size in sizes for word in ("--sizes", size)]
+    words += f"--settings both --steps 1 --no-references --json {tmp_path}/bench.json".split()
+    code, _, err = in_process(monkeypatch, capsys, "lab", "bench", "train", preset, *words)
+    assert code == 0, err
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["ratio"] for row in rows] == [*sizes[:-1], *sizes[-1].split(",")]
 
 
 @pytest.mark.parametrize("engines", [["bare", "star"], ["sharded"]])

@@ -330,6 +330,7 @@ ONE --ratios 2/4,attn=2/4,ffn=1/4 -> '2/4' names nothing
 ONE --settings none -> --settings names none of attn, ffn, both
 ONE --methods wands -> 'wands': use some of sparsegpt
 --parent-twist twist --methods wanda -> --methods prune a data-parallel parent | --parent-dense
+ONE --methods none --heal 3 --ratios 1/4,2/4,3/4,4/4 -> --heal 3 | 4 sizes | at least 4
 --parent-twist twist --methods none --heal 1k -> --heal prunes and trains | give --parent-dense
 ONE --methods none --n 0 -> nothing to compare in --settings
 ONE -o dense -> --out dense exists and is no comparison

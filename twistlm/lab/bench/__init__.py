@@ -12,8 +12,10 @@ from ...fields import VALID_TEXT, Checked, option, seed_of, words
 class TrainBenchRequest(Checked):
     """Which sizes of worker are measured, and how often."""
 
-    sizes: str = option(
-        "Workers to measure, as shares of the blocks.", "12/12,10/12,8/12,6/12,4/12,3/12"
+    sizes: tuple[str, ...] = option(
+        "Shares of the blocks that workers hold: a list of fractions, or one by kinds of layer, as "
+        "attn=2/3,ffn=6/12; repeatable.",
+        ("12/12,10/12,8/12,6/12,4/12,3/12",),
     )
     settings: str = option(f"{words(get_args(Setting))}; several with commas.", "both,attn,ffn")
     steps: int = option("Steps behind one time; 0: enough.", 0, least=0)

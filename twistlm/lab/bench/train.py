@@ -23,7 +23,7 @@ from ...config import BlocksConfig, Config, override
 from ...data.stream import Batches
 from ...data.token_file import TokenFile, TokenMeta
 from ...model import families, generator, huggingface
-from ...model.blocks import widths_of_ratio
+from ...model.blocks import SETTINGS, widths_of_ratio
 from ...model.central import create, on_host
 from ...model.layout import Layout, cut_model
 from ...system import terminal
@@ -34,6 +34,7 @@ from ...training.engines.engine import Outcome
 from ...training.engines.local import Local
 from ...training.run import Run, beginning
 from ...transport.ranks import Cluster
+from .. import typed
 from . import TrainBenchRequest
 
 FULL = "12/12"
@@ -48,7 +49,8 @@ def bench(
 
     `save` gets what there is after every row: a run that is cut off loses nothing.
     """
-    sizes, settings = request.sizes.split(","), request.settings.split(",")
+    sizes = typed.sizes(request.sizes, "--sizes")
+    settings = typed.names(request.settings, "--settings", list(SETTINGS))
     cluster = Cluster("local", cfg.train.n_workers, "physical", cfg.run.device)
     with cluster.device:  # a CPU takes a minute to draw a billion weights
         template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
@@ -74,7 +76,7 @@ def bench(
 
 def _cut_to(template: PreTrainedModel, cfg: Config, setting: str, ratio: str) -> Config:
     """The config of workers that all hold this share of the blocks."""
-    blocks = override(cfg, [f"blocks.setting={setting}"]).blocks
+    blocks = override(cfg, [f"blocks.setting={setting}", "blocks.widths=cycle"]).blocks
     block_map = families.partition(template, blocks)
     widths = widths_of_ratio(block_map, ratio)
     ks: dict[str, Any] = {"k_attn": (1,), "k_ffn": (1,)}

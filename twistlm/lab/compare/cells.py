@@ -65,24 +65,6 @@ def reads_text(what: str) -> bool:
     return importance_of(what) in NEEDS_TEXT
 
 
-def names(text: str, option: str, legal: Sequence[str]) -> tuple[Any, ...]:
-    """The parts of `a,b,c`, each once."""
-    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    for name in found:
-        if name not in legal:
-            raise ValueError(f"{option} {name!r}: use some of {', '.join(legal)}")
-    return found
-
-
-def sizes(options: Sequence[str]) -> tuple[str, ...]:
-    """Each size once: `8/12,6/12` are two, `attn=2/3,ffn=6/12` is one."""
-    found = [[typed] if "=" in typed else typed.split(",") for typed in options]
-    sizes = [size.replace(" ", "") for some in found for size in some if size.strip()]
-    if not sizes:
-        raise ValueError("--ratios names no ratio: give some as 8/12,6/12")
-    return tuple(dict.fromkeys(sizes))
-
-
 def open_all(
     sources: Sequence[tuple[Method, str]],
     settings: Sequence[Setting],

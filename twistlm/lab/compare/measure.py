@@ -30,6 +30,7 @@ from ...tickets.requests import HealRequest
 from ...tickets.text import calibrate, open_text, text_of
 from ...tickets.ticket_scale import TicketScales, choice_text, random_tickets, score_tickets
 from ...tickets.widths import weights_bytes
+from .. import typed
 from ..points import name_of
 from . import CompareRequest, cells
 from .cells import BLOCKS, Cell, importance_of, reads_text
@@ -52,13 +53,15 @@ class Comparison:
         self, request: CompareRequest, device: str, overrides: Sequence[str], folder: Path
     ):
         self.n, self.seed, self.folder, heal = request.n, request.seed, folder, request.heal
-        self.settings = cells.names(request.settings, "--settings", list(SETTINGS))
+        self.settings = typed.names(request.settings, "--settings", list(SETTINGS))
         if not self.settings:
             raise ValueError(f"--settings names none of {', '.join(SETTINGS)}")
-        self.ratios = cells.sizes(request.ratios)
-        self.methods = cells.names(request.methods, "--methods", COMPARED)
+        self.ratios = typed.sizes(request.ratios, "--ratios")
+        self.methods = typed.names(request.methods, "--methods", COMPARED)
         # tokens that all sizes of a setting share, each trained for itself
         self.heal = int(requests.amount("tokens", heal, "--heal")) if heal else 0
+        if heal and self.heal < (n := len(self.ratios)):
+            raise ValueError(f"--heal {heal}: {n} sizes share these tokens: give at least {n}")
         kinds = {method for method, _ in request.sources}
         if self.methods and kinds and "dense" not in kinds:
             raise ValueError("--methods prune a data-parallel parent: give --parent-dense, or ''")
