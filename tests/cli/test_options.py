@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import twistlm
 from twistlm import cli
-from twistlm.baselines import REPAIRS, SINGLE_WEIGHTS, methods, repair
+from twistlm.baselines import SINGLE_WEIGHTS, methods
 from twistlm.cli.options import PANELS, app
 from twistlm.export import RUNTIMES
 from twistlm.tickets import DTYPES, IMPORTANCES, deploy
@@ -44,7 +44,6 @@ def test_help_is_light_and_has_examples():
 
 def test_names_without_torch_are_those_of_the_tables():
     assert tuple(methods.METHODS) == SINGLE_WEIGHTS
-    assert tuple(repair.METHODS) == REPAIRS
     bench = APP.commands["lab"].commands["bench"].commands["deploy"]
     for command, name, expected in (  # what help does not make of the tables itself
         (APP.commands["extract"], "pick", IMPORTANCES),

@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from ..fields import Checked, option, seed_of, words
 from ..tickets import IMPORTANCES
 
-# Z-Pruner's variants: without data, compared within rows, with SparseGPT's update
-ZPRUNERS = ("zpruner-datafree", "zpruner-rows", "zpruner-repair")
-SINGLE_WEIGHTS = ("sparsegpt", "wanda", "zpruner", "magnitude", *ZPRUNERS)
+SINGLE_WEIGHTS = ("sparsegpt", "wanda", "zpruner", "magnitude")
 STRUCTURED = "block:"  # before the name of an importance: whole blocks go
 WHOLE_BLOCKS = tuple(STRUCTURED + name for name in IMPORTANCES)
 NAMES = (*SINGLE_WEIGHTS, *WHOLE_BLOCKS)  # of `prune --method`
 # of `compare --methods`: every parent's random tickets are in its table anyway
 COMPARED = tuple(name for name in NAMES if name != f"{STRUCTURED}random")
-REPAIRS = ("bias", "rescale", "lstsq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +28,3 @@ class PruneRequest(Checked):
     data: str | None = option("Token file to calibrate on; default: the run's data.train.", None)
     n: int = option("Calibration sequences.", 128, "--n", least=1)
     seed: int = seed_of("the sequences and of block:random")
-    repair: str | None = option(
-        "Fit what is left of each block:* layer to what it wrote when whole, without gradients: "
-        f"{words(REPAIRS)} (a constant, a factor per block, the output projection).",
-        None,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.repair not in (None, *REPAIRS):
-            raise ValueError(f"--repair {self.repair!r}: use one of {', '.join(REPAIRS)}")
-        if self.repair is not None and not self.method.startswith(STRUCTURED):
-            raise ValueError(
-                f"--repair {self.repair} is for whole blocks: --method {self.method} removes none"
-            )

@@ -7,7 +7,6 @@ calibration sequences of what `observe` made of the matrix's inputs.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,31 +57,22 @@ def wanda(weight: Tensor, mean: Tensor, sparsity: Sparsity) -> Tensor:
     return weight.masked_fill(lowest(weight.abs() * mean.sqrt(), sparsity, by_row=True), 0)
 
 
-def zpruner(
-    weight: Tensor, mean: Tensor | None, sparsity: Sparsity, by_row: bool = False
-) -> Tensor:
-    """The lowest Z-Pruner scores go, of the matrix or of each output row."""
-    return weight.masked_fill(lowest(z_scores(weight, mean), sparsity, by_row), 0)
+def zpruner(weight: Tensor, mean: Tensor, sparsity: Sparsity) -> Tensor:
+    """The lowest Z-Pruner scores of a matrix go."""
+    return weight.masked_fill(lowest(z_scores(weight, mean), sparsity), 0)
 
 
-def zpruner_repair(weight: Tensor, mean: Tensor, sparsity: Sparsity) -> Tensor:
-    """The weights that stay make up for the others as SparseGPT's do, with `mean` = H = 2 X X^T."""
-    drop = lowest(z_scores(weight, mean.diagonal() / 2), sparsity)
-    return sparsegpt(weight, mean, sparsity, drop=drop)
-
-
-def z_scores(weight: Tensor, mean: Tensor | None) -> Tensor:
+def z_scores(weight: Tensor, mean: Tensor) -> Tensor:
     """Z-scores of row- and column-normalised weights [out, in].
 
     R = W/|row|, C = W/|column|, z = (. - mean)/std over the matrix,
     rho = share of |W| < 0.1 mean|W|, alpha = 0.7 (1 - 0.3 rho),
-    S = (alpha |z_R|^3 + (1 - alpha) |z_C|^3) sqrt(a_j)^1.5; without data (`mean` is None) a_j = 1.
+    S = (alpha |z_R|^3 + (1 - alpha) |z_C|^3) sqrt(a_j)^1.5.
     """
     small = (weight.abs() < 0.1 * weight.abs().mean()).to(weight.dtype).mean()
     alpha = 0.7 * (1 - 0.3 * small)
     rows, columns = (_z(weight, dim).abs() ** 3 for dim in (1, 0))
-    score = alpha * rows + (1 - alpha) * columns
-    return score if mean is None else score * mean.sqrt() ** 1.5
+    return (alpha * rows + (1 - alpha) * columns) * mean.sqrt() ** 1.5
 
 
 def _z(weight: Tensor, dim: int) -> Tensor:
@@ -101,14 +91,13 @@ def hessian(inputs: Tensor) -> Tensor:
 
 
 def sparsegpt(
-    weight: Tensor, mean: Tensor, sparsity: Sparsity, columns=128, damp=DAMP, drop=None
+    weight: Tensor, mean: Tensor, sparsity: Sparsity, columns: int = 128, damp: float = DAMP
 ) -> Tensor:
     """Drop what costs least, and let the weights that are still to come make up for it.
 
     `mean` = H = mean over sequences of 2 X X^T, H^-1 = U^T U with U upper. Dropping w_i costs
     w_i^2 / U_ii^2, and the best answer of the later columns is to subtract w_i * U[i, i:] / U_ii.
-    So many `columns` are chosen together, or `drop` [out, in] is True where weights go that another
-    method chose: what is left is the update.
+    So many `columns` are chosen together.
     """
     n_inputs = weight.shape[1]
     upper = _inverse_factor(mean, damp)
@@ -121,8 +110,7 @@ def sparsegpt(
         group, u = turned[start:end], upper[start:end, start:end]
         errors, v = torch.empty_like(group), unit[start:end, start:end]
         cost = group.square() / u.diagonal().square()[:, None]
-        gone = lowest(cost, sparsity) if drop is None else drop[:, start:end].T
-        gone = gone.to(group.dtype)
+        gone = lowest(cost, sparsity).to(group.dtype)
         for i in range(end - start):
             torch.mul(group[i], gone[i], out=errors[i])
             group[i:].addcmul_(v[i, i:, None], errors[i], value=-1)
@@ -158,9 +146,6 @@ METHODS: dict[str, PruneMethod] = {  # `baselines.SINGLE_WEIGHTS`
     "wanda": PruneMethod(wanda, input_norms),
     "zpruner": PruneMethod(zpruner, input_norms),
     "magnitude": PruneMethod(magnitude),
-    "zpruner-datafree": PruneMethod(zpruner),
-    "zpruner-rows": PruneMethod(partial(zpruner, by_row=True), input_norms),
-    "zpruner-repair": PruneMethod(zpruner_repair, hessian),
 }
 
 

@@ -7,6 +7,7 @@ while it is still whole; then it is pruned, and a second pass makes the next lay
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,34 +66,51 @@ def walk_(
     layers: Any = model.get_submodule(families.family(model).layers)
     first, last = (pick(linear.layer for linear in matrices) for pick in (min, max))
     hidden, rest = _catch(model, list(layers[first : last + 1]), ids)
-    for number, (args, kwargs) in enumerate(rest, first):
-
-        def run(x: Tensor, layer=layers[number], args=args, kwargs=kwargs) -> Tensor:
-            y = layer(x, *args, **kwargs)
-            return y[0] if isinstance(y, tuple) else y
-
+    for number, given in enumerate(rest, first):
+        run = partial(_run, layers[number], *given)
         mine = [linear for linear in matrices if linear.layer == number]
-        at = {model.get_submodule(linear.param.rpartition(".")[0]): linear for linear in mine}
-        fed: dict[Tensor, list[Linear]] = {}  # what each tensor of a batch goes into
-        totals: list[Any] = []
-
-        def look(module: nn.Module, args: tuple, kwargs: dict[str, Any], fed=fed, at=at) -> None:
-            fed.setdefault(args[0], []).append(at[module])
-
-        with _hooked(at, look):
-            for x in hidden:
-                fed.clear()
-                run(x)
-                totals = totals or [0.0] * len(fed)
-                for i, inputs in enumerate(fed):
-                    totals[i] += observe(inputs.flatten(0, -2))
-                for _ in range(len(x)):
-                    tick()
-        for alike in fed.values():  # a statistic that is done with need not stay
-            prune_(alike, totals.pop(0).div_(len(ids)))
+        means = _means(model, mine, hidden, run, observe, tick)
+        while means:  # a statistic that is done with need not stay
+            prune_(*means.pop(0))
         if number < last:
-            for i, x in enumerate(hidden):
+            for i, x in enumerate(hidden):  # in its place: there is no memory for two of all
                 hidden[i] = run(x)
+
+
+def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any], x: Tensor) -> Tensor:
+    y = layer(x, *args, **kwargs)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def _means(
+    model: nn.Module,
+    matrices: list[Linear],
+    hidden: list[Tensor],
+    run: Callable[[Tensor], Tensor],
+    observe: Observe,
+    tick: Tick,
+) -> list[tuple[list[Linear], Tensor]]:
+    """The matrices of a layer that are fed the same, and what they see, a mean over sequences."""
+    at = {model.get_submodule(linear.param.rpartition(".")[0]): linear for linear in matrices}
+    fed: dict[Tensor, list[Linear]] = {}  # what each tensor of a batch goes into
+    totals: list[Any] = []
+
+    def look(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        fed.setdefault(args[0], []).append(at[module])
+
+    with _hooked(at, look):
+        for x in hidden:
+            fed.clear()
+            run(x)
+            totals = totals or [0.0] * len(fed)
+            for i, inputs in enumerate(fed):
+                totals[i] += observe(inputs.flatten(0, -2))
+            for _ in range(len(x)):
+                tick()
+    n_sequences = sum(map(len, hidden))
+    return [
+        (alike, total.div_(n_sequences)) for alike, total in zip(fed.values(), totals, strict=True)
+    ]
 
 
 @contextmanager

@@ -14,10 +14,9 @@ from ..system.terminal import progress
 from ..tickets import deploy, extract, hf_folder
 from ..tickets.importance import parse_pick, pick_blocks
 from ..tickets.parent import Parent
-from ..tickets.text import calibrate
+from ..tickets.text import Calibration, calibrate
 from . import STRUCTURED, PruneRequest
 from .methods import METHODS, prune_, sparsities
-from .repair import repair_parent
 
 RECORD = "prune.json"
 
@@ -41,50 +40,45 @@ def write(
     `block:*` gives a ticket of the blocks that score highest, all others a model of the parent's
     shape with zeros in it.
     """
-    method, how, block_map = request.method, request.repair, parent.block_map
-    name, is_block = method.removeprefix(STRUCTURED), method.startswith(STRUCTURED)
-    n_layers = len(block_map.layers)  # each reads every sequence
-    if is_block:
-        if how == "bias" and not any(len(group.out) > 1 for group in block_map.groups):
-            raise ValueError(
-                f"--repair bias: no output projection of this {parent.template.config.model_type} "
-                "has a bias; use rescale or lstsq"
-            )
-        widths, pick = widths_of_ratio(block_map, request.ratio), parse_pick(f"importance:{name}")
-        scored, n_passes = pick.needs_calibration, n_layers if how else 0
-    else:
-        wanted = sparsities(block_map, request.ratio)
-        scored, n_passes = False, n_layers if METHODS[name].observe else 0
-    text = ids = None
-    if scored or n_passes:
-        text = calibrate(parent, request.data, request.n, request.seed)
-        ids = text.ids
+    write_it = _write_ticket if request.method.startswith(STRUCTURED) else _write_zeros
+    return write_it(parent, folder, request, quiet)
+
+
+def _write_ticket(
+    parent: Parent, folder: Path, request: PruneRequest, quiet: bool
+) -> dict[str, Any]:
+    widths = widths_of_ratio(parent.block_map, request.ratio)
+    pick = parse_pick(f"importance:{request.method.removeprefix(STRUCTURED)}")
+    text = _text(parent, request) if pick.needs_calibration else None
+    began = time.perf_counter()
     with progress(quiet) as bar:
-        task = bar.add_task(f"prune {method}", total=request.n * n_passes or 1, note="")
-        tick, began = partial(bar.advance, task), time.perf_counter()
-        if is_block:
-            seen = text if scored else None
-            blueprint, based_on = pick_blocks(parent, widths, pick, request.seed, None, seen, bar)
-            if how is not None and ids is not None:
-                parent = repair_parent(parent, blueprint, how, ids, tick)
-        else:
-            model = parent.whole(parent.central.weights.clone()).model  # it stays as it is
-            zeros = prune_(model, block_map, METHODS[name], wanted, ids, tick)
-        seconds = time.perf_counter() - began
-    if is_block:
-        chosen = {"how": pick.asked, "seed": request.seed, **based_on}
-        notes: dict[str, Any] = {"pick": chosen, "method": method}
-        notes |= {"ratio": request.ratio, "seconds": seconds, "scale": parent.scale}
-        if how is not None and text is not None:
-            notes["repair"] = {"how": how, "data": text.stem, "n_sequences": request.n}
-        deploy.save_ticket(parent, blueprint, folder, notes)
-        return deploy.read_ticket(folder)
+        blueprint, based_on = pick_blocks(parent, widths, pick, request.seed, None, text, bar)
+    seconds = time.perf_counter() - began
+    chosen = {"how": pick.asked, "seed": request.seed, **based_on}
+    notes = {"pick": chosen, "method": request.method, "ratio": request.ratio, "seconds": seconds}
+    deploy.save_ticket(parent, blueprint, folder, notes | {"scale": parent.scale})
+    return deploy.read_ticket(folder)
+
+
+def _write_zeros(
+    parent: Parent, folder: Path, request: PruneRequest, quiet: bool
+) -> dict[str, Any]:
+    block_map, method = parent.block_map, METHODS[request.method]
+    wanted = sparsities(block_map, request.ratio)
+    text = _text(parent, request) if method.observe else None
+    n_read = request.n * len(block_map.layers) if text else 1  # each layer reads every sequence
+    began = time.perf_counter()
+    with progress(quiet) as bar:
+        task = bar.add_task(f"prune {request.method}", total=n_read, note="")
+        model = parent.whole(parent.central.weights.clone()).model  # the parent stays as it is
+        ids = text.ids if text else None
+        zeros = prune_(model, block_map, method, wanted, ids, partial(bar.advance, task))
     record = {
         "parent": parent.source,
-        "method": method,
+        "method": request.method,
         "sparsity": {name: float(sparsity) for name, sparsity in wanted.items()},
         "calibration": text.to_dict() | {"seed": request.seed} if text else {},
-        "seconds": seconds,
+        "seconds": time.perf_counter() - began,
         "n_pruned": sum(model.get_parameter(name).numel() for name in zeros),
         "n_zeros": sum(zeros.values()),
         "blocks": asdict(parent.cfg.blocks),
@@ -95,3 +89,7 @@ def write(
         hf_folder.save(parent, parent.template, model, draft)
         (draft / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return record
+
+
+def _text(parent: Parent, request: PruneRequest) -> Calibration:
+    return calibrate(parent, request.data, request.n, request.seed)

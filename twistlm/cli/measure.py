@@ -54,7 +54,7 @@ def compare(
 @command(
     lab,
     "twistlm lab prune gpt2 -o pruned --method sparsegpt --ratio 4/12 --data data/wiki/train",
-    "twistlm lab prune runs/wiki -o ticket --method block:fisher --ratio 4/12 --repair lstsq",
+    "twistlm lab prune runs/wiki -o ticket --method block:fisher --ratio 4/12",
     f"twistlm lab prune {SMOLLM2} -o pruned --method wanda --ratio 0.5 --data data/wiki/train",
 )
 def prune(

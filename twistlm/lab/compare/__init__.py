@@ -6,12 +6,11 @@ for, without torch.
 
 from dataclasses import dataclass
 
-from ...baselines import COMPARED, ZPRUNERS
+from ...baselines import COMPARED
 from ...config import Method
 from ...fields import N_TOKENS, Checked, option, seed_of
 
 RATIOS = "8/12,6/12,4/12,3/12"
-DEFAULT = ",".join(name for name in COMPARED if name not in ZPRUNERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class CompareRequest(Checked):
     methods: str = option(
         "Of twistlm lab prune, on the dense parent, with commas: "
         f"{', '.join(COMPARED)}; '' for none.",
-        DEFAULT,
+        ",".join(COMPARED),
     )
     heal: str = option(
         "Add what users do instead, with so many tokens for all sizes of a setting together: "
