@@ -3,7 +3,7 @@
 experiments.py       what is measured: an experiment is a list of points
 scales.py            the data: sizes of everything, recipes and ways to train
 lab.py               trains parents, measures points, goes on where it stopped
-tables.py, report.py points as tables, figures and claims
+tables.py, report.py points as tables and figures
 points/              what was measured, a line of JSON for each
 """
 
@@ -15,7 +15,6 @@ NAMES = {  # experiment -> what it measures
     "robustness": "trained on X blocks, evaluated on Y",
     "table2": "memory, bytes and wall clock, measured and by the paper's formula (Table 2)",
     "latency": "ms per step against the number of blocks, beside the ideal by FLOPs",
-    "memory": "what a subnet with half the blocks keeps of GPT-2 small to XL",
     "shift": "the norm of a layer's output with K of N blocks, against sqrt(K/N)",
     "nodeloss": "perplexity when nodes of a model-parallel deployment die",
 }

@@ -11,9 +11,8 @@ from twistlm.fields import option
 from . import NAMES
 from .scales import SCALES
 
-UNFINISHED = 3  # exit code: the time was up, the same command goes on
 WHAT = f"""{", ".join(NAMES)}, several, or all; changes to every training config
-(start.SECTION.KEY=VALUE: to the dense start alone; model.weights=FOLDER instead of one).
+(model.weights=FOLDER: instead of a dense start).
 `report PATH...`: what folders or .jsonl files of points hold, as Markdown."""
 OUT = """Folder of parents and points, or a .jsonl file of points (default: runs/lab-SCALE).
 Of a report: the folder for tables.md and a PNG for each figure."""
@@ -26,9 +25,7 @@ app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
 @command(
     app,
     "python -m paper stability --scale smoke",
-    "python -m paper all --scale gpu --minutes 9 data.train=data/wiki/train "
-    "data.valid=data/wiki/test",
-    "python -m paper shift --scale gpu start.train.rounds=100 train.rounds=40",
+    "python -m paper all --scale gpu data.train=data/wiki/train data.valid=data/wiki/test",
     "python -m paper recipe --scale gpu --only TwIST --only 'seed 1' model.weights=runs/start",
     "python -m paper report paper/points/*.jsonl -o report",
 )
@@ -39,7 +36,6 @@ def paper(
     scale: str = option(f"{', '.join(SCALES)}; smoke: on a CPU.", "smoke"),
     out: Path | None = option(OUT, None, "--out", "-o"),
     only: tuple[str, ...] = option(ONLY, ()),
-    minutes: float = option("Stop cleanly after this time (exit code 3); 0: never.", 0, least=0),
 ) -> None:
     """Run experiments of the paper point by point; a finished point is never run again."""
     given = names or []
@@ -57,8 +53,7 @@ def paper(
         overrides = [word for word in given if "=" in word]
         chosen = [word for word in given if "=" not in word]
         folder = out or Path("runs") / f"lab-{scale}"
-        if not run(chosen, scale, folder, overrides, minutes=minutes, only=only):
-            raise typer.Exit(UNFINISHED)
+        run(chosen, scale, folder, overrides, only)
 
 
 if __name__ == "__main__":

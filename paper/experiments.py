@@ -1,6 +1,5 @@
 """The experiments of the paper: each a list of points, a point a config and its measurement."""
 
-import math
 import random
 import shutil
 import statistics
@@ -39,8 +38,8 @@ from twistlm.training.plan import make
 from twistlm.training.startup import scored_sequences
 from twistlm.transport.ranks import Cluster
 
-from . import NAMES, printed
-from .lab import Lab, Point, Result, TimeIsUp, scales_of, summary
+from . import NAMES
+from .lab import Lab, Point, Result, scales_of, summary
 from .scales import DENSE, PARENTS, SCALES, WAYS, N, Recipe, Scale, parents_of, trained_at
 
 TRIED = "best of some on other text"  # in a point's config: how its tickets' scale is chosen
@@ -259,12 +258,6 @@ def table2(lab: Lab) -> list[Point]:
     return [*latency(lab), Point(about, lambda: make(cfg))]
 
 
-def memory(lab: Lab) -> list[Point]:
-    """What half the blocks keep of GPT-2 small to XL, counted: the same at every scale."""
-    about = {"experiment": "memory", "scale": lab.name, "share": "6/12"}
-    return [Point(about, lambda: {"half": printed.half_shares()})]
-
-
 def shift(lab: Lab) -> list[Point]:
     """The untrained model, the start, and every parent: all layers and all K in one pass."""
     base, n = lab.base, N_SUBSETS
@@ -325,15 +318,13 @@ def run(
     scale: str,
     out: Path,
     overrides: Sequence[str] = (),
-    *,
-    minutes: float = 0,
     only: Sequence[str] = (),
-) -> bool:
-    """Measure every point that is not on disk; False when the time was up before the last."""
+) -> None:
+    """Measure every point that is not on disk."""
     for name in names:
         if name not in (*NAMES, "all"):
             raise ValueError(f"experiment {name!r}: use {', '.join(NAMES)}, or all")
-    lab = Lab(out, scale, _scale(scale, only), overrides, seconds=60 * minutes or math.inf)
+    lab = Lab(out, scale, _scale(scale, only), overrides)
     every = [p for name in (NAMES if "all" in names else names) for p in EXPERIMENTS[name](lab)]
     found = {name_of(point.config): point for point in every}  # some experiments share points
     # all points of one parent in a row: to open one takes seconds
@@ -342,17 +333,11 @@ def run(
     missing = [point for point in todo if lab.points.find(point.config) is None]
     n_done = len(todo) - len(missing)
     console.print(f"{len(todo)} points in {lab.points.file}, {n_done} of them finished")
-    try:
-        for point in missing:
-            seconds, n_done = lab.measure(point)["seconds"], n_done + 1
-            said = " ".join(str(v) for v in point.config.values() if isinstance(v, str | int))
-            console.print(f"{n_done}/{len(todo)} {said} ({seconds:.1f} s)", highlight=False)
-    except TimeIsUp:
-        console.print(f"the time is up: {n_done} of {len(todo)} points are finished; call it again")
-        return False
-    finally:
-        lab.close()
-    return True
+    for n, point in enumerate(missing, n_done + 1):
+        seconds = lab.measure(point)["seconds"]
+        said = " ".join(str(v) for v in point.config.values() if isinstance(v, str | int))
+        console.print(f"{n}/{len(todo)} {said} ({seconds:.1f} s)", highlight=False)
+    lab.close()
 
 
 def _scale(name: str, only: Sequence[str]) -> Scale:

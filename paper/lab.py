@@ -1,15 +1,13 @@
-"""The lab: parents and points of one scale in one folder, and the time that is left.
+"""The lab: parents and points of one scale in one folder.
 
 FOLDER/
-  parents/SLUG-HASH/     run folders, named by what they follow from, trained in pieces
+  parents/SLUG-HASH/     run folders, named by what they follow from
   points.jsonl           a line for each finished point; none is measured twice
 """
 
 import functools
 import json
-import math
 import statistics
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +27,7 @@ from twistlm.training import checkpoint, rounds
 
 from .scales import Recipe, Scale
 
-START = "start."  # before an override that is for the dense start alone
 Result = dict[str, Any]
-
-
-class TimeIsUp(Exception):
-    """Nothing is lost: what was done is on disk, and the next call goes on from there."""
 
 
 class Point(NamedTuple):
@@ -47,32 +40,21 @@ class Point(NamedTuple):
 class Lab:
     """Opens parents, trains those that are missing, and keeps the last one at hand."""
 
-    def __init__(
-        self, out: Path, name: str, scale: Scale, overrides: Sequence[str] = (), seconds=math.inf
-    ):
+    def __init__(self, out: Path, name: str, scale: Scale, overrides: Sequence[str] = ()):
         if any(o.startswith("model.weights=") for o in overrides):  # instead of the dense start
             scale = replace(scale, start=None)
         self.points = Points(out)
         self.folder, self.name, self.scale = self.points.folder, name, scale
-        self.start_overrides = [o.removeprefix(START) for o in overrides if o.startswith(START)]
-        self.overrides = [o for o in overrides if not o.startswith(START)]
-        if scale.start is None and self.start_overrides:
-            given = f"{START}{self.start_overrides[0]}"
-            raise ValueError(f"{given}: scale {name} starts from weights that are given")
-        self.deadline = time.monotonic() + seconds
+        self.overrides = overrides
         self._built: dict[Hashable, Any] = {}  # of the parent that is open
         self.hash_of = functools.cache(self._hash_of)  # every point asks
         base = config.load(scale.preset, [*scale.changes, *self.overrides])
         self.base = base if scale.start is not None else checkpoint.resolved(base)
 
-    def is_late(self) -> bool:
-        return time.monotonic() >= self.deadline
-
     def config(self, recipe: Recipe | None) -> Config:
         """The training config of a recipe, or (None) of the dense start."""
         if recipe is None:
-            mine = ["train.method=dense", *self.scale.start, *self.start_overrides]
-            return config.override(self.base, mine)
+            return config.override(self.base, ["train.method=dense", *self.scale.start])
         # another seed: not the start's batches in the same order once more
         mine = [*self.scale.changes_of(recipe), f"run.seed={self.base.run.seed + 1}"]
         if self.scale.start is not None:
@@ -99,7 +81,7 @@ class Lab:
         return self.folder / "parents" / f"{slug}-{self.hash_of(recipe)}"
 
     def trained(self, recipe: Recipe | None) -> str:
-        """Where a parent lies, trained now as far as it is not and as time allows."""
+        """Where a parent lies, trained now as far as it is not."""
         if recipe is None and self.scale.start is None:
             return self.base.model.weights
         out, about = self.out(recipe), self.about_training(recipe)
@@ -116,13 +98,9 @@ class Lab:
 
     def train(self, cfg: Config, first: int = 0) -> str:
         """Train from sequence `first` on, as far as it is not yet: the last checkpoint."""
-        if self.is_late():
-            raise TimeIsUp
         self.close()
-        last = rounds.train(cfg, resume=True, is_late=self.is_late, first=first)
+        last = rounds.train(cfg, resume=True, first=first)
         forget(pick_device(self.base.run.device))
-        if self.is_late():
-            raise TimeIsUp
         return str(last)
 
     def open(self, source: str) -> Parent:
@@ -175,8 +153,6 @@ class Lab:
 
     def measure(self, point: Point) -> dict[str, Any]:
         """The finished point, from disk or measured now."""
-        if self.points.find(point.config) is None and self.is_late():
-            raise TimeIsUp
         return self.points.measure(point.config, point.measure)
 
 

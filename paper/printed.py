@@ -1,7 +1,5 @@
 """The paper's own numbers, to stand beside ours: GPT-2 124M on WikiText-103, four P100."""
 
-from twistlm.config import load
-
 # of `TABLE1`: `twist` is trained at K, `twist-6` at 6 of 12
 _METHODS = ("sparsegpt", "wanda", "zpruner", "block", "dense", "twist", "twist-6")
 _TABLE1 = {
@@ -55,16 +53,6 @@ TABLE2 = {
 # ms per batch with 4 of 12 blocks, and whole
 LATENCY = {"both": 263, "attn": 317, "ffn": 334, "whole": 385}
 
-# trained on 10 blocks: perplexity on 4 over that on 10, as its text has them, none of attn
-ROBUSTNESS = {"both": 60.05 / 17.97, "ffn": 36.86 / 17.16}
-
-GPT2_SIZES = {  # layers and d of the published models
-    "GPT-2 small": (12, 768),
-    "GPT-2 medium": (24, 1024),
-    "GPT-2 large": (36, 1280),
-    "GPT-2 XL": (48, 1600),
-}
-
 
 def gpt2_params(n_layers: int, d: int, n_cut: int = 0, share: float = 1.0) -> int:
     """GPT-2 by the appendix's formulas, with `n_cut` layers that keep `share` of their blocks."""
@@ -75,15 +63,3 @@ def gpt2_params(n_layers: int, d: int, n_cut: int = 0, share: float = 1.0) -> in
 
     whole, cut = layer(d, 4 * d), layer(int(share * d), int(share * 4 * d))
     return (50257 + 1024) * d + (n_layers - n_cut) * whole + n_cut * cut + 2 * d
-
-
-def half_shares() -> dict[str, dict[str, float]]:
-    """Model -> the share of its parameters in a subnet with half the blocks, by the appendix."""
-    blocks, found = load("paper").blocks, {}
-    first, last = blocks.shared_first, blocks.shared_last
-    for name, (n, d) in GPT2_SIZES.items():
-        n_cut = {f"first {first} and last {last} layers shared": n - first - last}
-        n_cut["all layers cut"] = n
-        full = gpt2_params(n, d)
-        found[name] = {way: gpt2_params(n, d, layers, 0.5) / full for way, layers in n_cut.items()}
-    return found

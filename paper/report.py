@@ -1,4 +1,4 @@
-"""Points in; Markdown tables, claims and figures out."""
+"""Points in; Markdown tables and figures out."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from twistlm.system.terminal import markdown_table, markdown_text
 
 from . import NAMES, tables
 from .scales import SCALES, N
-from .tables import Claim, Figure, Shown, Table
+from .tables import Figure, Shown, Table
 
 
 def load(paths: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
@@ -67,19 +67,14 @@ def report(paths: Sequence[Path], out: Path | None = None) -> str:
 def _chapter(name: str, points: list[dict[str, Any]], out: Path | None) -> str:
     titles = "; ".join(SCALES[scale].title for scale in {p["scale"]: 0 for p in points})
     parts = [f"# {markdown_text(name)}: {titles}"]
-    claims = []
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     for each in shown(points):
-        if isinstance(each, Claim):
-            claims.append((each.says, "yes" if each.holds else "**no**", each.numbers))
-        elif isinstance(each, Table):
+        if isinstance(each, Table):
             parts += [f"## {each.name}", markdown_text(each.title)]
             parts.append(markdown_table([each.head, *each.rows]))
         elif out:
             save(each, out / f"{plain}-{each.name}.png")
             parts.append(f"![{markdown_text(each.title)}]({plain}-{each.name}.png)")
-    if claims:
-        parts += ["## claims", markdown_table([("claim", "holds", "numbers"), *claims])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,28 +1,24 @@
-"""Finished points as tables, figures and claims: one function for each experiment of the paper.
+"""Finished points as tables and figures: one function for each experiment of the paper.
 
 A point comes flat here: the keys of its config and of its result in one dict.
 """
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from twistlm.baselines import COMPARED, STRUCTURED
 from twistlm.lab.compare.table import by_size, number
 
 from . import printed, scales
-from .scales import DENSE, DROPOUT, DROPOUT_NAME, OFTEN, OURS, SCALES, TWIN_NAME, TWIST, WAYS, N
+from .scales import DENSE, DROPOUT_NAME, OFTEN, OURS, SCALES, TWIN_NAME, TWIST, WAYS, N
 
 Points = list[dict[str, Any]]
 Sizes = dict[Any, dict[str, Any]]  # K of 12 blocks -> the point there
 Means = dict[Any, float]  # K of 12 blocks -> perplexity
-Line = tuple[Any, tuple[str, ...], Sizes]  # whom a row competes with (None: nobody), its labels
 
-CHOSEN = {name for name in COMPARED if name.startswith(STRUCTURED)}  # blocks, after training
-ZEROS = {*COMPARED} - CHOSEN
 RANDOM, NESTED = "random blocks of ", "nested blocks of "  # before a parent's name
 AT_SIZE = f"{RANDOM}TwIST trained at that size"  # one parent for each size, as in the paper
 PAPER = {  # row of Table 1 -> the paper's column
@@ -32,8 +28,6 @@ PAPER = {  # row of Table 1 -> the paper's column
     AT_SIZE: "twist",
     f"{RANDOM}{TWIST.label}": "twist-6",
 }
-CLOSE = 0.05  # relative error of a formula, and growth of a perplexity, that still count as none
-SHARP = 1.5  # ratio of perplexities that is a sharp degradation
 
 
 class Table(NamedTuple):
@@ -49,15 +43,15 @@ class Figure(NamedTuple):
     data: dict[str, Means]  # by line
 
 
-class Claim(NamedTuple):
-    """A statement of the paper or ours, whether the points bear it out, and their numbers."""
+class Line(NamedTuple):
+    """A row of perplexities."""
 
-    says: str
-    holds: bool
-    numbers: str
+    labels: tuple[str, ...]
+    found: Sizes
+    rivals: Any = None  # rows of one kind compete for bold numbers; None: with nobody
 
 
-Shown = Iterator[Table | Figure | Claim]
+Shown = Iterator[Table | Figure]
 
 
 def grouped(points: Points, key: str) -> dict[Any, Points]:
@@ -79,19 +73,25 @@ def best_of(rows: Iterable[Means]) -> Means:
 def by_columns(
     name: str, title: str, heads: tuple[str, ...], lines: list[Line], columns: list[Any]
 ) -> Table:
-    """Perplexities and tickets' scales; the lowest of a column, among its like, is bold."""
+    """Perplexities and tickets' scales; the lowest of a column, among its rivals, is bold."""
+
+    def is_best(line: Line, k: Any) -> bool:
+        like = [other for other in lines if other.rivals == line.rivals and k in other.found]
+        least = min((other.found[k]["mean"] for other in like), default=None)
+        return line.rivals is not None and len(like) > 1 and line.found[k]["mean"] == least
+
     rows = []
-    for group, labels, found in lines:
-        cells, tried = [], []
-        for point, k in ((found.get(k, {}), k) for k in columns):
-            mean, sd = point.get("mean"), point.get("sd")
-            text = number(mean) + (f" ± {number(sd)}" if sd is not None else "")
-            rivals = [other[k]["mean"] for like, _, other in lines if like == group and k in other]
-            is_best = group is not None and len(rivals) > 1 and mean == min(rivals)
-            cells.append(f"**{text}**" if is_best else text)
-            tried += [point["treatment"]["chosen"]] if "treatment" in point else []
-        rows.append((*labels, *cells, by_size(tried) if tried else ""))
-    return Table(name, title, (*heads, *map(head, columns), "scale"), rows)
+    for line in lines:
+        cells = []
+        for k in columns:
+            point = line.found.get(k, {})
+            spread = f" ± {number(point['sd'])}" if point.get("sd") is not None else ""
+            text = number(point.get("mean")) + spread
+            cells.append(f"**{text}**" if point and is_best(line, k) else text)
+        some = [line.found[k] for k in columns if k in line.found]
+        tried = [point["treatment"]["chosen"] for point in some if "treatment" in point]
+        rows.append((*line.labels, *cells, by_size(tried) if tried else ""))
+    return Table(name, title, (*heads, *map(head, columns), "activation scale"), rows)
 
 
 def sizes_of(points: Points) -> list[int]:
@@ -103,15 +103,6 @@ def head(k: Any) -> str:
     return "whole" if k == N else f"{k}/{N}" if isinstance(k, int) else k
 
 
-def compared(
-    says: str, ours: Means, other: Means, sizes: Callable[[Any], bool] = bool
-) -> Iterator[Claim]:
-    """Whether ours is lower at the sizes where it should be, and at no other below the whole."""
-    if shared := [k for k in ours if k in other and k != N]:
-        said = (f"{head(k)}: {number(ours[k])} against {number(other[k])}" for k in shared)
-        yield Claim(says, all((ours[k] < other[k]) == sizes(k) for k in shared), ", ".join(said))
-
-
 # ---------------------------------------------------------------- perplexities
 
 
@@ -119,24 +110,26 @@ def table1(points: Points) -> Shown:
     """Perplexity by size: the pruners, then random and nested blocks of every parent."""
     for setting, mine in grouped(points, "setting").items():
         rows, lines = table1_rows(mine), []
+        methods = {p["method"] for p in mine if "method" in p}
+        chosen = {name for name in methods if name.startswith(STRUCTURED)}  # blocks, by score
         for name, row in rows.items():
             # zeros and really smaller models do not compete
-            lines.append((name in ZEROS, (name,), row))
+            lines.append(Line((name,), row, "zeros" if name in methods - chosen else "smaller"))
             if name in PAPER and all(SCALES[p["scale"]].n_attn == N for p in mine):
                 known = printed.TABLE1[setting].items()
-                theirs = {k: {"mean": their[PAPER[name]]} for k, their in known}
-                lines.append((None, ("the paper",), theirs))
+                lines.append(Line(("the paper",), {k: {"mean": v[PAPER[name]]} for k, v in known}))
         name, title = f"table1-{setting}", f"Table 1, {setting}: perplexity by size"
         yield by_columns(name, title, (setting,), lines, sizes_of(mine))
         found = {name: means(row) for name, row in rows.items()}
-        found["best chosen blocks"] = best_of(found[n] for n in CHOSEN & found.keys())
-        found["best zeros"] = best_of(found[n] for n in ZEROS & found.keys())
-        yield Figure(name, title, {n: r for n, r in found.items() if r and n not in COMPARED})
-        yield from table1_claims(f"{setting}: ", found)
+        curves = {name: row for name, row in found.items() if name not in methods}
+        curves["best chosen blocks"] = best_of(found[name] for name in chosen)
+        curves["best zeros"] = best_of(found[name] for name in methods - chosen)
+        yield Figure(name, title, {name: row for name, row in curves.items() if row})
 
 
 def table1_rows(points: Points) -> dict[str, Sizes]:
-    rows: dict[str, Sizes] = {name: {} for name in COMPARED}
+    methods = [p["method"] for p in points if "method" in p]  # some are no longer in COMPARED
+    rows: dict[str, Sizes] = {name: {} for name in (*COMPARED, *methods)}
     for p in points:
         names = [f"{RANDOM}{p['parent']}"]
         trained = p["slug"].removesuffix(f"-{p['setting']}")
@@ -153,103 +146,51 @@ def table1_rows(points: Points) -> dict[str, Sizes]:
     return {name: row for name, row in rows.items() if row}
 
 
-def table1_claims(where: str, found: dict[str, Means]) -> Iterator[Claim]:
-    names = [f"{RANDOM}{recipe.label}" for recipe in (DENSE, TWIST, DROPOUT)]
-    dense, twist, dropout = (found.get(name, {}) for name in names)
-    yield from compared(f"{where}TwIST K=6 beats data parallel", twist, dense)
-    if sizes := sorted(k for k in dense if k in twist and k < N):
-        low, high = sizes[0], sizes[-1]
-        ours, other = (row[low] / row[high] for row in (twist, dense))
-        said = f"{head(high)} to {head(low)}: {ours:.2f} times against {other:.2f} times"
-        yield Claim(f"{where}TwIST K=6 is flatter than data parallel", ours < other, said)
-    for name in (names[1], AT_SIZE):
-        says = f"{where}sparsegpt is ahead at 6/12 and above, {name} at 4/12 and below"
-        pair = (found.get(each, {}) for each in (name, "sparsegpt"))
-        yield from compared(says, *pair, lambda k: k <= 4)
-    says = f"{where}TwIST K=6 beats blocks of data parallel that a score chose"
-    yield from compared(says, twist, found["best chosen blocks"])
-    if N in dense and N in twist:
-        said = f"{number(twist[N])} against {number(dense[N])}"
-        yield Claim(f"{where}the whole TwIST K=6 is no worse", twist[N] <= dense[N], said)
-    ours = best_of(r for n, r in found.items() if n.startswith(f"{RANDOM}TwIST") and n != AT_SIZE)
-    yield from compared(f"{where}the best TwIST beats structured dropout", ours, dropout)
-
-
 def stability(points: Points) -> Shown:
     """Mean and sd of the perplexity of random subnets."""
-    lines: list[Line] = []
-    for setting, mine in grouped(points, "setting").items():
-        found = {name: {p["k"]: p for p in some} for name, some in grouped(mine, "parent").items()}
-        lines += [(setting, (setting, parent), sizes) for parent, sizes in found.items()]
-        twist, dense = (found.get(recipe.label, {}) for recipe in (TWIST, DENSE))
-        if less := [dense[k]["sd"] / twist[k]["sd"] for k in twist if k in dense]:
-            said = f"sd {min(less):.1f} to {max(less):.1f} times smaller"
-            yield Claim(f"{setting}: TwIST varies less than data parallel", min(less) > 1, said)
     title = f"Stability: perplexity, mean ± sd over {points[0]['n']} random subnets"
-    yield by_columns("stability", title, ("setting", "parent"), lines, sizes_of(points))
+    yield grid("stability", title, points, "parent")
 
 
 def robustness(points: Points) -> Shown:
     """Trained on X blocks (rows), evaluated on Y (columns)."""
-    lines: list[Line] = []
-    for setting, mine in grouped(points, "setting").items():
-        maps: dict[int, Sizes] = {}
-        for p in sorted(mine, key=lambda p: p["widths"]):
-            maps.setdefault(p["widths"][0], {})[p["k"]] = p
-        lines += [(setting, (setting, f"{x}/{N}"), sizes) for x, sizes in maps.items()]
-        values = {x: means(sizes) for x, sizes in maps.items()}
-        yield from robustness_claims(setting, values, len(sizes_of(points)))
+    points = [
+        p | {"trained on": f"{p['widths'][0]}/{N}"}
+        for p in sorted(points, key=lambda p: p["widths"])
+    ]
     title = "Robustness: perplexity at sizes other than that of training"
-    yield by_columns("robustness", title, ("setting", "trained on"), lines, sizes_of(points))
+    yield grid("robustness", title, points, "trained on")
 
 
-def robustness_claims(setting: str, maps: dict[int, Means], n_sizes: int) -> Iterator[Claim]:
-    """The paper's three; `maps` is trained on -> evaluated on -> perplexity."""
-    if {4, 10} <= maps.get(10, {}).keys():  # the paper's pair
-        factor, known = maps[10][4] / maps[10][10], printed.ROBUSTNESS.get(setting)
-        theirs = f" (the paper: {known:.2f})" if known else ""
-        says = f"{setting}, downward: trained on 10, 4 blocks are {SHARP} times worse"
-        yield Claim(says, factor >= SHARP, f"{factor:.2f} times{theirs}")
-    if ups := [(r[y] / r[x], x, y) for x, r in maps.items() for y in r if x in r and y > x]:
-        factor, x, y = max(ups)
-        says = f"{setting}, upward: trained on few blocks, more are at most {CLOSE:.0%} worse"
-        yield Claim(says, factor <= 1 + CLOSE, f"worst, {x} to {y}: {factor:.2f} times")
-    worst = {x: max(row.values()) for x, row in maps.items() if len(row) == n_sizes}
-    if worst and min(worst) <= 3 and max(worst) >= 10:
-        best = min(worst, key=worst.__getitem__)
-        said = ", ".join(f"{x}: {number(v)}" for x, v in worst.items())
-        says = f"{setting}, sweet spot: a middle width in training has the lowest worst case"
-        yield Claim(says, min(worst) < best < max(worst), f"{said}; lowest at {best}")
+def grid(name: str, title: str, points: Points, key: str) -> Table:
+    """In each setting a row for every value of a key, a column for every size."""
+    lines = [
+        Line((setting, value), {p["k"]: p for p in some}, setting)
+        for setting, mine in grouped(points, "setting").items()
+        for value, some in grouped(mine, key).items()
+    ]
+    return by_columns(name, title, ("setting", key), lines, sizes_of(points))
 
 
 def nodeloss(points: Points) -> Shown:
-    """Perplexity after the worst loss of nodes; how many times the whole model's is a claim."""
+    """Perplexity of the whole model, and after the worst loss of nodes."""
     found: dict[str, Sizes] = {}
     for p in points:
         mine = found.setdefault(p["parent"], {"none lost": {"mean": p["full"]}})
         mine[f"{p['lost']} of {p['nodes']} lost"] = p | {"mean": p["worst"]}
     cases = list(dict.fromkeys(case for sizes in found.values() for case in sizes))
-    lines: list[Line] = [("", (parent,), sizes) for parent, sizes in found.items()]
+    lines = [Line((parent,), sizes, "all") for parent, sizes in found.items()]
     title = "Lost nodes: perplexity after the worst such loss"
     yield by_columns("nodeloss", title, ("parent",), lines, cases)
-    twist, dense = (
-        {case: p["worst"] / p["full"] for case, p in found.get(r.label, {}).items() if "full" in p}
-        for r in (TWIST, DENSE)
-    )
-    yield from compared("TwIST is fewer times worse than data parallel", twist, dense)
 
 
 def shift(points: Points) -> Shown:
     """||y'|| / ||y|| of a layer with K of N blocks, against sqrt(K/N) and the exact formula."""
-    rows: list[tuple[str, ...]] = []
-    for p in points:
-        paper, exact = (
-            statistics.fmean(abs(r[formula] / r["measured"] - 1) for r in p["rows"])
-            for formula in ("paper", "exact")
-        )
-        rows.append((p["parent"], f"{paper:.1%}", f"{exact:.1%}"))
-        says = f"a layer's norm shrinks by sqrt(K/N): {p['parent']}"
-        yield Claim(says, paper < CLOSE, f"off by {paper:.1%}")
+
+    def error(p: dict[str, Any], formula: str) -> str:
+        return f"{statistics.fmean(abs(r[formula] / r['measured'] - 1) for r in p['rows']):.1%}"
+
+    rows = [(p["parent"], error(p, "paper"), error(p, "exact")) for p in points]
     head = ("model", "error of sqrt(K/N)", "error of the exact formula")
     title = "Activation shift: mean of |formula / measured - 1| over layers and K"
     yield Table("shift", title, head, rows)
@@ -262,13 +203,12 @@ def table2(points: Points) -> Shown:
     """Memory, bytes and wall clock of a worker: measured, by the formula, and as printed."""
     measured = {(p["setting"], p["k"]): p for p in points if p["experiment"] == "latency"}
     for plan in (p for p in points if p["experiment"] == "table2"):
-        rows, errors = [], []
+        rows = []
         for row in plan["rows"]:
             setting = "both" if row["setting"] == "full" else row["setting"]
             k = int(row["ratio"].split("/")[0])
             gb, tb, clock = printed.TABLE2[setting].get(k, (None, None, ""))
             ours, carried = (row[f"{kind}_bytes"] / 1e12 for kind in ("paper", "carried"))
-            errors += [] if tb is None else [abs(ours - tb)]
             state = hours = ""
             if found := measured.get((setting, k)):
                 state = number(found["state_bytes"] / 1e9, 3)
@@ -279,42 +219,21 @@ def table2(points: Points) -> Shown:
         title = "Table 2: {paper_rounds:,} rounds by the formula, {true_rounds:,} with moments"
         columns = f"{head}wall clock, paper".split(", ")
         yield Table("table2", title.format(**plan), tuple(columns), rows)
-        says = "Table 2's communication is params x 4 bytes x 2 directions x 4 workers x rounds"
-        said = f"{len(errors)} entries, largest difference {max(errors):.4f} TB"
-        yield Claim(says, max(errors) < 0.0051, said)
 
 
 def latency(points: Points) -> Shown:
     """Milliseconds of a worker's local step, beside what FLOPs alone would give."""
-    whole, rows, faster = max(points, key=lambda p: p["k"]), [], {}
+    whole, rows = max(points, key=lambda p: p["k"]), []
     for p in sorted(points, key=lambda p: (-p["k"], p["setting"])):
         k, setting, gain = p["k"], p["setting"], whole["ms"] / p["ms"]
         theirs, ideal = "", f"{whole['flops'] / p['flops']:.2f}x"
         if k == 4:
-            faster[setting] = gain
             theirs = f"{printed.LATENCY['whole'] / printed.LATENCY[setting]:.2f}x"
         size = ("whole", "") if k == N else (f"{k}/{N}", setting)
         rows.append((*size, f"{p['ms']:.2f}", f"{gain:.2f}x", ideal, theirs))
     head = ("blocks", "setting", "ms per step", "faster", "ideal by FLOPs", "the paper")
     title = "Latency of a local step, batch {batch} of {seq_len} tokens".format(**whole)
     yield Table("latency", title, head, rows)
-    if faster:
-        order = sorted(faster, key=faster.__getitem__, reverse=True)
-        said = ", ".join(f"{name} {faster[name]:.2f}x" for name in order)
-        says = "4/12 blocks: both is fastest (1.46x), then attn (1.21x), then ffn (1.15x)"
-        yield Claim(says, order == ["both", "attn", "ffn"], said)
-
-
-def memory(points: Points) -> Shown:
-    """What a subnet with half the blocks keeps of GPT-2 small to XL."""
-    half = points[-1]["half"]
-    kinds = list(next(iter(half.values())))
-    rows = [(model, *(f"{shares[kind]:.1%}" for kind in kinds)) for model, shares in half.items()]
-    title = "Share of the parameters in a subnet with half the blocks"
-    yield Table("memory", title, ("model", *kinds), rows)
-    falls = all(a[kind] > b[kind] for a, b in pairwise(half.values()) for kind in kinds)
-    says = "the larger the model, the closer half the blocks come to 50% of its memory"
-    yield Claim(says, falls, f"{rows[0][1]} to {rows[-1][1]}")
 
 
 def parents(points: Points) -> Shown:
@@ -346,7 +265,7 @@ def recipe(points: Points) -> Shown:
             counts = some == chosen[way]
             rate, sent = f"{some[0]['rate']:g}", f"{some[0]['bytes'] / 1e9:,.1f}"
             labels = (way, f"**{rate}**" if counts else rate, str(len(some)), sent)
-            lines.append((True if counts else None, labels, over_seeds(some)))
+            lines.append(Line(labels, over_seeds(some), "the rate that counts" if counts else None))
         title = f"Recipe: perplexity, mean ± sd over seeds; bold: the rate that counts{where}"
         yield by_columns(name, title, ("way", "rate", "seeds", "GB sent"), lines, columns)
         changed = [way for way in chosen if way.startswith("…") and OURS in chosen]

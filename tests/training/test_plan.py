@@ -11,7 +11,7 @@ from commands import toml
 from conftest import tiny, tiny_table
 
 import paper
-from paper.printed import gpt2_params, half_shares
+from paper.printed import gpt2_params
 from twistlm import cli, config
 from twistlm.data.token_file import open_tokens
 from twistlm.model import huggingface
@@ -44,12 +44,16 @@ def test_all_13_communication_entries_of_table_2():
         assert row["carried_bytes"] == 3 * by_hand
 
 
-def test_asymptotic_memory_tends_to_a_half():
-    found = half_shares()
-    for column in zip(*(shares.values() for shares in found.values()), strict=True):
-        assert list(column) == sorted(column, reverse=True)
-        assert 0.5 < column[-1] < 0.57
-    assert list(found["GPT-2 small"].values()) == pytest.approx([0.772, 0.658], abs=5e-4)
+GPT2_SIZES = ((12, 768), (24, 1024), (36, 1280), (48, 1600))  # layers and d, small to XL
+
+
+@pytest.mark.parametrize(("shared", "first"), [(4, 0.772), (0, 0.658)])
+def test_asymptotic_memory_tends_to_a_half(shared, first):
+    """What a subnet with half the blocks keeps of the parameters, by the appendix."""
+    shares = [gpt2_params(n, d, n - shared, 0.5) / gpt2_params(n, d) for n, d in GPT2_SIZES]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == pytest.approx(first, abs=5e-4)
+    assert 0.5 < shares[-1] < 0.57
 
 
 def plan_of(tmp_path, *args: str) -> dict:

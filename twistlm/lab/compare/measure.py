@@ -135,8 +135,8 @@ class Comparison:
             return made
         blocks = {key: getattr(parent.cfg.blocks, key) for key in (*BLOCKS, *COMMON)}
         made |= {"setting": cell.setting, "blocks": blocks, "ratio": cell.ratio, "seed": self.seed}
-        # `repair`: so that cells of before are found
-        made |= {"chosen_on": self._choice, "repair": None}
+
+        made |= {"chosen_on": self._choice}
         learnt = {"rho": parent.progress.rho, "order": parent.progress.order}
         made |= {"scale": parent.scale, "rho and order": name_of(learnt)}
         if reads_text(what) and self.ids is not None:
