@@ -7,6 +7,7 @@ survivors are a subnet, with the activation scale that suits them best on other 
 """
 
 import itertools
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def drop(
             order, source = parent.progress.order, Path(parent.source)
             scales = TicketScales(parent, text, choice_text(text, parent.cfg.data, source))
             rests = [survivors(parent.block_map, n_nodes, lost, order) for lost in cases]
-            found = score_tickets(scales, rests, rests[:: -(-len(rests) // N_DRAWS)])
+            # at most `N_DRAWS` of all cases choose the scale
+            found = score_tickets(scales, rests, rests[:: math.ceil(len(rests) / N_DRAWS)])
             losses = zip(cases, found["values"], strict=True)
             results.append(
                 {

@@ -39,7 +39,7 @@ class Points:
         is_file = path.suffix == ".jsonl"
         self.file = path if is_file else path / "points.jsonl"
         self.folder = path.with_suffix("") if is_file else path  # for all that is no line
-        self._end = self._n_lines = 0  # of the file that were read
+        self._end = self._n_lines = 0  # bytes and lines of the file that were read
         self._found: dict[str, Record] = {}  # by `name_of` the config
 
     def find(self, config: Record) -> Record | None:
@@ -51,41 +51,37 @@ class Points:
 
     def measure(self, config: Record, measure: Callable[[], Record]) -> Record:
         """The point of this config, measured now if it is not finished yet."""
-        if (found := self.find(config)) is not None:
-            return found
-        began = time.perf_counter()
-        made = {"config": config, "result": measure(), "seconds": time.perf_counter() - began}
-        made["run"] = describe_run()
-        append_line(self.file, made)
-        return made
+        if (found := self.find(config)) is None:
+            began = time.perf_counter()
+            found = {"config": config, "result": measure()}
+            found |= {"seconds": time.perf_counter() - began, "run": describe_run()}
+            append_line(self.file, found)
+        return found
 
     def all(self) -> list[Record]:
         """Every finished point, in an order that follows from the configs alone."""
-        if self._read_on():
-            print(clean(f"{self.file}: the last line is cut short and left out"), file=sys.stderr)
+        self._read_on(is_all=True)
         return [self._found[name] for name in sorted(self._found)]
 
-    def _read_on(self) -> bool:
+    def _read_on(self, is_all: bool = False) -> None:
         """Read what was appended since the last time; of equal configs the first point counts.
 
-        A damaged line is named on stderr; True: the last line is no point yet.
+        A damaged line is named on stderr, the last one, which may be on its way, if this `is_all`.
         """
         if not self.file.is_file():
-            return False
+            return
         with self.file.open("rb") as lines:
             lines.seek(self._end)
             for line in lines:
                 made, is_whole = _parse(line), line.endswith(b"\n")
-                self._end += len(line) * is_whole
-                self._n_lines += is_whole
                 if made is not None:
                     self._found.setdefault(name_of(made["config"]), made)
-                elif line.strip():
-                    if not is_whole:
-                        return True
-                    said = f"{self.file}, line {self._n_lines} is damaged and left out"
-                    print(clean(said), file=sys.stderr)
-        return False
+                elif line.strip() and (is_whole or is_all):
+                    which = f"line {self._n_lines + 1} is damaged"
+                    which = which if is_whole else "the last line is cut short"
+                    print(clean(f"{self.file}, {which} and left out"), file=sys.stderr)
+                if is_whole:
+                    self._end, self._n_lines = self._end + len(line), self._n_lines + 1
 
 
 def append_line(file: Path, record: Record) -> None:
