@@ -22,7 +22,6 @@ from twistlm.config import Setting
 from twistlm.lab import lost_nodes
 from twistlm.lab.bench.train import FULL, measure_worker
 from twistlm.lab.compare.cells import NESTED, RANDOM, WHOLE
-from twistlm.lab.compare.measure import measured, tickets_of
 from twistlm.lab.points import name_of
 from twistlm.model import families, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap
@@ -32,14 +31,14 @@ from twistlm.system.device import pick_device, to_device
 from twistlm.system.terminal import console
 from twistlm.tickets import importance
 from twistlm.tickets.parent import Parent
-from twistlm.tickets.text import calibrate, open_text
+from twistlm.tickets.text import open_text
 from twistlm.tickets.ticket_scale import score_tickets
 from twistlm.training.plan import make
 from twistlm.training.startup import scored_sequences
 from twistlm.transport.ranks import Cluster
 
 from . import NAMES
-from .lab import Lab, Point, Result, scales_of, summary
+from .lab import Lab, Point, Result, summary
 from .scales import DENSE, PARENTS, SCALES, WAYS, N, Recipe, Scale, parents_of, trained_at
 
 TRIED = "best of some on other text"  # in a point's config: how its tickets' scale is chosen
@@ -73,25 +72,19 @@ def sized(
     about = lab.about(experiment, recipe, **{"tokens": lab.scale.tokens, **more})
 
     def measure() -> Result:
-        scales, ids = lab.scales(recipe, setting, about["tokens"]), None
-        n, seed = (about.get(key, 0) for key in ("n", "seed"))
-        if "method" in about:
-            some = partial(calibrate, data=None, n=about["n_calibration"], seed=seed)
-            ids = lab.once(recipe, "calibration", some).ids
-
-        def score(name: str) -> importance.BlockScores:
-            return lab.once(recipe, name, lambda p: importance.score(p, name, ids, seed))
-
         what = WHOLE if k == N else about.get("method") or about.get("pick", RANDOM)
-        return measured(scales, what, about["ratio"], n, seed, ids, score)[0]
+        sweep = lab.sweep(recipe, about["tokens"])
+        return sweep.measure(what, setting, about["ratio"], about.get("n", 0))[0]
 
     return Point(about, measure)
 
 
-def subnets(lab: Lab, *what: Any, n: int, **more: Any) -> Point:
+def subnets(
+    lab: Lab, experiment: str, recipe: Recipe | None, setting: Setting, k: int, n: int, **more: Any
+) -> Point:
     """n random subnets with k of 12 blocks; k = 12 is the whole model once."""
-    more |= {"n": n, "treatment": TRIED} if what[-1] < N else {"n": 1}
-    return sized(lab, *what, seed=lab.base.run.seed, **more)
+    more |= {"n": n, "treatment": TRIED} if k < N else {"n": 1}
+    return sized(lab, experiment, recipe, setting, k, seed=lab.base.run.seed, **more)
 
 
 def table1(lab: Lab) -> list[Point]:
@@ -143,7 +136,7 @@ def nodeloss(lab: Lab) -> list[Point]:
     tokens, found = lab.scale.tokens, []
 
     def measure(recipe: Recipe, nodes: int, lost: int) -> Result:
-        named = {recipe.label: lab.scales(recipe, "both", tokens).parent}
+        named = {recipe.label: lab.sweep(recipe, tokens).parent}
         (made,) = lost_nodes.drop(named, nodes, lost, tokens=tokens, quiet=True)["parents"]
         return {key: made[key] for key in ("full", "worst", "treatment")}
 
@@ -201,19 +194,21 @@ def perplexities(lab: Lab, source: str) -> Result:
     parent = lab.open(source)
     order = parent.progress.order or lab.once(None, "order", start_order)
     parent = replace(parent, progress=replace(parent.progress, order=order))
-    scales = scales_of(parent, lab.scale.tokens)
-    found: Result = {"test": {"whole": scales.ready.full_perplexity()}}
-    if (other := scales.choice) is not None:
-        found["choice"] = {"whole": replace(scales.ready, text=other).full_perplexity()}
+    n, seed = SAMPLE
+    sweep = lab.sweep_of(parent, lab.scale.tokens, seed)
+    cut = sweep.cut("both")
+    found: Result = {"test": {"whole": cut.ready.full_perplexity()}}
+    if (other := cut.choice) is not None:
+        found["choice"] = {"whole": replace(cut.ready, text=other).full_perplexity()}
     for k in lab.scale.table1:
-        tickets = tickets_of(scales, RANDOM, lab.scale.ratio(k), *SAMPLE)
-        random = score_tickets(scales, *tickets)
-        nested = score_tickets(scales, *tickets_of(scales, NESTED, lab.scale.ratio(k)))
+        tickets = sweep.tickets(RANDOM, "both", lab.scale.ratio(k), n)
+        drawn = score_tickets(cut, *tickets)
+        nested, _ = sweep.measure(NESTED, "both", lab.scale.ratio(k))
         chosen = {"nested": nested["values"][0], "nested_treatment": nested["treatment"]}
-        found["test"][str(k)] = random | chosen
+        found["test"][str(k)] = drawn | chosen
         if other is not None:
-            by_name = {str(scale): scale for scale in scales.candidates()}
-            ready = scales.evaluator(by_name[random["treatment"]["chosen"]], other)
+            by_name = {str(scale): scale for scale in cut.candidates()}
+            ready = cut.evaluator(by_name[drawn["treatment"]["chosen"]], other)
             values = [ready.subnet_perplexity(each) for each in tickets[0]]
             found["choice"][str(k)] = summarize(values)
     return found
@@ -264,7 +259,7 @@ def shift(lab: Lab) -> list[Point]:
 
     def point(recipe: Recipe | None, is_init: bool = False) -> Point:
         def measure() -> Result:
-            ready = lab.scales(recipe, "both").ready
+            ready = lab.sweep(recipe, lab.scale.tokens).cut("both").ready
             model, block_map = ready.full.model, ready.block_map
             if is_init:
                 model = huggingface.load(base.model, base.run.seed)

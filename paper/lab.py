@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from twistlm import config
-from twistlm.config import Config, Setting
+from twistlm.config import Config
 from twistlm.lab.bench.train import forget
+from twistlm.lab.compare.sweep import Sweep
 from twistlm.lab.points import Points, name_of
 from twistlm.system.device import pick_device
 from twistlm.system.files import file_sha256
 from twistlm.tickets import parent
 from twistlm.tickets.parent import Parent
-from twistlm.tickets.text import text_of
-from twistlm.tickets.ticket_scale import TicketScales, choice_text
+from twistlm.tickets.text import calibrate, text_of
+from twistlm.tickets.ticket_scale import choice_text
 from twistlm.training import checkpoint, rounds
 
 from .scales import Recipe, Scale
@@ -121,12 +122,15 @@ class Lab:
             self._built[key] = build(self._built["parent"])
         return self._built[key]
 
-    def scales(
-        self, recipe: Recipe | None, setting: Setting, tokens: int | None = None
-    ) -> TicketScales:
-        """Evaluates a trained parent and its tickets on so many tokens, by default the scale's."""
-        n = self.scale.tokens if tokens is None else tokens
-        return self.once(recipe, (setting, n), lambda p: scales_of(parent.recut(p, setting), n))
+    def sweep(self, recipe: Recipe | None, tokens: int) -> Sweep:
+        """Measures a trained parent and its tickets on so many tokens."""
+        return self.once(recipe, tokens, lambda p: self.sweep_of(p, tokens, self.base.run.seed))
+
+    def sweep_of(self, parent: Parent, tokens: int, seed: int) -> Sweep:
+        """Measures any parent; `seed` draws its tickets and what it is pruned by."""
+        text, n = text_of(parent, None, tokens), self.scale.n_calibration
+        choice = choice_text(text, parent.cfg.data)
+        return Sweep(parent, text, choice, None, lambda: calibrate(parent, None, n, seed).ids, seed)
 
     def close(self) -> None:
         """Let go of the parent at hand: training needs the memory."""
@@ -154,11 +158,6 @@ class Lab:
     def measure(self, point: Point) -> dict[str, Any]:
         """The finished point, from disk or measured now."""
         return self.points.measure(point.config, point.measure)
-
-
-def scales_of(parent: Parent, tokens: int) -> TicketScales:
-    text = text_of(parent, None, tokens)
-    return TicketScales(parent, text, choice_text(text, parent.cfg.data))
 
 
 def summary(out: Path) -> Result:

@@ -1,7 +1,7 @@
 """One table of parents x settings x sizes x methods, each number measured once.
 
-`cells` says what is measured, `measure` how, `table` shows it; this is what the command is asked
-for, without torch.
+`cells` says what is measured, `sweep` measures a parent, `measure` what a number follows from and
+healing, `table` shows it; this is what the command is asked for, without torch.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from ...baselines.methods import METHODS
 from ...config import BlocksConfig, Method, Setting
 from ...model import huggingface
 from ...model.blocks import SETTINGS
-from ...tickets import NEEDS_TEXT
+from ...tickets import IMPORTANCES, NEEDS_TEXT
 from ...tickets.parent import Parent, open_parent, recut, what_is
 
 BLOCKS = ("attn_by", "n_ffn", "shared_first", "shared_last")  # what says how layers are cut
@@ -23,6 +23,8 @@ SCORED_BY = "mask-fisher"  # the best score for whole blocks so far
 HEALED, NESTED_HEALED = f"{STRUCTURED}{SCORED_BY} + heal", f"{NESTED} + heal"
 SCRATCH = "from scratch"  # the shape of HEALED, trained from random weights
 TRAINED = (HEALED, NESTED_HEALED, SCRATCH)
+SCORES = {f"{STRUCTURED}{name}": name for name in IMPORTANCES}  # what chooses a cell's blocks
+SCORES |= {HEALED: SCORED_BY, SCRATCH: SCORED_BY}
 OWN = (RANDOM, NESTED, NESTED_HEALED)  # tickets as a parent gives them: rows go by its name
 
 
@@ -51,18 +53,11 @@ class Cell:
         return " ".join(part for part in parts if part)
 
 
-def importance_of(what: str) -> str | None:
-    """What the blocks of a cell are scored by, if they are."""
-    if what in (HEALED, SCRATCH):
-        return SCORED_BY
-    return what.removeprefix(STRUCTURED) if what.startswith(STRUCTURED) else None
-
-
 def reads_text(what: str) -> bool:
     """Whether what is measured needs calibration text."""
     if what in METHODS:
         return METHODS[what].observe is not None
-    return importance_of(what) in NEEDS_TEXT
+    return SCORES.get(what) in NEEDS_TEXT
 
 
 def open_all(

@@ -13,40 +13,34 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ...baselines import COMPARED
-from ...baselines.methods import METHODS, prune_, sparsities
-from ...compute.attention import causal_
-from ...compute.perplexity import Text, perplexity, summarize
-from ...compute.slopes import order_of
-from ...compute.speed import now
-from ...config import Setting
+from ...baselines.methods import METHODS, sparsities
+from ...compute.perplexity import Text, perplexity
 from ...model import families, huggingface
 from ...model.blocks import SETTINGS, Blueprint, widths_of_ratio
-from ...model.masks import prefixes
-from ...tickets import NEEDS_TEXT, deploy, importance, requests
+from ...tickets import deploy, requests
 from ...tickets.healing import heal
-from ...tickets.importance import BlockScores
-from ...tickets.parent import Parent, recut
+from ...tickets.parent import Parent
 from ...tickets.requests import HealRequest
 from ...tickets.text import calibrate, open_text, text_of
-from ...tickets.ticket_scale import TicketScales, choice_text, random_tickets, score_tickets
+from ...tickets.ticket_scale import TicketScales, choice_text
 from ...tickets.widths import weights_bytes
 from .. import typed
 from ..points import name_of
 from . import CompareRequest, cells
-from .cells import BLOCKS, Cell, importance_of, reads_text
+from .cells import BLOCKS, Cell, reads_text
+from .sweep import Result, Sweep, one
 
 COMMON = ("common_attn", "common_ffn", "common_by")
 # of the parent's training: what healing takes from there
 HEALS = ("lr", "betas", "eps", "weight_decay", "clip", "moments", "distil", "batch", "n_workers")
 Note = Callable[..., None]  # its `note` says where a long measurement stands
-Result = dict[str, Any]
 
 
 class Comparison:
     """What is compared, with its text and calibration sequences read, and how it is measured.
 
-    All that can be refused is refused when it is made. One parent is cut at a time, and stays so
-    for its next cell. What is being healed lies in `folder`.
+    All that can be refused is refused when it is made. One parent is at hand at a time. What is
+    being healed lies in `folder`.
     """
 
     def __init__(
@@ -87,8 +81,7 @@ class Comparison:
         self.choice = choice_text(self.text, cfg.data, Path(source))
         self.heal_data = open_text(source, cfg, request.calibration, "train").stem if heal else ""
         self._text, self._choice = _tokens_of(self.text), self.choice and _tokens_of(self.choice)
-        self._held: tuple[tuple[str, Setting], TicketScales] | None = None
-        self._scores: dict[Any, tuple[BlockScores, float]] = {}  # of all settings
+        self._sweep: Sweep | None = None
 
     def _check_ratios(self, parent: Parent) -> None:
         """Of single weights any share can stay, of tickets a whole number of blocks."""
@@ -135,10 +128,8 @@ class Comparison:
             return made
         blocks = {key: getattr(parent.cfg.blocks, key) for key in (*BLOCKS, *COMMON)}
         made |= {"setting": cell.setting, "blocks": blocks, "ratio": cell.ratio, "seed": self.seed}
-
-        made |= {"chosen_on": self._choice}
         learnt = {"rho": parent.progress.rho, "order": parent.progress.order}
-        made |= {"scale": parent.scale, "rho and order": name_of(learnt)}
+        made |= {"chosen_on": self._choice, "scale": parent.scale, "rho and order": name_of(learnt)}
         if reads_text(what) and self.ids is not None:
             made["calibration"] = hashlib.sha256(self.ids.numpy().data).hexdigest()
         if what == cells.RANDOM:
@@ -152,30 +143,25 @@ class Comparison:
 
     def measure(self, cell: Cell, note: Note) -> Result:
         """The perplexities of a cell, and what they cost."""
-        cut, what, ids = self._cut(cell), cell.what, self.ids
-        block_map, key = cut.parent.block_map, (cell.parent.sha256, importance_of(what))
-
-        def score(name: str) -> BlockScores:
-            if key not in self._scores:
-                began = now(self.device)
-                some = ids if name in NEEDS_TEXT else None
-                found = importance.score(cell.parent.parent, name, some, self.seed)
-                self._scores[key] = found, now(self.device) - began
-            return self._scores[key][0]
-
+        what, parent, ids = cell.what, cell.parent.parent, self.ids
+        if self._sweep is None or self._sweep.parent is not parent:
+            self._sweep = None  # the parent before makes room
+            some = (self.text, self.choice, self.precision, lambda: ids, self.seed)
+            self._sweep = Sweep(parent, *some)
+        sweep, setting = self._sweep, cell.setting or parent.cfg.blocks.setting
+        cut = sweep.cut(setting)
         if what in cells.TRAINED:
-            (ticket,), _ = tickets_of(cut, what, cell.ratio, score=score)
+            (ticket,), _ = sweep.tickets(what, setting, cell.ratio)
             made, seconds = self._healed(cell, cut, ticket, note)
         else:
-            made, seconds = measured(cut, what, cell.ratio, self.n, self.seed, ids, score)
+            made, seconds = sweep.measure(what, setting, cell.ratio, self.n)
         if not np.isfinite(made["values"]).all():
-            source = cell.parent.parent.source
-            raise ValueError(f"{source} has no perplexity: its logits are not finite")
+            raise ValueError(f"{parent.source} has no perplexity: its logits are not finite")
         n_tokens = made.get("healed", {}).get("n_tokens", 0)
         if what != cells.SCRATCH:
-            seconds += self._scores[key][1] if key in self._scores else 0.0
+            seconds += sweep.seconds.get(cells.SCORES.get(what, ""), 0.0)
             n_tokens += ids.numel() if ids is not None and reads_text(what) else 0
-        is_ticket = cell.ratio and what not in METHODS
+        is_ticket, block_map = cell.ratio and what not in METHODS, cut.parent.block_map
         widths = widths_of_ratio(block_map, cell.ratio) if is_ticket else block_map.full_widths()
         n_bytes = weights_bytes(block_map.narrowed(cut.parent.central.layout.shapes, widths))
         return {**made, "seconds": seconds, "calibration_tokens": n_tokens, "bytes": n_bytes}
@@ -213,58 +199,10 @@ class Comparison:
         record = deploy.read_ticket(request.out)["healed"][-1]
         model = deploy.load_ticket(request.out)
         nn.Module.to(model, self.device)
-        made = _one(perplexity(model, self.text, self.precision, cut.ready.loss))
+        made = one(perplexity(model, self.text, self.precision, cut.ready.loss))
         shutil.rmtree(folder)
         made |= {"healed": record} if scratch else {"treatment": chosen, "healed": record}
         return made, record["seconds"]
-
-    def _cut(self, cell: Cell) -> TicketScales:
-        """The cell's parent in its setting, ready to be evaluated; the one before makes room."""
-        parent = cell.parent.parent
-        setting = cell.setting or parent.cfg.blocks.setting
-        key = cell.parent.sha256, setting
-        if self._held is None or self._held[0] != key:
-            self._held = None
-            cut = TicketScales(recut(parent, setting), self.text, self.choice, self.precision)
-            self._held = key, cut
-        return self._held[1]
-
-
-def measured(
-    cut: TicketScales, what: str, ratio: str, n: int, seed: int, ids: Tensor | None, score: Any
-) -> tuple[Result, float]:
-    """Perplexities of a parent, or of what is left of it at one size; seconds of pruning.
-
-    Single weights are pruned to a sparsity of 1 - ratio, exactly.
-    """
-    ready, parent, block_map = cut.ready, cut.parent, cut.parent.block_map
-    if what == cells.WHOLE:
-        return _one(ready.full_perplexity()), 0.0
-    if what not in METHODS:
-        return score_tickets(cut, *tickets_of(cut, what, ratio, n, seed, score)), 0.0
-    model = parent.whole(parent.central.weights.clone()).model
-    causal_(model)
-    began = now(model.device)
-    prune_(model, block_map, METHODS[what], sparsities(block_map, ratio), ids)
-    seconds = now(model.device) - began
-    return _one(perplexity(model, ready.text, ready.precision, ready.loss)), seconds
-
-
-def tickets_of(
-    cut: TicketScales, what: str, ratio: str, n=0, seed=0, score=None
-) -> tuple[list[Blueprint], list[Blueprint]]:
-    """n random tickets and others that their scale is chosen on; else the one that is picked."""
-    block_map = cut.parent.block_map
-    widths = widths_of_ratio(block_map, ratio)
-    if what == cells.RANDOM:
-        return random_tickets(block_map, widths, n=n, seed=seed)
-    name = importance_of(what)
-    order = order_of(score(name)) if name else cut.parent.progress.order
-    return [prefixes(block_map, order, widths)], []
-
-
-def _one(value: float) -> Result:
-    return {"values": [value], **summarize([value])}
 
 
 def _tokens_of(text: Text) -> Result:
