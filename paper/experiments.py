@@ -39,9 +39,9 @@ from twistlm.transport.ranks import Cluster
 
 from . import NAMES
 from .lab import Lab, Point, Result, summary
-from .scales import DENSE, PARENTS, SCALES, WAYS, N, Recipe, Scale, parents_of, trained_at
+from .scales import DENSE, PARENTS, SCALES, START, WAYS, N, Recipe, Scale, parents_of, trained_at
 
-TRIED = "best of some on other text"  # in a point's config: how its tickets' scale is chosen
+TRIED = "best of some on other text"  # in a point's config: its tickets' activation scale
 SAMPLE = 5, 1  # random subnets behind a mean of the recipe, and the seed that draws them
 N_SEQUENCES, N_SUBSETS = 4, 20  # text, and random blocks, that the activation shift is measured on
 INIT = "init"  # random weights, before any training
@@ -50,11 +50,11 @@ SETTINGS: tuple[Setting, ...] = ("both", "attn", "ffn")
 
 def parents(lab: Lab) -> list[Point]:
     """The start, TwIST and its controls in each setting, and TwIST at every size of Table 1."""
-    recipes: list[Recipe | None] = [None] if lab.scale.start is not None else []
+    recipes: list[Recipe] = [START] if lab.scale.start is not None else []
     for setting in lab.scale.settings:
         recipes += [*parents_of(setting), *(trained_at(k, setting) for k in lab.scale.table1)]
 
-    def measure(recipe: Recipe | None) -> Result:
+    def measure(recipe: Recipe) -> Result:
         lab.trained(recipe)
         return summary(lab.out(recipe))
 
@@ -65,7 +65,7 @@ def parents(lab: Lab) -> list[Point]:
 
 
 def sized(
-    lab: Lab, experiment: str, recipe: Recipe | None, setting: Setting, k: int, **more: Any
+    lab: Lab, experiment: str, recipe: Recipe, setting: Setting, k: int, **more: Any
 ) -> Point:
     """A parent with k of 12 blocks: whole, pruned by `method`, nested (`pick`) or n random ones."""
     more = {"setting": setting, "k": k, "ratio": lab.scale.ratio(k), **more}
@@ -80,7 +80,7 @@ def sized(
 
 
 def subnets(
-    lab: Lab, experiment: str, recipe: Recipe | None, setting: Setting, k: int, n: int, **more: Any
+    lab: Lab, experiment: str, recipe: Recipe, setting: Setting, k: int, n: int, **more: Any
 ) -> Point:
     """n random subnets with k of 12 blocks; k = 12 is the whole model once."""
     more |= {"n": n, "treatment": TRIED} if k < N else {"n": 1}
@@ -92,7 +92,7 @@ def table1(lab: Lab) -> list[Point]:
     scale, found = lab.scale, []
     for setting in scale.settings:
         mine = parents_of(setting)
-        asked = [(recipe, k) for recipe in (None, *mine) for k in (N, *scale.table1)]
+        asked = [(recipe, k) for recipe in (START, *mine) for k in (N, *scale.table1)]
         # the paper's column of parents trained at the size they are cut at
         asked += [(own, k) for k in scale.table1 if (own := trained_at(k, setting)) not in mine]
         found += [subnets(lab, "table1", r, setting, k, n=scale.n_subnets) for r, k in asked]
@@ -157,7 +157,7 @@ def recipe(lab: Lab) -> list[Point]:
         for i, rate in enumerate(way.rates if name in (scale.ways or WAYS) else (), 1):
             about: Result = {"experiment": "recipe", "scale": lab.name, "way": name}
             about |= {"rate": rate * t.lr, "changes": way.changes(scale, t, rate)}
-            about |= {"start": lab.hash_of(None), "seed": seed, "tokens": scale.tokens}
+            about |= {"start": lab.hash_of(START), "seed": seed, "tokens": scale.tokens}
             about |= {"before": before} if (before := way.before(scale, t)) else {}
             about["treatment"] = TRIED
             found += [Point(about, partial(measure_way, lab, about))] if i in scale.rates else []
@@ -170,7 +170,7 @@ def measure_way(lab: Lab, about: Mapping[str, Any]) -> Result:
     bytes: down from the central model and up to it, or around a ring; links: of these between ranks
     that keep 1/S of the central model each (`sharded`); a ring's are all between ranks.
     """
-    start, folder = lab.trained(None), lab.folder / "ways" / name_of(about)
+    start, folder = lab.trained(START), lab.folder / "ways" / name_of(about)
     spent: Result = {"tokens": 0, "bytes": 0, "seconds": 0.0, "links": 0.0}
     for part in (part for part in ("before", "changes") if part in about):
         own = [f"model.weights={start}", f"run.seed={about['seed']}", f"run.out={folder / part}"]
@@ -188,11 +188,11 @@ def measure_way(lab: Lab, about: Mapping[str, Any]) -> Result:
 def perplexities(lab: Lab, source: str) -> Result:
     """Whole, random and nested subnets; a parent without an order is cut along the start's.
 
-    Tickets of every way have the scale that suits them best on other text: data parallel and
-    dropout must not lose by a scale that was made for TwIST.
+    Tickets of every way have the activation scale that suits them best on other text: data parallel
+    and dropout must not lose by a scale that was made for TwIST.
     """
     parent = lab.open(source)
-    order = parent.progress.order or lab.once(None, "order", start_order)
+    order = parent.progress.order or lab.once(START, "order", start_order)
     parent = replace(parent, progress=replace(parent.progress, order=order))
     n, seed = SAMPLE
     sweep = lab.sweep_of(parent, lab.scale.tokens, seed)
@@ -207,7 +207,7 @@ def perplexities(lab: Lab, source: str) -> Result:
         chosen = {"nested": nested["values"][0], "nested_treatment": nested["treatment"]}
         found["test"][str(k)] = drawn | chosen
         if other is not None:
-            by_name = {str(scale): scale for scale in cut.candidates()}
+            by_name = {str(each): each for each in cut.candidates()}
             ready = cut.evaluator(by_name[drawn["treatment"]["chosen"]], other)
             values = [ready.subnet_perplexity(each) for each in tickets[0]]
             found["choice"][str(k)] = summarize(values)
@@ -257,7 +257,7 @@ def shift(lab: Lab) -> list[Point]:
     """The untrained model, the start, and every parent: all layers and all K in one pass."""
     base, n = lab.base, N_SUBSETS
 
-    def point(recipe: Recipe | None, is_init: bool = False) -> Point:
+    def point(recipe: Recipe, is_init: bool = False) -> Point:
         def measure() -> Result:
             ready = lab.sweep(recipe, lab.scale.tokens).cut("both").ready
             model, block_map = ready.full.model, ready.block_map
@@ -272,8 +272,8 @@ def shift(lab: Lab) -> list[Point]:
         about = lab.about("shift", recipe, n=n, n_sequences=N_SEQUENCES)
         return Point(about | ({"parent": INIT, "slug": INIT} if is_init else {}), measure)
 
-    init = [point(None, is_init=True)] if base.model.weights == "random" else []
-    return [*init, *(point(recipe) for recipe in (None, *PARENTS))]
+    init = [point(START, is_init=True)] if base.model.weights == "random" else []
+    return [*init, *(point(recipe) for recipe in (START, *PARENTS))]
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from twistlm.tickets.text import calibrate, text_of
 from twistlm.tickets.ticket_scale import choice_text
 from twistlm.training import checkpoint, rounds
 
-from .scales import Recipe, Scale
+from .scales import START, Recipe, Scale
 
 Result = dict[str, Any]
 
@@ -52,38 +52,37 @@ class Lab:
         base = config.load(scale.preset, [*scale.changes, *self.overrides])
         self.base = base if scale.start is not None else checkpoint.resolved(base)
 
-    def config(self, recipe: Recipe | None) -> Config:
-        """The training config of a recipe, or (None) of the dense start."""
-        if recipe is None:
+    def config(self, recipe: Recipe) -> Config:
+        """The training config of a recipe."""
+        if recipe == START:
             return config.override(self.base, ["train.method=dense", *self.scale.start])
         # another seed: not the start's batches in the same order once more
         mine = [*self.scale.changes_of(recipe), f"run.seed={self.base.run.seed + 1}"]
         if self.scale.start is not None:
-            mine.append(f"model.weights={self.out(None)}")
+            mine.append(f"model.weights={self.out(START)}")
         cfg, usual = config.override(self.base, mine), self.base.train
         n_rounds = usual.rounds * usual.interval // cfg.train.interval  # as many tokens
         return config.override(cfg, [f"train.rounds={n_rounds}"])
 
-    def _hash_of(self, recipe: Recipe | None) -> str:
+    def _hash_of(self, recipe: Recipe) -> str:
         """Names all that a parent follows from: its config and, by hash, its start."""
-        if recipe is None and self.scale.start is None:
+        if recipe == START and self.scale.start is None:
             given = self.base.model.weights
             file = Path(given) / "model.safetensors"
             return name_of({"weights": file_sha256(file) if file.is_file() else given})
         table = config.to_dict(self.config(recipe))
         table["run"] = {"seed": table["run"]["seed"]}
         has_start = self.scale.start is not None or Path(table["model"]["weights"]).is_dir()
-        if recipe is not None and has_start:
-            table["model"]["weights"] = f"start {self.hash_of(None)}"
+        if recipe != START and has_start:
+            table["model"]["weights"] = f"start {self.hash_of(START)}"
         return name_of(table)
 
-    def out(self, recipe: Recipe | None) -> Path:
-        slug = "start" if recipe is None else recipe.slug
-        return self.folder / "parents" / f"{slug}-{self.hash_of(recipe)}"
+    def out(self, recipe: Recipe) -> Path:
+        return self.folder / "parents" / f"{recipe.slug}-{self.hash_of(recipe)}"
 
-    def trained(self, recipe: Recipe | None) -> str:
+    def trained(self, recipe: Recipe) -> str:
         """Where a parent lies, trained now as far as it is not."""
-        if recipe is None and self.scale.start is None:
+        if recipe == START and self.scale.start is None:
             return self.base.model.weights
         out, about = self.out(recipe), self.about_training(recipe)
         if made := self.points.find(about):
@@ -91,8 +90,8 @@ class Lab:
             if (last / checkpoint.MANIFEST).is_file():
                 return str(last)
         cfg = config.override(self.config(recipe), [f"run.out={out}"])
-        if recipe is not None and self.scale.start is not None:
-            cfg = config.override(cfg, [f"model.weights={self.trained(None)}"])
+        if recipe != START and self.scale.start is not None:
+            cfg = config.override(cfg, [f"model.weights={self.trained(START)}"])
         last = self.train(cfg)
         self.points.measure(about, lambda: summary(out))
         return last
@@ -112,7 +111,7 @@ class Lab:
         cuts += [f"blocks.{k}={getattr(blocks, k)}" for k in keys]
         return parent.open_parent(source, self.base.run.device, cuts)
 
-    def once(self, recipe: Recipe | None, key: Hashable, build: Callable[[Parent], Any]) -> Any:
+    def once(self, recipe: Recipe, key: Hashable, build: Callable[[Parent], Any]) -> Any:
         """What `build` makes of a trained parent, kept until another one is opened."""
         source = self.trained(recipe)
         if self._built.get("source") != source:
@@ -122,7 +121,7 @@ class Lab:
             self._built[key] = build(self._built["parent"])
         return self._built[key]
 
-    def sweep(self, recipe: Recipe | None, tokens: int) -> Sweep:
+    def sweep(self, recipe: Recipe, tokens: int) -> Sweep:
         """Measures a trained parent and its tickets on so many tokens."""
         return self.once(recipe, tokens, lambda p: self.sweep_of(p, tokens, self.base.run.seed))
 
@@ -138,18 +137,12 @@ class Lab:
             self._built = {}
             forget(pick_device(self.base.run.device))
 
-    def about(self, experiment: str, recipe: Recipe | None = None, **more: Any) -> dict[str, Any]:
+    def about(self, experiment: str, recipe: Recipe, **more: Any) -> dict[str, Any]:
         """A point's config: the experiment, the scale, the parent and what is asked of it."""
-        return {
-            "experiment": experiment,
-            "scale": self.name,
-            "parent": recipe.label if recipe else "start",
-            "slug": recipe.slug if recipe else "start",
-            "parent_hash": self.hash_of(recipe),
-            **more,
-        }
+        about = {"experiment": experiment, "scale": self.name, "parent": recipe.label}
+        return about | {"slug": recipe.slug, "parent_hash": self.hash_of(recipe), **more}
 
-    def about_training(self, recipe: Recipe | None) -> dict[str, Any]:
+    def about_training(self, recipe: Recipe) -> dict[str, Any]:
         """The config of a parent's own point, which is written as soon as it is trained."""
         cfg = self.config(recipe)
         t = {key: getattr(cfg.train, key) for key in ("method", "outer", "rounds")}

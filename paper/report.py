@@ -37,14 +37,16 @@ def load(paths: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _order(p: dict[str, Any]) -> tuple:
-    """The order of rows, whatever the order of the points: by setting, method, width and size."""
+    """The order of rows: by setting, training, its width, lost nodes, size and pruner."""
     setting = p.get("setting", "both")
-    method, _, width = p.get("slug", "").removesuffix(f"-{setting}").partition("-")
+    training, _, width = p.get("slug", "").removesuffix(f"-{setting}").partition("-")
     return (
-        "both attn ffn".find(setting),
-        "init start dense dropout twist".find(method),
-        int(width) if width.isdigit() else N + 1,
-        *(p.get("nodes", 0), p.get("lost", 0), -p.get("k", 0), p.get("method", "")),
+        ("both", "attn", "ffn").index(setting),
+        ("", "init", "start", "dense", "dropout", "twist").index(training),
+        int(width) if width.isdigit() else N + 1,  # fresh masks come last
+        *(p.get("nodes", 0), p.get("lost", 0)),
+        -p.get("k", 0),
+        p.get("method", ""),
     )
 
 

@@ -13,16 +13,19 @@ NESTED_SHARE = 0.25  # share of these masks that follow the order of blocks
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train a parent from the common start, on the same tokens as all others."""
+    """How a parent is trained: from the common start, on the same tokens as all others."""
 
     method: Method
     k: int = 6  # of 12 blocks that a worker holds
     setting: Setting = "both"
     fresh: bool = False  # masks for every sequence, an order of blocks and the start as teacher
+    is_start: bool = False  # the common start itself, or the weights that are given in its place
 
     @property
     def slug(self) -> str:
         """A name for folders: `twist-6`, `twist-6-attn`."""
+        if self.is_start:
+            return "start"
         if self.method == "dense":
             return "dense"
         kind = "" if self.setting == "both" else f"-{self.setting}"
@@ -31,12 +34,15 @@ class Recipe:
     @property
     def label(self) -> str:
         """A name for people."""
+        if self.is_start:
+            return "start"
         if self.method == "dense":
             return "data parallel"
         name = "TwIST" if self.method == "twist" else "structured dropout"
         return f"{name}, fresh masks and teacher" if self.fresh else f"{name} K={self.k}"
 
 
+START = Recipe("dense", is_start=True)
 DENSE = Recipe("dense")
 DROPOUT = Recipe("dropout")
 TWIST = Recipe("twist")
@@ -180,18 +186,18 @@ OFTEN = "TwIST, interval 4"  # as near to its twin as 0.45 of the bytes allow
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: a recipe, what differs from it, and its rates, times the scale's own."""
+    """What the experiment `recipe` compares: a parent's recipe, changed, at some learning rates."""
 
     recipe: Recipe
-    rates: tuple[float, ...]
+    rates: tuple[float, ...]  # times the scale's own
     keys: tuple[str, ...] = ()
-    share: float = 1.0  # of the usual interval
+    interval: float = 1.0  # times the usual one
     widths: tuple[int, ...] = ()  # of masks, where they are not the recipe's
     dense: float = 0.0  # share of tokens that first train a whole start and teacher of the rest
 
     def changes(self, scale: Scale, t: TrainConfig, rate: float) -> list[str]:
         """The way as `section.key=value`, each key once: as many tokens whatever the interval."""
-        interval = max(1, round(t.interval * self.share))
+        interval = max(1, round(t.interval * self.interval))
         n_rounds = (t.rounds - round(t.rounds * self.dense)) * t.interval // interval
         some = [*scale.changes_of(self.recipe), f"train.lr={rate * t.lr:g}"]
         some += [f"train.interval={interval}", f"train.rounds={n_rounds}"]
@@ -207,9 +213,9 @@ class Way:
         return sorted(some) if n_rounds else []
 
 
-def ours(*changes: str, rates: tuple[float, ...] = (4,), share: float = 0.4, **more) -> Way:
+def ours(*changes: str, rates: tuple[float, ...] = (4,), interval: float = 0.4, **more) -> Way:
     """Our recipe with int8 transfers and, unless said, six steps of the usual fifteen."""
-    return Way(TWIST_FRESH, rates, ("run.wire=int8", *changes), share, **more)
+    return Way(TWIST_FRESH, rates, ("run.wire=int8", *changes), interval, **more)
 
 
 HALF_DECAY = "train.weight_decay=0.05"  # of the preset's 0.1
@@ -240,18 +246,18 @@ WAYS: dict[str, Way] = {
     OURS: ours(rates=(4, 3)),
     f"{OURS}, half the decay, beta2 0.98": ours(*SLOWER),
     "TwIST, 0.35 nested": ours("blocks.nested=0.35", rates=(4, 3)),
-    OFTEN: ours(rates=(4, 3), share=4 / 15),
-    **{f"{OFTEN}{name}": ours(*some, share=4 / 15) for name, some in DECAYS.items()},
+    OFTEN: ours(rates=(4, 3), interval=4 / 15),
+    **{f"{OFTEN}{name}": ours(*some, interval=4 / 15) for name, some in DECAYS.items()},
     "TwIST, half workers": ours(*HALF, *SLOWER, rates=(4, 3), widths=HALVES),
-    HALF_NAME: ours(*FEWER, rates=(4, 3), share=4 / 15, widths=NARROW),
-    f"{HALF_NAME}, more of 6": ours(*FEWER, rates=(4, 3), share=4 / 15, widths=MIDDLE),
+    HALF_NAME: ours(*FEWER, rates=(4, 3), interval=4 / 15, widths=NARROW),
+    f"{HALF_NAME}, more of 6": ours(*FEWER, rates=(4, 3), interval=4 / 15, widths=MIDDLE),
     MIXED_NAME: ours(*MIXED, *SLOWER, rates=(4, 3), widths=MIXTURE),
     TWIN_NAME: Way(TWIN, (2, 3)),
     f"{TWIN_NAME}, one whole, the rest half": Way(TWIN, (2, 3), TWIN_KEYS, widths=TWIN_WIDTHS),
     **{f"{TWIN_NAME}{n}": Way(TWIN, (2,), some) for n, some in DECAYS.items() if "clip" not in n},
-    **{f"{WHOLE_NAME}{name}": replace(WHOLE, dense=share) for name, share in FIRST.items()},
+    **{f"{WHOLE_NAME}{name}": replace(WHOLE, dense=dense) for name, dense in FIRST.items()},
     "… half the decay": ours(HALF_DECAY),
-    "… interval 1, half the decay": ours("run.wire=fp32", HALF_DECAY, share=1 / 15),
+    "… interval 1, half the decay": ours("run.wire=fp32", HALF_DECAY, interval=1 / 15),
     "… fp32": ours("run.wire=fp32"),
     "… no teacher": ours("train.teacher=none"),
     "… no order": ours("blocks.nested=0.0"),

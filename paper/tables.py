@@ -73,7 +73,7 @@ def best_of(rows: Iterable[Means]) -> Means:
 def by_columns(
     name: str, title: str, heads: tuple[str, ...], lines: list[Line], columns: list[Any]
 ) -> Table:
-    """Perplexities and tickets' scales; the lowest of a column, among its rivals, is bold."""
+    """Perplexities and activation scales; the lowest of a column, among its rivals, is bold."""
 
     def is_best(line: Line, k: Any) -> bool:
         like = [other for other in lines if other.rivals == line.rivals and k in other.found]
@@ -253,12 +253,12 @@ Ways = dict[str, dict[float, Points]]  # way -> rate -> a point per seed
 
 
 def recipe(points: Points) -> Shown:
-    """A row per way and rate; other starts, and tickets scaled otherwise, have their own tables."""
+    """A row per way and rate; other starts, and other activation scales, have their own tables."""
     for i, ways in enumerate(by_start(points)):
         chosen = {way: min(rates.values(), key=choice_score) for way, rates in ways.items()}
         one = next(iter(chosen.values()))[0]
         start, treatment = one["start"][:8], one.get("treatment", "sqrt(N/K) for all")
-        where = f" (start {start}, scales: {treatment})" if i else ""
+        where = f" (start {start}, activation scales: {treatment})" if i else ""
         name, columns = f"recipe-{i + 1}" if i else "recipe", list(over_seeds([one]))
         lines: list[Line] = []
         for way, some in ((way, some) for way, rates in ways.items() for some in rates.values()):
@@ -284,7 +284,7 @@ def recipe(points: Points) -> Shown:
 
 
 def by_start(points: Points) -> list[Ways]:
-    """Points apart by their start and scales of tickets: chosen ones first, then most points."""
+    """Points apart by their start and activation scales: chosen ones first, then most points."""
     starts: dict[tuple[bool, str], Ways] = {}
     names = [*WAYS, *(p["way"] for p in points)]
     for p in sorted(points, key=lambda p: names.index(p["way"])):
@@ -307,15 +307,15 @@ def choice_score(some: Points) -> float:
 
 
 def over_seeds(some: Points) -> Sizes:
-    """Column -> mean and sd over seeds, with the scale of the first seed's tickets."""
+    """Column -> mean and sd over seeds, with the activation scale of the first seed's tickets."""
     tests = [p["test"] for p in sorted(some, key=lambda p: p["seed"])]
     sizes = [k for k in tests[0] if k != "whole"]
     found: Sizes = {"whole": _spread([test["whole"] for test in tests])}
-    for word, key, scale in (("", "mean", "treatment"), ("nested ", "nested", "nested_treatment")):
+    for word, key, chosen in (("", "mean", "treatment"), ("nested ", "nested", "nested_treatment")):
         for k in sizes:
             cell = found[f"{word}{k}/{N}"] = _spread([test[k][key] for test in tests])
-            if scale in tests[0][k]:
-                cell["treatment"] = tests[0][k][scale]
+            if chosen in tests[0][k]:
+                cell["treatment"] = tests[0][k][chosen]
     return found
 
 

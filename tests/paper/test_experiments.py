@@ -21,7 +21,7 @@ from paper import NAMES
 from paper.experiments import EXPERIMENTS, _scale, run, shifts, subnets
 from paper.lab import Lab, summary
 from paper.report import report
-from paper.scales import DENSE, PARENTS, SCALES, TWIST, TWIST_FRESH, WAYS, Recipe
+from paper.scales import DENSE, PARENTS, SCALES, START, TWIST, TWIST_FRESH, WAYS, Recipe
 from twistlm import config
 from twistlm.compute.perplexity import Text
 from twistlm.config import BlocksConfig
@@ -77,7 +77,7 @@ def test_every_experiment_end_to_end_and_its_tables(shared, tmp_path, monkeypatc
     # zeros and whole blocks: tests/baselines has all ways to prune
     monkeypatch.setattr("paper.experiments.COMPARED", ("sparsegpt", "block:mask-fisher"))
     folder, data = tmp_path / "lab", shared.overrides
-    for recipe in (None, *PARENTS):
+    for recipe in (START, *PARENTS):
         shared.trained(recipe)
     shutil.copytree(shared.folder, folder)  # a lab can move
     run(["all"], "smoke", folder, data)
@@ -116,7 +116,7 @@ def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, capsys):
 
 
 def test_parents_start_from_the_same_weights_and_see_the_same_tokens(shared):
-    start = load_file(Path(shared.trained(None)) / "model.safetensors")
+    start = load_file(Path(shared.trained(START)) / "model.safetensors")
     for recipe in PARENTS:
         out = Path(shared.trained(recipe)).parents[1]
         described = json.loads((out / "run.json").read_text())["config"]
@@ -141,15 +141,15 @@ def test_a_point_is_what_a_plain_evaluation_gives(shared):
 
 
 def test_a_training_that_was_stopped_goes_on(lab):
-    cfg, stops = config.override(lab.config(None), [f"run.out={lab.out(None)}"]), [False, True]
+    cfg, stops = config.override(lab.config(START), [f"run.out={lab.out(START)}"]), [False, True]
     last = rounds.train(cfg, is_late=lambda: stops.pop(0), quiet=True)
-    assert last == lab.out(None) / "checkpoints/round-000002"
+    assert last == lab.out(START) / "checkpoints/round-000002"
     assert not lab.points.file.exists()
-    assert Path(lab.trained(None)).name == "round-000003"
+    assert Path(lab.trained(START)).name == "round-000003"
     (made,) = lab.points.all()
-    assert made["config"] == lab.about_training(None)
+    assert made["config"] == lab.about_training(START)
     assert made["result"]["tokens"] == 3 * 2 * 4 * 64  # rounds, steps, workers, tokens
-    rows = (lab.out(None) / "metrics.jsonl").read_text().splitlines()
+    rows = (lab.out(START) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["round"] for row in rows] == [1, 2, 3]
 
 
@@ -221,7 +221,7 @@ def test_a_way_that_trains_the_whole_model_first(lab):
     assert tried["chosen"] == min(tried["tried"], key=tried["tried"].__getitem__)
     assert tried["first_window"] * 64 >= TINY.tokens
     cfg, alone = small.base, []
-    source, base = small.trained(None), cfg.train
+    source, base = small.trained(START), cfg.train
     for part in (way.before(scale, base), way.changes(scale, base, 1)):
         own = [f"model.weights={source}", "run.seed=1", f"run.out={lab.folder}/alone{len(alone)}"]
         source = small.train(config.override(cfg, [*part, *own]), first=8 * len(alone))
@@ -243,7 +243,7 @@ def test_every_scale_makes_legal_configs(tmp_path):
         for recipe in (*PARENTS, Recipe("twist", 3), Recipe("twist", 12)):
             assert 1 <= lab.config(recipe).blocks.k_attn[0] <= scale.n_attn
         if scale.start is not None:
-            assert lab.config(None).run.seed != lab.config(DENSE).run.seed
+            assert lab.config(START).run.seed != lab.config(DENSE).run.seed
 
 
 def test_shift_against_all_subsets():
