@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def names(text: str, option: str, legal: Sequence[str]) -> tuple[Any, ...]:
-    """The parts of `a,b,c`, each once."""
+def names(text: str, option: str, legal: Sequence[str], may_be_none: bool = False) -> Any:
+    """The parts of `a,b,c`, each once, as a tuple."""
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for name in found:
         if name not in legal:
             raise ValueError(f"{option} {name!r}: use some of {', '.join(legal)}")
+    if not found and not may_be_none:
+        raise ValueError(f"{option} names none of {', '.join(legal)}")
     return found
 
 

@@ -48,10 +48,8 @@ class Comparison:
     ):
         self.n, self.seed, self.folder, heal = request.n, request.seed, folder, request.heal
         self.settings = typed.names(request.settings, "--settings", list(SETTINGS))
-        if not self.settings:
-            raise ValueError(f"--settings names none of {', '.join(SETTINGS)}")
         self.ratios = typed.sizes(request.ratios, "--ratios")
-        self.methods = typed.names(request.methods, "--methods", COMPARED)
+        self.methods = typed.names(request.methods, "--methods", COMPARED, may_be_none=True)
         # tokens that all sizes of a setting share, each trained for itself
         self.heal = int(requests.amount("tokens", heal, "--heal")) if heal else 0
         if heal and self.heal < (n := len(self.ratios)):
