@@ -57,7 +57,8 @@ def test_log_likelihoods_are_those_of_single_passes(monkeypatch, limit):
     assert loglikelihoods(model, tok, [("w1 w2", f" w{likeliest}")])[0][1]
     with pytest.raises(ValueError, match="makes token 64, and the model has 64"):
         loglikelihoods(model, word_level([*WORDS, "more"]), [("w1", " more")])
-    assert loglikelihoods(model, tok, [("w1", "")]) == [(0.0, True)]
+    with pytest.raises(ValueError, match="' ' adds no token to 'w1'"):  # it would always win
+        loglikelihoods(model, tok, [("w1", " ")])
 
 
 def test_spaces_at_the_end_of_a_context_are_predicted():
@@ -120,6 +121,7 @@ BAD = {
     "damaged.jsonl.gz": "could not be read",
     "label.jsonl": "label = 2 of doc_id 5 is no number from 0 to 1",
     "no.jsonl": "holds no question",
+    "nothing.jsonl": "nothing.jsonl, line 2: the continuation is empty",
     "words.txt,words.txt": "is no line of a task",
 }
 
@@ -129,6 +131,7 @@ def test_bad_tasks_are_one_sentence(tmp_path, monkeypatch, asked):
     (tmp_path / "empty").mkdir()
     files = {"words.txt": "w1 w2", "half.jsonl": line(0, 0, "a", " b") + '{"doc_id": 1}\n'}
     files |= {"label.jsonl": line(5, 2, "a", " b", " c"), "no.jsonl": "", "damaged.jsonl.gz": "x"}
+    files |= {"nothing.jsonl": line(5, 0, "a", " b", "")}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path / "empty" if asked == "." else tmp_path)

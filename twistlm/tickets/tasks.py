@@ -114,18 +114,18 @@ def read_task(path: Path) -> list[Question]:
     `request` holds `context` and `continuation`; `label` is the right one's number among those of
     a `doc_id`. Answers that are repeated without their question are left out.
     """
-    documents: dict[Any, list[tuple[Pair, Any]]] = {}
+    documents: dict[Any, list[tuple[int, Pair, Any]]] = {}  # line, pair, label
     number = 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):  # noqa: B007
+            for number, line in enumerate(lines, 1):
                 row = json.loads(line)
                 document, request = row["doc_id"], row["request"]
                 pair = request["context"], request["continuation"]
                 if not all(isinstance(text, str) for text in pair):
                     raise TypeError
                 if not (isinstance(document, int) and document >= WITHOUT_QUESTION):
-                    documents.setdefault(document, []).append((pair, row.get("label")))
+                    documents.setdefault(document, []).append((number, pair, row.get("label")))
     except (OSError, EOFError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} could not be read: {error}") from None
     except (ValueError, KeyError, TypeError):
@@ -135,13 +135,16 @@ def read_task(path: Path) -> list[Question]:
         ) from None
     made = []
     for document, rows in documents.items():
-        gold = rows[0][1] if len(rows) > 1 else 0
+        gold = rows[0][2] if len(rows) > 1 else 0
         if type(gold) is not int or not 0 <= gold < len(rows):
             raise ValueError(
                 f"{path}: label = {gold!r} of doc_id {document} is no number from 0 to "
                 f"{len(rows) - 1}"
             )
-        made.append(Question(tuple(pair for pair, _ in rows), gold))
+        for number, (_, continuation), _ in rows:
+            if not continuation:  # its log p would be 0, the highest there is
+                raise ValueError(f"{path}, line {number}: the continuation is empty")
+        made.append(Question(tuple(pair for _, pair, _ in rows), gold))
     if not made:
         raise ValueError(f"{path} holds no question")
     return made
@@ -233,6 +236,9 @@ def loglikelihoods(
     rows = [(ids[-most - 1 :], min(n, most, len(ids) - 1)) for ids, n in made]
     if rows and (largest := max(max(ids) for ids, _ in rows)) >= n_tokens:
         raise ValueError(f"the tokenizer makes token {largest}, and the model has {n_tokens}")
+    for (context, text), (_, n) in zip(pairs, rows, strict=True):
+        if n < 1:  # its log p would be 0, the highest there is
+            raise ValueError(f"the continuation {text!r} adds no token to {context[-40:]!r}")
     found: list[Found] = [(0.0, True)] * len(rows)
     task = bar.add_task(f"score {what}", total=len(rows), note="")
     for batch in _batches(rows, n_tokens):  # the longest first: memory ends at once, or never
@@ -271,8 +277,7 @@ def _tokens(
 
 def _batches(rows: Sequence[tuple[list[int], int]], n_tokens: int) -> Iterator[list[int]]:
     """Numbers of texts of like length: as many as `BATCH` and `LOGITS` allow."""
-    predicted = (i for i, (_, n) in enumerate(rows) if n > 0)  # others add no token to the context
-    left = sorted(predicted, key=lambda i: -len(rows[i][0]))
+    left = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
     while left:
         longest = len(rows[left[0]][0])
         batch = left[: max(1, BATCH // longest)]
