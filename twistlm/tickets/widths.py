@@ -89,7 +89,7 @@ def fit(
         legal = [widths | none for widths in legal]
         if budget.kind != "latency":
             return [_least_cut(budget, block_map, cost, legal)]
-        uniform = [widths for widths in uniform if widths in legal]
+        uniform = _evenest(block_map, legal)
     cost_at = cache(lambda i: cost(uniform[i]))  # a latency is measured, of few widths
     n_within = bisect_right(range(len(uniform)), budget.limit, key=cost_at)
     if n_within == 0:
@@ -104,13 +104,28 @@ def _least_cut(budget: Budget, block_map: BlockMap, cost: Cost, legal: list[Widt
     within = [widths for widths in legal if cost(widths) <= budget.limit]
     if not within:
         raise budget.impossible(min(map(cost, legal)))
+    return max(within, key=lambda widths: (_smallest_share(block_map, widths), _n_blocks(widths)))
+
+
+def _evenest(block_map: BlockMap, legal: list[Widths]) -> list[Widths]:
+    """Legal widths from few blocks to all: for each share of the kind that is cut most, the fewest.
+
+    Each is wider than the one before, so that a latency is found in few measurements.
+    """
+    narrowest: dict[Fraction, Widths] = {}
+    for widths in sorted(legal, key=_n_blocks, reverse=True):
+        narrowest[_smallest_share(block_map, widths)] = widths
+    return [narrowest[share] for share in sorted(narrowest)]
+
+
+def _smallest_share(block_map: BlockMap, widths: Widths) -> Fraction:
+    """Of the kind that is cut most; layers without blocks do not count."""
     most = block_map.full_widths()
+    return min(Fraction(k, most[name]) for name, k in widths.items() if k)
 
-    def kept(widths: Widths) -> tuple[Fraction, int]:
-        shares = (Fraction(k, most[name]) for name, k in widths.items() if k)
-        return min(shares), sum(widths.values())
 
-    return max(within, key=kept)
+def _n_blocks(widths: Widths) -> int:
+    return sum(widths.values())
 
 
 def grow(
