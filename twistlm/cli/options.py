@@ -77,8 +77,6 @@ def command(group: typer.Typer, *examples: str, called: str | None = None) -> Ca
                 made = [f for f in dataclasses.fields(hints[name]) if f.metadata]
                 requests[name] = hints[name], [f.name for f in made]
                 plain += [_parameter(f.name, kinds[f.name], f) for f in made]
-            elif hints[name] is typer.Context:
-                plain.append(given.replace(kind=given.KEYWORD_ONLY, annotation=typer.Context))
             else:
                 field = SHARED[name] if given.default is given.empty else given.default
                 plain.append(_parameter(name, hints[name], field))
@@ -113,11 +111,6 @@ def split_sources(given: Sequence[str]) -> tuple[list[str], list[str]]:
     if not (sources := [each for each in given if each not in overrides]):
         raise ValueError("give at least one parent or ticket")
     return sources, overrides
-
-
-def is_given(context: typer.Context, name: str) -> bool:
-    """Whether an option was typed, or has its default."""
-    return context.get_parameter_source(name).name == "COMMANDLINE"  # type: ignore[union-attr]
 
 
 def _parameter(name: str, hint: Any, field: dataclasses.Field) -> inspect.Parameter:

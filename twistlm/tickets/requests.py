@@ -166,9 +166,14 @@ class ScoreRequest(Checked):
     """How many random subnets of which sizes are measured, and on what."""
 
     ratios: tuple[str, ...] = option(
-        "Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable.", ("6/12",), "--ratio"
+        "Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable. Default: run.eval_ratios, of "
+        "which --certify takes the first; half of the blocks where a parent has no such sizes.",
+        (),
+        "--ratio",
     )
-    n: int = option("Random subnets behind each number.", 20, least=1, most=10**6)
+    n: int = option(
+        "Random subnets behind each number; 0: 20, with --certify 200.", 0, least=0, most=10**6
+    )
     data: str | None = option(VALID_TEXT, None)
     tokens: int = option(N_TOKENS, 0, least=0)
     seed: int = seed_of("the random subnets")

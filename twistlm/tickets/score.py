@@ -30,6 +30,8 @@ from .requests import ScoreRequest
 from .runnable import open_runnable
 from .text import check_same_tokenizer, open_text, text_of
 
+N_SUBNETS = 20  # random ones behind each number
+N_CERTIFIED = 200  # and behind a certificate
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
 
 
@@ -56,21 +58,36 @@ class Scores:
         return plain
 
 
+def usual_ratios(parent: Parent) -> tuple[str, ...]:
+    """`run.eval_ratios`; where they are no whole numbers of a parent's blocks, about half."""
+    block_map, ratios = parent.block_map, parent.cfg.run.eval_ratios
+    with suppress(ValueError):
+        if ratios and all(widths_of_ratio(block_map, ratio) for ratio in ratios):
+            return ratios
+    kinds = {group.kind: group for group in block_map.groups}
+    half = {kind: max(g.least, math.ceil(g.n_blocks / 2)) for kind, g in kinds.items()}
+    return (",".join(f"{kind}={k}/{kinds[kind].n_blocks}" for kind, k in half.items()),)
+
+
 def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool = False) -> Scores:
-    """Perplexity of the full model and of n random subnets of each ratio."""
+    """Perplexity of the full model and of n random subnets of each ratio.
+
+    Without ratios those of `usual_ratios`.
+    """
     text = text_of(parent, request.data, request.tokens)
     ready = parent.evaluator(text)
     block_map, order = parent.block_map, parent.progress.order
-    widths = {ratio: widths_of_ratio(block_map, ratio) for ratio in request.ratios}
+    ratios, n = request.ratios or usual_ratios(parent), request.n or N_SUBNETS
+    widths = {ratio: widths_of_ratio(block_map, ratio) for ratio in ratios}
     subnets, nested = [], []
     with progress(quiet) as bar:
-        total = 1 + (request.n + bool(order)) * len(widths)
+        total = 1 + (n + bool(order)) * len(widths)
         task = bar.add_task(f"evaluate {name}", total=total, note="")
         tick = partial(bar.advance, task)
         full = ready.full_perplexity()
         tick()
         for ratio, each in widths.items():
-            subnets.append(ready.random_subnets(ratio, each, request.n, request.seed, tick))
+            subnets.append(ready.random_subnets(ratio, each, n, request.seed, tick))
             if order:
                 nested.append(ready.subnet_perplexity(prefixes(block_map, order, each)))
                 tick()
