@@ -18,7 +18,6 @@ from ..compute.perplexity import Spread, Text, perplexity, summarize
 from ..config import Config, DataConfig
 from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
-from ..model import huggingface
 from ..model.blocks import widths_of_ratio
 from ..model.masks import prefixes
 from ..system import provenance, terminal
@@ -28,7 +27,7 @@ from .deploy import cut_from, read_ticket
 from .parent import Parent, default_seq_len, what_is
 from .requests import ScoreRequest
 from .runnable import open_runnable
-from .text import check_same_tokenizer, open_text, text_of
+from .text import open_text, text_for, text_of
 
 N_SUBNETS = 20  # random ones behind each number
 N_CERTIFIED = 200  # and behind a certificate
@@ -128,10 +127,7 @@ def score_whole(
     model = open_runnable(source, device).model
     default = Config(data=DataConfig(seq_len=seq_len or default_seq_len(model)))
     cfg = config.override(default, overrides)
-    huggingface.check_positions(model, cfg.data.seq_len)
-    file.check(cfg.data.seq_len, huggingface.vocab_size(model))
-    check_same_tokenizer(file, folder / "tokenizer.json")
-    text = Text(file, cfg.data.seq_len, tokens)
+    text = text_for(model, file, cfg.data.seq_len, tokens, folder / "tokenizer.json")
     return score_model(model, text, folder.name, cfg.train.precision)
 
 
