@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -47,9 +47,10 @@ from .tickets import deploy
 from .tickets.extract import make_ticket
 from .tickets.parent import open_parent
 from .tickets.requests import ShrinkRequest, TicketRequest, amount, parse_budgets
+from .tickets.runnable import Runnable, open_runnable
 from .tickets.score import score_model
 from .tickets.stock import stock_config
-from .tickets.tasks import TaskScores, open_tasks, score_tasks
+from .tickets.tasks import TaskScores, open_tasks, score_models
 from .tickets.tasks import record as task_record
 from .tickets.text import text_of
 from .training import checkpoint, plan, rounds
@@ -93,6 +94,9 @@ def run(request: ShrinkRequest) -> list[Row]:
         raise ValueError("give --to, --size, --latency or --memory, several for several sizes")
     tasks = open_tasks(request.tasks) if request.tasks else None
     checked = None if "sizes" in record else check(request)
+    if checked is None and request.gguf:  # which may be another type than before
+        words = load_tokenizer(f"{out}/text/train.tokenizer.json")
+        check_gguf(request.gguf, huggingface.outline(weights_of(request)), words, request.model)
     with alone(out):
         if checked is not None:
             whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
@@ -103,10 +107,19 @@ def run(request: ShrinkRequest) -> list[Row]:
         rows = _cut(request, cfg, record["sizes"])
     if tasks is None:
         return rows
-    folders = [str(row.folder) for row in rows]
-    scores = list(score_tasks(folders, tasks, device=cfg.run.device))
+    scores = list(score_models(_runnable(request, cfg, rows), tasks))
     whole_file(out / "tasks.json", json.dumps(task_record(scores), indent=1) + "\n")
     return [replace(row, tasks=_means(each)) for row, each in zip(rows, scores, strict=True)]
+
+
+def _runnable(
+    request: ShrinkRequest, cfg: Config, rows: Sequence[Row]
+) -> Iterator[tuple[str, Runnable]]:
+    """All models by the names of their folders; the given one may have its tokenizer elsewhere."""
+    given = open_runnable(weights_of(request), cfg.run.device)
+    yield Path(request.model).name, replace(given, source=f"{cfg.data.train}.tokenizer.json")
+    for row in rows[1:]:
+        yield row.folder.name, open_runnable(row.folder, cfg.run.device)
 
 
 def _means(scores: TaskScores) -> dict[str, float]:
@@ -141,8 +154,7 @@ def check(request: ShrinkRequest) -> Inputs:
     if request.tokens and request.hours:
         raise ValueError("give --tokens or --hours, not both")
     n_tokens = int(amount("tokens", request.tokens)) if request.tokens else 0
-    weights = f"gguf:{name}" if name.endswith(".gguf") and ":" not in name else name
-    weights = checkpoint.weights_of(weights)
+    weights = weights_of(request)
     model = huggingface.outline(weights)
     tokenizer = load_tokenizer(request.tokenizer or weights)
     its = vocabulary_of(weights) if request.tokenizer else None
@@ -151,7 +163,7 @@ def check(request: ShrinkRequest) -> Inputs:
         what = f"it is not that of {name}, which knows {n_known} tokens"
         raise ValueError(f"--tokenizer {request.tokenizer or weights}: {what}")
     if request.gguf:
-        gguf.check(model, request.gguf, "--gguf")
+        check_gguf(request.gguf, model, tokenizer, request.tokenizer or weights)
     cut = recipe.cut_for(model, overrides)
     device = config.override(Config(), overrides).run.device
 
@@ -174,6 +186,19 @@ def check(request: ShrinkRequest) -> Inputs:
     n_text = sum(n_bytes(each.source) or 0 for each in texts) // BYTES_PER_TOKEN  # about
     needs(request, checked, choose(n_text=n_text, n_tokens=n_tokens), n_text)
     return checked
+
+
+def weights_of(request: ShrinkRequest) -> str:
+    """The model by the name that others know it by: gguf:FILE, a checkpoint of a run."""
+    name = request.model
+    is_file = name.endswith(".gguf") and ":" not in name
+    return checkpoint.weights_of(f"gguf:{name}" if is_file else name)
+
+
+def check_gguf(type_: str, model: PreTrainedModel, tokenizer: Tokenizer, name: str) -> None:
+    """Refuse a model, or a tokenizer of this `name`, that llama.cpp cannot have."""
+    gguf.check(model, type_, "--gguf")
+    gguf.split_of(json.loads(tokenizer.to_str()), name)
 
 
 def needs(request: ShrinkRequest, checked: Inputs, cfg: Config, n_text: int) -> str:
@@ -264,7 +289,7 @@ def _cut(request: ShrinkRequest, cfg: Config, sizes: dict[str, str]) -> list[Row
         if not rows:
             rows.append(_row("trained", Path(cfg.run.out), proof["parent"], found["parent"]))
         rows.append(_row(name, folder, proof, found["ticket"]))
-        if request.gguf and not file.is_file():
+        if request.gguf and gguf.type_of(file) != request.gguf:
             with waiting.status(f"write {file}"):
                 model = deploy.load_ticket(folder).float()
                 gguf.export(model, file, request.gguf, folder / "tokenizer.json")

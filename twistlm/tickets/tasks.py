@@ -9,7 +9,7 @@ import importlib.util
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -189,11 +189,15 @@ def score_tasks(
 
     Those are nested where the parent has an order of blocks; else one random ticket for each ratio.
     """
+    each = (_models(source, ratios, seed, device, overrides) for source in sources)
+    return score_models(chain.from_iterable(each), tasks)
+
+
+def score_models(models: Iterable[tuple[str, Runnable]], tasks: Tasks) -> Iterator[TaskScores]:
+    """Every model, by its name, on every task."""
     files, of_lm_eval = tasks
     with progress() as bar:
-        for name, runnable in chain.from_iterable(
-            _models(source, ratios, seed, device, overrides) for source in sources
-        ):
+        for name, runnable in models:
             n_params = runnable.model.num_parameters()
             ask = partial(loglikelihoods, runnable.model, runnable.tokenizer(), bar=bar, what=name)
             found = {each: metrics(asked, ask) for each, asked in files.items()}
