@@ -19,7 +19,6 @@ from ..config import Config, DataConfig
 from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
 from ..model.blocks import widths_of_ratio
-from ..model.masks import prefixes
 from ..system import provenance, terminal
 from ..system.terminal import progress
 from ..training import checkpoint
@@ -74,22 +73,12 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
     Without ratios those of `usual_ratios`.
     """
     text = text_of(parent, request.data, request.tokens)
-    ready = parent.evaluator(text)
-    block_map, order = parent.block_map, parent.progress.order
     ratios, n = request.ratios or usual_ratios(parent), request.n or N_SUBNETS
-    widths = {ratio: widths_of_ratio(block_map, ratio) for ratio in ratios}
-    subnets, nested = [], []
     with progress(quiet) as bar:
-        total = 1 + (n + bool(order)) * len(widths)
-        task = bar.add_task(f"evaluate {name}", total=total, note="")
-        tick = partial(bar.advance, task)
-        full = ready.full_perplexity()
-        tick()
-        for ratio, each in widths.items():
-            subnets.append(ready.random_subnets(ratio, each, n, request.seed, tick))
-            if order:
-                nested.append(ready.subnet_perplexity(prefixes(block_map, order, each)))
-                tick()
+        task = bar.add_task(f"evaluate {name}", total=1 + n * len(ratios), note="")
+        full, subnets, nested = parent.evaluator(text).all_sizes(
+            ratios, n, request.seed, parent.progress.order, partial(bar.advance, task)
+        )
     if any(map(math.isnan, (full, *nested, *(v for spread in subnets for v in spread.values)))):
         raise ValueError(f"{parent.source} has no perplexity: its logits are not finite")
     return Scores(
