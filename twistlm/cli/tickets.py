@@ -2,7 +2,6 @@
 
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from ..export import FORMATS, check_target, check_type
@@ -53,8 +52,7 @@ def heal(request: HealRequest, overrides: list[str], device: str) -> None:
     """
     from ..tickets import healing
 
-    asked = replace(request, device=device, overrides=overrides)
-    console.print(healing.reading(healing.heal(asked)))
+    console.print(healing.reading(healing.heal(request, device, overrides)))
     console.print(f"ticket: {request.out}")
 
 

@@ -12,7 +12,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from ..config import Config
 from ..fields import N_TOKENS, VALID_TEXT, WHOLE, Checked, option, seed_of, words
 from . import DTYPES, IMPORTANCES, SPENDS
 
@@ -198,9 +197,6 @@ class HealRequest(Checked):
         "Token file to measure on; default: data.valid of the same run.", None
     )
     valid_tokens: int = option("Use this many tokens of it; 0 takes all.", 0, least=0)
-    device: str = "auto"
-    overrides: Sequence[str] = ()
-    like: Config | None = None  # a run whose settings are taken, instead of the teacher's
 
 
 @dataclass(frozen=True, kw_only=True)
