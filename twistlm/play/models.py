@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedModel
 
 from ..compute import speed
@@ -15,7 +14,7 @@ from ..model.tokenizer import encode, load_tokenizer
 from ..tickets import deploy
 from ..tickets.importance import parse_pick, pick_blocks, pick_for
 from ..tickets.parent import Parent, open_parent
-from ..tickets.runnable import generate_tokens
+from ..tickets.runnable import decoded, generate_tokens
 from ..tickets.text import text_of
 from ..tickets.widths import uniform_widths, weights_bytes
 from . import TicketChoice
@@ -104,13 +103,14 @@ class Models:
         read = ids[-min(MOST_PROMPT, room - n_new) :]
         note = f"the last {len(read):,} of {len(ids):,} tokens of the prompt were read"
         models = {"whole": self.whole, "ticket": self.ticket(choice)}
+        drawn = temperature, TOP_K if temperature else None, choice.seed
         writers = {
-            name: _texts(model, self.tokenizer, read, temperature, choice.seed)
+            name: decoded(self.tokenizer, generate_tokens(model, read, *drawn), read)
             for name, model in models.items()
         }
         texts = dict.fromkeys(models, "")
         for _ in range(n_new):
-            texts = {name: next(writer, texts[name]) for name, writer in writers.items()}
+            texts = {name: text + next(writers[name], "") for name, text in texts.items()}
             yield {"note": note if len(read) < len(ids) else "", **texts}
 
     def ticket(self, choice: TicketChoice) -> PreTrainedModel:
@@ -136,14 +136,3 @@ class Models:
             return "Once upon a time"
         ids = self.evaluator.text.file.sequences([0], self.evaluator.text.seq_len)[0].tolist()
         return " ".join(self.tokenizer.decode(ids).split()[:PROMPT_WORDS])
-
-
-def _texts(
-    model: PreTrainedModel, tokenizer: Any, ids: list[int], temperature: float, seed: int
-) -> Iterator[str]:
-    """What a model has written after the prompt `ids`: after every token, until it ends."""
-    text, decoder = "", DecodeStream(ids[-8:], skip_special_tokens=True)  # a space may need them
-    top_k = TOP_K if temperature else None
-    for token in generate_tokens(model, ids, temperature, top_k, seed):
-        text += decoder.step(tokenizer, token) or ""
-        yield text
