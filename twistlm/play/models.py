@@ -12,12 +12,12 @@ from ..model import huggingface
 from ..model.blocks import Blueprint, Widths
 from ..model.tokenizer import encode, load_tokenizer
 from ..tickets import deploy
-from ..tickets.importance import parse_pick, pick_blocks, pick_for
+from ..tickets.importance import NESTED, parse_pick, pick_blocks, pick_for
 from ..tickets.parent import Parent, open_parent
 from ..tickets.runnable import decoded, generate_tokens
 from ..tickets.text import text_of
 from ..tickets.widths import uniform_widths, weights_bytes
-from . import TicketChoice
+from . import PICKS, TicketChoice
 
 N_TOKENS = 8192  # of text behind a perplexity, where the run does not say (run.eval_tokens)
 MOST_PROMPT = 512  # tokens that are read of a prompt
@@ -122,9 +122,9 @@ class Models:
 
     def blueprint(self, choice: TicketChoice) -> Blueprint:
         """The blocks that `extract` picks; a parent without an order nests by their magnitude."""
-        has_order = bool(self.parent.progress.order)
-        nested = "nested" if has_order else "importance:magnitude"
-        how = parse_pick({"nested": nested, "best of 4": "best-of:4"}.get(choice.pick, "random"))
+        how = parse_pick(PICKS[choice.pick])
+        if how == NESTED and not self.parent.progress.order:
+            how = parse_pick("importance:magnitude")
         if how.n_draws > 1 and self.evaluator is None:
             raise ValueError(f"the {choice.pick} is chosen by perplexity; {self.measured_on}")
         widths, seed = self.sizes[choice.size - 1], choice.seed

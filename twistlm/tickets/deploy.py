@@ -39,7 +39,8 @@ def cut_ticket(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     """
     block_map, central = parent.block_map, parent.central
     block_map.check_blueprint(blueprint)
-    factors = parent.scales(widths := block_map.widths(blueprint))
+    widths = block_map.widths(blueprint)
+    factors = parent.scales(widths)
     dropped, blueprint = block_map.dropped(widths), depth.with_all_layers(blueprint)
     where = central.layout.narrowed(block_map, block_map.widths(blueprint))
     weights = cut_subnet(central, blueprint, rows=1)[0]

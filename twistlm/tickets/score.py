@@ -184,7 +184,7 @@ def reading(made: dict[str, Any]) -> str:
 
 
 def rank(n: int, coverage: float, confidence: float) -> int:
-    """The smallest r with P(Binomial(n, coverage) >= r) <= 1 - confidence, in exact integers.
+    """The smallest r with P(Binomial(n, coverage) >= r) <= 1 - confidence, counted exactly.
 
     With this confidence, the r-th smallest of n draws bounds that share of all tickets.
     """
@@ -193,9 +193,13 @@ def rank(n: int, coverage: float, confidence: float) -> int:
             raise ValueError(f"{name} = {value}: must lie between 0 and 1")
     p, wrong = Fraction(str(coverage)), 1 - Fraction(str(confidence))  # as typed: 0.95 is 19/20
     hits, misses = p.numerator, p.denominator - p.numerator
-    left, r = wrong * p.denominator**n, n + 1  # in units of p.denominator ** -n
-    while (left := left - math.comb(n, r - 1) * hits ** (r - 1) * misses ** (n - r + 1)) >= 0:
-        r -= 1
+    # probabilities in units of p.denominator ** -n: integers
+    most, tail, r = wrong * p.denominator**n, 0, n + 1
+    for k in range(n, -1, -1):
+        tail += math.comb(n, k) * hits**k * misses ** (n - k)  # now P(Binomial >= k)
+        if tail > most:
+            break
+        r = k
     if r > n:
         raise ValueError(
             f"n = {n} draws bound no {percent(coverage)} of tickets with {percent(confidence)} "
