@@ -91,9 +91,10 @@ def choose_widths(
     orders = orders_for(parent, how, ids, request.seed)
     loss = loss_on(parent, ids, orders, lambda x: bar.update(task, advance=1, note=f"loss {x:.3f}"))
     _announce(n_losses, lambda: loss(first[0] if first else block_map.full_widths()))
-    shallow = _fewer_layers(first, order, even, loss) if tries_depth else first
-    starts = [each for each in (first, shallow) if each]
-    spent = _measured(block_map, budget, cost, starts if shallow is not first else [first], loss)
+    starts = [first] if first else []
+    if tries_depth and (shallow := _fewer_layers(first, order, even, loss)) is not first:
+        starts.append(shallow)
+    spent = _measured(block_map, budget, cost, starts, loss)
     bar.update(task, completed=n_losses)
     return spent
 

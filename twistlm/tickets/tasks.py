@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -234,28 +234,22 @@ def loglikelihoods(
     As lm-eval has it: a continuation's tokens are those that it adds to its context's, spaces at
     the context's end are part of it, and a text too long for the model loses its beginning.
     """
-    bar, n_tokens = bar or Progress(disable=True), huggingface.vocab_size(model)
-    most = huggingface.n_positions(model)
-    made = _tokens(model, tokenizer, pairs)
-    rows = [(ids[-most - 1 :], min(n, most, len(ids) - 1)) for ids, n in made]
-    if rows and (largest := max(max(ids) for ids, _ in rows)) >= n_tokens:
-        raise ValueError(f"the tokenizer makes token {largest}, and the model has {n_tokens}")
-    for (context, text), (_, n) in zip(pairs, rows, strict=True):
-        if n < 1:  # its log p would be 0, the highest there is
-            raise ValueError(f"the continuation {text!r} adds no token to {context[-40:]!r}")
-    found: list[Found] = [(0.0, True)] * len(rows)
-    task = bar.add_task(f"score {what}", total=len(rows), note="")
-    for batch in _batches(rows, n_tokens):  # the longest first: memory ends at once, or never
+    bar, vocab_size = bar or Progress(disable=True), huggingface.vocab_size(model)
+    texts = list(_encoded(model, tokenizer, pairs))
+    if texts and (largest := max(max(text.ids) for text in texts)) >= vocab_size:
+        raise ValueError(f"the tokenizer makes token {largest}, and the model has {vocab_size}")
+    found: list[Any] = [None] * len(texts)
+    task = bar.add_task(f"score {what}", total=len(texts), note="")
+    for batch in _batches(texts, vocab_size):  # the longest first: memory ends at once, or never
         # what is behind a text's end cannot be seen from before it
-        ids = pad_sequence([torch.tensor(rows[i][0]) for i in batch], batch_first=True)
+        ids = pad_sequence([torch.tensor(texts[i].ids) for i in batch], batch_first=True)
         ids = ids.to(model.device)
-        first = min(len(rows[i][0]) - rows[i][1] for i in batch)  # that is predicted
+        first = min(texts[i].n_context for i in batch)  # that is predicted
         with autocast("auto", model.device):
             kept = ids.shape[1] - first
             logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=kept).logits
         for at, i in enumerate(batch):
-            end = len(rows[i][0])
-            begin = end - rows[i][1]
+            begin, end = texts[i].n_context, len(texts[i].ids)
             mine, targets = logits[at, begin - first : end - first], ids[at, begin:end]
             exact = mine.to(torch.promote_types(mine.dtype, torch.float32)).log_softmax(-1)
             log_p = exact.gather(1, targets[:, None]).double().sum()
@@ -265,28 +259,39 @@ def loglikelihoods(
     return found
 
 
-def _tokens(
+class Encoded(NamedTuple):
+    """The tokens of a context and its continuation."""
+
+    ids: list[int]
+    n_context: int  # of them; the others are predicted
+
+
+def _encoded(
     model: PreTrainedModel, tokenizer: Tokenizer, pairs: Sequence[Pair]
-) -> Iterator[tuple[list[int], int]]:
-    """The tokens of each pair, and how many of them are the continuation's."""
-    config = model.config
+) -> Iterator[Encoded]:
+    """The tokens of each pair, as many of the last ones as the model has positions for."""
+    config, most = model.config, huggingface.n_positions(model) + 1  # the last one is not read
     known = (config.bos_token_id, config.eos_token_id, find_eos(tokenizer), 0)
     before = next(token for token in known if isinstance(token, int))
-    contexts = [context.rstrip() for context, _ in pairs]
+    contexts = encode(tokenizer, [context.rstrip() for context, _ in pairs])
     whole = encode(tokenizer, [context + text for context, text in pairs])
-    for context, text in zip(encode(tokenizer, contexts), whole, strict=True):
-        n = len(context.ids)
-        yield (text.ids, len(text.ids) - n) if n else ([before, *text.ids], len(text.ids))
+    for pair, context, both in zip(pairs, contexts, whole, strict=True):
+        start = [] if context.ids else [before]
+        ids, n_context = start + both.ids, len(start + context.ids)
+        if n_context >= len(ids):  # its log p would be 0, the highest there is
+            raise ValueError(f"the continuation {pair[1]!r} adds no token to {pair[0][-40:]!r}")
+        n_lost = max(0, len(ids) - most)
+        yield Encoded(ids[n_lost:], max(1, n_context - n_lost))
 
 
-def _batches(rows: Sequence[tuple[list[int], int]], n_tokens: int) -> Iterator[list[int]]:
+def _batches(texts: Sequence[Encoded], vocab_size: int) -> Iterator[list[int]]:
     """Numbers of texts of like length: as many as `BATCH` and `LOGITS` allow."""
-    left = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+    left = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))
     while left:
-        longest = len(rows[left[0]][0])
+        longest = len(texts[left[0]].ids)
         batch = left[: max(1, BATCH // longest)]
-        n_logits = longest - min(len(rows[i][0]) - rows[i][1] for i in batch)
-        batch = batch[: max(1, LOGITS // (n_logits * n_tokens))]
+        n_logits = longest - min(texts[i].n_context for i in batch)
+        batch = batch[: max(1, LOGITS // (n_logits * vocab_size))]
         yield batch
         left = left[len(batch) :]
 
