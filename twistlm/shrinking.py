@@ -50,7 +50,7 @@ from .tickets.requests import ShrinkRequest, TicketRequest, amount, parse_budget
 from .tickets.runnable import Runnable, open_runnable
 from .tickets.score import score_model
 from .tickets.stock import stock_config
-from .tickets.tasks import TaskScores, open_tasks, score_models
+from .tickets.tasks import TaskScores, open_tasks, score_tasks
 from .tickets.tasks import record as task_record
 from .tickets.text import text_of
 from .training import checkpoint, plan, rounds
@@ -107,7 +107,7 @@ def run(request: ShrinkRequest) -> list[Row]:
         rows = _cut(request, cfg, record["sizes"])
     if tasks is None:
         return rows
-    scores = list(score_models(_runnable(request, cfg, rows), tasks))
+    scores = list(score_tasks(_runnable(request, cfg, rows), tasks))
     whole_file(out / "tasks.json", json.dumps(task_record(scores), indent=1) + "\n")
     return [replace(row, tasks=_means(each)) for row, each in zip(rows, scores, strict=True)]
 

@@ -13,7 +13,14 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from twistlm.tickets import tasks
-from twistlm.tickets.tasks import Question, loglikelihoods, metrics, open_tasks, score_tasks
+from twistlm.tickets.tasks import (
+    Question,
+    loglikelihoods,
+    metrics,
+    models_of,
+    open_tasks,
+    score_tasks,
+)
 from twistlm.training import rounds
 
 WORDS = [f"w{i}" for i in range(64)]
@@ -99,8 +106,8 @@ def test_one_command_scores_a_run_its_tickets_and_its_files(tmp_path, monkeypatc
     )
     opened = open_tasks("tasks")
     assert [len(q.pairs) for q in opened[0]["one"]] == [2, 3, 2]
-    whole, small = score_tasks(["run"], opened, ["2/4"], device="cpu")
-    (plain,) = score_tasks(["run"], opened, device="cpu")
+    whole, small = score_tasks(models_of(["run"], ["2/4"], device="cpu"), opened)
+    (plain,) = score_tasks(models_of(["run"], device="cpu"), opened)
     assert (whole.name, small.name) == ("run", "run 2/4 random")
     assert plain.n_params == whole.n_params > small.n_params
     for task, found in plain.tasks.items():

@@ -196,19 +196,12 @@ def eval_(
     if bound and len(ratios) > 1:
         raise ValueError(f"--certify takes one --ratio, not {len(ratios)}: {', '.join(ratios)}")
     if tasks is not None:
-        from ..tickets.tasks import open_tasks, score_tasks, table
-        from ..tickets.tasks import record as task_record
+        from ..tickets import tasks as zero_shot
 
-        scored = score_tasks(
-            [source, *others],
-            open_tasks(tasks),
-            ratios,
-            seed=request.seed,
-            device=device,
-            overrides=more,
-        )
-        rows = list(scored)
-        return show(task_record(rows), json_out, table(rows))
+        opened = zero_shot.open_tasks(tasks)
+        models = zero_shot.models_of([source, *others], ratios, request.seed, device, more)
+        rows = list(zero_shot.score_tasks(models, opened))
+        return show(zero_shot.record(rows), json_out, zero_shot.table(rows))
     from ..tickets import score
     from ..tickets.parent import open_parent, what_is
 

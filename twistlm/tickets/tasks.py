@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,24 +175,7 @@ def _of_lm_eval(names: Sequence[str]) -> dict[str, Any]:
     return loaded
 
 
-def score_tasks(
-    sources: Sequence[str],
-    tasks: Tasks,
-    ratios: Sequence[str] = (),
-    *,
-    seed: int = 0,
-    device: str = "auto",
-    overrides: Sequence[str] = (),
-) -> Iterator[TaskScores]:
-    """Every model on every task: each source, and its tickets at `ratios`.
-
-    Those are nested where the parent has an order of blocks; else one random ticket for each ratio.
-    """
-    each = (_models(source, ratios, seed, device, overrides) for source in sources)
-    return score_models(chain.from_iterable(each), tasks)
-
-
-def score_models(models: Iterable[tuple[str, Runnable]], tasks: Tasks) -> Iterator[TaskScores]:
+def score_tasks(models: Iterable[tuple[str, Runnable]], tasks: Tasks) -> Iterator[TaskScores]:
     """Every model, by its name, on every task."""
     files, of_lm_eval = tasks
     with progress() as bar:
@@ -205,20 +187,28 @@ def score_models(models: Iterable[tuple[str, Runnable]], tasks: Tasks) -> Iterat
             yield TaskScores(name, n_params, found)
 
 
-def _models(
-    source: str, ratios: Sequence[str], seed: int, device: str, overrides: Sequence[str]
+def models_of(
+    sources: Sequence[str],
+    ratios: Sequence[str] = (),
+    seed: int = 0,
+    device: str = "auto",
+    overrides: Sequence[str] = (),
 ) -> Iterator[tuple[str, Runnable]]:
-    """A source, and its tickets where sizes are asked for; each is let go before the next."""
-    name = Path(source).name
-    if not ratios:
-        yield name, open_runnable(source, device)
-        return
-    parent = open_parent(source, device, overrides)
-    how, blocks = pick_for(parent), parent.block_map
-    asked = {f" {ratio} {how.asked}": widths_of_ratio(blocks, ratio) for ratio in ratios}
-    for label, widths in {"": blocks.full_widths(), **asked}.items():
-        kept, _ = pick_blocks(parent, widths, how, seed)
-        yield name + label, Runnable(parent.source, cut_ticket(parent, kept).eval())
+    """Each source, and its tickets at `ratios`, by name; each is let go before the next.
+
+    Those are nested where the parent has an order of blocks; else one random ticket for each ratio.
+    """
+    for source in sources:
+        name = Path(source).name
+        if not ratios:
+            yield name, open_runnable(source, device)
+            continue
+        parent = open_parent(source, device, overrides)
+        how, blocks = pick_for(parent), parent.block_map
+        asked = {f" {ratio} {how.asked}": widths_of_ratio(blocks, ratio) for ratio in ratios}
+        for label, widths in {"": blocks.full_widths(), **asked}.items():
+            kept, _ = pick_blocks(parent, widths, how, seed)
+            yield name + label, Runnable(parent.source, cut_ticket(parent, kept).eval())
 
 
 @torch.no_grad()
