@@ -138,7 +138,7 @@ def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
     (forged / "ticket.json").unlink()
     deploy.seal(forged, json.loads((tmp_path / "ticket/ticket.json").read_text()))
     short = {"out": tmp_path / "healed", "data": tokens, "tokens": 64, "teacher": "none"}
-    heal(HealRequest(ticket=forged, **short), "cpu", ["data.seq_len=16"], quiet=True)
+    heal(HealRequest(ticket=forged, **short), ["data.seq_len=16", "run.device=cpu"], quiet=True)
     for made in ("run", "ticket", "pruned", "healed"):
         found = [p for p in (tmp_path / made).rglob("*") if p.name.endswith((".py", "config.json"))]
         assert found

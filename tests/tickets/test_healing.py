@@ -45,7 +45,7 @@ def home(tmp_path_factory) -> Path:
 
 def heal(home: Path, out: Path, *overrides: str, **more) -> None:
     request = HealRequest(**{"ticket": home / "ticket", "out": out, "tokens": 6 * 3 * 16, **more})
-    healing.heal(request, "cpu", (*STEPS, *overrides), quiet=True)
+    healing.heal(request, ("run.device=cpu", *STEPS, *overrides), quiet=True)
 
 
 def by_hand(home: Path) -> dict[str, torch.Tensor]:

@@ -52,7 +52,8 @@ def heal(request: HealRequest, overrides: list[str], device: str) -> None:
     """
     from ..tickets import healing
 
-    console.print(healing.reading(healing.heal(request, device, overrides)))
+    healed = healing.heal(request, [f"run.device={device}", *overrides])
+    console.print(healing.reading(healed))
     console.print(f"ticket: {request.out}")
 
 

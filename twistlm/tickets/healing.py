@@ -45,7 +45,6 @@ UNTRUE = ("perplexity", "max_logit_difference", manifest.FILES, manifest.OWN)
 
 def heal(
     request: HealRequest,
-    device: str = "auto",
     overrides: Sequence[str] = (),
     *,
     like: Config | None = None,
@@ -62,7 +61,7 @@ def heal(
     if request.out.resolve() == request.ticket.resolve():
         raise ValueError(f"--out {request.out} is the ticket to heal: choose another folder")
     model, ticket = load_ticket(request.ticket), read_ticket(request.ticket)
-    cfg = settings(request, model, cut_from(ticket), device, overrides, like)
+    cfg = settings(request, model, cut_from(ticket), overrides, like)
     t, work = cfg.train, Path(cfg.run.out)
     text, found = None, {}
     if cfg.data.valid != cfg.data.train or cfg.data.valid.startswith("builtin:"):
@@ -72,7 +71,7 @@ def heal(
 
     def measure(when: str) -> None:
         if text is not None:
-            where = pick_device(device)
+            where = pick_device(cfg.run.device)
             torch.nn.Module.to(model, where)
             found[when] = perplexity(model.float() if where.type == "cpu" else model, text)
             torch.nn.Module.to(model, "cpu")
@@ -113,7 +112,6 @@ def settings(
     request: HealRequest,
     model: PreTrainedModel,
     cut_from: str,
-    device: str,
     overrides: Sequence[str],
     like: Config | None,
 ) -> Config:
@@ -164,9 +162,7 @@ def settings(
             outer="none",
             epochs=0.0,
         ),
-        run=RunConfig(
-            out=f"{request.out}.healing", device=device, eval_every=-1, eval_ratios=("1",)
-        ),
+        run=RunConfig(out=f"{request.out}.healing", eval_every=-1, eval_ratios=("1",)),
     )
     cfg = config.override(cfg, overrides)
     huggingface.check_positions(model, cfg.data.seq_len)

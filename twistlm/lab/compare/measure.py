@@ -205,7 +205,8 @@ class Comparison:
         if not (request.out / deploy.TICKET).is_file():  # or it was stopped while it was measured
             how_far = f"{cell} round {{round}}/{{n_rounds}}".format_map
             on_round = lambda row: note(note=how_far(row))  # noqa: E731
-            heal(request, str(self.device), like=teacher.cfg, quiet=True, on_round=on_round)
+            where = [f"run.device={self.device}"]
+            heal(request, where, like=teacher.cfg, quiet=True, on_round=on_round)
         record = deploy.read_ticket(request.out)["healed"][-1]
         model = deploy.load_ticket(request.out)
         nn.Module.to(model, self.device)
