@@ -70,7 +70,9 @@ def test_numbers_and_tables_are_natural(after, monkeypatch):
     monkeypatch.setattr("twistlm.training.rounds.train", note)
     twistlm.train("demo", {"train.lr": 1e-3, "run": {"out": "x", "eval_every": -1}}, "run.seed=3")
     twistlm.train("demo", "train.lr=1e-3", "run.out=x", "run.eval_every=-1", {"run.seed": 3})
-    assert seen[0] == seen[1]
+    where = {"run.out": Path("x"), "run.seed": 3, "run.eval_every": -1}
+    twistlm.train("demo", where, "train.lr=1e-3")
+    assert seen[0] == seen[1] == seen[2]
     assert (seen[0].train.lr, seen[0].run.out, seen[0].run.seed) == (1e-3, "x", 3)
     with pytest.raises(ValueError, match="a GPT2LMHeadModel came alone"):
         twistlm.train(after[1]["plain"])
@@ -98,6 +100,8 @@ def test_mistakes_are_sentences(after):
     with pytest.raises(ValueError, match=r"^params 'x' is no amount") as error:
         names["parent"].extract(params="x")
     assert "--" not in str(error.value)
+    with pytest.raises(ValueError, match=r"x--y/--z\.bin.*`twistlm prepare FILE... -o .*x--y/--z`"):
+        names["parent"].extract(ratio="6/12", data=folder / "x--y/--z")
     with pytest.raises(ValueError, match=r"is a ticket and has no tokens of its own.*: give data"):
         twistlm.evaluate(folder / "ticket")  # from another folder than the run's
     with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):

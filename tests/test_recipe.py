@@ -89,7 +89,7 @@ def chosen(name: str = "smollm2", asked: tuple[str, ...] = ("107M", "80M"), **gi
     model, made = outline(name), cut(name, *given.get("overrides", ()))
     sizes = recipe.sizes_for(model, made, parse_budgets(None, [("params", a) for a in asked]))
     usual = {"out": "o", "n_text": 10**8, "n_tokens": 5 * 10**7}
-    return recipe.choose(model, "w", made, sizes, **usual | given)
+    return recipe.config_for(model, "w", made, sizes, **usual | given)
 
 
 def test_masks_hold_the_whole_model_and_every_size():

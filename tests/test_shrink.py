@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import twistlm
 from twistlm import config
+from twistlm.data.builtin import train_bpe
 from twistlm.data.token_file import open_tokens
+from twistlm.export import gguf as gguf_export
 from twistlm.system.files import file_sha256
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
@@ -149,6 +152,38 @@ def test_train_takes_a_model_and_text(home, tmp_path, monkeypatch):
     assert twistlm.train(model, iter(["other"]), longer, resume=True).name == "round-000003"
     with pytest.raises(ValueError, match="demo is a config, which names its own text"):
         twistlm.train("demo", "notes.md")
+
+
+def test_a_file_without_a_tokenizer(home, monkeypatch):
+    """A GGUF file, its tokenizer elsewhere: tasks at the end, and files of the types asked for."""
+    monkeypatch.chdir(home)
+    torch.manual_seed(0)
+    shape = SHAPE | {"vocab_size": 320, "max_position_embeddings": 64} | MODELS["llama"]
+    cfg = AutoConfig.for_model("llama", **shape)
+    model = AutoModelForCausalLM.from_config(cfg).eval()
+    gguf_export.export(model, Path("bytes.gguf"), "f32")
+    text = Path("notes.md").read_text()
+    train_bpe([text], 320).save("bytes.json")
+    Path("one.jsonl").write_text(
+        json.dumps({"doc_id": 0, "request": {"context": "w1", "continuation": " w2"}})
+    )
+    own = "run.device=cpu", "run.threads=1"
+    how: dict[str, Any] = {"out": "bytes", "to": "25k", "tokens": "1k", "tokenizer": "bytes.json"}
+    shrink = partial(twistlm.shrink, "bytes.gguf", "notes.md", *own, **how)
+    rows = shrink(gguf="f16", tasks="one.jsonl")
+    assert [row.tasks.keys() for row in rows] == [{"one greedy", "one bits per byte"}] * 3
+    (file,) = Path("bytes").glob("*.gguf")
+    before, types = file_sha256(file), {}
+    for name in ("f16", "q8_0", "q8_0"):
+        shrink(gguf=name)
+        types[file_sha256(file)] = name
+    assert types == {before: "f16", file_sha256(file): "q8_0"}
+    assert json.loads(Path(f"{file}.json").read_text())["type"] == "q8_0"
+    last = sorted(Path("bytes/parent/checkpoints").iterdir())[-1]
+    shutil.rmtree(last)
+    with pytest.raises(ValueError, match=r"^gguf q9: GGUF is written as q8_0"):
+        shrink(gguf="q9")
+    assert not last.exists()  # it was refused before any training
 
 
 def test_no_room_is_told_before_anything_is_read(home, monkeypatch, capsys):

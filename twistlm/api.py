@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,17 +25,21 @@ from .tickets.score import Scores, score_parent, score_whole
 from .training import rounds
 
 Overrides = str | Mapping[str, Any]  # "train.lr=1e-3" or {"train.lr": 1e-3}
+OPTION = re.compile(r"`[^`]*`|(?<![\w/.-])--([a-z][a-z-]*)")
 IS_OVERRIDE = re.compile(r"[a-z]+(\.\w+)+=")
 
 
 @contextmanager
 def python_words() -> Iterator[None]:
-    """Errors that speak of `--data STEM` speak of `data` here."""
+    """Errors that speak of --data STEM speak of data here; paths and `commands` stay."""
     try:
         yield
     except ValueError as error:
-        said = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), str(error))
-        raise ValueError(said) from None
+        raise ValueError(OPTION.sub(_in_python, str(error))) from None
+
+
+def _in_python(found: re.Match[str]) -> str:
+    return found[1].replace("-", "_") if found[1] else found[0]
 
 
 @python_words()
@@ -110,11 +115,10 @@ def open_parent(
 
 
 @python_words()
-def evaluate(
-    source: str | Path, ratios: Any = ("6/12",), *, device: str = "auto", **asked: Any
-) -> Scores:
+def evaluate(source: str | Path, ratios: Any = (), *, device: str = "auto", **asked: Any) -> Scores:
     """Perplexity of a ticket folder, or of any parent with `n` random tickets of each ratio.
 
+    Without `ratios` they are the run's own (`run.eval_ratios`), or half of the blocks.
     Keywords are options of `twistlm eval` (`ScoreRequest`): `n`, `data`, `tokens`, `seed`. See
     `open_parent` for sources and `data`; a ticket's own text is that of its parent's run.
     """
@@ -150,9 +154,10 @@ class Parent(parent.Parent):
         return extract.make_ticket(self, TicketRequest(**self._text | asked), quiet=True)
 
     @python_words()
-    def evaluate(self, ratios: Any = ("6/12",), **asked: Any) -> Scores:
+    def evaluate(self, ratios: Any = (), **asked: Any) -> Scores:
         """Perplexity of the whole model and of `n` random tickets of each ratio.
 
+        Without `ratios` they are the run's own (`run.eval_ratios`), or half of the blocks.
         Keywords are options of `twistlm eval` (`ScoreRequest`): `n`, `seed`.
         """
         request = ScoreRequest(ratios=ratios, **self._text | asked)
@@ -196,6 +201,6 @@ def _words(overrides: Sequence[Overrides]) -> list[str]:
             if isinstance(value, Mapping):
                 found += _words([{f"{key}.{name}": inner for name, inner in value.items()}])
             else:
-                found.append(f"{key}={json.dumps(value)}")
+                found.append(f"{key}={json.dumps(value, default=os.fspath)}")
         found += [] if isinstance(each, Mapping) else [each]
     return found

@@ -65,51 +65,54 @@ def cut_for(model: PreTrainedModel, overrides: Sequence[str] = ()) -> Cut:
     Widths count that make plain models of the family. Of kv groups and query heads with as many,
     groups are cut: the cache shrinks, too.
     """
-    own = [word for word in overrides if word.startswith("blocks.")]
+    asked = [word for word in overrides if word.startswith("blocks.")]
     one = BlocksConfig(setting="ffn", n_ffn=1, shared_first=0, shared_last=0)
     n_ffn = blocks_in(families.partition(model, one).groups[0].out_part.chunk)
     usual = BlocksConfig(n_ffn=n_ffn, shared_first=0, shared_last=0, masks="sequence", nested=0.5)
 
-    def legal_of(kind: Kind, by: Any) -> tuple[list[int], BlocksConfig]:
-        given = config.override(Config(blocks=replace(usual, attn_by=by)), own).blocks
-        refuse_shared(given)
-        if given.setting not in ("both", kind):
-            return [], given
-        return stock_ks(model, families.partition(model, replace(given, setting=kind)))[kind], given
+    def legal_ks(kind: Kind, attn_by: Any) -> tuple[list[int], BlocksConfig]:
+        """Every K of a kind that makes plain models, and the blocks that it counts."""
+        blocks = config.override(Config(blocks=replace(usual, attn_by=attn_by)), asked).blocks
+        refuse_shared(blocks)
+        if blocks.setting not in ("both", kind):
+            return [], blocks
+        block_map = families.partition(model, replace(blocks, setting=kind))
+        return stock_ks(model, block_map)[kind], blocks
 
-    ffn, blocks = legal_of("ffn", "auto")
+    ffn_ks, blocks = legal_ks("ffn", "auto")
     legal: dict[Kind, list[int]] = {}
-    for by in ("auto", "query"):
+    for attn_by in ("auto", "query"):
         with suppress(ValueError):  # a family whose attention cannot be cut, or not in this way
-            ks, given = legal_of("attn", by)
+            ks, with_attn = legal_ks("attn", attn_by)
             if len(ks) > max(1, len(legal.get("attn", ()))):
-                legal["attn"], blocks = ks, given
-    legal |= {"ffn": ffn} if len(ffn) > 1 else {}
+                legal["attn"], blocks = ks, with_attn
+    if len(ffn_ks) > 1:
+        legal["ffn"] = ffn_ks
     if not legal:
-        kind = model.config.model_type
-        raise ValueError(f"no cut of this {kind} is a plain {kind}: its widths have no divisors")
+        family = model.config.model_type
+        what = f"no cut of this {family} is a plain {family}"
+        raise ValueError(f"{what}: its widths have no divisors")
     setting: Any = "both" if len(legal) > 1 else next(iter(legal))
     blocks = replace(blocks, setting=setting)
-    cut = families.partition(model, blocks)
-    return Cut(blocks, cut, all_widths(cut, legal))
+    block_map = families.partition(model, blocks)
+    return Cut(blocks, block_map, all_widths(block_map, legal))
 
 
 def sizes_for(
     model: PreTrainedModel,
-    made: Cut,
+    cut: Cut,
     budgets: Sequence[Budget],
     dtype: str = "float32",
     decode_ms: Cost | None = None,
 ) -> list[Size]:
     """The stock ticket that each budget buys, the largest first."""
-    cut = made.block_map
     found: list[Size] = []
     for budget in budgets:
-        cost = cost_of(budget, model, cut, dtype, decode_ms)
-        widths = fit(budget, cut, cost, made.legal)[0]
-        size = _size(model, cut, widths, budget)
+        cost = cost_of(budget, model, cut.block_map, dtype, decode_ms)
+        widths = fit(budget, cut.block_map, cost, cut.legal)[0]
+        size = _size(model, cut.block_map, widths, budget)
         said = f"--{budget.kind} {budget.asked}"
-        if widths == cut.full_widths():
+        if widths == cut.block_map.full_widths():
             whole = f"the whole model of {size.n_params:,} parameters"
             raise ValueError(f"{said} has room for {whole}: ask for less")
         for other in (each for each in found if each.ratio == size.ratio):
@@ -121,28 +124,30 @@ def sizes_for(
     return sorted(found, key=lambda size: -size.n_params)
 
 
-def usual_sizes(model: PreTrainedModel, made: Cut) -> list[Size]:
+def usual_sizes(model: PreTrainedModel, cut: Cut) -> list[Size]:
     """Stock tickets near the usual shares of the blocks, the largest first."""
-    cut, most = made.block_map, made.block_map.full_widths()
-    smaller, found = [widths for widths in made.legal if widths != most], {}
+    most = cut.block_map.full_widths()
+    smaller, found = [widths for widths in cut.legal if widths != most], {}
     for share in SHARES:
         near = min(smaller, key=lambda w: sum(abs(w[name] / most[name] - share) for name in w))
-        size = _size(model, cut, near)
+        size = _size(model, cut.block_map, near)
         found[size.ratio] = size
     return sorted(found.values(), key=lambda size: -size.n_params)
 
 
-def _size(model: PreTrainedModel, cut: BlockMap, widths: Widths, budget: Any = None) -> Size:
-    ks = {group.kind: widths[group.name] for group in cut.groups}
-    ratio = ",".join(f"{kind}={k}/{cut.n_blocks(kind)}" for kind, k in ks.items())
-    n_params = count(cut, huggingface.shapes(model), widths)
+def _size(
+    model: PreTrainedModel, block_map: BlockMap, widths: Widths, budget: Budget | None = None
+) -> Size:
+    ks = {group.kind: widths[group.name] for group in block_map.groups}
+    ratio = ",".join(f"{kind}={k}/{block_map.n_blocks(kind)}" for kind, k in ks.items())
+    n_params = count(block_map, huggingface.shapes(model), widths)
     return Size(budget or Budget("ratio", ratio), ratio, ks, n_params)
 
 
-def choose(
+def config_for(
     model: PreTrainedModel,
     weights: str,
-    made: Cut,
+    cut: Cut,
     sizes: Sequence[Size],
     *,
     out: str,
@@ -153,19 +158,20 @@ def choose(
     overrides: Sequence[str] = (),
 ) -> Config:
     """The training of `n_tokens` out of a text of `n_text`, in at most `room` bytes of memory."""
-    n_blocks = {kind: made.block_map.n_blocks(kind) for kind in made.block_map.kinds}
-    turns = [sizes[-1 - i % len(sizes)].ks for i in range(max(CUT, len(sizes)))]  # smallest first
-    turns.sort(key=lambda ks: [-k for k in ks.values()])
-    masks = {kind: [n] * WHOLE + [ks[kind] for ks in turns] for kind, n in n_blocks.items()}
-    own: dict[str, Any] = {f"k_{kind}": (n,) for kind, n in n_blocks.items()}
-    own |= {f"mask_{kind}": tuple(widths) for kind, widths in masks.items()}
+    n_blocks = {kind: cut.block_map.n_blocks(kind) for kind in cut.block_map.kinds}
+    # the sizes in turn, so that the smaller ones come once more where they do not divide evenly
+    smaller = [sizes[-1 - i % len(sizes)].ks for i in range(max(CUT, len(sizes)))]
+    smaller.sort(key=lambda ks: [-k for k in ks.values()])
+    ks: dict[str, Any] = {f"k_{kind}": (n,) for kind, n in n_blocks.items()}
+    for kind, n in n_blocks.items():
+        ks[f"mask_{kind}"] = (n,) * WHOLE + tuple(each[kind] for each in smaller)
     seq_len = default_seq_len(model)
     n_params = sum(map(math.prod, huggingface.shapes(model).values()))
     rate = min(HIGHEST, RATE * math.sqrt(RATE_AT / n_params))
     cfg = Config(
         model=ModelConfig(weights, model.config.model_type, numbers_of(model)),
         data=DataConfig(train=f"{out}/text/train", valid=f"{out}/text/valid", seq_len=seq_len),
-        blocks=replace(made.blocks, **own),
+        blocks=replace(cut.blocks, **ks),
         run=RunConfig(
             out=f"{out}/parent", eval_every=-1, eval_ratios=tuple(size.ratio for size in sizes)
         ),
@@ -173,18 +179,18 @@ def choose(
     for batch in BATCHES:
         per_step = N_WORKERS * batch * seq_len
         n_rounds = max(1, n_tokens // (per_step * INTERVAL))
-        t = TrainConfig(
+        train = TrainConfig(
             n_workers=N_WORKERS, rounds=n_rounds, interval=INTERVAL, batch=batch,
             lr=float(f"{rate:.1e}"), schedule="cosine", warmup=min(100, n_rounds),
             betas=(0.9, 0.95), weight_decay=0.1, clip=1.0,
             # what is read twice is predicted once; what is read once costs as much beside a step
             teacher="cache" if n_tokens > n_text else "start",
         )  # fmt: skip
-        saved = replace(cfg.run, save_every=max(1, min(50, n_rounds // 20)))
-        whole = config.override(replace(cfg, train=t, run=saved), overrides)
-        if n_tokens >= per_step * STEPS and plan.memory(whole, model, device)[1] <= room:
+        run = replace(cfg.run, save_every=max(1, min(50, n_rounds // 20)))
+        chosen = config.override(replace(cfg, train=train, run=run), overrides)
+        if n_tokens >= per_step * STEPS and plan.memory(chosen, model, device)[1] <= room:
             break
-    return whole
+    return chosen
 
 
 def numbers_of(model: PreTrainedModel) -> dict[str, Any]:

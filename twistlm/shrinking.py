@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -47,6 +47,7 @@ from .tickets import deploy
 from .tickets.extract import make_ticket
 from .tickets.parent import open_parent
 from .tickets.requests import ShrinkRequest, TicketRequest, amount, parse_budgets
+from .tickets.runnable import Runnable, open_runnable
 from .tickets.score import score_model
 from .tickets.stock import stock_config
 from .tickets.tasks import TaskScores, open_tasks, score_tasks
@@ -92,21 +93,33 @@ def run(request: ShrinkRequest) -> list[Row]:
     if not (request.to or request.size or request.latency or request.memory):
         raise ValueError("give --to, --size, --latency or --memory, several for several sizes")
     tasks = open_tasks(request.tasks) if request.tasks else None
-    checked = None if "sizes" in record else check(request)
+    inputs = None if "sizes" in record else check(request)
+    if inputs is None and request.gguf:  # which may be another type than before
+        words = load_tokenizer(f"{out}/text/train.tokenizer.json")
+        check_gguf(request.gguf, huggingface.outline(weights_of(request)), words, request.model)
     with alone(out):
-        if checked is not None:
+        if inputs is not None:
             whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
-            record["sizes"] = prepare(request, checked)
+            record["sizes"] = prepare(request, inputs)
             whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
         cfg = config.load(str(out / CONFIG))
         _train(cfg)
         rows = _cut(request, cfg, record["sizes"])
     if tasks is None:
         return rows
-    folders = [str(row.folder) for row in rows]
-    scores = list(score_tasks(folders, tasks, device=cfg.run.device))
+    scores = list(score_tasks(_runnable(request, cfg, rows), tasks))
     whole_file(out / "tasks.json", json.dumps(task_record(scores), indent=1) + "\n")
     return [replace(row, tasks=_means(each)) for row, each in zip(rows, scores, strict=True)]
+
+
+def _runnable(
+    request: ShrinkRequest, cfg: Config, rows: Sequence[Row]
+) -> Iterator[tuple[str, Runnable]]:
+    """All models by the names of their folders; the given one may have its tokenizer elsewhere."""
+    given = open_runnable(weights_of(request), cfg.run.device)
+    yield Path(request.model).name, replace(given, source=f"{cfg.data.train}.tokenizer.json")
+    for row in rows[1:]:
+        yield row.folder.name, open_runnable(row.folder, cfg.run.device)
 
 
 def _means(scores: TaskScores) -> dict[str, float]:
@@ -130,30 +143,46 @@ class Inputs:
     tokenizer: Tokenizer
     model: PreTrainedModel  # without storage
     sizes: list[Size]
-    choose: Callable[..., Config]  # of n_text and n_tokens
+    config_for: Callable[..., Config]  # of n_text and n_tokens
 
 
 def check(request: ShrinkRequest) -> Inputs:
     """Refuse in one sentence what cannot work, before anything long starts."""
-    texts, name, overrides = mixture.parse(request.text), request.model, request.overrides
-    kinds = {"params": "to", "size": "size", "latency": "latency", "memory": "memory"}
-    given = [(kind, x) for kind, key in kinds.items() for x in getattr(request, key)]
+    texts, overrides = mixture.parse(request.text), request.overrides
     if request.tokens and request.hours:
         raise ValueError("give --tokens or --hours, not both")
     n_tokens = int(amount("tokens", request.tokens)) if request.tokens else 0
-    weights = f"gguf:{name}" if name.endswith(".gguf") and ":" not in name else name
-    weights = checkpoint.weights_of(weights)
+    weights = weights_of(request)
     model = huggingface.outline(weights)
-    tokenizer = load_tokenizer(request.tokenizer or weights)
-    its = vocabulary_of(weights) if request.tokenizer else None
-    largest, n_known = max(tokenizer.get_vocab().values()), huggingface.vocab_size(model)
-    if largest >= n_known or (its and not covers(its, tokenizer)):
-        what = f"it is not that of {name}, which knows {n_known} tokens"
-        raise ValueError(f"--tokenizer {request.tokenizer or weights}: {what}")
+    tokenizer = _tokenizer(request, weights, huggingface.vocab_size(model))
     if request.gguf:
-        gguf.check(model, request.gguf, "--gguf")
+        check_gguf(request.gguf, model, tokenizer, request.tokenizer or weights)
     cut = recipe.cut_for(model, overrides)
     device = config.override(Config(), overrides).run.device
+    sizes = _sizes(request, model, cut, device)
+    own: dict[str, Any] = {"out": str(request.out), "overrides": overrides}
+    own |= {"room": _room(device)[0], "device": pick_device(device).type}
+    config_for = partial(recipe.config_for, model, weights, cut, sizes, **own)
+    inputs = Inputs(texts, tokenizer, model, sizes, config_for)
+    n_text = sum(n_bytes(each.source) or 0 for each in texts) // BYTES_PER_TOKEN  # about
+    needs(request, inputs, config_for(n_text=n_text, n_tokens=n_tokens), n_text)
+    return inputs
+
+
+def _tokenizer(request: ShrinkRequest, weights: str, n_known: int) -> Tokenizer:
+    """The tokenizer asked for, or the model's own; it must be made for the model's tokens."""
+    tokenizer = load_tokenizer(request.tokenizer or weights)
+    its = vocabulary_of(weights) if request.tokenizer else None
+    if max(tokenizer.get_vocab().values()) >= n_known or (its and not covers(its, tokenizer)):
+        what = f"it is not that of {request.model}, which knows {n_known} tokens"
+        raise ValueError(f"--tokenizer {request.tokenizer or weights}: {what}")
+    return tokenizer
+
+
+def _sizes(
+    request: ShrinkRequest, model: PreTrainedModel, cut: recipe.Cut, device: str
+) -> list[Size]:
+    """The widths that the request's budgets buy, or the usual ones where it has none."""
 
     def decode_ms(widths: Widths) -> float:
         shapes = cut.block_map.narrowed(huggingface.shapes(model), widths)
@@ -161,36 +190,45 @@ def check(request: ShrinkRequest) -> Inputs:
         ready = speed.blank(huggingface.on_meta(narrow), device, getattr(torch, request.dtype))
         return speed.measure_all([ready])[0].decode_ms
 
+    options = {"params": "to", "size": "size", "latency": "latency", "memory": "memory"}
+    given = [(kind, x) for kind, name in options.items() for x in getattr(request, name)]
+    if not given:
+        return recipe.usual_sizes(model, cut)
     try:
-        budgets = parse_budgets(request.context, given) if given else []
-        sizes = recipe.sizes_for(model, cut, budgets, request.dtype, decode_ms)
+        budgets = parse_budgets(request.context, given)
+        return recipe.sizes_for(model, cut, budgets, request.dtype, decode_ms)
     except ValueError as error:
         raise ValueError(str(error).replace("--params", "--to")) from None
-    sizes = sizes or recipe.usual_sizes(model, cut)
-    own: dict[str, Any] = {"out": str(request.out), "overrides": overrides}
-    own |= {"room": _room(device)[0], "device": pick_device(device).type}
-    choose = partial(recipe.choose, model, weights, cut, sizes, **own)
-    checked = Inputs(texts, tokenizer, model, sizes, choose)
-    n_text = sum(n_bytes(each.source) or 0 for each in texts) // BYTES_PER_TOKEN  # about
-    needs(request, checked, choose(n_text=n_text, n_tokens=n_tokens), n_text)
-    return checked
 
 
-def needs(request: ShrinkRequest, checked: Inputs, cfg: Config, n_text: int) -> str:
+def weights_of(request: ShrinkRequest) -> str:
+    """The model by the name that others know it by: gguf:FILE, a checkpoint of a run."""
+    name = request.model
+    is_file = name.endswith(".gguf") and ":" not in name
+    return checkpoint.weights_of(f"gguf:{name}" if is_file else name)
+
+
+def check_gguf(type_: str, model: PreTrainedModel, tokenizer: Tokenizer, name: str) -> None:
+    """Refuse a model, or a tokenizer of this `name`, that llama.cpp cannot have."""
+    gguf.check(model, type_, "--gguf")
+    gguf.split_of(json.loads(tokenizer.to_str()), name)
+
+
+def needs(request: ShrinkRequest, inputs: Inputs, cfg: Config, n_text: int) -> str:
     """Memory and disk that a training takes, in words; an error where there is less."""
-    memory = plan.memory(cfg, checked.model, pick_device(cfg.run.device).type)[1]
+    memory = plan.memory(cfg, inputs.model, pick_device(cfg.run.device).type)[1]
     room, whose = _room(cfg.run.device)
     if memory > room:
         raise ValueError(
             f"training {request.model} takes about {decimal(memory)} of memory, and {whose} has "
             f"{decimal(room)}: lower data.seq_len = {cfg.data.seq_len}, or take a smaller model"
         )
-    n_params = sum(map(math.prod, huggingface.shapes(checked.model).values()))
-    width = id_bytes(huggingface.vocab_size(checked.model))
+    n_params = sum(map(math.prod, huggingface.shapes(inputs.model).values()))
+    width = id_bytes(huggingface.vocab_size(inputs.model))
     cached = plan.TOP * (width + 2) if cfg.train.teacher == "cache" else 0
     disk = n_text * (2 * width + cached)  # tokens: each source, then all
     disk += 3 * 12 * n_params  # checkpoints: two, and one that is being written
-    disk += (4 + 2 * bool(request.gguf)) * sum(size.n_params for size in checked.sizes)
+    disk += (4 + 2 * bool(request.gguf)) * sum(size.n_params for size in inputs.sizes)
     near = next(path for path in (request.out, *request.out.absolute().parents) if path.exists())
     if disk > (free := shutil.disk_usage(near).free):
         said = f"--out {request.out} takes about {decimal(disk)} of disk"
@@ -206,14 +244,14 @@ def _room(device: str) -> tuple[int, str]:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
 
 
-def prepare(request: ShrinkRequest, checked: Inputs | None = None) -> dict[str, str]:
+def prepare(request: ShrinkRequest, inputs: Inputs | None = None) -> dict[str, str]:
     """Make the tokens, choose the config, say what it takes: the name of each size -> its ratio."""
-    checked = checked or check(request)
+    inputs = inputs or check(request)
     folder = request.out / "text"
-    train, valid = mixture.mix(checked.texts, folder, checked.tokenizer, request.column)
+    train, valid = mixture.mix(inputs.texts, folder, inputs.tokenizer, request.column)
     n_text, n_valid = train.meta.n_tokens, valid.meta.n_tokens
     n_tokens = int(amount("tokens", request.tokens)) if request.tokens else n_text
-    cfg = checked.choose(n_text=n_text, n_tokens=n_tokens)
+    cfg = inputs.config_for(n_text=n_text, n_tokens=n_tokens)
     seq_len = cfg.data.seq_len
     least = recipe.N_WORKERS * recipe.INTERVAL * seq_len
     if n_text < least or n_valid < seq_len:
@@ -223,20 +261,20 @@ def prepare(request: ShrinkRequest, checked: Inputs | None = None) -> dict[str, 
             f"--text: {n_text:,} tokens to train and {n_valid:,} to measure on are too few: one "
             f"round takes {least:,}, a measurement {seq_len:,} (data.seq_len = {seq_len})"
         )
-    seconds = TAUGHT * speed.training_seconds(checked.model, seq_len, cfg.run.device)
+    seconds = TAUGHT * speed.training_seconds(inputs.model, seq_len, cfg.run.device)
     if request.hours:
         n_tokens = int(SPARE * 3600 * request.hours / seconds)
-        cfg = checked.choose(n_text=n_text, n_tokens=n_tokens)
-    takes, t = needs(request, checked, cfg, n_text), cfg.train
+        cfg = inputs.config_for(n_text=n_text, n_tokens=n_tokens)
+    takes, t = needs(request, inputs, cfg, n_text), cfg.train
     n_tokens = t.rounds * t.interval * t.n_workers * t.batch * seq_len
-    for size in checked.sizes:
+    for size in inputs.sizes:
         console.print(f"{size.budget.slug}: {size.n_params:,} parameters, {size.ratio}")
     about = timedelta(seconds=round(n_tokens * seconds))
     console.print(f"{n_tokens:,} tokens in {t.rounds:,} rounds: about {about}, {takes}")
     header = f"Chosen by `twistlm shrink {request.model}`; what it trains:\n"
     header += f"  twistlm train {request.out / CONFIG} --auto-resume"
     whole_file(request.out / CONFIG, recipe.written(cfg, header))
-    return {size.budget.slug: size.ratio for size in checked.sizes}
+    return {size.budget.slug: size.ratio for size in inputs.sizes}
 
 
 def _train(cfg: Config) -> None:
@@ -264,7 +302,7 @@ def _cut(request: ShrinkRequest, cfg: Config, sizes: dict[str, str]) -> list[Row
         if not rows:
             rows.append(_row("trained", Path(cfg.run.out), proof["parent"], found["parent"]))
         rows.append(_row(name, folder, proof, found["ticket"]))
-        if request.gguf and not file.is_file():
+        if request.gguf and gguf.type_of(file) != request.gguf:
             with waiting.status(f"write {file}"):
                 model = deploy.load_ticket(folder).float()
                 gguf.export(model, file, request.gguf, folder / "tokenizer.json")

@@ -289,6 +289,7 @@ shrink --text tokens.txt --to 9k --tokens many -> --tokens 'many' | 20M
 shrink --text tokens.txt --to 9k --tokenizer wide.tokenizer.json -> wide.tokenizer.json | plain | 64
 [other words] shrink --text tokens.txt --to 9k -> tokens.tokenizer.json | not that of plain
 shrink --text tokens.txt --to 9k --gguf q9 -> --gguf q9 | q8_0
+shrink --text tokens.txt --to 9k --gguf f16 -> tokens.tokenizer.json | has no name in llama.cpp
 shrink --text tokens.txt --memory 9MB -> --memory and --context go together
 shrink --text tokens.txt --to 9k -o run -> run is not empty
 shrink --text tokens.txt --to 9k blocks.shared_first=1 -> blocks.shared_first=1
@@ -297,6 +298,13 @@ twistlm shrink ticket --text tokens.txt --to 9k -o made/s -> ticket | twistlm he
 twistlm shrink nowhere --text tokens.txt --to 9k -o made/s -> nowhere could not be loaded
 shrink --text tokens.txt --to 9k --tasks nowhere -> --tasks nowhere | no such file
 [bloom] shrink --text tokens.txt --to 9k -> 'bloom' cannot be cut
+# exporting
+twistlm export nowhere --to gguf -o run -> --out run is a folder: name a file
+twistlm export nowhere --to gguf -o a.txt -> --out a.txt exists and is no GGUF file
+twistlm export nowhere --to onnx -o run -> --out run exists and is no ONNX export
+twistlm export nowhere --to gguf -o made/t --data gone -> gone.bin | twistlm prepare
+twistlm export ticket --to gguf -o made/t --data builtin:x -> 'builtin:x' | builtin:python-docs
+twistlm export ticket --to gguf -o made/t --data other -> other | another tokenizer
 # losing nodes
 twistlm lab drop run --nodes 5 -> --nodes 5 | 4 attn blocks
 twistlm lab drop run --nodes 3 --lose 3 -> --lose 3 | --nodes 3
@@ -381,6 +389,7 @@ def test_mistakes_in_processes_of_their_own(here, tmp_path_factory):
     for row in (
         "twistlm train demo train.lrr=1 -> train.lrr | did you mean train.lr? | Legal keys",
         "twistlm export nowhere --to pdf -o x -> --to pdf | gguf or onnx",
+        "twistlm export nowhere --to onnx --type q8_0 -o x -> --type q8_0 | ONNX | f32, q8",
     ):
         words, parts = typed(row)
         check_refusal(*as_process(*words, cwd=empty, without_torch=True), parts)

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from families_table import TABLE, open_parent, tiny_model, tiny_ticket
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from twistlm.export import architectures
 from twistlm.export import gguf as exporter
@@ -24,6 +23,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 SIZES = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 
 
@@ -123,7 +123,7 @@ def test_the_file_holds_the_ticket(row, tmp_path):
     values[f"attention.layer_norm_{rms}epsilon"] = pytest.approx(eps)
     assert {key: meta[f"{row.arch}.{key}"] for key in values} == values
     assert json.loads(Path(f"{path}.json").read_text())["max_weight_delta"] == 0.0
-    names = ["parent", "ticket.gguf", "ticket.gguf.Modelfile", "ticket.gguf.json"]
+    names = ["parent", "ticket.gguf", "ticket.gguf.json"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
@@ -154,6 +154,8 @@ REFUSED = [  # a model, changes to its config, what the sentence says
     (tiny_model, "smollm3", {}, "every fourth"),
     (tiny_model, "mistral", {}, "sliding_window = 5"),
     (tiny_model, "llama", {"hidden_act": "gelu"}, "gelu"),
+    (tiny_model, "llama", {"rope_parameters": YARN}, "rope_type 'yarn'"),
+    (tiny_model, "qwen3", {"rope_parameters": LLAMA3_ROPE}, "llama.cpp's qwen3 scales no RoPE"),
     (tiny_model, "gpt2", {"scale_attn_by_inverse_layer_idx": True}, "root of the head"),
     (Row("gpt2", "head", ""), "", {}, "extract --stock"),  # one width for all layers
     (Row("gpt2", "head", "", stock="attn"), "", {}, "this ticket lost some"),
@@ -227,58 +229,8 @@ def test_tokenizer(name, tmp_path):
     assert [m.split(" ") for m in meta["tokenizer.ggml.merges"]] == merges
 
 
-CHATML = (
-    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind"
-    "<|im_end|>\n{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-ZEPHYR = (
-    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-GEMMA = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
-    "<s>{{ m.role }}\n{{ m.content | trim }}</s>{% endfor %}"
-)
-
-
-CHATS = [  # a template, what a runtime puts before every text, a turn, what ends it, a default
-    (CHATML, "", "<|im_start|>{}\n", "<|im_end|>", "Be kind"),
-    (ZEPHYR, "<eos>", "<|{}|>\n", "<eos>", ""),
-]
-
-
-@pytest.mark.parametrize(("template", "bos", "start", "stop", "default"), CHATS)
-def test_ollama_says_what_the_chat_template_says(template, bos, start, stop, default, tmp_path):
-    """The Modelfile as one writes it by hand."""
-    plain = make_tokenizer(tmp_path / "t.json", SPLITS["gpt-2"])
-    made = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<eos>", eos_token="<eos>")
-    if bos:
-        made.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single="<eos> $A", special_tokens=[("<eos>", 0)]
-        )
-    made.chat_template = template
-    made.save_pretrained(tmp_path / "t")
-    want = 'FROM ./t.gguf\nTEMPLATE """'
-    for role, said in (("system", "System"), ("user", "Prompt")):
-        want += f"{{{{ if .{said} }}}}{start.format(role)}{{{{ .{said} }}}}{stop}\n{{{{ end }}}}"
-    want += f'{start.format("assistant")}{{{{ .Response }}}}{stop}\n"""\n'
-    want += f'SYSTEM """{default}"""\n' if default else ""
-    want += f'PARAMETER stop "{stop}"\n'
-    assert exporter.modelfile("t.gguf", tmp_path / "t/tokenizer.json") == want
-
-
-def test_tokenizers_that_others_would_misread(tmp_path):
-    """Ollama gets no chat format that a TEMPLATE cannot say, llama.cpp no split it has not."""
+def test_a_tokenizer_that_llama_cpp_would_split_otherwise(tmp_path):
     path = tmp_path / "tokenizer.json"
-    make_tokenizer(path, SPLITS["gpt-2"])
-    assert exporter.modelfile("t.gguf", None) == "FROM ./t.gguf\n"
-    assert exporter.modelfile("t.gguf", path) == "FROM ./t.gguf\n"
-    (tmp_path / "chat_template.jinja").write_text(GEMMA)
-    text = exporter.modelfile("t.gguf", path)
-    assert 'TEMPLATE "' not in text
-    assert "own list" in text
     make_tokenizer(path, pre_tokenizers.Whitespace())
     with pytest.raises(ValueError, match="Whitespace"):
         exporter.export(word_ticket(tmp_path), tmp_path / "t.gguf", "f16", path)

@@ -353,8 +353,9 @@ def test_bad_input_is_one_sentence(here, run):
 
 def check_healed(row: dict, ticket: str, like: Parent, **more: str) -> None:
     """A row is its ticket, healed by the command's own function."""
-    same = {"tokens": 576, "data": "tokens", "valid": "tokens", "device": "cpu", "like": like.cfg}
-    heal(HealRequest(ticket=Path(ticket), out=Path("out"), **same, **more), quiet=True)
+    same = {"tokens": 576, "data": "tokens", "valid": "tokens"}
+    request = HealRequest(ticket=Path(ticket), out=Path("out"), **same, **more)
+    heal(request, ["run.device=cpu"], like=like.cfg, quiet=True)
     want = perplexity(deploy.load_ticket("out"))
     assert float(row["perplexity"]) == pytest.approx(want, rel=1e-4)
     assert int(row["bytes"]) == Path("out/model.safetensors").stat().st_size

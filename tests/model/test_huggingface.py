@@ -137,9 +137,8 @@ def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
     (forged / "modeling_ticket.py").write_text("# attacker/\n")
     (forged / "ticket.json").unlink()
     deploy.seal(forged, json.loads((tmp_path / "ticket/ticket.json").read_text()))
-    short = {"data": tokens, "device": "cpu", "tokens": 64, "teacher": "none"}
-    short |= {"out": tmp_path / "healed", "overrides": ("data.seq_len=16",)}
-    heal(HealRequest(ticket=forged, **short), True)
+    short = {"out": tmp_path / "healed", "data": tokens, "tokens": 64, "teacher": "none"}
+    heal(HealRequest(ticket=forged, **short), ["data.seq_len=16", "run.device=cpu"], quiet=True)
     for made in ("run", "ticket", "pruned", "healed"):
         found = [p for p in (tmp_path / made).rglob("*") if p.name.endswith((".py", "config.json"))]
         assert found

@@ -120,6 +120,32 @@ def test_latency_takes_the_largest_uniform_widths_that_were_measured_to_fit():
         assert line(widths) == pytest.approx(clock(widths))
 
 
+def test_latency_of_stock_widths_takes_the_least_cut_that_fits():
+    """Among all legal widths, by the share of the kind that is cut most, in few readings."""
+    block_map, _ = a_map(2, 4, 12, attn=1, ffn=1)
+    full, read = block_map.full_widths(), []
+
+    def clock(widths) -> float:
+        read.append(widths)
+        return float(sum(widths.values()))
+
+    def least(widths) -> float:
+        return min(k / full[name] for name, k in widths.items())
+
+    legal = [
+        {g.name: attn if g.kind == "attn" else ffn for g in block_map.groups}
+        for attn in (1, 4) for ffn in range(1, 13)
+    ]  # fmt: skip
+    for limit in range(4, 34):
+        read.clear()
+        budget = TicketRequest(latency=f"{limit}ms").budget
+        best, *smaller = fit_budget(budget, block_map, clock, legal)
+        assert best in legal
+        assert least(best) == max(least(w) for w in legal if sum(w.values()) <= limit)
+        assert all(sum(w.values()) < sum(best.values()) for w in smaller)
+        assert len(read) <= 6
+
+
 def test_the_budget_goes_where_it_hurts_least():
     """Against every combination of widths: losses that fall with the blocks, at other paces."""
     block_map, cost = a_map(2, 4, 4, attn=7, ffn=3)

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,11 +43,9 @@ def home(tmp_path_factory) -> Path:
     return folder
 
 
-def ask(home: Path, out: Path, *overrides: str, **more) -> HealRequest:
-    return HealRequest(
-        ticket=home / "ticket", out=out, device="cpu", overrides=(*STEPS, *overrides),
-        **{"tokens": 6 * 3 * 16, **more},
-    )  # fmt: skip
+def heal(home: Path, out: Path, *overrides: str, **more) -> None:
+    request = HealRequest(**{"ticket": home / "ticket", "out": out, "tokens": 6 * 3 * 16, **more})
+    healing.heal(request, ("run.device=cpu", *STEPS, *overrides), quiet=True)
 
 
 def by_hand(home: Path) -> dict[str, torch.Tensor]:
@@ -76,7 +73,7 @@ def by_hand(home: Path) -> dict[str, torch.Tensor]:
 def test_healing_is_distillation_by_hand(home, tmp_path):
     """In float64: a key's bias has no gradient, and Adam makes steps of what float32 rounds off."""
     exact = ("train.distil=0.3", "train.precision=float64")
-    healing.heal(ask(home, tmp_path / "out", *exact), quiet=True)
+    heal(home, tmp_path / "out", *exact)
     healed, start = (
         {name: param.detach() for name, param in deploy.load_ticket(path).named_parameters()}
         for path in (tmp_path / "out", home / "ticket")
@@ -118,8 +115,7 @@ def test_a_healed_ticket_is_a_ticket_with_its_history(home, tmp_path, monkeypatc
 
 
 def test_a_stopped_one_goes_on_to_the_same_weights(home, tmp_path, monkeypatch):
-    healing.heal(ask(home, tmp_path / "whole"), quiet=True)
-    request = ask(home, tmp_path / "cut")
+    heal(home, tmp_path / "whole")
     train = rounds.train
 
     def stops(cfg, **options):
@@ -129,11 +125,11 @@ def test_a_stopped_one_goes_on_to_the_same_weights(home, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rounds, "train", stops)
         with pytest.raises(Ended):
-            healing.heal(request, quiet=True)
+            heal(home, tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
     with pytest.raises(ValueError, match=r"train\.teacher was .* and is now 'none'"):
-        healing.heal(ask(home, tmp_path / "cut", teacher="none"), quiet=True)
-    healing.heal(request, quiet=True)
+        heal(home, tmp_path / "cut", teacher="none")
+    heal(home, tmp_path / "cut")
     one, other = (deploy.load_ticket(tmp_path / name) for name in ("whole", "cut"))
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -145,13 +141,14 @@ def test_bad_requests_are_one_sentence(home, tmp_path):
     record = json.loads((lost / "ticket.json").read_text())
     record["parent"] = "runs/gone/away"
     (lost / "ticket.json").write_text(manifest.written(manifest.sealed(record)))
+    with pytest.raises(ValueError, match="is the ticket to heal"):
+        heal(home, home / "ticket")
     for words, asked in {
-        "is the ticket to heal": {"out": home / "ticket"},
         "give --teacher RUN or MODEL": {"ticket": lost},
         "starts as itself": {"ticket": lost, "teacher": "start"},
         "give --data STEM": {"ticket": lost, "teacher": "none"},
         "is no ticket": {"ticket": home / "run"},
     }.items():
         with pytest.raises(ValueError, match=words):
-            healing.heal(replace(ask(home, tmp_path / "out"), **asked), quiet=True)
+            heal(home, tmp_path / "out", **asked)
     assert not (tmp_path / "out").exists()

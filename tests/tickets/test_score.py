@@ -15,6 +15,7 @@ from families_table import tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import twistlm
 from twistlm import cli
 from twistlm.compute.perplexity import perplexity
 from twistlm.model import generator
@@ -96,6 +97,26 @@ def test_a_run_and_its_ticket_know_their_text_and_sizes(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.exception
     record = json.loads(Path("out.json").read_text())
     assert [spread["ratio"] for spread in record["subnets"]] == ["1/4", "3/4"]
+
+
+def test_sizes_that_nobody_asked_for(tmp_path):
+    """Those of the run; of a parent that is none, and has no 6/12, about half of its blocks."""
+    make_tokens(tmp_path / "tokens", 400)
+    size = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 12, "n_head": 3, "n_layer": 2}
+    more: dict[str, Any] = {"model": {"config": size}, "run": {"eval_ratios": ["1/3", "2/3"]}}
+    more["blocks"] = {"n_ffn": 3, "k_attn": 2, "k_ffn": 2, "shared_first": 0}
+    run, asked = tmp_path / "run", {"n": 1, "tokens": 64}
+    cfg = tiny(str(tmp_path / "tokens"), run, train={"rounds": 1}, **more)
+    rounds.train(cfg, quiet=True)
+    parent = twistlm.open_parent(run, device="cpu")
+    for scores in (parent.evaluate(**asked), twistlm.evaluate(run, device="cpu", **asked)):
+        assert [spread.ratio for spread in scores.subnets] == ["1/3", "2/3"]
+    certify = ["--certify", "--n", "3", "--coverage", "0.5", "--confidence", "0.5"]
+    assert [spread["ratio"] for spread in evaluate(tmp_path, "run", *certify)["subnets"]] == ["1/3"]
+    cut = {"blocks": {"n_ffn": 3, "shared_first": 0, "shared_last": 0}}
+    plain = twistlm.open_parent(parent.template, cut, data=cfg.data.train, device="cpu")
+    (spread,) = plain.evaluate(**asked).subnets
+    assert spread.ratio == "attn=2/3,ffn=2/3"
 
 
 def test_a_ticket_and_the_tokenizer_of_its_parent(home, tmp_path):

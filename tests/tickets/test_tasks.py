@@ -13,7 +13,14 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from twistlm.tickets import tasks
-from twistlm.tickets.tasks import Question, loglikelihoods, metrics, open_tasks, score_tasks
+from twistlm.tickets.tasks import (
+    Question,
+    loglikelihoods,
+    metrics,
+    models_of,
+    open_tasks,
+    score_tasks,
+)
 from twistlm.training import rounds
 
 WORDS = [f"w{i}" for i in range(64)]
@@ -57,7 +64,8 @@ def test_log_likelihoods_are_those_of_single_passes(monkeypatch, limit):
     assert loglikelihoods(model, tok, [("w1 w2", f" w{likeliest}")])[0][1]
     with pytest.raises(ValueError, match="makes token 64, and the model has 64"):
         loglikelihoods(model, word_level([*WORDS, "more"]), [("w1", " more")])
-    assert loglikelihoods(model, tok, [("w1", "")]) == [(0.0, True)]
+    with pytest.raises(ValueError, match="' ' adds no token to 'w1'"):  # it would always win
+        loglikelihoods(model, tok, [("w1", " ")])
 
 
 def test_spaces_at_the_end_of_a_context_are_predicted():
@@ -98,8 +106,8 @@ def test_one_command_scores_a_run_its_tickets_and_its_files(tmp_path, monkeypatc
     )
     opened = open_tasks("tasks")
     assert [len(q.pairs) for q in opened[0]["one"]] == [2, 3, 2]
-    whole, small = score_tasks(["run"], opened, ["2/4"], device="cpu")
-    (plain,) = score_tasks(["run"], opened, device="cpu")
+    whole, small = score_tasks(models_of(["run"], ["2/4"], device="cpu"), opened)
+    (plain,) = score_tasks(models_of(["run"], device="cpu"), opened)
     assert (whole.name, small.name) == ("run", "run 2/4 random")
     assert plain.n_params == whole.n_params > small.n_params
     for task, found in plain.tasks.items():
@@ -120,6 +128,7 @@ BAD = {
     "damaged.jsonl.gz": "could not be read",
     "label.jsonl": "label = 2 of doc_id 5 is no number from 0 to 1",
     "no.jsonl": "holds no question",
+    "nothing.jsonl": "nothing.jsonl, line 2: the continuation is empty",
     "words.txt,words.txt": "is no line of a task",
 }
 
@@ -129,6 +138,7 @@ def test_bad_tasks_are_one_sentence(tmp_path, monkeypatch, asked):
     (tmp_path / "empty").mkdir()
     files = {"words.txt": "w1 w2", "half.jsonl": line(0, 0, "a", " b") + '{"doc_id": 1}\n'}
     files |= {"label.jsonl": line(5, 2, "a", " b", " c"), "no.jsonl": "", "damaged.jsonl.gz": "x"}
+    files |= {"nothing.jsonl": line(5, 0, "a", " b", "")}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path / "empty" if asked == "." else tmp_path)

@@ -69,33 +69,30 @@ def command(group: typer.Typer, *examples: str, called: str | None = None) -> Ca
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         hints = typing.get_type_hints(function)
-        plain: list[inspect.Parameter] = []
-        requests: dict[str, Any] = {}
-        for name, given in inspect.signature(function).parameters.items():
+        options: list[inspect.Parameter] = []  # as typer sees them
+        requests: dict[str, tuple[Any, list[str]]] = {}  # parameter -> its class, and its options
+        for name, parameter in inspect.signature(function).parameters.items():
             if dataclasses.is_dataclass(hints[name]):
                 kinds = typing.get_type_hints(hints[name])
-                made = [f for f in dataclasses.fields(hints[name]) if f.metadata]
-                requests[name] = hints[name], [f.name for f in made]
-                plain += [_parameter(f.name, kinds[f.name], f) for f in made]
-            elif hints[name] is typer.Context:
-                plain.append(given.replace(kind=given.KEYWORD_ONLY, annotation=typer.Context))
+                fields = [field for field in dataclasses.fields(hints[name]) if field.metadata]
+                requests[name] = hints[name], [field.name for field in fields]
+                options += [_parameter(field.name, kinds[field.name], field) for field in fields]
             else:
-                field = SHARED[name] if given.default is given.empty else given.default
-                plain.append(_parameter(name, hints[name], field))
+                is_shared = parameter.default is parameter.empty
+                field = SHARED[name] if is_shared else parameter.default
+                options.append(_parameter(name, hints[name], field))
 
         @functools.wraps(function)
-        def run(**given: Any) -> Any:
-            if "overrides" in given:
-                given["overrides"] = given["overrides"] or []
-                build(Config, overridden({}, given["overrides"]))
+        def run(**values: Any) -> Any:
+            if "overrides" in values:
+                values["overrides"] = values["overrides"] or []
+                build(Config, overridden({}, values["overrides"]))
             for name, (request, keys) in requests.items():
-                values = {key: given.pop(key) for key in keys}
-                several = {key: tuple(v) for key, v in values.items() if isinstance(v, list)}
-                given[name] = request(**values | several)
-            return function(**given)
+                values[name] = request(**{key: values.pop(key) for key in keys})
+            return function(**values)
 
-        run.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
-        run.__annotations__ = {given.name: given.annotation for given in plain}
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        run.__annotations__ = {option.name: option.annotation for option in options}
         name = called or function.__name__
         shown: dict[str, Any] = {"epilog": "\n\n".join(["Examples:", *examples])}
         if group is app:
@@ -113,11 +110,6 @@ def split_sources(given: Sequence[str]) -> tuple[list[str], list[str]]:
     if not (sources := [each for each in given if each not in overrides]):
         raise ValueError("give at least one parent or ticket")
     return sources, overrides
-
-
-def is_given(context: typer.Context, name: str) -> bool:
-    """Whether an option was typed, or has its default."""
-    return context.get_parameter_source(name).name == "COMMANDLINE"  # type: ignore[union-attr]
 
 
 def _parameter(name: str, hint: Any, field: dataclasses.Field) -> inspect.Parameter:

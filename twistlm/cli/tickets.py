@@ -2,10 +2,9 @@
 
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
-from ..export import FORMATS
+from ..export import FORMATS, check_target, check_type
 from ..fields import N_TOKENS, option, seed_of, words
 from ..system.terminal import clean, console, progress, table, waiting
 from ..tickets.requests import HealRequest, TicketRequest
@@ -53,8 +52,8 @@ def heal(request: HealRequest, overrides: list[str], device: str) -> None:
     """
     from ..tickets import healing
 
-    asked = replace(request, device=device, overrides=overrides)
-    console.print(healing.reading(healing.heal(asked)))
+    healed = healing.heal(request, [f"run.device={device}", *overrides])
+    console.print(healing.reading(healed))
     console.print(f"ticket: {request.out}")
 
 
@@ -142,22 +141,24 @@ def export(
     """
     if to not in FORMATS:
         raise ValueError(f"--to {to}: a ticket is exported to {words(FORMATS)}")
-    from ..compute.perplexity import Text
+    type_ = type_ or FORMATS[to][0]
+    check_type(to, type_)
+    check_target(to, out)
+    from ..data.builtin import resolve
     from ..data.token_file import open_tokens
     from ..export import gguf, onnx, verify
-    from ..model.huggingface import vocab_size
     from ..tickets.parent import default_seq_len
     from ..tickets.runnable import open_runnable
+    from ..tickets.text import text_for
 
+    file, text = open_tokens(resolve(data, "valid")) if data else None, None
     opened = open_runnable(source, "cpu")
     model = opened.model.float()  # a ticket saved in bfloat16 is compared, and written, exactly
-    text = None
-    if data is not None:
-        text = Text(open_tokens(data), default_seq_len(model), tokens, batch=1)
-        text.file.check(text.seq_len, vocab_size(model))
     write = {"gguf": gguf.export, "onnx": onnx.export}[to]
     with tempfile.TemporaryDirectory() as folder, waiting.status(f"export to {to}"):
-        tokenizer, type_ = opened.tokenizer_file(Path(folder)), type_ or FORMATS[to][0]
+        tokenizer = opened.tokenizer_file(Path(folder))
+        if file is not None:
+            text = text_for(model, file, default_seq_len(model), tokens, tokenizer)
         rows = write(model, out, type_, tokenizer, text, prompt or verify.PROMPT)
     console.print(verify.table(rows))
     if to == "gguf" and len(rows) == 1:

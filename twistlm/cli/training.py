@@ -5,14 +5,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import typer
-
 from .. import config
 from ..fields import option
 from ..system import signals
 from ..system.terminal import console
 from ..tickets.requests import ScoreRequest, ShrinkRequest, amount
-from .options import ANY_MODEL, app, command, is_given, show, split_sources
+from .options import ANY_MODEL, app, command, show, split_sources
 
 NO_RAY = (  # it ends a process whose node or head is lost, without a word
     "Ray is gone: its head, or its process on this machine, died; start them again, and the run "
@@ -163,7 +161,6 @@ def train(
     called="eval",
 )
 def eval_(
-    context: typer.Context,
     sources: list[str] = option(
         f"{ANY_MODEL} Several are for --tasks.",
         metavar="SOURCE... [SECTION.KEY=VALUE]...",
@@ -177,9 +174,7 @@ def eval_(
         "one of each ratio, or a random one.",
         None,
     ),
-    bound: bool = option(
-        "Bound almost all random tickets of one size; --n is 200 then.", False, "--certify"
-    ),
+    bound: bool = option("Bound almost all random tickets of one size.", False, "--certify"),
     coverage: float = option("With --certify: share of all tickets to bound.", 0.95),
     confidence: float = option("With --certify: how sure the bound must be.", 0.99),
     device: str,
@@ -187,14 +182,13 @@ def eval_(
 ) -> None:
     """Perplexity of the full model (no scale) and of random subnets (scaled), or of a ticket.
 
-    Without --ratio a run's subnets have its own run.eval_ratios, and a model that was not trained
-    here is measured as it is.
+    Without --ratio a model that was not trained here is measured as it is.
     With --tasks: accuracies, and bits per byte of right answers, with standard errors.
     With --certify: how good random tickets of one size are, and a bound on almost all of them
     that assumes nothing about the distribution (it is one of the measured values in order).
     """
     (source, *others), more = split_sources(sources)
-    ratios, has_ratio = request.ratios, is_given(context, "ratios")
+    ratios = request.ratios
     if tasks is not None and bound:
         raise ValueError("--certify bounds perplexities: leave --tasks out")
     if others and tasks is None:
@@ -202,32 +196,25 @@ def eval_(
     if bound and len(ratios) > 1:
         raise ValueError(f"--certify takes one --ratio, not {len(ratios)}: {', '.join(ratios)}")
     if tasks is not None:
-        from ..tickets.tasks import open_tasks, score_tasks, table
-        from ..tickets.tasks import record as task_record
+        from ..tickets import tasks as zero_shot
 
-        scored = score_tasks(
-            [source, *others],
-            open_tasks(tasks),
-            ratios if has_ratio else (),
-            seed=request.seed,
-            device=device,
-            overrides=more,
-        )
-        rows = list(scored)
-        return show(task_record(rows), json_out, table(rows))
+        opened = zero_shot.open_tasks(tasks)
+        models = zero_shot.models_of([source, *others], ratios, request.seed, device, more)
+        rows = list(zero_shot.score_tasks(models, opened))
+        return show(zero_shot.record(rows), json_out, zero_shot.table(rows))
     from ..tickets import score
     from ..tickets.parent import open_parent, what_is
 
     kind, said = what_is(source), []
-    if kind == "ticket" and has_ratio:
+    if kind == "ticket" and ratios:
         raise ValueError(f"--ratio {ratios[0]}: {source} is a ticket, which is cut already")
     if bound:
-        request = request if is_given(context, "n") else replace(request, n=200)
+        request = replace(request, n=request.n or score.N_CERTIFIED)
         score.rank(request.n, coverage, confidence)  # too few are refused before the model loads
-    if kind == "checkpoint" or has_ratio or bound:
+    if kind == "checkpoint" or ratios or bound:
         parent = open_parent(source, device, more)
-        if not (has_ratio or bound):
-            request = replace(request, ratios=parent.cfg.run.eval_ratios)
+        if bound:
+            request = replace(request, ratios=ratios or score.usual_ratios(parent)[:1])
         scores = score.score_parent(parent, request, Path(source).name)
     else:
         scores = score.score_whole(

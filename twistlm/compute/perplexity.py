@@ -156,20 +156,34 @@ class Evaluator:
         where = self.central.layout.narrowed(self.block_map, widths)
         return Spread(ratio, where.n_params, tuple(values))
 
-    def scores(
-        self, cfg: RunConfig, order: Order, advance: Callable[[], None]
-    ) -> tuple[dict[str, Any], str]:
-        """Perplexities of the full model and of subnets while it trains; a line for a person."""
-        scores: dict[str, Any] = {"full": self.full_perplexity()}
-        advance()
-        line = f"perplexity full {scores['full']:.2f}"
-        for ratio in cfg.eval_ratios:
-            widths = widths_of_ratio(self.block_map, ratio)
-            spread = self.random_subnets(ratio, widths, cfg.eval_n, cfg.seed, advance)
-            scores[ratio] = summarize(spread.values)
-            line += f"   {ratio} {spread}"
+    def all_sizes(
+        self, ratios: Sequence[str], n: int, seed: int, order: Order, tick: Callable[[], None]
+    ) -> tuple[float, list[Spread], list[float]]:
+        """The full model, n random subnets of each ratio, and with an order a nested one of each.
+
+        `tick` follows the full model and every random subnet.
+        """
+        widths = {ratio: widths_of_ratio(self.block_map, ratio) for ratio in ratios}
+        full, spreads, nested = self.full_perplexity(), [], []
+        tick()
+        for ratio, each in widths.items():
+            spreads.append(self.random_subnets(ratio, each, n, seed, tick))
             if order:
-                nested = self.subnet_perplexity(prefixes(self.block_map, order, widths))
-                scores[ratio] |= {"nested": nested}
-                line += f" nested {nested:.2f}"
+                nested.append(self.subnet_perplexity(prefixes(self.block_map, order, each)))
+        return full, spreads, nested
+
+    def scores(
+        self, cfg: RunConfig, order: Order, tick: Callable[[], None]
+    ) -> tuple[dict[str, Any], str]:
+        """Perplexities of all sizes while it trains: for metrics, and a line for a person."""
+        asked = cfg.eval_ratios, cfg.eval_n, cfg.seed
+        full, spreads, nested = self.all_sizes(*asked, order, tick)
+        scores: dict[str, Any] = {"full": full}
+        line = f"perplexity full {full:.2f}"
+        for i, spread in enumerate(spreads):
+            scores[spread.ratio] = summarize(spread.values)
+            line += f"   {spread.ratio} {spread}"
+            if nested:
+                scores[spread.ratio] |= {"nested": nested[i]}
+                line += f" nested {nested[i]:.2f}"
         return scores, line

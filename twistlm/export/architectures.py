@@ -88,6 +88,7 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     for name, place in found.places(model).items():
         if place is None:
             raise _refusal(model, f"llama.cpp's {found.name} has no place for {name}")
+    _rope_factors(found, model)
     return found
 
 
@@ -121,28 +122,40 @@ def _other_graph(found: Architecture, model: PreTrainedModel) -> str | None:
 
 
 def add_rope_(writer: Any, found: Architecture, model: PreTrainedModel) -> Tensor | None:
-    """Write how heads are turned; returns `rope_freqs`, divisors of theta^(-2i/dh), if scaled."""
+    """Write how heads are turned; returns `rope_freqs` if llama.cpp is to divide by them."""
     if found is GPT2:  # it adds position embeddings
         return None
-    config, dh = model.config, families.head_dim(model.config)
-    writer.add_rope_dimension_count(dh)
-    rope = config.rope_parameters
+    config, rope = model.config, model.config.rope_parameters
+    writer.add_rope_dimension_count(families.head_dim(config))
     if found is GEMMA3:
         full, sliding = rope["full_attention"], rope["sliding_attention"]
-        if any(kind.get("rope_type", "default") != "default" for kind in (full, sliding)):
-            raise _refusal(model, f"its RoPE is scaled ({rope})")
         writer.add_rope_freq_base(float(full["rope_theta"]))
         writer.add_float32(f"{found.name}.rope.freq_base_swa", float(sliding["rope_theta"]))
         writer.add_sliding_window(config.sliding_window)
+    else:
+        writer.add_rope_freq_base(float(rope["rope_theta"]))
+    return _rope_factors(found, model)
+
+
+def _rope_factors(found: Architecture, model: PreTrainedModel) -> Tensor | None:
+    """Divisors of theta^(-2i/dh) where RoPE is scaled; refuse what llama.cpp cannot do."""
+    if found is GPT2:
+        return None
+    rope, dh = model.config.rope_parameters, families.head_dim(model.config)
+    if found is GEMMA3:
+        kinds = (rope["full_attention"], rope["sliding_attention"])
+        if any(kind.get("rope_type", "default") != "default" for kind in kinds):
+            raise _refusal(model, f"its RoPE is scaled ({rope})")
         return None
     base, kind = float(rope["rope_theta"]), rope.get("rope_type", "default")
-    writer.add_rope_freq_base(base)
-    frequencies: Any = model.get_submodule("model.rotary_emb").inv_freq
+    # made anew: a model without storage has no frequencies
+    made: Any = type(model.get_submodule("model.rotary_emb"))
+    frequencies = made(model.config).inv_freq
     if kind not in ("default", "linear", "llama3") or 2 * len(frequencies) != dh:
         turned = f"rope_type {kind!r} with {2 * len(frequencies)} of {dh} head dimensions turned"
         raise _refusal(model, f"{turned} is not default, linear or llama3 of all dimensions")
     plain = base ** -(torch.arange(0, dh, 2, dtype=torch.float64) / dh)
-    factors = (plain / frequencies.double().cpu()).float()
+    factors = (plain / frequencies.double()).float()
     if torch.allclose(factors, torch.ones_like(factors), rtol=1e-6):
         return None
     if not found.scales_rope:

@@ -9,33 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..compute.perplexity import Text
 from ..model import families, huggingface
 from ..model.families import kv_name, layer_widths, sublayers
 from ..system.files import draft_folder
-from . import GGUF_TYPES, installed, need, verify
+from . import QUANTIZES, check_target, check_type, installed, need, verify
 from .architectures import Architecture, add_rope_, architecture_of
-
-QUANTIZES = ("q4_k_m",)  # types that llama.cpp itself makes, out of float32
-ELSEWHERE = (
-    "# the tokenizer's chat template says more than a TEMPLATE can: Ollama looks for it in its own "
-    "list"
-)
 
 
 def check(model: PreTrainedModel, type_: str, option: str = "--type") -> Architecture:
     """How llama.cpp names the model, which may have no storage; refuse what cannot be written."""
-    if type_ not in GGUF_TYPES:
-        raise ValueError(f"{option} {type_}: GGUF is written as {', '.join(GGUF_TYPES)}")
-    need("a GGUF file", "gguf", "gguf")
-    if type_ in QUANTIZES:
-        need(f"{option} {type_}, which llama.cpp makes,", "llama", "llama_cpp")
+    check_type("gguf", type_, option)
     return architecture_of(model)
 
 
@@ -47,12 +36,13 @@ def export(
     text: Text | None = None,
     prompt: str = verify.PROMPT,
 ) -> list[verify.Verified]:
-    """Write a GGUF file, PATH.json and PATH.Modelfile (Ollama), and compare it with torch.
+    """Write a GGUF file and PATH.json, and compare it with torch.
 
     It is run in llama.cpp where that is installed. Matrices get `type_`; vectors stay float32, and
     rows that q8_0 cannot hold (no multiple of 32) f16. q4_k_m is made by llama.cpp.
     """
     found = check(model, type_)
+    check_target("gguf", path)
     with draft_folder(path) as folder:
         draft = folder / path.name
         plain = type_ if type_ not in QUANTIZES else "f32"
@@ -69,10 +59,16 @@ def export(
             size = draft.stat().st_size
             beside.add(f"llama.cpp {type_}", runner, size, exact=type_ == "f32")
         beside.write(Path(f"{draft}.json"), format="gguf", type=type_, max_weight_delta=worst)
-        Path(f"{draft}.Modelfile").write_text(modelfile(path.name, tokenizer))
-        for suffix in (".json", ".Modelfile", ""):
+        Path(f"{path}.json").unlink(missing_ok=True)  # it says of what type the file is
+        for suffix in ("", ".json"):
             os.replace(f"{draft}{suffix}", f"{path}{suffix}")
     return beside.rows
+
+
+def type_of(path: Path) -> str:
+    """The type of a GGUF file as its PATH.json has it; empty where one of the two is missing."""
+    record = Path(f"{path}.json")
+    return json.loads(record.read_text())["type"] if path.is_file() and record.is_file() else ""
 
 
 def _write(
@@ -175,7 +171,7 @@ def add_vocabulary_(
         writer.add_tokenizer_model("none")
         return
     tokenizer, plain = Tokenizer.from_file(str(path)), json.loads(path.read_text())
-    split = _split(plain, path)
+    split = split_of(plain, path)
     tokens = [f"[PAD{i}]" for i in range(n_tokens)]  # embeddings may have more rows than tokens
     kinds = [TokenType.UNUSED] * n_tokens
     for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -202,7 +198,7 @@ def add_vocabulary_(
             getattr(writer, f"add_{what}_token_id")(found)
 
 
-def _split(plain: dict[str, Any], path: Path) -> str:
+def split_of(plain: dict[str, Any], name: str | Path) -> str:
     """llama.cpp's name for the pre-tokenizer; a wrong one would tokenize wrongly in silence."""
     pre = plain.get("pre_tokenizer") or {}
     words = []
@@ -222,7 +218,7 @@ def _split(plain: dict[str, Any], path: Path) -> str:
     is_known = normalizer is None or (normalizer == "NFC" and SPLITS.get(tuple(words)) == "qwen2")
     if model != "BPE" or not is_known or tuple(words) not in SPLITS:
         raise ValueError(
-            f"{path}: this tokenizer ({model}, split by {', '.join(words)}) has no name in "
+            f"{name}: this tokenizer ({model}, split by {', '.join(words)}) has no name in "
             f"llama.cpp that twistlm knows ({', '.join(SPLITS.values())}); use `--to onnx`"
         )
     return SPLITS[tuple(words)]
@@ -271,53 +267,3 @@ class LlamaRunner(verify.Runner):
         assert n_logits == 1
         last = self._last(self._llm.ctx, -1)
         return np.ctypeslib.as_array(last, shape=(1, self._llm.n_vocab())).copy()
-
-
-def modelfile(gguf: str, tokenizer: Path | None) -> str:
-    """The Modelfile of a GGUF file, with a chat format if it can say what the tokenizer's says."""
-    lines = [f"FROM ./{gguf}"]
-    if tokenizer is not None and (tokenizer.parent / "chat_template.jinja").is_file():
-        lines += _chat(PreTrainedTokenizerFast.from_pretrained(tokenizer.parent))
-    return "\n".join(lines) + "\n"
-
-
-def _chat(tokenizer: Any) -> list[str]:
-    """TEMPLATE, SYSTEM and the stop word, found by rendering a talk whose words are known.
-
-    Ollama writes a turn as system, prompt and answer, each between two strings, of which the first
-    names the role. A template that does more than that is left to Ollama's own list.
-    """
-    adds = tokenizer("a").input_ids[0] != tokenizer("a", add_special_tokens=False).input_ids[0]
-    added = (adds and tokenizer.bos_token) or ""  # the runtime puts it before a text by itself
-
-    def render(*talk: tuple[str, str], ask: bool = False) -> str:
-        messages = [{"role": role, "content": words} for role, words in talk]
-        made = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-        return made.removeprefix(added)
-
-    def turn(role: str, words: str) -> str:
-        return start.replace("system", role) + words + end
-
-    talk = [("system", "@S@"), ("user", "@U@"), ("assistant", "@A@"), ("user", "@V@")]
-    try:
-        text, asked, alone = render(*talk), render(*talk[:2], ask=True), render(talk[1], ask=True)
-        start, rest = text.split("@S@", 1)  # ValueError where it is not written as it is
-    except (TemplateError, ValueError, TypeError):
-        return [ELSEWHERE]
-    end = rest.split("@U@", 1)[0].removesuffix(start.replace("system", "user"))
-    question = turn("user", "@U@") + start.replace("system", "assistant")
-    default = alone.removesuffix(question).removeprefix(start).removesuffix(end)
-    whole = turn("system", default) if default else ""
-    wanted = "".join(turn(*each) for each in talk), turn(*talk[0]) + question, whole + question
-    if (text, asked, alone) != wanted or '"""' in text:
-        return [ELSEWHERE]
-    template = "".join(
-        f"{{{{ if .{field} }}}}{turn(role, f'{{{{ .{field} }}}}')}{{{{ end }}}}"
-        for role, field in (("system", "System"), ("user", "Prompt"))
-    )
-    lines = [f'TEMPLATE """{template}{turn("assistant", "{{ .Response }}")}"""']
-    if default:
-        lines.append(f'SYSTEM """{default}"""')
-    if end.strip():
-        lines.append(f"PARAMETER stop {json.dumps(end.strip())}")
-    return lines

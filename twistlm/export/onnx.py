@@ -28,9 +28,9 @@ from transformers.pytorch_utils import Conv1D
 from ..compute.perplexity import Text
 from ..model import huggingface
 from ..system import files, manifest
-from . import ONNX_TYPES, need, verify
+from . import ONNX_FILES, check_target, check_type, verify
 
-FILE, RECORD = "model.onnx", "export.json"
+FILE, RECORD = ONNX_FILES
 INPUTS = ("input_ids", "attention_mask", "position_ids")  # then the caches
 FROM = "logits_from"
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -48,12 +48,8 @@ def export(
 
     q8 stores matrices in blocks of 32 (MatMulNBits): plain dynamic int8 costs quality.
     """
-    need("ONNX", "onnx", "onnx", "onnxscript", "onnxruntime")
-    if type_ not in ONNX_TYPES:
-        raise ValueError(f"--type {type_}: ONNX is written as {', '.join(ONNX_TYPES)}")
-    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if folder.is_file() or (held and not {FILE, RECORD} <= held):
-        raise ValueError(f"--out {folder} exists and is no ONNX export: choose another folder")
+    check_type("onnx", type_)
+    check_target("onnx", folder)
     beside = verify.Comparison(model, tokenizer, text, prompt)
     ours = {FILE, f"{FILE}.data", RECORD, "config.json", "generation_config.json"}
     ours |= {"tokenizer.json", *BESIDE}

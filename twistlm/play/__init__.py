@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-PICKS = ("nested", "random", "best of 4")
+PICKS = {"nested": "nested", "random": "random", "best of 4": "best-of:4"}  # label -> --pick
 
 
 @dataclass(frozen=True)
@@ -10,5 +10,5 @@ class TicketChoice:
     """Which ticket: its place among the sizes, how its blocks are picked, the seed of a draw."""
 
     size: int  # 1 is the smallest
-    pick: str = PICKS[0]
+    pick: str = "nested"  # one of `PICKS`
     seed: int = 0

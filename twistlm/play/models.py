@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedModel
 
 from ..compute import speed
@@ -13,12 +12,12 @@ from ..model import huggingface
 from ..model.blocks import Blueprint, Widths
 from ..model.tokenizer import encode, load_tokenizer
 from ..tickets import deploy
-from ..tickets.importance import parse_pick, pick_blocks, pick_for
+from ..tickets.importance import NESTED, parse_pick, pick_blocks, pick_for
 from ..tickets.parent import Parent, open_parent
-from ..tickets.runnable import generate_tokens
+from ..tickets.runnable import decoded, generate_tokens
 from ..tickets.text import text_of
 from ..tickets.widths import uniform_widths, weights_bytes
-from . import TicketChoice
+from . import PICKS, TicketChoice
 
 N_TOKENS = 8192  # of text behind a perplexity, where the run does not say (run.eval_tokens)
 MOST_PROMPT = 512  # tokens that are read of a prompt
@@ -104,13 +103,14 @@ class Models:
         read = ids[-min(MOST_PROMPT, room - n_new) :]
         note = f"the last {len(read):,} of {len(ids):,} tokens of the prompt were read"
         models = {"whole": self.whole, "ticket": self.ticket(choice)}
+        drawn = temperature, TOP_K if temperature else None, choice.seed
         writers = {
-            name: _texts(model, self.tokenizer, read, temperature, choice.seed)
+            name: decoded(self.tokenizer, generate_tokens(model, read, *drawn), read)
             for name, model in models.items()
         }
         texts = dict.fromkeys(models, "")
         for _ in range(n_new):
-            texts = {name: next(writer, texts[name]) for name, writer in writers.items()}
+            texts = {name: text + next(writers[name], "") for name, text in texts.items()}
             yield {"note": note if len(read) < len(ids) else "", **texts}
 
     def ticket(self, choice: TicketChoice) -> PreTrainedModel:
@@ -122,9 +122,9 @@ class Models:
 
     def blueprint(self, choice: TicketChoice) -> Blueprint:
         """The blocks that `extract` picks; a parent without an order nests by their magnitude."""
-        has_order = bool(self.parent.progress.order)
-        nested = "nested" if has_order else "importance:magnitude"
-        how = parse_pick({"nested": nested, "best of 4": "best-of:4"}.get(choice.pick, "random"))
+        how = parse_pick(PICKS[choice.pick])
+        if how == NESTED and not self.parent.progress.order:
+            how = parse_pick("importance:magnitude")
         if how.n_draws > 1 and self.evaluator is None:
             raise ValueError(f"the {choice.pick} is chosen by perplexity; {self.measured_on}")
         widths, seed = self.sizes[choice.size - 1], choice.seed
@@ -136,14 +136,3 @@ class Models:
             return "Once upon a time"
         ids = self.evaluator.text.file.sequences([0], self.evaluator.text.seq_len)[0].tolist()
         return " ".join(self.tokenizer.decode(ids).split()[:PROMPT_WORDS])
-
-
-def _texts(
-    model: PreTrainedModel, tokenizer: Any, ids: list[int], temperature: float, seed: int
-) -> Iterator[str]:
-    """What a model has written after the prompt `ids`: after every token, until it ends."""
-    text, decoder = "", DecodeStream(ids[-8:], skip_special_tokens=True)  # a space may need them
-    top_k = TOP_K if temperature else None
-    for token in generate_tokens(model, ids, temperature, top_k, seed):
-        text += decoder.step(tokenizer, token) or ""
-        yield text

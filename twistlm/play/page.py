@@ -87,7 +87,7 @@ def build(model: ModelProcess) -> Any:
                 label = f"Size ({n_sizes} is the whole model)"
                 start = max(1, n_sizes // 2)
                 size = gr.Slider(1, n_sizes, start, step=1, label=label, elem_id="size", scale=2)
-                pick = gr.Radio(PICKS, value=about["pick"], label="Blocks it keeps", scale=2)
+                pick = gr.Radio(list(PICKS), value=about["pick"], label="Blocks it keeps", scale=2)
                 # up to where a browser's numbers are whole
                 limits = {"precision": 0, "minimum": 0, "maximum": 2**53}
                 seed = gr.Number(0, label="Seed", min_width=90, **limits)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import file_sha256
+from .terminal import console
 
 OWN = "sha256"  # the record's key for its own hash
 FILES = "files"  # and for the files that it vouches for
@@ -110,9 +111,13 @@ def check_folder(folder: Path, record: str, editable: tuple[str, ...] = ()) -> l
 
 
 def check_model_folder(folder: Path) -> None:
-    """A checkpoint or ticket must be as it was written; other Hugging Face folders pass unread."""
+    """A checkpoint or ticket must be as it was written; other Hugging Face folders pass unread.
+
+    An edited model card is said.
+    """
     for record, editable in BESIDE_MODELS.items():
         if (path := folder / record).is_file():
             if not {FILES, "blueprint"} & set(read_json(path)):  # tickets of before manifests
                 raise ValueError(f"{path} is damaged: it vouches for no files")
-            check_folder(folder, record, editable)
+            for sentence in check_folder(folder, record, editable):
+                console.print(f"the model card was changed: {sentence}", style="yellow")

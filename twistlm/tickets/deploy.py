@@ -16,7 +16,6 @@ from ..model.subnet import add_means_, build, fold_
 from ..system import manifest
 from ..system.files import whole_folder
 from ..system.provenance import describe_run
-from ..system.terminal import console
 from ..training import checkpoint
 from . import hf_folder
 from .parent import Parent, what_is
@@ -40,7 +39,8 @@ def cut_ticket(parent: Parent, blueprint: Blueprint) -> PreTrainedModel:
     """
     block_map, central = parent.block_map, parent.central
     block_map.check_blueprint(blueprint)
-    factors = parent.scales(widths := block_map.widths(blueprint))
+    widths = block_map.widths(blueprint)
+    factors = parent.scales(widths)
     dropped, blueprint = block_map.dropped(widths), depth.with_all_layers(blueprint)
     where = central.layout.narrowed(block_map, block_map.widths(blueprint))
     weights = cut_subnet(central, blueprint, rows=1)[0]
@@ -111,25 +111,17 @@ def foreign_files(folder: Path, record: str) -> list[Path]:
 def load_ticket(folder: str | Path) -> PreTrainedModel:
     """The dense model of a ticket folder, checked against its ticket.json."""
     folder = Path(folder)
-    ticket, plain = verify_ticket(folder), manifest.read_json(folder / "config.json")
+    ticket, plain = read_ticket(folder), manifest.read_json(folder / "config.json")
     for name in LAYERS:  # transformers makes a config for each layer as it reads the file
         if plain.get(name, 0) > huggingface.MOST_LAYERS:
             raise ValueError(f"{folder}: its config promises {plain[name]} layers")
     register()
-    model = huggingface.pretrained(str(folder), dtype="auto")
+    model = huggingface.pretrained(str(folder), dtype="auto")  # compares every file's sha256
     n_params = model.num_parameters()
     if n_params != (told := ticket["n_params"]):
         said = f"ticket.json tells of {told:,} parameters, the weights have {n_params:,}"
         raise ValueError(f"{folder}: {said}")
     return model.eval()
-
-
-def verify_ticket(folder: Path) -> dict[str, Any]:
-    """The record of a ticket whose files are as they were written; an edited card is said."""
-    ticket = read_ticket(folder)
-    for sentence in manifest.check_folder(folder, TICKET, editable=(hf_folder.CARD,)):
-        console.print(f"the model card was changed: {sentence}", style="yellow")
-    return ticket
 
 
 def verify(source: str) -> list[str]:
@@ -142,7 +134,8 @@ def verify(source: str) -> list[str]:
         told = verify_teacher_cache(open_tokens(source))
         return [verify_tokens(source), *([told] if told else [])]
     if what_is(source) == "ticket":
-        n = len(verify_ticket(folder).get(manifest.FILES, ()))
+        n = len(read_ticket(folder).get(manifest.FILES, ()))
+        manifest.check_model_folder(folder)
         if not n:
             return [f"ticket {source}: nothing vouches for its files (written before manifests)"]
         return [f"ticket {source}: {n} files match their sha256"]

@@ -8,7 +8,7 @@ removed when the healed ticket stands in OUT.
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,18 +45,25 @@ UNTRUE = ("perplexity", "max_logit_difference", manifest.FILES, manifest.OWN)
 
 def heal(
     request: HealRequest,
+    overrides: Sequence[str] = (),
+    *,
+    like: Config | None = None,
     quiet: bool = False,
     on_round: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Train the ticket and write it anew; returns its record with what healing did."""
+    """Train the ticket and write it anew; returns its record with what healing did.
+
+    `like` is the config of a run whose settings are taken, instead of the teacher's.
+    """
     check_target(request.out)
     if not amount("tokens", request.tokens):
         raise ValueError(f"--tokens {request.tokens}: healing needs at least one, as in 20M")
     if request.out.resolve() == request.ticket.resolve():
         raise ValueError(f"--out {request.out} is the ticket to heal: choose another folder")
     model, ticket = load_ticket(request.ticket), read_ticket(request.ticket)
-    cfg = settings(request, model, cut_from(ticket))
-    t, work, text, found = cfg.train, Path(cfg.run.out), None, {}
+    cfg = settings(request, model, cut_from(ticket), overrides, like)
+    t, work = cfg.train, Path(cfg.run.out)
+    text, found = None, {}
     if cfg.data.valid != cfg.data.train or cfg.data.valid.startswith("builtin:"):
         file = open_tokens(resolve(cfg.data.valid, "valid"))  # never what was trained on
         text = Text(file, cfg.data.seq_len, request.valid_tokens)
@@ -64,7 +71,7 @@ def heal(
 
     def measure(when: str) -> None:
         if text is not None:
-            where = pick_device(request.device)
+            where = pick_device(cfg.run.device)
             torch.nn.Module.to(model, where)
             found[when] = perplexity(model.float() if where.type == "cpu" else model, text)
             torch.nn.Module.to(model, "cpu")
@@ -101,7 +108,13 @@ def heal(
     return record
 
 
-def settings(request: HealRequest, model: PreTrainedModel, cut_from: str) -> Config:
+def settings(
+    request: HealRequest,
+    model: PreTrainedModel,
+    cut_from: str,
+    overrides: Sequence[str],
+    like: Config | None,
+) -> Config:
     """The run that heals a ticket: its teacher's settings, one worker, cosine, a short warm-up."""
     teacher = cut_from if request.teacher is None else request.teacher
     path = Path(teacher)
@@ -116,12 +129,11 @@ def settings(request: HealRequest, model: PreTrainedModel, cut_from: str) -> Con
             f"{request.ticket} was cut out of {teacher}, which is not here: give --teacher RUN or "
             "MODEL, or --teacher none to learn from text alone"
         )
-    known, near = request.like, None
-    for source in (teacher, cut_from):  # whose text and settings are taken, if it is a run
-        if near is None and Path(source).exists() and what_is(source) == "checkpoint":
-            found = checkpoint.open_(source)
-            known, near = known or found.config, found.path
-            teacher = str(found.path) if source == teacher else teacher
+    known, near = like, None
+    if runs := [source for source in (teacher, cut_from) if _is_run(source)]:
+        found = checkpoint.open_(runs[0])  # its text and settings are taken
+        known, near = like or found.config, found.path
+        teacher = str(found.path) if runs[0] == teacher else teacher
     run = known or Config(train=TrainConfig(batch=2, lr=1e-4))
     data = request.data or (known.data.train if known else "")
     if not data:
@@ -150,11 +162,9 @@ def settings(request: HealRequest, model: PreTrainedModel, cut_from: str) -> Con
             outer="none",
             epochs=0.0,
         ),
-        run=RunConfig(
-            out=f"{request.out}.healing", device=request.device, eval_every=-1, eval_ratios=("1",)
-        ),
+        run=RunConfig(out=f"{request.out}.healing", eval_every=-1, eval_ratios=("1",)),
     )
-    cfg = config.override(cfg, request.overrides)
+    cfg = config.override(cfg, overrides)
     huggingface.check_positions(model, cfg.data.seq_len)
     per_round = cfg.train.batch * cfg.data.seq_len * cfg.train.interval
     n_rounds = max(1, math.ceil(amount("tokens", request.tokens) / per_round))
@@ -164,6 +174,10 @@ def settings(request: HealRequest, model: PreTrainedModel, cut_from: str) -> Con
         train=replace(cfg.train, rounds=n_rounds, warmup=warmup),
         run=replace(cfg.run, save_every=max(1, n_rounds // 10)),
     )
+
+
+def _is_run(source: str) -> bool:
+    return Path(source).exists() and what_is(source) == "checkpoint"
 
 
 def reading(record: dict[str, Any]) -> str:

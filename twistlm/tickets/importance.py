@@ -65,11 +65,13 @@ def score(
             next_token_loss(full.model, example.to(grads.device)).backward()
             _add_squares_(scores, parent, grads, len(ids))
             tick()
+    elif method == "mask-fisher":
+        found = slopes.mask_slopes(parent.template, block_map, central, ids)
+        scores = slopes.mask_fisher(found, len(ids), tick)
     else:
         for each in slopes.mask_slopes(parent.template, block_map, central, ids):
             for name, slope in each.items():
-                found = slope.abs().mean(0) if method == "taylor" else slope.sum(0).square()
-                scores[name] += found / len(ids)
+                scores[name] += slope.abs().mean(0) / len(ids)
             tick()
     if bad := [name for name, values in scores.items() if not values.isfinite().all()]:
         raise FloatingPointError(f"importance {method!r} of {bad[0]} is not finite")

@@ -87,6 +87,20 @@ def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:
     return "model"
 
 
+def load(source: str | Path) -> tuple[str, PreTrainedModel, checkpoint.Checkpoint | None]:
+    """A model that is no ticket: its name, itself, and its checkpoint where it is a run's."""
+    name = str(source)
+    if what_is(source) == "checkpoint":
+        found = checkpoint.open_(source)
+        return str(found.path), checkpoint.template(found), found
+    try:
+        return name, huggingface.pretrained(name), None
+    except ValueError as error:
+        if name.startswith("gguf:") or name.endswith(".gguf"):
+            raise
+        raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
+
+
 def open_parent(
     source: str | Path | PreTrainedModel, device: str = "auto", overrides: Sequence[str] = ()
 ) -> Parent:
@@ -94,24 +108,17 @@ def open_parent(
 
     `overrides` are `section.key=value`: `blocks.*` cuts the model otherwise than it was trained.
     """
-    kind = "model" if isinstance(source, PreTrainedModel) else what_is(source)
-    found, name = None, str(source)
-    weights = name  # where a model comes from; "": nobody knows
+    found, is_ticket = None, False
     if isinstance(source, PreTrainedModel):
         model = source if source.dtype == torch.float32 else copy.deepcopy(source).float()
-        weights = source.config.name_or_path or ""
+        weights = source.config.name_or_path or ""  # where it comes from; "": nobody knows
         name = weights or f"a {type(model).__name__}"
-    elif kind == "checkpoint":
-        found = checkpoint.open_(source)
-        name, model = str(found.path), checkpoint.template(found)
-    elif kind == "model":
-        try:
-            model = huggingface.pretrained(name)
-        except ValueError as error:
-            if name.startswith("gguf:") or name.endswith(".gguf"):
-                raise
-            raise ValueError(f"{source} is no valid checkpoint, and {error}") from None
-    if kind == "ticket" or (kind == "model" and getattr(model.config, "is_heterogeneous", False)):
+    else:
+        name = weights = str(source)
+        if not (is_ticket := what_is(source) == "ticket"):
+            name, model, found = load(source)
+    # checkpoints of a healing have layers of different width, too
+    if is_ticket or (found is None and getattr(model.config, "is_heterogeneous", False)):
         raise ValueError(f"{name} is a ticket, which is cut already: give the parent it came from")
     cfg = (
         found.config

@@ -12,7 +12,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from ..config import Config
 from ..fields import N_TOKENS, VALID_TEXT, WHOLE, Checked, option, seed_of, words
 from . import DTYPES, IMPORTANCES, SPENDS
 
@@ -166,9 +165,14 @@ class ScoreRequest(Checked):
     """How many random subnets of which sizes are measured, and on what."""
 
     ratios: tuple[str, ...] = option(
-        "Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable.", ("6/12",), "--ratio"
+        "Share of blocks, as 6/12 or attn=2/3,ffn=6/12; repeatable. Default: run.eval_ratios, of "
+        "which --certify takes the first; half of the blocks where a parent has no such sizes.",
+        (),
+        "--ratio",
     )
-    n: int = option("Random subnets behind each number.", 20, least=1, most=10**6)
+    n: int = option(
+        "Random subnets behind each number; 0: 20, with --certify 200.", 0, least=0, most=10**6
+    )
     data: str | None = option(VALID_TEXT, None)
     tokens: int = option(N_TOKENS, 0, least=0)
     seed: int = seed_of("the random subnets")
@@ -193,9 +197,6 @@ class HealRequest(Checked):
         "Token file to measure on; default: data.valid of the same run.", None
     )
     valid_tokens: int = option("Use this many tokens of it; 0 takes all.", 0, least=0)
-    device: str = "auto"
-    overrides: Sequence[str] = ()
-    like: Config | None = None  # a run whose settings are taken, instead of the teacher's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Any model that runs as it is (ticket, whole checkpoint, Hugging Face model), and its text."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..model import huggingface
 from ..model.tokenizer import encode, load_tokenizer
 from ..system.device import pick_device
-from ..training import checkpoint
 from .deploy import load_ticket
-from .parent import what_is
+from .parent import load, what_is
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,11 @@ class Runnable:
 
 def open_runnable(source: str | Path, device: str = "auto") -> Runnable:
     """Open a ticket, a run folder or checkpoint, a Hugging Face folder or hub id, or gguf:FILE."""
-    kind, where = what_is(source), pick_device(device)
-    name = str(source)
-    if kind == "ticket":
-        model = load_ticket(Path(source))
-    elif kind == "checkpoint":
-        found = checkpoint.open_(source)
-        name, model = str(found.path), checkpoint.template(found)
+    if what_is(source) == "ticket":
+        name, model = str(source), load_ticket(source)
     else:
-        model = huggingface.pretrained(name)
-    torch.nn.Module.to(model, where)
+        name, model, _ = load(source)
+    torch.nn.Module.to(model, pick_device(device))
     # An author's sampling defaults would pass for ours, so only the ends of a text are kept. There
     # is no padding token either: one sequence needs none, and assisted generation hides every such
     # token of a prompt from the draft model.
@@ -119,11 +113,20 @@ def write_text(
     **how: Any,
 ) -> list[int]:
     """Emit the prompt and its continuation as soon as bytes are complete; `how` they are drawn."""
-    tokenizer, decoder = runnable.tokenizer(), DecodeStream(skip_special_tokens=True)
+    tokenizer = runnable.tokenizer()
     ids = encode(tokenizer, [prompt])[0].ids
-    n_new, written = check_room(runnable, len(ids), max_new_tokens), []
-    for token in chain(ids, islice(generate_tokens(runnable.model, ids, **how), n_new)):
-        written.append(token)
-        if text := decoder.step(tokenizer, token):
-            emit(text)
-    return written
+    n_new = check_room(runnable, len(ids), max_new_tokens)
+    new = islice(generate_tokens(runnable.model, ids, **how), n_new)
+    tokens, written = tee(chain(ids, new))
+    for text in decoded(tokenizer, tokens):
+        emit(text)
+    return list(written)
+
+
+def decoded(
+    tokenizer: Tokenizer, tokens: Iterable[int], before: Sequence[int] = ()
+) -> Iterator[str]:
+    """What each token adds to the text `before` it; nothing while its bytes are not complete."""
+    decoder = DecodeStream(list(before[-8:]), skip_special_tokens=True)  # a space may need them
+    for token in tokens:
+        yield decoder.step(tokenizer, token) or ""

@@ -18,9 +18,7 @@ from ..compute.perplexity import Spread, Text, perplexity, summarize
 from ..config import Config, DataConfig
 from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
-from ..model import huggingface
 from ..model.blocks import widths_of_ratio
-from ..model.masks import prefixes
 from ..system import provenance, terminal
 from ..system.terminal import progress
 from ..training import checkpoint
@@ -28,8 +26,10 @@ from .deploy import cut_from, read_ticket
 from .parent import Parent, default_seq_len, what_is
 from .requests import ScoreRequest
 from .runnable import open_runnable
-from .text import check_same_tokenizer, open_text, text_of
+from .text import open_text, text_for, text_of
 
+N_SUBNETS = 20  # random ones behind each number
+N_CERTIFIED = 200  # and behind a certificate
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)  # the quantiles of a certificate
 
 
@@ -56,24 +56,29 @@ class Scores:
         return plain
 
 
+def usual_ratios(parent: Parent) -> tuple[str, ...]:
+    """`run.eval_ratios`; where they are no whole numbers of a parent's blocks, about half."""
+    block_map, ratios = parent.block_map, parent.cfg.run.eval_ratios
+    with suppress(ValueError):
+        if ratios and all(widths_of_ratio(block_map, ratio) for ratio in ratios):
+            return ratios
+    kinds = {group.kind: group for group in block_map.groups}
+    half = {kind: max(g.least, math.ceil(g.n_blocks / 2)) for kind, g in kinds.items()}
+    return (",".join(f"{kind}={k}/{kinds[kind].n_blocks}" for kind, k in half.items()),)
+
+
 def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool = False) -> Scores:
-    """Perplexity of the full model and of n random subnets of each ratio."""
+    """Perplexity of the full model and of n random subnets of each ratio.
+
+    Without ratios those of `usual_ratios`.
+    """
     text = text_of(parent, request.data, request.tokens)
-    ready = parent.evaluator(text)
-    block_map, order = parent.block_map, parent.progress.order
-    widths = {ratio: widths_of_ratio(block_map, ratio) for ratio in request.ratios}
-    subnets, nested = [], []
+    ratios, n = request.ratios or usual_ratios(parent), request.n or N_SUBNETS
     with progress(quiet) as bar:
-        total = 1 + (request.n + bool(order)) * len(widths)
-        task = bar.add_task(f"evaluate {name}", total=total, note="")
-        tick = partial(bar.advance, task)
-        full = ready.full_perplexity()
-        tick()
-        for ratio, each in widths.items():
-            subnets.append(ready.random_subnets(ratio, each, request.n, request.seed, tick))
-            if order:
-                nested.append(ready.subnet_perplexity(prefixes(block_map, order, each)))
-                tick()
+        task = bar.add_task(f"evaluate {name}", total=1 + n * len(ratios), note="")
+        full, subnets, nested = parent.evaluator(text).all_sizes(
+            ratios, n, request.seed, parent.progress.order, partial(bar.advance, task)
+        )
     if any(map(math.isnan, (full, *nested, *(v for spread in subnets for v in spread.values)))):
         raise ValueError(f"{parent.source} has no perplexity: its logits are not finite")
     return Scores(
@@ -111,10 +116,7 @@ def score_whole(
     model = open_runnable(source, device).model
     default = Config(data=DataConfig(seq_len=seq_len or default_seq_len(model)))
     cfg = config.override(default, overrides)
-    huggingface.check_positions(model, cfg.data.seq_len)
-    file.check(cfg.data.seq_len, huggingface.vocab_size(model))
-    check_same_tokenizer(file, folder / "tokenizer.json")
-    text = Text(file, cfg.data.seq_len, tokens)
+    text = text_for(model, file, cfg.data.seq_len, tokens, folder / "tokenizer.json")
     return score_model(model, text, folder.name, cfg.train.precision)
 
 
@@ -182,7 +184,7 @@ def reading(made: dict[str, Any]) -> str:
 
 
 def rank(n: int, coverage: float, confidence: float) -> int:
-    """The smallest r with P(Binomial(n, coverage) >= r) <= 1 - confidence, in exact integers.
+    """The smallest r with P(Binomial(n, coverage) >= r) <= 1 - confidence, counted exactly.
 
     With this confidence, the r-th smallest of n draws bounds that share of all tickets.
     """
@@ -191,9 +193,13 @@ def rank(n: int, coverage: float, confidence: float) -> int:
             raise ValueError(f"{name} = {value}: must lie between 0 and 1")
     p, wrong = Fraction(str(coverage)), 1 - Fraction(str(confidence))  # as typed: 0.95 is 19/20
     hits, misses = p.numerator, p.denominator - p.numerator
-    left, r = wrong * p.denominator**n, n + 1  # in units of p.denominator ** -n
-    while (left := left - math.comb(n, r - 1) * hits ** (r - 1) * misses ** (n - r + 1)) >= 0:
-        r -= 1
+    # probabilities in units of p.denominator ** -n: integers
+    most, tail, r = wrong * p.denominator**n, 0, n + 1
+    for k in range(n, -1, -1):
+        tail += math.comb(n, k) * hits**k * misses ** (n - k)  # now P(Binomial >= k)
+        if tail > most:
+            break
+        r = k
     if r > n:
         raise ValueError(
             f"n = {n} draws bound no {percent(coverage)} of tickets with {percent(confidence)} "

@@ -22,7 +22,7 @@ from ..compute.attention import causal_
 from ..compute.loss import loss_for
 from ..compute.slopes import order_of, order_of_layers
 from ..model import depth
-from ..model.blocks import KINDS, Widths, widths_of_ratio
+from ..model.blocks import KINDS, BlockMap, Widths, widths_of_ratio
 from ..model.generator import for_deployment
 from ..model.huggingface import n_positions
 from ..model.masks import Order, layer_order, prefixes
@@ -34,7 +34,7 @@ from .parent import Parent
 from .requests import Budget, TicketRequest
 from .stock import stock_widths
 from .text import calibrate_on_tokens
-from .widths import STEPS, Cost, Loss, cost_of, fit, linear_latency, measured_widths
+from .widths import STEPS, Cost, LossOfWidths, cost_of, fit, linear_latency, measured_widths
 
 N_RANDOM = 2  # nested random choices of blocks behind a loss, where blocks are not picked by scores
 LONG = 10.0  # seconds of measurement that are announced
@@ -51,14 +51,16 @@ def choose_widths(
 
     The best come first; smaller ones, for a latency that turns out too long, follow.
     """
-    block_map, cost, legal = parent.block_map, ticket_cost(parent, budget, request.dtype), None
+    block_map, cost = parent.block_map, ticket_cost(parent, budget, request.dtype)
+    legal = None  # all widths
     if request.stock:
         asked = widths_of_ratio(block_map, budget.asked) if budget.kind == "ratio" else None
         legal = stock_widths(parent, asked)
     even: Fits = cache(lambda left_out: fit(budget, block_map, cost, legal, left_out))
     measures = budget.kind != "ratio" and not request.stock and request.spend == "measured"
     tries_depth = measures and request.layers is None and not why_whole(parent)
-    order, n_left_out = layer_order(block_map, parent.progress.order), _n_left_out(parent, request)
+    order = layer_order(block_map, parent.progress.order)  # of layers; empty: unknown
+    n_left_out = _n_left_out(parent, request)
     first: list[Widths] = []  # even ones of the layers asked for; none: unknown yet, or too large
     refused = None
     if order or not n_left_out:  # nothing has to be measured to know which layers stay
@@ -89,15 +91,25 @@ def choose_widths(
     orders = orders_for(parent, how, ids, request.seed)
     loss = loss_on(parent, ids, orders, lambda x: bar.update(task, advance=1, note=f"loss {x:.3f}"))
     _announce(n_losses, lambda: loss(first[0] if first else block_map.full_widths()))
-    best = _fewer_layers(first, order, even, loss) if tries_depth else first
-    found = []  # measured widths, and the even ones that they start from
-    for start in (first, best) if first and best is not first else (best,):
-        price = linear_latency(block_map, cost, start[0]) if budget.kind == "latency" else cost
-        found.append((measured_widths(block_map, start[0], budget.limit, price, loss), start))
+    starts = [first] if first else []
+    if tries_depth and (shallow := _fewer_layers(first, order, even, loss)) is not first:
+        starts.append(shallow)
+    spent = _measured(block_map, budget, cost, starts, loss)
     bar.update(task, completed=n_losses)
-    widths, start = min(found, key=lambda each: loss(each[0]))
-    losses = {"loss": loss(widths), "loss_of_even_widths": loss((first or best)[0])}
-    smaller = [each for each in start if each != widths]
+    return spent
+
+
+def _measured(
+    block_map: BlockMap, budget: Budget, cost: Cost, starts: list[list[Widths]], loss: LossOfWidths
+) -> list[Spent]:
+    """The measured widths with the lowest loss, found from the best of each list of even ones."""
+    found = []
+    for even in starts:
+        price = linear_latency(block_map, cost, even[0]) if budget.kind == "latency" else cost
+        found.append((measured_widths(block_map, even[0], budget.limit, price, loss), even))
+    widths, even = min(found, key=lambda each: loss(each[0]))
+    losses = {"loss": loss(widths), "loss_of_even_widths": loss(starts[0][0])}
+    smaller = [each for each in even if each != widths]
     return [(widths, {"how": "measured", **losses}), *_evenly(smaller)]
 
 
@@ -117,7 +129,7 @@ def _announce(n_losses: int, measure: Callable[[], float]) -> None:
 
 
 def _fewer_layers(
-    first: list[Widths], order: tuple[int, ...], even: Fits, loss: Loss
+    first: list[Widths], order: tuple[int, ...], even: Fits, loss: LossOfWidths
 ) -> list[Widths]:
     """The best even widths without the last layers of an order: fewer while the loss falls.
 
@@ -182,7 +194,7 @@ def _n_left_out(parent: Parent, request: TicketRequest) -> int:
 
 def loss_on(
     parent: Parent, ids: Tensor, orders: list[Order], tick: Callable[[float], None]
-) -> Loss:
+) -> LossOfWidths:
     """The mean loss of a parent's subnets on text `ids`, by widths; each is measured once.
 
     Blocks are kept by `orders`: a wider subnet holds all blocks of a narrower one.

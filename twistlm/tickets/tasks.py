@@ -9,12 +9,11 @@ import importlib.util
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -114,18 +113,18 @@ def read_task(path: Path) -> list[Question]:
     `request` holds `context` and `continuation`; `label` is the right one's number among those of
     a `doc_id`. Answers that are repeated without their question are left out.
     """
-    documents: dict[Any, list[tuple[Pair, Any]]] = {}
+    documents: dict[Any, list[tuple[int, Pair, Any]]] = {}  # line, pair, label
     number = 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):  # noqa: B007
+            for number, line in enumerate(lines, 1):
                 row = json.loads(line)
                 document, request = row["doc_id"], row["request"]
                 pair = request["context"], request["continuation"]
                 if not all(isinstance(text, str) for text in pair):
                     raise TypeError
                 if not (isinstance(document, int) and document >= WITHOUT_QUESTION):
-                    documents.setdefault(document, []).append((pair, row.get("label")))
+                    documents.setdefault(document, []).append((number, pair, row.get("label")))
     except (OSError, EOFError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} could not be read: {error}") from None
     except (ValueError, KeyError, TypeError):
@@ -135,13 +134,16 @@ def read_task(path: Path) -> list[Question]:
         ) from None
     made = []
     for document, rows in documents.items():
-        gold = rows[0][1] if len(rows) > 1 else 0
+        gold = rows[0][2] if len(rows) > 1 else 0
         if type(gold) is not int or not 0 <= gold < len(rows):
             raise ValueError(
                 f"{path}: label = {gold!r} of doc_id {document} is no number from 0 to "
                 f"{len(rows) - 1}"
             )
-        made.append(Question(tuple(pair for pair, _ in rows), gold))
+        for number, (_, continuation), _ in rows:
+            if not continuation:  # its log p would be 0, the highest there is
+                raise ValueError(f"{path}, line {number}: the continuation is empty")
+        made.append(Question(tuple(pair for _, pair, _ in rows), gold))
     if not made:
         raise ValueError(f"{path} holds no question")
     return made
@@ -173,24 +175,11 @@ def _of_lm_eval(names: Sequence[str]) -> dict[str, Any]:
     return loaded
 
 
-def score_tasks(
-    sources: Sequence[str],
-    tasks: Tasks,
-    ratios: Sequence[str] = (),
-    *,
-    seed: int = 0,
-    device: str = "auto",
-    overrides: Sequence[str] = (),
-) -> Iterator[TaskScores]:
-    """Every model on every task: each source, and its tickets at `ratios`.
-
-    Those are nested where the parent has an order of blocks; else one random ticket for each ratio.
-    """
+def score_tasks(models: Iterable[tuple[str, Runnable]], tasks: Tasks) -> Iterator[TaskScores]:
+    """Every model, by its name, on every task."""
     files, of_lm_eval = tasks
     with progress() as bar:
-        for name, runnable in chain.from_iterable(
-            _models(source, ratios, seed, device, overrides) for source in sources
-        ):
+        for name, runnable in models:
             n_params = runnable.model.num_parameters()
             ask = partial(loglikelihoods, runnable.model, runnable.tokenizer(), bar=bar, what=name)
             found = {each: metrics(asked, ask) for each, asked in files.items()}
@@ -198,20 +187,28 @@ def score_tasks(
             yield TaskScores(name, n_params, found)
 
 
-def _models(
-    source: str, ratios: Sequence[str], seed: int, device: str, overrides: Sequence[str]
+def models_of(
+    sources: Sequence[str],
+    ratios: Sequence[str] = (),
+    seed: int = 0,
+    device: str = "auto",
+    overrides: Sequence[str] = (),
 ) -> Iterator[tuple[str, Runnable]]:
-    """A source, and its tickets where sizes are asked for; each is let go before the next."""
-    name = Path(source).name
-    if not ratios:
-        yield name, open_runnable(source, device)
-        return
-    parent = open_parent(source, device, overrides)
-    how, blocks = pick_for(parent), parent.block_map
-    asked = {f" {ratio} {how.asked}": widths_of_ratio(blocks, ratio) for ratio in ratios}
-    for label, widths in {"": blocks.full_widths(), **asked}.items():
-        kept, _ = pick_blocks(parent, widths, how, seed)
-        yield name + label, Runnable(parent.source, cut_ticket(parent, kept).eval())
+    """Each source, and its tickets at `ratios`, by name; each is let go before the next.
+
+    Those are nested where the parent has an order of blocks; else one random ticket for each ratio.
+    """
+    for source in sources:
+        name = Path(source).name
+        if not ratios:
+            yield name, open_runnable(source, device)
+            continue
+        parent = open_parent(source, device, overrides)
+        how, blocks = pick_for(parent), parent.block_map
+        asked = {f" {ratio} {how.asked}": widths_of_ratio(blocks, ratio) for ratio in ratios}
+        for label, widths in {"": blocks.full_widths(), **asked}.items():
+            kept, _ = pick_blocks(parent, widths, how, seed)
+            yield name + label, Runnable(parent.source, cut_ticket(parent, kept).eval())
 
 
 @torch.no_grad()
@@ -227,25 +224,22 @@ def loglikelihoods(
     As lm-eval has it: a continuation's tokens are those that it adds to its context's, spaces at
     the context's end are part of it, and a text too long for the model loses its beginning.
     """
-    bar, n_tokens = bar or Progress(disable=True), huggingface.vocab_size(model)
-    most = huggingface.n_positions(model)
-    made = _tokens(model, tokenizer, pairs)
-    rows = [(ids[-most - 1 :], min(n, most, len(ids) - 1)) for ids, n in made]
-    if rows and (largest := max(max(ids) for ids, _ in rows)) >= n_tokens:
-        raise ValueError(f"the tokenizer makes token {largest}, and the model has {n_tokens}")
-    found: list[Found] = [(0.0, True)] * len(rows)
-    task = bar.add_task(f"score {what}", total=len(rows), note="")
-    for batch in _batches(rows, n_tokens):  # the longest first: memory ends at once, or never
+    bar, vocab_size = bar or Progress(disable=True), huggingface.vocab_size(model)
+    texts = list(_encoded(model, tokenizer, pairs))
+    if texts and (largest := max(max(text.ids) for text in texts)) >= vocab_size:
+        raise ValueError(f"the tokenizer makes token {largest}, and the model has {vocab_size}")
+    found: list[Any] = [None] * len(texts)
+    task = bar.add_task(f"score {what}", total=len(texts), note="")
+    for batch in _batches(texts, vocab_size):  # the longest first: memory ends at once, or never
         # what is behind a text's end cannot be seen from before it
-        ids = pad_sequence([torch.tensor(rows[i][0]) for i in batch], batch_first=True)
+        ids = pad_sequence([torch.tensor(texts[i].ids) for i in batch], batch_first=True)
         ids = ids.to(model.device)
-        first = min(len(rows[i][0]) - rows[i][1] for i in batch)  # that is predicted
+        first = min(texts[i].n_context for i in batch)  # that is predicted
         with autocast("auto", model.device):
             kept = ids.shape[1] - first
             logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=kept).logits
         for at, i in enumerate(batch):
-            end = len(rows[i][0])
-            begin = end - rows[i][1]
+            begin, end = texts[i].n_context, len(texts[i].ids)
             mine, targets = logits[at, begin - first : end - first], ids[at, begin:end]
             exact = mine.to(torch.promote_types(mine.dtype, torch.float32)).log_softmax(-1)
             log_p = exact.gather(1, targets[:, None]).double().sum()
@@ -255,29 +249,39 @@ def loglikelihoods(
     return found
 
 
-def _tokens(
+class Encoded(NamedTuple):
+    """The tokens of a context and its continuation."""
+
+    ids: list[int]
+    n_context: int  # of them; the others are predicted
+
+
+def _encoded(
     model: PreTrainedModel, tokenizer: Tokenizer, pairs: Sequence[Pair]
-) -> Iterator[tuple[list[int], int]]:
-    """The tokens of each pair, and how many of them are the continuation's."""
-    config = model.config
+) -> Iterator[Encoded]:
+    """The tokens of each pair, as many of the last ones as the model has positions for."""
+    config, most = model.config, huggingface.n_positions(model) + 1  # the last one is not read
     known = (config.bos_token_id, config.eos_token_id, find_eos(tokenizer), 0)
     before = next(token for token in known if isinstance(token, int))
-    contexts = [context.rstrip() for context, _ in pairs]
+    contexts = encode(tokenizer, [context.rstrip() for context, _ in pairs])
     whole = encode(tokenizer, [context + text for context, text in pairs])
-    for context, text in zip(encode(tokenizer, contexts), whole, strict=True):
-        n = len(context.ids)
-        yield (text.ids, len(text.ids) - n) if n else ([before, *text.ids], len(text.ids))
+    for pair, context, both in zip(pairs, contexts, whole, strict=True):
+        start = [] if context.ids else [before]
+        ids, n_context = start + both.ids, len(start + context.ids)
+        if n_context >= len(ids):  # its log p would be 0, the highest there is
+            raise ValueError(f"the continuation {pair[1]!r} adds no token to {pair[0][-40:]!r}")
+        n_lost = max(0, len(ids) - most)
+        yield Encoded(ids[n_lost:], max(1, n_context - n_lost))
 
 
-def _batches(rows: Sequence[tuple[list[int], int]], n_tokens: int) -> Iterator[list[int]]:
+def _batches(texts: Sequence[Encoded], vocab_size: int) -> Iterator[list[int]]:
     """Numbers of texts of like length: as many as `BATCH` and `LOGITS` allow."""
-    predicted = (i for i, (_, n) in enumerate(rows) if n > 0)  # others add no token to the context
-    left = sorted(predicted, key=lambda i: -len(rows[i][0]))
+    left = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))
     while left:
-        longest = len(rows[left[0]][0])
+        longest = len(texts[left[0]].ids)
         batch = left[: max(1, BATCH // longest)]
-        n_logits = longest - min(len(rows[i][0]) - rows[i][1] for i in batch)
-        batch = batch[: max(1, LOGITS // (n_logits * n_tokens))]
+        n_logits = longest - min(texts[i].n_context for i in batch)
+        batch = batch[: max(1, LOGITS // (n_logits * vocab_size))]
         yield batch
         left = left[len(batch) :]
 

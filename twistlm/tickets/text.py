@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..compute.perplexity import Text
 from ..config import Config
@@ -57,6 +58,17 @@ def text_of(parent: Parent, data: str | None, tokens: int) -> Text:
     file = open_text(parent.source, parent.cfg, data, "valid")
     check_text(parent, file)
     return Text(file, parent.cfg.data.seq_len, tokens)
+
+
+def text_for(
+    model: PreTrainedModel, file: TokenFile, seq_len: int, tokens: int, tokenizer: Path | None
+) -> Text:
+    """The first tokens (0: all) of a file that a model, with its own tokenizer, can read."""
+    huggingface.check_positions(model, seq_len)
+    file.check(seq_len, huggingface.vocab_size(model))
+    if tokenizer is not None:
+        check_same_tokenizer(file, tokenizer)
+    return Text(file, seq_len, tokens)
 
 
 @dataclass(frozen=True)

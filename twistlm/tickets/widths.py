@@ -7,6 +7,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from itertools import groupby
@@ -20,7 +21,7 @@ from ..model.families import n_cached
 from .requests import Budget
 
 Cost = Callable[[Widths], float]
-Loss = Callable[[Widths], float]
+LossOfWidths = Callable[[Widths], float]
 STEPS = (4, 8)  # the n-th part of a layer's blocks that is taken or added, pass by pass
 # in a safetensors file: name and bytes
 STORED = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
@@ -89,7 +90,7 @@ def fit(
         legal = [widths | none for widths in legal]
         if budget.kind != "latency":
             return [_least_cut(budget, block_map, cost, legal)]
-        uniform = [widths for widths in uniform if widths in legal]
+        uniform = _evenest(block_map, legal)
     cost_at = cache(lambda i: cost(uniform[i]))  # a latency is measured, of few widths
     n_within = bisect_right(range(len(uniform)), budget.limit, key=cost_at)
     if n_within == 0:
@@ -104,13 +105,28 @@ def _least_cut(budget: Budget, block_map: BlockMap, cost: Cost, legal: list[Widt
     within = [widths for widths in legal if cost(widths) <= budget.limit]
     if not within:
         raise budget.impossible(min(map(cost, legal)))
+    return max(within, key=lambda widths: (_smallest_share(block_map, widths), _n_blocks(widths)))
+
+
+def _evenest(block_map: BlockMap, legal: list[Widths]) -> list[Widths]:
+    """Legal widths from few blocks to all: for each share of the kind that is cut most, the fewest.
+
+    Each is wider than the one before, so that a latency is found in few measurements.
+    """
+    narrowest: dict[Fraction, Widths] = {}
+    for widths in sorted(legal, key=_n_blocks, reverse=True):
+        narrowest[_smallest_share(block_map, widths)] = widths
+    return [narrowest[share] for share in sorted(narrowest)]
+
+
+def _smallest_share(block_map: BlockMap, widths: Widths) -> Fraction:
+    """Of the kind that is cut most; layers without blocks do not count."""
     most = block_map.full_widths()
+    return min(Fraction(k, most[name]) for name, k in widths.items() if k)
 
-    def kept(widths: Widths) -> tuple[Fraction, int]:
-        shares = (Fraction(k, most[name]) for name, k in widths.items() if k)
-        return min(shares), sum(widths.values())
 
-    return max(within, key=kept)
+def _n_blocks(widths: Widths) -> int:
+    return sum(widths.values())
 
 
 def grow(
@@ -120,14 +136,14 @@ def grow(
 
     A layer that is left out (width 0) stays so.
     """
-    widths = dict(widths)
     growing = [name for name, k in widths.items() if 0 < k < most[name]]
     while growing:
         name = min(growing, key=lambda name: priority(name, widths[name]))
-        widths[name] += 1
-        over = cost(widths) > limit
-        widths[name] -= over
-        if over or widths[name] == most[name]:  # cost only grows: it will never fit
+        wider = widths | {name: widths[name] + 1}
+        fits = cost(wider) <= limit
+        if fits:
+            widths = wider
+        if not fits or widths[name] == most[name]:  # cost only grows: it will never fit
             growing.remove(name)
     return widths
 
@@ -141,7 +157,7 @@ def grow_evenly(block_map: BlockMap, widths: Widths, limit: float, cost: Cost) -
 
 
 def measured_widths(
-    block_map: BlockMap, even: Widths, limit: float, cost: Cost, loss: Loss
+    block_map: BlockMap, even: Widths, limit: float, cost: Cost, loss: LossOfWidths
 ) -> Widths:
     """The best measured widths of at most `limit`, found from `even` ones."""
     found = [even]
@@ -151,33 +167,43 @@ def measured_widths(
 
 
 def _spend_anew(
-    block_map: BlockMap, centre: Widths, part: int, limit: float, cost: Cost, loss: Loss
+    block_map: BlockMap, centre: Widths, part: int, limit: float, cost: Cost, loss: LossOfWidths
 ) -> Widths:
     """From the lowest tried widths up: the block with the most loss saved per cost comes first."""
     stay = [group for group in block_map.groups if centre[group.name]]
     slopes = {group.name: _slopes(group, centre, part, loss) for group in stay}
-    low = centre | {name: tried[0] for name, (tried, _, _) in slopes.items()}
-    high = centre | {name: tried[-1] for name, (tried, _, _) in slopes.items()}
+    low = centre | {name: slope.low for name, slope in slopes.items()}
+    high = centre | {name: slope.high for name, slope in slopes.items()}
     spent = cost(low)  # blocks of a layer cost the same, but for a few bytes of a file's header
     price = {n: max(cost(low | {n: low[n] + 1}) - spent, 1e-9) for n in low if low[n] < high[n]}
 
     def priority(name: str, k: int) -> tuple[float, str]:
-        _, below, above = slopes[name]
-        return -(below if k < centre[name] else above) / price[name], name
+        slope = slopes[name]
+        return -(slope.below if k < centre[name] else slope.above) / price[name], name
 
     grown = grow(low, high, limit, cost, priority)
     return grow_evenly(block_map, grown, limit, cost)  # what is left
 
 
-def _slopes(group: BlockGroup, centre: Widths, part: int, loss: Loss) -> tuple[range, float, float]:
-    """Widths to choose from, and what a block is worth below and above the centre."""
+@dataclass(frozen=True)
+class Slopes:
+    """The widths of a layer to choose from, and the loss that a block saves below and above k."""
+
+    low: int
+    high: int
+    below: float
+    above: float
+
+
+def _slopes(group: BlockGroup, centre: Widths, part: int, loss: LossOfWidths) -> Slopes:
+    """A layer tried with a part of its blocks fewer, and more, than k, those of the centre."""
     k, step, here = centre[group.name], max(1, group.n_blocks // part), loss(centre)
     low, high = max(group.least, k - step), min(group.n_blocks, k + step)
     below = (loss(centre | {group.name: low}) - here) / (k - low) if low < k else 0.0
     above = (here - loss(centre | {group.name: high})) / (high - k) if high > k else 0.0
     if above > below:  # noise, or a layer that needs many: one slope for all, so that order is kept
         below = above = (below * (k - low) + above * (high - k)) / (high - low)
-    return range(low, high + 1), below, above
+    return Slopes(low, high, below, above)
 
 
 def linear_latency(block_map: BlockMap, decode_ms: Cost, even: Widths) -> Cost:

@@ -188,12 +188,12 @@ class Comparison:
             teacher="none" if scratch else teacher.source,
             data=config["data"],
             valid=config["data"],  # it is measured here, on the table's own text
-            device=str(self.device),
-            like=teacher.cfg,
         )
         if not (request.out / deploy.TICKET).is_file():  # or it was stopped while it was measured
             how_far = f"{cell} round {{round}}/{{n_rounds}}".format_map
-            heal(request, quiet=True, on_round=lambda row: note(note=how_far(row)))
+            on_round = lambda row: note(note=how_far(row))  # noqa: E731
+            where = [f"run.device={self.device}"]
+            heal(request, where, like=teacher.cfg, quiet=True, on_round=on_round)
         record = deploy.read_ticket(request.out)["healed"][-1]
         model = deploy.load_ticket(request.out)
         nn.Module.to(model, self.device)
