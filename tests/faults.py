@@ -79,8 +79,8 @@ class FaultyOwner(Owner):
         self.out = Path(run.config["run"]["out"])
         return super().enter(run, whole, i, n)
 
-    def suffer(self, at: str) -> None:
-        path, r = self.out / "faults.json", min(self.progress)
+    def suffer(self, at: str, r: int) -> None:
+        path = self.out / "faults.json"
         for n, fault in enumerate(json.loads(path.read_text()) if path.is_file() else []):
             if (fault.get("owner"), fault["round"], fault["at"]) == (self.i, r, at):
                 with suppress(FileExistsError):
@@ -90,19 +90,19 @@ class FaultyOwner(Owner):
                     os.kill(os.getpid(), signal.Signals[fault["do"]])
 
     def cut(self, attempt, after, blueprints):
-        self.suffer("cut")
+        self.suffer("cut", after)
         return super().cut(attempt, after, blueprints)
 
     @ray.method(concurrency_group="pieces")
     def check(self, name, worker, piece):
-        self.suffer("add")
+        self.suffer("add", min(self.progress))
         return super().check(name, worker, piece)
 
     def prepare(self, there, progress):
-        self.suffer("prepare")
+        self.suffer("prepare", progress.round - 1)
         return super().prepare(there, progress)
 
     def keep(self, progress, i, piece):
         if self.progress:
-            self.suffer("keep")
+            self.suffer("keep", progress.round - 1)
         return super().keep(progress, i, piece)

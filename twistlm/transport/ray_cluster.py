@@ -227,6 +227,12 @@ class Head:
         if self.silence() > GONE:
             raise HeadGone("its head does not answer")
 
+    def wait(self) -> None:
+        """Until it answers: what asks it for more meanwhile would hang."""
+        while not self.answers():
+            self.check()
+            time.sleep(EVERY)
+
 
 def enter(cfg: Config, n_bytes: int, state: int = 0) -> dict[str, Any]:
     """Connect this process, or start a Ray here; a round puts `n_bytes` in its stores, and at times

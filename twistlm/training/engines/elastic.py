@@ -246,7 +246,7 @@ class Elastic(Engine):
                 why = f"owners are lost: {error}"
             self.events.write("not committed", round=r, n_results=len(there), need=need, why=why)
             if why or not there:
-                self.owners.mend()  # first: who waits for a silent owner waits no more
+                self._mend()  # first: who waits for a silent owner waits no more
             self._drain(team)
             if (waited := time.monotonic() - first) > run.cfg.ray.patience:
                 raise self._too_few(r, len(there), waited, why)
@@ -284,10 +284,14 @@ class Elastic(Engine):
         try:
             self.owners.prepare(there, outcome.progress)
         except Lost:
-            if self.owners.mend().round == r:  # of some range nobody has it
+            if self._mend().round == r:  # of some range nobody has it
                 raise
         self.n_done = r + 1
         return outcome
+
+    def _mend(self) -> Progress:
+        self.head.wait()  # owners are lost, too, when it is gone
+        return self.owners.mend()
 
     def _drain(self, team: list[WorkerSlot]) -> None:
         """Until workers have ended what will not be used: the next try is for all of them."""
@@ -332,7 +336,7 @@ class Elastic(Engine):
                 if wrong == "gone":
                     self.pool.lose(team[0], "lost", why=words(said))
                     continue
-            self.owners.mend()  # an owner is lost, or weights that it sent
+            self._mend()  # an owner is lost, or weights that it sent
 
     def evaluate(self, progress: Progress, advance: Callable[[], None]) -> tuple[dict, str]:
         with self._on_ray():
