@@ -23,6 +23,7 @@ from twistlm.tickets.parent import open_parent
 from twistlm.training import aggregator, rounds, startup
 from twistlm.training.aggregator import Result, Stats
 from twistlm.training.assignments import Outcome, Traffic
+from twistlm.training.engines.dataparallel import DataParallel
 from twistlm.training.engines.local import Local
 from twistlm.training.metrics import Metrics
 from twistlm.training.run import Run, beginning
@@ -121,6 +122,19 @@ def test_the_schedule_follows_the_data(tokens, tmp_path):
     little = replace(half, round=1, leases=stream.Leases(6))  # a third of the first round
     row = rounds._row(run, Outcome(STATS, Traffic(0, 0, 0), little), 1.0)
     assert row["lr"] == run.cfg.train.lr
+
+
+def test_a_control_follows_the_data_as_well(tokens, tmp_path):
+    """Resumed with other batches, rounds done say nothing of how far the text is trained."""
+    train = {"method": "dense", "rounds": 0, "epochs": 3.0, "schedule": "cosine"}
+    run = setup(tokens, tmp_path / "run", train=train)
+    a_third = 18 * (run.n_rounds // 3)  # sequences
+    progress = replace(beginning(run.cut.block_map), round=2, leases=stream.Leases(a_third))
+    engine = DataParallel(run, progress)
+    engine.round(progress)
+    last = (run.n_rounds // 3 + 1) * run.cfg.train.interval - 1  # step of the round
+    rate = 1e-2 * (0.1 + 0.45 * (1 + math.cos(math.pi * last / run.total_steps)))
+    assert engine.trainer.optimizer.rate == pytest.approx(rate)
 
 
 def test_nesterov_equals_torch_sgd():
