@@ -289,3 +289,27 @@ def test_a_deal_along_the_order_gives_masks_to_those_who_can_train_them():
             alone = factors[(factors > 0).sum(-1) == 1] > 0  # masks of one block
             leads = alone[:, 1].double().mean()  # of (1, 3): 3; of (0, 1): 1, which leads 0
             assert abs(float(leads) - (share + (1 - share) / 2)) < 0.06
+
+
+def test_a_whole_worker_takes_pairs_that_smaller_ones_cannot_train():
+    """Too wide in either kind; attention, FFN and layers are of one place in the lists."""
+    blocks = replace(BLOCKS, deal="order", k_attn=(4, 2, 2), k_ffn=(4, 2, 2), widths="worker")
+    pairs = {"mask_attn": (1, 3, 2, 4), "mask_ffn": (3, 1, 2, 4), "mask_depth": (2, 1, 2, 0)}
+    found = draw(WorkerRound(3, 0, 0, 9, 1), replace(blocks, **pairs), MAP.full())
+    for step in range(9):
+        n_attn, n_ffn, n_dropped = ((1, 3, 2), (3, 1, 1), (4, 4, 0))[step % 3]
+        sizes = {name: int((values[step] > 0).sum()) for name, values in found.items()}
+        attn, ffn = ([n for name, n in sizes.items() if name.endswith(k)] for k in ("attn", "ffn"))
+        assert sorted(attn) == [0] * n_dropped + [n_attn] * (3 - n_dropped)
+        assert [n > 0 for n in attn] == [n > 0 for n in ffn]
+        assert max(ffn) == n_ffn
+
+
+@pytest.mark.parametrize("nested", [0.75, 0.9, 1.0])
+def test_the_holder_of_the_first_k_never_takes_fewer_nested_masks(nested):
+    blocks = replace(BLOCKS, deal="order", k_attn=(2,), k_ffn=(2,), nested=nested)
+    blocks = replace(blocks, mask_attn=(1,), mask_ffn=(1,))
+    first = {group.name: (1, 3) for group in MAP.groups}  # of the order 3, 1, 0, 2
+    for factors in draw(WorkerRound(3, 0, 0, 2000, 1), blocks, first).values():
+        leads = (factors[..., 1] > 0).double().mean()
+        assert abs(float(leads) - (nested + (1 - nested) / 2)) < 0.03

@@ -55,10 +55,14 @@ def draw(
     by_order, widths = blocks.deal == "order", block_map.widths(held)
     is_cut = widths != block_map.full_widths()
     first = by_order and is_cut and held == prefixes(block_map, order, widths)
-    along = min(FIRST_NESTED, 3 * blocks.nested) if first else blocks.nested
+    along = blocks.nested
+    if first:
+        along = max(along, min(FIRST_NESTED, 3 * along))
     nested = random.random_sample(shape) < along
     steps = turn.round * turn.n_steps + np.arange(turn.n_steps)
-    at = (steps + turn.place)[:, None] * turn.n_rows + np.arange(turn.n_rows)  # in `sizes`
+    at = (steps + turn.place)[:, None] * turn.n_rows + np.arange(turn.n_rows)  # in the lists
+    if by_order and (wide := _wide(blocks, block_map, held)):
+        at = np.array(wide)[at % len(wide)]
     pieces = []
     for group in block_map.groups:
         mine = held[group.name]
@@ -68,10 +72,7 @@ def draw(
             keys = np.where(nested[..., None], ranks / group.n_blocks, keys)
         keys[..., list(group.common)] = -1.0
         usual = blocks.k(group.kind) if method == "dropout" else (len(mine),)
-        sizes = np.array(blocks.mask(group.kind) or usual * max(1, len(blocks.mask_depth)))
-        if by_order and len(mine) == group.n_blocks and any(sizes > min(blocks.k(group.kind))):
-            sizes = sizes[sizes > min(blocks.k(group.kind))]  # what smaller workers cannot train
-        sizes = np.minimum(sizes, len(mine))
+        sizes = np.minimum(blocks.mask(group.kind) or usual, len(mine))
         factors = np.array([scale(group, int(w)) for w in sizes])
         place = keys[..., mine].argsort(-1, kind="stable").argsort(-1)  # 0 is kept first
         pick = at % len(sizes)
@@ -83,11 +84,18 @@ def draw(
             ranked = layer_order(block_map, order) or layers
             ranks = np.array([ranked.index(layer) for layer in layers])
             keys = np.where(nested[..., None], ranks / len(layers), keys)
-        n_kept = len(layers) - np.array(blocks.mask_depth)[pick % len(blocks.mask_depth)]
+        n_kept = len(layers) - np.array(blocks.mask_depth)[at % len(blocks.mask_depth)]
         stays = keys.argsort(-1).argsort(-1) < n_kept[..., None]  # [steps, rows, layers]
         for i, group in enumerate(block_map.groups):
             pieces[i] = pieces[i] * stays[..., [layers.index(group.layer)]]
     return torch.from_numpy(np.concatenate(pieces, -1))
+
+
+def _wide(blocks: BlocksConfig, block_map: BlockMap, held: Blueprint) -> list[int]:
+    """Places in the lists of widths that smaller workers cannot train, for one that can."""
+    whole = {g.kind for g in block_map.groups if len(held[g.name]) == g.n_blocks}
+    pairs = {kind: (blocks.mask(kind), min(blocks.k(kind))) for kind in whole}
+    return sorted({i for widths, k in pairs.values() for i, w in enumerate(widths) if w > k})
 
 
 def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
