@@ -162,14 +162,14 @@ class TrainConfig:
     same step with as much less memory for activations. It must divide `batch`."""
 
     def nesterov(self) -> tuple[float, float] | None:
-        """(lr, momentum) of the outer optimizer, None for the plain mean."""
+        """(lr, momentum) of the outer optimizer; None for the plain mean, and for controls."""
         if self.outer == "none":
             return None
         match = re.fullmatch(r"nesterov\(([^,]+),([^,]+)\)", self.outer)
         with suppress(ValueError, AttributeError):  # no numbers, no match
             lr, momentum = map(float, match.groups())  # type: ignore[union-attr]
             if 0 < lr < math.inf and 0 <= momentum < 1:
-                return lr, momentum
+                return (lr, momentum) if self.method == "twist" else None
         legal = "'none', or 'nesterov(lr, momentum)' with lr > 0 and 0 <= momentum < 1"
         raise ValueError(f"train.outer = {self.outer!r}: use {legal}")
 

@@ -395,6 +395,34 @@ def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
     assert len((tmp_path / "run/resumes.jsonl").read_text().splitlines()) == 1
 
 
+NESTED = {"masks": "sequence", "mask_attn": [4, 2], "mask_ffn": [4, 3], "k_attn": 4, "k_ffn": 4}
+NESTED |= {"nested": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({}, NESTED),  # masks are newly nested
+        (NESTED, NESTED | {"n_ffn": 8, "k_ffn": 8}),  # blocks are cut otherwise
+        (NESTED, NESTED | {"shared_first": 0}),  # one more layer is cut
+        (NESTED, NESTED | {"mask_depth": [0, 1]}),  # masks newly drop layers
+    ],
+)
+def test_a_resume_scores_an_order_that_it_newly_needs(tmp_path: Path, before, now):
+    """On the weights it goes on from, as a run from that checkpoint; what it has, it keeps."""
+    tokens = make_tokens(tmp_path / "tokens")
+    first = tiny(tokens, tmp_path / "run", blocks=before, train={"rounds": 1})
+    start = rounds.train(first, quiet=True)
+    cfg = tiny(tokens, tmp_path / "run", blocks=now, train={"rounds": 2})
+    order = checkpoint.open_(rounds.train(cfg, resume=True, quiet=True)).manifest["order"]
+    model = {"weights": str(start), "config": {}}
+    anew = tiny(tokens, tmp_path / "anew", blocks=now, train={"rounds": 1}, model=model)
+    expected = checkpoint.open_(rounds.train(anew, quiet=True)).manifest["order"]
+    if "mask_depth" in now:
+        expected = checkpoint.open_(start).manifest["order"] | {"layers": expected["layers"]}
+    assert order == expected != {}
+
+
 def test_a_signal_after_the_round_loses_nothing_either(tmp_path: Path):
     """During an evaluation, say: whether to save was decided before, and the run ended without."""
     tokens = make_tokens(tmp_path / "tokens")

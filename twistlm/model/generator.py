@@ -17,10 +17,15 @@ Order = Mapping[str, tuple[int, ...]]
 LAYERS = "layers"
 
 
-def legal_range(n_blocks: int, n_workers: int, n_common: int) -> tuple[int, int]:
-    """Legal K: ceil((N + (S-1)|C|)/S) <= K <= N (paper, section 3.1), and at least one block."""
+def legal_range(
+    n_blocks: int, n_workers: int, n_common: int, method: Method = "twist"
+) -> tuple[int, int]:
+    """Legal K: ceil((N + (S-1)|C|)/S) <= K <= N (paper, section 3.1), and at least one block.
+
+    Dropout covers blocks over time: any K >= |C|.
+    """
     least = -(-(n_blocks + (n_workers - 1) * n_common) // n_workers)
-    return max(1, least), n_blocks
+    return max(1, n_common if method == "dropout" else least), n_blocks
 
 
 def deal(
@@ -64,7 +69,7 @@ def deal(
 def check(
     block_map: BlockMap, blocks: BlocksConfig, n_workers: int, method: Method = "twist"
 ) -> None:
-    """Refuse settings that no deal can satisfy; dropout covers blocks over time: any K >= |C|."""
+    """Refuse settings that no deal can satisfy."""
     by_worker = blocks.widths == "worker"
     if by_worker and method == "dropout":
         raise ValueError("blocks.widths = 'worker': dropout has one mask for all workers of a step")
@@ -76,8 +81,8 @@ def check(
             said = f"blocks.k_{kind} = {list(ks)}: give K in 1..{n_blocks}"
             raise ValueError(f"{said}, with blocks.widths = 'worker' one K per worker: {n_workers}")
         least, need = max(1, n_common), n_blocks + (n_workers - 1) * n_common
-        if not by_worker and method != "dropout":
-            least = legal_range(n_blocks, n_workers, n_common)[0]
+        if not by_worker:
+            least = legal_range(n_blocks, n_workers, n_common, method)[0]
         bad = [k for k in ks if not least <= k <= n_blocks]
         if bad or (by_worker and sum(ks) < need):
             said = f"blocks.k_{kind} = {bad[0] if bad else list(ks)}"

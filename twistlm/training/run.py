@@ -93,9 +93,7 @@ class Run:
     @property
     def state_bytes(self) -> int:
         """Of the central model: weights, moments, outer momentum."""
-        t = self.cfg.train
-        rows = n_rows(self.cfg) + (t.method == "twist" and t.nesterov() is not None)
-        return rows * self.cut.full.n_params * self.cut.dtype.itemsize
+        return n_state_rows(self.cfg) * self.cut.full.n_params * self.cut.dtype.itemsize
 
     @property
     def total_steps(self) -> int:
@@ -121,6 +119,11 @@ class Run:
 def n_rows(cfg: Config) -> int:
     """Rows of the central buffer: the weights, and with carried moments Adam's m and v."""
     return len(ROWS) if cfg.train.moments == "carry" or cfg.train.method != "twist" else 1
+
+
+def n_state_rows(cfg: Config) -> int:
+    """Rows of the central state: those of the buffer, and the outer optimizer's momentum."""
+    return n_rows(cfg) + (cfg.train.nesterov() is not None)
 
 
 def dtype_of(cfg: Config) -> torch.dtype:

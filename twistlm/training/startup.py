@@ -77,13 +77,11 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
         progress = checkpoint.progress_of(saved, cut.block_map)
         teacher.check_same(progress.teacher, named, cfg)
     else:
-        start, outer = huggingface.state(cut.template), t.method == "twist" and bool(t.nesterov())
-        central = create(cut.segments, start, carry=n_rows(cfg) > 1, outer=outer)
-        needs_order = cfg.blocks.nested > 0 or cfg.blocks.common_by == "rank"
-        if needs_order and t.method != "dense":
-            progress = replace(progress, order=_order(cfg, cut, central, train, quiet))
+        how = {"carry": n_rows(cfg) > 1, "outer": t.nesterov() is not None}
+        central = create(cut.segments, huggingface.state(cut.template), **how)
         described = {"config": config.to_dict(cfg), **describe_run()}
         whole_file(out / "run.json", json.dumps(described, indent=1) + "\n")
+    progress = replace(progress, order=_order(cfg, cut, central, train, progress.order, quiet))
     if cfg.run.central == "host":
         central = on_host(central)
     if cut.device.type == "cpu":  # one copy of the weights, not two
@@ -156,17 +154,27 @@ def _n_rounds(cfg: Config, batches: Batches, saved: Checkpoint | None) -> int:
     return n_rounds
 
 
-def _order(cfg: Config, cut: CutModel, central: Central, tokens: TokenFile, quiet: bool) -> Order:
-    """Every layer's blocks by mask-Fisher, on sequences from all over the training tokens."""
-    ids = scored_sequences(tokens, cfg.data.seq_len)
+def _order(
+    cfg: Config, cut: CutModel, central: Central, tokens: TokenFile, known: Order, quiet: bool
+) -> Order:
+    """Every layer's blocks by mask-Fisher, on sequences from all over the training tokens.
+
+    A run that goes on keeps the order it has; what that lacks is scored on the weights of now.
+    """
+    block_map = cut.block_map
+    is_ranked = cfg.blocks.common_by == "rank"
+    if not (cfg.blocks.nested or is_ranked) or cfg.train.method == "dense":
+        return known
+    order, ids = dict(known), scored_sequences(tokens, cfg.data.seq_len)
     with terminal.progress(quiet) as bar:
         task = bar.add_task("order of blocks", total=len(ids), note="")
-        slopes = mask_slopes(cut.template, cut.block_map, central, ids)
-        order = order_of(mask_fisher(slopes, len(ids), lambda: bar.advance(task)))
-        if any(cfg.blocks.mask_depth):
+        if not {group.name for group in block_map.groups} <= order.keys():
+            slopes = mask_slopes(cut.template, block_map, central, ids)
+            order = order_of(mask_fisher(slopes, len(ids), lambda: bar.advance(task)))
+        if any(cfg.blocks.mask_depth) and not masks.layer_order(block_map, order):
             bar.update(task, description="order of layers")
-            order = {**order, LAYERS: order_of_layers(cut.template, cut.block_map, central, ids)}
-        return order
+            order[LAYERS] = order_of_layers(cut.template, block_map, central, ids)
+    return order
 
 
 def scored_sequences(tokens: TokenFile, seq_len: int) -> Tensor:
