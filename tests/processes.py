@@ -243,7 +243,7 @@ def replay(
             came = [j for j in joined if j["place"] == place and j["time"] <= event["time"]]
             own = {k: came[-1][k] for k in ("attn", "ffn") if came and k in came[-1]}
             present.append((place, own))
-        now = {"seed": cfg.run.seed, "round": r, "held": progress.held, "present": present}
+        now = {"seed": cfg.run.seed, "round": r, "present": present}
         blueprints = generator.for_training(run.cut.block_map, t.n_workers, cfg.blocks, **now)
         n = len(present)
         slots, after = stream.take(progress.leases, t.interval * n, t.batch)
@@ -265,8 +265,7 @@ def replay(
             results.append(replace(result, buffer=result.buffer.clone()))
         held, share = holders(run.cut.segments, there), len(there) / t.n_workers
         aggregator.aggregate_(run.central, results, held, t.nesterov(), share)
-        held = generator.counted(progress.held, there)
-        progress = Progress(r + 1, after, held, progress.rho)
+        progress = Progress(r + 1, after, progress.rho)
     return run, progress
 
 

@@ -78,19 +78,14 @@ class BlockMap:
         """The kinds of layers that are cut."""
         return tuple(kind for kind in KINDS if self.n_blocks(kind))
 
-    def with_common(
-        self, blocks: BlocksConfig, order: Mapping[str, tuple[int, ...]] | None = None
-    ) -> BlockMap:
-        """Blocks that every subnet keeps (the paper's C); ranks need each layer's `order`."""
+    def with_common(self, blocks: BlocksConfig) -> BlockMap:
+        """The map with blocks that every subnet keeps (the paper's C)."""
         groups = []
         for group in self.groups:
             common, n = blocks.common(group.kind), group.n_blocks
             if len(set(common)) != len(common) or any(not 0 <= c < n for c in common):
                 what = f"blocks.common_{group.kind} = {list(common)}"
                 raise ValueError(f"{what}: needs distinct block ids in 0..{n - 1}")
-            if blocks.common_by == "rank":
-                best = (order or {}).get(group.name)
-                common = tuple(best[i] for i in common) if best else ()
             groups.append(replace(group, common=tuple(sorted(common))))
         return BlockMap(tuple(groups))
 

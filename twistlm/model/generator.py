@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..config import BlocksConfig, Method
 from .blocks import KINDS, BlockMap, Blueprint, Kind, Widths
 
-Held = Mapping[str, Sequence[int]]  # group name -> how often each block was dealt so far
 # group name -> all its blocks, those to keep longest first; where masks drop layers, `LAYERS` ->
 # all layers that are cut, in the same way
 Order = Mapping[str, tuple[int, ...]]
@@ -33,14 +32,12 @@ def deal(
     n_blocks: int,
     widths: Sequence[int],
     common: Sequence[int] = (),
-    held: Sequence[int] | None = None,
     *,
     fixed: Mapping[int, Sequence[int]] | None = None,
 ) -> list[tuple[int, ...]]:
     """Deal widths[s] blocks to worker s: all get `common`, and every block that fits to someone.
 
-    Workers in `fixed` hold these blocks. Extra slots are filled uniformly, or, where `held` gives
-    the counts so far, with the blocks held least.
+    Workers in `fixed` hold these blocks. Extra slots are filled uniformly.
     """
     hands: list[list[int]] = [list((fixed or {}).get(s, common)) for s in range(len(widths))]
     dealt = {block for hand in hands for block in hand}
@@ -51,18 +48,12 @@ def deal(
         for s in order:
             if rest and len(hands[s]) < widths[s]:
                 hands[s].append(rest.pop())
-    # the pass above gave every block once (common ones are never extras): it shifts no comparison
-    counts = list(held) if held is not None else [0] * n_blocks
     for s in order:
         # repair 2: lists, not a zero matrix that reads as "block 0 is here"
         absent = [block for block in range(n_blocks) if block not in hands[s]]
         n_extra = widths[s] - len(hands[s])  # repair 3: 0 means none, not "the whole row"
         rng.shuffle(absent)
-        if held is not None:
-            absent.sort(key=counts.__getitem__)  # a stable sort: ties stay shuffled
         hands[s] += absent[:n_extra]
-        for block in absent[:n_extra]:
-            counts[block] += 1
     return [tuple(sorted(hand)) for hand in hands]
 
 
@@ -107,14 +98,13 @@ def for_training(
     *,
     seed: int,
     round: int,
-    held: Held | None = None,
     present: Sequence[tuple[int, Mapping[Kind, int]]] | None = None,
     order: Order | None = None,
 ) -> list[Blueprint]:
     """One blueprint per worker for this round.
 
-    `held` is read by the `balanced` deal only, `order` by the deal along it. `present` are the
-    workers that are there, as places in 0..n_workers-1 and K of their own: all, and none.
+    `order` is read by the deal along it. `present` are the workers that are there, as places in
+    0..n_workers-1 and K of their own: all, and none.
     """
     if present is None:
         present = [(place, {}) for place in range(n_workers)]
@@ -126,27 +116,16 @@ def for_training(
         for place, own in present:
             usual = ks[place if blocks.widths == "worker" else round % len(ks)]
             widths.append(own.get(group.kind, usual))
-        so_far, fixed = None, {}
-        if blocks.deal == "balanced":
-            so_far = held[group.name] if held else [0] * group.n_blocks
-        common = blocks.common(group.kind) if blocks.common_by == "index" else group.common
+        fixed, common = {}, blocks.common(group.kind)
         small = [s for s, k in enumerate(widths) if k < group.n_blocks]
         if blocks.deal == "order" and order and small:
             first = small[round % len(small)]  # every smaller worker in turn
             ahead = [block for block in order[group.name] if block not in common]
             fixed[first] = [*common, *ahead[: widths[first] - len(common)]]
-        hands = deal(rng, group.n_blocks, widths, common, so_far, fixed=fixed)
+        hands = deal(rng, group.n_blocks, widths, common, fixed=fixed)
         for blueprint, hand in zip(blueprints, hands, strict=True):
             blueprint[group.name] = hand
     return blueprints
-
-
-def counted(held: Held, blueprints: Sequence[Blueprint]) -> Held:
-    """The counts with one round's deal added."""
-    return {
-        name: tuple(n + sum(i in b[name] for b in blueprints) for i, n in enumerate(numbers))
-        for name, numbers in held.items()
-    }
 
 
 def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int = 0) -> Blueprint:

@@ -112,18 +112,17 @@ class Assignments:
             progress,
             round=progress.round + 1,
             leases=self.leases if leases is None else leases,
-            held=generator.counted(progress.held, back),
             rho={**progress.rho, **self.rho},
         )
         return Outcome(stats, traffic(self.run, dealt, back, wired), now)
 
 
 def assign(run: Run, progress: Progress, present: Present, rho: Rho) -> Assignments:
-    """(2) Deal the next round's blocks, by its number and the counts so far, with sequences."""
+    """(2) Deal the next round's blocks, by its number and the order, with sequences."""
     cfg = run.cfg
     blueprints = generator.for_training(
         run.cut.block_map, cfg.train.n_workers, cfg.blocks, seed=cfg.run.seed, present=present,
-        round=progress.round, held=progress.held, order=progress.order,
+        round=progress.round, order=progress.order,
     )  # fmt: skip
     numbers = tuple(number for number, _ in present)
     taken = take(run, progress, cfg.train.interval * len(present))

@@ -31,7 +31,7 @@ from ..system.terminal import console
 from ..transport.ranks import Cluster
 from . import checkpoint, teacher
 from .checkpoint import Checkpoint
-from .run import Progress, Run, beginning, dtype_of, n_rows, share
+from .run import Progress, Run, dtype_of, n_rows, share
 
 # what may not change when a run goes on
 REFUSED = {"model", "data", "run.seed"}
@@ -65,13 +65,12 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     t = cfg.train
     batches = Batches(train, cfg.data.seq_len, t.batch, cfg.run.seed)
     n_rounds = _n_rounds(cfg, batches, saved)
-    progress = beginning(cut.block_map)
+    progress = Progress()
     frozen, named, cache = teacher.load(cfg, cut, train, saved is not None)
     batches = replace(batches, teacher_cache=cache)
     if not cluster.is_central:
-        progress = share(progress, cluster)
-        cut = replace(cut, block_map=cut.block_map.with_common(cfg.blocks, progress.order))
-        return Run(cfg, cluster, cut, batches, n_rounds, teacher=frozen), progress
+        run = Run(cfg, cluster, cut, batches, n_rounds, teacher=frozen)
+        return run, share(progress, cluster)
     if saved is not None:
         central = checkpoint.restore(saved, cut)
         progress = checkpoint.progress_of(saved, cut.block_map)
@@ -87,8 +86,6 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     if cut.device.type == "cpu":  # one copy of the weights, not two
         huggingface.bind_(cut.template, central.layout.views(central.weights))
     progress = replace(progress, teacher=named)
-    # common blocks, where they are chosen by importance
-    cut = replace(cut, block_map=cut.block_map.with_common(cfg.blocks, progress.order))
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
     evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)
     if cfg.run.central == "host":
@@ -162,8 +159,7 @@ def _order(
     A run that goes on keeps the order it has; what that lacks is scored on the weights of now.
     """
     block_map = cut.block_map
-    is_ranked = cfg.blocks.common_by == "rank"
-    if not (cfg.blocks.nested or is_ranked) or cfg.train.method == "dense":
+    if not cfg.blocks.nested or cfg.train.method == "dense":
         return known
     order, ids = dict(known), scored_sequences(tokens, cfg.data.seq_len)
     with terminal.progress(quiet) as bar:

@@ -34,7 +34,7 @@ from ..points import name_of
 from . import CompareRequest, cells
 from .cells import BLOCKS, Cell, importance_of, reads_text
 
-COMMON = ("common_attn", "common_ffn", "common_by")
+COMMON = ("common_attn", "common_ffn")
 # of the parent's training: what healing takes from there
 HEALS = ("lr", "betas", "eps", "weight_decay", "clip", "moments", "distil", "batch", "n_workers")
 Note = Callable[..., None]  # its `note` says where a long measurement stands
@@ -132,7 +132,7 @@ class Comparison:
             return made
         blocks = {key: getattr(parent.cfg.blocks, key) for key in (*BLOCKS, *COMMON)}
         made |= {"setting": cell.setting, "blocks": blocks, "ratio": cell.ratio, "seed": self.seed}
-        # `repair`: so that cells of before are found
+        blocks["common_by"] = "index"  # this and `repair`: so that cells of before are found
         made |= {"chosen_on": self._choice, "repair": None}
         learnt = {"rho": parent.progress.rho, "order": parent.progress.order}
         made |= {"scale": parent.scale, "rho and order": name_of(learnt)}
