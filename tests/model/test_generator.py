@@ -191,7 +191,7 @@ def test_widths_are_taken_in_turn_and_a_factor_goes_with_each():
     found = draw(turn)
     for group, (i, row) in product(MAP.groups, product(range(5), range(2))):
         sizes = (1, 2, 3) if group.kind == "attn" else (3, 1, 2)  # 4 of 3 held is 3
-        k = sizes[((turn.round * 5 + i + turn.place) * 2 + row) % 3]
+        k = sizes[((turn.round * 5 + i + turn.number) * 2 + row) % 3]
         values = sorted(found[group.name][i, row].tolist())
         assert values == [0.0] * (3 - k) + [10.0 * k] * k
 
@@ -249,7 +249,7 @@ def test_common_blocks_are_always_kept():
     assert set(masks.prefixes(first, ORDER, three).values()) == {(0, 1, 3)}
 
 
-def test_masks_hang_on_seed_round_and_place_alone():
+def test_masks_hang_on_seed_round_and_worker_alone():
     alike = replace(BLOCKS, mask_attn=(2,), mask_ffn=(2,))  # widths in turn would differ anyway
     places = [(1, 4, 2, 5, 2), (2, 4, 2, 5, 2), (1, 5, 2, 5, 2), (1, 4, 1, 5, 2)]
     drawn = [torch.cat(list(draw(WorkerRound(*p), alike).values())) for p in places]
