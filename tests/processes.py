@@ -256,11 +256,12 @@ def replay(
                 continue
             factors = scales(run.cut.block_map, run.cut.block_map.widths(blueprints[i]), t.scale)
             part = SubnetBuffer(run.cut.segments, blueprints[i], run.central.buffer)
-            gates = gate_values(run.cut.block_map, blueprints[i], factors)[None]
+            gates = gate_values(run.cut.block_map, blueprints[i], factors)
             rows = [run.batches.rows_at(slot) for slot in mine]
             ids = torch.stack([run.batches.file.sequences(r, run.batches.seq_len) for r in rows])
             trainer = run.trainers.get(part.layout, "physical")
-            result = trainer.train(part, gates, ids, None, run.at(progress), run.total_steps)
+            schedule = run.schedule_round(progress), run.total_steps
+            result = trainer.train(part, gates, ids, None, *schedule)
             there.append(blueprints[i])
             results.append(replace(result, buffer=result.buffer.clone()))
         held, share = holders(run.cut.segments, there), len(there) / t.n_workers

@@ -112,12 +112,12 @@ def test_the_schedule_follows_the_data(tokens, tmp_path):
     run = setup(tokens, tmp_path / "run", train=train)
     progress, calm = Progress(), []
     while progress.round < run.end(progress):
-        calm.append(run.at(progress))
+        calm.append(run.schedule_round(progress))
         leases = replace(progress.leases, next=progress.leases.next + 18)
         progress = replace(progress, round=progress.round + 1, leases=leases)
     assert calm == list(range(run.n_rounds))
     half = replace(progress, round=run.n_rounds, leases=stream.Leases(18 * (run.n_rounds // 2)))
-    assert run.at(half) == run.n_rounds // 2
+    assert run.schedule_round(half) == run.n_rounds // 2
     little = replace(half, round=1, leases=stream.Leases(6))  # a third of the first round
     row = rounds._row(run, Outcome(STATS, Traffic(0, 0, 0), little), 1.0)
     assert row["lr"] == run.cfg.train.lr
@@ -301,7 +301,7 @@ def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wi
         part = replace(part, source=expected.clone())
     trainer = run.trainers.get(part.layout, "physical", fresh=False)
     factors = scales(run.cut.block_map, run.cut.block_map.widths(part.blueprint), "sqrt")
-    trainer.load(part, gate_values(run.cut.block_map, part.blueprint, factors)[None], 0)
+    trainer.load(part, gate_values(run.cut.block_map, part.blueprint, factors), 0)
     assert torch.equal(trainer.buffer, expected)
     assert torch.equal(trainer.work, expected[0].bfloat16())
 

@@ -90,12 +90,12 @@ class Assignments:
         return None if found is None else found.unflatten(0, (len(slots), -1))
 
     def gates(self, worker: int) -> Tensor:
-        """Masks times scales: [steps, rows, held blocks], or [1, 1, held blocks] for all steps."""
+        """Masks times scales: [steps, rows, held blocks], or one for all, [1, 1, held]."""
         run, held = self.run, self.blueprints[worker]
         if run.cfg.blocks.masks == "round":
             block_map = run.cut.block_map
             factors = scales(block_map, block_map.widths(held), run.cfg.train.scale, self.rho)
-            return gate_values(block_map, held, factors)[None]
+            return gate_values(block_map, held, factors)
         return drawn_gates(run, self.progress, held, self.numbers[worker], self.rho)
 
     def outcome(

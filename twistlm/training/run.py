@@ -48,7 +48,7 @@ def from_dict(table: dict[str, Any]) -> Progress:
     return Progress(table["round"], leases, rho, order, teacher)
 
 
-def share(progress: Progress, cluster: Cluster) -> Progress:
+def broadcast(progress: Progress, cluster: Cluster) -> Progress:
     """The central rank's progress on every rank."""
     text = json.dumps(to_dict(progress)).encode()
     (length,) = cluster.broadcast([len(text)])
@@ -88,7 +88,7 @@ class Run:
     def total_steps(self) -> int:
         return self.n_rounds * self.cfg.train.interval
 
-    def at(self, progress: Progress) -> int:
+    def schedule_round(self, progress: Progress) -> int:
         """The round of the learning rate's schedule: as far from its end as the run is."""
         return self.n_rounds - (self.end(progress) - progress.round)
 

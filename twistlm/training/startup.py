@@ -31,7 +31,7 @@ from ..system.terminal import console
 from ..transport.ranks import Cluster
 from . import checkpoint, teacher
 from .checkpoint import Checkpoint
-from .run import Progress, Run, dtype_of, n_rows, share
+from .run import Progress, Run, broadcast, dtype_of, n_rows
 
 # what may not change when a run goes on
 REFUSED = {"model", "data", "run.seed"}
@@ -70,7 +70,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     batches = replace(batches, teacher_cache=cache)
     if not cluster.is_central:
         run = Run(cfg, cluster, cut, batches, n_rounds, teacher=frozen)
-        return run, share(progress, cluster)
+        return run, broadcast(progress, cluster)
     if saved is not None:
         central = checkpoint.restore(saved, cut)
         progress = checkpoint.progress_of(saved, cut.block_map)
@@ -93,7 +93,7 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator, frozen)
     if saved is not None:
         (_finished if saved.round >= run.end(progress) else _go_on)(saved, cfg, quiet)
-    return run, share(progress, cluster)
+    return run, broadcast(progress, cluster)
 
 
 def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutModel:
