@@ -265,7 +265,7 @@ def replay(
             there.append(blueprints[i])
             results.append(replace(result, buffer=result.buffer.clone()))
         held, share = holders(run.cut.segments, there), len(there) / t.n_workers
-        aggregator.aggregate_(run.central, results, held, t.nesterov(), share)
+        aggregator.Mean(run.central, held, t.nesterov(), share).add(*results).commit_()
         progress = Progress(r + 1, after, progress.rho)
     return run, progress
 

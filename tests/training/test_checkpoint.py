@@ -231,7 +231,7 @@ def test_what_changes_after_save_is_not_in_it(tmp_path, cfg, model, monkeypatch)
         writer.save(now, progress)
         assert reached.wait(30)
         central.state.zero_()
-        central.settle = writer.wait
+        central.wait_for_readers = writer.wait
         both = [
             threading.Thread(target=writer.save, args=(now, replace(progress, round=18))),
             threading.Thread(target=central.scratch),  # what is written lies there

@@ -20,7 +20,7 @@ from twistlm.model.subnet import gate_values, scales
 from twistlm.system import files
 from twistlm.tickets.parent import open_parent
 from twistlm.training import aggregator, rounds, startup
-from twistlm.training.aggregator import Result, Stats
+from twistlm.training.aggregator import Mean, Result, Stats
 from twistlm.training.assignments import Outcome, Traffic
 from twistlm.training.engines.dataparallel import DataParallel
 from twistlm.training.engines.local import Local
@@ -79,7 +79,7 @@ def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path):
         Result(cut_subnet(state, held) + 1, run.cut.segments.index(held), STATS)
         for worker, held in enumerate(blueprints[1:])
     ]
-    aggregator.aggregate_(state, results, holders(run.cut.segments, blueprints[1:]), (0.7, 0.6))
+    Mean(state, holders(run.cut.segments, blueprints[1:]), (0.7, 0.6)).add(*results).commit_()
     held = torch.zeros_like(state.weights, dtype=torch.bool)
     held[: state.layout.n_shared] = True
     for result in results:
@@ -99,7 +99,7 @@ def test_a_round_with_two_of_three_results_goes_two_thirds_of_the_way(tokens, tm
     before = state.buffer.normal_().double()
     parts = [state.buffer + torch.randn_like(state.buffer) for _ in there]
     results = [Result(part, run.cut.segments.index(there[i])) for i, part in enumerate(parts)]
-    aggregator.aggregate_(state, results, holders(run.cut.segments, there), outer, 2 / 3)
+    Mean(state, holders(run.cut.segments, there), outer, 2 / 3).add(*results).commit_()
     moved = sum(part.double() - before for part in parts) / 3
     if outer is not None:  # from no momentum: lr * (1 + momentum) of the pseudo-gradient
         moved[0] *= 0.7 * (1 + 0.6)

@@ -127,8 +127,8 @@ def partition(model: Model, blocks: BlocksConfig) -> BlockMap:
             if f"{prefix}.{name}.{leaf}" in shapes
         ]
         parts.append(Partition(out[0], out_dim, chunk, sections))
-        held = tuple(parts), tuple(name for name in out if name in shapes)
-        groups.append(BlockGroup(f"{prefix}.{kind}", kind, layer, n_blocks, *held))
+        cut = tuple(parts), tuple(name for name in out if name in shapes)
+        groups.append(BlockGroup(f"{prefix}.{kind}", kind, layer, n_blocks, *cut))
     result = BlockMap(tuple(groups))
     result.check(shapes)
     return result.with_common(blocks)

@@ -114,7 +114,7 @@ class RunRecorder:
         writer = Writer(out / "checkpoints", run.cfg, *what, run.state_bytes)
         self.writer = open_.enter_context(writer)
         if run.central is not None:
-            run.central.settle = writer.wait
+            run.central.wait_for_readers = writer.wait
         self.bar = open_.enter_context(terminal.progress(quiet, engine.events))
         name = f"{run.cfg.train.method} rounds"
         self.task = self.bar.add_task(name, total=run.end(start), completed=start.round, note="")
