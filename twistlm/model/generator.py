@@ -103,18 +103,18 @@ def for_training(
 ) -> list[Blueprint]:
     """One blueprint per worker for this round.
 
-    `order` is read by the deal along it. `present` are the workers that are there, as places in
-    0..n_workers-1 and K of their own: all, and none.
+    `order` is read by the deal along it. `present` are the workers that are there, by their numbers
+    in 0..n_workers-1, and K of their own: all, and none.
     """
     if present is None:
-        present = [(place, {}) for place in range(n_workers)]
+        present = [(number, {}) for number in range(n_workers)]
     blueprints: list[Blueprint] = [{} for _ in present]
     for group in block_map.groups:
         dealt = 0 if blocks.deal == "fixed" else round
         rng = random.Random(f"deal/{seed}/{dealt}/{group.name}")
         ks, widths = blocks.k(group.kind), []
-        for place, own in present:
-            usual = ks[place if blocks.widths == "worker" else round % len(ks)]
+        for number, own in present:
+            usual = ks[number if blocks.widths == "worker" else round % len(ks)]
             widths.append(own.get(group.kind, usual))
         fixed, common = {}, blocks.common(group.kind)
         small = [s for s, k in enumerate(widths) if k < group.n_blocks]
