@@ -179,16 +179,16 @@ def measure_means(full: Subnet, ids: Tensor) -> tuple[Rho, Means]:
     squares: dict[str, tuple[float, float]] = {}
     means: Means = {}
 
-    def add(group: BlockGroup, shares: Tensor) -> None:
+    def add(group: BlockGroup, outputs: Tensor) -> None:
         whole, each = squares.get(group.name, (0.0, 0.0))
-        whole += float(shares.sum(1).square().sum(dtype=torch.float64))
-        squares[group.name] = whole, each + float(shares.square().sum(dtype=torch.float64))
+        whole += float(outputs.sum(1).square().sum(dtype=torch.float64))
+        squares[group.name] = whole, each + float(outputs.square().sum(dtype=torch.float64))
         if len(group.out) > 1:
-            mean = shares.mean(0, dtype=torch.float64) / len(ids)
+            mean = outputs.mean(0, dtype=torch.float64) / len(ids)
             means[group.name] = means.get(group.name, 0.0) + mean
 
-    with block_shares(full.model, full.block_map, add):
-        for example in ids.split(1):  # the shares of a layer are n_blocks times its output
+    with block_outputs(full.model, full.block_map, add):
+        for example in ids.split(1):  # blocks' outputs are n_blocks times a layer's
             full.model(input_ids=to_device(example, full.model.device), use_cache=False)
     return {name: whole / each for name, (whole, each) in squares.items()}, means
 
@@ -197,18 +197,18 @@ def measure_means(full: Subnet, ids: Tensor) -> tuple[Rho, Means]:
 def measure_rho(full: Subnet, ids: Tensor) -> Rho:
     """rho of every layer on these ids [batch, seq_len]."""
     rho: Rho = {}
-    with block_shares(full.model, full.block_map, lambda g, s: rho.update({g.name: rho_of(s)})):
+    with block_outputs(full.model, full.block_map, lambda g, s: rho.update({g.name: rho_of(s)})):
         full.model(input_ids=ids, use_cache=False)
     return rho
 
 
-def rho_of(shares: Tensor) -> float:
-    """How aligned a layer's blocks are, from their shares [tokens, n, d]: see `Rho`."""
-    return float(shares.sum(1).square().sum() / shares.square().sum())
+def rho_of(outputs: Tensor) -> float:
+    """How aligned a layer's blocks are, from what each adds [tokens, n, d]: see `Rho`."""
+    return float(outputs.sum(1).square().sum() / outputs.square().sum())
 
 
 @contextmanager
-def block_shares(
+def block_outputs(
     model: Model, block_map: BlockMap, add: Callable[[BlockGroup, Tensor], None]
 ) -> Iterator[None]:
     """Within, forward passes call `add` with what each block alone adds, [tokens, n_blocks, d]."""
