@@ -90,8 +90,8 @@ class BlocksConfig:
     `nested` speaks of, the last of an order of layers: that of the loss without each."""
     nested: float = limited(0.0, least=0, most=1)
     """Share of these masks that keep the first blocks of one order instead of random ones. The
-    order is scored once, before the first round (mask-Fisher), and `--pick nested` cuts tickets
-    along it."""
+    order is scored once (mask-Fisher), before the first round or where a resumed run first needs
+    it, and `--pick nested` cuts tickets along it."""
 
     def k(self, kind: Kind) -> tuple[int, ...]:
         return self.k_attn if kind == "attn" else self.k_ffn

@@ -120,12 +120,17 @@ def for_training(
         small = [s for s, k in enumerate(widths) if k < group.n_blocks]
         if blocks.deal == "order" and order and small:
             first = small[round % len(small)]  # every smaller worker in turn
-            ahead = [block for block in order[group.name] if block not in common]
-            fixed[first] = [*common, *ahead[: widths[first] - len(common)]]
+            fixed[first] = first_blocks(order[group.name], common, widths[first])
         hands = deal(rng, group.n_blocks, widths, common, fixed=fixed)
         for blueprint, hand in zip(blueprints, hands, strict=True):
             blueprint[group.name] = hand
     return blueprints
+
+
+def first_blocks(order: Sequence[int], common: Sequence[int], k: int) -> tuple[int, ...]:
+    """K blocks: the common ones, and the first others of an order."""
+    rest = [block for block in order if block not in common]
+    return tuple(sorted([*common, *rest[: k - len(common)]]))
 
 
 def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int = 0) -> Blueprint:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import BlocksConfig, Method
 from .blocks import KINDS, BlockGroup, BlockMap, Blueprint, Widths
-from .generator import LAYERS, Order
+from .generator import LAYERS, Order, first_blocks
 
 FIRST_NESTED = 0.75  # most of the masks that follow the order where a worker holds its first K
 
@@ -116,12 +116,10 @@ def _entries(
 
 def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
     """The nested subnet of these widths: common blocks, then the first of each layer's order."""
-    nested = {}
-    for group in block_map.groups:
-        rest = [block for block in order[group.name] if block not in group.common]
-        first = rest[: widths[group.name] - len(group.common)]
-        nested[group.name] = tuple(sorted([*group.common, *first]))
-    return nested
+    return {
+        group.name: first_blocks(order[group.name], group.common, widths[group.name])
+        for group in block_map.groups
+    }
 
 
 def layer_order(block_map: BlockMap, order: Order) -> tuple[int, ...]:
