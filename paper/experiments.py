@@ -26,7 +26,7 @@ from twistlm.lab.points import name_of
 from twistlm.model import families, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap
 from twistlm.model.masks import Order
-from twistlm.model.subnet import activation_scale, block_shares, rho_of
+from twistlm.model.subnet import activation_scale, block_outputs, rho_of
 from twistlm.system.device import pick_device, to_device
 from twistlm.system.terminal import console
 from twistlm.tickets import importance
@@ -298,7 +298,7 @@ def shifts(model: PreTrainedModel, block_map: BlockMap, ids: Tensor, n: int) -> 
             row["paper"] = 1 / activation_scale("sqrt", n_blocks, k)
             rows.append(row | {"exact": 1 / activation_scale("measured", n_blocks, k, rho)})
 
-    with block_shares(model, block_map, add):
+    with block_outputs(model, block_map, add):
         model(input_ids=ids, use_cache=False)
     return rows
 

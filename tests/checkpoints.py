@@ -78,10 +78,8 @@ def random_central(model, cfg, *, carry: bool = True, outer: bool = True, seed: 
 def random_progress(model, cfg, seed: int = 0, round: int = 17) -> Progress:
     """The numbers that go with it."""
     picks = random.Random(seed)
-    groups = families.partition(model, cfg.blocks).groups
-    held = {g.name: tuple(picks.randrange(99) for _ in range(g.n_blocks)) for g in groups}
-    rho = {name: picks.random() / 3 for name in held}
-    return Progress(round, Leases(40, (3, 4)), held, rho)
+    names = [group.name for group in families.partition(model, cfg.blocks).groups]
+    return Progress(round, Leases(40, (3, 4)), {name: picks.random() / 3 for name in names})
 
 
 def damages(path: Path, n: int, only: str | None = None):

@@ -243,7 +243,7 @@ def replay(
             came = [j for j in joined if j["place"] == place and j["time"] <= event["time"]]
             own = {k: came[-1][k] for k in ("attn", "ffn") if came and k in came[-1]}
             present.append((place, own))
-        now = {"seed": cfg.run.seed, "round": r, "held": progress.held, "present": present}
+        now = {"seed": cfg.run.seed, "round": r, "present": present}
         blueprints = generator.for_training(run.cut.block_map, t.n_workers, cfg.blocks, **now)
         n = len(present)
         slots, after = stream.take(progress.leases, t.interval * n, t.batch)
@@ -256,17 +256,17 @@ def replay(
                 continue
             factors = scales(run.cut.block_map, run.cut.block_map.widths(blueprints[i]), t.scale)
             part = SubnetBuffer(run.cut.segments, blueprints[i], run.central.buffer)
-            gates = gate_values(run.cut.block_map, blueprints[i], factors)[None]
+            gates = gate_values(run.cut.block_map, blueprints[i], factors)
             rows = [run.batches.rows_at(slot) for slot in mine]
             ids = torch.stack([run.batches.file.sequences(r, run.batches.seq_len) for r in rows])
             trainer = run.trainers.get(part.layout, "physical")
-            result = trainer.train(part, gates, ids, None, run.at(progress), run.total_steps)
+            schedule = run.schedule_round(progress), run.total_steps
+            result = trainer.train(part, gates, ids, None, *schedule)
             there.append(blueprints[i])
             results.append(replace(result, buffer=result.buffer.clone()))
         held, share = holders(run.cut.segments, there), len(there) / t.n_workers
-        aggregator.aggregate_(run.central, results, held, t.nesterov(), share)
-        held = generator.counted(progress.held, there)
-        progress = Progress(r + 1, after, held, progress.rho)
+        aggregator.Mean(run.central, held, t.nesterov(), share).add(*results).commit_()
+        progress = Progress(r + 1, after, progress.rho)
     return run, progress
 
 

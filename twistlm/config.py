@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .fields import check, limited
-from .presets import build, overridden, preset_names, read_table  # noqa: F401 (config.preset_names)
+from .presets import build, of_today, overridden, preset_names, read_table  # noqa: F401 (config.preset_names)
 
 Kind = Literal["attn", "ffn"]
 Setting = Literal["attn", "ffn", "both"]
@@ -69,18 +69,14 @@ class BlocksConfig:
     """C: attention blocks that every worker and every ticket holds."""
     common_ffn: tuple[int, ...] = ()
     """C: FFN blocks that every worker and every ticket holds."""
-    common_by: Literal["index", "rank"] = "index"
-    """C names the same blocks in every layer, or ranks in each layer's own order of importance
-    (mask-Fisher, scored once before the first round): with `rank`, `[0, 1]` are the two blocks
-    that matter most."""
     shared_first: int = 2
     """First layers that are not partitioned."""
     shared_last: int = 2
     """Last layers that are not partitioned."""
-    deal: Literal["random", "balanced", "fixed", "order"] = "random"
-    """Who holds what: `random` blocks; extra ones to those held least so far (`balanced`); the
-    smaller workers in turn the first K of the `order`, a whole one the masks too wide for them; or,
-    as a control, the first round's deal for ever (`fixed`)."""
+    deal: Literal["random", "fixed", "order"] = "random"
+    """Who holds what: `random` blocks; the smaller workers in turn the first K of the `order`, a
+    whole one the masks too wide for them; or, as a control, the first round's deal for ever
+    (`fixed`)."""
     masks: Literal["round", "step", "sequence"] = "round"
     """A worker trains all blocks that it holds for the whole `round`, or a part of them that is
     drawn anew for every local `step` or for every `sequence`."""
@@ -94,8 +90,8 @@ class BlocksConfig:
     `nested` speaks of, the last of an order of layers: that of the loss without each."""
     nested: float = limited(0.0, least=0, most=1)
     """Share of these masks that keep the first blocks of one order instead of random ones. The
-    order is scored once, before the first round (mask-Fisher), and `--pick nested` cuts tickets
-    along it."""
+    order is scored once (mask-Fisher), before the first round or where a resumed run first needs
+    it, and `--pick nested` cuts tickets along it."""
 
     def k(self, kind: Kind) -> tuple[int, ...]:
         return self.k_attn if kind == "attn" else self.k_ffn
@@ -162,14 +158,14 @@ class TrainConfig:
     same step with as much less memory for activations. It must divide `batch`."""
 
     def nesterov(self) -> tuple[float, float] | None:
-        """(lr, momentum) of the outer optimizer, None for the plain mean."""
+        """(lr, momentum) of the outer optimizer; None for the plain mean, and for controls."""
         if self.outer == "none":
             return None
         match = re.fullmatch(r"nesterov\(([^,]+),([^,]+)\)", self.outer)
         with suppress(ValueError, AttributeError):  # no numbers, no match
             lr, momentum = map(float, match.groups())  # type: ignore[union-attr]
             if 0 < lr < math.inf and 0 <= momentum < 1:
-                return lr, momentum
+                return (lr, momentum) if self.method == "twist" else None
         legal = "'none', or 'nesterov(lr, momentum)' with lr > 0 and 0 <= momentum < 1"
         raise ValueError(f"train.outer = {self.outer!r}: use {legal}")
 
@@ -294,8 +290,8 @@ def from_dict(table: dict[str, Any]) -> Config:
 
 
 def from_record(table: dict[str, Any]) -> Config:
-    """The config in a checkpoint or report; a section `hub`, of engines of before, is left out."""
-    return from_dict({name: values for name, values in table.items() if name != "hub"})
+    """The config in a checkpoint or report, whatever keys there were when it was written."""
+    return from_dict(of_today(table))
 
 
 def to_dict(config: Config) -> dict[str, Any]:

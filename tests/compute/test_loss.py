@@ -142,10 +142,11 @@ def test_a_model_that_could_be_trained_is_scored_without_gradients(monkeypatch):
     assert abs(float(found) / float(next_token_loss(model, ids).detach()) - 1) < 1e-2
 
 
-def test_logits_that_are_more_than_the_head_s_take_the_plain_loss():
-    """A capped logit is not the head's product any more."""
+@pytest.mark.parametrize("cap", [0.05, 30.0, 1000.0])
+def test_logits_that_are_more_than_the_head_s_take_the_plain_loss(cap):
+    """A capped logit is not the head's product any more, however small it is before training."""
     model = copy.deepcopy(tiny_model("gemma3_text"))
-    model.config.final_logit_softcapping = 0.05
+    model.config.final_logit_softcapping = cap
     assert loss_for(model) is next_token_loss
     plain = tiny_model("gemma3_text")
     assert loss_for(plain, Teacher(plain, 0.5)) is chunked_loss

@@ -119,7 +119,7 @@ def test_exactly_once_by_counting(seed):
 
 def trained_rows(tokens: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the sequences that trainers read from now on, by their ids."""
-    file, seen, place = open_tokens(tokens), [], LocalTrainer._place
+    file, seen, place = open_tokens(tokens), [], LocalTrainer._set_batch
     windows = file.tokens[: file.n_sequences(16) * 16].reshape(-1, 16).tolist()
     row_of = {tuple(ids): row for row, ids in enumerate(windows)}
     assert len(row_of) == len(windows)
@@ -128,7 +128,7 @@ def trained_rows(tokens: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.extend(row_of[tuple(row)] for row in ids.tolist())
         place(self, ids, *rest)
 
-    monkeypatch.setattr(LocalTrainer, "_place", spied)
+    monkeypatch.setattr(LocalTrainer, "_set_batch", spied)
     return seen
 
 

@@ -30,7 +30,7 @@ from twistlm.lab.points import Points
 from twistlm.model import families
 from twistlm.model.blocks import widths_of_ratio
 from twistlm.model.generator import draws
-from twistlm.model.subnet import block_shares
+from twistlm.model.subnet import block_outputs
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.ticket_scale import TicketScales
 from twistlm.training import checkpoint, rounds
@@ -251,7 +251,7 @@ def test_shift_against_all_subsets():
     block_map = families.partition(model, BlocksConfig(n_ffn=4, shared_first=0, shared_last=0))
     torch.manual_seed(0)
     ids = torch.randint(0, 60, (2, 8))
-    with torch.no_grad(), block_shares(model, block_map, lambda g, s: found.update({g.name: s})):
+    with torch.no_grad(), block_outputs(model, block_map, lambda g, s: found.update({g.name: s})):
         model(input_ids=ids)
     for row in shifts(model, block_map, ids, 40):
         shares, k = found[row["group"]], row["k"]

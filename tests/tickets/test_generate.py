@@ -17,7 +17,7 @@ from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.runnable import open_runnable, write_text
 from twistlm.training import checkpoint
-from twistlm.training.run import beginning
+from twistlm.training.run import Progress
 
 VOCAB = 300
 PROMPT = "the café – naïve words"  # bytes that need more than one token
@@ -33,7 +33,7 @@ def home(tmp_path_factory) -> Path:
     build("gpt2", {"vocab_size": VOCAB, **sizes, **none}).save_pretrained(folder / "model")
     train_bpe([PROMPT] * 4, VOCAB).save(str(folder / "model/tokenizer.json"))
     parent = open_parent(folder / "model", "cpu", CUT)
-    where, start = folder / "run/checkpoints", beginning(parent.block_map)
+    where, start = folder / "run/checkpoints", Progress()
     about = (configs.Config(), parent.template, parent.tokenizer)
     checkpoint.save(where, checkpoint.snapshot(parent.central), start, *about, keep=1)
     widths = {group.name: 3 for group in parent.block_map.groups}

@@ -31,6 +31,7 @@ from twistlm.model.layout import cut_model
 from twistlm.system import files, manifest
 from twistlm.system.files import file_sha256
 from twistlm.system.signals import SIGNALS, Ended, Stop, on_signals
+from twistlm.tickets.parent import open_parent
 from twistlm.training import checkpoint, rounds
 from twistlm.training.checkpoint import Writer, snapshot
 from twistlm.training.metrics import Metrics
@@ -230,7 +231,7 @@ def test_what_changes_after_save_is_not_in_it(tmp_path, cfg, model, monkeypatch)
         writer.save(now, progress)
         assert reached.wait(30)
         central.state.zero_()
-        central.settle = writer.wait
+        central.wait_for_readers = writer.wait
         both = [
             threading.Thread(target=writer.save, args=(now, replace(progress, round=18))),
             threading.Thread(target=central.scratch),  # what is written lies there
@@ -308,8 +309,8 @@ def victim(folder: str, table: dict) -> None:
     with Writer(Path(folder), cfg, model, None, 99) as writer:
         for r in range(first, first + 10_000):
             central.state.fill_(r)
-            held = {name: (r,) * len(counts) for name, counts in progress.held.items()}
-            writer.save(partial(snapshot, central), Progress(r, Leases(r), held))
+            rho = dict.fromkeys(progress.rho, float(r))
+            writer.save(partial(snapshot, central), Progress(r, Leases(r), rho))
 
 
 @pytest.mark.parametrize("n", [3, pytest.param(100, marks=pytest.mark.chaos)])
@@ -335,7 +336,7 @@ def test_killed_while_writing(tmp_path, cfg, model, n):
         cut = cut_model(checkpoint.template(found), cfg.blocks, CPU, torch.float32)
         assert (checkpoint.restore(found, cut).state == done).all()
         progress = checkpoint.progress_of(found, block_map)
-        assert {count for counts in progress.held.values() for count in counts} == {done}
+        assert set(progress.rho.values()) == {done}
         assert (progress.round, progress.leases) == (done, Leases(done))
         n_broken += len(list(folder.glob(".draft-*")))
     assert n_broken > 0, "no kill fell into a write"
@@ -395,6 +396,59 @@ def test_s_k_and_threads_may_change(tmp_path: Path, capsys):
     assert len((tmp_path / "run/resumes.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_checkpoint_of_before_goes_on(tmp_path: Path):
+    """It names keys that are no more, and counts how often each block was dealt."""
+    tokens = make_tokens(tmp_path / "tokens")
+    cfg = tiny(tokens, tmp_path / "run", train={"rounds": 2})
+    whole = rounds.train(tiny(tokens, tmp_path / "whole", train={"rounds": 2}), quiet=True)
+    path = rounds.train(replace(cfg, train=replace(cfg.train, rounds=1)), quiet=True)
+    record = json.loads((path / "checkpoint.json").read_text())
+    record["held"] = {"transformer.h.1.attn": [2, 1, 1, 2]}
+    record["config"] |= {"hub": {"port": 1}}
+    record["config"]["blocks"] |= {"common_by": "rank", "deal": "balanced"}
+
+    def write() -> None:
+        (path / "checkpoint.json").write_text(manifest.written(manifest.sealed(record)))
+
+    write()
+    assert config.load(str(tmp_path / "run")) == replace(cfg, train=replace(cfg.train, rounds=1))
+    same(rounds.train(cfg, resume=True, quiet=True), whole)
+    shutil.rmtree(tmp_path / "run/checkpoints/round-000002")
+    record["config"]["blocks"]["common_attn"] = [1]  # other blocks in every layer
+    write()
+    for read in (lambda: config.load(str(tmp_path / "run")), lambda: open_parent(path, "cpu")):
+        with pytest.raises(ValueError, match=r"blocks\.common_by = 'rank' is no more"):
+            read()
+
+
+NESTED = {"masks": "sequence", "mask_attn": [4, 2], "mask_ffn": [4, 3], "k_attn": 4, "k_ffn": 4}
+NESTED |= {"nested": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({}, NESTED),  # masks are newly nested
+        (NESTED, NESTED | {"n_ffn": 8, "k_ffn": 8}),  # blocks are cut otherwise
+        (NESTED, NESTED | {"shared_first": 0}),  # one more layer is cut
+        (NESTED, NESTED | {"mask_depth": [0, 1]}),  # masks newly drop layers
+    ],
+)
+def test_a_resume_scores_an_order_that_it_newly_needs(tmp_path: Path, before, now):
+    """On the weights it goes on from, as a run from that checkpoint; what it has, it keeps."""
+    tokens = make_tokens(tmp_path / "tokens")
+    first = tiny(tokens, tmp_path / "run", blocks=before, train={"rounds": 1})
+    start = rounds.train(first, quiet=True)
+    cfg = tiny(tokens, tmp_path / "run", blocks=now, train={"rounds": 2})
+    order = checkpoint.open_(rounds.train(cfg, resume=True, quiet=True)).manifest["order"]
+    model = {"weights": str(start), "config": {}}
+    anew = tiny(tokens, tmp_path / "anew", blocks=now, train={"rounds": 1}, model=model)
+    expected = checkpoint.open_(rounds.train(anew, quiet=True)).manifest["order"]
+    if "mask_depth" in now:
+        expected = checkpoint.open_(start).manifest["order"] | {"layers": expected["layers"]}
+    assert order == expected != {}
+
+
 def test_a_signal_after_the_round_loses_nothing_either(tmp_path: Path):
     """During an evaluation, say: whether to save was decided before, and the run ended without."""
     tokens = make_tokens(tmp_path / "tokens")
@@ -413,7 +467,7 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):
     """At any moment, with a line cut short and a damaged checkpoint: every round once, in order."""
     tokens, n = make_tokens(tmp_path / "tokens"), 30
     train = TRAIN | {"rounds": n, "interval": 2, "schedule": "cosine"}
-    blocks = {"deal": "balanced", "k_attn": [2, 3], "k_ffn": [3, 2]}
+    blocks = {"k_attn": [2, 3], "k_ffn": [3, 2]}
     # one subnet has no standard deviation: NaN would break every strict reader of the file
     run = {"save_every": 3, "keep": 99, "eval_every": 20, "eval_tokens": 256, "eval_n": 1}
     sections = {"train": train, "blocks": blocks, "run": run}

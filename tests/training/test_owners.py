@@ -28,7 +28,7 @@ def test_any_number_of_owners_is_the_local_run_bit_for_bit(scene, tmp_path, monk
     """With all that a round can have: one process, then three owners, then one again; evaluations,
     too, which a worker makes."""
     monkeypatch.setattr(owners, "PART", 1000)  # several for each owner
-    blocks = {"deal": "balanced", "k_attn": [2, 3], "masks": "sequence", "nested": 0.5}
+    blocks = {"k_attn": [2, 3], "masks": "sequence", "nested": 0.5}
     blocks |= {"mask_attn": [1, 2], "mask_ffn": [2, 3], "mask_depth": [0, 1]}
     train = TRAIN | {"schedule": "constant", "scale": "measured", "rounds": 2}
     run = {"eval_every": 2, "wire": "bf16", "keep": 9}

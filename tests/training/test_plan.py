@@ -88,6 +88,20 @@ def test_a_teacher_s_parameters_and_bytes(tokens, tmp_path):
     assert cached["teacher_bytes"] == n_predictions * 5 * 4
 
 
+def test_a_plan_of_a_control_is_one_that_trains(tokens, tmp_path):
+    """Dropout's K may be below N / S, data parallel has none; neither has an outer optimizer."""
+    blocks = {"k_attn": [1], "k_ffn": [1]}
+    cfg = tiny(tokens, tmp_path / "run", blocks=blocks, train={"outer": "nesterov(0.7, 0.6)"})
+    with pytest.raises(ValueError, match=r"k_attn = 1 .* legal K are 2\.\.4"):
+        plan.make(cfg)
+    for method in ("dropout", "dense"):
+        made = plan.make(config.override(cfg, [f"train.method={method}"]))
+        assert made["process_bytes"] - made["worker_bytes"] == 3 * 4 * made["n_params"]
+        assert made["legal_k"] == {} if method == "dense" else {"attn": (1, 4), "ffn": (1, 4)}
+        plain = plan.make(config.override(cfg, [f"train.method={method}", "train.outer=none"]))
+        assert plain["link_bytes"] == made["link_bytes"]
+
+
 def test_without_tokens_a_plan_takes_how_many_there_will_be(tmp_path):
     made = plan_of(tmp_path, "paper", "data.train=gone", "data.planned_sequences=12000")
     assert made["true_rounds"] == 3 * 12000 // (15 * 2 * 4)  # epochs, steps, batch, workers

@@ -12,7 +12,6 @@ import torch
 from checkpoints import metrics
 from conftest import batch_of, make_tokens, tiny
 
-from twistlm.compute.slopes import mask_fisher, mask_slopes
 from twistlm.data import stream
 from twistlm.model import generator, huggingface, masks
 from twistlm.model.central import SubnetBuffer, cut_subnet
@@ -21,11 +20,12 @@ from twistlm.model.subnet import gate_values, scales
 from twistlm.system import files
 from twistlm.tickets.parent import open_parent
 from twistlm.training import aggregator, rounds, startup
-from twistlm.training.aggregator import Result, Stats
+from twistlm.training.aggregator import Mean, Result, Stats
 from twistlm.training.assignments import Outcome, Traffic
+from twistlm.training.engines.dataparallel import DataParallel
 from twistlm.training.engines.local import Local
 from twistlm.training.metrics import Metrics
-from twistlm.training.run import Run, beginning
+from twistlm.training.run import Progress, Run
 from twistlm.training.worker import learning_rate
 from twistlm.transport.ranks import Cluster
 
@@ -79,7 +79,7 @@ def test_what_nobody_held_keeps_weight_moments_and_momentum(tokens, tmp_path):
         Result(cut_subnet(state, held) + 1, run.cut.segments.index(held), STATS)
         for worker, held in enumerate(blueprints[1:])
     ]
-    aggregator.aggregate_(state, results, holders(run.cut.segments, blueprints[1:]), (0.7, 0.6))
+    Mean(state, holders(run.cut.segments, blueprints[1:]), (0.7, 0.6)).add(*results).commit_()
     held = torch.zeros_like(state.weights, dtype=torch.bool)
     held[: state.layout.n_shared] = True
     for result in results:
@@ -99,7 +99,7 @@ def test_a_round_with_two_of_three_results_goes_two_thirds_of_the_way(tokens, tm
     before = state.buffer.normal_().double()
     parts = [state.buffer + torch.randn_like(state.buffer) for _ in there]
     results = [Result(part, run.cut.segments.index(there[i])) for i, part in enumerate(parts)]
-    aggregator.aggregate_(state, results, holders(run.cut.segments, there), outer, 2 / 3)
+    Mean(state, holders(run.cut.segments, there), outer, 2 / 3).add(*results).commit_()
     moved = sum(part.double() - before for part in parts) / 3
     if outer is not None:  # from no momentum: lr * (1 + momentum) of the pseudo-gradient
         moved[0] *= 0.7 * (1 + 0.6)
@@ -110,17 +110,30 @@ def test_the_schedule_follows_the_data(tokens, tmp_path):
     """Epochs with lost results last longer, and so does the schedule."""
     train = {"rounds": 0, "epochs": 3.0, "n_workers": 3, "interval": 3, "batch": 2}
     run = setup(tokens, tmp_path / "run", train=train)
-    progress, calm = beginning(run.cut.block_map), []
+    progress, calm = Progress(), []
     while progress.round < run.end(progress):
-        calm.append(run.at(progress))
+        calm.append(run.schedule_round(progress))
         leases = replace(progress.leases, next=progress.leases.next + 18)
         progress = replace(progress, round=progress.round + 1, leases=leases)
     assert calm == list(range(run.n_rounds))
     half = replace(progress, round=run.n_rounds, leases=stream.Leases(18 * (run.n_rounds // 2)))
-    assert run.at(half) == run.n_rounds // 2
+    assert run.schedule_round(half) == run.n_rounds // 2
     little = replace(half, round=1, leases=stream.Leases(6))  # a third of the first round
     row = rounds._row(run, Outcome(STATS, Traffic(0, 0, 0), little), 1.0)
     assert row["lr"] == run.cfg.train.lr
+
+
+def test_a_control_follows_the_data_as_well(tokens, tmp_path):
+    """Resumed with other batches, rounds done say nothing of how far the text is trained."""
+    train = {"method": "dense", "rounds": 0, "epochs": 3.0, "schedule": "cosine"}
+    run = setup(tokens, tmp_path / "run", train=train)
+    a_third = 18 * (run.n_rounds // 3)  # sequences
+    progress = Progress(round=2, leases=stream.Leases(a_third))
+    engine = DataParallel(run, progress)
+    engine.round(progress)
+    last = (run.n_rounds // 3 + 1) * run.cfg.train.interval - 1  # step of the round
+    rate = 1e-2 * (0.1 + 0.45 * (1 + math.cos(math.pi * last / run.total_steps)))
+    assert engine.trainer.optimizer.rate == pytest.approx(rate)
 
 
 def test_nesterov_equals_torch_sgd():
@@ -264,7 +277,7 @@ def test_rounds_equal_a_reference_by_hand(tokens, start, tmp_path, seat, recipe)
         model={"weights": start, "config": {}} if "teacher" in taught else {},
     )  # fmt: skip
     order = {group.name: ORDER for group in run.cut.block_map.groups}
-    engine, progress = Local(run), replace(beginning(run.cut.block_map), order=order)
+    engine, progress = Local(run), Progress(order=order)
     for _ in range(3):
         done = engine.round(progress)
         progress = done.progress
@@ -288,7 +301,7 @@ def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wi
         part = replace(part, source=expected.clone())
     trainer = run.trainers.get(part.layout, "physical", fresh=False)
     factors = scales(run.cut.block_map, run.cut.block_map.widths(part.blueprint), "sqrt")
-    trainer.load(part, gate_values(run.cut.block_map, part.blueprint, factors)[None], 0)
+    trainer.load(part, gate_values(run.cut.block_map, part.blueprint, factors), 0)
     assert torch.equal(trainer.buffer, expected)
     assert torch.equal(trainer.work, expected[0].bfloat16())
 
@@ -296,7 +309,7 @@ def test_a_bf16_seat_reads_the_parcel_it_was_given(tokens, tmp_path, over_the_wi
 def test_bytes_are_counted(tokens, tmp_path):
     """Hand count: 3 rows (weights, m, v) of float32 for each worker's subnet, each way."""
     run = setup(tokens, tmp_path / "run")
-    traffic = Local(run).round(beginning(run.cut.block_map)).traffic
+    traffic = Local(run).round(Progress()).traffic
     d, dh, k_attn, k_ffn, chunk = 16, 4, 2, 3, 16
     attn = 3 * k_attn * dh * (d + 1) + k_attn * dh * d + d
     ffn = k_ffn * chunk * (2 * d + 1) + d
@@ -322,29 +335,6 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tokens, tmp_path
         rounds.train(wild, resume=True, quiet=True)
     kept = open_parent(out, "cpu").central.weights
     assert torch.isfinite(kept).all()
-
-
-def test_common_blocks_by_rank_are_each_layers_own_most_important(tmp_path, tokens, monkeypatch):
-    """By mask-Fisher of the start on windows from all over the text; everybody holds them."""
-    blocks = {"common_attn": [0], "common_ffn": [0, 1], "common_by": "rank"}
-    cfg = tiny(tokens, tmp_path / "run", blocks=blocks, train={"rounds": 2}, run={"seed": 1})
-    seen, for_training = [], generator.for_training
-    noted = lambda *a, **k: seen.append(for_training(*a, **k)) or seen[-1]  # noqa: E731
-    monkeypatch.setattr(generator, "for_training", noted)
-    rounds.train(cfg, quiet=True)
-    assert len(seen) == 2
-    start, file = setup(tokens, tmp_path / "start", run={"seed": 1}), startup.open_tokens(tokens)
-    n = file.n_sequences(16)
-    ids = file.sequences(list(range(0, n, max(1, n // 64)))[:64], 16)
-    of_start = (start.cut.template, start.cut.block_map, start.central)
-    scores = mask_fisher(mask_slopes(*of_start, ids), len(ids))
-    groups = open_parent(tmp_path / "run", "cpu").block_map.groups
-    for group in groups:
-        best = scores[group.name].argsort(descending=True)[: len(cfg.blocks.common(group.kind))]
-        assert group.common == tuple(sorted(best.tolist()))
-        for hands in seen:
-            assert all(set(group.common) <= set(hand[group.name]) for hand in hands)
-    assert len({group.common for group in groups if group.kind == "ffn"}) == 2  # each layer's own
 
 
 def test_every_round_is_told_and_logged(tmp_path, tokens, monkeypatch):

@@ -18,7 +18,7 @@ from twistlm.training import rounds
 
 TRAIN = {"n_workers": 3, "rounds": 4, "outer": "nesterov(0.7, 0.6)", "scale": "measured"}
 TRAIN |= {"schedule": "cosine", "warmup": 4}
-BLOCKS = {"deal": "balanced", "k_attn": [2, 3], "k_ffn": [3, 2]}
+BLOCKS = {"k_attn": [2, 3], "k_ffn": [3, 2]}
 RUN = {"keep": 4, "eval_every": 2}
 PIECE = 2000  # bytes: the tiny model then has several chunks
 
@@ -95,7 +95,7 @@ def runs(tmp_path_factory) -> tuple[Path, str]:
 
 
 def test_sharded_is_bitwise_local(runs):
-    """Carried moments, outer momentum, measured scale, balanced deals, widths that change."""
+    """Carried moments, outer momentum, measured scale, widths that change."""
     folder, _ = runs
     for r in (1, 4):
         same(*(folder / name / f"checkpoints/round-00000{r}" for name in ("local", "sharded")))

@@ -5,10 +5,10 @@ graph: hooks may run on another stream). `direct` lets the head's matrix product
 into the buffer: for GPT-2 124M that is a third of all parameters.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,16 @@ from ..model.huggingface import Model
 from . import graphs
 from .loss import AnyTeacher, HeadGrads, Loss, chunked_loss
 
-# (ids [batch, seq_len], share, teacher_topk=None, add=False) -> loss; the views then hold the
-# gradient of share * loss, or with `add` what they held before and that
-Gradient = Callable[..., Tensor]
+
+class Gradient(Protocol):
+    """The loss of ids [batch, seq_len]; the views then have the gradient of share * loss.
+
+    With `add` they have what they had before and that.
+    """
+
+    def __call__(
+        self, ids: Tensor, share: float, teacher_topk: Tensor | None = None, add: bool = False
+    ) -> Tensor: ...
 
 
 def gradient_of(
@@ -100,7 +107,7 @@ def direct(model: Model, grads: State, teacher: AnyTeacher | None = None) -> Gra
         ids: Tensor, share: float, teacher_topk: Tensor | None = None, add: bool = False
     ) -> Tensor:
         head = replace(buffers, share=share, add=add)
-        value = chunked_loss(model, ids, head, teacher, teacher_topk)
+        value = chunked_loss(model, ids, head, teacher=teacher, teacher_topk=teacher_topk)
         found = torch.autograd.grad(value, [named[name] for name in inner + tied])
         _put_([grads[name] for name in inner], found[: len(inner)], add)
         for name, of_table in zip(tied, found[len(inner) :], strict=True):

@@ -12,7 +12,7 @@ same but cannot be compiled.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,9 @@ from ..model import kernels
 from ..model.huggingface import Model, vocab_size
 from ..model.kernels import LEAST
 
-# (model, ids [batch, seq_len], teacher=None, teacher_topk=None) -> mean loss
-Loss = Callable[..., Tensor]
-
 CHUNK = 8192  # tokens on a GPU; their logits for a vocabulary of 50,304 are 0.8 GB in bf16
 SMALL = 1 << 24  # logits on a CPU; so few (64 MB in float32) are made by torch's own loss
+LARGE = 1e6  # of a logit: far above every cap
 ALIGN = 64  # rows of the head on a GPU: with 50,257 its products run at a sixth of their speed
 
 
@@ -61,7 +59,7 @@ class Teacher:
     def predict(self, ids: Tensor, teacher_topk: Tensor | None = None) -> Prediction:
         """Its predictions for ids [batch, seq_len], up to the head."""
         hidden, (head, bias) = _hidden(self.model, ids), _padded(*_head(self.model))
-        return Prediction(lambda at, mine: F.linear(hidden[at], head, bias), self.weight)
+        return Prediction(lambda rows, mine: F.linear(hidden[rows], head, bias), self.weight)
 
 
 @dataclass(frozen=True)
@@ -84,13 +82,13 @@ def topk_prediction(ids: Tensor, log_probs: Tensor, weight: float) -> Prediction
     k + 1 outcomes, sum p log(p / s) + p_rest log(p_rest / s_rest): inside the rest both are alike.
     """
 
-    def logits(at: slice, mine: Tensor) -> Tensor:
+    def logits(rows: slice, mine: Tensor) -> Tensor:
         mine = _exact(mine.detach())
-        named = log_probs[at].to(mine.dtype)
-        rest = mine.scatter(1, ids[at], -math.inf).logsumexp(-1, keepdim=True)
+        named = log_probs[rows].to(mine.dtype)
+        rest = mine.scatter(1, ids[rows], -math.inf).logsumexp(-1, keepdim=True)
         # float16 may round the k up to more than 1; softmax then makes them 1
         left = (1 - named.exp().sum(-1, keepdim=True)).clamp(min=LEAST)
-        return (mine + (left.log() - rest)).scatter(1, ids[at], named)
+        return (mine + (left.log() - rest)).scatter(1, ids[rows], named)
 
     return Prediction(logits, weight, (ids, log_probs))
 
@@ -98,10 +96,24 @@ def topk_prediction(ids: Tensor, log_probs: Tensor, weight: float) -> Prediction
 AnyTeacher = Teacher | CachedTeacher
 
 
+class Loss(Protocol):
+    """The mean loss of tokens 1.. of ids [batch, seq_len], given those before."""
+
+    def __call__(
+        self,
+        model: Model,
+        ids: Tensor,
+        *,
+        teacher: AnyTeacher | None = None,
+        teacher_topk: Tensor | None = None,  # what came for these ids, of a `CachedTeacher`
+    ) -> Tensor: ...
+
+
 def chunked_loss(
     model: Model,
     ids: Tensor,
     head_grads: HeadGrads | None = None,
+    *,
     teacher: AnyTeacher | None = None,
     teacher_topk: Tensor | None = None,
 ) -> Tensor:
@@ -131,7 +143,7 @@ def next_token_loss(
     if isinstance(teacher, Teacher):  # all of its logits: it may cap or scale them
         with torch.no_grad():
             theirs = _logits(teacher.model, ids)
-        prediction = Prediction(lambda at, mine: theirs, teacher.weight)
+        prediction = Prediction(lambda rows, mine: theirs, teacher.weight)
     elif teacher is not None:
         prediction = teacher.predict(ids, teacher_topk)
     return _mean_loss(logits, ids[:, 1:].flatten(), prediction)
@@ -155,11 +167,11 @@ def _mean_loss(logits: Tensor, targets: Tensor, prediction: Prediction | None) -
     """Mean over tokens of (1 - a) cross-entropy + a KL(teacher || model), a = its weight."""
     if prediction is None:
         return F.cross_entropy(_exact(logits), targets)
-    mine, share = _exact(logits).log_softmax(-1), prediction.weight
+    mine, a = _exact(logits).log_softmax(-1), prediction.weight
     theirs = _exact(prediction.logits(slice(None), logits)[:, : logits.shape[1]]).log_softmax(-1)
     plain = F.nll_loss(mine, targets, reduction="none")
     kl = F.kl_div(mine, theirs, reduction="none", log_target=True).sum(-1)
-    return ((1 - share) * plain + share * kl).mean()
+    return ((1 - a) * plain + a * kl).mean()
 
 
 def _exact(logits: Tensor) -> Tensor:
@@ -172,8 +184,16 @@ def loss_for(model: Model, teacher: AnyTeacher | None = None) -> Loss:
     if isinstance(teacher, Teacher) and loss_for(teacher.model) is next_token_loss:
         return next_token_loss
     ids = torch.arange(8, device=model.device)[None] % vocab_size(model)
-    plain, chunked = next_token_loss(model, ids), chunked_loss(model, ids)
-    return chunked_loss if torch.allclose(plain, chunked, rtol=1e-3) else next_token_loss
+    hidden, (weight, bias), head = _hidden(model, ids), _head(model), model.get_output_embeddings()
+    # logits of a model that is not trained are so small that a cap on them would not show
+    factor = LARGE / max(float(F.linear(hidden, weight).abs().max()), 1e-30)
+    handle = head.register_forward_pre_hook(lambda _, args: (args[0] * factor,))
+    try:
+        logits = _logits(model, ids)
+    finally:
+        handle.remove()
+    apart = float((logits - F.linear(hidden * factor, weight, bias)).abs().max())
+    return chunked_loss if apart < 1e-2 * LARGE else next_token_loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -193,8 +213,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         n = CHUNK if hidden.is_cuda else min(CHUNK, SMALL // vocab or CHUNK)
         for i, (x, y) in enumerate(zip(hidden.split(n), targets.split(n), strict=True)):
             logits = F.linear(x, head, padded)  # [chunk, vocab and padding]
-            at = slice(i * n, i * n + len(y))
-            losses.append(_losses_(logits, prediction, at, y, vocab, scale, is_wanted))
+            rows = slice(i * n, i * n + len(y))
+            losses.append(_losses_(logits, prediction, rows, y, vocab, scale, is_wanted))
             if d_head is None:
                 continue
             # `logits` now holds the gradient of the loss by the logits: 0 in the padding
@@ -252,13 +272,13 @@ def _aligned(weight: Tensor) -> Tensor:
 def _losses_(
     logits: Tensor,
     prediction: Prediction | None,
-    at: slice,
+    rows: slice,  # the tokens among those of the batch
     targets: Tensor,
     vocab: int,
     n_tokens: float,
     wanted: bool,
 ) -> Tensor:
-    """The loss of tokens `at`; where `wanted`, `logits` become the gradient of sum / `n_tokens`.
+    """Each token's loss; where `wanted`, `logits` become the gradient of sum / `n_tokens`.
 
     That is softmax(s) - (1 - a) onehot - a softmax(t), t a teacher's logits and a its weight.
     Columns from `vocab` on are padding: they count for nothing and their gradient is 0.
@@ -267,9 +287,9 @@ def _losses_(
     if prediction is not None:
         share = prediction.weight
         if wanted and fast and prediction.topk is not None:
-            ids, log_probs = (each[at] for each in prediction.topk)
+            ids, log_probs = (each[rows] for each in prediction.topk)
             return kernels.distil_topk_(logits, ids, log_probs, targets, vocab, n_tokens, share)
-        theirs = prediction.logits(at, logits[:, :vocab])
+        theirs = prediction.logits(rows, logits[:, :vocab])
     if fast:
         return kernels.softmax_(logits, targets, vocab, n_tokens, wanted, theirs, share)
     mine = _exact(logits[:, :vocab]).log_softmax(-1)

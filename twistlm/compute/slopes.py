@@ -8,7 +8,6 @@ from torch import Tensor
 from ..model.blocks import BlockMap
 from ..model.central import Central
 from ..model.huggingface import Model
-from ..model.masks import Order
 from ..model.subnet import build
 from .loss import next_token_loss
 
@@ -41,7 +40,7 @@ def mask_fisher(
     return scores
 
 
-def order_of(scores: dict[str, Tensor]) -> Order:
+def order_of(scores: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Every group's blocks by falling score; of equal ones the first comes first."""
     return {
         name: tuple(values.argsort(descending=True, stable=True).tolist())

@@ -78,19 +78,14 @@ class BlockMap:
         """The kinds of layers that are cut."""
         return tuple(kind for kind in KINDS if self.n_blocks(kind))
 
-    def with_common(
-        self, blocks: BlocksConfig, order: Mapping[str, tuple[int, ...]] | None = None
-    ) -> BlockMap:
-        """Blocks that every subnet keeps (the paper's C); ranks need each layer's `order`."""
+    def with_common(self, blocks: BlocksConfig) -> BlockMap:
+        """The map with blocks that every subnet keeps (the paper's C)."""
         groups = []
         for group in self.groups:
             common, n = blocks.common(group.kind), group.n_blocks
             if len(set(common)) != len(common) or any(not 0 <= c < n for c in common):
                 what = f"blocks.common_{group.kind} = {list(common)}"
                 raise ValueError(f"{what}: needs distinct block ids in 0..{n - 1}")
-            if blocks.common_by == "rank":
-                best = (order or {}).get(group.name)
-                common = tuple(best[i] for i in common) if best else ()
             groups.append(replace(group, common=tuple(sorted(common))))
         return BlockMap(tuple(groups))
 
@@ -114,7 +109,7 @@ class BlockMap:
         """A blueprint names every group once, with sorted, distinct, existing blocks."""
         if odd := set(blueprint) ^ {group.name for group in self.groups}:
             raise ValueError(f"the blueprint does not fit this model: {', '.join(sorted(odd))}")
-        self.dropped(self.widths(blueprint))
+        self.check_widths(self.widths(blueprint))
         for group in self.groups:
             kept, n = blueprint[group.name], group.n_blocks
             said = f"blueprint[{group.name!r}] = {kept}"
@@ -127,13 +122,16 @@ class BlockMap:
         return {group.name: len(blueprint[group.name]) for group in self.groups}
 
     def dropped(self, widths: Widths) -> tuple[int, ...]:
-        """Layers that keep no block of either kind: a subnet does without them."""
-        empty = {(g.layer, g.kind) for g in self.groups if not widths[g.name]}
-        layers = sorted({layer for layer, _ in empty})
-        if half := [layer for layer in layers if any((layer, kind) not in empty for kind in KINDS)]:
-            said = f"layer {half[0]} keeps no blocks of one kind"
-            raise ValueError(f"{said}: it goes as a whole, where both are cut (blocks.setting)")
-        return tuple(layers)
+        """Layers that keep no blocks: a subnet does without them."""
+        return tuple(sorted({group.layer for group in self.groups if not widths[group.name]}))
+
+    def check_widths(self, widths: Widths) -> None:
+        """A layer is dropped as a whole: it keeps blocks of both kinds or of none."""
+        empty = {(group.layer, group.kind) for group in self.groups if not widths[group.name]}
+        for layer in self.dropped(widths):
+            if any((layer, kind) not in empty for kind in KINDS):
+                said = f"layer {layer} keeps no blocks of one kind"
+                raise ValueError(f"{said}: it goes as a whole, where both are cut (blocks.setting)")
 
     def numbers(self) -> dict[str, range]:
         """Group name -> the numbers of its blocks among all blocks of the map."""
@@ -150,6 +148,7 @@ class BlockMap:
 
     def narrowed(self, shapes: Shapes, widths: Widths) -> dict[str, tuple[int, ...]]:
         """Shapes of a subnet's parameters; a layer without blocks has none."""
+        self.check_widths(widths)
         dropped = self.dropped(widths)
         out = tuple(g.name.removesuffix(g.kind) for g in self.groups if g.layer in dropped)
         result = {name: tuple(s) for name, s in shapes.items() if not name.startswith(out)}
@@ -211,5 +210,5 @@ def widths_of_ratio(block_map: BlockMap, ratio: str) -> Widths:
     }
     if not any(widths.values()):
         raise ValueError(f"ratio {ratio!r} keeps no blocks at all")
-    block_map.dropped(widths)
+    block_map.check_widths(widths)
     return widths

@@ -22,7 +22,7 @@ class Central:
     outer: bool = False
     sums: Tensor | None = None  # see `scratch`
     host: Tensor | None = None  # see `copied`
-    settle: Callable[[], None] = lambda: None  # waits until nobody reads the scratch
+    wait_for_readers: Callable[[], None] = lambda: None  # of the scratch: a checkpoint's writer
 
     @property
     def buffer(self) -> Tensor:
@@ -45,7 +45,7 @@ class Central:
 
     def scratch(self) -> Tensor:
         """For the aggregator's sums [rows, n_params]; on a CPU also for a checkpoint's copy."""
-        self.settle()
+        self.wait_for_readers()
         if self.sums is None:
             self.sums = torch.empty_like(self.buffer if self.state.is_cuda else self.state)
         return self.sums

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, Literal
 
 from ..config import BlocksConfig
+from . import huggingface
 from .blocks import KINDS, SETTINGS, BlockGroup, BlockMap, Kind, Partition, Shapes
 from .huggingface import HFConfig, Model
 
@@ -106,7 +107,7 @@ def partition(model: Model, blocks: BlocksConfig) -> BlockMap:
     if first < 0 or last < 0 or first + last >= n_layers:
         said = f"blocks.shared_first = {first} and blocks.shared_last = {last}"
         raise ValueError(f"{said} of {n_layers} layers: their sum must be in 0..{n_layers - 1}")
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = huggingface.shapes(model)
     for layer, kind in product(range(first, n_layers - last), SETTINGS[blocks.setting]):
         prefix, sub = f"{described.layers}.{layer}", _cuttable(getattr(described, kind), kind)
         in_dim, out_dim = (1, 0) if sub.transposed else (0, 1)
@@ -127,8 +128,8 @@ def partition(model: Model, blocks: BlocksConfig) -> BlockMap:
             if f"{prefix}.{name}.{leaf}" in shapes
         ]
         parts.append(Partition(out[0], out_dim, chunk, sections))
-        held = tuple(parts), tuple(name for name in out if name in shapes)
-        groups.append(BlockGroup(f"{prefix}.{kind}", kind, layer, n_blocks, *held))
+        cut = tuple(parts), tuple(name for name in out if name in shapes)
+        groups.append(BlockGroup(f"{prefix}.{kind}", kind, layer, n_blocks, *cut))
     result = BlockMap(tuple(groups))
     result.check(shapes)
     return result.with_common(blocks)

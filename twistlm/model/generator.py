@@ -10,17 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..config import BlocksConfig, Method
 from .blocks import KINDS, BlockMap, Blueprint, Kind, Widths
 
-Held = Mapping[str, Sequence[int]]  # group name -> how often each block was dealt so far
 # group name -> all its blocks, those to keep longest first; where masks drop layers, `LAYERS` ->
 # all layers that are cut, in the same way
 Order = Mapping[str, tuple[int, ...]]
 LAYERS = "layers"
 
 
-def legal_range(n_blocks: int, n_workers: int, n_common: int) -> tuple[int, int]:
-    """Legal K: ceil((N + (S-1)|C|)/S) <= K <= N (paper, section 3.1), and at least one block."""
+def legal_range(
+    n_blocks: int, n_workers: int, n_common: int, method: Method = "twist"
+) -> tuple[int, int]:
+    """Legal K: ceil((N + (S-1)|C|)/S) <= K <= N (paper, section 3.1), and at least one block.
+
+    Dropout covers blocks over time: any K >= |C|.
+    """
     least = -(-(n_blocks + (n_workers - 1) * n_common) // n_workers)
-    return max(1, least), n_blocks
+    return max(1, n_common if method == "dropout" else least), n_blocks
 
 
 def deal(
@@ -28,14 +32,12 @@ def deal(
     n_blocks: int,
     widths: Sequence[int],
     common: Sequence[int] = (),
-    held: Sequence[int] | None = None,
     *,
     fixed: Mapping[int, Sequence[int]] | None = None,
 ) -> list[tuple[int, ...]]:
     """Deal widths[s] blocks to worker s: all get `common`, and every block that fits to someone.
 
-    Workers in `fixed` hold these blocks. Extra slots are filled uniformly, or, where `held` gives
-    the counts so far, with the blocks held least.
+    Workers in `fixed` hold these blocks. Extra slots are filled uniformly.
     """
     hands: list[list[int]] = [list((fixed or {}).get(s, common)) for s in range(len(widths))]
     dealt = {block for hand in hands for block in hand}
@@ -46,25 +48,19 @@ def deal(
         for s in order:
             if rest and len(hands[s]) < widths[s]:
                 hands[s].append(rest.pop())
-    # the pass above gave every block once (common ones are never extras): it shifts no comparison
-    counts = list(held) if held is not None else [0] * n_blocks
     for s in order:
         # repair 2: lists, not a zero matrix that reads as "block 0 is here"
         absent = [block for block in range(n_blocks) if block not in hands[s]]
         n_extra = widths[s] - len(hands[s])  # repair 3: 0 means none, not "the whole row"
         rng.shuffle(absent)
-        if held is not None:
-            absent.sort(key=counts.__getitem__)  # a stable sort: ties stay shuffled
         hands[s] += absent[:n_extra]
-        for block in absent[:n_extra]:
-            counts[block] += 1
     return [tuple(sorted(hand)) for hand in hands]
 
 
 def check(
     block_map: BlockMap, blocks: BlocksConfig, n_workers: int, method: Method = "twist"
 ) -> None:
-    """Refuse settings that no deal can satisfy; dropout covers blocks over time: any K >= |C|."""
+    """Refuse settings that no deal can satisfy."""
     by_worker = blocks.widths == "worker"
     if by_worker and method == "dropout":
         raise ValueError("blocks.widths = 'worker': dropout has one mask for all workers of a step")
@@ -76,8 +72,8 @@ def check(
             said = f"blocks.k_{kind} = {list(ks)}: give K in 1..{n_blocks}"
             raise ValueError(f"{said}, with blocks.widths = 'worker' one K per worker: {n_workers}")
         least, need = max(1, n_common), n_blocks + (n_workers - 1) * n_common
-        if not by_worker and method != "dropout":
-            least = legal_range(n_blocks, n_workers, n_common)[0]
+        if not by_worker:
+            least = legal_range(n_blocks, n_workers, n_common, method)[0]
         bad = [k for k in ks if not least <= k <= n_blocks]
         if bad or (by_worker and sum(ks) < need):
             said = f"blocks.k_{kind} = {bad[0] if bad else list(ks)}"
@@ -102,46 +98,39 @@ def for_training(
     *,
     seed: int,
     round: int,
-    held: Held | None = None,
     present: Sequence[tuple[int, Mapping[Kind, int]]] | None = None,
     order: Order | None = None,
 ) -> list[Blueprint]:
     """One blueprint per worker for this round.
 
-    `held` is read by the `balanced` deal only, `order` by the deal along it. `present` are the
-    workers that are there, as places in 0..n_workers-1 and K of their own: all, and none.
+    `order` is read by the deal along it. `present` are the workers that are there, by their numbers
+    in 0..n_workers-1, and K of their own: all, and none.
     """
     if present is None:
-        present = [(place, {}) for place in range(n_workers)]
+        present = [(number, {}) for number in range(n_workers)]
     blueprints: list[Blueprint] = [{} for _ in present]
     for group in block_map.groups:
         dealt = 0 if blocks.deal == "fixed" else round
         rng = random.Random(f"deal/{seed}/{dealt}/{group.name}")
         ks, widths = blocks.k(group.kind), []
-        for place, own in present:
-            usual = ks[place if blocks.widths == "worker" else round % len(ks)]
+        for number, own in present:
+            usual = ks[number if blocks.widths == "worker" else round % len(ks)]
             widths.append(own.get(group.kind, usual))
-        so_far, fixed = None, {}
-        if blocks.deal == "balanced":
-            so_far = held[group.name] if held else [0] * group.n_blocks
-        common = blocks.common(group.kind) if blocks.common_by == "index" else group.common
+        fixed, common = {}, blocks.common(group.kind)
         small = [s for s, k in enumerate(widths) if k < group.n_blocks]
         if blocks.deal == "order" and order and small:
             first = small[round % len(small)]  # every smaller worker in turn
-            ahead = [block for block in order[group.name] if block not in common]
-            fixed[first] = [*common, *ahead[: widths[first] - len(common)]]
-        hands = deal(rng, group.n_blocks, widths, common, so_far, fixed=fixed)
+            fixed[first] = first_blocks(order[group.name], common, widths[first])
+        hands = deal(rng, group.n_blocks, widths, common, fixed=fixed)
         for blueprint, hand in zip(blueprints, hands, strict=True):
             blueprint[group.name] = hand
     return blueprints
 
 
-def counted(held: Held, blueprints: Sequence[Blueprint]) -> Held:
-    """The counts with one round's deal added."""
-    return {
-        name: tuple(n + sum(i in b[name] for b in blueprints) for i, n in enumerate(numbers))
-        for name, numbers in held.items()
-    }
+def first_blocks(order: Sequence[int], common: Sequence[int], k: int) -> tuple[int, ...]:
+    """K blocks: the common ones, and the first others of an order."""
+    rest = [block for block in order if block not in common]
+    return tuple(sorted([*common, *rest[: k - len(common)]]))
 
 
 def for_deployment(block_map: BlockMap, widths: Widths, *, seed: int, draw: int = 0) -> Blueprint:

@@ -224,8 +224,8 @@ def from_gguf(path: Path) -> Model:
         tensors = loaded["tensors"]
         _tie_(config, tensors, {entry.name: int(entry.n_bytes) for entry in entries})
     params = shapes(on_meta(config))
-    held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if bad := sorted(name for name, shape in params.items() if held.get(name) != shape):
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if bad := sorted(name for name, shape in params.items() if found.get(name) != shape):
         raise ValueError(f"{path} holds no weights for {bad[0]} that fit ({len(bad)} in all)")
     build: Any = type(model).from_pretrained  # without drawing random weights first
     weights = {name: tensors[name] for name in params}

@@ -151,7 +151,7 @@ def gather_(
 
 
 def scatter_(full: Tensor, part: Tensor, segments: Segments, index: Tensor) -> Tensor:
-    """Write subnet buffers back to their places; everything else stays as it is."""
+    """Write subnet buffers back into full ones; everything else stays as it is."""
     n_shared = segments.full.n_shared
     full[:, :n_shared].copy_(part[:, :n_shared])
     for to, from_ in zip(_blocks(full, segments), _blocks(part, segments), strict=True):
@@ -182,15 +182,15 @@ def mean_(
     if worker == 0:
         total.zero_()
     total[:, :n_shared] += part[:, :n_shared]
-    places = index.long()[:, None].expand(-1, segments.grain)
+    targets = index.long()[:, None].expand(-1, segments.grain)
     for sums, result in zip(_blocks(total, segments), _blocks(part, segments), strict=True):
-        sums.scatter_add_(0, places, result)  # index_add_ sets up an addition for every run
+        sums.scatter_add_(0, targets, result)  # index_add_ sets up an addition for every run
     if worker == int(holders[:, 1].max()):
         count = holders[segments.block_of.long(), 2:]  # [n_segments, 1]
         for row, sums in enumerate(total.unflatten(1, (-1, segments.grain))):
-            held = central[row].view(-1, segments.grain)
+            own = central[row].view(-1, segments.grain)
             sums /= count.clamp(min=1).to(sums.dtype)
-            torch.where(count > 0, sums, held, out=held)
+            torch.where(count > 0, sums, own, out=own)
 
 
 def _blocks(buffer: Tensor, segments: Segments) -> Tensor:

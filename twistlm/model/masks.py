@@ -2,11 +2,11 @@
 
 With `blocks.masks` a worker trains smaller subnets inside its K blocks, so no block gets used to
 the same neighbours. A share of the masks are prefixes of one order of blocks, so that tickets cut
-along it are trained more than random ones. All draws are pure functions of (seed, round, place).
+along it are trained more than random ones. All draws are pure functions of (seed, round, worker).
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import BlocksConfig, Method
 from .blocks import KINDS, BlockGroup, BlockMap, Blueprint, Widths
-from .generator import LAYERS, Order
+from .generator import LAYERS, Order, first_blocks
 
 FIRST_NESTED = 0.75  # most of the masks that follow the order where a worker holds its first K
 
@@ -26,7 +26,7 @@ class WorkerRound:
 
     seed: int
     round: int
-    place: int  # of the worker among all S
+    number: int  # of the worker among all S
     n_steps: int
     n_rows: int  # masks in a step: one for each sequence, or one for all
 
@@ -35,7 +35,7 @@ def draw(
     block_map: BlockMap,
     held: Blueprint,
     blocks: BlocksConfig,
-    turn: WorkerRound,
+    worker: WorkerRound,
     order: Order,
     method: Method,
     scale: Callable[[BlockGroup, int], float],
@@ -43,61 +43,83 @@ def draw(
     """Factors for all gates of a subnet: float64 [n_steps, n_rows, held blocks of all groups].
 
     A mask of width w keeps the common blocks and w - |C| others, times `scale(group, w)`: random
-    ones, or, in a share `nested` of all masks, the first of `order` that are held. With
-    `blocks.deal = "order"` the worker that holds the first K takes three times that share, and one
-    that holds everything takes widths that others cannot. `blocks.mask_depth` drops whole layers in
-    the same two ways.
+    ones, or, in a share `nested` of all masks, the first of `order` that are held.
+    `blocks.mask_depth` drops whole layers in the same two ways.
     """
-    shape = (turn.n_steps, turn.n_rows)
-    name = f"masks/{turn.seed}/{turn.round}/{turn.place}"
+    name = f"masks/{worker.seed}/{worker.round}/{worker.number}"
     # numpy promises that the numbers of this generator never change
     random = np.random.RandomState(list(hashlib.sha256(name.encode()).digest()))
-    by_order, widths = blocks.deal == "order", block_map.widths(held)
-    is_cut = widths != block_map.full_widths()
-    first = by_order and is_cut and held == prefixes(block_map, order, widths)
-    along = min(FIRST_NESTED, 3 * blocks.nested) if first else blocks.nested
-    nested = random.random_sample(shape) < along
-    steps = turn.round * turn.n_steps + np.arange(turn.n_steps)
-    at = (steps + turn.place)[:, None] * turn.n_rows + np.arange(turn.n_rows)  # in `sizes`
-    pieces = []
+    shape = (worker.n_steps, worker.n_rows)
+    is_nested = random.random_sample(shape) < _nested_share(block_map, held, blocks, order)
+    entries = _entries(block_map, held, blocks, worker)
+
+    def keys(things: Sequence[int], ordered: Sequence[int]) -> np.ndarray:
+        """[steps, rows, things]: a mask keeps the lowest, which are random or follow an order."""
+        drawn = random.random_sample((*shape, len(things)))
+        ranks = np.array([ordered.index(thing) for thing in things])
+        return np.where(is_nested[..., None], ranks / len(things), drawn)
+
+    factors = []
     for group in block_map.groups:
-        mine = held[group.name]
-        keys = random.random_sample((*shape, group.n_blocks))
-        if blocks.nested > 0:
-            ranks = np.argsort(order[group.name])  # [block]: its place in the order
-            keys = np.where(nested[..., None], ranks / group.n_blocks, keys)
-        keys[..., list(group.common)] = -1.0
+        every, mine = range(group.n_blocks), held[group.name]
+        of_blocks = keys(every, order[group.name] if blocks.nested else every)
+        of_blocks[..., list(group.common)] = -1.0
         usual = blocks.k(group.kind) if method == "dropout" else (len(mine),)
-        sizes = np.array(blocks.mask(group.kind) or usual * max(1, len(blocks.mask_depth)))
-        if by_order and len(mine) == group.n_blocks and any(sizes > min(blocks.k(group.kind))):
-            sizes = sizes[sizes > min(blocks.k(group.kind))]  # what smaller workers cannot train
-        sizes = np.minimum(sizes, len(mine))
-        factors = np.array([scale(group, int(w)) for w in sizes])
-        place = keys[..., mine].argsort(-1, kind="stable").argsort(-1)  # 0 is kept first
-        pick = at % len(sizes)
-        pieces.append((place < sizes[pick][..., None]) * factors[pick][..., None])
+        widths = np.minimum(blocks.mask(group.kind) or usual, len(mine))
+        scales, entry = np.array([scale(group, int(w)) for w in widths]), entries % len(widths)
+        kept = _lowest(of_blocks[..., mine], widths[entry])
+        factors.append(kept * scales[entry][..., None])
     if any(blocks.mask_depth):
-        layers = block_map.layers
-        keys = random.random_sample((*shape, len(layers)))
-        if blocks.nested > 0:
-            ranked = layer_order(block_map, order) or layers
-            ranks = np.array([ranked.index(layer) for layer in layers])
-            keys = np.where(nested[..., None], ranks / len(layers), keys)
-        n_kept = len(layers) - np.array(blocks.mask_depth)[pick % len(blocks.mask_depth)]
-        stays = keys.argsort(-1).argsort(-1) < n_kept[..., None]  # [steps, rows, layers]
+        layers, n_dropped = block_map.layers, np.array(blocks.mask_depth)
+        n_kept = len(layers) - n_dropped[entries % len(n_dropped)]
+        stays = _lowest(keys(layers, layer_order(block_map, order) or layers), n_kept)
         for i, group in enumerate(block_map.groups):
-            pieces[i] = pieces[i] * stays[..., [layers.index(group.layer)]]
-    return torch.from_numpy(np.concatenate(pieces, -1))
+            factors[i] = factors[i] * stays[..., [layers.index(group.layer)]]
+    return torch.from_numpy(np.concatenate(factors, -1))
+
+
+def _lowest(keys: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """Which of the keys [steps, rows, things] are among the n [steps, rows] lowest."""
+    return keys.argsort(-1, kind="stable").argsort(-1) < n[..., None]
+
+
+def _nested_share(
+    block_map: BlockMap, held: Blueprint, blocks: BlocksConfig, order: Order
+) -> float:
+    """The share of a worker's masks that follow the order.
+
+    With `blocks.deal = "order"` the worker that holds the first K takes three times as many.
+    """
+    share, widths = blocks.nested, block_map.widths(held)
+    if blocks.deal != "order" or widths == block_map.full_widths():
+        return share
+    holds_first = held == prefixes(block_map, order, widths)
+    return max(share, min(FIRST_NESTED, 3 * share)) if holds_first else share
+
+
+def _entries(
+    block_map: BlockMap, held: Blueprint, blocks: BlocksConfig, worker: WorkerRound
+) -> np.ndarray:
+    """Which entry of the lists of widths each mask takes, in turn: [steps, rows].
+
+    With `blocks.deal = "order"` a worker that holds everything takes widths that others cannot.
+    """
+    step = worker.round * worker.n_steps + np.arange(worker.n_steps) + worker.number
+    entries = step[:, None] * worker.n_rows + np.arange(worker.n_rows)
+    if blocks.deal != "order":
+        return entries
+    whole = {g.kind for g in block_map.groups if len(held[g.name]) == g.n_blocks}
+    lists = [(blocks.mask(kind), min(blocks.k(kind))) for kind in whole]
+    wide = sorted({i for widths, k in lists for i, width in enumerate(widths) if width > k})
+    return np.array(wide)[entries % len(wide)] if wide else entries
 
 
 def prefixes(block_map: BlockMap, order: Order, widths: Widths) -> Blueprint:
     """The nested subnet of these widths: common blocks, then the first of each layer's order."""
-    nested = {}
-    for group in block_map.groups:
-        rest = [block for block in order[group.name] if block not in group.common]
-        first = rest[: widths[group.name] - len(group.common)]
-        nested[group.name] = tuple(sorted([*group.common, *first]))
-    return nested
+    return {
+        group.name: first_blocks(order[group.name], group.common, widths[group.name])
+        for group in block_map.groups
+    }
 
 
 def layer_order(block_map: BlockMap, order: Order) -> tuple[int, ...]:

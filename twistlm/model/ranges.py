@@ -1,8 +1,14 @@
 """The central buffer in ranges, each kept by an owner: a rank of torchrun, or an actor on Ray.
 
 A range is a stretch of the shared segments and one of the blocks' segments. A subnet's segments are
-sorted, so a range is also two slices of every subnet's buffer. An owner does with its range what
-one process does with the whole buffer, in the same order, so the bits are the same.
+sorted, so a range is also two slices of every subnet's buffer: here, those with the range's number.
+
+                        shared          blocks
+    central buffer      [ 0 | 1 | 2 ]   [    0    |    1    |    2    ]
+    a subnet's buffer   [ 0 | 1 | 2 ]   [  0  |   1   | 2 ]
+
+An owner does with its range what one process does with the whole buffer, in the same order, so the
+bits are the same.
 """
 
 from __future__ import annotations
@@ -51,7 +57,7 @@ class Ranges:
         """The ranges moved to where tensors begin: what each owner writes to a checkpoint."""
         full, spans = self.segments.full, []
         for kind, (first, end) in enumerate(((0, full.n_shared), (full.n_shared, full.n_params))):
-            begin = np.array([at for at in full.offsets.values() if first <= at < end] + [end])
+            begin = np.array([n for n in full.offsets.values() if first <= n < end] + [end])
             mine = [self.whole.slices(i)[kind].start for i in range(self.n)]
             cuts = [*begin[np.searchsorted(begin, mine)].tolist(), end]
             spans.append([slice(*cuts[i : i + 2]) for i in range(self.n)])
@@ -85,7 +91,7 @@ class Split:
         )
 
     def size(self, i: int) -> int:
-        return sum(place.stop - place.start for place in self.slices(i))
+        return sum(each.stop - each.start for each in self.slices(i))
 
     def inside(self, i: int) -> Tensor:
         """A subnet's segments of range i's blocks, counted from the range's first one."""
@@ -100,13 +106,15 @@ class Split:
         put_(buffer, self.slices(i), part)
 
 
-def take(buffer: Tensor, place: Slices) -> Tensor:
-    return torch.cat([buffer[:, part] for part in place], dim=1)
+def take(buffer: Tensor, slices: Slices) -> Tensor:
+    """A copy of two slices of a buffer, end to end."""
+    return torch.cat([buffer[:, each] for each in slices], dim=1)
 
 
-def put_(buffer: Tensor, place: Slices, part: Tensor) -> None:
-    n_shared = place[0].stop - place[0].start
-    buffer[:, place[0]], buffer[:, place[1]] = part[:, :n_shared], part[:, n_shared:]
+def put_(buffer: Tensor, slices: Slices, part: Tensor) -> None:
+    """Write what `take` gave back."""
+    n_shared = slices[0].stop - slices[0].start
+    buffer[:, slices[0]], buffer[:, slices[1]] = part[:, :n_shared], part[:, n_shared:]
 
 
 def overlap(a: Slices, b: Slices) -> tuple[Slices, Slices]:

@@ -30,9 +30,9 @@ Means = dict[str, Tensor]  # group name -> what each block adds on average: [n_b
 class Gate:
     """A hook before one output projection: `y = W (g * x) + b`, with a factor g for every block.
 
-    A factor is the mask (0 or 1) times the activation scale. `values` [rows, steps, blocks] has a
-    row for every sequence of a batch, or one for all; it is refilled, not replaced, so a captured
-    graph stays valid.
+    A factor is the mask (0 or 1) times the activation scale. `values` [rows, tokens, blocks] has a
+    row for every sequence of a batch, or one for all, and the same for tokens; it is refilled, not
+    replaced, so a captured graph stays valid.
     """
 
     def __init__(self, module: nn.Module, part: Partition, values: Tensor):
@@ -42,6 +42,7 @@ class Gate:
     def __call__(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         x, n_rows = args[0], len(self.values)
         # some families flatten [batch, tokens] before the projection: rows still lie together
+        # [rows, tokens, sections, blocks, chunk]
         cut = x.reshape(n_rows, -1, self.part.sections, self.values.shape[-1], self.part.chunk)
         return ((cut * self.values[:, :, None, :, None]).to(x.dtype).reshape(x.shape),)
 
@@ -62,17 +63,17 @@ class Subnet:
         if self.widths == self.block_map.full_widths():
             values = spread(self.block_map, blueprint, values)
         if self.gates:  # a subnet of all blocks has none
-            torch._foreach_copy_(self.gate_tensors(1), self.split(values[:, None]))
+            torch._foreach_copy_(self.gate_tensors(1), self.split(values))
 
     def gate_tensors(self, n_rows: int) -> list[Tensor]:
-        """The gates' factors with so many rows; another number than before makes new tensors."""
+        """The gates' factors [n_rows, 1, blocks]; another number than before makes new tensors."""
         for gate in self.gates.values():
             if len(gate.values) != n_rows:
                 gate.values = gate.values.new_ones(n_rows, 1, gate.values.shape[-1])
         return [gate.values for gate in self.gates.values()]
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """Factors [..., blocks of all groups] as one contiguous tensor for every gate."""
+        """Factors [..., blocks of all groups] as one contiguous tensor [..., blocks] a gate."""
         like = next((gate.values for gate in self.gates.values()), values)
         pieces = to_device(values.to(like.dtype), like.device).split([*self.widths.values()], -1)
         named = dict(zip(self.widths, pieces, strict=True))
@@ -80,13 +81,13 @@ class Subnet:
 
 
 def gate_values(block_map: BlockMap, blueprint: Blueprint, factors: dict[str, float]) -> Tensor:
-    """Factors of a subnet whose blocks are all there: float64 [1, kept blocks of all groups]."""
+    """Factors of a subnet whose blocks are all there: float64 [1, 1, kept blocks of all groups]."""
     kept = [factors[group.name] for group in block_map.groups for _ in blueprint[group.name]]
-    return torch.tensor([kept], dtype=torch.float64)
+    return torch.tensor([[kept]], dtype=torch.float64)
 
 
 def spread(block_map: BlockMap, blueprint: Blueprint, values: Tensor) -> Tensor:
-    """Factors [..., kept] at their places of the full model [..., all]; others are 0."""
+    """Factors [..., kept blocks] among those of the full model [..., all blocks]; others are 0."""
     numbers = block_map.numbers()
     full = values.new_zeros(*values.shape[:-1], sum(map(len, numbers.values())))
     full[..., [of[block] for name, of in numbers.items() for block in blueprint[name]]] = values
@@ -178,16 +179,16 @@ def measure_means(full: Subnet, ids: Tensor) -> tuple[Rho, Means]:
     squares: dict[str, tuple[float, float]] = {}
     means: Means = {}
 
-    def add(group: BlockGroup, shares: Tensor) -> None:
+    def add(group: BlockGroup, outputs: Tensor) -> None:
         whole, each = squares.get(group.name, (0.0, 0.0))
-        whole += float(shares.sum(1).square().sum(dtype=torch.float64))
-        squares[group.name] = whole, each + float(shares.square().sum(dtype=torch.float64))
+        whole += float(outputs.sum(1).square().sum(dtype=torch.float64))
+        squares[group.name] = whole, each + float(outputs.square().sum(dtype=torch.float64))
         if len(group.out) > 1:
-            mean = shares.mean(0, dtype=torch.float64) / len(ids)
+            mean = outputs.mean(0, dtype=torch.float64) / len(ids)
             means[group.name] = means.get(group.name, 0.0) + mean
 
-    with block_shares(full.model, full.block_map, add):
-        for example in ids.split(1):  # the shares of a layer are n_blocks times its output
+    with block_outputs(full.model, full.block_map, add):
+        for example in ids.split(1):  # blocks' outputs are n_blocks times a layer's
             full.model(input_ids=to_device(example, full.model.device), use_cache=False)
     return {name: whole / each for name, (whole, each) in squares.items()}, means
 
@@ -196,18 +197,18 @@ def measure_means(full: Subnet, ids: Tensor) -> tuple[Rho, Means]:
 def measure_rho(full: Subnet, ids: Tensor) -> Rho:
     """rho of every layer on these ids [batch, seq_len]."""
     rho: Rho = {}
-    with block_shares(full.model, full.block_map, lambda g, s: rho.update({g.name: rho_of(s)})):
+    with block_outputs(full.model, full.block_map, lambda g, s: rho.update({g.name: rho_of(s)})):
         full.model(input_ids=ids, use_cache=False)
     return rho
 
 
-def rho_of(shares: Tensor) -> float:
-    """How aligned a layer's blocks are, from their shares [tokens, n, d]: see `Rho`."""
-    return float(shares.sum(1).square().sum() / shares.square().sum())
+def rho_of(outputs: Tensor) -> float:
+    """How aligned a layer's blocks are, from what each adds [tokens, n, d]: see `Rho`."""
+    return float(outputs.sum(1).square().sum() / outputs.square().sum())
 
 
 @contextmanager
-def block_shares(
+def block_outputs(
     model: Model, block_map: BlockMap, add: Callable[[BlockGroup, Tensor], None]
 ) -> Iterator[None]:
     """Within, forward passes call `add` with what each block alone adds, [tokens, n_blocks, d]."""

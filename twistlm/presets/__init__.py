@@ -56,10 +56,22 @@ def _run_table(folder: Path) -> dict[str, Any]:
         try:
             table = json.loads(path.read_text())["config"]
             table["run"]["out"] = str(folder)  # as it is seen from here
-            return table
         except (OSError, ValueError, KeyError, TypeError):  # a damaged one: resuming skips it too
             continue
+        return of_today(table)
     raise ValueError(f"{folder} is a folder, but holds no run (no run.json of `twistlm train`)")
+
+
+def of_today(table: dict[str, Any]) -> dict[str, Any]:
+    """A table of a run's record without what there is no more; nothing else would read it alike."""
+    table = {name: values for name, values in table.items() if name != "hub"}
+    blocks = dict(table.get("blocks", {}))
+    by_rank = blocks.pop("common_by", "index") == "rank"
+    if by_rank and (blocks.get("common_attn") or blocks.get("common_ffn")):
+        raise ValueError("blocks.common_by = 'rank' is no more: install twistlm of 2026-11-18")
+    if blocks.get("deal") == "balanced":  # as fair over many rounds
+        blocks["deal"] = "random"
+    return table | {"blocks": blocks}
 
 
 def overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

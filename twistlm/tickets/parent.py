@@ -135,7 +135,7 @@ def open_parent(
         source=name,
         cfg=cfg,
         template=model.eval(),
-        block_map=block_map.with_common(cfg.blocks, progress.order),
+        block_map=block_map,
         central=_central(huggingface.state(model), model, block_map, pick_device(device)),
         tokenizer=tokenizer if tokenizer.is_file() else None,
         tokenizer_sha256=found.manifest["tokenizer_sha256"] if found else None,
@@ -163,7 +163,6 @@ def recut(parent: Parent, setting: Setting) -> Parent:
     """The same weights cut in another setting; Adam's moments stay behind."""
     cfg = replace(parent.cfg, blocks=replace(parent.cfg.blocks, setting=setting))
     block_map = families.partition(parent.template, cfg.blocks)
-    block_map = block_map.with_common(cfg.blocks, parent.progress.order)
     old = parent.central
     state = old.layout.views(old.weights)
     central = _central(state, parent.template, block_map, old.weights.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -56,58 +55,54 @@ class Mean:
         share: float = 1.0,
     ):
         self.central, self.holders, self.outer, self.share = central, holders, outer, share
+        # the mean is the new state: it is written as soon as a block's last holder came
         self.in_place = outer is None and share == 1.0
-        self.n, self.stats = 0, Stats()
+        self.n_results, self.stats = 0, Stats()
 
-    def add(self, result: Result) -> None:
-        """Take in one worker's result; its buffer is free afterwards."""
+    def add(self, *results: Result) -> Mean:
+        """Take in the next workers' results; a buffer is free afterwards."""
+        for result in results:
+            self._add(result)
+        return self
+
+    def _add(self, result: Result) -> None:
         central, sums = self.central, self.central.scratch()[: len(result.buffer)]
         mean = central.buffer if self.in_place else sums
-        where = (central.segments, result.index.to(sums.device), self.holders)
-        step = len(sums) if result.buffer.device == sums.device else 1  # rows that a host has twice
-        for each in zip(*(rows.split(step) for rows in (mean, sums, result.buffer)), strict=True):
-            mean_(each[0], each[1], each[2].to(sums.device), *where, self.n)
-        self.n += 1
+        where = (central.segments, result.index.to(sums.device), self.holders, self.n_results)
+        # row by row where the result is moved to the host, which so has one of them twice
+        n_rows = len(sums) if result.buffer.device == sums.device else 1
+        pieces = (rows.split(n_rows) for rows in (mean, sums, result.buffer))
+        for to, total, part in zip(*pieces, strict=True):
+            mean_(to, total, part.to(sums.device), *where)
+        self.n_results += 1
         self.stats += result.stats
 
     def commit_(self) -> Stats:
         """The central model takes the mean, or the outer optimizer's step towards it."""
         if not self.in_place:
-            central = self.central
-            held = self.holders[central.segments.block_of, 2:] > 0  # [n_segments, 1]
-            grain = central.segments.grain
-            old = central.buffer.unflatten(1, (-1, grain))
-            new = central.scratch()[: len(old)].unflatten(1, (-1, grain))
-            if self.share < 1:  # one operation at a time: the same bits in every range
-                new.sub_(old).mul_(self.share).add_(old)
-            if self.outer is not None:
-                velocity = central.velocity.view(-1, grain)
-                new[0] = nesterov_(old[0], new[0], velocity, held, *self.outer)
-            torch.where(held, new, old, out=old)
+            self._step_()
         return self.stats
 
-
-def aggregate_(
-    central: Central,
-    results: Iterable[Result],
-    holders: Tensor,
-    outer: tuple[float, float] | None = None,
-    share: float = 1.0,
-) -> Stats:
-    """`Mean` over results that are all there."""
-    mean = Mean(central, holders, outer, share)
-    for result in results:
-        mean.add(result)
-    return mean.commit_()
+    def _step_(self) -> None:
+        central, grain = self.central, self.central.segments.grain
+        is_held = self.holders[central.segments.block_of, 2:] > 0  # [n_segments, 1]
+        old = central.buffer.unflatten(1, (-1, grain))  # [rows, n_segments, grain]
+        new = central.scratch()[: len(old)].unflatten(1, (-1, grain))
+        if self.share < 1:  # one operation at a time: the same bits in every range
+            new.sub_(old).mul_(self.share).add_(old)
+        if self.outer is not None:
+            velocity = central.velocity.view(-1, grain)
+            new[0] = nesterov_(old[0], new[0], velocity, is_held, *self.outer)
+        torch.where(is_held, new, old, out=old)
 
 
 def nesterov_(
-    old: Tensor, mean: Tensor, velocity: Tensor, held: Tensor, lr: float, momentum: float
+    old: Tensor, mean: Tensor, velocity: Tensor, is_held: Tensor, lr: float, momentum: float
 ) -> Tensor:
     """One outer step on g = old - mean: u = mu*u + g, new = old - lr*(g + mu*u).
 
     Written as a correction of the mean, so that lr = 1, momentum = 0 is the mean bit for bit.
     """
     gradient = old - mean
-    torch.where(held, momentum * velocity + gradient, velocity, out=velocity)
+    torch.where(is_held, momentum * velocity + gradient, velocity, out=velocity)
     return mean + ((1 - lr) * gradient - lr * momentum * velocity)

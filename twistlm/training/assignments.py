@@ -90,12 +90,12 @@ class Assignments:
         return None if found is None else found.unflatten(0, (len(slots), -1))
 
     def gates(self, worker: int) -> Tensor:
-        """Masks times scales: [steps, rows, held blocks], or [1, 1, held blocks] for all steps."""
+        """Masks times scales: [steps, rows, held blocks], or one for all, [1, 1, held]."""
         run, held = self.run, self.blueprints[worker]
         if run.cfg.blocks.masks == "round":
             block_map = run.cut.block_map
             factors = scales(block_map, block_map.widths(held), run.cfg.train.scale, self.rho)
-            return gate_values(block_map, held, factors)[None]
+            return gate_values(block_map, held, factors)
         return drawn_gates(run, self.progress, held, self.numbers[worker], self.rho)
 
     def outcome(
@@ -112,18 +112,17 @@ class Assignments:
             progress,
             round=progress.round + 1,
             leases=self.leases if leases is None else leases,
-            held=generator.counted(progress.held, back),
             rho={**progress.rho, **self.rho},
         )
         return Outcome(stats, traffic(self.run, dealt, back, wired), now)
 
 
 def assign(run: Run, progress: Progress, present: Present, rho: Rho) -> Assignments:
-    """(2) Deal the next round's blocks, by its number and the counts so far, with sequences."""
+    """(2) Deal the next round's blocks, by its number and the order, with sequences."""
     cfg = run.cfg
     blueprints = generator.for_training(
         run.cut.block_map, cfg.train.n_workers, cfg.blocks, seed=cfg.run.seed, present=present,
-        round=progress.round, held=progress.held, order=progress.order,
+        round=progress.round, order=progress.order,
     )  # fmt: skip
     numbers = tuple(number for number, _ in present)
     taken = take(run, progress, cfg.train.interval * len(present))

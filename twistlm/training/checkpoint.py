@@ -41,7 +41,7 @@ from ..system.device import out_of_memory
 from ..system.files import DRAFT, file_sha256, save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
-from .run import Progress, beginning, from_dict, to_dict
+from .run import Progress, from_dict, to_dict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -220,15 +220,14 @@ def restore(checkpoint: Checkpoint, cut: CutModel) -> Central:
 
 
 def progress_of(checkpoint: Checkpoint, block_map: BlockMap) -> Progress:
-    """Where the run stood; blocks of another number than then are counted anew."""
+    """Where the run stood; an order of blocks that are cut otherwise now is left out."""
     with _reading(checkpoint, MANIFEST):
         leases = {"leases": stream.to_dict(checkpoint.leases)}
-        found, held = from_dict(checkpoint.manifest | leases), dict(beginning(block_map).held)
-        held |= {n: was for n, was in found.held.items() if len(was) == len(held.get(n, ()))}
+        found = from_dict(checkpoint.manifest | leases)
         order = found.order
         if any(sorted(order.get(g.name, ())) != list(range(g.n_blocks)) for g in block_map.groups):
             order = {}  # none, or one of blocks that are cut otherwise now
-        return replace(found, held=held, order=order)
+        return replace(found, order=order)
 
 
 @contextmanager

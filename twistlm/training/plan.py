@@ -39,7 +39,7 @@ from ..system import terminal
 from ..system.terminal import console
 from ..transport import wire
 from . import checkpoint
-from .run import n_rows
+from .run import n_rows, n_state_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,16 +73,18 @@ def make(
     t, blocks = cfg.train, cfg.blocks
     model = huggingface.on_meta(huggingface.planned_config(cfg.model))  # nothing is allocated
     block_map, shapes = families.partition(model, blocks), huggingface.shapes(model)
-    generator.check(block_map, blocks, t.n_workers)
+    if t.method != "dense":
+        generator.check(block_map, blocks, t.n_workers, t.method)
     n_full, (n_sequences, epochs) = _n_params(model), _sequences(cfg)
     made: dict[str, Any] = {"model": cfg.model.type, "n_params": n_full, "n_sequences": n_sequences}
     # the paper counts global batches, whoever computes them
     in_paper = made["paper_rounds"] = int(n_sequences * epochs / t.batch / t.interval)
     rounds = int(n_sequences * epochs // (t.batch * t.interval * t.n_workers))
     made |= {"true_rounds": rounds, "legal_k": {}, "rows": []}
-    for kind in block_map.kinds:
+    for kind in block_map.kinds if t.method != "dense" else ():
         n_blocks, n_common = block_map.n_blocks(kind), len(blocks.common(kind))
-        made["legal_k"][kind] = generator.legal_range(n_blocks, t.n_workers, n_common)
+        legal = generator.legal_range(n_blocks, t.n_workers, n_common, t.method)
+        made["legal_k"][kind] = legal
     for setting, ratio, n in _sizes(cfg, model, shapes, n_full):
         each = n * FULL * 2 * t.n_workers  # bytes of a round, down and up
         row = {"setting": setting, "ratio": ratio, "n_params": n, "paper_bytes": each * in_paper}
@@ -101,7 +103,7 @@ def make(
     shape = (3 if t.moments == "carry" else 1, sum(sizes) // len(sizes))  # of a mean subnet
     both = wire.down_bytes(cfg.run.wire, shape) + wire.up_bytes(cfg.run.wire, shape)
     counts = (t.n_workers, both, FULL * n_full, t.interval)
-    state = FULL * n_full * (n_rows(cfg) + (t.nesterov() is not None))
+    state = FULL * n_full * n_state_rows(cfg)
     owners = cfg.ray.owners or t.n_workers  # a machine for every worker
     # of the busiest link in a round, by engine
     n_bytes = {e: busiest(e, *counts, state=state, owners=owners) for e in ENGINES}
@@ -121,7 +123,7 @@ def memory(cfg: Config, model: PreTrainedModel, device: str = "cuda") -> tuple[i
     t, subnets = cfg.train, _subnets(cfg, families.partition(model, cfg.blocks))
     worker = worker_bytes(cfg, model, subnets, _teacher(cfg, model)[0], device)
     # the central buffer, the sums that workers' results are added up in, the outer momentum
-    n_buffers = n_rows(cfg) * (1 + (t.method == "twist")) + (t.nesterov() is not None)
+    n_buffers = n_state_rows(cfg) + n_rows(cfg) * (t.method == "twist")
     if cfg.run.central == "host" and device != "cpu":
         n_buffers = 0
     return worker, worker + FULL * _n_params(model) * n_buffers

@@ -114,7 +114,7 @@ class RunRecorder:
         writer = Writer(out / "checkpoints", run.cfg, *what, run.state_bytes)
         self.writer = open_.enter_context(writer)
         if run.central is not None:
-            run.central.settle = writer.wait
+            run.central.wait_for_readers = writer.wait
         self.bar = open_.enter_context(terminal.progress(quiet, engine.events))
         name = f"{run.cfg.train.method} rounds"
         self.task = self.bar.add_task(name, total=run.end(start), completed=start.round, note="")
@@ -157,7 +157,8 @@ class RunRecorder:
 def _row(run: Run, outcome: Outcome, seconds: float) -> dict[str, Any]:
     """A round's line of metrics."""
     t, stats, done, device = run.cfg.train, outcome.stats, outcome.progress.round, run.cut.device
-    step = max(0, run.at(outcome.progress) * t.interval - 1)  # 0: the first results are lost
+    n_steps = run.schedule_round(outcome.progress) * t.interval
+    step = max(0, n_steps - 1)  # 0: the first results are lost
     began = time.perf_counter()
     loss = float(stats.loss_sum) / stats.n_steps  # the round's only wait for a GPU
     seconds += time.perf_counter() - began

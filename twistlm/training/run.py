@@ -12,9 +12,7 @@ from ..compute.perplexity import Evaluator
 from ..config import Config
 from ..data import stream
 from ..data.stream import Batches, Leases
-from ..model.blocks import BlockMap
 from ..model.central import ROWS, Central
-from ..model.generator import Held
 from ..model.layout import CutModel
 from ..model.masks import Order
 from ..model.subnet import Rho
@@ -32,15 +30,9 @@ class Progress:
 
     round: int = 0  # rounds done
     leases: Leases = field(default_factory=Leases)  # which sequences these rounds have trained
-    held: Held = field(default_factory=dict)  # how often each block was dealt
     rho: Rho = field(default_factory=dict)  # per layer, where `train.scale` is measured
     order: Order = field(default_factory=dict)  # of each layer's blocks, where masks are nested
     teacher: str = ""  # a name of its weights, where there is one
-
-
-def beginning(block_map: BlockMap) -> Progress:
-    """No round done, nothing dealt."""
-    return Progress(held={group.name: (0,) * group.n_blocks for group in block_map.groups})
 
 
 def to_dict(progress: Progress) -> dict[str, Any]:
@@ -50,16 +42,13 @@ def to_dict(progress: Progress) -> dict[str, Any]:
 
 def from_dict(table: dict[str, Any]) -> Progress:
     """Old checkpoints have no order, and do not name their teacher."""
-    held, order = (
-        {name: tuple(map(int, numbers)) for name, numbers in table.get(key, {}).items()}
-        for key in ("held", "order")
-    )
-    leases, rho = stream.from_dict(table["leases"]), table["rho"]
-    rho = {name: float(value) for name, value in rho.items()}
-    return Progress(table["round"], leases, held, rho, order, str(table.get("teacher", "")))
+    order = {name: tuple(map(int, numbers)) for name, numbers in table.get("order", {}).items()}
+    rho = {name: float(value) for name, value in table["rho"].items()}
+    leases, teacher = stream.from_dict(table["leases"]), str(table.get("teacher", ""))
+    return Progress(table["round"], leases, rho, order, teacher)
 
 
-def share(progress: Progress, cluster: Cluster) -> Progress:
+def broadcast(progress: Progress, cluster: Cluster) -> Progress:
     """The central rank's progress on every rank."""
     text = json.dumps(to_dict(progress)).encode()
     (length,) = cluster.broadcast([len(text)])
@@ -93,15 +82,13 @@ class Run:
     @property
     def state_bytes(self) -> int:
         """Of the central model: weights, moments, outer momentum."""
-        t = self.cfg.train
-        rows = n_rows(self.cfg) + (t.method == "twist" and t.nesterov() is not None)
-        return rows * self.cut.full.n_params * self.cut.dtype.itemsize
+        return n_state_rows(self.cfg) * self.cut.full.n_params * self.cut.dtype.itemsize
 
     @property
     def total_steps(self) -> int:
         return self.n_rounds * self.cfg.train.interval
 
-    def at(self, progress: Progress) -> int:
+    def schedule_round(self, progress: Progress) -> int:
         """The round of the learning rate's schedule: as far from its end as the run is."""
         return self.n_rounds - (self.end(progress) - progress.round)
 
@@ -121,6 +108,11 @@ class Run:
 def n_rows(cfg: Config) -> int:
     """Rows of the central buffer: the weights, and with carried moments Adam's m and v."""
     return len(ROWS) if cfg.train.moments == "carry" or cfg.train.method != "twist" else 1
+
+
+def n_state_rows(cfg: Config) -> int:
+    """Rows of the central state: those of the buffer, and the outer optimizer's momentum."""
+    return n_rows(cfg) + (cfg.train.nesterov() is not None)
 
 
 def dtype_of(cfg: Config) -> torch.dtype:

@@ -31,7 +31,7 @@ from ..system.terminal import console
 from ..transport.ranks import Cluster
 from . import checkpoint, teacher
 from .checkpoint import Checkpoint
-from .run import Progress, Run, beginning, dtype_of, n_rows, share
+from .run import Progress, Run, broadcast, dtype_of, n_rows
 
 # what may not change when a run goes on
 REFUSED = {"model", "data", "run.seed"}
@@ -41,6 +41,31 @@ N_SCORED = 64  # training sequences that the order of blocks is scored on
 
 def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[Run, Progress]:
     """Everything checked before the first step: the run, and where it stands."""
+    _check_engine(cfg)
+    cfg = checkpoint.resolved(cfg)
+    saved = _find(cfg, resumes, cluster)
+    cut = _cut(cfg, saved, cluster.device)
+    train, valid = _open_data(cfg, cluster)
+    tokenizer = saved.manifest["tokenizer_sha256"] if saved else train.meta.tokenizer_sha256
+    huggingface.check_positions(cut.template, cfg.data.seq_len)
+    for file in (train, valid):
+        file.check(cfg.data.seq_len, huggingface.vocab_size(cut.template), tokenizer)
+    batches = Batches(train, cfg.data.seq_len, cfg.train.batch, cfg.run.seed)
+    n_rounds = _n_rounds(cfg, batches, saved)
+    frozen, named, cache = teacher.load(cfg, cut, train, saved is not None)
+    batches = replace(batches, teacher_cache=cache)
+    run = Run(cfg, cluster, cut, batches, n_rounds, teacher=frozen)
+    if not cluster.is_central:
+        return run, broadcast(Progress(), cluster)
+    central, progress = _begin_or_restore(run, saved, named, quiet)
+    run = replace(run, central=central, evaluator=_evaluator(run, central, valid))
+    if saved is not None:
+        (_finished if saved.round >= run.end(progress) else _go_on)(saved, cfg, quiet)
+    return run, broadcast(progress, cluster)
+
+
+def _check_engine(cfg: Config) -> None:
+    """Refuse what the engine of this method and variant cannot do."""
     if cfg.train.method != "twist" and cfg.run.variant in ("true", "sharded"):
         raise ValueError(
             f"train.method = {cfg.train.method!r} trains one model on every rank: use run.variant "
@@ -48,57 +73,37 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
         )
     if cfg.run.central == "host" and (cfg.train.method, cfg.run.variant) != ("twist", "local"):
         raise ValueError("run.central = 'host': only for run.variant = 'local' and twist rounds")
-    cfg = checkpoint.resolved(cfg)
-    out = Path(cfg.run.out)
-    folder = out / "checkpoints"
-    if not resumes and any(folder.glob("round-*")):
-        raise ValueError(
-            f"run.out = {cfg.run.out!r} already holds a run: add --resume, or choose another folder"
-        )
-    saved = _find(folder, cfg) if resumes and cluster.is_central else None
-    cut = _cut(cfg, saved, cluster.device)
-    train, valid = _open_data(cfg, cluster)
-    tokenizer = saved.manifest["tokenizer_sha256"] if saved else train.meta.tokenizer_sha256
-    huggingface.check_positions(cut.template, cfg.data.seq_len)
-    for file in (train, valid):
-        file.check(cfg.data.seq_len, huggingface.vocab_size(cut.template), tokenizer)
-    t = cfg.train
-    batches = Batches(train, cfg.data.seq_len, t.batch, cfg.run.seed)
-    n_rounds = _n_rounds(cfg, batches, saved)
-    progress = beginning(cut.block_map)
-    frozen, named, cache = teacher.load(cfg, cut, train, saved is not None)
-    batches = replace(batches, teacher_cache=cache)
-    if not cluster.is_central:
-        progress = share(progress, cluster)
-        cut = replace(cut, block_map=cut.block_map.with_common(cfg.blocks, progress.order))
-        return Run(cfg, cluster, cut, batches, n_rounds, teacher=frozen), progress
+
+
+def _begin_or_restore(
+    run: Run, saved: Checkpoint | None, teacher_name: str, quiet: bool
+) -> tuple[Central, Progress]:
+    """The central model and where its run stands: at the start, or as they were saved."""
+    cfg, cut = run.cfg, run.cut
     if saved is not None:
         central = checkpoint.restore(saved, cut)
         progress = checkpoint.progress_of(saved, cut.block_map)
-        teacher.check_same(progress.teacher, named, cfg)
+        teacher.check_same(progress.teacher, teacher_name, cfg)
     else:
-        start, outer = huggingface.state(cut.template), t.method == "twist" and bool(t.nesterov())
-        central = create(cut.segments, start, carry=n_rows(cfg) > 1, outer=outer)
-        needs_order = cfg.blocks.nested > 0 or cfg.blocks.common_by == "rank"
-        if needs_order and t.method != "dense":
-            progress = replace(progress, order=_order(cfg, cut, central, train, quiet))
+        how = {"carry": n_rows(cfg) > 1, "outer": cfg.train.nesterov() is not None}
+        central = create(cut.segments, huggingface.state(cut.template), **how)
+        progress = Progress()
+    order = _order(run, central, progress.order, quiet)
+    if saved is None:
         described = {"config": config.to_dict(cfg), **describe_run()}
-        whole_file(out / "run.json", json.dumps(described, indent=1) + "\n")
+        whole_file(Path(cfg.run.out, "run.json"), json.dumps(described, indent=1) + "\n")
     if cfg.run.central == "host":
         central = on_host(central)
     if cut.device.type == "cpu":  # one copy of the weights, not two
         huggingface.bind_(cut.template, central.layout.views(central.weights))
-    progress = replace(progress, teacher=named)
-    # common blocks, where they are chosen by importance
-    cut = replace(cut, block_map=cut.block_map.with_common(cfg.blocks, progress.order))
+    return central, replace(progress, order=order, teacher=teacher_name)
+
+
+def _evaluator(run: Run, central: Central, valid: TokenFile) -> Evaluator:
+    cfg, cut = run.cfg, run.cut
     text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
-    evaluator = Evaluator(cut.template, cut.block_map, central, text, t.scale, t.precision)
-    if cfg.run.central == "host":
-        evaluator = replace(evaluator, device=cut.device)
-    run = Run(cfg, cluster, cut, batches, n_rounds, central, evaluator, frozen)
-    if saved is not None:
-        (_finished if saved.round >= run.end(progress) else _go_on)(saved, cfg, quiet)
-    return run, share(progress, cluster)
+    what = (cut.template, cut.block_map, central, text, cfg.train.scale, cfg.train.precision)
+    return Evaluator(*what, device=cut.device if cfg.run.central == "host" else None)
 
 
 def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutModel:
@@ -156,17 +161,24 @@ def _n_rounds(cfg: Config, batches: Batches, saved: Checkpoint | None) -> int:
     return n_rounds
 
 
-def _order(cfg: Config, cut: CutModel, central: Central, tokens: TokenFile, quiet: bool) -> Order:
-    """Every layer's blocks by mask-Fisher, on sequences from all over the training tokens."""
-    ids = scored_sequences(tokens, cfg.data.seq_len)
+def _order(run: Run, central: Central, known: Order, quiet: bool) -> Order:
+    """Every layer's blocks by mask-Fisher, on sequences from all over the training tokens.
+
+    A run that goes on keeps the order it has; what that lacks is scored on the weights of now.
+    """
+    cfg, cut, block_map = run.cfg, run.cut, run.cut.block_map
+    if not cfg.blocks.nested or cfg.train.method == "dense":
+        return known
+    order, ids = dict(known), scored_sequences(run.batches.file, cfg.data.seq_len)
     with terminal.progress(quiet) as bar:
         task = bar.add_task("order of blocks", total=len(ids), note="")
-        slopes = mask_slopes(cut.template, cut.block_map, central, ids)
-        order = order_of(mask_fisher(slopes, len(ids), lambda: bar.advance(task)))
-        if any(cfg.blocks.mask_depth):
+        if not {group.name for group in block_map.groups} <= order.keys():
+            slopes = mask_slopes(cut.template, block_map, central, ids)
+            order = order_of(mask_fisher(slopes, len(ids), lambda: bar.advance(task)))
+        if any(cfg.blocks.mask_depth) and not masks.layer_order(block_map, order):
             bar.update(task, description="order of layers")
-            order = {**order, LAYERS: order_of_layers(cut.template, cut.block_map, central, ids)}
-        return order
+            order[LAYERS] = order_of_layers(cut.template, block_map, central, ids)
+    return order
 
 
 def scored_sequences(tokens: TokenFile, seq_len: int) -> Tensor:
@@ -175,11 +187,16 @@ def scored_sequences(tokens: TokenFile, seq_len: int) -> Tensor:
     return tokens.sequences(list(range(0, n, max(1, n // N_SCORED)))[:N_SCORED], seq_len)
 
 
-def _find(folder: Path, cfg: Config) -> Checkpoint | None:
+def _find(cfg: Config, resumes: bool, cluster: Cluster) -> Checkpoint | None:
     """The newest valid checkpoint to go on from, refusing one of another run."""
-    if not checkpoint.numbered(folder):
+    folder = Path(cfg.run.out, "checkpoints")
+    if not resumes and any(folder.glob("round-*")):
+        raise ValueError(
+            f"run.out = {cfg.run.out!r} already holds a run: add --resume, or choose another folder"
+        )
+    if not (resumes and cluster.is_central and checkpoint.numbered(folder)):
         return None
-    found = checkpoint.open_(folder.parent)
+    found = checkpoint.open_(cfg.run.out)
     for name, (was, now) in _changes(found, cfg).items():
         outer_appears = name == "train.outer" and "none" in (was, now)
         if name in REFUSED or name.split(".")[0] in REFUSED or outer_appears:

@@ -23,10 +23,15 @@ from .aggregator import Result, Stats
 class LocalTrainer:
     """Trains subnets of one shape; it is loaded anew in every round.
 
-    The optimizer always works on compact buffers of the subnet's own size. A physical trainer's
-    model is the subnet itself. A masked one runs a copy of the full model, a central one the
-    central weights: gradients of the subnet's blocks are gathered from it, new weights scattered
-    to it, so absent blocks cannot move, whatever Adam's moments or the weight decay say.
+    The optimizer always works on compact buffers of the subnet's own size. The model that runs is,
+    by the trainer's kind,
+
+    physical  the subnet itself
+    masked    a copy of the full model
+    central   the central model itself: its weights are borrowed, and put back after the round
+
+    From a full one the gradients of the subnet's blocks are gathered, and new weights scattered to
+    it, so absent blocks cannot move, whatever Adam's moments or the weight decay say.
 
     In bf16 the model reads rounded weights (`work`) and writes a bf16 gradient; master weights and
     moments stay in float32.
@@ -43,7 +48,7 @@ class LocalTrainer:
         *,
         fresh: bool = False,
     ):
-        device, dtype, full = cut.device, cut.dtype, kind != "physical"
+        device, dtype, is_full = cut.device, cut.dtype, kind != "physical"
         self.cfg, self.device, self.fast = cfg, device, graphs.is_on(cfg.compile, device)
         low = torch.bfloat16 if is_bf16(cfg.precision, device) else dtype
         # weights, m, v
@@ -51,18 +56,20 @@ class LocalTrainer:
         self.grad = torch.zeros_like(self.buffer[0], dtype=low if self.fast else dtype)
         self.work = self.buffer[0] if low == dtype else torch.zeros_like(self.grad, dtype=low)
         # weights and gradient of the full model [1, n_params]; None: the model is the subnet
-        self.full: tuple[Tensor, Tensor] | None = None
-        # of a trainer that lends the central weights: the subnet's at the start of the round
-        self.before: Tensor | None = None
-        lent = central_weights if kind == "central" and low == dtype else None
-        self.lends = lent is not None
+        self.full_model: tuple[Tensor, Tensor] | None = None
+        self.borrows = kind == "central" and low == dtype  # a rounded copy is a masked trainer's
+        self.borrowed: Tensor | None = None  # the subnet's at the start of the round
         where, weights, grad = layout, self.work, self.grad
-        if full:
+        if is_full:
             where, n = cut.full, cut.full.n_params
-            weights = torch.zeros(n, dtype=low, device=device) if lent is None else lent
+            if self.borrows:
+                assert central_weights is not None
+                weights = central_weights
+            else:
+                weights = torch.zeros(n, dtype=low, device=device)
             grad = torch.zeros(n, dtype=self.grad.dtype, device=device)
-            self.full = weights[None], grad[None]
-        gates: Gates = "all" if full or fresh else "cut"
+            self.full_model = weights[None], grad[None]
+        gates: Gates = "all" if is_full or fresh else "cut"
         self.subnet = build(cut.template, cut.block_map, where, weights, gates=gates)
         causal_(self.subnet.model)
         self.subnet.model.requires_grad_()
@@ -75,9 +82,9 @@ class LocalTrainer:
         self.ids = torch.empty(0, 0, dtype=torch.int64, device=device)
         self.teacher_topk: Tensor | None = None  # by a teacher's cache
         self.share, self.n_rows = 1.0, 1
-        self.gates: list[Tensor] = []  # of this step, for every sequence or for all
+        self.gates: list[Tensor] = []  # of this step, [rows, 1, blocks] each
+        self._coming: Iterator[tuple[Tensor, ...]] = iter(())  # those of the steps after it
         self._recorded: tuple = ()  # what the graphs below were recorded for
-        self._coming: Iterator[tuple[Tensor, ...]] = iter(())
         self._optimize = graphs.Replayed(self.optimizer.step_, device, self.fast)
 
     def train(
@@ -86,23 +93,24 @@ class LocalTrainer:
         gates: Tensor,
         ids: Tensor,
         teacher_topk: Tensor | None,
-        at: int,
+        schedule_round: int,
         total_steps: int,
     ) -> Result:
         """`interval` local steps on ids [interval, batch, T]; the result lies here until the next.
 
         `gates` [steps, rows, held blocks] are masks times scales, `teacher_topk` [interval, batch,
-        T - 1, bytes] is what a teacher's cache holds, `at` is the schedule's round. Nothing here
-        waits for a GPU: while it works on one worker's steps, the host prepares the next.
+        T - 1, bytes] is what a teacher's cache holds. Nothing here waits for a GPU: while it works
+        on one worker's steps, the host prepares the next.
         """
-        first, n = at * self.cfg.interval, self.cfg.interval
+        n = self.cfg.interval
+        first = schedule_round * n
         self.load(part, gates, first)
         batches = to_device(ids, self.device)
         topk = [None] * n if teacher_topk is None else to_device(teacher_topk, self.device)
         for batch, lesson, step in zip(batches, topk, range(first, first + n), strict=True):
             self.step(batch, learning_rate(self.cfg, step, total_steps), lesson)
-        if self.before is not None:  # the aggregator alone changes central weights
-            self._write(self.before)
+        if self.borrowed is not None:  # the aggregator alone changes central weights
+            self._write(self.borrowed)
         stats = Stats(self.losses.clone(), n, ids.numel())
         return Result(self.buffer[: part.rows], part.index, stats)
 
@@ -115,14 +123,15 @@ class LocalTrainer:
         self.optimizer.start_(step if part.rows > 1 else 0)
         self.losses.zero_()
         self.gate(gates)
-        self.before = self.buffer[0].clone() if self.lends else None
+        self.borrowed = self.buffer[0].clone() if self.borrows else None
         self._write(self.work)
 
     def gate(self, gates: Tensor) -> None:
-        """Bring the factors of all coming steps to the device at once."""
-        if self.full is not None:
+        """Bring the factors of all coming steps to the device: [steps, rows, held blocks]."""
+        if self.full_model is not None:
             gates = spread(self.subnet.block_map, self.part.blueprint, gates)
         self.n_rows = gates.shape[1]
+        # all tokens of a sequence alike: for every gate [steps, rows, 1, blocks], a step at a time
         self._coming = zip(*self.subnet.split(gates[:, :, None]), strict=True)
 
     def step(self, ids: Tensor, lr: float, teacher_topk: Tensor | None = None) -> None:
@@ -132,23 +141,23 @@ class LocalTrainer:
 
     def backward(self, ids: Tensor, share: float = 1.0, teacher_topk: Tensor | None = None) -> None:
         """Set the gradient to that of `share` times the loss, and add the loss to `losses`."""
-        self._place(ids, share, teacher_topk)
+        self._set_batch(ids, share, teacher_topk)
         self._backward()
 
     def apply(self, lr: float) -> None:
         """Clip the gradient that lies in the buffer and make one AdamW step."""
-        if self.full is not None:
-            gather_(self.grad[None], self.full[1], self.part.segments, self.part.index)
+        if self.full_model is not None:
+            gather_(self.grad[None], self.full_model[1], self.part.segments, self.part.index)
         self.optimizer.set_(lr)
         self._optimize()
         self._write(self.work)
 
     def _write(self, weights: Tensor) -> None:
         """The subnet's weights [n_subnet] into the full model, where there is one."""
-        if self.full is not None:
-            scatter_(self.full[0], weights[None], self.part.segments, self.part.index)
+        if self.full_model is not None:
+            scatter_(self.full_model[0], weights[None], self.part.segments, self.part.index)
 
-    def _place(self, ids: Tensor, share: float, teacher_topk: Tensor | None) -> None:
+    def _set_batch(self, ids: Tensor, share: float, teacher_topk: Tensor | None) -> None:
         """Put a batch where recorded graphs read it; another shape means other graphs."""
         topk_shape = None if teacher_topk is None else teacher_topk.shape
         shape = (ids.shape, share, self.n_rows, topk_shape)
@@ -174,11 +183,11 @@ class LocalTrainer:
         """The mean over the pieces of a batch is that over the batch: they are of one length."""
         n = self.cfg.accumulate
         for i, ids in enumerate(self.ids.chunk(n)):
-            at = slice(i * len(ids), (i + 1) * len(ids))
-            topk = None if self.teacher_topk is None else self.teacher_topk[at]
+            rows = slice(i * len(ids), (i + 1) * len(ids))
+            topk = None if self.teacher_topk is None else self.teacher_topk[rows]
             if n > 1 and self.n_rows > 1 and self.gates:
                 own = self.subnet.gate_tensors(len(ids))
-                torch._foreach_copy_(own, [each[at] for each in self.gates])
+                torch._foreach_copy_(own, [each[rows] for each in self.gates])
             self.losses += self.gradient(ids, self.share / n, topk, add=i > 0) / n
 
 

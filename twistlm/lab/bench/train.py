@@ -32,7 +32,7 @@ from ...system.provenance import describe_run
 from ...system.terminal import progress
 from ...training.engines.engine import Outcome
 from ...training.engines.local import Local
-from ...training.run import Run, beginning
+from ...training.run import Progress, Run
 from ...transport.ranks import Cluster
 from .. import typed
 from . import TrainBenchRequest
@@ -96,7 +96,7 @@ def measure_worker(
     block_map = run.cut.block_map
     # any order will do for a time: a run would score its blocks first
     order = {group.name: tuple(range(group.n_blocks)) for group in block_map.groups}
-    engine, begun = Local(run), replace(beginning(block_map), order=order)
+    engine, begun = Local(run), Progress(order=order)
     made: list[Outcome] = []
 
     def one_round() -> None:

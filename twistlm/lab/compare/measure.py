@@ -30,7 +30,7 @@ from . import CompareRequest, cells
 from .cells import BLOCKS, Cell, reads_text
 from .sweep import Result, Sweep, one
 
-COMMON = ("common_attn", "common_ffn", "common_by")
+COMMON = ("common_attn", "common_ffn")
 # of the parent's training: what healing takes from there
 HEALS = ("lr", "betas", "eps", "weight_decay", "clip", "moments", "distil", "batch", "n_workers")
 Note = Callable[..., None]  # its `note` says where a long measurement stands

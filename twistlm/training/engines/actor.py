@@ -125,9 +125,10 @@ class Worker(Actor):
     def _evaluator(self, text: Any, pieces: Sequence[Piece], progress: Progress) -> Evaluator:
         cut, t = self.trainers.cut, self.cfg.train
         weights = _joined(Ranges(cut.segments, len(pieces)).whole, [*map(unpacked, pieces)])
-        block_map = cut.block_map.with_common(self.cfg.blocks, progress.order)
         central = Central(cut.segments, weights.to(cut.device, copy=True))
-        return Evaluator(cut.template, block_map, central, text, t.scale, t.precision, progress.rho)
+        return Evaluator(
+            cut.template, cut.block_map, central, text, t.scale, t.precision, progress.rho
+        )
 
 
 def _joined(split: Split, parts: list[Tensor]) -> Tensor:

@@ -44,7 +44,7 @@ class DataParallel(Engine):
             mine = run.cluster.workers if every else [0]
             gates = [drawn_gates(run, progress, full, worker, rho) for worker in mine]
             self.trainer.gate(torch.cat(gates, 1))
-        stats = self._steps(progress.round, slots, ids)
+        stats = self._steps(run.schedule_round(progress), slots, ids)
         if n_ranks > 1:  # ranks must agree; one alone waits for no GPU here
             self.share(Stats())
         # a ring scatters the sums and gathers them again: in each half every one of n workers

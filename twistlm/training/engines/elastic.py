@@ -388,7 +388,7 @@ class Elastic(Engine):
         for i, (slot, pieces) in enumerate(zip(team, self.owners.cut(r, blueprints), strict=True)):
             tokens, topk = packed(work.tokens(i).to(torch.int32)), work.teacher_topk(i)
             beside = None if topk is None else packed(topk)
-            at = r, self.owners.attempt, self.run.at(work.progress)
+            at = r, self.owners.attempt, self.run.schedule_round(work.progress)
             order = RoundOrder(*at, i, blueprints[i], packed(work.gates(i)), tokens, beside)
             slot.round, slot.since, slot.stats, slot.failed = r, time.monotonic(), None, False
             slot.pending = slot.actor.train.remote(order, self.owners.actors, *pieces)

@@ -64,7 +64,7 @@ class Engine:
         part = SubnetBuffer(run.cut.segments, work.blueprints[worker], source)
         trainer = run.trainers.get(part.layout, run.cluster.kinds[worker])
         gates, tokens, topk = work.gates(worker), work.tokens(worker), work.teacher_topk(worker)
-        at = run.at(work.progress)
+        at = run.schedule_round(work.progress)
         return trainer.train(part, gates, tokens, topk, at, run.total_steps)
 
     def share(self, stats: Stats) -> Stats:

@@ -22,7 +22,7 @@ from ...model.ranges import Ranges, Split, overlap, put_, take
 from ...transport import protocol, wire
 from ...transport.protocol import Moved, Piece, RejectedResult, RunDescription, packed, unpacked
 from ...transport.ray_cluster import ray
-from ..aggregator import Result, aggregate_
+from ..aggregator import Mean, Result
 from ..checkpoint import write_tensors
 from ..run import Progress, dtype_of, n_rows
 from .actor import Actor, settings
@@ -146,7 +146,7 @@ class Owner(Actor):
         results = [Result(attempt.results[i], attempt.splits[i].inside(self.i)) for i in there]
         held = holders(self.small, [attempt.blueprints[i] for i in there])
         share = len(there) / self.cfg.train.n_workers
-        aggregate_(central, results, held, self.outer, share)
+        Mean(central, held, self.outer, share).add(*results).commit_()
         self.kept[progress.round, self.i], self.progress[progress.round] = state, progress
         self.sums, self.spare = central.sums, None
         return True, packed(state) if self.ranges.n > 1 else None

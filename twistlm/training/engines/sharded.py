@@ -23,7 +23,7 @@ from ...model.layout import Segments, holders
 from ...model.ranges import Ranges, Split
 from ...transport import wire
 from ...transport.ranks import Cluster
-from ..aggregator import Result, Stats, aggregate_
+from ..aggregator import Mean, Result, Stats
 from ..assignments import Outcome
 from ..run import Progress, Run, dtype_of, n_rows
 from .engine import Engine
@@ -115,7 +115,7 @@ class Shard:
                 index, shape = split.inside(i), (self.rows, split.size(i))
                 went = central.weights if exact else gathered(central, index, 1)[0]
                 results.append(Result(wire.read_up(self.wire, payload, shape, went), index))
-            aggregate_(central, results, self.holders, self.outer)
+            Mean(central, self.holders, self.outer).add(*results).commit_()
 
     def collect_(self, central: Central | None) -> None:
         """Bring all shards to the central rank's copy of the model: to evaluate and to save it."""
