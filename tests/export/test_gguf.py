@@ -225,6 +225,13 @@ def test_tokenizer(name, tmp_path):
     assert its is not None
     assert covers(its, tokenizer)
     assert not covers(its | {"<mark>": 3}, tokenizer)
+    # a model too short for the usual prompt: as much of it as it takes
+    made = tmp_path / "short.gguf"
+    more = {"vocab_size": 330, "eos_token_id": 0, "max_position_embeddings": 8}
+    short = tiny_ticket("llama", "head", tmp_path / "short", **more)
+    exporter.export(short, made, "f16", path)
+    with pytest.raises(ValueError, match=r"--prompt has 9 tokens; legal are 1\.\.6"):
+        exporter.export(short, tmp_path / "long.gguf", "f16", path, prompt="!" * 9)
     merges = json.loads(path.read_text())["model"]["merges"]
     assert [m.split(" ") for m in meta["tokenizer.ggml.merges"]] == merges
 

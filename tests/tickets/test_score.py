@@ -92,6 +92,8 @@ def test_a_run_and_its_ticket_know_their_text_and_sizes(tmp_path, monkeypatch):
     for scores in (score.score_whole(tmp_path / "ticket", device="cpu"), ticket.evaluate()):
         assert scores.n_tokens == 200
         assert scores.full == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-6)
+    with pytest.raises(ValueError, match=r"ratios: .*ticket is a ticket, which is cut already"):
+        twistlm.evaluate(tmp_path / "ticket", "2/4")
     words = "eval ../run --n 1 --device cpu --json out.json"
     done = CliRunner().invoke(cli.app, words.split())
     assert done.exit_code == 0, done.exception

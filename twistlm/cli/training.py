@@ -191,6 +191,8 @@ def eval_(
     ratios = request.ratios
     if tasks is not None and bound:
         raise ValueError("--certify bounds perplexities: leave --tasks out")
+    if tasks is not None and (request.n or request.data or request.tokens):
+        raise ValueError("--tasks bring their own text: leave --n, --data and --tokens out")
     if others and tasks is None:
         raise ValueError(f"{others[0]}: perplexity is measured for one model at a time")
     if bound and len(ratios) > 1:

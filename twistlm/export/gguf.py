@@ -54,7 +54,8 @@ def export(
         if installed("llama_cpp"):
             n_ctx = max(len(beside.logits), text.seq_len if text else 0)
             runner = LlamaRunner(draft, n_ctx, all_logits=True, exact=type_ == "f32")
-            if beside.tokenizer and (ids := runner.tokenize(prompt)) != beside.prompt:
+            ids = runner.tokenize(prompt) if beside.tokenizer else beside.prompt
+            if ids[: len(beside.prompt)] != beside.prompt:
                 raise ValueError(f"llama.cpp splits {prompt!r} into other tokens: {ids}")
             size = draft.stat().st_size
             beside.add(f"llama.cpp {type_}", runner, size, exact=type_ == "f32")

@@ -68,7 +68,7 @@ def of_today(table: dict[str, Any]) -> dict[str, Any]:
     blocks = dict(table.get("blocks", {}))
     by_rank = blocks.pop("common_by", "index") == "rank"
     if by_rank and (blocks.get("common_attn") or blocks.get("common_ffn")):
-        raise ValueError("blocks.common_by = 'rank' is no more: check out a commit of 2026-11-18 for it")
+        raise ValueError("blocks.common_by = 'rank' is no more: use a commit of 2026-11-18")
     if blocks.get("deal") == "balanced":  # as fair over many rounds
         blocks["deal"] = "random"
     return table | {"blocks": blocks}

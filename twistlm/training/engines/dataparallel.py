@@ -32,7 +32,7 @@ class DataParallel(Engine):
         block_map = run.cut.block_map
         part = SubnetBuffer(run.cut.segments, block_map.full(), source)
         gates = torch.ones(1, 1, sum(block_map.full_widths().values()))
-        self.trainer.load(part, gates, progress.round * run.cfg.train.interval)
+        self.trainer.load(part, gates, run.schedule_round(progress) * run.cfg.train.interval)
 
     def round(self, progress: Progress) -> Outcome:
         """`interval` steps of everyone together; then the central model is a copy."""
