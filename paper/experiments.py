@@ -329,7 +329,7 @@ def run(
     n_done = len(todo) - len(missing)
     console.print(f"{len(todo)} points in {lab.points.file}, {n_done} of them finished")
     for n, point in enumerate(missing, n_done + 1):
-        seconds = lab.measure(point)["seconds"]
+        seconds = lab.points.measure(*point)["seconds"]
         said = " ".join(str(v) for v in point.config.values() if isinstance(v, str | int))
         console.print(f"{n}/{len(todo)} {said} ({seconds:.1f} s)", highlight=False)
     lab.close()

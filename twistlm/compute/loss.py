@@ -12,7 +12,7 @@ same but cannot be compiled.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,17 +96,9 @@ def topk_prediction(ids: Tensor, log_probs: Tensor, weight: float) -> Prediction
 AnyTeacher = Teacher | CachedTeacher
 
 
-class Loss(Protocol):
-    """The mean loss of tokens 1.. of ids [batch, seq_len], given those before."""
-
-    def __call__(
-        self,
-        model: Model,
-        ids: Tensor,
-        *,
-        teacher: AnyTeacher | None = None,
-        teacher_topk: Tensor | None = None,  # what came for these ids, of a `CachedTeacher`
-    ) -> Tensor: ...
+# (model, ids [batch, seq_len], teacher, teacher_topk) -> the mean loss of tokens 1.., given those
+# before; `teacher_topk` is what came for these ids, of a `CachedTeacher`
+Loss = Callable[..., Tensor]
 
 
 def chunked_loss(

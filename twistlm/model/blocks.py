@@ -7,12 +7,11 @@ One view carries everything: the partitioned dimension of a parameter is laid ou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from ..config import BlocksConfig, Kind, Setting
@@ -163,13 +162,6 @@ class BlockMap:
 def count(block_map: BlockMap, shapes: Shapes, widths: Widths) -> int:
     """Parameters of a subnet with these widths."""
     return sum(math.prod(shape) for shape in block_map.narrowed(shapes, widths).values())
-
-
-def positions(group: BlockGroup, part: Partition, kept: Iterable[int]) -> Tensor:
-    """Indices along `part.dim` that the kept blocks occupy, section by section."""
-    size = part.sections * group.n_blocks * part.chunk
-    view = torch.arange(size).view(part.sections, group.n_blocks, part.chunk)
-    return view[:, list(kept), :].reshape(-1)
 
 
 def parse_ratio(text: str, n_blocks: int, kind: Kind, n_common: int = 0) -> int:
