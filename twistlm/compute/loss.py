@@ -179,11 +179,8 @@ def loss_for(model: Model, teacher: AnyTeacher | None = None) -> Loss:
     hidden, (weight, bias), head = _hidden(model, ids), _head(model), model.get_output_embeddings()
     # logits of a model that is not trained are so small that a cap on them would not show
     factor = LARGE / max(float(F.linear(hidden, weight).abs().max()), 1e-30)
-    handle = head.register_forward_pre_hook(lambda _, args: (args[0] * factor,))
-    try:
+    with head.register_forward_pre_hook(lambda _, args: (args[0] * factor,)):
         logits = _logits(model, ids)
-    finally:
-        handle.remove()
     apart = float((logits - F.linear(hidden * factor, weight, bias)).abs().max())
     return chunked_loss if apart < 1e-2 * LARGE else next_token_loss
 

@@ -212,7 +212,13 @@ def restore(checkpoint: Checkpoint, cut: CutModel) -> Central:
     central = create(cut.segments, huggingface.state(cut.template), carry=carry, outer=outer)
     _, *rest = tensors_in(central.layout, central.state, outer).items()
     for stem, views in rest:
-        saved = _load(checkpoint, stem)
+        saved: State = {}
+        for file in _files(checkpoint, stem):
+            try:
+                saved |= load_file(checkpoint.path / file)
+            except (SafetensorError, OSError) as error:
+                said = f"checkpoint {checkpoint.path} is damaged: {file}: {error}"
+                raise ValueError(said) from None
         with _reading(checkpoint, f"{stem}.safetensors"):
             for name, view in views.items():
                 view.copy_(saved[name])
@@ -246,16 +252,6 @@ def _files(checkpoint: Checkpoint, stem: str) -> list[str]:
     """Of one owner of everything, or of several."""
     pattern = rf"{stem}(-\d+-of-\d+)?\.safetensors"
     return [name for name in checkpoint.manifest["files"] if re.fullmatch(pattern, name)]
-
-
-def _load(checkpoint: Checkpoint, stem: str) -> State:
-    found: State = {}
-    for name in _files(checkpoint, stem):
-        try:
-            found |= load_file(checkpoint.path / name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"checkpoint {checkpoint.path} is damaged: {name}: {error}") from None
-    return found
 
 
 def numbered(folder: Path) -> list[Path]:

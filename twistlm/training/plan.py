@@ -75,7 +75,7 @@ def make(
     block_map, shapes = families.partition(model, blocks), huggingface.shapes(model)
     if t.method != "dense":
         generator.check(block_map, blocks, t.n_workers, t.method)
-    n_full, (n_sequences, epochs) = _n_params(model), _sequences(cfg)
+    n_full, (n_sequences, epochs) = model.num_parameters(), _sequences(cfg)
     made: dict[str, Any] = {"model": cfg.model.type, "n_params": n_full, "n_sequences": n_sequences}
     # the paper counts global batches, whoever computes them
     in_paper = made["paper_rounds"] = int(n_sequences * epochs / t.batch / t.interval)
@@ -126,7 +126,7 @@ def memory(cfg: Config, model: PreTrainedModel, device: str = "cuda") -> tuple[i
     n_buffers = n_state_rows(cfg) + n_rows(cfg) * (t.method == "twist")
     if cfg.run.central == "host" and device != "cpu":
         n_buffers = 0
-    return worker, worker + FULL * _n_params(model) * n_buffers
+    return worker, worker + FULL * model.num_parameters() * n_buffers
 
 
 def worker_bytes(
@@ -159,7 +159,7 @@ def largest_k(cfg: Config, model: PreTrainedModel, taught: bool, n_bytes: int) -
 
     `taught`: a teacher as large as the model lies beside it.
     """
-    block_map, n_teacher = families.partition(model, cfg.blocks), _n_params(model) * taught
+    block_map, n_teacher = families.partition(model, cfg.blocks), model.num_parameters() * taught
     n_blocks = {kind: block_map.n_blocks(kind) for kind in block_map.kinds}
     shares = {Fraction(k, n) for n in n_blocks.values() for k in range(1, n + 1)}
     for share in sorted(shares, reverse=True):
@@ -214,10 +214,6 @@ def _sizes(
     return sizes
 
 
-def _n_params(model: PreTrainedModel) -> int:
-    return sum(map(math.prod, huggingface.shapes(model).values()))
-
-
 def _teacher(cfg: Config, model: PreTrainedModel) -> tuple[int, int]:
     """Parameters of a teacher, as large as the model if it is not on this disk; or bytes of its
     cache in a round."""
@@ -234,7 +230,7 @@ def _teacher(cfg: Config, model: PreTrainedModel) -> tuple[int, int]:
         return 0, t.n_workers * t.interval * t.batch * (cfg.data.seq_len - 1) * record
     files = Path(checkpoint.weights_of(t.teacher)).glob("model*.safetensors")
     stored = sum(math.prod(shape) for file in files for shape in huggingface.header(file).values())
-    return stored or _n_params(model), 0
+    return stored or model.num_parameters(), 0
 
 
 def _values(
