@@ -215,7 +215,6 @@ def perplexities(lab: Lab, source: str) -> Result:
 
 
 def start_order(start: Parent) -> Order:
-    """The order of the start's own blocks."""
     tokens = open_text(start.source, start.cfg, None, "train")
     ids = scored_sequences(tokens, start.cfg.data.seq_len)
     return order_of(importance.score(start, "mask-fisher", ids))

@@ -54,7 +54,6 @@ class Lab:
         self.base = base if scale.start is not None else checkpoint.resolved(base)
 
     def config(self, recipe: Recipe) -> Config:
-        """The training config of a recipe."""
         if recipe == START:
             return config.override(self.base, ["train.method=dense", *self.scale.start])
         # another seed: not the start's batches in the same order once more

@@ -58,7 +58,6 @@ def wanda(weight: Tensor, mean: Tensor, sparsity: Sparsity) -> Tensor:
 
 
 def zpruner(weight: Tensor, mean: Tensor, sparsity: Sparsity) -> Tensor:
-    """The lowest Z-Pruner scores of a matrix go."""
     return weight.masked_fill(lowest(z_scores(weight, mean), sparsity), 0)
 
 

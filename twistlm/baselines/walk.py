@@ -26,8 +26,6 @@ BATCH = 8192  # tokens that go through a layer at once
 
 @dataclass(frozen=True)
 class Linear:
-    """One matrix of a block map."""
-
     param: str
     group: str  # name of its block group
     layer: int

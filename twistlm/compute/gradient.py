@@ -81,7 +81,7 @@ def _put_(views: list[Tensor], found: Iterable[Tensor], add: bool) -> None:
     (torch._foreach_add_ if add else torch._foreach_copy_)(views, list(found))
 
 
-def direct(model: Model, grads: State, teacher: AnyTeacher | None) -> Gradient:
+def direct(model: Model, grads: State, teacher: AnyTeacher | None = None) -> Gradient:
     """For the chunked loss: it fills the head's gradient, to which a tied table's is added."""
     named = dict(model.named_parameters())
     names = {id(named[name]): name for name in grads}

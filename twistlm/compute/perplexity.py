@@ -26,8 +26,6 @@ from .loss import Loss, loss_for
 
 @dataclass(frozen=True)
 class Spread:
-    """The perplexities of n random subnets of one size."""
-
     ratio: str
     n_params: int
     values: tuple[float, ...]

@@ -74,7 +74,6 @@ class BlockMap:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of layers that are cut."""
         return tuple(kind for kind in KINDS if self.n_blocks(kind))
 
     def with_common(self, blocks: BlocksConfig) -> BlockMap:
@@ -142,7 +141,6 @@ class BlockMap:
         return {group.name: group.n_blocks for group in self.groups}
 
     def full(self) -> Blueprint:
-        """The blueprint of the whole model."""
         return {group.name: tuple(range(group.n_blocks)) for group in self.groups}
 
     def narrowed(self, shapes: Shapes, widths: Widths) -> dict[str, tuple[int, ...]]:
@@ -160,7 +158,6 @@ class BlockMap:
 
 
 def count(block_map: BlockMap, shapes: Shapes, widths: Widths) -> int:
-    """Parameters of a subnet with these widths."""
     return sum(math.prod(shape) for shape in block_map.narrowed(shapes, widths).values())
 
 

@@ -142,7 +142,6 @@ def activation_scale(mode: str, n_blocks: int, k: int, rho: float = 1.0) -> floa
 def scales(
     block_map: BlockMap, widths: Widths, mode: str, rho: Rho | None = None
 ) -> dict[str, float]:
-    """The activation scale of every group of a subnet."""
     factor = scale_of(mode, rho or {})
     return {g.name: factor(g, widths[g.name]) for g in block_map.groups}
 

@@ -200,7 +200,6 @@ def verify(path: Path) -> Checkpoint:
 
 
 def template(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The checkpoint's model, with its weights."""
     model = huggingface.pretrained(str(checkpoint.path), dtype="auto").eval()
     model.name_or_path = model.config.name_or_path = ""  # it is a run's, whatever the round
     return model

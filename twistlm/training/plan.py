@@ -283,7 +283,6 @@ def busiest(
 
 
 def show(made: dict[str, Any], cfg: Config) -> None:
-    """Print a plan for a person."""
     t, n_params = cfg.train, made["n_params"]
     lines = [
         f"on a GPU in bf16: about {decimal(made['worker_bytes'])} for a worker, "

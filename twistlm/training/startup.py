@@ -128,7 +128,6 @@ def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutMode
 
 
 def _open_data(cfg: Config, cluster: Cluster) -> tuple[TokenFile, TokenFile]:
-    """Training and validation tokens."""
     if not cluster.is_central:
         cluster.barrier()  # the central rank goes first: it makes the built-in corpus once for all
     near = Path(cfg.run.out)

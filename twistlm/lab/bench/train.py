@@ -89,7 +89,6 @@ def _cut_to(template: PreTrainedModel, cfg: Config, setting: str, ratio: str) ->
 def measure_worker(
     template: PreTrainedModel, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
 ) -> dict[str, Any]:
-    """One size of one setting."""
     t, device, cfg = cfg.train, cluster.device, _cut_to(template, cfg, setting, ratio)
     forget(device)
     run = _run(template, cfg, cluster)
