@@ -36,6 +36,7 @@ class Result:
     stats: Stats = Stats()
 
 
+@dataclass
 class Mean:
     """The mean over those who bring a copy of each central parameter and moment, worker by worker.
 
@@ -47,17 +48,17 @@ class Mean:
     sequence then moves them as far as in a full round, and its noise is no larger.
     """
 
-    def __init__(
-        self,
-        central: Central,
-        holders: Tensor,
-        outer: tuple[float, float] | None = None,
-        share: float = 1.0,
-    ):
-        self.central, self.holders, self.outer, self.share = central, holders, outer, share
-        # the mean is the new state: it is written as soon as a block's last holder came
-        self.in_place = outer is None and share == 1.0
-        self.n_results, self.stats = 0, Stats()
+    central: Central
+    holders: Tensor
+    outer: tuple[float, float] | None = None
+    share: float = 1.0
+    n_results: int = 0
+    stats: Stats = Stats()
+
+    @property
+    def in_place(self) -> bool:
+        """The mean is the new state: it is written as soon as a block's last holder came."""
+        return self.outer is None and self.share == 1.0
 
     def add(self, *results: Result) -> Mean:
         """Take in the next workers' results; a buffer is free afterwards."""

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ...compute.loss import next_token_loss
 from ...compute.speed import now
@@ -25,6 +24,7 @@ from ...data.token_file import TokenFile, TokenMeta
 from ...model import families, generator, huggingface
 from ...model.blocks import SETTINGS, widths_of_ratio
 from ...model.central import create, on_host
+from ...model.huggingface import Model
 from ...model.layout import Layout, cut_model
 from ...system import terminal
 from ...system.device import is_bf16
@@ -74,7 +74,7 @@ def bench(
     return made
 
 
-def _cut_to(template: PreTrainedModel, cfg: Config, setting: str, ratio: str) -> Config:
+def _cut_to(template: Model, cfg: Config, setting: str, ratio: str) -> Config:
     """The config of workers that all hold this share of the blocks."""
     blocks = override(cfg, [f"blocks.setting={setting}", "blocks.widths=cycle"]).blocks
     block_map = families.partition(template, blocks)
@@ -87,7 +87,7 @@ def _cut_to(template: PreTrainedModel, cfg: Config, setting: str, ratio: str) ->
 
 
 def measure_worker(
-    template: PreTrainedModel, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
+    template: Model, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
 ) -> dict[str, Any]:
     t, device, cfg = cfg.train, cluster.device, _cut_to(template, cfg, setting, ratio)
     forget(device)
@@ -128,7 +128,7 @@ def measure_worker(
     }
 
 
-def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
+def _run(template: Model, cfg: Config, cluster: Cluster) -> Run:
     """A run over random tokens that lives in memory alone."""
     vocab, seq_len, t = huggingface.vocab_size(template), cfg.data.seq_len, cfg.train
     tokens = np.random.default_rng(cfg.run.seed).integers(0, vocab, SEQUENCES * seq_len)
@@ -142,7 +142,7 @@ def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
 
 
 def _hugging_face(
-    template: PreTrainedModel, cfg: Config, device: torch.device, n_steps: int
+    template: Model, cfg: Config, device: torch.device, n_steps: int
 ) -> dict[str, Any]:
     """A step of Hugging Face's model and torch's AdamW, compiled and in the same precision."""
     forget(device)
@@ -197,7 +197,7 @@ def _ceiling(device: torch.device, low: bool) -> float:
     return 2 * size**3 / min(_times(lambda: torch.mm(a, b), device, 9, 20)) / 1e12
 
 
-def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
+def _flops(template: Model, where: Layout, seq_len: int) -> int:
     """FLOPs of a token: embeddings are looked up, not multiplied; the head is a product."""
     modules, head = dict(template.named_modules()), template.get_output_embeddings()
     tables = {f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Embedding)}
