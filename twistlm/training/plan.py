@@ -20,8 +20,10 @@ at most `SMALL`, in several copies. The FFN of families whose activation is writ
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +199,11 @@ def _sequences(cfg: Config) -> tuple[int, float]:
 def _sizes(cfg: Config, model: Model, shapes: Shapes, n_full: int) -> list[tuple[str, str, int]]:
     """Setting, ratio and parameters of the subnets in Table 2, as far as the family has them."""
     sizes = [("full", "12/12", n_full)]
-    for setting in SETTINGS:
-        for ratio in RATIOS:
-            try:
-                cut = families.partition(model, replace(cfg.blocks, setting=setting))
-                sizes.append((setting, ratio, count(cut, shapes, widths_of_ratio(cut, ratio))))
-            except ValueError:
-                continue  # this kind cannot be cut, or not into a whole number of blocks
+    for setting, ratio in product(SETTINGS, RATIOS):
+        # this kind cannot be cut, or not into a whole number of blocks
+        with suppress(ValueError):
+            cut = families.partition(model, replace(cfg.blocks, setting=setting))
+            sizes.append((setting, ratio, count(cut, shapes, widths_of_ratio(cut, ratio))))
     return sizes
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ...compute.loss import next_token_loss
-from ...compute.speed import now
+from ...compute.speed import times
 from ...config import BlocksConfig, Config, override
 from ...data.stream import Batches
 from ...data.token_file import TokenFile, TokenMeta
@@ -101,7 +101,7 @@ def measure_worker(
     def one_round() -> None:
         made.append(engine.round(made[-1].progress if made else begun))
 
-    round_ms = 1e3 * statistics.median(_times(one_round, device, 4)[1:]) / t.n_workers
+    round_ms = 1e3 * statistics.median(times(one_round, device, 4)[1:]) / t.n_workers
     trainer = next(iter(run.trainers.made.values()))
     rows = run.batches.rows_at(range(t.batch))
     ids = run.batches.file.sequences(rows, cfg.data.seq_len).to(device)
@@ -173,28 +173,15 @@ def _step_ms(step: Callable[[], Any], device: torch.device, n_steps: int) -> flo
     """The median of `REPEATS` times of `n_steps` (0: as many as take 0.2 s)."""
     for _ in range(3):  # compile and record
         step()
-    n_steps = n_steps or max(1, round(0.2 / min(_times(step, device, 4)[2:])))
-    return 1e3 * statistics.median(_times(step, device, 2 + REPEATS, n_steps)[2:])
-
-
-def _times(
-    call: Callable[[], Any], device: torch.device, n_repeats: int, n_calls: int = 1
-) -> list[float]:
-    """Seconds of one call, each from `n_calls`."""
-    found = []
-    for _ in range(n_repeats):
-        began = now(device)
-        for _ in range(n_calls):
-            call()
-        found.append((now(device) - began) / n_calls)
-    return found
+    n_steps = n_steps or max(1, round(0.2 / min(times(step, device, 4)[2:])))
+    return 1e3 * statistics.median(times(step, device, 2 + REPEATS, n_steps)[2:])
 
 
 def _ceiling(device: torch.device, low: bool) -> float:
     """TFLOP/s of a large square matrix product in the step's precision, the fastest of repeats."""
     size, dtype = 8192 if device.type == "cuda" else 1024, torch.bfloat16 if low else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / min(_times(lambda: torch.mm(a, b), device, 9, 20)) / 1e12
+    return 2 * size**3 / min(times(lambda: torch.mm(a, b), device, 9, 20)) / 1e12
 
 
 def _flops(template: Model, where: Layout, seq_len: int) -> int:
