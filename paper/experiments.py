@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from twistlm import config
 from twistlm.baselines import COMPARED, STRUCTURED
@@ -25,6 +24,7 @@ from twistlm.lab.compare.cells import NESTED, RANDOM, WHOLE
 from twistlm.lab.points import name_of
 from twistlm.model import families, huggingface
 from twistlm.model.blocks import BlockGroup, BlockMap
+from twistlm.model.huggingface import Model
 from twistlm.model.masks import Order
 from twistlm.model.subnet import activation_scale, block_outputs, rho_of
 from twistlm.system.device import pick_device, to_device
@@ -215,7 +215,6 @@ def perplexities(lab: Lab, source: str) -> Result:
 
 
 def start_order(start: Parent) -> Order:
-    """The order of the start's own blocks."""
     tokens = open_text(start.source, start.cfg, None, "train")
     ids = scored_sequences(tokens, start.cfg.data.seq_len)
     return order_of(importance.score(start, "mask-fisher", ids))
@@ -277,7 +276,7 @@ def shift(lab: Lab) -> list[Point]:
 
 
 @torch.no_grad()
-def shifts(model: PreTrainedModel, block_map: BlockMap, ids: Tensor, n: int) -> list[Result]:
+def shifts(model: Model, block_map: BlockMap, ids: Tensor, n: int) -> list[Result]:
     """What is left of a layer's output when only K of its N blocks add to it: every group and K.
 
     measured  mean ||y'|| over mean ||y||, y' the sum of K random blocks' shares of the output
@@ -329,7 +328,7 @@ def run(
     n_done = len(todo) - len(missing)
     console.print(f"{len(todo)} points in {lab.points.file}, {n_done} of them finished")
     for n, point in enumerate(missing, n_done + 1):
-        seconds = lab.measure(point)["seconds"]
+        seconds = lab.points.measure(*point)["seconds"]
         said = " ".join(str(v) for v in point.config.values() if isinstance(v, str | int))
         console.print(f"{n}/{len(todo)} {said} ({seconds:.1f} s)", highlight=False)
     lab.close()

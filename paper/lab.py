@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from twistlm import config
 from twistlm.config import Config
 from twistlm.lab.bench.train import forget
+from twistlm.lab.compare.cells import BLOCKS
 from twistlm.lab.compare.sweep import Sweep
 from twistlm.lab.points import Points, name_of
 from twistlm.system.device import pick_device
@@ -53,7 +54,6 @@ class Lab:
         self.base = base if scale.start is not None else checkpoint.resolved(base)
 
     def config(self, recipe: Recipe) -> Config:
-        """The training config of a recipe."""
         if recipe == START:
             return config.override(self.base, ["train.method=dense", *self.scale.start])
         # another seed: not the start's batches in the same order once more
@@ -107,8 +107,7 @@ class Lab:
         """A model, cut and measured as this lab's are, whatever its own config says."""
         data, blocks, cuts = self.base.data, self.base.blocks, ["blocks.setting=both"]
         cuts += [f"data.{k}={getattr(data, k)}" for k in ("valid", "train", "seq_len")]
-        keys = ("n_ffn", "attn_by", "shared_first", "shared_last")
-        cuts += [f"blocks.{k}={getattr(blocks, k)}" for k in keys]
+        cuts += [f"blocks.{k}={getattr(blocks, k)}" for k in BLOCKS]
         return parent.open_parent(source, self.base.run.device, cuts)
 
     def once(self, recipe: Recipe, key: Hashable, build: Callable[[Parent], Any]) -> Any:
@@ -147,10 +146,6 @@ class Lab:
         cfg = self.config(recipe)
         t = {key: getattr(cfg.train, key) for key in ("method", "outer", "rounds")}
         return self.about("parents", recipe, setting=cfg.blocks.setting, seed=cfg.run.seed, **t)
-
-    def measure(self, point: Point) -> dict[str, Any]:
-        """The finished point, from disk or measured now."""
-        return self.points.measure(point.config, point.measure)
 
 
 def summary(out: Path) -> Result:

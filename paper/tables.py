@@ -44,8 +44,6 @@ class Figure(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A row of perplexities."""
-
     labels: tuple[str, ...]
     found: Sizes
     rivals: Any = None  # rows of one kind compete for bold numbers; None: with nobody
@@ -63,7 +61,6 @@ def means(sizes: Sizes) -> Means:
 
 
 def best_of(rows: Iterable[Means]) -> Means:
-    """The lowest perplexity at every size."""
     found: Means = {}
     for row in rows:
         found |= {k: min(value, found.get(k, value)) for k, value in row.items()}

@@ -37,7 +37,7 @@ def test_direct_equals_autograd(name, monkeypatch):
         grads = {n: torch.full_like(p, torch.nan) for n, p in params.items()}  # all is overwritten
         run = make(model, grads)
         for many in (ids.split(3), ids.split(1)):  # nothing is left over from the call before
-            found = [run(each, 0.25 / len(many), add=i > 0) for i, each in enumerate(many)]
+            found = [run(each, 0.25 / len(many), None, i > 0) for i, each in enumerate(many)]
             torch.testing.assert_close(torch.stack(found).mean(), value.detach())
             for (param, got), want in zip(grads.items(), expected, strict=True):
                 torch.testing.assert_close(got, want, msg=lambda text, at=param: f"{at}: {text}")
@@ -63,7 +63,7 @@ def test_recomputed_layers_keep_less_and_give_the_same_gradient(name, compile, m
 
         counters.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            loss = run(ids, 0.25)
+            loss = run(ids, 0.25, None, False)
         assert (counters["stats"]["unique_graphs"] > 0) == compile  # in neither case passed by
         found[recompute] = loss, grads, sum(kept)
     (loss, grads, kept), (its_loss, its_grads, its_kept) = found.values()

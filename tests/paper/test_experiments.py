@@ -127,7 +127,8 @@ def test_parents_start_from_the_same_weights_and_see_the_same_tokens(shared):
 
 
 def test_a_point_is_what_a_plain_evaluation_gives(shared):
-    point = shared.measure(subnets(shared, "stability", TWIST, "ffn", 4, n=3, tokens=128))
+    stable = subnets(shared, "stability", TWIST, "ffn", 4, n=3, tokens=128)
+    point = shared.points.measure(*stable)
     opened = open_parent(shared.trained(TWIST), "cpu", ["blocks.setting=ffn"])
     text = Text(open_tokens(shared.base.data.valid), 64, 128)
     behind = replace(text, first=2, max_tokens=8 * 64)

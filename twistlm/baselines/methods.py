@@ -10,9 +10,9 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..model.blocks import BlockMap, shares_of_ratio
+from ..model.huggingface import Model
 from .walk import Linear, Observe, Tick, linears, walk_
 
 DAMP = 0.01  # of the mean diagonal of H
@@ -58,7 +58,6 @@ def wanda(weight: Tensor, mean: Tensor, sparsity: Sparsity) -> Tensor:
 
 
 def zpruner(weight: Tensor, mean: Tensor, sparsity: Sparsity) -> Tensor:
-    """The lowest Z-Pruner scores of a matrix go."""
     return weight.masked_fill(lowest(z_scores(weight, mean), sparsity), 0)
 
 
@@ -151,7 +150,7 @@ METHODS: dict[str, PruneMethod] = {  # `baselines.SINGLE_WEIGHTS`
 
 @torch.no_grad()
 def prune_(
-    model: PreTrainedModel,
+    model: Model,
     block_map: BlockMap,
     method: PruneMethod,
     sparsity: Mapping[str, Sparsity],  # by group name

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..model import families
 from ..model.blocks import BlockMap
+from ..model.huggingface import Model
 
 # inputs [tokens, in] of whole sequences -> a sum over tokens, which is averaged over sequences
 Observe = Callable[[Tensor], Tensor]
@@ -26,8 +26,6 @@ BATCH = 8192  # tokens that go through a layer at once
 
 @dataclass(frozen=True)
 class Linear:
-    """One matrix of a block map."""
-
     param: str
     group: str  # name of its block group
     layer: int
@@ -51,7 +49,7 @@ def linears(model: nn.Module, block_map: BlockMap) -> list[Linear]:
 
 @torch.no_grad()
 def walk_(
-    model: PreTrainedModel,
+    model: Model,
     matrices: list[Linear],
     ids: Tensor,
     observe: Observe,
@@ -123,7 +121,7 @@ def _hooked(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator
 
 
 def _catch(
-    model: PreTrainedModel, layers: list[nn.Module], ids: Tensor
+    model: Model, layers: list[nn.Module], ids: Tensor
 ) -> tuple[list[Tensor], list[tuple[tuple, dict[str, Any]]]]:
     """Hidden states before the first of `layers`, batch by batch, and what else each layer gets.
 

@@ -5,10 +5,10 @@ graph: hooks may run on another stream). `direct` lets the head's matrix product
 into the buffer: for GPT-2 124M that is a third of all parameters.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +18,9 @@ from ..model.huggingface import Model
 from . import graphs
 from .loss import AnyTeacher, HeadGrads, Loss, chunked_loss
 
-
-class Gradient(Protocol):
-    """The loss of ids [batch, seq_len]; the views then have the gradient of share * loss.
-
-    With `add` they have what they had before and that.
-    """
-
-    def __call__(
-        self, ids: Tensor, share: float, teacher_topk: Tensor | None = None, add: bool = False
-    ) -> Tensor: ...
+# (ids [batch, seq_len], share, teacher_topk, add) -> the loss; the views then have the gradient of
+# share * loss, and with `add` what they had before and that
+Gradient = Callable[[Tensor, float, Tensor | None, bool], Tensor]
 
 
 def gradient_of(
@@ -52,9 +45,7 @@ def plain(model: Model, loss: Loss, grads: State) -> Gradient:
     named = dict(model.named_parameters())
     params = [named[name] for name in grads]
 
-    def gradient(
-        ids: Tensor, share: float, teacher_topk: Tensor | None = None, add: bool = False
-    ) -> Tensor:
+    def gradient(ids: Tensor, share: float, teacher_topk: Tensor | None, add: bool) -> Tensor:
         value = loss(model, ids, teacher_topk=teacher_topk)
         found = torch.autograd.grad(value * share, params)
         _put_(list(grads.values()), found, add)
@@ -75,9 +66,7 @@ def hooked(model: Model, loss: Loss, grads: State) -> Gradient:
     for name, view in grads.items():
         named[name].register_post_accumulate_grad_hook(partial(move, view))
 
-    def gradient(
-        ids: Tensor, share: float, teacher_topk: Tensor | None = None, add: bool = False
-    ) -> Tensor:
+    def gradient(ids: Tensor, share: float, teacher_topk: Tensor | None, add: bool) -> Tensor:
         nonlocal adds
         adds = add
         value = loss(model, ids, teacher_topk=teacher_topk)
@@ -103,9 +92,7 @@ def direct(model: Model, grads: State, teacher: AnyTeacher | None = None) -> Gra
     inner = [name for name in grads if name not in (weight, bias)]
     tied = [weight] if table.weight is head.weight else []
 
-    def gradient(
-        ids: Tensor, share: float, teacher_topk: Tensor | None = None, add: bool = False
-    ) -> Tensor:
+    def gradient(ids: Tensor, share: float, teacher_topk: Tensor | None, add: bool) -> Tensor:
         head = replace(buffers, share=share, add=add)
         value = chunked_loss(model, ids, head, teacher=teacher, teacher_topk=teacher_topk)
         found = torch.autograd.grad(value, [named[name] for name in inner + tied])

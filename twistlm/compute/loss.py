@@ -12,7 +12,7 @@ same but cannot be compiled.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,17 +96,9 @@ def topk_prediction(ids: Tensor, log_probs: Tensor, weight: float) -> Prediction
 AnyTeacher = Teacher | CachedTeacher
 
 
-class Loss(Protocol):
-    """The mean loss of tokens 1.. of ids [batch, seq_len], given those before."""
-
-    def __call__(
-        self,
-        model: Model,
-        ids: Tensor,
-        *,
-        teacher: AnyTeacher | None = None,
-        teacher_topk: Tensor | None = None,  # what came for these ids, of a `CachedTeacher`
-    ) -> Tensor: ...
+# (model, ids [batch, seq_len], teacher, teacher_topk) -> the mean loss of tokens 1.., given those
+# before; `teacher_topk` is what came for these ids, of a `CachedTeacher`
+Loss = Callable[..., Tensor]
 
 
 def chunked_loss(
@@ -187,11 +179,8 @@ def loss_for(model: Model, teacher: AnyTeacher | None = None) -> Loss:
     hidden, (weight, bias), head = _hidden(model, ids), _head(model), model.get_output_embeddings()
     # logits of a model that is not trained are so small that a cap on them would not show
     factor = LARGE / max(float(F.linear(hidden, weight).abs().max()), 1e-30)
-    handle = head.register_forward_pre_hook(lambda _, args: (args[0] * factor,))
-    try:
+    with head.register_forward_pre_hook(lambda _, args: (args[0] * factor,)):
         logits = _logits(model, ids)
-    finally:
-        handle.remove()
     apart = float((logits - F.linear(hidden * factor, weight, bias)).abs().max())
     return chunked_loss if apart < 1e-2 * LARGE else next_token_loss
 

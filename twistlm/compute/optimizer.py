@@ -44,7 +44,6 @@ class AdamW:
 
     @torch.no_grad()
     def step_(self) -> None:
-        """Clip the gradient and make one step."""
         self.count += 1
         factor = None
         if self.cfg.clip > 0:

@@ -12,7 +12,7 @@ import torch
 from ..config import RunConfig
 from ..data.token_file import TokenFile
 from ..model import generator
-from ..model.blocks import BlockMap, Blueprint, Widths, widths_of_ratio
+from ..model.blocks import BlockMap, Blueprint, count, widths_of_ratio
 from ..model.central import Central, cut_subnet
 from ..model.depth import with_all_layers
 from ..model.huggingface import Model
@@ -26,8 +26,6 @@ from .loss import Loss, loss_for
 
 @dataclass(frozen=True)
 class Spread:
-    """The perplexities of n random subnets of one size."""
-
     ratio: str
     n_params: int
     values: tuple[float, ...]
@@ -145,17 +143,6 @@ class Evaluator:
         """A subnet, scaled."""
         return perplexity(self.refill_(blueprint).model, self.text, self.precision, self.loss)
 
-    def random_subnets(
-        self, ratio: str, widths: Widths, n: int, seed: int, tick: Callable[[], None] = lambda: None
-    ) -> Spread:
-        """n uniformly random subnets of these widths, scaled."""
-        values = []
-        for blueprint in generator.draws(self.block_map, widths, seed=seed, n=n):
-            values.append(self.subnet_perplexity(blueprint))
-            tick()
-        where = self.central.layout.narrowed(self.block_map, widths)
-        return Spread(ratio, where.n_params, tuple(values))
-
     def all_sizes(
         self, ratios: Sequence[str], n: int, seed: int, order: Order, tick: Callable[[], None]
     ) -> tuple[float, list[Spread], list[float]]:
@@ -167,7 +154,12 @@ class Evaluator:
         full, spreads, nested = self.full_perplexity(), [], []
         tick()
         for ratio, each in widths.items():
-            spreads.append(self.random_subnets(ratio, each, n, seed, tick))
+            values = []
+            for blueprint in generator.draws(self.block_map, each, seed=seed, n=n):
+                values.append(self.subnet_perplexity(blueprint))
+                tick()
+            n_params = count(self.block_map, self.central.layout.shapes, each)
+            spreads.append(Spread(ratio, n_params, tuple(values)))
             if order:
                 nested.append(self.subnet_perplexity(prefixes(self.block_map, order, each)))
         return full, spreads, nested

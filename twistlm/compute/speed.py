@@ -3,8 +3,9 @@
 import copy
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,12 +83,10 @@ def training_seconds(model: Model, seq_len: int, device: str) -> float:
     where = pick_device(device)
     shape = (2, seq_len) if where.type == "cuda" else (1, min(seq_len, PROMPT))
     ready = blank(model, device, torch.bfloat16 if is_bf16("auto", where) else torch.float32)
-    ids, took = torch.zeros(shape, dtype=torch.int64, device=where), []
-    for _ in range(3):
-        began = now(where)
-        ready(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        took.append(now(where) - began)
-    return min(took) / ids.numel() * (COMPILED if where.type == "cuda" else 1)
+    ids = torch.zeros(shape, dtype=torch.int64, device=where)
+    run = partial(ready, input_ids=ids, labels=ids, use_cache=False)
+    least = min(times(lambda: run().loss.backward(), where, 3))
+    return least / ids.numel() * (COMPILED if where.type == "cuda" else 1)
 
 
 def _seconds(model: Any, ids: Tensor, n_steps: int) -> list[float]:
@@ -100,6 +99,19 @@ def _seconds(model: Any, ids: Tensor, n_steps: int) -> list[float]:
         ids, past = out.logits[:, -1:].argmax(-1), out.past_key_values
         seconds.append(now(ids.device) - began)
     return seconds
+
+
+def times(
+    call: Callable[[], Any], device: torch.device, n_repeats: int, n_calls: int = 1
+) -> list[float]:
+    """Seconds of one call, each from `n_calls`."""
+    found = []
+    for _ in range(n_repeats):
+        began = now(device)
+        for _ in range(n_calls):
+            call()
+        found.append((now(device) - began) / n_calls)
+    return found
 
 
 def now(device: torch.device) -> float:

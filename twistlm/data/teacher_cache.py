@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BufferedRandom
 from pathlib import Path
@@ -142,7 +143,8 @@ def write_teacher_cache(
 
 def _kept(file: BufferedRandom, state: Path, meta: TeacherCacheMeta) -> tuple[int, Any]:
     """Windows that an earlier process left of this cache, and their sha256; the rest is cut off."""
-    try:
+    # nothing, or nothing that can be read
+    with suppress(OSError, ValueError, TypeError, KeyError):
         told = manifest.read_json(state)
         n = int(told["n_done"])
         if told["meta"] == asdict(meta) and 0 < n <= meta.n_sequences:
@@ -151,8 +153,6 @@ def _kept(file: BufferedRandom, state: Path, meta: TeacherCacheMeta) -> tuple[in
             digest = hashlib.file_digest(file, "sha256")
             if digest.hexdigest() == told["sha256"]:
                 return n, digest
-    except (OSError, ValueError, TypeError, KeyError):  # nothing, or nothing that can be read
-        pass
     file.truncate(0)
     return 0, hashlib.sha256()
 

@@ -7,6 +7,7 @@ fewer passes of the parent.
 
 import time
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -59,12 +60,12 @@ def draft(
     config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = 0.0  # always n_draft tokens: nothing adapts
     passes: Counter[str] = Counter()  # every pass of the ticket proposes one token
-    hooks = [
-        runnable.model.register_forward_pre_hook(lambda *_, name=name: passes.update([name]))
-        for name, runnable in (("n_parent", parent), ("n_proposed", ticket))
-    ]
     rows: list[dict[str, Any]] = []
-    with progress() as bar:
+    counted = {"n_parent": parent.model, "n_proposed": ticket.model}
+    with progress() as bar, ExitStack() as hooks:
+        for name, model in counted.items():
+            hook = model.register_forward_pre_hook(lambda *_, name=name: passes.update([name]))
+            hooks.enter_context(hook)
         task = bar.add_task("draft", total=len(prompts), note="")
         # the first call of a process pays for everything that is set up once
         generate(parent, prompts[0], min(4, rooms[0]), assistant_model=ticket.model)
@@ -90,8 +91,6 @@ def draft(
                 }
             )
             bar.advance(task)
-    for hook in hooks:
-        hook.remove()
     sums = {name: sum(row[name] for row in rows) for name in rows[0]}
     return {
         "parent": parent.source,

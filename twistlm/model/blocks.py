@@ -7,12 +7,11 @@ One view carries everything: the partitioned dimension of a parameter is laid ou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from ..config import BlocksConfig, Kind, Setting
@@ -75,7 +74,6 @@ class BlockMap:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of layers that are cut."""
         return tuple(kind for kind in KINDS if self.n_blocks(kind))
 
     def with_common(self, blocks: BlocksConfig) -> BlockMap:
@@ -143,7 +141,6 @@ class BlockMap:
         return {group.name: group.n_blocks for group in self.groups}
 
     def full(self) -> Blueprint:
-        """The blueprint of the whole model."""
         return {group.name: tuple(range(group.n_blocks)) for group in self.groups}
 
     def narrowed(self, shapes: Shapes, widths: Widths) -> dict[str, tuple[int, ...]]:
@@ -161,15 +158,7 @@ class BlockMap:
 
 
 def count(block_map: BlockMap, shapes: Shapes, widths: Widths) -> int:
-    """Parameters of a subnet with these widths."""
     return sum(math.prod(shape) for shape in block_map.narrowed(shapes, widths).values())
-
-
-def positions(group: BlockGroup, part: Partition, kept: Iterable[int]) -> Tensor:
-    """Indices along `part.dim` that the kept blocks occupy, section by section."""
-    size = part.sections * group.n_blocks * part.chunk
-    view = torch.arange(size).view(part.sections, group.n_blocks, part.chunk)
-    return view[:, list(kept), :].reshape(-1)
 
 
 def parse_ratio(text: str, n_blocks: int, kind: Kind, n_common: int = 0) -> int:

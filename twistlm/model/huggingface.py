@@ -112,8 +112,7 @@ def on_meta(
         raise ValueError(f"{what}, and its config promises {n_layers} layers")
     with refusing(f"model.config does not make a {config.model_type}"), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    n_params = sum(param.numel() for param in model.parameters())
-    if n_params > most:
+    if (n_params := model.num_parameters()) > most:
         raise ValueError(f"{what}, and its config promises {n_params:,} parameters")
     return model
 

@@ -55,7 +55,6 @@ class Layout:
 
 
 def layout(block_map: BlockMap, shapes: Shapes) -> Layout:
-    """The layout of a model with these parameter shapes."""
     partitioned = block_map.partitioned()
 
     def section(name: str) -> tuple[bool, bool]:
@@ -83,7 +82,6 @@ class Segments:
     block_of: Tensor  # int32 [n_segments]: 0 in the shared part, else 1 + the block's number
 
     def layout_of(self, blueprint: Blueprint) -> Layout:
-        """The layout of a subnet with these blocks."""
         return self.full.narrowed(self.block_map, self.block_map.widths(blueprint))
 
     def index(self, blueprint: Blueprint) -> Tensor:
@@ -213,7 +211,6 @@ class CutModel:
 
     @property
     def full(self) -> Layout:
-        """The layout of the whole model."""
         return self.segments.full
 
     @property
@@ -224,7 +221,6 @@ class CutModel:
 def cut_model(
     template: Model, blocks: BlocksConfig, device: torch.device, dtype: torch.dtype
 ) -> CutModel:
-    """Cut a model as `blocks` says."""
     block_map = families.partition(template, blocks)
     where = layout(block_map, huggingface.shapes(template))
     return CutModel(template, block_map, cut_segments(where, block_map, device), dtype)

@@ -45,7 +45,6 @@ class Ranges:
 
     @property
     def whole(self) -> Split:
-        """The full buffer in ranges."""
         return Split(self, None, self.blocks)
 
     def split(self, index: Tensor) -> Split:

@@ -6,8 +6,9 @@ physical subnet has narrow weights; a masked one has full weights, and gates of 
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -141,7 +142,6 @@ def activation_scale(mode: str, n_blocks: int, k: int, rho: float = 1.0) -> floa
 def scales(
     block_map: BlockMap, widths: Widths, mode: str, rho: Rho | None = None
 ) -> dict[str, float]:
-    """The activation scale of every group of a subnet."""
     factor = scale_of(mode, rho or {})
     return {g.name: factor(g, widths[g.name]) for g in block_map.groups}
 
@@ -212,20 +212,16 @@ def block_outputs(
     model: Model, block_map: BlockMap, add: Callable[[BlockGroup, Tensor], None]
 ) -> Iterator[None]:
     """Within, forward passes call `add` with what each block alone adds, [tokens, n_blocks, d]."""
-    handles = []
-    for group in block_map.groups:
-        module = model.get_submodule(group.out[0].rpartition(".")[0])
 
-        def before(module: Any, args: tuple[Tensor], group: BlockGroup = group) -> None:
-            part = group.out_part
-            cut = (part.sections, group.n_blocks, part.chunk)
-            inputs = args[0].reshape(-1, *cut).float()
-            weight = (module.weight if part.dim == 0 else module.weight.T).float()  # [in, out]
-            add(group, torch.einsum("tsnc,sncd->tnd", inputs, weight.reshape(*cut, -1)))
+    def look(group: BlockGroup, module: Any, args: tuple[Tensor]) -> None:
+        part = group.out_part
+        cut = (part.sections, group.n_blocks, part.chunk)
+        inputs = args[0].reshape(-1, *cut).float()
+        weight = (module.weight if part.dim == 0 else module.weight.T).float()  # [in, out]
+        add(group, torch.einsum("tsnc,sncd->tnd", inputs, weight.reshape(*cut, -1)))
 
-        handles.append(module.register_forward_pre_hook(before))
-    try:
+    with ExitStack() as hooks:
+        for group in block_map.groups:
+            module = model.get_submodule(group.out[0].rpartition(".")[0])
+            hooks.enter_context(module.register_forward_pre_hook(partial(look, group)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -25,7 +25,6 @@ def parse_json(text: str | bytes, what: str | Path) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON of a file."""
     return parse_json(path.read_bytes(), path)
 
 

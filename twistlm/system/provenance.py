@@ -13,7 +13,6 @@ import torch
 
 
 def describe_run() -> dict[str, Any]:
-    """Command, code and machine: what a number needs beside it."""
     packages = ("twistlm", "torch", "transformers", "tokenizers", "safetensors", "numpy")
     versions = {name: version(name) for name in packages}
     versions["python"] = platform.python_version()

@@ -69,16 +69,16 @@ def on_signals(stop: Stop, quiet: bool = False) -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-def end_with_parent(number: int) -> None:
-    """Where Linux runs, a signal for this process when its parent is gone, however that ended."""
+def end_with_parent() -> None:
+    """Where Linux runs, SIGTERM for this process when its parent is gone, however that ended."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def end_with_launcher() -> None:
     """Under torchrun: no rank outlives it, to train on and hold ports and the run's folder."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGTERM)  # in good order, with a checkpoint
+        end_with_parent()  # in good order, with a checkpoint
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def apart(sentence: str) -> Iterator[None]:
         raise SystemExit(code) if os.read(ends[0], 1) or not code else Ended(sentence, TOO_FEW)
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    end_with_parent(signal.SIGTERM)  # in good order, with a checkpoint
+    end_with_parent()  # in good order, with a checkpoint
     try:
         yield
     finally:

@@ -36,6 +36,7 @@ class Result:
     stats: Stats = Stats()
 
 
+@dataclass
 class Mean:
     """The mean over those who bring a copy of each central parameter and moment, worker by worker.
 
@@ -47,43 +48,37 @@ class Mean:
     sequence then moves them as far as in a full round, and its noise is no larger.
     """
 
-    def __init__(
-        self,
-        central: Central,
-        holders: Tensor,
-        outer: tuple[float, float] | None = None,
-        share: float = 1.0,
-    ):
-        self.central, self.holders, self.outer, self.share = central, holders, outer, share
-        # the mean is the new state: it is written as soon as a block's last holder came
-        self.in_place = outer is None and share == 1.0
-        self.n_results, self.stats = 0, Stats()
+    central: Central
+    holders: Tensor
+    outer: tuple[float, float] | None = None
+    share: float = 1.0
+    n_results: int = 0
+    stats: Stats = Stats()
+
+    @property
+    def in_place(self) -> bool:
+        """The mean is the new state: it is written as soon as a block's last holder came."""
+        return self.outer is None and self.share == 1.0
 
     def add(self, *results: Result) -> Mean:
         """Take in the next workers' results; a buffer is free afterwards."""
         for result in results:
-            self._add(result)
+            central, sums = self.central, self.central.scratch()[: len(result.buffer)]
+            mean = central.buffer if self.in_place else sums
+            where = (central.segments, result.index.to(sums.device), self.holders, self.n_results)
+            # row by row where the result is moved to the host, which so has one of them twice
+            n_rows = len(sums) if result.buffer.device == sums.device else 1
+            pieces = (rows.split(n_rows) for rows in (mean, sums, result.buffer))
+            for to, total, part in zip(*pieces, strict=True):
+                mean_(to, total, part.to(sums.device), *where)
+            self.n_results += 1
+            self.stats += result.stats
         return self
-
-    def _add(self, result: Result) -> None:
-        central, sums = self.central, self.central.scratch()[: len(result.buffer)]
-        mean = central.buffer if self.in_place else sums
-        where = (central.segments, result.index.to(sums.device), self.holders, self.n_results)
-        # row by row where the result is moved to the host, which so has one of them twice
-        n_rows = len(sums) if result.buffer.device == sums.device else 1
-        pieces = (rows.split(n_rows) for rows in (mean, sums, result.buffer))
-        for to, total, part in zip(*pieces, strict=True):
-            mean_(to, total, part.to(sums.device), *where)
-        self.n_results += 1
-        self.stats += result.stats
 
     def commit_(self) -> Stats:
         """The central model takes the mean, or the outer optimizer's step towards it."""
-        if not self.in_place:
-            self._step_()
-        return self.stats
-
-    def _step_(self) -> None:
+        if self.in_place:
+            return self.stats
         central, grain = self.central, self.central.segments.grain
         is_held = self.holders[central.segments.block_of, 2:] > 0  # [n_segments, 1]
         old = central.buffer.unflatten(1, (-1, grain))  # [rows, n_segments, grain]
@@ -94,6 +89,7 @@ class Mean:
             velocity = central.velocity.view(-1, grain)
             new[0] = nesterov_(old[0], new[0], velocity, is_held, *self.outer)
         torch.where(is_held, new, old, out=old)
+        return self.stats
 
 
 def nesterov_(

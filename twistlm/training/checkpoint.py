@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -35,6 +35,7 @@ from ..data.stream import Leases
 from ..model import huggingface
 from ..model.blocks import BlockMap, State
 from ..model.central import Central, create
+from ..model.huggingface import Model
 from ..model.layout import CutModel, Layout
 from ..system import manifest
 from ..system.device import out_of_memory
@@ -42,9 +43,6 @@ from ..system.files import DRAFT, file_sha256, save_tensors, whole_folder
 from ..system.provenance import describe_run
 from ..system.terminal import console
 from .run import Progress, from_dict, to_dict
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
@@ -101,7 +99,7 @@ def save(
     write: Callable[[Path], object],  # the central model's files into a folder
     progress: Progress,
     cfg: Config,
-    model: PreTrainedModel,
+    model: Model,
     tokenizer: Path | None,
     keep: int,
 ) -> Path:
@@ -199,8 +197,7 @@ def verify(path: Path) -> Checkpoint:
     return Checkpoint(path, record)
 
 
-def template(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The checkpoint's model, with its weights."""
+def template(checkpoint: Checkpoint) -> Model:
     model = huggingface.pretrained(str(checkpoint.path), dtype="auto").eval()
     model.name_or_path = model.config.name_or_path = ""  # it is a run's, whatever the round
     return model
@@ -212,7 +209,13 @@ def restore(checkpoint: Checkpoint, cut: CutModel) -> Central:
     central = create(cut.segments, huggingface.state(cut.template), carry=carry, outer=outer)
     _, *rest = tensors_in(central.layout, central.state, outer).items()
     for stem, views in rest:
-        saved = _load(checkpoint, stem)
+        saved: State = {}
+        for file in _files(checkpoint, stem):
+            try:
+                saved |= load_file(checkpoint.path / file)
+            except (SafetensorError, OSError) as error:
+                said = f"checkpoint {checkpoint.path} is damaged: {file}: {error}"
+                raise ValueError(said) from None
         with _reading(checkpoint, f"{stem}.safetensors"):
             for name, view in views.items():
                 view.copy_(saved[name])
@@ -248,16 +251,6 @@ def _files(checkpoint: Checkpoint, stem: str) -> list[str]:
     return [name for name in checkpoint.manifest["files"] if re.fullmatch(pattern, name)]
 
 
-def _load(checkpoint: Checkpoint, stem: str) -> State:
-    found: State = {}
-    for name in _files(checkpoint, stem):
-        try:
-            found |= load_file(checkpoint.path / name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"checkpoint {checkpoint.path} is damaged: {name}: {error}") from None
-    return found
-
-
 def numbered(folder: Path) -> list[Path]:
     return sorted(filter(is_numbered, folder.glob("round-*")), key=_round)
 
@@ -278,9 +271,7 @@ class Writer:
     `failure` asks for another try after the next round. Only at the end it is an error.
     """
 
-    def __init__(
-        self, folder: Path, cfg: Config, model: PreTrainedModel, tokenizer: Path | None, n: int
-    ):
+    def __init__(self, folder: Path, cfg: Config, model: Model, tokenizer: Path | None, n: int):
         self.folder, self.n_bytes = folder, n
         self.what = (cfg, model, tokenizer, cfg.run.keep)
         self.failure: str | None = None  # why the one before could not be written

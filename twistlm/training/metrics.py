@@ -24,10 +24,8 @@ class Metrics:
         kept = []
         if self.path.is_file():
             for line in self.path.read_text().splitlines():
-                try:
+                with suppress(ValueError):  # a line cut short by a crash
                     kept += [line] if parse_json(line, self.path)["round"] <= start else []
-                except ValueError:
-                    continue  # a line cut short by a crash
         text = "".join(f"{line}\n" for line in kept)
         whole_file(self.path, text)  # never in part: the lines before are in no other file
         self.size = len(text.encode())  # bytes of whole lines

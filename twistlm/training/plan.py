@@ -18,14 +18,14 @@ at most `SMALL`, in several copies. The FFN of families whose activation is writ
 (GPT-2's) keeps more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -35,14 +35,12 @@ from ..data.teacher_cache import id_bytes, open_teacher_cache
 from ..data.token_file import open_tokens
 from ..model import families, generator, huggingface
 from ..model.blocks import SETTINGS, BlockMap, Kind, Shapes, Widths, count, widths_of_ratio
+from ..model.huggingface import Model
 from ..system import terminal
 from ..system.terminal import console
 from ..transport import wire
 from . import checkpoint
 from .run import n_rows, n_state_rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 RATIOS = ("10/12", "8/12", "6/12", "4/12", "3/12")
 # bytes beyond the count, in the middle of twelve steps of GPT-2 small to large on an H200
@@ -75,7 +73,7 @@ def make(
     block_map, shapes = families.partition(model, blocks), huggingface.shapes(model)
     if t.method != "dense":
         generator.check(block_map, blocks, t.n_workers, t.method)
-    n_full, (n_sequences, epochs) = _n_params(model), _sequences(cfg)
+    n_full, (n_sequences, epochs) = model.num_parameters(), _sequences(cfg)
     made: dict[str, Any] = {"model": cfg.model.type, "n_params": n_full, "n_sequences": n_sequences}
     # the paper counts global batches, whoever computes them
     in_paper = made["paper_rounds"] = int(n_sequences * epochs / t.batch / t.interval)
@@ -83,8 +81,7 @@ def make(
     made |= {"true_rounds": rounds, "legal_k": {}, "rows": []}
     for kind in block_map.kinds if t.method != "dense" else ():
         n_blocks, n_common = block_map.n_blocks(kind), len(blocks.common(kind))
-        legal = generator.legal_range(n_blocks, t.n_workers, n_common, t.method)
-        made["legal_k"][kind] = legal
+        made["legal_k"][kind] = generator.legal_range(n_blocks, t.n_workers, n_common, t.method)
     for setting, ratio, n in _sizes(cfg, model, shapes, n_full):
         each = n * FULL * 2 * t.n_workers  # bytes of a round, down and up
         row = {"setting": setting, "ratio": ratio, "n_params": n, "paper_bytes": each * in_paper}
@@ -118,7 +115,7 @@ def make(
     return made | {"train_seconds": steps, "take": take}
 
 
-def memory(cfg: Config, model: PreTrainedModel, device: str = "cuda") -> tuple[int, int]:
+def memory(cfg: Config, model: Model, device: str = "cuda") -> tuple[int, int]:
     """Bytes of a worker, and of a process with the central model that plays all workers."""
     t, subnets = cfg.train, _subnets(cfg, families.partition(model, cfg.blocks))
     worker = worker_bytes(cfg, model, subnets, _teacher(cfg, model)[0], device)
@@ -126,11 +123,11 @@ def memory(cfg: Config, model: PreTrainedModel, device: str = "cuda") -> tuple[i
     n_buffers = n_state_rows(cfg) + n_rows(cfg) * (t.method == "twist")
     if cfg.run.central == "host" and device != "cpu":
         n_buffers = 0
-    return worker, worker + FULL * _n_params(model) * n_buffers
+    return worker, worker + FULL * model.num_parameters() * n_buffers
 
 
 def worker_bytes(
-    cfg: Config, model: PreTrainedModel, subnets: list[Widths], n_teacher: int, device: str = "cuda"
+    cfg: Config, model: Model, subnets: list[Widths], n_teacher: int, device: str = "cuda"
 ) -> int:
     """What a worker that trains subnets of these widths takes on a GPU in bf16, or on a CPU."""
     block_map, shapes = families.partition(model, cfg.blocks), huggingface.shapes(model)
@@ -142,7 +139,7 @@ def worker_bytes(
     return TRAINER * sum(sizes) + number * (n_teacher + values) + rest
 
 
-def _holding(cfg: Config, model: PreTrainedModel) -> dict[str, int]:
+def _holding(cfg: Config, model: Model) -> dict[str, int]:
     """Bytes of a worker without a teacher, by what it holds."""
     shared, found = cfg.blocks, {}
     ways = {ALL: (shared, 1), "half of the blocks": (shared, 2)}
@@ -154,12 +151,12 @@ def _holding(cfg: Config, model: PreTrainedModel) -> dict[str, int]:
     return found
 
 
-def largest_k(cfg: Config, model: PreTrainedModel, taught: bool, n_bytes: int) -> dict[Kind, int]:
+def largest_k(cfg: Config, model: Model, taught: bool, n_bytes: int) -> dict[Kind, int]:
     """The largest K, one share of both kinds, whose worker takes at most `n_bytes`.
 
     `taught`: a teacher as large as the model lies beside it.
     """
-    block_map, n_teacher = families.partition(model, cfg.blocks), _n_params(model) * taught
+    block_map, n_teacher = families.partition(model, cfg.blocks), model.num_parameters() * taught
     n_blocks = {kind: block_map.n_blocks(kind) for kind in block_map.kinds}
     shares = {Fraction(k, n) for n in n_blocks.values() for k in range(1, n + 1)}
     for share in sorted(shares, reverse=True):
@@ -199,26 +196,18 @@ def _sequences(cfg: Config) -> tuple[int, float]:
     return cfg.data.planned_sequences, t.epochs
 
 
-def _sizes(
-    cfg: Config, model: PreTrainedModel, shapes: Shapes, n_full: int
-) -> list[tuple[str, str, int]]:
+def _sizes(cfg: Config, model: Model, shapes: Shapes, n_full: int) -> list[tuple[str, str, int]]:
     """Setting, ratio and parameters of the subnets in Table 2, as far as the family has them."""
     sizes = [("full", "12/12", n_full)]
-    for setting in SETTINGS:
-        for ratio in RATIOS:
-            try:
-                cut = families.partition(model, replace(cfg.blocks, setting=setting))
-                sizes.append((setting, ratio, count(cut, shapes, widths_of_ratio(cut, ratio))))
-            except ValueError:
-                continue  # this kind cannot be cut, or not into a whole number of blocks
+    for setting, ratio in product(SETTINGS, RATIOS):
+        # this kind cannot be cut, or not into a whole number of blocks
+        with suppress(ValueError):
+            cut = families.partition(model, replace(cfg.blocks, setting=setting))
+            sizes.append((setting, ratio, count(cut, shapes, widths_of_ratio(cut, ratio))))
     return sizes
 
 
-def _n_params(model: PreTrainedModel) -> int:
-    return sum(map(math.prod, huggingface.shapes(model).values()))
-
-
-def _teacher(cfg: Config, model: PreTrainedModel) -> tuple[int, int]:
+def _teacher(cfg: Config, model: Model) -> tuple[int, int]:
     """Parameters of a teacher, as large as the model if it is not on this disk; or bytes of its
     cache in a round."""
     t = cfg.train
@@ -234,12 +223,10 @@ def _teacher(cfg: Config, model: PreTrainedModel) -> tuple[int, int]:
         return 0, t.n_workers * t.interval * t.batch * (cfg.data.seq_len - 1) * record
     files = Path(checkpoint.weights_of(t.teacher)).glob("model*.safetensors")
     stored = sum(math.prod(shape) for file in files for shape in huggingface.header(file).values())
-    return stored or _n_params(model), 0
+    return stored or model.num_parameters(), 0
 
 
-def _values(
-    cfg: Config, model: PreTrainedModel, widths: Widths, n_teacher: int, device: str
-) -> int:
+def _values(cfg: Config, model: Model, widths: Widths, n_teacher: int, device: str) -> int:
     """Numbers of a step's activations and logits, in a subnet of these widths."""
     t, shapes, vocab = cfg.train, huggingface.shapes(model), huggingface.vocab_size(model)
     fresh = cfg.blocks.masks != "round" and t.method != "dense"
@@ -287,7 +274,6 @@ def busiest(
 
 
 def show(made: dict[str, Any], cfg: Config) -> None:
-    """Print a plan for a person."""
     t, n_params = cfg.train, made["n_params"]
     lines = [
         f"on a GPU in bf16: about {decimal(made['worker_bytes'])} for a worker, "

@@ -155,7 +155,6 @@ class RunRecorder:
 
 
 def _row(run: Run, outcome: Outcome, seconds: float) -> dict[str, Any]:
-    """A round's line of metrics."""
     t, stats, done, device = run.cfg.train, outcome.stats, outcome.progress.round, run.cut.device
     n_steps = run.schedule_round(outcome.progress) * t.interval
     step = max(0, n_steps - 1)  # 0: the first results are lost

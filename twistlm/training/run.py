@@ -49,7 +49,6 @@ def from_dict(table: dict[str, Any]) -> Progress:
 
 
 def broadcast(progress: Progress, cluster: Cluster) -> Progress:
-    """The central rank's progress on every rank."""
     text = json.dumps(to_dict(progress)).encode()
     (length,) = cluster.broadcast([len(text)])
     values = cluster.broadcast(list(text) if cluster.is_central else [0] * int(length))

@@ -58,7 +58,10 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     if not cluster.is_central:
         return run, broadcast(Progress(), cluster)
     central, progress = _begin_or_restore(run, saved, named, quiet)
-    run = replace(run, central=central, evaluator=_evaluator(run, central, valid))
+    text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
+    what = (cut.template, cut.block_map, central, text, cfg.train.scale, cfg.train.precision)
+    evaluator = Evaluator(*what, device=cut.device if cfg.run.central == "host" else None)
+    run = replace(run, central=central, evaluator=evaluator)
     if saved is not None:
         (_finished if saved.round >= run.end(progress) else _go_on)(saved, cfg, quiet)
     return run, broadcast(progress, cluster)
@@ -99,13 +102,6 @@ def _begin_or_restore(
     return central, replace(progress, order=order, teacher=teacher_name)
 
 
-def _evaluator(run: Run, central: Central, valid: TokenFile) -> Evaluator:
-    cfg, cut = run.cfg, run.cut
-    text = Text(valid, cfg.data.seq_len, cfg.run.eval_tokens)
-    what = (cut.template, cut.block_map, central, text, cfg.train.scale, cfg.train.precision)
-    return Evaluator(*what, device=cut.device if cfg.run.central == "host" else None)
-
-
 def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutModel:
     """The model and its blocks, held against the widths and ratios that the config asks for."""
     if saved is None:
@@ -132,7 +128,6 @@ def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutMode
 
 
 def _open_data(cfg: Config, cluster: Cluster) -> tuple[TokenFile, TokenFile]:
-    """Training and validation tokens."""
     if not cluster.is_central:
         cluster.barrier()  # the central rank goes first: it makes the built-in corpus once for all
     near = Path(cfg.run.out)

@@ -1,10 +1,8 @@
 """The frozen teacher of a run, or the cache of its predictions."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -19,14 +17,12 @@ from ..data import teacher_cache
 from ..data.teacher_cache import TeacherCache, TeacherCacheMeta
 from ..data.token_file import TokenFile
 from ..model import huggingface
+from ..model.huggingface import Model
 from ..model.layout import CutModel
 from ..model.tokenizer import covers, load_tokenizer, vocabulary_of
 from ..system.device import is_bf16, pick_device
 from ..system.terminal import progress
 from . import checkpoint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # logits made at a time for a cache: 64 MB, 1 GB in float32
 AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -124,7 +120,7 @@ def write_cache(
 
 @torch.no_grad()
 def _predictions(
-    model: PreTrainedModel, tokens: TokenFile, meta: TeacherCacheMeta, first: int, quiet: bool
+    model: Model, tokens: TokenFile, meta: TeacherCacheMeta, first: int, quiet: bool
 ) -> Iterator[Tensor]:
     """What the model predicts for all windows from `first` on, packed for the cache."""
     batch = max(1, AT_ONCE[model.device.type] // (meta.vocab_size * meta.seq_len))
@@ -164,7 +160,7 @@ def unpack(packed: Packed | None, cfg: Config, cut: CutModel) -> AnyTeacher | No
     return _teacher(model, cfg, cut)
 
 
-def _teacher(model: PreTrainedModel, cfg: Config, cut: CutModel) -> Teacher:
+def _teacher(model: Model, cfg: Config, cut: CutModel) -> Teacher:
     """In the precision of the local steps, compiled as they are."""
     dtype = torch.bfloat16 if is_bf16(cfg.train.precision, cut.device) else cut.dtype
     _frozen(model, cut.device, dtype)
@@ -173,7 +169,7 @@ def _teacher(model: PreTrainedModel, cfg: Config, cut: CutModel) -> Teacher:
     return Teacher(model, cfg.train.distil)
 
 
-def _frozen(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def _frozen(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
     model.eval().requires_grad_(False)
     for param in model.parameters():  # buffers such as rotary frequencies stay exact
         param.data = param.data.to(device, dtype)

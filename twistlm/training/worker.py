@@ -188,7 +188,7 @@ class LocalTrainer:
             if n > 1 and self.n_rows > 1 and self.gates:
                 own = self.subnet.gate_tensors(len(ids))
                 torch._foreach_copy_(own, [each[rows] for each in self.gates])
-            self.losses += self.gradient(ids, self.share / n, topk, add=i > 0) / n
+            self.losses += self.gradient(ids, self.share / n, topk, i > 0) / n
 
 
 class TrainerPool:

@@ -9,7 +9,6 @@ import platform
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -369,9 +368,7 @@ def keep_node(command: Sequence[str], head: str = "") -> int:
     with on_signals(stop, quiet=True):
         while not stop.requested:
             began = time.monotonic()
-            process = subprocess.Popen(
-                command, process_group=0, preexec_fn=lambda: end_with_parent(signal.SIGTERM)
-            )
+            process = subprocess.Popen(command, process_group=0, preexec_fn=end_with_parent)
             ended = process.poll
             wait(lambda ended=ended: ended() is not None or silence() > CUT)
             if cut := process.poll() is None:

@@ -151,7 +151,6 @@ def _wait_for(host: NetworkHost, port: int) -> None:
 
 
 def table(made: dict[str, Any]) -> Table:
-    """For a person."""
     heads = ["where", "engine", "S", "MB a subnet", "seconds"]
     heads += ["busiest link, MB", "counted", "MB/s"]
     result = terminal.table("one exchange of all workers, nothing trained", *heads, words=2)

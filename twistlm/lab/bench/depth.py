@@ -43,7 +43,6 @@ def bench(parent: Parent, request: DepthRequest, *, quiet: bool = False) -> dict
 
 
 def table(made: dict[str, Any]) -> Table:
-    """A row for each ticket."""
     took = made["rows"][0]["speed"]
     title = f"{made['source']}: {took['device']}, {took['n_threads']} threads"
     heads = ("parameters", "layers", "attn blocks", "ffn blocks", "perplexity")

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ...compute.loss import next_token_loss
-from ...compute.speed import now
+from ...compute.speed import times
 from ...config import BlocksConfig, Config, override
 from ...data.stream import Batches
 from ...data.token_file import TokenFile, TokenMeta
 from ...model import families, generator, huggingface
 from ...model.blocks import SETTINGS, widths_of_ratio
 from ...model.central import create, on_host
+from ...model.huggingface import Model
 from ...model.layout import Layout, cut_model
 from ...system import terminal
 from ...system.device import is_bf16
@@ -74,7 +74,7 @@ def bench(
     return made
 
 
-def _cut_to(template: PreTrainedModel, cfg: Config, setting: str, ratio: str) -> Config:
+def _cut_to(template: Model, cfg: Config, setting: str, ratio: str) -> Config:
     """The config of workers that all hold this share of the blocks."""
     blocks = override(cfg, [f"blocks.setting={setting}", "blocks.widths=cycle"]).blocks
     block_map = families.partition(template, blocks)
@@ -87,9 +87,8 @@ def _cut_to(template: PreTrainedModel, cfg: Config, setting: str, ratio: str) ->
 
 
 def measure_worker(
-    template: PreTrainedModel, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
+    template: Model, cfg: Config, cluster: Cluster, setting: str, ratio: str, n_steps: int
 ) -> dict[str, Any]:
-    """One size of one setting."""
     t, device, cfg = cfg.train, cluster.device, _cut_to(template, cfg, setting, ratio)
     forget(device)
     run = _run(template, cfg, cluster)
@@ -102,7 +101,7 @@ def measure_worker(
     def one_round() -> None:
         made.append(engine.round(made[-1].progress if made else begun))
 
-    round_ms = 1e3 * statistics.median(_times(one_round, device, 4)[1:]) / t.n_workers
+    round_ms = 1e3 * statistics.median(times(one_round, device, 4)[1:]) / t.n_workers
     trainer = next(iter(run.trainers.made.values()))
     rows = run.batches.rows_at(range(t.batch))
     ids = run.batches.file.sequences(rows, cfg.data.seq_len).to(device)
@@ -129,7 +128,7 @@ def measure_worker(
     }
 
 
-def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
+def _run(template: Model, cfg: Config, cluster: Cluster) -> Run:
     """A run over random tokens that lives in memory alone."""
     vocab, seq_len, t = huggingface.vocab_size(template), cfg.data.seq_len, cfg.train
     tokens = np.random.default_rng(cfg.run.seed).integers(0, vocab, SEQUENCES * seq_len)
@@ -143,7 +142,7 @@ def _run(template: PreTrainedModel, cfg: Config, cluster: Cluster) -> Run:
 
 
 def _hugging_face(
-    template: PreTrainedModel, cfg: Config, device: torch.device, n_steps: int
+    template: Model, cfg: Config, device: torch.device, n_steps: int
 ) -> dict[str, Any]:
     """A step of Hugging Face's model and torch's AdamW, compiled and in the same precision."""
     forget(device)
@@ -174,31 +173,18 @@ def _step_ms(step: Callable[[], Any], device: torch.device, n_steps: int) -> flo
     """The median of `REPEATS` times of `n_steps` (0: as many as take 0.2 s)."""
     for _ in range(3):  # compile and record
         step()
-    n_steps = n_steps or max(1, round(0.2 / min(_times(step, device, 4)[2:])))
-    return 1e3 * statistics.median(_times(step, device, 2 + REPEATS, n_steps)[2:])
-
-
-def _times(
-    call: Callable[[], Any], device: torch.device, n_repeats: int, n_calls: int = 1
-) -> list[float]:
-    """Seconds of one call, each from `n_calls`."""
-    found = []
-    for _ in range(n_repeats):
-        began = now(device)
-        for _ in range(n_calls):
-            call()
-        found.append((now(device) - began) / n_calls)
-    return found
+    n_steps = n_steps or max(1, round(0.2 / min(times(step, device, 4)[2:])))
+    return 1e3 * statistics.median(times(step, device, 2 + REPEATS, n_steps)[2:])
 
 
 def _ceiling(device: torch.device, low: bool) -> float:
     """TFLOP/s of a large square matrix product in the step's precision, the fastest of repeats."""
     size, dtype = 8192 if device.type == "cuda" else 1024, torch.bfloat16 if low else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / min(_times(lambda: torch.mm(a, b), device, 9, 20)) / 1e12
+    return 2 * size**3 / min(times(lambda: torch.mm(a, b), device, 9, 20)) / 1e12
 
 
-def _flops(template: PreTrainedModel, where: Layout, seq_len: int) -> int:
+def _flops(template: Model, where: Layout, seq_len: int) -> int:
     """FLOPs of a token: embeddings are looked up, not multiplied; the head is a product."""
     modules, head = dict(template.named_modules()), template.get_output_embeddings()
     tables = {f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Embedding)}

@@ -120,7 +120,6 @@ def _shown(row: Row) -> str:
 
 
 def _costs(row: Row) -> tuple[str, ...]:
-    """Seconds, tokens and MB."""
     if row["perplexity"] is None:
         return ("",) * 3
     spent = "" if row["method"] == WHOLE else f"{row['seconds']:.3g}"
@@ -140,7 +139,6 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def write(folder: Path, rows: list[Row], summaries: dict[str, Lines]) -> None:
-    """The rows as CSV, the summaries as Markdown."""
     run, as_csv = describe_run(), io.StringIO()
     lines = csv.DictWriter(as_csv, list(rows[0]), lineterminator="\n")
     lines.writeheader()
