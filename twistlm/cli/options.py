@@ -59,7 +59,7 @@ def writable(value: Path | None) -> Path | None:
     return value
 
 
-def command(group: typer.Typer, *examples: str, called: str | None = None) -> Callable[..., Any]:
+def command(group: typer.Typer, *examples: str) -> Callable[..., Any]:
     """A command of a function, with examples below its help.
 
     A parameter is an option where `fields.option` is its default, or where it has none and is one
@@ -93,7 +93,7 @@ def command(group: typer.Typer, *examples: str, called: str | None = None) -> Ca
 
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         run.__annotations__ = {option.name: option.annotation for option in options}
-        name = called or function.__name__
+        name = function.__name__.rstrip("_")  # `eval_`, for Python has an eval
         shown: dict[str, Any] = {"epilog": "\n\n".join(["Examples:", *examples])}
         if group is app:
             shown["rich_help_panel"] = next(p for p, names in PANELS.items() if name in names)

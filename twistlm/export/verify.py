@@ -86,7 +86,6 @@ class Comparison:
         text: Text | None,
         prompt: str = PROMPT,
     ):
-        """Greedy text by torch's cache, then its logits again in one pass without a cache."""
         self.tokenizer = load_tokenizer(str(tokenizer)) if tokenizer else None
         self.text, most = text, huggingface.n_positions(model)
         if self.tokenizer:
@@ -99,12 +98,12 @@ class Comparison:
             rng = np.random.default_rng(0)
             ids = rng.integers(huggingface.vocab_size(model), size=min(16, most // 2)).tolist()
         self.prompt: list[int] = ids
+        # by the cache; then its logits again, in one pass without
         self.tokens = greedy(TorchRunner(model), ids, min(N_NEW, most - len(ids)))
         out: Any = model(input_ids=torch.tensor([ids + self.tokens]), use_cache=False)
         self.logits = out.logits[0].float().numpy()  # [len(prompt) + len(tokens), vocab]
-        n_bytes = sum(t.numel() * t.element_size() for t in huggingface.state(model).values())
         self.rows: list[Verified] = []
-        self.add("torch f32", TorchRunner(model), n_bytes)
+        self.add("torch f32", TorchRunner(model), model.get_memory_footprint(return_buffers=False))
 
     def add(self, name: str, runner: Runner, n_bytes: int, exact: bool = False) -> Verified:
         """Feed torch's own tokens: argmax equal at every step means greedy text equal.

@@ -147,7 +147,7 @@ def launch(page: Any, server: str, port: int | None) -> str:
 
 def title(about: dict[str, Any]) -> str:
     parts = [p for p in Path(about["source"]).parts if p not in ("/", "checkpoints")]
-    model = f"{about['family']} model of {about['parameters'][-1]:,} parameters"
+    model = f"{about['family']} model of {about['parameters']:,} parameters"
     return f"<h2>{escape('/'.join(parts[-2:]))} and its tickets</h2>" + faint(
         f"A {model}. Move the slider: a smaller dense model is cut out and writes beside it."
     )

@@ -130,7 +130,8 @@ def settings(
             "MODEL, or --teacher none to learn from text alone"
         )
     known, near = like, None
-    if runs := [source for source in (teacher, cut_from) if _is_run(source)]:
+    here = (source for source in (teacher, cut_from) if Path(source).exists())
+    if runs := [source for source in here if what_is(source) == "checkpoint"]:
         found = checkpoint.open_(runs[0])  # its text and settings are taken
         known, near = like or found.config, found.path
         teacher = str(found.path) if runs[0] == teacher else teacher
@@ -174,10 +175,6 @@ def settings(
         train=replace(cfg.train, rounds=n_rounds, warmup=warmup),
         run=replace(cfg.run, save_every=max(1, n_rounds // 10)),
     )
-
-
-def _is_run(source: str) -> bool:
-    return Path(source).exists() and what_is(source) == "checkpoint"
 
 
 def reading(record: dict[str, Any]) -> str:

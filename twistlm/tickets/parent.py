@@ -120,15 +120,11 @@ def open_parent(
     # checkpoints of a healing have layers of different width, too
     if is_ticket or (found is None and getattr(model.config, "is_heterogeneous", False)):
         raise ValueError(f"{name} is a ticket, which is cut already: give the parent it came from")
-    cfg = (
-        found.config
-        if found
-        else Config(
-            model=ModelConfig(weights=weights or "random", type=model.config.model_type),
-            data=DataConfig(train="", valid="", seq_len=default_seq_len(model)),
-        )
+    bare = Config(
+        model=ModelConfig(weights=weights or "random", type=model.config.model_type),
+        data=DataConfig(train="", valid="", seq_len=default_seq_len(model)),
     )
-    cfg = config.override(cfg, overrides)
+    cfg = config.override(found.config if found else bare, overrides)
     block_map, tokenizer = families.partition(model, cfg.blocks), Path(name, "tokenizer.json")
     progress = checkpoint.progress_of(found, block_map) if found else Progress()
     return Parent(

@@ -105,7 +105,7 @@ def _least_cut(budget: Budget, block_map: BlockMap, cost: Cost, legal: list[Widt
     within = [widths for widths in legal if cost(widths) <= budget.limit]
     if not within:
         raise budget.impossible(min(map(cost, legal)))
-    return max(within, key=lambda widths: (_smallest_share(block_map, widths), _n_blocks(widths)))
+    return max(within, key=lambda w: (_smallest_share(block_map, w), sum(w.values())))
 
 
 def _evenest(block_map: BlockMap, legal: list[Widths]) -> list[Widths]:
@@ -114,7 +114,7 @@ def _evenest(block_map: BlockMap, legal: list[Widths]) -> list[Widths]:
     Each is wider than the one before, so that a latency is found in few measurements.
     """
     narrowest: dict[Fraction, Widths] = {}
-    for widths in sorted(legal, key=_n_blocks, reverse=True):
+    for widths in sorted(legal, key=lambda w: -sum(w.values())):
         narrowest[_smallest_share(block_map, widths)] = widths
     return [narrowest[share] for share in sorted(narrowest)]
 
@@ -123,10 +123,6 @@ def _smallest_share(block_map: BlockMap, widths: Widths) -> Fraction:
     """Of the kind that is cut most; layers without blocks do not count."""
     most = block_map.full_widths()
     return min(Fraction(k, most[name]) for name, k in widths.items() if k)
-
-
-def _n_blocks(widths: Widths) -> int:
-    return sum(widths.values())
 
 
 def grow(
