@@ -125,10 +125,7 @@ def load_ticket(folder: str | Path) -> PreTrainedModel:
 
 
 def verify(source: str) -> list[str]:
-    """Read every byte of a token file, ticket, checkpoint or run; a sentence for each whole one.
-
-    The first damage is a ValueError that names the file.
-    """
+    """Read every byte of a token file, ticket, checkpoint or run; a sentence for each whole one."""
     folder = Path(source)
     if not folder.is_dir():
         told = verify_teacher_cache(open_tokens(source))

@@ -204,14 +204,10 @@ def _write(request: HealRequest, state: State, record: dict[str, Any]) -> dict[s
             (draft / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         save_tensors(state, draft / "model.safetensors")
         if (card := draft / CARD).is_file():
-            card.write_text(_card(card.read_text(), record))
+            untrue, healed = tuple(f"| {name}" for name in UNTRUE), record["healed"][-1]
+            lines = [each for each in card.read_text().splitlines() if not each.startswith(untrue)]
+            lines += ["", "## Healing", ""]
+            lines += [f"Trained after the cut: {markdown_text(reading(record))}."]
+            lines += [f"Made by {markdown_code(healed['command'])}, twistlm {healed['git']}.", ""]
+            card.write_text("\n".join(lines))
         return seal(draft, record)
-
-
-def _card(text: str, record: dict[str, Any]) -> str:
-    """The card with a section about healing; numbers of the unhealed weights leave its table."""
-    untrue, healed = tuple(f"| {name}" for name in UNTRUE), record["healed"][-1]
-    lines = [line for line in text.splitlines() if not line.startswith(untrue)]
-    lines += ["", "## Healing", "", f"Trained after the cut: {markdown_text(reading(record))}."]
-    lines += [f"Made by {markdown_code(healed['command'])}, twistlm {healed['git']}.", ""]
-    return "\n".join(lines)

@@ -39,12 +39,11 @@ class Parent:
     means: Means = field(default_factory=dict)  # of absent blocks: tickets' biases hold them
 
     def __repr__(self) -> str:
-        n_blocks = {group.kind: group.n_blocks for group in self.block_map.groups}
-        blocks = ", ".join(f"{n} {kind} blocks" for kind, n in n_blocks.items())
-        layers = len(self.block_map.layers)
-        order = ", nested" if self.progress.order else ""
+        cut, order = self.block_map, ", nested" if self.progress.order else ""
+        blocks = ", ".join(f"{cut.n_blocks(kind)} {kind} blocks" for kind in cut.kinds)
+        layers = f"{len(cut.layers)} layers"
         n_params = f"{self.central.layout.n_params:,} parameters"
-        return f"Parent({self.source}: {n_params}, {blocks} in each of {layers} layers{order})"
+        return f"Parent({self.source}: {n_params}, {blocks} in each of {layers}{order})"
 
     @property
     def scale(self) -> ActivationScale:

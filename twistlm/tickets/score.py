@@ -68,10 +68,7 @@ def usual_ratios(parent: Parent) -> tuple[str, ...]:
 
 
 def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool = False) -> Scores:
-    """Perplexity of the full model and of n random subnets of each ratio.
-
-    Without ratios those of `usual_ratios`.
-    """
+    """Perplexity of the full model and of n random subnets of each ratio."""
     text = text_of(parent, request.data, request.tokens)
     ratios, n = request.ratios or usual_ratios(parent), request.n or N_SUBNETS
     with progress(quiet) as bar:
@@ -102,10 +99,7 @@ def score_whole(
     device: str = "auto",
     overrides: Sequence[str] = (),
 ) -> Scores:
-    """The perplexity of a ticket, or of a model that was not trained here, as it is.
-
-    Without `data` a ticket is measured on the validation text of its parent's run.
-    """
+    """The perplexity of a ticket, or of a model that was not trained here, as it is."""
     folder, seq_len = Path(source), 0
     if data:
         file = open_tokens(resolve(data, "valid"))

@@ -89,7 +89,10 @@ def fit(
     if legal is not None:
         legal = [widths | none for widths in legal]
         if budget.kind != "latency":
-            return [_least_cut(budget, block_map, cost, legal)]
+            if not (within := [widths for widths in legal if cost(widths) <= budget.limit]):
+                raise budget.impossible(min(map(cost, legal)))
+            # the kind that is cut most decides, then all blocks
+            return [max(within, key=lambda w: (_smallest_share(block_map, w), sum(w.values())))]
         uniform = _evenest(block_map, legal)
     cost_at = cache(lambda i: cost(uniform[i]))  # a latency is measured, of few widths
     n_within = bisect_right(range(len(uniform)), budget.limit, key=cost_at)
@@ -98,14 +101,6 @@ def fit(
     if budget.kind == "latency":
         return uniform[:n_within][::-1]
     return [grow_evenly(block_map, uniform[n_within - 1], budget.limit, cost)]
-
-
-def _least_cut(budget: Budget, block_map: BlockMap, cost: Cost, legal: list[Widths]) -> Widths:
-    """Of the legal widths within a budget: the kind that is cut most decides, then all blocks."""
-    within = [widths for widths in legal if cost(widths) <= budget.limit]
-    if not within:
-        raise budget.impossible(min(map(cost, legal)))
-    return max(within, key=lambda w: (_smallest_share(block_map, w), sum(w.values())))
 
 
 def _evenest(block_map: BlockMap, legal: list[Widths]) -> list[Widths]:
