@@ -35,11 +35,8 @@ def python_words() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(OPTION.sub(_in_python, str(error))) from None
-
-
-def _in_python(found: re.Match[str]) -> str:
-    return found[1].replace("-", "_") if found[1] else found[0]
+        said = OPTION.sub(lambda m: m[1].replace("-", "_") if m[1] else m[0], str(error))
+        raise ValueError(said) from None
 
 
 @python_words()

@@ -141,7 +141,6 @@ def show(record: dict[str, Any], json_out: Path | None, *lines: Any) -> None:
 
 app = typer.Typer(
     name="twistlm",
-    help="Train a language model once, deploy it at any size (TwIST).",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -178,7 +178,6 @@ def _text(key: str, value: float | None) -> str:
 
 
 def tile(name: str, value: str, below: str) -> str:
-    """A number in a box."""
     return (
         f'<div class="tile"><span class="faint">{escape(name)}</span><b>{escape(value)}</b>'
         f'<span class="faint">{escape(below)}</span></div>'

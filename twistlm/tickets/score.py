@@ -104,7 +104,7 @@ def score_whole(
     if data:
         file = open_tokens(resolve(data, "valid"))
     elif what_is(source) == "ticket":
-        file, seq_len = _parents_text(folder, read_ticket(folder))
+        file, seq_len = _parents_text(folder)
     else:
         raise ValueError(f"{source} has no tokens of its own: give --data STEM")
     model = open_runnable(source, device).model
@@ -114,9 +114,9 @@ def score_whole(
     return score_model(model, text, folder.name, cfg.train.precision)
 
 
-def _parents_text(folder: Path, record: dict[str, Any]) -> tuple[TokenFile, int]:
+def _parents_text(folder: Path) -> tuple[TokenFile, int]:
     """The validation tokens of the run that a ticket was cut out of, and its sequence length."""
-    source = cut_from(record)
+    source = cut_from(read_ticket(folder))
     with suppress(ValueError):  # no checkpoint is here, or its text is not
         cfg = checkpoint.open_(source).config
         return open_text(source, cfg, None, "valid"), cfg.data.seq_len

@@ -177,7 +177,6 @@ def why_whole(parent: Parent) -> str:
 
 
 def _n_left_out(parent: Parent, request: TicketRequest) -> int:
-    """How many layers `--layers` leaves out."""
     n_layers, n_cut = parent.template.config.num_hidden_layers, len(parent.block_map.layers)
     asked = n_layers if request.layers is None else request.layers
     least = n_layers - n_cut + 1
