@@ -123,7 +123,7 @@ def evaluate(source: str | Path, ratios: Any = (), *, device: str = "auto", **as
     if what_is(source) == "ticket":
         if request.ratios:
             raise ValueError(f"ratios: {source} is a ticket, which is cut already")
-        return score_whole(source, data=request.data, tokens=request.tokens, device=device)
+        return score_whole(source, request, device)
     opened = parent.open_parent(source, device)
     return score_parent(opened, request, Path(opened.source).name, quiet=True)
 

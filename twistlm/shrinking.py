@@ -38,7 +38,7 @@ from .model import huggingface
 from .model.blocks import Widths
 from .model.tokenizer import covers, load_tokenizer, vocabulary_of
 from .recipe import Size
-from .system import terminal
+from .system import manifest, terminal
 from .system.device import pick_device
 from .system.files import alone, whole_file
 from .system.terminal import console, waiting
@@ -98,16 +98,16 @@ def run(request: ShrinkRequest) -> list[Row]:
         check_gguf(request.gguf, huggingface.outline(weights_of(request)), words, request.model)
     with alone(out):
         if inputs is not None:
-            whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
+            whole_file(out / RECORD, manifest.written(record))
             record["sizes"] = prepare(request, inputs)
-            whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
+            whole_file(out / RECORD, manifest.written(record))
         cfg = config.load(str(out / CONFIG))
         _train(cfg)
         rows = _cut(request, cfg, record["sizes"])
     if tasks is None:
         return rows
     scores = list(score_tasks(_runnable(request, cfg, rows), tasks))
-    whole_file(out / "tasks.json", json.dumps(task_record(scores), indent=1) + "\n")
+    whole_file(out / "tasks.json", manifest.written(task_record(scores)))
     return [replace(row, tasks=_means(each)) for row, each in zip(rows, scores, strict=True)]
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import json
 import os
 import sys
 import typing
@@ -132,9 +131,9 @@ def _parameter(name: str, hint: Any, field: dataclasses.Field) -> inspect.Parame
 def show(record: dict[str, Any], json_out: Path | None, *lines: Any) -> None:
     """Write the numbers where `--json` was given, and print tables and sentences about them."""
     if json_out is not None:
-        from ..system.files import whole_file
+        from ..system import files, manifest
 
-        whole_file(json_out, json.dumps(record, indent=1) + "\n")
+        files.whole_file(json_out, manifest.written(record))
     for line in lines:
         console.print(line)
 

@@ -218,9 +218,7 @@ def eval_(
             request = replace(request, ratios=ratios or score.usual_ratios(parent)[:1])
         scores = score.score_parent(parent, request, Path(source).name)
     else:
-        scores = score.score_whole(
-            source, data=request.data, tokens=request.tokens, device=device, overrides=more
-        )
+        scores = score.score_whole(source, request, device, more)
     record = scores.to_dict()
     if bound:
         made = score.certificate(scores.subnets[0].values, coverage, confidence)

@@ -1,6 +1,5 @@
 """Every export is compared with torch on the spot: logits, greedy tokens, perplexity, speed."""
 
-import json
 import math
 import time
 from abc import ABC, abstractmethod
@@ -17,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..compute.perplexity import Text
 from ..model import huggingface
 from ..model.tokenizer import load_tokenizer
-from ..system import provenance, terminal
+from ..system import manifest, provenance, terminal
 
 PROMPT = "The city lies on both banks of the river and"
 N_NEW = 24
@@ -140,7 +139,7 @@ class Comparison:
     def write(self, path: Path, **about: Any) -> None:
         """The comparison as JSON, with command, code and machine."""
         record = about | {"verified": [asdict(row) for row in self.rows]}
-        path.write_text(json.dumps(record | provenance.describe_run(), indent=1) + "\n")
+        path.write_text(manifest.written(record | provenance.describe_run()))
 
 
 def table(rows: list[Verified]) -> Table:

@@ -92,17 +92,12 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
 
 
 def score_whole(
-    source: str | Path,
-    *,
-    data: str | None = None,
-    tokens: int = 0,
-    device: str = "auto",
-    overrides: Sequence[str] = (),
+    source: str | Path, request: ScoreRequest, device: str = "auto", overrides: Sequence[str] = ()
 ) -> Scores:
     """The perplexity of a ticket, or of a model that was not trained here, as it is."""
     folder, seq_len = Path(source), 0
-    if data:
-        file = open_tokens(resolve(data, "valid"))
+    if request.data:
+        file = open_tokens(resolve(request.data, "valid"))
     elif what_is(source) == "ticket":
         file, seq_len = _parents_text(folder)
     else:
@@ -110,7 +105,7 @@ def score_whole(
     model = open_runnable(source, device).model
     default = Config(data=DataConfig(seq_len=seq_len or default_seq_len(model)))
     cfg = config.override(default, overrides)
-    text = text_for(model, file, cfg.data.seq_len, tokens, folder / "tokenizer.json")
+    text = text_for(model, file, cfg.data.seq_len, request.tokens, folder / "tokenizer.json")
     return score_model(model, text, folder.name, cfg.train.precision)
 
 

@@ -28,11 +28,7 @@ STORED = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 
 
 def cost_of(
-    budget: Budget,
-    model: PreTrainedModel,
-    block_map: BlockMap,
-    dtype: str,
-    decode_ms: Cost | None = None,
+    budget: Budget, model: PreTrainedModel, block_map: BlockMap, dtype: str, decode_ms: Cost | None
 ) -> Cost:
     """What a budget limits, of a ticket of any widths: counted, or measured by `decode_ms`."""
     if budget.kind == "latency" and decode_ms is not None:
