@@ -27,10 +27,7 @@ def open_text(
     split: Literal["train", "valid"],
     option: str = "--data",  # what the caller calls `data`
 ) -> TokenFile:
-    """The token file `data`, or the run's own: found from here, or from a folder above the run.
-
-    Text to calibrate on is the run's training text. Results are measured on its validation text.
-    """
+    """The token file `data`, or the run's own: found from here, or from a folder above the run."""
     if data:
         return open_tokens(resolve(data, split))
     stem = getattr(cfg.data, split)
