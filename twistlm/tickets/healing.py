@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from .. import config
 from ..compute.perplexity import Text, perplexity
-from ..config import BlocksConfig, Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from ..config import BlocksConfig, Config, DataConfig, ModelConfig, RunConfig
 from ..data.builtin import resolve
 from ..data.token_file import open_tokens
 from ..model import huggingface
@@ -129,20 +129,18 @@ def settings(
             f"{request.ticket} was cut out of {teacher}, which is not here: give --teacher RUN or "
             "MODEL, or --teacher none to learn from text alone"
         )
-    known, near = like, None
+    run, near = like or Config(data=DataConfig(train="", valid="")), None
     here = (source for source in (teacher, cut_from) if Path(source).exists())
     if runs := [source for source in here if what_is(source) == "checkpoint"]:
         found = checkpoint.open_(runs[0])  # its text and settings are taken
-        known, near = like or found.config, found.path
+        run, near = like or found.config, found.path
         teacher = str(found.path) if runs[0] == teacher else teacher
-    run = known or Config(train=TrainConfig(batch=2, lr=1e-4))
-    data = request.data or (known.data.train if known else "")
-    if not data:
+    if not (data := request.data or run.data.train):
         raise ValueError(
             f"nothing is known to train {request.ticket} on, since neither its teacher ({teacher}) "
             f"nor its parent ({cut_from}) is a run that is here: give --data STEM"
         )
-    valid = request.valid or (known.data.valid if known else "") or data
+    valid = request.valid or run.data.valid or data
     if near is not None:  # a run's tokens may be seen from its folder, not from here
         data, valid = resolve(data, "train", near), resolve(valid, "valid", near)
     seq_len = min(run.data.seq_len, huggingface.n_positions(model))

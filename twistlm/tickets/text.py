@@ -112,5 +112,5 @@ def calibrate_on_tokens(parent: Parent, data: str | None, tokens: int, seed: int
     """About `tokens` tokens (0: no limit) in random windows: 1 to `MOST_SEQUENCES` of them."""
     seq_len = parent.cfg.data.seq_len
     n_all = open_text(parent.source, parent.cfg, data, "train").n_sequences(seq_len)
-    n = max(1, tokens // seq_len) if tokens else MOST_SEQUENCES
+    n = tokens // seq_len if tokens else MOST_SEQUENCES
     return calibrate(parent, data, max(1, min(n, MOST_SEQUENCES, n_all)), seed)
