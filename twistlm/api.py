@@ -35,11 +35,8 @@ def python_words() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(OPTION.sub(_in_python, str(error))) from None
-
-
-def _in_python(found: re.Match[str]) -> str:
-    return found[1].replace("-", "_") if found[1] else found[0]
+        said = OPTION.sub(lambda m: m[1].replace("-", "_") if m[1] else m[0], str(error))
+        raise ValueError(said) from None
 
 
 @python_words()
@@ -126,7 +123,7 @@ def evaluate(source: str | Path, ratios: Any = (), *, device: str = "auto", **as
     if what_is(source) == "ticket":
         if request.ratios:
             raise ValueError(f"ratios: {source} is a ticket, which is cut already")
-        return score_whole(source, data=request.data, tokens=request.tokens, device=device)
+        return score_whole(source, request, device)
     opened = parent.open_parent(source, device)
     return score_parent(opened, request, Path(opened.source).name, quiet=True)
 

@@ -53,11 +53,10 @@ def option(
     help: str,
     default: Any = dataclasses.MISSING,
     *names: str,
-    least: float | None = None,
-    most: float | None = None,
     choices: tuple[str, ...] = (),
     metavar: str | None = None,
     argument: bool = False,
+    **limits: float,
 ) -> Any:
     """A field of a request: an option of a command, and a keyword of the Python method.
 
@@ -65,7 +64,7 @@ def option(
     `tuple[..., ...]` is repeatable.
     """
     about: dict[str, Any] = {"help": help, "names": names, "metavar": metavar, "argument": argument}
-    about |= {"range": Range(least, most=most), "choices": choices}
+    about |= {"range": Range(**limits), "choices": choices}
     return dataclasses.field(default=default, metadata=about)
 
 

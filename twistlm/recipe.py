@@ -166,16 +166,9 @@ def config_for(
     for kind, n in n_blocks.items():
         ks[f"mask_{kind}"] = (n,) * WHOLE + tuple(each[kind] for each in smaller)
     seq_len = default_seq_len(model)
-    n_params = sum(map(math.prod, huggingface.shapes(model).values()))
-    rate = min(HIGHEST, RATE * math.sqrt(RATE_AT / n_params))
-    cfg = Config(
-        model=ModelConfig(weights, model.config.model_type, numbers_of(model)),
-        data=DataConfig(train=f"{out}/text/train", valid=f"{out}/text/valid", seq_len=seq_len),
-        blocks=replace(cut.blocks, **ks),
-        run=RunConfig(
-            out=f"{out}/parent", eval_every=-1, eval_ratios=tuple(size.ratio for size in sizes)
-        ),
-    )
+    rate = min(HIGHEST, RATE * math.sqrt(RATE_AT / model.num_parameters()))
+    given = ModelConfig(weights, model.config.model_type, numbers_of(model))
+    text = DataConfig(train=f"{out}/text/train", valid=f"{out}/text/valid", seq_len=seq_len)
     for batch in BATCHES:
         per_step = N_WORKERS * batch * seq_len
         n_rounds = max(1, n_tokens // (per_step * INTERVAL))
@@ -186,8 +179,12 @@ def config_for(
             # what is read twice is predicted once; what is read once costs as much beside a step
             teacher="cache" if n_tokens > n_text else "start",
         )  # fmt: skip
-        run = replace(cfg.run, save_every=max(1, min(50, n_rounds // 20)))
-        chosen = config.override(replace(cfg, train=train, run=run), overrides)
+        run = RunConfig(
+            out=f"{out}/parent", eval_every=-1, eval_ratios=tuple(size.ratio for size in sizes),
+            save_every=max(1, min(50, n_rounds // 20)),
+        )  # fmt: skip
+        cfg = Config(given, text, replace(cut.blocks, **ks), train, run)
+        chosen = config.override(cfg, overrides)
         if n_tokens >= per_step * STEPS and plan.memory(chosen, model, device)[1] <= room:
             break
     return chosen

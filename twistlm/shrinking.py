@@ -11,7 +11,6 @@ Every stage leaves its result whole or not at all, so the same command goes on w
 """
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,7 @@ from .model import huggingface
 from .model.blocks import Widths
 from .model.tokenizer import covers, load_tokenizer, vocabulary_of
 from .recipe import Size
-from .system import terminal
+from .system import manifest, terminal
 from .system.device import pick_device
 from .system.files import alone, whole_file
 from .system.terminal import console, waiting
@@ -99,16 +98,16 @@ def run(request: ShrinkRequest) -> list[Row]:
         check_gguf(request.gguf, huggingface.outline(weights_of(request)), words, request.model)
     with alone(out):
         if inputs is not None:
-            whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
+            whole_file(out / RECORD, manifest.written(record))
             record["sizes"] = prepare(request, inputs)
-            whole_file(out / RECORD, json.dumps(record, indent=1) + "\n")
+            whole_file(out / RECORD, manifest.written(record))
         cfg = config.load(str(out / CONFIG))
         _train(cfg)
         rows = _cut(request, cfg, record["sizes"])
     if tasks is None:
         return rows
     scores = list(score_tasks(_runnable(request, cfg, rows), tasks))
-    whole_file(out / "tasks.json", json.dumps(task_record(scores), indent=1) + "\n")
+    whole_file(out / "tasks.json", manifest.written(task_record(scores)))
     return [replace(row, tasks=_means(each)) for row, each in zip(rows, scores, strict=True)]
 
 
@@ -223,11 +222,10 @@ def needs(request: ShrinkRequest, inputs: Inputs, cfg: Config, n_text: int) -> s
             f"training {request.model} takes about {decimal(memory)} of memory, and {whose} has "
             f"{decimal(room)}: lower data.seq_len = {cfg.data.seq_len}, or take a smaller model"
         )
-    n_params = sum(map(math.prod, huggingface.shapes(inputs.model).values()))
     width = id_bytes(huggingface.vocab_size(inputs.model))
     cached = plan.TOP * (width + 2) if cfg.train.teacher == "cache" else 0
     disk = n_text * (2 * width + cached)  # tokens: each source, then all
-    disk += 3 * 12 * n_params  # checkpoints: two, and one that is being written
+    disk += 3 * 12 * inputs.model.num_parameters()  # checkpoints: two, and one being written
     disk += (4 + 2 * bool(request.gguf)) * sum(size.n_params for size in inputs.sizes)
     near = next(path for path in (request.out, *request.out.absolute().parents) if path.exists())
     if disk > (free := shutil.disk_usage(near).free):

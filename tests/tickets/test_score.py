@@ -89,7 +89,8 @@ def test_a_run_and_its_ticket_know_their_text_and_sizes(tmp_path, monkeypatch):
     ((_, ticket),) = made
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    for scores in (score.score_whole(tmp_path / "ticket", device="cpu"), ticket.evaluate()):
+    whole = score.score_whole(tmp_path / "ticket", ScoreRequest(), "cpu")
+    for scores in (whole, ticket.evaluate()):
         assert scores.n_tokens == 200
         assert scores.full == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-6)
     with pytest.raises(ValueError, match=r"ratios: .*ticket is a ticket, which is cut already"):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import json
 import os
 import sys
 import typing
@@ -59,7 +58,7 @@ def writable(value: Path | None) -> Path | None:
     return value
 
 
-def command(group: typer.Typer, *examples: str, called: str | None = None) -> Callable[..., Any]:
+def command(group: typer.Typer, *examples: str) -> Callable[..., Any]:
     """A command of a function, with examples below its help.
 
     A parameter is an option where `fields.option` is its default, or where it has none and is one
@@ -93,7 +92,7 @@ def command(group: typer.Typer, *examples: str, called: str | None = None) -> Ca
 
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         run.__annotations__ = {option.name: option.annotation for option in options}
-        name = called or function.__name__
+        name = function.__name__.rstrip("_")  # `eval_`, for Python has an eval
         shown: dict[str, Any] = {"epilog": "\n\n".join(["Examples:", *examples])}
         if group is app:
             shown["rich_help_panel"] = next(p for p, names in PANELS.items() if name in names)
@@ -132,16 +131,15 @@ def _parameter(name: str, hint: Any, field: dataclasses.Field) -> inspect.Parame
 def show(record: dict[str, Any], json_out: Path | None, *lines: Any) -> None:
     """Write the numbers where `--json` was given, and print tables and sentences about them."""
     if json_out is not None:
-        from ..system.files import whole_file
+        from ..system import files, manifest
 
-        whole_file(json_out, json.dumps(record, indent=1) + "\n")
+        files.whole_file(json_out, manifest.written(record))
     for line in lines:
         console.print(line)
 
 
 app = typer.Typer(
     name="twistlm",
-    help="Train a language model once, deploy it at any size (TwIST).",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

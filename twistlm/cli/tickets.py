@@ -3,6 +3,7 @@
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ..export import FORMATS, check_target, check_type
 from ..fields import N_TOKENS, option, seed_of, words
@@ -80,15 +81,9 @@ def generate(
     def emit(text: str) -> None:
         print(clean(text), end="", flush=True)
 
-    write_text(
-        open_runnable(ticket, device),
-        prompt,
-        max_new_tokens=max_new_tokens,
-        emit=emit,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-    )
+    drawn: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
+    model = open_runnable(ticket, device)
+    write_text(model, prompt, max_new_tokens=max_new_tokens, emit=emit, **drawn)
     sys.stdout.write("\n")
 
 

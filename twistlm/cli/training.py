@@ -158,7 +158,6 @@ def train(
     "twistlm eval gpt2 --data data/wiki-test --tokens 65536 data.seq_len=512",
     "twistlm eval runs/demo/twist --certify --ratio 6/12 --n 200 --json certificate.json",
     "twistlm eval runs/wiki-gpt2 --ratio 8/12 --ratio 6/12 --tasks arc_easy,piqa,hellaswag",
-    called="eval",
 )
 def eval_(
     sources: list[str] = option(
@@ -189,21 +188,21 @@ def eval_(
     """
     (source, *others), more = split_sources(sources)
     ratios = request.ratios
-    if tasks is not None and bound:
-        raise ValueError("--certify bounds perplexities: leave --tasks out")
-    if tasks is not None and (request.n or request.data or request.tokens):
-        raise ValueError("--tasks bring their own text: leave --n, --data and --tokens out")
-    if others and tasks is None:
-        raise ValueError(f"{others[0]}: perplexity is measured for one model at a time")
-    if bound and len(ratios) > 1:
-        raise ValueError(f"--certify takes one --ratio, not {len(ratios)}: {', '.join(ratios)}")
     if tasks is not None:
+        if bound:
+            raise ValueError("--certify bounds perplexities: leave --tasks out")
+        if request.n or request.data or request.tokens:
+            raise ValueError("--tasks bring their own text: leave --n, --data and --tokens out")
         from ..tickets import tasks as zero_shot
 
         opened = zero_shot.open_tasks(tasks)
         models = zero_shot.models_of([source, *others], ratios, request.seed, device, more)
         rows = list(zero_shot.score_tasks(models, opened))
         return show(zero_shot.record(rows), json_out, zero_shot.table(rows))
+    if others:
+        raise ValueError(f"{others[0]}: perplexity is measured for one model at a time")
+    if bound and len(ratios) > 1:
+        raise ValueError(f"--certify takes one --ratio, not {len(ratios)}: {', '.join(ratios)}")
     from ..tickets import score
     from ..tickets.parent import open_parent, what_is
 
@@ -219,9 +218,7 @@ def eval_(
             request = replace(request, ratios=ratios or score.usual_ratios(parent)[:1])
         scores = score.score_parent(parent, request, Path(source).name)
     else:
-        scores = score.score_whole(
-            source, data=request.data, tokens=request.tokens, device=device, overrides=more
-        )
+        scores = score.score_whole(source, request, device, more)
     record = scores.to_dict()
     if bound:
         made = score.certificate(scores.subnets[0].values, coverage, confidence)

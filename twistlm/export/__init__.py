@@ -3,14 +3,10 @@
 import importlib.util
 from pathlib import Path
 
-GGUF_TYPES = ("q8_0", "f32", "f16", "q4_k_m")
-ONNX_TYPES = ("f32", "q8")
-FORMATS = {"gguf": GGUF_TYPES, "onnx": ONNX_TYPES}  # of `export --to`
+FORMATS = {"gguf": ("q8_0", "f32", "f16", "q4_k_m"), "onnx": ("f32", "q8")}  # of `export --to`
 RUNTIMES = (  # of `bench deploy --runtime`
     "torch", "onnx", "onnx-q8", "llama.cpp-f16", "llama.cpp-q8_0", "llama.cpp-q4_k_m",
 )  # fmt: skip
-
-
 QUANTIZES = ("q4_k_m",)  # types that llama.cpp itself makes, out of float32
 ONNX_FILES = ("model.onnx", "export.json")  # in the folder of every ONNX export
 

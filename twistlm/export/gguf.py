@@ -104,9 +104,8 @@ def _write(
     else:
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    kinds = gguf.LlamaFileType
-    files = {"f32": kinds.ALL_F32, "f16": kinds.MOSTLY_F16, "q8_0": kinds.MOSTLY_Q8_0}
-    writer.add_file_type(files[type_])
+    stored = "ALL_F32" if type_ == "f32" else f"MOSTLY_{type_.upper()}"
+    writer.add_file_type(gguf.LlamaFileType[stored])
     add_vocabulary_(writer, tokenizer, n_tokens, config)
     for name, tensor in tensors.items():
         fits = "f16" if type_ == "q8_0" and tensor.shape[-1] % 32 else type_

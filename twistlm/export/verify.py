@@ -1,6 +1,5 @@
 """Every export is compared with torch on the spot: logits, greedy tokens, perplexity, speed."""
 
-import json
 import math
 import time
 from abc import ABC, abstractmethod
@@ -17,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..compute.perplexity import Text
 from ..model import huggingface
 from ..model.tokenizer import load_tokenizer
-from ..system import provenance, terminal
+from ..system import manifest, provenance, terminal
 
 PROMPT = "The city lies on both banks of the river and"
 N_NEW = 24
@@ -86,7 +85,6 @@ class Comparison:
         text: Text | None,
         prompt: str = PROMPT,
     ):
-        """Greedy text by torch's cache, then its logits again in one pass without a cache."""
         self.tokenizer = load_tokenizer(str(tokenizer)) if tokenizer else None
         self.text, most = text, huggingface.n_positions(model)
         if self.tokenizer:
@@ -99,12 +97,12 @@ class Comparison:
             rng = np.random.default_rng(0)
             ids = rng.integers(huggingface.vocab_size(model), size=min(16, most // 2)).tolist()
         self.prompt: list[int] = ids
+        # by the cache; then its logits again, in one pass without
         self.tokens = greedy(TorchRunner(model), ids, min(N_NEW, most - len(ids)))
         out: Any = model(input_ids=torch.tensor([ids + self.tokens]), use_cache=False)
         self.logits = out.logits[0].float().numpy()  # [len(prompt) + len(tokens), vocab]
-        n_bytes = sum(t.numel() * t.element_size() for t in huggingface.state(model).values())
         self.rows: list[Verified] = []
-        self.add("torch f32", TorchRunner(model), n_bytes)
+        self.add("torch f32", TorchRunner(model), model.get_memory_footprint(return_buffers=False))
 
     def add(self, name: str, runner: Runner, n_bytes: int, exact: bool = False) -> Verified:
         """Feed torch's own tokens: argmax equal at every step means greedy text equal.
@@ -141,7 +139,7 @@ class Comparison:
     def write(self, path: Path, **about: Any) -> None:
         """The comparison as JSON, with command, code and machine."""
         record = about | {"verified": [asdict(row) for row in self.rows]}
-        path.write_text(json.dumps(record | provenance.describe_run(), indent=1) + "\n")
+        path.write_text(manifest.written(record | provenance.describe_run()))
 
 
 def table(rows: list[Verified]) -> Table:

@@ -55,8 +55,7 @@ class Models:
 
     def describe(self) -> Iterator[dict[str, Any]]:
         """What the page shows before anything is asked."""
-        block_map, layout = self.parent.block_map, self.parent.central.layout
-        kinds = {group.kind: group for group in block_map.groups}
+        kinds = {group.kind: group for group in self.parent.block_map.groups}
         yield {
             "source": self.parent.source,
             "family": self.parent.template.config.model_type,
@@ -64,7 +63,7 @@ class Models:
                 ", ".join(f"{k} {widths[g.name]}/{g.n_blocks}" for k, g in kinds.items())
                 for widths in self.sizes
             ],
-            "parameters": [layout.narrowed(block_map, w).n_params for w in self.sizes],
+            "parameters": self.parent.central.layout.n_params,
             "pick": pick_for(self.parent).asked,
             "measured_on": self.measured_on,
             "has_text": self.evaluator is not None,
@@ -77,7 +76,7 @@ class Models:
         models = {"whole": self.whole, "ticket": self.ticket(choice)}
         found = {"whole": self.of_whole, "ticket": self.of_tickets.setdefault(choice, {})}
         for name, model in models.items():
-            found[name]["parameters"] = sum(p.numel() for p in model.parameters())
+            found[name]["parameters"] = model.num_parameters()
             found[name]["bytes"] = weights_bytes(huggingface.shapes(model))
         yield found
         if "ms" not in found["ticket"]:  # both in turn: a busy machine slows them alike

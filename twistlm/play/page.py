@@ -147,7 +147,7 @@ def launch(page: Any, server: str, port: int | None) -> str:
 
 def title(about: dict[str, Any]) -> str:
     parts = [p for p in Path(about["source"]).parts if p not in ("/", "checkpoints")]
-    model = f"{about['family']} model of {about['parameters'][-1]:,} parameters"
+    model = f"{about['family']} model of {about['parameters']:,} parameters"
     return f"<h2>{escape('/'.join(parts[-2:]))} and its tickets</h2>" + faint(
         f"A {model}. Move the slider: a smaller dense model is cut out and writes beside it."
     )
@@ -178,7 +178,6 @@ def _text(key: str, value: float | None) -> str:
 
 
 def tile(name: str, value: str, below: str) -> str:
-    """A number in a box."""
     return (
         f'<div class="tile"><span class="faint">{escape(name)}</span><b>{escape(value)}</b>'
         f'<span class="faint">{escape(below)}</span></div>'

@@ -62,7 +62,6 @@ class ModelProcess:
         theirs.close()
 
     def close(self) -> None:
-        """End the model's process."""
         if self.process is not None:
             self.process.kill()
             self.process.join()
@@ -70,9 +69,7 @@ class ModelProcess:
             self.process = None
 
 
-def _serve(
-    pipe: Connection, stop: Any, source: str, device: str, overrides: list[str], data: str | None
-) -> None:
+def _serve(pipe: Connection, stop: Any, *of_models: Any) -> None:
     """Answer questions until the page is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the page's
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -85,7 +82,7 @@ def _serve(
         except EOFError:
             return
         try:
-            models = models or Models(source, device, overrides, data)
+            models = models or Models(*of_models)
             for part in getattr(models, name)(**arguments):
                 pipe.send(("part", part))
                 if stop.is_set():

@@ -122,17 +122,13 @@ def build(cls: type[T], table: Any, where: str = "") -> T:
             close = difflib.get_close_matches(key, hints, n=1)
             hint = f"; did you mean {where}{close[0]}?" if close else "."
             raise ValueError(f"unknown key {where}{key}{hint} Legal keys: {', '.join(hints)}")
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if dataclasses.is_dataclass(hints[key]):
-            values[key] = build(typing.cast(type, hints[key]), value, f"{where}{key}.")
-        else:
-            values[key] = _coerce(value, hints[key], f"{where}{key}")
-    return cls(**values)
+    return cls(**{k: _coerce(value, hints[k], f"{where}{k}") for k, value in table.items()})
 
 
 def _coerce(value: Any, hint: Any, name: str) -> Any:
     """Check one value against its annotation; a number stands for a list of one."""
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), value, f"{name}.")
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         if isinstance(value, bool):  # `run.variant=true` is a word, not TOML's boolean
@@ -146,10 +142,8 @@ def _coerce(value: Any, hint: Any, name: str) -> Any:
         if len(items) != len(inner):
             raise ValueError(f"{name} = {value!r}: needs {len(inner)} values")
         return tuple(_coerce(item, kind, name) for item, kind in zip(items, inner, strict=True))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
+    if hint in (float, str) and isinstance(value, int | float) and not isinstance(value, bool):
+        return hint(value)
     plain = origin or hint
     if not isinstance(value, plain) or (hint is int and isinstance(value, bool)):
         kind = type(value).__name__

@@ -1,6 +1,5 @@
 """(6) Tickets: cut out of a parent as dense models, written as folders, checked and read back."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,9 @@ def save_ticket(
     `model` is the ticket if it was cut before, which is then written as it is, in its own dtype.
     """
     model, notes = model or cut_ticket(parent, blueprint), notes or {}
-    groups, shapes = parent.block_map.groups, huggingface.shapes(model)
-    dropped = parent.block_map.dropped(parent.block_map.widths(blueprint))
-    expected = weights_bytes(shapes, str(model.dtype).removeprefix("torch."))
+    cut = parent.block_map
+    dropped = cut.dropped(cut.widths(blueprint))
+    expected = weights_bytes(huggingface.shapes(model), str(model.dtype).removeprefix("torch."))
     with whole_folder(folder, foreign_files(folder, TICKET)) as draft:
         why = hf_folder.save(parent, depth.shallower(parent.template, dropped), model, draft)
         if (found := (draft / "model.safetensors").stat().st_size) != expected:
@@ -77,8 +76,8 @@ def save_ticket(
             )
         ticket = {
             "parent": {"source": parent.source, "n_params": parent.central.layout.n_params},
-            "n_params": sum(map(math.prod, shapes.values())),
-            "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in groups},
+            "n_params": model.num_parameters(),
+            "widths": {g.name: f"{len(blueprint[g.name])}/{g.n_blocks}" for g in cut.groups},
             "blueprint": blueprint,
             "stock": why or True,  # or why it is no plain model of its family
             **notes,
@@ -125,10 +124,7 @@ def load_ticket(folder: str | Path) -> PreTrainedModel:
 
 
 def verify(source: str) -> list[str]:
-    """Read every byte of a token file, ticket, checkpoint or run; a sentence for each whole one.
-
-    The first damage is a ValueError that names the file.
-    """
+    """Read every byte of a token file, ticket, checkpoint or run; a sentence for each whole one."""
     folder = Path(source)
     if not folder.is_dir():
         told = verify_teacher_cache(open_tokens(source))

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from .. import config
 from ..compute.perplexity import Text, perplexity
-from ..config import BlocksConfig, Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from ..config import BlocksConfig, Config, DataConfig, ModelConfig, RunConfig
 from ..data.builtin import resolve
 from ..data.token_file import open_tokens
 from ..model import huggingface
@@ -129,19 +129,18 @@ def settings(
             f"{request.ticket} was cut out of {teacher}, which is not here: give --teacher RUN or "
             "MODEL, or --teacher none to learn from text alone"
         )
-    known, near = like, None
-    if runs := [source for source in (teacher, cut_from) if _is_run(source)]:
+    run, near = like or Config(data=DataConfig(train="", valid="")), None
+    here = (source for source in (teacher, cut_from) if Path(source).exists())
+    if runs := [source for source in here if what_is(source) == "checkpoint"]:
         found = checkpoint.open_(runs[0])  # its text and settings are taken
-        known, near = like or found.config, found.path
+        run, near = like or found.config, found.path
         teacher = str(found.path) if runs[0] == teacher else teacher
-    run = known or Config(train=TrainConfig(batch=2, lr=1e-4))
-    data = request.data or (known.data.train if known else "")
-    if not data:
+    if not (data := request.data or run.data.train):
         raise ValueError(
             f"nothing is known to train {request.ticket} on, since neither its teacher ({teacher}) "
             f"nor its parent ({cut_from}) is a run that is here: give --data STEM"
         )
-    valid = request.valid or (known.data.valid if known else "") or data
+    valid = request.valid or run.data.valid or data
     if near is not None:  # a run's tokens may be seen from its folder, not from here
         data, valid = resolve(data, "train", near), resolve(valid, "valid", near)
     seq_len = min(run.data.seq_len, huggingface.n_positions(model))
@@ -176,10 +175,6 @@ def settings(
     )
 
 
-def _is_run(source: str) -> bool:
-    return Path(source).exists() and what_is(source) == "checkpoint"
-
-
 def reading(record: dict[str, Any]) -> str:
     """What healing did, in one sentence."""
     healed = record["healed"][-1]
@@ -207,14 +202,10 @@ def _write(request: HealRequest, state: State, record: dict[str, Any]) -> dict[s
             (draft / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         save_tensors(state, draft / "model.safetensors")
         if (card := draft / CARD).is_file():
-            card.write_text(_card(card.read_text(), record))
+            untrue, healed = tuple(f"| {name}" for name in UNTRUE), record["healed"][-1]
+            lines = [each for each in card.read_text().splitlines() if not each.startswith(untrue)]
+            lines += ["", "## Healing", ""]
+            lines += [f"Trained after the cut: {markdown_text(reading(record))}."]
+            lines += [f"Made by {markdown_code(healed['command'])}, twistlm {healed['git']}.", ""]
+            card.write_text("\n".join(lines))
         return seal(draft, record)
-
-
-def _card(text: str, record: dict[str, Any]) -> str:
-    """The card with a section about healing; numbers of the unhealed weights leave its table."""
-    untrue, healed = tuple(f"| {name}" for name in UNTRUE), record["healed"][-1]
-    lines = [line for line in text.splitlines() if not line.startswith(untrue)]
-    lines += ["", "## Healing", "", f"Trained after the cut: {markdown_text(reading(record))}."]
-    lines += [f"Made by {markdown_code(healed['command'])}, twistlm {healed['git']}.", ""]
-    return "\n".join(lines)

@@ -36,12 +36,10 @@ def save(parent: Parent, full: PreTrainedModel, ticket: PreTrainedModel, folder:
     """
     config, why = stock_config(full, huggingface.shapes(ticket)), ""
     if isinstance(config, str):
-        why = config
-        config = _ticket_config(full, ticket, parent.block_map.kinds)
+        why, config = config, _ticket_config(full, ticket, parent.block_map.kinds)
     config.dtype = ticket.dtype
     generation = ticket.generation_config
-    tokenizer = parent_tokenizer(parent)
-    if tokenizer is not None:
+    if (tokenizer := parent_tokenizer(parent)) is not None:
         tokenizer.save_pretrained(folder)
         for settings in (config, generation):
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

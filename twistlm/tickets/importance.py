@@ -46,12 +46,11 @@ def score(
     random        keeping the best of these is the paper's random extraction (SE)
     """
     central, block_map = parent.central, parent.block_map
-    n_blocks = {group.name: group.n_blocks for group in block_map.groups}
     kind: dict = {"dtype": torch.float64, "device": central.weights.device}
-    scores = {name: torch.zeros(n, **kind) for name, n in n_blocks.items()}
+    scores = {group.name: torch.zeros(group.n_blocks, **kind) for group in block_map.groups}
     if method == "random":
         kind = {"dtype": torch.float64, "generator": torch.Generator().manual_seed(seed)}
-        scores = {name: torch.rand(n, **kind) for name, n in n_blocks.items()}
+        scores = {name: torch.rand(len(zeros), **kind) for name, zeros in scores.items()}
     elif method == "magnitude":
         _add_squares_(scores, parent, central.weights)
         scores = {name: values.sqrt() for name, values in scores.items()}

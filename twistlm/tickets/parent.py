@@ -39,12 +39,11 @@ class Parent:
     means: Means = field(default_factory=dict)  # of absent blocks: tickets' biases hold them
 
     def __repr__(self) -> str:
-        n_blocks = {group.kind: group.n_blocks for group in self.block_map.groups}
-        blocks = ", ".join(f"{n} {kind} blocks" for kind, n in n_blocks.items())
-        layers = len(self.block_map.layers)
-        order = ", nested" if self.progress.order else ""
+        cut, order = self.block_map, ", nested" if self.progress.order else ""
+        blocks = ", ".join(f"{cut.n_blocks(kind)} {kind} blocks" for kind in cut.kinds)
+        layers = f"{len(cut.layers)} layers"
         n_params = f"{self.central.layout.n_params:,} parameters"
-        return f"Parent({self.source}: {n_params}, {blocks} in each of {layers} layers{order})"
+        return f"Parent({self.source}: {n_params}, {blocks} in each of {layers}{order})"
 
     @property
     def scale(self) -> ActivationScale:
@@ -120,15 +119,11 @@ def open_parent(
     # checkpoints of a healing have layers of different width, too
     if is_ticket or (found is None and getattr(model.config, "is_heterogeneous", False)):
         raise ValueError(f"{name} is a ticket, which is cut already: give the parent it came from")
-    cfg = (
-        found.config
-        if found
-        else Config(
-            model=ModelConfig(weights=weights or "random", type=model.config.model_type),
-            data=DataConfig(train="", valid="", seq_len=default_seq_len(model)),
-        )
+    bare = Config(
+        model=ModelConfig(weights=weights or "random", type=model.config.model_type),
+        data=DataConfig(train="", valid="", seq_len=default_seq_len(model)),
     )
-    cfg = config.override(cfg, overrides)
+    cfg = config.override(found.config if found else bare, overrides)
     block_map, tokenizer = families.partition(model, cfg.blocks), Path(name, "tokenizer.json")
     progress = checkpoint.progress_of(found, block_map) if found else Progress()
     return Parent(

@@ -83,10 +83,7 @@ def generate_tokens(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[int]:
-    """What a model writes after a prompt, until it ends the text.
-
-    Greedy, unless a temperature or the number of likeliest tokens asks to draw.
-    """
+    """What a model writes after a prompt until it ends the text: greedily, unless asked to draw."""
     ends, cache, rng = model.generation_config.eos_token_id, None, torch.Generator()
     rng.manual_seed(seed)
     while True:

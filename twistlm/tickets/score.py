@@ -68,10 +68,7 @@ def usual_ratios(parent: Parent) -> tuple[str, ...]:
 
 
 def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool = False) -> Scores:
-    """Perplexity of the full model and of n random subnets of each ratio.
-
-    Without ratios those of `usual_ratios`.
-    """
+    """Perplexity of the full model and of n random subnets of each ratio."""
     text = text_of(parent, request.data, request.tokens)
     ratios, n = request.ratios or usual_ratios(parent), request.n or N_SUBNETS
     with progress(quiet) as bar:
@@ -95,34 +92,26 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
 
 
 def score_whole(
-    source: str | Path,
-    *,
-    data: str | None = None,
-    tokens: int = 0,
-    device: str = "auto",
-    overrides: Sequence[str] = (),
+    source: str | Path, request: ScoreRequest, device: str = "auto", overrides: Sequence[str] = ()
 ) -> Scores:
-    """The perplexity of a ticket, or of a model that was not trained here, as it is.
-
-    Without `data` a ticket is measured on the validation text of its parent's run.
-    """
+    """The perplexity of a ticket, or of a model that was not trained here, as it is."""
     folder, seq_len = Path(source), 0
-    if data:
-        file = open_tokens(resolve(data, "valid"))
+    if request.data:
+        file = open_tokens(resolve(request.data, "valid"))
     elif what_is(source) == "ticket":
-        file, seq_len = _parents_text(folder, read_ticket(folder))
+        file, seq_len = _parents_text(folder)
     else:
         raise ValueError(f"{source} has no tokens of its own: give --data STEM")
     model = open_runnable(source, device).model
     default = Config(data=DataConfig(seq_len=seq_len or default_seq_len(model)))
     cfg = config.override(default, overrides)
-    text = text_for(model, file, cfg.data.seq_len, tokens, folder / "tokenizer.json")
+    text = text_for(model, file, cfg.data.seq_len, request.tokens, folder / "tokenizer.json")
     return score_model(model, text, folder.name, cfg.train.precision)
 
 
-def _parents_text(folder: Path, record: dict[str, Any]) -> tuple[TokenFile, int]:
+def _parents_text(folder: Path) -> tuple[TokenFile, int]:
     """The validation tokens of the run that a ticket was cut out of, and its sequence length."""
-    source = cut_from(record)
+    source = cut_from(read_ticket(folder))
     with suppress(ValueError):  # no checkpoint is here, or its text is not
         cfg = checkpoint.open_(source).config
         return open_text(source, cfg, None, "valid"), cfg.data.seq_len

@@ -177,10 +177,8 @@ def why_whole(parent: Parent) -> str:
 
 
 def _n_left_out(parent: Parent, request: TicketRequest) -> int:
-    """How many layers `--layers` leaves out."""
-    n_layers = parent.template.config.num_hidden_layers
+    n_layers, n_cut = parent.template.config.num_hidden_layers, len(parent.block_map.layers)
     asked = n_layers if request.layers is None else request.layers
-    n_cut = len(parent.block_map.layers)
     least = n_layers - n_cut + 1
     if not least <= asked <= n_layers:
         raise ValueError(

@@ -71,10 +71,7 @@ def all_widths(block_map: BlockMap, legal: dict[Kind, list[int]]) -> list[Widths
 
 
 def stock_widths(parent: Parent, asked: Widths | None) -> list[Widths]:
-    """All widths of this parent's stock tickets.
-
-    An error says what would do if those that were `asked` for, or all, are none.
-    """
+    """All widths of this parent's stock tickets; `asked` must be among them."""
     refuse_shared(parent.cfg.blocks)
     block_map, full, why = parent.block_map, parent.template, ""
     legal = stock_ks(full, block_map)

@@ -180,11 +180,10 @@ def score_tasks(models: Iterable[tuple[str, Runnable]], tasks: Tasks) -> Iterato
     files, of_lm_eval = tasks
     with progress() as bar:
         for name, runnable in models:
-            n_params = runnable.model.num_parameters()
             ask = partial(loglikelihoods, runnable.model, runnable.tokenizer(), bar=bar, what=name)
             found = {each: metrics(asked, ask) for each, asked in files.items()}
             found |= _ask_lm_eval(of_lm_eval, ask) if of_lm_eval else {}
-            yield TaskScores(name, n_params, found)
+            yield TaskScores(name, runnable.model.num_parameters(), found)
 
 
 def models_of(

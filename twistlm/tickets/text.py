@@ -27,10 +27,7 @@ def open_text(
     split: Literal["train", "valid"],
     option: str = "--data",  # what the caller calls `data`
 ) -> TokenFile:
-    """The token file `data`, or the run's own: found from here, or from a folder above the run.
-
-    Text to calibrate on is the run's training text. Results are measured on its validation text.
-    """
+    """The token file `data`, or the run's own: found from here, or from a folder above the run."""
     if data:
         return open_tokens(resolve(data, split))
     stem = getattr(cfg.data, split)
@@ -66,8 +63,15 @@ def text_for(
     """The first tokens (0: all) of a file that a model, with its own tokenizer, can read."""
     huggingface.check_positions(model, seq_len)
     file.check(seq_len, huggingface.vocab_size(model))
-    if tokenizer is not None:
-        check_same_tokenizer(file, tokenizer)
+    theirs = file.tokenizer_path
+    if tokenizer is not None and tokenizer.is_file() and theirs.is_file():
+        # tokens of another one would give a number that means nothing; compared are the parts
+        # that make ids out of text: transformers writes the others in its own way
+        ours, other = (
+            json.loads(Tokenizer.from_file(str(path)).to_str()) for path in (tokenizer, theirs)
+        )
+        if any(ours[part] != other[part] for part in ("normalizer", "pre_tokenizer", "model")):
+            raise ValueError(f"{file.stem} was made with another tokenizer than {tokenizer}")
     return Text(file, seq_len, tokens)
 
 
@@ -108,15 +112,5 @@ def calibrate_on_tokens(parent: Parent, data: str | None, tokens: int, seed: int
     """About `tokens` tokens (0: no limit) in random windows: 1 to `MOST_SEQUENCES` of them."""
     seq_len = parent.cfg.data.seq_len
     n_all = open_text(parent.source, parent.cfg, data, "train").n_sequences(seq_len)
-    n = max(1, tokens // seq_len) if tokens else MOST_SEQUENCES
+    n = tokens // seq_len if tokens else MOST_SEQUENCES
     return calibrate(parent, data, max(1, min(n, MOST_SEQUENCES, n_all)), seed)
-
-
-def check_same_tokenizer(file: TokenFile, path: Path) -> None:
-    """Tokens of another tokenizer would give a number that means nothing."""
-    theirs = file.tokenizer_path
-    if path.is_file() and theirs.is_file():
-        # by the parts that make ids out of text: transformers writes the others in its own way
-        ours, other = (json.loads(Tokenizer.from_file(str(p)).to_str()) for p in (path, theirs))
-        if any(ours[part] != other[part] for part in ("normalizer", "pre_tokenizer", "model")):
-            raise ValueError(f"{file.stem} was made with another tokenizer than {path}")

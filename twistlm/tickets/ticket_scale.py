@@ -128,9 +128,7 @@ def score_tickets(
 ) -> dict[str, Any]:
     """Choose an activation scale on other text, then measure every ticket with it.
 
-    The scale is chosen on the tickets `held_out`, by default on `tickets` themselves, always on the
-    text `scales.choice`. As points store it: values, mean, sd, worst, n and, as `treatment`, what
-    was tried.
+    It is chosen on the tickets `held_out`, by default on `tickets` themselves. As points store it.
     """
     tickets = list(tickets)
     scale, record = scales.best(held_out or tickets)

@@ -28,11 +28,7 @@ STORED = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 
 
 def cost_of(
-    budget: Budget,
-    model: PreTrainedModel,
-    block_map: BlockMap,
-    dtype: str,
-    decode_ms: Cost | None = None,
+    budget: Budget, model: PreTrainedModel, block_map: BlockMap, dtype: str, decode_ms: Cost | None
 ) -> Cost:
     """What a budget limits, of a ticket of any widths: counted, or measured by `decode_ms`."""
     if budget.kind == "latency" and decode_ms is not None:
@@ -89,7 +85,10 @@ def fit(
     if legal is not None:
         legal = [widths | none for widths in legal]
         if budget.kind != "latency":
-            return [_least_cut(budget, block_map, cost, legal)]
+            if not (within := [widths for widths in legal if cost(widths) <= budget.limit]):
+                raise budget.impossible(min(map(cost, legal)))
+            # the kind that is cut most decides, then all blocks
+            return [max(within, key=lambda w: (_smallest_share(block_map, w), sum(w.values())))]
         uniform = _evenest(block_map, legal)
     cost_at = cache(lambda i: cost(uniform[i]))  # a latency is measured, of few widths
     n_within = bisect_right(range(len(uniform)), budget.limit, key=cost_at)
@@ -100,21 +99,13 @@ def fit(
     return [grow_evenly(block_map, uniform[n_within - 1], budget.limit, cost)]
 
 
-def _least_cut(budget: Budget, block_map: BlockMap, cost: Cost, legal: list[Widths]) -> Widths:
-    """Of the legal widths within a budget: the kind that is cut most decides, then all blocks."""
-    within = [widths for widths in legal if cost(widths) <= budget.limit]
-    if not within:
-        raise budget.impossible(min(map(cost, legal)))
-    return max(within, key=lambda widths: (_smallest_share(block_map, widths), _n_blocks(widths)))
-
-
 def _evenest(block_map: BlockMap, legal: list[Widths]) -> list[Widths]:
     """Legal widths from few blocks to all: for each share of the kind that is cut most, the fewest.
 
     Each is wider than the one before, so that a latency is found in few measurements.
     """
     narrowest: dict[Fraction, Widths] = {}
-    for widths in sorted(legal, key=_n_blocks, reverse=True):
+    for widths in sorted(legal, key=lambda w: -sum(w.values())):
         narrowest[_smallest_share(block_map, widths)] = widths
     return [narrowest[share] for share in sorted(narrowest)]
 
@@ -123,10 +114,6 @@ def _smallest_share(block_map: BlockMap, widths: Widths) -> Fraction:
     """Of the kind that is cut most; layers without blocks do not count."""
     most = block_map.full_widths()
     return min(Fraction(k, most[name]) for name, k in widths.items() if k)
-
-
-def _n_blocks(widths: Widths) -> int:
-    return sum(widths.values())
 
 
 def grow(
