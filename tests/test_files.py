@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from checkpoints import damages, random_central, random_progress
+from checkpoints import damages, metrics, random_central, random_progress
 from commands import check_refusal, in_process
 from conftest import tiny, word_level
 from safetensors.torch import load_file, save
@@ -72,7 +72,7 @@ def test_files_of_version_0_1(tmp_path, monkeypatch):
 
     cfg = checkpoint.open_("run").config
     rounds.train(replace(cfg, train=replace(cfg.train, rounds=4)), resume=True, quiet=True)
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    rows = metrics(Path("run"))
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
     assert [row["loss"] for row in rows[2:]] == pytest.approx(LOSSES, rel=1e-5)
     assert rows[3]["eval"]["full"] == pytest.approx(RESUMED_FULL, rel=1e-5)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from commands import as_process, check_refusal, in_process, snapshot, toml
 from conftest import VOCAB, tiny_table, word_level, write_words
+from families_table import save_random
 from safetensors.torch import save_file
 from tokenizers import Regex
 from tokenizers.normalizers import Replace, Sequence
@@ -21,11 +22,10 @@ from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadMo
 import twistlm
 from twistlm import config
 from twistlm.data.token_file import open_tokens
-from twistlm.model import generator, huggingface
+from twistlm.model import huggingface
 from twistlm.system import manifest
 from twistlm.system.device import out_of_memory
 from twistlm.system.files import file_sha256
-from twistlm.tickets import deploy
 from twistlm.tickets import parent as parents
 from twistlm.training import checkpoint, rounds
 from twistlm.training.engines.local import Local
@@ -69,9 +69,7 @@ def home(tmp_path_factory) -> Path:
         cfg = config.load(toml(folder / "c.toml", table))
         rounds.train(cfg, quiet=True)
         parent = parents.open_parent(Path("run"), "cpu")
-        widths = {group.name: 2 for group in parent.block_map.groups}
-        blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
-        deploy.save_ticket(parent, blueprint, Path("ticket"))
+        save_random(parent, Path("ticket"), 2)
         huggingface.load(cfg.model, 0).save_pretrained("plain")
         wide = GPT2Config(n_embd=16, n_head=4, n_layer=1, n_positions=16, vocab_size=VOCAB + 6)
         GPT2LMHeadModel(wide).save_pretrained("wide-model")

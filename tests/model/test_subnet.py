@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from families_table import N_FFN, TABLE, case, logits, tiny_model, tokens
+from families_table import N_FFN, TABLE, case, fed, tiny_model, tokens
 
 from twistlm.model import subnet
 
@@ -61,13 +61,9 @@ def test_rho_against_a_loop_over_blocks(name, attn_by):
     got = subnet.measure_rho(full, ids)
     assert set(got) == {group.name for group in full.block_map.groups}
     for group in full.block_map.groups:
-        kind, seen = group.kind, []
-        out = row.attn_out if kind == "attn" else row.ffn_out
-        module = model.get_submodule(f"{row.layers}.{group.layer}.{out}")
-        hook = module.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
-        logits(model, ids)
-        hook.remove()
-        (x,) = seen
+        kind = group.kind
+        name = f"{row.layers}.{group.layer}.{row.attn_out if kind == 'attn' else row.ffn_out}"
+        module, (x,) = model.get_submodule(name), fed(model, name, ids)
         owners = [row.block_of_input(kind, attn_by, i, N_FFN) for i in range(x.shape[-1])]
         n_blocks = row.n_attn(attn_by) if kind == "attn" else N_FFN
         mine = [torch.tensor(owners) == block for block in range(n_blocks)]

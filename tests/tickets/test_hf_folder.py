@@ -17,6 +17,7 @@ import ranks
 import torch
 from conftest import word_level
 from families_table import (
+    CUT,
     N_FFN,
     TABLE,
     VOCAB,
@@ -251,8 +252,7 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(tmp_path
 @pytest.mark.parametrize(("name", "attn_by", "setting"), KEYS)
 def test_a_ticket_without_layers_is_the_masked_parent(name, attn_by, setting, tmp_path):
     """Constants of layers that are left out are kept: inside and as the first, cut and stock."""
-    cut = [f"blocks.attn_by={attn_by}", "blocks.shared_first=0", "blocks.shared_last=0"]
-    opened = open_parent(tiny_model(name), "cpu", [*cut, f"blocks.n_ffn={N_FFN}"])
+    opened = open_parent(tiny_model(name), "cpu", [*CUT, f"blocks.attn_by={attn_by}"])
     row = TABLE[name]
     n_blocks = {"attn": row.n_attn(attn_by), "ffn": N_FFN}
     for out, widths in (((1,), (1, 2)), ((0, 2), (0, 0))):
@@ -289,8 +289,7 @@ FORBIDDEN = [
 @pytest.mark.parametrize(("name", "config", "out", "words"), FORBIDDEN)
 def test_what_forbids_to_leave_layers_out(name, config, out, words, tmp_path):
     model = build(TABLE[name].type, TABLE[name].config | config)
-    cut = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
-    opened = open_parent(model, "cpu", cut)
+    opened = open_parent(model, "cpu", CUT)
     groups = opened.block_map.groups
     kept = {g.name: () if g.layer in out else tuple(range(g.n_blocks)) for g in groups}
     with pytest.raises(ValueError, match=words):

@@ -11,7 +11,7 @@ import families_table
 import pytest
 import torch
 from conftest import VOCAB, make_tokens, tiny, word_level
-from families_table import tiny_model
+from families_table import CUT, fed, save_random, tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -28,7 +28,6 @@ from twistlm.tickets.text import text_of
 from twistlm.tickets.ticket_scale import N_DRAWS, TicketScale, TicketScales, choice_text
 from twistlm.training import rounds
 
-CUT = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
 CUT16 = [*CUT, "data.seq_len=16"]
 
 
@@ -38,9 +37,7 @@ def home(tmp_path_factory) -> Path:
     for name in ("gpt2", "llama"):
         tiny_model(name).save_pretrained(folder / name)
     parent = open_parent(folder / "gpt2", "cpu", CUT)
-    widths = {group.name: 2 for group in parent.block_map.groups}
-    blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
-    deploy.save_ticket(parent, blueprint, folder / "ticket")
+    save_random(parent, folder / "ticket", 2)
     make_tokens(folder / "tokens", 200)
     make_tokens(folder / "others", 300, seed=1)
     return folder
@@ -159,16 +156,13 @@ def by_hand(
     """
     ids = made.choice.file.sequences(list(range(4, 12)), 16)
     whole, pruned = (AutoModelForCausalLM.from_pretrained(made.parent.source) for _ in range(2))
-    groups, fed = made.parent.block_map.groups, []
-    for group in groups:
-        module = whole.get_submodule(group.out[0].removesuffix(".weight"))
-        module.register_forward_pre_hook(lambda _, args: fed.append(args[0].double()))
-    whole(input_ids=ids)
-    for group, x in zip(groups, fed, strict=True):  # in the order they are computed
-        layer: Any = pruned.get_submodule(group.out[0].removesuffix(".weight"))
+    for group in made.parent.block_map.groups:
+        name = group.out[0].removesuffix(".weight")
+        layer: Any = pruned.get_submodule(name)
+        (x,) = fed(whole, name, ids)
         conv = not isinstance(layer, torch.nn.Linear)
         weight = (layer.weight if conv else layer.weight.T).double().reshape(4, -1, 32)  # [block]
-        shares = torch.einsum("tbi,bio->tbo", x.reshape(8 * 16, 4, -1), weight)
+        shares = torch.einsum("tbi,bio->tbo", x.double().view(8 * 16, 4, -1), weight)
         k = len(kept[group.name])
         scale = {"none": 1.0, "sqrt": math.sqrt(4 / k), "inverse": 4 / k}.get(treatment.scale)
         if scale is None:
@@ -183,8 +177,7 @@ def by_hand(
             lost = shares.mean(0).sum(0) - (shares.mean(0) * mask[:, 0]).sum(0)
             layer.bias += lost.float()
     ids = made.choice.file.sequences(list(rows), 16)
-    logp = pruned(input_ids=ids).logits[:, :-1].double().log_softmax(-1)
-    return math.exp(-float(logp.gather(2, ids[:, 1:, None]).mean()))
+    return math.exp(pruned(input_ids=ids, labels=ids).loss)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
