@@ -161,6 +161,8 @@ COMMANDS = {  # the first word of a row; others are typed as they stand
     "prepare": "prepare -o made/new --tokenizer tokens.tokenizer.json",
     "teach": "prepare -o tokens --teacher plain --seq-len 16 --device cpu",
     "heal": "heal ticket -o made/t",
+    "bench": "lab bench train c.toml",
+    "prune": "lab prune plain -o made/t --device cpu blocks.n_ffn=4 blocks.shared_last=0",
     "twistlm": "",
 }
 # [what happens before] command -> parts of the sentence that refuses it
@@ -202,6 +204,7 @@ train data.train=wide data.valid=wide -> wide | 69 | 64 | tokenizer does not mat
 train data.valid=other -> other | another tokenizer
 # a teacher
 train train.teacher=start -> 'start' | model.weights = 'random'
+[other words] train train.teacher=plain -> its tokenizer is not that of
 train train.teacher=wide-model -> knows 70 tokens, the model 64
 # a teacher's cache
 train train.teacher=cache -> tokens.teacher.bin | twistlm prepare -o tokens --teacher
@@ -249,6 +252,11 @@ eval run data.seq_len=17 -> data.seq_len = 17 | 16 positions
 # healing
 heal --tokens 0 -> --tokens 0 | at least one
 heal --tokens 1k --teacher nowhere -> train.teacher = 'nowhere' | could not be loaded
+heal --tokens 1k -o ticket -> is the ticket to heal
+twistlm heal run --tokens 1k -o made/t -> is no ticket
+[no run] heal --tokens 1k -> give --teacher RUN or MODEL
+[no run] heal --tokens 1k --teacher start -> starts as itself
+[no run] heal --tokens 1k --teacher none -> give --data STEM
 # extracting
 extract run --ratio attn=1,ffn=1,attn.1=0 -> layer 1
 extract ticket --ratio 2/4 -> ticket | cut already
@@ -280,6 +288,10 @@ twistlm eval blocks.n_ffn=4 -> at least one parent
 shrink --text tokens.txt -> give --to, --size, --latency or --memory
 shrink --to 9k -> give --text
 shrink --text gone.txt --to 9k -> gone.txt: no such file
+shrink --text a.txt:0 --to 9k -> greater than 0
+shrink --text a.txt:nan --to 9k -> greater than 0
+shrink --text a.txt:0.5 --text aaa.txt --to 9k -> every --text a weight
+shrink --text gone.txt:0.5 --to 9k -> gone.txt: no such file
 shrink --text a.txt --to 9k -> 2 tokens to train | too few | 640
 shrink --text tokens.txt --to 5k -> --to 5k is impossible | 5,608 parameters
 shrink --text tokens.txt --to 12k -> --to 12k | the whole model of 11,152 parameters
@@ -320,6 +332,18 @@ twistlm lab draft run wide-model --data tokens -> wide-model | 70 | 64
 # bench
 twistlm lab bench deploy run --runtime tpu -> --runtime tpu | torch
 twistlm lab bench deploy run --ratio 2/4 --prefill 9 --decode 8 -> --prefill 9 | 16 positions | 1..8
+bench --settings '' -> --settings names none of
+bench --settings ffm -> --settings 'ffm': use some of
+bench --sizes , -> --sizes names no ratio
+bench --sizes 2/4,1/7 -> ratio '1/7' is no whole number
+# pruning
+prune --method wands --ratio 1/4 -> --method 'wands': use one of sparsegpt
+prune --method magnitude --ratio 0 -> ratio '0': it must lie in (0, 1]
+prune --method magnitude --ratio half -> ratio 'half' is not a fraction
+prune --method block:random --ratio 1/3 -> ratio '1/3' is no whole number of attn blocks
+prune --method wanda --ratio 1/4 -> no tokens to calibrate on: give --data
+prune --method wanda --ratio 1/4 --data tokens -> tokens is too short for --n 128 | 100 sequences
+prune --method wanda --ratio 1/4 --data tokens --n 2 data.seq_len=50 -> data.seq_len = 50 | 16
 # many machines
 twistlm node --head --port 10050 -> --port 10050 | 10002 to 19999
 twistlm node --join here -> --join 'here' | host:port

@@ -1,7 +1,5 @@
 """The activation scale and the gates that apply it."""
 
-from itertools import combinations
-
 import pytest
 import torch
 from families_table import N_FFN, TABLE, case, fed, tiny_model, tokens
@@ -16,22 +14,6 @@ def test_scales_by_their_formulas():
     for rho, formula, want in ((1, "sqrt", 2.0), (12, "inverse", 4.0)):
         assert scale(formula, 12, 3) == pytest.approx(want, rel=1e-15)
         assert scale("measured", 12, 3, rho) == pytest.approx(want)
-
-
-@pytest.mark.parametrize(("n", "shift"), [(2, 0.0), (5, 1.0), (6, -0.4)])
-def test_measured_is_exact_over_all_subsets(n, shift):
-    """The mean norm over every subset is that of the whole; `shift` makes blocks correlated."""
-    generator = torch.Generator().manual_seed(n)
-    shares = torch.randn(n, 11, dtype=torch.float64, generator=generator)
-    shares += shift * shares[0]  # they all lean one way
-    whole = float(shares.sum(0).square().sum())
-    rho = whole / float(shares.square().sum())
-    for k in range(1, n):
-        subsets = list(combinations(range(n), k))
-        norms = [float(shares[list(kept)].sum(0).square().sum()) for kept in subsets]
-        mean = sum(norms) / len(norms)
-        scale = subnet.activation_scale("measured", n, k, rho)
-        assert scale**2 * mean == pytest.approx(whole, rel=1e-12)  # the norm is restored
 
 
 def test_gates_are_refilled_with_each_groups_scale_and_never_replaced():
