@@ -36,6 +36,7 @@ LAST = f"run/checkpoints/round-{N_ROUNDS:06d}"
 # attention is divided by a layer's number
 MASKED = "blocks.masks=step blocks.mask_attn=2 blocks.mask_ffn=2"
 NUMBERED = "model.config.scale_attn_by_inverse_layer_idx=true MASKED"
+TASK = b'{"doc_id": 0, "request": {"context": "w1", "continuation": " w2"}}\n'
 TEXTS = {
     "a.txt": b"w1 w2 w63",
     "empty.txt": b"",
@@ -45,7 +46,12 @@ TEXTS = {
     "a.jsonl": b'{"text": "a"}\n{oops\n',
     "half.jsonl": b'{"text": "a \\ud800 b"}\n',  # half of a surrogate pair
     "aaa.txt": b"a" * 40 + b"b",
-    "tasks.jsonl": b'{"doc_id": 0, "request": {"context": "w1", "continuation": " w2"}}\n',
+    "tasks.jsonl": TASK,
+    "part.jsonl": TASK + b'{"doc_id": 1}\n',
+    "label.jsonl": 2 * TASK.replace(b"0,", b'5, "label": 2,'),
+    "nothing.jsonl": TASK + TASK.replace(b"0,", b'1, "label": 0,').replace(b" w2", b""),
+    "none.jsonl": b"",
+    "damaged.jsonl.gz": b"x",
     # a key whose value is an array of 2^60 numbers, of which there is none
     "huge.gguf": struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 4, 1 << 60),
     "a.parquet": b"no parquet",
@@ -276,6 +282,14 @@ twistlm eval run --certify --ratio 2/4 --n 89 -> n = 89 | at least 90
 twistlm eval run --certify --coverage 1 -> coverage = 1.0 | between 0 and 1
 # tasks
 twistlm eval run --tasks nowhere -> --tasks nowhere | no such file
+twistlm eval run --tasks '' -> names no task
+twistlm eval run --tasks ticket -> holds no .jsonl
+twistlm eval run --tasks a.txt,a.txt -> a.txt, line 1, is no line of a task
+twistlm eval run --tasks part.jsonl -> part.jsonl, line 2, is no line of a task
+twistlm eval run --tasks damaged.jsonl.gz -> damaged.jsonl.gz | could not be read
+twistlm eval run --tasks label.jsonl -> label = 2 of doc_id 5 is no number from 0 to 1
+twistlm eval run --tasks none.jsonl -> holds no question
+twistlm eval run --tasks nothing.jsonl -> nothing.jsonl, line 2: the continuation is empty
 twistlm eval run --tasks a.jsonl -> a.jsonl, line 1, is no line of a task | continuation
 twistlm eval ticket --ratio 2/4 --tasks tasks.jsonl -> ticket | cut already
 twistlm eval plain --tasks tasks.jsonl -> plain can read no text
