@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import zipfile
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from checkpoints import damages, metrics, random_central, random_progress
+from checkpoints import damages, limited, metrics, random_central, random_progress
 from commands import check_refusal, in_process
 from conftest import tiny, word_level
 from safetensors.torch import load_file, save
@@ -204,17 +203,10 @@ def test_verify_names_what_is_damaged(copies, monkeypatch, capsys):
 NESTED = "[" * 100_000
 
 
-@contextmanager
 def memory(n_bytes: int):
     """At most so much beyond what the process has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    most = pages * resource.getpagesize() + n_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    return limited(resource.RLIMIT_AS, pages * resource.getpagesize() + n_bytes)
 
 
 @pytest.fixture
@@ -420,10 +412,8 @@ def test_a_full_disk_names_the_path(tmp_path):
     parent, blueprint = families_table.open_parent("gpt2", "head", tmp_path / "parent")
     (tmp_path / "t.txt").write_text("a b " * 10_000)
     words = word_level(["a", "b"])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, 2048):
         for name, write in {
             "ticket": lambda path: deploy.save_ticket(parent, blueprint, path),
             "page.html": lambda path: files.whole_file(path, "x" * 9999),
@@ -432,8 +422,6 @@ def test_a_full_disk_names_the_path(tmp_path):
             with pytest.raises(OSError, match="could not be written") as caught:
                 write(tmp_path / "out" / name)
             assert caught.value.filename == str(tmp_path / "out" / name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list((tmp_path / "out").iterdir())
 
 

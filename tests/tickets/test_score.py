@@ -75,13 +75,18 @@ def test_a_ticket_and_a_hugging_face_folder(home):
 
 
 def test_a_run_and_its_ticket_know_their_text_and_sizes(tmp_path, monkeypatch):
-    """Without --data: the run's validation tokens, in its windows, found from any folder."""
+    """The run's sizes and validation tokens, in its windows, from any folder; of a parent that is
+    no run and has no 6/12, about half of its blocks.
+    """
     make_tokens(tmp_path / "tokens", 400)
     make_tokens(tmp_path / "valid", 200, seed=1)
     monkeypatch.chdir(tmp_path)
-    more = {"data": {"valid": "valid", "seq_len": 8}, "run": {"eval_ratios": ["1/4", "3/4"]}}
+    size = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 12, "n_head": 3, "n_layer": 2}
+    more: dict[str, Any] = {"model": {"config": size}, "run": {"eval_ratios": ["1/3", "2/3"]}}
+    more["blocks"] = {"n_ffn": 3, "k_attn": 2, "k_ffn": 2, "shared_first": 0}
+    more["data"] = {"valid": "valid", "seq_len": 8}
     rounds.train(tiny("tokens", tmp_path / "run", train={"rounds": 1}, **more), quiet=True)
-    request = TicketRequest(ratio="2/4", tokens=0)
+    request = TicketRequest(ratio="2/3", tokens=0)
     made = extract.write_tickets(tmp_path / "run", tmp_path / "ticket", request, "cpu")
     ((_, ticket),) = made
     (tmp_path / "elsewhere").mkdir()
@@ -90,31 +95,20 @@ def test_a_run_and_its_ticket_know_their_text_and_sizes(tmp_path, monkeypatch):
         assert scores.n_tokens == 200
         assert scores.full == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-6)
     with pytest.raises(ValueError, match=r"ratios: .*ticket is a ticket, which is cut already"):
-        twistlm.evaluate(tmp_path / "ticket", "2/4")
+        twistlm.evaluate(tmp_path / "ticket", "2/3")
     words = "eval ../run --n 1 --device cpu --json out.json"
     done = CliRunner().invoke(cli.app, words.split())
     assert done.exit_code == 0, done.exception
     record = json.loads(Path("out.json").read_text())
-    assert [spread["ratio"] for spread in record["subnets"]] == ["1/4", "3/4"]
-
-
-def test_sizes_that_nobody_asked_for(tmp_path):
-    """Those of the run; of a parent that is none, and has no 6/12, about half of its blocks."""
-    make_tokens(tmp_path / "tokens", 400)
-    size = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 12, "n_head": 3, "n_layer": 2}
-    more: dict[str, Any] = {"model": {"config": size}, "run": {"eval_ratios": ["1/3", "2/3"]}}
-    more["blocks"] = {"n_ffn": 3, "k_attn": 2, "k_ffn": 2, "shared_first": 0}
-    run, asked = tmp_path / "run", {"n": 1, "tokens": 64}
-    cfg = tiny(str(tmp_path / "tokens"), run, train={"rounds": 1}, **more)
-    rounds.train(cfg, quiet=True)
-    parent = twistlm.open_parent(run, device="cpu")
-    for scores in (parent.evaluate(**asked), twistlm.evaluate(run, device="cpu", **asked)):
+    assert [spread["ratio"] for spread in record["subnets"]] == ["1/3", "2/3"]
+    parent = twistlm.open_parent("../run", device="cpu")
+    for scores in (parent.evaluate(n=1), twistlm.evaluate("../run", device="cpu", n=1)):
         assert [spread.ratio for spread in scores.subnets] == ["1/3", "2/3"]
     certify = ["--certify", "--n", "3", "--coverage", "0.5", "--confidence", "0.5"]
     assert [spread["ratio"] for spread in evaluate(tmp_path, "run", *certify)["subnets"]] == ["1/3"]
     cut = {"blocks": {"n_ffn": 3, "shared_first": 0, "shared_last": 0}}
-    plain = twistlm.open_parent(parent.template, cut, data=cfg.data.train, device="cpu")
-    (spread,) = plain.evaluate(**asked).subnets
+    plain = twistlm.open_parent(parent.template, cut, data=tmp_path / "tokens", device="cpu")
+    (spread,) = plain.evaluate(n=1).subnets
     assert spread.ratio == "attn=2/3,ffn=2/3"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from checkpoints import CPU, FILES, damages, metrics, random_central, random_progress, same
+from checkpoints import CPU, FILES, damages, limited, metrics, random_central, random_progress, same
 from commands import toml
 from conftest import THREADS, VOCAB, make_tokens, tiny, tiny_table
 from safetensors.torch import load_file, save_file
@@ -351,13 +351,9 @@ def test_metrics_are_replaced_whole_and_a_full_disk_takes_no_line(tmp_path):
         metrics_file = Metrics(tmp_path, 2)  # a crash meanwhile must not cost lines that stay
         assert len(before.readlines()) == 3
     assert [row["round"] for row in metrics(tmp_path)] == [1, 2]
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (metrics_file.size + 10, limit[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, metrics_file.size + 10):
         metrics_file.write({"round": 3, "loss": 2 / 3})
         metrics_file.write({"round": 4, "loss": 1.0})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert (tmp_path / "metrics.jsonl").stat().st_size > metrics_file.size  # it was cut in a line
     metrics_file.write({"round": 5, "loss": 4 / 3})
     assert [row["round"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
