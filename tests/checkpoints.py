@@ -2,8 +2,6 @@
 
 import json
 import random
-import resource
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,17 +42,6 @@ def metrics(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
-
-
-@contextmanager
-def limited(what: int, most: int):
-    """A limit of this process, and of what it starts meanwhile."""
-    before = resource.getrlimit(what)
-    resource.setrlimit(what, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, before)
 
 
 def joined(path: Path, stem: str) -> dict[str, torch.Tensor]:

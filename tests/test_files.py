@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from checkpoints import damages, limited, metrics, random_central, random_progress
-from commands import check_refusal, in_process
+from checkpoints import damages, metrics, random_central, random_progress
+from commands import change, check_refusal, in_process, limited, reseal
 from conftest import tiny, word_level
 from safetensors.torch import load_file, save
 
@@ -216,17 +216,13 @@ def room():
         yield
 
 
-def change(path: Path, **values) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def seal(folder: Path, record: str) -> None:
     """What a hand does that edits a folder and updates its hashes."""
     table = json.loads((folder / record).read_text())
     described = manifest.describe_files({name: folder / name for name in table["files"]})
     if record == checkpoint.MANIFEST:
         described = {name: each["sha256"] for name, each in described.items()}
-    (folder / record).write_text(manifest.written(manifest.sealed(table | {"files": described})))
+    reseal(folder / record, files=described)
 
 
 EVIL = 'open("ran", "w")\nfrom transformers import GPT2Config as C, GPT2LMHeadModel as M\n'

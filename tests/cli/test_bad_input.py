@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import as_process, check_refusal, in_process, snapshot, toml
+from commands import as_process, check_refusal, in_process, reseal, snapshot, toml
 from conftest import VOCAB, tiny_table, word_level, write_words
 from families_table import save_random
 from safetensors.torch import save_file
@@ -23,7 +23,6 @@ import twistlm
 from twistlm import config
 from twistlm.data.token_file import open_tokens
 from twistlm.model import huggingface
-from twistlm.system import manifest
 from twistlm.system.device import out_of_memory
 from twistlm.system.files import file_sha256
 from twistlm.tickets import parent as parents
@@ -108,9 +107,7 @@ def damage_all() -> None:
 
 def forge(**values: object) -> None:
     """The newest checkpoint's record with other values and a hash that agrees."""
-    path = Path(LAST, "checkpoint.json")
-    record = manifest.sealed(json.loads(path.read_text()) | values)
-    path.write_text(manifest.written(record))
+    reseal(Path(LAST, "checkpoint.json"), **values)
 
 
 def forge_moments() -> None:

@@ -10,11 +10,13 @@ import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
+from commands import change
 from conftest import word_level
 from families_table import (
     CUT,
@@ -189,7 +191,7 @@ def bare_parent(folder: Path) -> Parent:
     c = case(KEYS[0])
     WORDS.save(str(folder / "tokenizer.json"))
     plain = as_parent(model, c.block_map, c.central, "sqrt")
-    return Parent(**{**vars(plain), "tokenizer": folder / "tokenizer.json"})
+    return replace(plain, tokenizer=folder / "tokenizer.json")
 
 
 def test_a_bare_tokenizer_becomes_one_that_auto_tokenizer_reads(root):
@@ -222,9 +224,8 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(tmp_path
     tok.save_pretrained(source)
     (source / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n# tiny\n")
     # a card says trust_remote_code for our own code: somebody's may not be found by it
-    named = source / "tokenizer_config.json"
-    evil = {"auto_map": {"AutoTokenizer": [None, "somebody/else--evil.Tokenizer"]}}
-    named.write_text(json.dumps(json.loads(named.read_text()) | evil))
+    evil = {"AutoTokenizer": [None, "somebody/else--evil.Tokenizer"]}
+    change(source / "tokenizer_config.json", auto_map=evil)
     cut = ["blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0"]
     full = open_parent(source, "cpu", cut)
     kept = {group.name: (0, group.n_blocks - 1) for group in full.block_map.groups}
