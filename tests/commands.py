@@ -1,18 +1,20 @@
-"""The command as a user runs it: its config file, its entry point, and what a refusal is."""
+"""The command as a user runs it, what a refusal is, and what a hand may do to files."""
 
+import json
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import typer
 
 from twistlm import cli, config
 from twistlm.presets import to_toml
-from twistlm.system import signals
+from twistlm.system import manifest, signals
 
 
 def toml(path: Path, table: dict) -> str:
@@ -73,6 +75,28 @@ def check_refusal(code: int, out: str, err: str, parts: tuple[str, ...]) -> None
     assert code == 2
     missing = [part for part in parts if part not in err]
     assert not missing, f"{missing} not in {err!r}"
+
+
+def change(record: Path, **values: object) -> None:
+    """Give a JSON file other values, as a hand would."""
+    record.write_text(json.dumps(json.loads(record.read_text()) | values))
+
+
+def reseal(record: Path, **values: object) -> None:
+    """The same, with a hash that agrees."""
+    table = json.loads(record.read_text()) | values
+    record.write_text(manifest.written(manifest.sealed(table)))
+
+
+@contextmanager
+def limited(what: int, most: int):
+    """A limit of this process, and of what it starts meanwhile."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:

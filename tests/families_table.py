@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from twistlm import config
-from twistlm.model import central, families, huggingface, layout, subnet
+from twistlm.model import central, families, generator, huggingface, layout, subnet
 from twistlm.model.blocks import BlockMap, Blueprint
 from twistlm.model.central import cut_subnet
 from twistlm.tickets import deploy, parent
@@ -140,6 +141,7 @@ def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 N_FFN = 4
+CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
 SHARED_FIRST = 1
 CPU = torch.device("cpu")
 BOTH = [(name, attn_by, "both") for name, attn_by in ways()]
@@ -274,12 +276,18 @@ def logits(model: PreTrainedModel, ids: Tensor, **kwargs: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False, **kwargs).logits
 
 
+def loss_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Of every next token, by Hugging Face's own logits in float64."""
+    found = model(input_ids=ids, use_cache=False).logits[:, :-1].double()
+    return F.cross_entropy(found.flatten(0, 1), ids[:, 1:].flatten())
+
+
 def perplexity(model: PreTrainedModel, stem: Path | str, seq_len: int, n_tokens: int) -> float:
     """By Hugging Face's own logits, over the first windows of a token file of two-byte numbers."""
     text = np.fromfile(f"{stem}.bin", "<u2")[:n_tokens].astype(np.int64)
     ids = torch.from_numpy(text).view(-1, seq_len)
-    log_p = logits(model, ids)[:, :-1].double().log_softmax(-1)
-    return math.exp(-float(log_p.gather(2, ids[:, 1:, None]).mean()))
+    with torch.no_grad():
+        return math.exp(loss_of(model, ids))
 
 
 @torch.no_grad()
@@ -325,10 +333,17 @@ def open_parent(
     """
     row = TABLE[name]
     build(row.type, row.config | config).save_pretrained(folder)
-    cut = [f"blocks.attn_by={attn_by}", f"blocks.n_ffn={CUT_FFN}", "blocks.shared_first=0"]
-    opened = parent.open_parent(folder, "cpu", [*cut, "blocks.shared_last=0", *words])
+    own = (f"blocks.attn_by={attn_by}", f"blocks.n_ffn={CUT_FFN}")
+    opened = parent.open_parent(folder, "cpu", [*CUT, *own, *words])
     kept, groups = {"attn": KEPT_ATTN, "ffn": KEPT_FFN}, opened.block_map.groups
     return opened, {g.name: kept[g.kind][g.layer] if g.layer != without else () for g in groups}
+
+
+def save_random(parent: Parent, folder: Path, k: int, seed: int = 0) -> None:
+    """A ticket of k random blocks of every group, in its folder."""
+    widths = dict.fromkeys(parent.block_map.full_widths(), k)
+    blueprint = generator.for_deployment(parent.block_map, widths, seed=seed)
+    deploy.save_ticket(parent, blueprint, folder)
 
 
 def tiny_ticket(name: str, attn_by: str, folder: Path, **config: Any) -> PreTrainedModel:
@@ -340,9 +355,8 @@ def tiny_ticket(name: str, attn_by: str, folder: Path, **config: Any) -> PreTrai
 def stock_ticket(key: Key, folder: Path) -> PreTrainedModel:
     """A ticket that stock transformers loads, in its folder; returns the same made by hand."""
     name, attn_by, setting = key
-    cut = [f"blocks.attn_by={attn_by}", f"blocks.setting={setting}", f"blocks.n_ffn={N_FFN}"]
-    cut += ["blocks.shared_first=0", "blocks.shared_last=0"]
-    opened = parent.open_parent(tiny_model(name), "cpu", cut)
+    own = (f"blocks.attn_by={attn_by}", f"blocks.setting={setting}")
+    opened = parent.open_parent(tiny_model(name), "cpu", [*CUT, *own])
     kept = {"attn": (0, 2), "ffn": (0, 1, 3)}
     groups = opened.block_map.groups
     deploy.save_ticket(opened, {g.name: kept[g.kind] for g in groups}, folder)

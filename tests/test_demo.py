@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import metrics
 from commands import check_refusal, in_process
 from tokenizers import Tokenizer
 
@@ -47,8 +48,7 @@ def test_it_says_what_it_does_and_both_parents_saw_the_same_tokens(demo):
     for words in ("data parallel", "TwIST", *ASKED.ratios, "a ticket with 6/12 of the blocks"):
         assert words in printed, words
     for method in ("dense", "twist"):
-        lines = (out / method / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = metrics(out / method)
         assert [row["round"] for row in rows] == [1, 2, 3]
         assert sum(row["n_tokens"] for row in rows) == 3 * 2 * 4 * 64
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import zipfile
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +19,8 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from checkpoints import damages, random_central, random_progress
-from commands import check_refusal, in_process
+from checkpoints import damages, metrics, random_central, random_progress
+from commands import change, check_refusal, in_process, limited, reseal
 from conftest import tiny, word_level
 from safetensors.torch import load_file, save
 
@@ -72,7 +71,7 @@ def test_files_of_version_0_1(tmp_path, monkeypatch):
 
     cfg = checkpoint.open_("run").config
     rounds.train(replace(cfg, train=replace(cfg.train, rounds=4)), resume=True, quiet=True)
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    rows = metrics(Path("run"))
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
     assert [row["loss"] for row in rows[2:]] == pytest.approx(LOSSES, rel=1e-5)
     assert rows[3]["eval"]["full"] == pytest.approx(RESUMED_FULL, rel=1e-5)
@@ -204,17 +203,10 @@ def test_verify_names_what_is_damaged(copies, monkeypatch, capsys):
 NESTED = "[" * 100_000
 
 
-@contextmanager
 def memory(n_bytes: int):
     """At most so much beyond what the process has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    most = pages * resource.getpagesize() + n_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    return limited(resource.RLIMIT_AS, pages * resource.getpagesize() + n_bytes)
 
 
 @pytest.fixture
@@ -224,17 +216,13 @@ def room():
         yield
 
 
-def change(path: Path, **values) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def seal(folder: Path, record: str) -> None:
     """What a hand does that edits a folder and updates its hashes."""
     table = json.loads((folder / record).read_text())
     described = manifest.describe_files({name: folder / name for name in table["files"]})
     if record == checkpoint.MANIFEST:
         described = {name: each["sha256"] for name, each in described.items()}
-    (folder / record).write_text(manifest.written(manifest.sealed(table | {"files": described})))
+    reseal(folder / record, files=described)
 
 
 EVIL = 'open("ran", "w")\nfrom transformers import GPT2Config as C, GPT2LMHeadModel as M\n'
@@ -420,10 +408,8 @@ def test_a_full_disk_names_the_path(tmp_path):
     parent, blueprint = families_table.open_parent("gpt2", "head", tmp_path / "parent")
     (tmp_path / "t.txt").write_text("a b " * 10_000)
     words = word_level(["a", "b"])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, 2048):
         for name, write in {
             "ticket": lambda path: deploy.save_ticket(parent, blueprint, path),
             "page.html": lambda path: files.whole_file(path, "x" * 9999),
@@ -432,8 +418,6 @@ def test_a_full_disk_names_the_path(tmp_path):
             with pytest.raises(OSError, match="could not be written") as caught:
                 write(tmp_path / "out" / name)
             assert caught.value.filename == str(tmp_path / "out" / name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list((tmp_path / "out").iterdir())
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import as_process, check_refusal, in_process, snapshot, toml
+from commands import as_process, check_refusal, in_process, reseal, snapshot, toml
 from conftest import VOCAB, tiny_table, word_level, write_words
+from families_table import save_random
 from safetensors.torch import save_file
 from tokenizers import Regex
 from tokenizers.normalizers import Replace, Sequence
@@ -21,11 +22,9 @@ from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadMo
 import twistlm
 from twistlm import config
 from twistlm.data.token_file import open_tokens
-from twistlm.model import generator, huggingface
-from twistlm.system import manifest
+from twistlm.model import huggingface
 from twistlm.system.device import out_of_memory
 from twistlm.system.files import file_sha256
-from twistlm.tickets import deploy
 from twistlm.tickets import parent as parents
 from twistlm.training import checkpoint, rounds
 from twistlm.training.engines.local import Local
@@ -36,6 +35,7 @@ LAST = f"run/checkpoints/round-{N_ROUNDS:06d}"
 # attention is divided by a layer's number
 MASKED = "blocks.masks=step blocks.mask_attn=2 blocks.mask_ffn=2"
 NUMBERED = "model.config.scale_attn_by_inverse_layer_idx=true MASKED"
+TASK = b'{"doc_id": 0, "request": {"context": "w1", "continuation": " w2"}}\n'
 TEXTS = {
     "a.txt": b"w1 w2 w63",
     "empty.txt": b"",
@@ -45,7 +45,12 @@ TEXTS = {
     "a.jsonl": b'{"text": "a"}\n{oops\n',
     "half.jsonl": b'{"text": "a \\ud800 b"}\n',  # half of a surrogate pair
     "aaa.txt": b"a" * 40 + b"b",
-    "tasks.jsonl": b'{"doc_id": 0, "request": {"context": "w1", "continuation": " w2"}}\n',
+    "tasks.jsonl": TASK,
+    "part.jsonl": TASK + b'{"doc_id": 1}\n',
+    "label.jsonl": 2 * TASK.replace(b"0,", b'5, "label": 2,'),
+    "nothing.jsonl": TASK + TASK.replace(b"0,", b'1, "label": 0,').replace(b" w2", b""),
+    "none.jsonl": b"",
+    "damaged.jsonl.gz": b"x",
     # a key whose value is an array of 2^60 numbers, of which there is none
     "huge.gguf": struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 4, 1 << 60),
     "a.parquet": b"no parquet",
@@ -69,9 +74,7 @@ def home(tmp_path_factory) -> Path:
         cfg = config.load(toml(folder / "c.toml", table))
         rounds.train(cfg, quiet=True)
         parent = parents.open_parent(Path("run"), "cpu")
-        widths = {group.name: 2 for group in parent.block_map.groups}
-        blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
-        deploy.save_ticket(parent, blueprint, Path("ticket"))
+        save_random(parent, Path("ticket"), 2)
         huggingface.load(cfg.model, 0).save_pretrained("plain")
         wide = GPT2Config(n_embd=16, n_head=4, n_layer=1, n_positions=16, vocab_size=VOCAB + 6)
         GPT2LMHeadModel(wide).save_pretrained("wide-model")
@@ -104,9 +107,7 @@ def damage_all() -> None:
 
 def forge(**values: object) -> None:
     """The newest checkpoint's record with other values and a hash that agrees."""
-    path = Path(LAST, "checkpoint.json")
-    record = manifest.sealed(json.loads(path.read_text()) | values)
-    path.write_text(manifest.written(record))
+    reseal(Path(LAST, "checkpoint.json"), **values)
 
 
 def forge_moments() -> None:
@@ -163,6 +164,8 @@ COMMANDS = {  # the first word of a row; others are typed as they stand
     "prepare": "prepare -o made/new --tokenizer tokens.tokenizer.json",
     "teach": "prepare -o tokens --teacher plain --seq-len 16 --device cpu",
     "heal": "heal ticket -o made/t",
+    "bench": "lab bench train c.toml",
+    "prune": "lab prune plain -o made/t --device cpu blocks.n_ffn=4 blocks.shared_last=0",
     "twistlm": "",
 }
 # [what happens before] command -> parts of the sentence that refuses it
@@ -204,6 +207,7 @@ train data.train=wide data.valid=wide -> wide | 69 | 64 | tokenizer does not mat
 train data.valid=other -> other | another tokenizer
 # a teacher
 train train.teacher=start -> 'start' | model.weights = 'random'
+[other words] train train.teacher=plain -> its tokenizer is not that of
 train train.teacher=wide-model -> knows 70 tokens, the model 64
 # a teacher's cache
 train train.teacher=cache -> tokens.teacher.bin | twistlm prepare -o tokens --teacher
@@ -251,6 +255,11 @@ eval run data.seq_len=17 -> data.seq_len = 17 | 16 positions
 # healing
 heal --tokens 0 -> --tokens 0 | at least one
 heal --tokens 1k --teacher nowhere -> train.teacher = 'nowhere' | could not be loaded
+heal --tokens 1k -o ticket -> is the ticket to heal
+twistlm heal run --tokens 1k -o made/t -> is no ticket
+[no run] heal --tokens 1k -> give --teacher RUN or MODEL
+[no run] heal --tokens 1k --teacher start -> starts as itself
+[no run] heal --tokens 1k --teacher none -> give --data STEM
 # extracting
 extract run --ratio attn=1,ffn=1,attn.1=0 -> layer 1
 extract ticket --ratio 2/4 -> ticket | cut already
@@ -270,6 +279,14 @@ twistlm eval run --certify --ratio 2/4 --n 89 -> n = 89 | at least 90
 twistlm eval run --certify --coverage 1 -> coverage = 1.0 | between 0 and 1
 # tasks
 twistlm eval run --tasks nowhere -> --tasks nowhere | no such file
+twistlm eval run --tasks '' -> names no task
+twistlm eval run --tasks ticket -> holds no .jsonl
+twistlm eval run --tasks a.txt,a.txt -> a.txt, line 1, is no line of a task
+twistlm eval run --tasks part.jsonl -> part.jsonl, line 2, is no line of a task
+twistlm eval run --tasks damaged.jsonl.gz -> damaged.jsonl.gz | could not be read
+twistlm eval run --tasks label.jsonl -> label = 2 of doc_id 5 is no number from 0 to 1
+twistlm eval run --tasks none.jsonl -> holds no question
+twistlm eval run --tasks nothing.jsonl -> nothing.jsonl, line 2: the continuation is empty
 twistlm eval run --tasks a.jsonl -> a.jsonl, line 1, is no line of a task | continuation
 twistlm eval ticket --ratio 2/4 --tasks tasks.jsonl -> ticket | cut already
 twistlm eval plain --tasks tasks.jsonl -> plain can read no text
@@ -282,6 +299,10 @@ twistlm eval blocks.n_ffn=4 -> at least one parent
 shrink --text tokens.txt -> give --to, --size, --latency or --memory
 shrink --to 9k -> give --text
 shrink --text gone.txt --to 9k -> gone.txt: no such file
+shrink --text a.txt:0 --to 9k -> greater than 0
+shrink --text a.txt:nan --to 9k -> greater than 0
+shrink --text a.txt:0.5 --text aaa.txt --to 9k -> every --text a weight
+shrink --text gone.txt:0.5 --to 9k -> gone.txt: no such file
 shrink --text a.txt --to 9k -> 2 tokens to train | too few | 640
 shrink --text tokens.txt --to 5k -> --to 5k is impossible | 5,608 parameters
 shrink --text tokens.txt --to 12k -> --to 12k | the whole model of 11,152 parameters
@@ -322,6 +343,18 @@ twistlm lab draft run wide-model --data tokens -> wide-model | 70 | 64
 # bench
 twistlm lab bench deploy run --runtime tpu -> --runtime tpu | torch
 twistlm lab bench deploy run --ratio 2/4 --prefill 9 --decode 8 -> --prefill 9 | 16 positions | 1..8
+bench --settings '' -> --settings names none of
+bench --settings ffm -> --settings 'ffm': use some of
+bench --sizes , -> --sizes names no ratio
+bench --sizes 2/4,1/7 -> ratio '1/7' is no whole number
+# pruning
+prune --method wands --ratio 1/4 -> --method 'wands': use one of sparsegpt
+prune --method magnitude --ratio 0 -> ratio '0': it must lie in (0, 1]
+prune --method magnitude --ratio half -> ratio 'half' is not a fraction
+prune --method block:random --ratio 1/3 -> ratio '1/3' is no whole number of attn blocks
+prune --method wanda --ratio 1/4 -> no tokens to calibrate on: give --data
+prune --method wanda --ratio 1/4 --data tokens -> tokens is too short for --n 128 | 100 sequences
+prune --method wanda --ratio 1/4 --data tokens --n 2 data.seq_len=50 -> data.seq_len = 50 | 16
 # many machines
 twistlm node --head --port 10050 -> --port 10050 | 10002 to 19999
 twistlm node --join here -> --join 'here' | host:port

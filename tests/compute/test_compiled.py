@@ -1,10 +1,10 @@
 """What is compiled equals what is not: AdamW's formula against torch's, and layers with gates."""
 
-import json
 import os
 
 import pytest
 import torch
+from checkpoints import metrics
 from conftest import tiny
 from torch._inductor.runtime import cache_dir_utils
 
@@ -77,8 +77,7 @@ def test_compiled_layers_have_their_gates(backend, tokens, tmp_path, monkeypatch
         blocks = {"masks": "sequence", "mask_attn": [1, 2], "mask_ffn": [2, 1]}
         blocks |= {"k_attn": 4, "k_ffn": 4}  # a worker holds all blocks, so shapes are the same
         rounds.train(tiny(tokens, out, train=train, blocks=blocks), quiet=True)
-        rows = (out / "metrics.jsonl").read_text().splitlines()
-        losses[compile, again] = [json.loads(row)["loss"] for row in rows]
+        losses[compile, again] = [row["loss"] for row in metrics(out)]
     assert n_compiled >= 3  # each layer, in every seat
     for found in losses.values():
         assert found == pytest.approx(losses["false", False], rel=1e-9)

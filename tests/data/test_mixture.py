@@ -72,22 +72,3 @@ def test_a_stopped_mixture_goes_on_with_the_sources_that_are_there(tmp_path, tok
     Path(second).unlink()
     again, _ = mix([mixture.Weighted(first)], tmp_path / "out", tok)
     assert again.sha256 == train.sha256 == open_tokens(str(tmp_path / "out/train")).sha256
-
-
-@pytest.mark.parametrize(
-    ("texts", "part"),
-    [
-        ([], "give --text"),
-        (["a.txt:0"], "greater than 0"),
-        (["a.txt:nan"], "greater than 0"),
-        (["a.txt:0.5", "b.txt"], "every --text a weight"),
-        (["none.txt:0.5"], "none.txt: no such file"),
-        (["none.txt"], "none.txt: no such file"),
-    ],
-)
-def test_refused(tmp_path, monkeypatch, texts, part):
-    monkeypatch.chdir(tmp_path)
-    for name in "ab":
-        write(Path(f"{name}.txt"), name, 3)
-    with pytest.raises(ValueError, match=part):
-        parse(texts)

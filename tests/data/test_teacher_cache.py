@@ -1,6 +1,5 @@
 """A teacher's cache is what the teacher predicts, whole or not at all, and of these tokens."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from commands import reseal
 from conftest import make_tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -22,7 +22,6 @@ from twistlm.data.teacher_cache import (
     write_teacher_cache,
 )
 from twistlm.data.token_file import open_tokens
-from twistlm.system import manifest
 from twistlm.training.teacher import AT_ONCE, write_cache
 
 
@@ -129,11 +128,6 @@ def test_two_processes_do_not_make_one_cache(tokens, teacher):
             write_teacher_cache(open_tokens(tokens), cache.meta, lambda _: ())
         other.communicate(b"\n")
     assert verify_teacher_cache(open_tokens(tokens))
-
-
-def reseal(about: Path, **changes: object) -> None:
-    record = json.loads(about.read_text()) | changes
-    about.write_text(manifest.written(manifest.sealed(record)))
 
 
 DAMAGES = [  # (what is done to STEM.teacher.bin and STEM.teacher.json, what is said)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import THREADS, make_tokens, tiny
-from families_table import tiny_model
+from families_table import CUT, tiny_model
 
 from twistlm.lab.bench import DeployRequest, DepthRequest
 from twistlm.lab.bench import deploy as bench_deploy
@@ -17,7 +17,6 @@ from twistlm.model.blocks import widths_of_ratio
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import Parent, open_parent
 
-CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
 FEW: dict = {"prefill": (4, 9), "decode": 3, "repeats": 2, "threads": THREADS}
 
 

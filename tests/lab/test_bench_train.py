@@ -4,7 +4,7 @@ import json
 
 import pytest
 import ranks
-from commands import ROOT, check_refusal, in_process
+from commands import ROOT, in_process
 
 from twistlm import config
 from twistlm.lab.bench import peer, train
@@ -72,20 +72,6 @@ def test_sizes_of_any_preset_and_family(tmp_path, monkeypatch, capsys, preset, m
     assert code == 0, err
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [row["ratio"] for row in rows] == [*sizes[:-1], *sizes[-1].split(",")]
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--settings", "", "--settings names none of"),
-        ("--settings", "ffm", "--settings 'ffm': use some of"),
-        ("--sizes", ",", "--sizes names no ratio"),
-        ("--sizes", "5/12,1/7", "ratio '1/7' is no whole number"),
-    ],
-)
-def test_bad_input_is_one_sentence(monkeypatch, capsys, option, value, said):
-    words = ["lab", "bench", "train", "demo", "run.device=cpu", option, value]
-    check_refusal(*in_process(monkeypatch, capsys, *words), (said,))
 
 
 @pytest.mark.parametrize("engines", [["bare", "star"], ["sharded"]])

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import make_tokens
-from families_table import TABLE, perplexity, tiny_model
+from families_table import CUT, TABLE, perplexity, tiny_model
 from families_table import by_hand as zeroed
 
 from twistlm.lab import lost_nodes
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.ticket_scale import TicketScale, TicketScales
 
-CUT16 = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0", "data.seq_len=16"]
+CUT16 = [*CUT, "data.seq_len=16"]
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_tokens
-from families_table import tiny_model
+from families_table import save_random, tiny_model
 from torch import Tensor
 from typer.testing import CliRunner
 
 from twistlm import cli
 from twistlm.lab import speculate
 from twistlm.lab.speculate import generate
-from twistlm.model import generator
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.runnable import open_runnable
@@ -30,9 +29,7 @@ def drafts(tmp_path_factory) -> Path:
     for name in DRAFTED:
         tiny_model(name).save_pretrained(folder / name)
         parent = open_parent(folder / name, "cpu", FFN)
-        cut = {group.name: 3 for group in parent.block_map.groups}
-        blueprint = generator.for_deployment(parent.block_map, cut, seed=1)
-        deploy.save_ticket(parent, blueprint, folder / f"{name}-ticket")
+        save_random(parent, folder / f"{name}-ticket", 3, seed=1)
         deploy.save_ticket(parent, parent.block_map.full(), folder / f"{name}-all")
     make_tokens(folder / "tokens", 200)
     return folder

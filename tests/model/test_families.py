@@ -8,7 +8,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from families_table import (
     ALONE,
     BOTH,
@@ -27,6 +26,7 @@ from families_table import (
     cut,
     far,
     logits,
+    loss_of,
     sentence,
     tiny_model,
     tokens,
@@ -106,8 +106,7 @@ def test_gradients_of_physical_masked_and_stock_model_agree(key):
     masked = c.central.layout.views(full_grads)
 
     stock = copy.deepcopy(c.reference)
-    out = stock(input_ids=ids, use_cache=False).logits[:, :-1]
-    F.cross_entropy(out.reshape(-1, VOCAB), ids[:, 1:].reshape(-1)).backward()
+    loss_of(stock, ids).backward()
     # the stock model's output projections are scale x ours: the chain rule gives the factor
     factors = {group.out[0]: c.scales[group.name] for group in c.block_map.groups}
     largest = float(full_grads.abs().max())

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from commands import change
 from conftest import tiny
 from families_table import TABLE, build, tiny_model
 
@@ -122,8 +123,7 @@ def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
     tiny_model("gpt2").save_pretrained(folder)
     evil = {"auto_map": {"AutoConfig": "attacker/repo--evil.EvilConfig"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(evil))
-    table = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(table | evil))
+    change(folder / "config.json", **evil)
     start = {"weights": str(folder), "config": {}}
     rounds.train(tiny(tokens, tmp_path / "run", model=start, train={"rounds": 1}), quiet=True)
     parent = open_parent(str(folder), "cpu", ["blocks.n_ffn=4", "blocks.shared_first=0"])
@@ -132,8 +132,7 @@ def test_references_to_foreign_code_are_dropped(tmp_path, tokens):
     deploy.save_ticket(parent, blueprint, tmp_path / "ticket")
     write(parent, tmp_path / "pruned", PruneRequest(method="magnitude", ratio="0.5"), quiet=True)
     forged = shutil.copytree(tmp_path / "ticket", tmp_path / "forged")  # with hashes that agree
-    table = json.loads((forged / "config.json").read_text())
-    (forged / "config.json").write_text(json.dumps(table | evil))
+    change(forged / "config.json", **evil)
     (forged / "modeling_ticket.py").write_text("# attacker/\n")
     (forged / "ticket.json").unlink()
     deploy.seal(forged, json.loads((tmp_path / "ticket/ticket.json").read_text()))

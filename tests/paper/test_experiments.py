@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import metrics
 from commands import check_refusal
 from conftest import make_tokens, tiny
 from families_table import tiny_model
@@ -150,8 +151,7 @@ def test_a_training_that_was_stopped_goes_on(lab):
     (made,) = lab.points.all()
     assert made["config"] == lab.about_training(START)
     assert made["result"]["tokens"] == 3 * 2 * 4 * 64  # rounds, steps, workers, tokens
-    rows = (lab.out(START) / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["round"] for row in rows] == [1, 2, 3]
+    assert [row["round"] for row in metrics(lab.out(START))] == [1, 2, 3]
 
 
 def test_names_follow_from_what_matters(tmp_path, lab):
@@ -272,7 +272,7 @@ def test_tensorboard_gets_every_round(tmp_path, tokens):
     rounds.train(tiny(tokens, tmp_path / "run", run={"eval_every": 2}), quiet=True)
     seen = EventAccumulator(str(tmp_path / "run/tensorboard"))
     seen.Reload()
-    rows = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in metrics(tmp_path / "run")]
     assert [e.step for e in seen.Scalars("train/loss")] == [1, 2, 3, 4]
-    assert [e.value for e in seen.Scalars("train/loss")] == pytest.approx([r["loss"] for r in rows])
+    assert [e.value for e in seen.Scalars("train/loss")] == pytest.approx(losses)
     assert [e.step for e in seen.Scalars("perplexity/2/4")] == [2, 4]

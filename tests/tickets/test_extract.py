@@ -236,16 +236,6 @@ def test_random_and_best_of_n_follow_the_seed(home, tmp_path):
     assert {"command", "git", "versions", "device", "speed"} <= set(note)
 
 
-def test_importance_keeps_the_highest_scores(home, tmp_path):
-    asked = {"ratio": "1/2", "pick": "importance:fisher", "seed": 1, "tokens": 64}
-    opened, note = ask(home, tmp_path / "t", data="text", **asked)
-    ids = calibrate_on_tokens(opened, str(home / "text"), 64, 1).ids
-    scores = importance.score(opened, "fisher", ids, 1)
-    for name, kept in note["blueprint"].items():
-        dropped = set(range(len(scores[name]))) - set(kept)
-        assert min(scores[name][b] for b in kept) > max(scores[name][b] for b in dropped)
-
-
 def test_calibration_takes_windows_of_the_named_text_or_the_training_text(home, tmp_path):
     """The same for `extract` (by tokens) and `prune` (by number): one order, one draw."""
     stems = (f"data.train={home / 'text'}", f"data.valid={home / 'other'}")

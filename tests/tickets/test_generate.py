@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from families_table import build
+from families_table import CUT, build, save_random
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from twistlm import cli
 from twistlm import config as configs
 from twistlm.data.builtin import train_bpe
-from twistlm.model import generator
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
 from twistlm.tickets.runnable import open_runnable, write_text
@@ -21,7 +20,6 @@ from twistlm.training.run import Progress
 
 VOCAB = 300
 PROMPT = "the café – naïve words"  # bytes that need more than one token
-CUT = ("blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0")
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +34,7 @@ def home(tmp_path_factory) -> Path:
     where, start = folder / "run/checkpoints", Progress()
     about = (configs.Config(), parent.template, parent.tokenizer)
     checkpoint.save(where, checkpoint.snapshot(parent.central), start, *about, keep=1)
-    widths = {group.name: 3 for group in parent.block_map.groups}
-    blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
-    deploy.save_ticket(parent, blueprint, folder / "ticket")
+    save_random(parent, folder / "ticket", 3)
     return folder
 
 

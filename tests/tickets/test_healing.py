@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens
-from twistlm.system import manifest
 from twistlm.system.signals import Ended
 from twistlm.tickets import deploy, extract, healing
 from twistlm.tickets.parent import open_parent
@@ -133,22 +131,3 @@ def test_a_stopped_one_goes_on_to_the_same_weights(home, tmp_path, monkeypatch):
     one, other = (deploy.load_ticket(tmp_path / name) for name in ("whole", "cut"))
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
-
-
-def test_bad_requests_are_one_sentence(home, tmp_path):
-    lost = tmp_path / "lost"
-    shutil.copytree(home / "ticket", lost)
-    record = json.loads((lost / "ticket.json").read_text())
-    record["parent"] = "runs/gone/away"
-    (lost / "ticket.json").write_text(manifest.written(manifest.sealed(record)))
-    with pytest.raises(ValueError, match="is the ticket to heal"):
-        heal(home, home / "ticket")
-    for words, asked in {
-        "give --teacher RUN or MODEL": {"ticket": lost},
-        "starts as itself": {"ticket": lost, "teacher": "start"},
-        "give --data STEM": {"ticket": lost, "teacher": "none"},
-        "is no ticket": {"ticket": home / "run"},
-    }.items():
-        with pytest.raises(ValueError, match=words):
-            heal(home, tmp_path / "out", **asked)
-    assert not (tmp_path / "out").exists()

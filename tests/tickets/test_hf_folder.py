@@ -10,13 +10,16 @@ import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
+from commands import change
 from conftest import word_level
 from families_table import (
+    CUT,
     N_FFN,
     TABLE,
     VOCAB,
@@ -188,7 +191,7 @@ def bare_parent(folder: Path) -> Parent:
     c = case(KEYS[0])
     WORDS.save(str(folder / "tokenizer.json"))
     plain = as_parent(model, c.block_map, c.central, "sqrt")
-    return Parent(**{**vars(plain), "tokenizer": folder / "tokenizer.json"})
+    return replace(plain, tokenizer=folder / "tokenizer.json")
 
 
 def test_a_bare_tokenizer_becomes_one_that_auto_tokenizer_reads(root):
@@ -221,9 +224,8 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(tmp_path
     tok.save_pretrained(source)
     (source / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n# tiny\n")
     # a card says trust_remote_code for our own code: somebody's may not be found by it
-    named = source / "tokenizer_config.json"
-    evil = {"auto_map": {"AutoTokenizer": [None, "somebody/else--evil.Tokenizer"]}}
-    named.write_text(json.dumps(json.loads(named.read_text()) | evil))
+    evil = {"AutoTokenizer": [None, "somebody/else--evil.Tokenizer"]}
+    change(source / "tokenizer_config.json", auto_map=evil)
     cut = ["blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0"]
     full = open_parent(source, "cpu", cut)
     kept = {group.name: (0, group.n_blocks - 1) for group in full.block_map.groups}
@@ -251,8 +253,7 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(tmp_path
 @pytest.mark.parametrize(("name", "attn_by", "setting"), KEYS)
 def test_a_ticket_without_layers_is_the_masked_parent(name, attn_by, setting, tmp_path):
     """Constants of layers that are left out are kept: inside and as the first, cut and stock."""
-    cut = [f"blocks.attn_by={attn_by}", "blocks.shared_first=0", "blocks.shared_last=0"]
-    opened = open_parent(tiny_model(name), "cpu", [*cut, f"blocks.n_ffn={N_FFN}"])
+    opened = open_parent(tiny_model(name), "cpu", [*CUT, f"blocks.attn_by={attn_by}"])
     row = TABLE[name]
     n_blocks = {"attn": row.n_attn(attn_by), "ffn": N_FFN}
     for out, widths in (((1,), (1, 2)), ((0, 2), (0, 0))):
@@ -289,8 +290,7 @@ FORBIDDEN = [
 @pytest.mark.parametrize(("name", "config", "out", "words"), FORBIDDEN)
 def test_what_forbids_to_leave_layers_out(name, config, out, words, tmp_path):
     model = build(TABLE[name].type, TABLE[name].config | config)
-    cut = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
-    opened = open_parent(model, "cpu", cut)
+    opened = open_parent(model, "cpu", CUT)
     groups = opened.block_map.groups
     kept = {g.name: () if g.layer in out else tuple(range(g.n_blocks)) for g in groups}
     with pytest.raises(ValueError, match=words):

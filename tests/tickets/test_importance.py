@@ -11,6 +11,7 @@ from families_table import (
     central_of,
     cut,
     cut_by_hand,
+    loss_of,
     tiny_model,
     tokens,
     ways,
@@ -35,13 +36,6 @@ def parent64(name: str, attn_by: str) -> Parent:
 
 def score(parent: Parent, method: str, ids: Tensor | None = IDS, seed: int = 0):
     return importance.score(parent, method, ids, seed)
-
-
-def loss_of(model, ids: Tensor) -> Tensor:
-    """By the definition, with no help from the package."""
-    logp = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
-    picked = [logp[i, t, ids[i, t + 1]] for i in range(len(ids)) for t in range(ids.shape[1] - 1)]
-    return -sum(picked) / len(picked)
 
 
 def block_rows(parent: Parent, name: str, attn_by: str):

@@ -11,7 +11,7 @@ import families_table
 import pytest
 import torch
 from conftest import VOCAB, make_tokens, tiny, word_level
-from families_table import tiny_model
+from families_table import CUT, fed, save_random, tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -28,7 +28,6 @@ from twistlm.tickets.text import text_of
 from twistlm.tickets.ticket_scale import N_DRAWS, TicketScale, TicketScales, choice_text
 from twistlm.training import rounds
 
-CUT = ["blocks.n_ffn=4", "blocks.shared_first=0", "blocks.shared_last=0"]
 CUT16 = [*CUT, "data.seq_len=16"]
 
 
@@ -38,9 +37,7 @@ def home(tmp_path_factory) -> Path:
     for name in ("gpt2", "llama"):
         tiny_model(name).save_pretrained(folder / name)
     parent = open_parent(folder / "gpt2", "cpu", CUT)
-    widths = {group.name: 2 for group in parent.block_map.groups}
-    blueprint = generator.for_deployment(parent.block_map, widths, seed=0)
-    deploy.save_ticket(parent, blueprint, folder / "ticket")
+    save_random(parent, folder / "ticket", 2)
     make_tokens(folder / "tokens", 200)
     make_tokens(folder / "others", 300, seed=1)
     return folder
@@ -78,13 +75,18 @@ def test_a_ticket_and_a_hugging_face_folder(home):
 
 
 def test_a_run_and_its_ticket_know_their_text_and_sizes(tmp_path, monkeypatch):
-    """Without --data: the run's validation tokens, in its windows, found from any folder."""
+    """The run's sizes and validation tokens, in its windows, from any folder; of a parent that is
+    no run and has no 6/12, about half of its blocks.
+    """
     make_tokens(tmp_path / "tokens", 400)
     make_tokens(tmp_path / "valid", 200, seed=1)
     monkeypatch.chdir(tmp_path)
-    more = {"data": {"valid": "valid", "seq_len": 8}, "run": {"eval_ratios": ["1/4", "3/4"]}}
+    size = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 12, "n_head": 3, "n_layer": 2}
+    more: dict[str, Any] = {"model": {"config": size}, "run": {"eval_ratios": ["1/3", "2/3"]}}
+    more["blocks"] = {"n_ffn": 3, "k_attn": 2, "k_ffn": 2, "shared_first": 0}
+    more["data"] = {"valid": "valid", "seq_len": 8}
     rounds.train(tiny("tokens", tmp_path / "run", train={"rounds": 1}, **more), quiet=True)
-    request = TicketRequest(ratio="2/4", tokens=0)
+    request = TicketRequest(ratio="2/3", tokens=0)
     made = extract.write_tickets(tmp_path / "run", tmp_path / "ticket", request, "cpu")
     ((_, ticket),) = made
     (tmp_path / "elsewhere").mkdir()
@@ -94,31 +96,20 @@ def test_a_run_and_its_ticket_know_their_text_and_sizes(tmp_path, monkeypatch):
         assert scores.n_tokens == 200
         assert scores.full == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-6)
     with pytest.raises(ValueError, match=r"ratios: .*ticket is a ticket, which is cut already"):
-        twistlm.evaluate(tmp_path / "ticket", "2/4")
+        twistlm.evaluate(tmp_path / "ticket", "2/3")
     words = "eval ../run --n 1 --device cpu --json out.json"
     done = CliRunner().invoke(cli.app, words.split())
     assert done.exit_code == 0, done.exception
     record = json.loads(Path("out.json").read_text())
-    assert [spread["ratio"] for spread in record["subnets"]] == ["1/4", "3/4"]
-
-
-def test_sizes_that_nobody_asked_for(tmp_path):
-    """Those of the run; of a parent that is none, and has no 6/12, about half of its blocks."""
-    make_tokens(tmp_path / "tokens", 400)
-    size = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 12, "n_head": 3, "n_layer": 2}
-    more: dict[str, Any] = {"model": {"config": size}, "run": {"eval_ratios": ["1/3", "2/3"]}}
-    more["blocks"] = {"n_ffn": 3, "k_attn": 2, "k_ffn": 2, "shared_first": 0}
-    run, asked = tmp_path / "run", {"n": 1, "tokens": 64}
-    cfg = tiny(str(tmp_path / "tokens"), run, train={"rounds": 1}, **more)
-    rounds.train(cfg, quiet=True)
-    parent = twistlm.open_parent(run, device="cpu")
-    for scores in (parent.evaluate(**asked), twistlm.evaluate(run, device="cpu", **asked)):
+    assert [spread["ratio"] for spread in record["subnets"]] == ["1/3", "2/3"]
+    parent = twistlm.open_parent("../run", device="cpu")
+    for scores in (parent.evaluate(n=1), twistlm.evaluate("../run", device="cpu", n=1)):
         assert [spread.ratio for spread in scores.subnets] == ["1/3", "2/3"]
     certify = ["--certify", "--n", "3", "--coverage", "0.5", "--confidence", "0.5"]
     assert [spread["ratio"] for spread in evaluate(tmp_path, "run", *certify)["subnets"]] == ["1/3"]
     cut = {"blocks": {"n_ffn": 3, "shared_first": 0, "shared_last": 0}}
-    plain = twistlm.open_parent(parent.template, cut, data=cfg.data.train, device="cpu")
-    (spread,) = plain.evaluate(**asked).subnets
+    plain = twistlm.open_parent(parent.template, cut, data=tmp_path / "tokens", device="cpu")
+    (spread,) = plain.evaluate(n=1).subnets
     assert spread.ratio == "attn=2/3,ffn=2/3"
 
 
@@ -160,16 +151,13 @@ def by_hand(
     """
     ids = made.choice.file.sequences(list(range(4, 12)), 16)
     whole, pruned = (AutoModelForCausalLM.from_pretrained(made.parent.source) for _ in range(2))
-    groups, fed = made.parent.block_map.groups, []
-    for group in groups:
-        module = whole.get_submodule(group.out[0].removesuffix(".weight"))
-        module.register_forward_pre_hook(lambda _, args: fed.append(args[0].double()))
-    whole(input_ids=ids)
-    for group, x in zip(groups, fed, strict=True):  # in the order they are computed
-        layer: Any = pruned.get_submodule(group.out[0].removesuffix(".weight"))
+    for group in made.parent.block_map.groups:
+        name = group.out[0].removesuffix(".weight")
+        layer: Any = pruned.get_submodule(name)
+        (x,) = fed(whole, name, ids)
         conv = not isinstance(layer, torch.nn.Linear)
         weight = (layer.weight if conv else layer.weight.T).double().reshape(4, -1, 32)  # [block]
-        shares = torch.einsum("tbi,bio->tbo", x.reshape(8 * 16, 4, -1), weight)
+        shares = torch.einsum("tbi,bio->tbo", x.double().view(8 * 16, 4, -1), weight)
         k = len(kept[group.name])
         scale = {"none": 1.0, "sqrt": math.sqrt(4 / k), "inverse": 4 / k}.get(treatment.scale)
         if scale is None:
@@ -184,8 +172,7 @@ def by_hand(
             lost = shares.mean(0).sum(0) - (shares.mean(0) * mask[:, 0]).sum(0)
             layer.bias += lost.float()
     ids = made.choice.file.sequences(list(rows), 16)
-    logp = pruned(input_ids=ids).logits[:, :-1].double().log_softmax(-1)
-    return math.exp(-float(logp.gather(2, ids[:, 1:, None]).mean()))
+    return math.exp(pruned(input_ids=ids, labels=ids).loss)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

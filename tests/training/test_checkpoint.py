@@ -19,7 +19,7 @@ import pytest
 import ranks
 import torch
 from checkpoints import CPU, FILES, damages, metrics, random_central, random_progress, same
-from commands import toml
+from commands import limited, reseal, toml
 from conftest import THREADS, VOCAB, make_tokens, tiny, tiny_table
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -28,7 +28,7 @@ from twistlm import config
 from twistlm.data.stream import Leases
 from twistlm.model import families, huggingface
 from twistlm.model.layout import cut_model
-from twistlm.system import files, manifest
+from twistlm.system import files
 from twistlm.system.files import file_sha256
 from twistlm.system.signals import SIGNALS, Ended, Stop, on_signals
 from twistlm.tickets.parent import open_parent
@@ -207,8 +207,7 @@ def test_nonsense_behind_right_hashes_is_a_value_error(tmp_path, cfg, model):
     for wrong in (tensors | {name: torch.zeros(5)}, without):
         save_file(wrong, path / "model.safetensors", {"format": "pt"})
         hashes = {file: file_sha256(path / file) for file in good["files"]}
-        record = manifest.sealed(good | {"files": hashes})
-        (path / "checkpoint.json").write_text(manifest.written(record))
+        reseal(path / "checkpoint.json", **good | {"files": hashes})
         with pytest.raises(ValueError, match=rf"no weights for {name} that fit"):
             checkpoint.template(checkpoint.verify(path))
 
@@ -351,13 +350,9 @@ def test_metrics_are_replaced_whole_and_a_full_disk_takes_no_line(tmp_path):
         metrics_file = Metrics(tmp_path, 2)  # a crash meanwhile must not cost lines that stay
         assert len(before.readlines()) == 3
     assert [row["round"] for row in metrics(tmp_path)] == [1, 2]
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (metrics_file.size + 10, limit[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, metrics_file.size + 10):
         metrics_file.write({"round": 3, "loss": 2 / 3})
         metrics_file.write({"round": 4, "loss": 1.0})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert (tmp_path / "metrics.jsonl").stat().st_size > metrics_file.size  # it was cut in a line
     metrics_file.write({"round": 5, "loss": 4 / 3})
     assert [row["round"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
@@ -406,16 +401,12 @@ def test_a_checkpoint_of_before_goes_on(tmp_path: Path):
     record["held"] = {"transformer.h.1.attn": [2, 1, 1, 2]}
     record["config"] |= {"hub": {"port": 1}}
     record["config"]["blocks"] |= {"common_by": "rank", "deal": "balanced"}
-
-    def write() -> None:
-        (path / "checkpoint.json").write_text(manifest.written(manifest.sealed(record)))
-
-    write()
+    reseal(path / "checkpoint.json", **record)
     assert config.load(str(tmp_path / "run")) == replace(cfg, train=replace(cfg.train, rounds=1))
     same(rounds.train(cfg, resume=True, quiet=True), whole)
     shutil.rmtree(tmp_path / "run/checkpoints/round-000002")
     record["config"]["blocks"]["common_attn"] = [1]  # other blocks in every layer
-    write()
+    reseal(path / "checkpoint.json", **record)
     for read in (lambda: config.load(str(tmp_path / "run")), lambda: open_parent(path, "cpu")):
         with pytest.raises(ValueError, match=r"blocks\.common_by = 'rank' is no more"):
             read()

@@ -9,9 +9,6 @@ import torch
 from checkpoints import FILES, FLOAT64_TRAIN, distance, metrics, same
 from commands import toml, torchrun
 from conftest import batch_of, make_tokens, tiny, tiny_table
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.processors import TemplateProcessing
 
 from twistlm.data.stream import Batches
 from twistlm.data.token_file import open_tokens
@@ -255,22 +252,3 @@ def test_a_run_goes_on_with_the_teacher_it_began_with(recipe, tmp_path, kind):
         rounds.train(longer, resume=True, quiet=True)
     write(0)
     assert rounds.train(longer, resume=True, quiet=True).name == "round-000002"
-
-
-def test_a_teacher_has_the_tokenizer_of_the_tokens(recipe, tmp_path):
-    """Files of one tokenizer differ in spacing, truncation, templates: ids must mean the same."""
-    config, _ = recipe
-    tokens, folder = make_tokens(tmp_path / "tokens"), tmp_path / "teacher"
-    words = {f"w{i}": i for i in range(64)}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(f"{tokens}.tokenizer.json")
-    huggingface.load(tiny(tokens, tmp_path).model, 0).save_pretrained(folder)
-    same = Tokenizer(WordLevel(words, unk_token="w0"))
-    same.enable_truncation(8)
-    same.post_processor = TemplateProcessing(single="$A w1", special_tokens=[("w1", 1)])
-    same.save(str(folder / "tokenizer.json"), pretty=False)
-    taught = config | {"train": config["train"] | {"teacher": str(folder), "rounds": 1}}
-    rounds.train(tiny(tokens, tmp_path / "run", **taught), quiet=True)
-    other = Tokenizer(WordLevel(words | {"w5": 6, "w6": 5}, unk_token="w0"))
-    other.save(str(folder / "tokenizer.json"))
-    with pytest.raises(ValueError, match="its tokenizer is not that of"):
-        rounds.train(tiny(tokens, tmp_path / "other", **taught), quiet=True)

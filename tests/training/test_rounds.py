@@ -18,7 +18,6 @@ from twistlm.model.central import SubnetBuffer, cut_subnet
 from twistlm.model.layout import holders
 from twistlm.model.subnet import gate_values, scales
 from twistlm.system import files
-from twistlm.tickets.parent import open_parent
 from twistlm.training import aggregator, rounds, startup
 from twistlm.training.aggregator import Mean, Result, Stats
 from twistlm.training.assignments import Outcome, Traffic
@@ -325,16 +324,6 @@ def test_learning_rate_schedule():
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[54] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
-
-
-def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tokens, tmp_path):
-    out = tmp_path / "run"
-    rounds.train(tiny(tokens, out, train={"rounds": 2}), quiet=True)
-    wild = tiny(tokens, out, train={"lr": 1e30, "clip": 0.0, "rounds": 8})
-    with pytest.raises(FloatingPointError, match=r"train\.lr"):
-        rounds.train(wild, resume=True, quiet=True)
-    kept = open_parent(out, "cpu").central.weights
-    assert torch.isfinite(kept).all()
 
 
 def test_every_round_is_told_and_logged(tmp_path, tokens, monkeypatch):
