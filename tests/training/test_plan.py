@@ -1,4 +1,4 @@
-"""The paper as arithmetic: parameters, Table 2's communication column, memory."""
+"""The paper as arithmetic: parameters, Table 2's communication column, asymptotic memory."""
 
 import json
 from dataclasses import replace
@@ -11,6 +11,7 @@ from commands import toml
 from conftest import tiny, tiny_table
 
 import paper
+from paper.printed import gpt2_params
 from twistlm import cli, config
 from twistlm.data.token_file import open_tokens
 from twistlm.model import huggingface
@@ -29,7 +30,7 @@ TABLE_2 = {  # TB with 10, 8, 6 and 4 of 12 blocks, 4 workers, 3 epochs
 
 def test_all_13_communication_entries_of_table_2():
     paper = plan.make(config.load("paper"))
-    assert paper["n_params"] == 124_439_808
+    assert paper["n_params"] == gpt2_params(12, 768) == 124_439_808
     ours = {(row["setting"], row["ratio"]): row for row in paper["rows"]}
     assert paper["paper_rounds"] == 11_427
     for kind, column in TABLE_2.items():
@@ -41,6 +42,18 @@ def test_all_13_communication_entries_of_table_2():
         by_hand = row["n_params"] * 4 * 2 * 4 * 2_856
         assert row["true_bytes"] == by_hand
         assert row["carried_bytes"] == 3 * by_hand
+
+
+GPT2_SIZES = ((12, 768), (24, 1024), (36, 1280), (48, 1600))  # layers and d, small to XL
+
+
+@pytest.mark.parametrize(("shared", "first"), [(4, 0.772), (0, 0.658)])
+def test_asymptotic_memory_tends_to_a_half(shared, first):
+    """What a subnet with half the blocks keeps of the parameters, by the appendix."""
+    shares = [gpt2_params(n, d, n - shared, 0.5) / gpt2_params(n, d) for n, d in GPT2_SIZES]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == pytest.approx(first, abs=5e-4)
+    assert 0.5 < shares[-1] < 0.57
 
 
 def plan_of(tmp_path, *args: str) -> dict:
