@@ -11,6 +11,7 @@ from . import config
 from .config import Config, Method
 from .data.builtin import build
 from .model.blocks import widths_of_ratio
+from .system.device import cpu_threads
 from .system.provenance import describe_run
 from .system.terminal import console
 from .tickets.extract import make_ticket
@@ -35,6 +36,7 @@ CHOICE_TOKENS = 4096  # that an activation scale is chosen on
 SAVE_EVERY = 25  # rounds: what a stopped demo loses at most
 
 
+@cpu_threads(1)  # of so small a model two wait for each other, on a busy machine for long
 def run(out: Path, n: int, overrides: list[str]) -> None:
     """Text, a start, two trainings from it, the table, a ticket, a line of text."""
     began = time.perf_counter()
