@@ -292,6 +292,10 @@ twistlm eval ticket --ratio 2/4 --tasks tasks.jsonl -> ticket | cut already
 twistlm eval plain --tasks tasks.jsonl -> plain can read no text
 twistlm eval run ticket -> ticket | one model at a time
 twistlm eval run --certify --tasks tasks.jsonl -> leave --tasks out
+twistlm eval nope -> nope could not be loaded: there is no such folder
+twistlm eval C:\\models\\x -> could not be loaded: there is no such folder
+twistlm eval gguf:/x/nope.gguf -> gguf:/x/nope.gguf: no such file
+twistlm eval run --json run -> run is a folder: --json takes the name of a file
 twistlm eval run --tasks tasks.jsonl --n 3 -> --tasks bring their own text: leave --n
 twistlm eval run --tasks tasks.jsonl --data tokens -> --tasks bring their own text: leave --n
 twistlm eval blocks.n_ffn=4 -> at least one parent

@@ -108,7 +108,7 @@ def test_eight_bits_from_the_command_line(tmp_path):
     deploy.save_ticket(opened, blueprint, tmp_path / "ticket")
     data = make_tokens(tmp_path / "tokens", 400)
     (tmp_path / "out").mkdir()  # an earlier export, with a file of the user in it
-    for name in ("export.json", "model.onnx"):
+    for name in ("export.json", "model.onnx", "modeling_ticket.py"):
         (tmp_path / "out" / name).touch()
     (tmp_path / "out/notes.txt").write_text("mine")
     arguments = ["export", str(tmp_path / "ticket"), "--to", "onnx", "-o", str(tmp_path / "out")]

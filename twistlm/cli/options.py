@@ -58,6 +58,12 @@ def writable(value: Path | None) -> Path | None:
     return value
 
 
+def writable_file(value: Path | None) -> Path | None:
+    if value is not None and value.is_dir():
+        raise ValueError(f"{value} is a folder: --json takes the name of a file")
+    return writable(value)
+
+
 def command(group: typer.Typer, *examples: str) -> Callable[..., Any]:
     """A command of a function, with examples below its help.
 
@@ -121,7 +127,8 @@ def _parameter(name: str, hint: Any, field: dataclasses.Field) -> inspect.Parame
     names = ("--out", "-o") if name == "out" else names
     said: dict[str, Any] = {"help": about["help"], "metavar": about["metavar"]}
     said |= {"min": about["range"].least, "max": about["range"].most}
-    said["callback"] = writable if {"--out", "--json"} & set(names) else None
+    if "--out" in names or "--json" in names:
+        said["callback"] = writable if "--out" in names else writable_file
     said["show_default"] = not (default is False or default in (None, [], ""))
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     made: Any = Annotated[hint, make(*names, **said)]

@@ -52,7 +52,7 @@ def export(
     check_target("onnx", folder)
     beside = verify.Comparison(model, tokenizer, text, prompt)
     ours = {FILE, f"{FILE}.data", RECORD, "config.json", "generation_config.json"}
-    ours |= {"tokenizer.json", *BESIDE}
+    ours |= {"tokenizer.json", "modeling_ticket.py", *BESIDE}
     with files.whole_folder(folder, manifest.foreign_files(folder, ours)) as draft:
         with _quiet():
             _write(model, draft / FILE, untie=type_ == "q8")

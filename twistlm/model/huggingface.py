@@ -85,6 +85,15 @@ def check_source(source: str | Path, file: str = "config.json") -> None:
     raise ValueError(f"there is no such folder here, and {reason}")
 
 
+def check_there(source: str) -> None:
+    """Refuse a model that is not there, without loading it."""
+    if source.startswith("gguf:"):
+        gguf_path(source)
+    else:
+        with refusing(f"{source} could not be loaded"):
+            check_source(source)
+
+
 def planned_config(cfg: ModelConfig) -> HFConfig:
     """The architecture that the config describes, with no file and no network."""
     try:

@@ -28,7 +28,7 @@ from ..system import manifest
 from ..system.device import pick_device
 from ..system.files import save_tensors, whole_folder
 from ..system.provenance import describe_run
-from ..system.terminal import markdown_code, markdown_text
+from ..system.terminal import console, markdown_code, markdown_text
 from ..training import checkpoint, rounds
 from . import modeling_ticket
 from .deploy import TICKET, cut_from, foreign_files, load_ticket, read_ticket, seal
@@ -63,6 +63,11 @@ def heal(
     model, ticket = load_ticket(request.ticket), read_ticket(request.ticket)
     cfg = settings(request, model, cut_from(ticket), overrides, like)
     t, work = cfg.train, Path(cfg.run.out)
+    if not quiet:
+        n_tokens = t.rounds * t.interval * t.batch * cfg.data.seq_len
+        console.print(
+            f"{n_tokens:,} tokens in steps of {t.batch} x {cfg.data.seq_len}, teacher: {t.teacher}"
+        )
     text, found = None, {}
     if cfg.data.valid != cfg.data.train or cfg.data.valid.startswith("builtin:"):
         file = open_tokens(resolve(cfg.data.valid, "valid"))  # never what was trained on
@@ -117,13 +122,13 @@ def settings(
 ) -> Config:
     """The run that heals a ticket: its teacher's settings, one worker, cosine, a short warm-up."""
     teacher = cut_from if request.teacher is None else request.teacher
-    path = Path(teacher)
+    path, is_gguf = Path(teacher), teacher.startswith("gguf:")
     if teacher == "start" and not path.exists():
         raise ValueError(
             "--teacher start: a ticket starts as itself, which teaches nothing; give a run, a "
             "model or none"
         )
-    is_path = path.is_absolute() or len(path.parts) > 2  # no hub id
+    is_path = not is_gguf and (path.is_absolute() or len(path.parts) > 2)  # no hub id
     if request.teacher is None and is_path and not path.exists():
         raise ValueError(
             f"{request.ticket} was cut out of {teacher}, which is not here: give --teacher RUN or "

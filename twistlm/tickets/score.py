@@ -18,6 +18,7 @@ from ..compute.perplexity import Spread, Text, perplexity, summarize
 from ..config import Config, DataConfig
 from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
+from ..model import huggingface
 from ..model.blocks import widths_of_ratio
 from ..system import provenance, terminal
 from ..system.terminal import progress
@@ -101,6 +102,7 @@ def score_whole(
     elif what_is(source) == "ticket":
         file, seq_len = _parents_text(folder)
     else:
+        huggingface.check_there(str(source))
         raise ValueError(f"{source} has no tokens of its own: give --data STEM")
     model = open_runnable(source, device).model
     default = Config(data=DataConfig(seq_len=seq_len or default_seq_len(model)))

@@ -80,17 +80,22 @@ def choose_widths(
             raise refused or error from None
         console.print(f"the budget is spent evenly: {error}")
         return _evenly(first)
+    n_losses = 2 * len(STEPS) * (1 + 2 * len(block_map.groups)) + len(block_map.layers)  # at most
+    if measures:
+        task = bar.add_task("sensitivity", total=n_losses, note="")
+        orders = orders_for(parent, how, ids, request.seed)
+
+        def tell(x: float) -> None:
+            bar.update(task, advance=1, note=f"loss {x:.3f}")
+
+        loss = loss_on(parent, ids, orders, tell)
+        _announce(n_losses, lambda: loss(first[0] if first else block_map.full_widths()))
     if not order and (tries_depth or n_left_out):
         order = order_of_layers(parent.template, block_map, parent.central, ids)
     if n_left_out:
         first = even(order[-n_left_out:])
     if not measures:
         return _evenly(first)
-    n_losses = 2 * len(STEPS) * (1 + 2 * len(block_map.groups)) + len(block_map.layers)  # at most
-    task = bar.add_task("sensitivity", total=n_losses, note="")
-    orders = orders_for(parent, how, ids, request.seed)
-    loss = loss_on(parent, ids, orders, lambda x: bar.update(task, advance=1, note=f"loss {x:.3f}"))
-    _announce(n_losses, lambda: loss(first[0] if first else block_map.full_widths()))
     starts = [first] if first else []
     if tries_depth and (shallow := _fewer_layers(first, order, even, loss)) is not first:
         starts.append(shallow)
