@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .fields import check, limited
-from .presets import build, of_today, overridden, preset_names, read_table  # noqa: F401 (config.preset_names)
+from .presets import build, of_today, overridden, preset_names, read_table  # noqa: F401
 
 Kind = Literal["attn", "ffn"]
 Setting = Literal["attn", "ffn", "both"]

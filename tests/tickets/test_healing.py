@@ -82,6 +82,15 @@ def test_healing_is_distillation_by_hand(home, tmp_path):
         assert float((healed[name] - want).norm()) < 1e-5 * moved, name
 
 
+def test_a_ticket_of_a_gguf_file_in_a_package(home, tmp_path):
+    """Its parent is no path that could be looked for, and its teacher without more words."""
+    source = "gguf:package/folder/model.gguf"
+    texts = {"data": str(home / "tokens"), "valid": str(home / "valid")}
+    request = HealRequest(ticket=home / "ticket", out=tmp_path / "out", tokens="288", **texts)
+    made = healing.settings(request, deploy.load_ticket(home / "ticket"), source, STEPS, None)
+    assert made.train.teacher == source
+
+
 def test_a_healed_ticket_is_a_ticket_with_its_history(home, tmp_path, monkeypatch, capsys):
     """The command, twice: the ticket's own record names the teacher and the text."""
     words = ("--tokens", "288", "--device", "cpu", *STEPS)

@@ -16,7 +16,7 @@ from twistlm.model.ranges import Ranges
 from twistlm.system.provenance import version
 from twistlm.system.signals import TOO_FEW, Ended
 from twistlm.training import rounds
-from twistlm.training.engines import owners
+from twistlm.training.engines import elastic, owners
 from twistlm.training.startup import set_up
 from twistlm.transport import ray_cluster
 from twistlm.transport.events import Events
@@ -175,6 +175,10 @@ def test_a_piece_for_a_driver_that_was_killed_comes_too_late(ray_address, tokens
             ((piece,), *_) = driver.cut(0, everyone[:: -1 if resumes else 1])
             tries.append(driver.attempt)
         said = [driver.actors[0].check.remote(each, 0, piece) for each in tries]
+        # a resumed run takes as many owners as it had, where the first of them is still there
+        for known, n_left in ((name, 3), ("nobody", 0)):
+            (tmp_path / "ray-id.txt").write_text(f"{known} 3\n")
+            assert elastic._actors_of(tmp_path) == (known, n_left)
         late, (moved, _) = ray_cluster.ray.get(said)
         assert late == "late"
         assert moved == 0

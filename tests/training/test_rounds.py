@@ -133,6 +133,7 @@ def test_a_control_follows_the_data_as_well(tokens, tmp_path):
     last = (run.n_rounds // 3 + 1) * run.cfg.train.interval - 1  # step of the round
     rate = 1e-2 * (0.1 + 0.45 * (1 + math.cos(math.pi * last / run.total_steps)))
     assert engine.trainer.optimizer.rate == pytest.approx(rate)
+    assert engine.trainer.optimizer.count == last + 1
 
 
 def test_nesterov_equals_torch_sgd():

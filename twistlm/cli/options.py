@@ -59,6 +59,7 @@ def writable(value: Path | None) -> Path | None:
 
 
 def writable_file(value: Path | None) -> Path | None:
+    """So is a folder, where numbers are to be written."""
     if value is not None and value.is_dir():
         raise ValueError(f"{value} is a folder: --json takes the name of a file")
     return writable(value)
