@@ -59,6 +59,10 @@ class BlocksConfig:
     """An attention block is a head, a kv group, or one query head of every kv head."""
     n_ffn: int = limited(12, above=0)
     """R: blocks in an FFN layer."""
+    sort: bool = False
+    """Before the first round, sort the neurons of every FFN layer by importance, so that its first
+    block has the most important ones. The model computes what it did. For pretrained models, whose
+    nested tickets gain a lot and whose random ones lose."""
     k_attn: tuple[int, ...] = (6,)
     """Attention blocks in a subnet: one K, several (cycled over rounds), or one per worker."""
     k_ffn: tuple[int, ...] = (6,)

@@ -18,7 +18,8 @@ from families_table import (
 )
 from torch import Tensor
 
-from twistlm.compute.slopes import mask_slopes, order_of
+from twistlm.compute.slopes import mask_slopes, order_of, sort_neurons_
+from twistlm.model import huggingface
 from twistlm.tickets import importance
 from twistlm.tickets.parent import Parent
 
@@ -104,3 +105,27 @@ def test_mask_slopes_are_the_gradients_of_gates_by_hand(key):
 def test_ties_are_broken_by_order():
     tied = {"many": torch.arange(100).remainder(2).double()}  # an unstable sort would mix these
     assert order_of(tied) == {"many": (*range(1, 100, 2), *range(0, 100, 2))}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_sorted_neurons_compute_the_same_and_fall_in_importance(name):
+    """What each neuron adds is counted by hooks of the stock model, token by token."""
+    model, row = tiny_model(name).double(), TABLE[name]
+    block_map = cut(model, "ffn")
+    central = central_of(model, block_map)
+    logits = model(input_ids=IDS).logits.detach()
+    order = sort_neurons_(model, block_map, central, IDS)
+    assert order == {group.name: tuple(range(group.n_blocks)) for group in block_map.groups}
+    assert not torch.equal(central.weights, central_of(model, block_map).weights)
+    huggingface.bind_(model, central.layout.views(central.weights))
+    torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-9, atol=1e-9)
+    for group in block_map.groups:
+        module = model.get_submodule(f"{row.layers}.{group.layer}.{row.ffn_out}")
+        n_inputs = module.weight.shape[0 if row.transposed else 1]
+        gate = torch.ones(IDS.shape[1], n_inputs, dtype=torch.float64, requires_grad=True)
+        hook = module.register_forward_pre_hook(lambda _, args, gate=gate: (args[0] * gate,))
+        slopes = [torch.autograd.grad(loss_of(model, each[None]), gate)[0] for each in IDS]
+        hook.remove()
+        importance_of = torch.cat(slopes).square().sum(0)
+        at_least = importance_of[1:] * (1 - 1e-6)  # another order of sums rounds otherwise
+        assert (importance_of[:-1] >= at_least).all()

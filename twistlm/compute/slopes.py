@@ -1,11 +1,13 @@
 """How the loss changes when a block is turned down: the gradient by a factor on what it adds."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..model.blocks import BlockMap
+from ..model.blocks import BlockGroup, BlockMap
 from ..model.central import Central
 from ..model.huggingface import Model
 from ..model.subnet import build
@@ -46,6 +48,49 @@ def order_of(scores: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
         name: tuple(values.argsort(descending=True, stable=True).tolist())
         for name, values in scores.items()
     }
+
+
+def _by_neurons(group: BlockGroup) -> BlockGroup:
+    """An FFN layer in blocks of one neuron; attention as it is."""
+    if group.kind == "attn":
+        return group
+    parts = tuple(replace(part, chunk=1) for part in group.parts)
+    n_neurons = group.n_blocks * group.out_part.chunk
+    return replace(group, n_blocks=n_neurons, parts=parts, common=())
+
+
+def sort_neurons_(
+    template: Model,
+    block_map: BlockMap,
+    central: Central,
+    ids: Tensor,
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, tuple[int, ...]]:
+    """Put every FFN layer's neurons in falling order of importance; the order of all blocks.
+
+    The model computes what it did, but the first block of a layer has its most important neurons. A
+    neuron's score is the sum over tokens of (dl/dm)^2; attention's blocks keep their places.
+    """
+    single = BlockMap(tuple(_by_neurons(group) for group in block_map.groups))
+    ffn = [group.name for group in single.groups if group.kind == "ffn"]
+    squares: dict[str, Any] = {}
+    slopes = mask_slopes(template, single, central, ids)
+
+    def added() -> Iterator[dict[str, Tensor]]:
+        for each in slopes:
+            for name in ffn:
+                squares[name] = squares.get(name, 0) + each.pop(name).square().sum(0)
+            yield each
+
+    order = order_of(mask_fisher(added(), len(ids), tick))
+    views = central.layout.views(central.weights)
+    for group in map(block_map.__getitem__, ffn):
+        order[group.name] = tuple(range(group.n_blocks))
+        places = squares[group.name].argsort(descending=True, stable=True)
+        for part in group.parts:
+            rows = views[part.param].detach().unflatten(part.dim, (part.sections, -1))
+            rows.copy_(rows.index_select(part.dim + 1, places))
+    return order
 
 
 @torch.no_grad()

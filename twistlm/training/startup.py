@@ -6,6 +6,7 @@ change, since a checkpoint is always a round boundary and the data's ledger coun
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from .. import config
 from ..compute.perplexity import Evaluator, Text
-from ..compute.slopes import mask_fisher, mask_slopes, order_of, order_of_layers
+from ..compute.slopes import mask_fisher, mask_slopes, order_of, order_of_layers, sort_neurons_
 from ..config import Config
 from ..data.builtin import resolve
 from ..data.stream import Batches
@@ -34,7 +35,7 @@ from .checkpoint import Checkpoint
 from .run import Progress, Run, broadcast, dtype_of, n_rows
 
 # what may not change when a run goes on
-REFUSED = {"model", "data", "run.seed"}
+REFUSED = {"model", "data", "blocks.sort", "run.seed"}
 REFUSED |= {"train.method", "train.moments", "train.precision", "train.teacher"}
 N_SCORED = 64  # training sequences that the order of blocks is scored on
 
@@ -91,6 +92,8 @@ def _begin_or_restore(
         how = {"carry": n_rows(cfg) > 1, "outer": cfg.train.nesterov() is not None}
         central = create(cut.segments, huggingface.state(cut.template), **how)
         progress = Progress()
+        if cfg.blocks.sort:
+            progress = replace(progress, order=_sort_neurons(run, central, quiet))
     order = _order(run, central, progress.order, quiet)
     if saved is None:
         described = {"config": config.to_dict(cfg), **describe_run()}
@@ -154,6 +157,16 @@ def _n_rounds(cfg: Config, batches: Batches, saved: Checkpoint | None) -> int:
             f"{n_rounds}"
         )
     return n_rounds
+
+
+def _sort_neurons(run: Run, central: Central, quiet: bool) -> Order:
+    """Sort the central model's FFN neurons; the order of blocks that masks follow from now on."""
+    cfg, cut, ids = run.cfg, run.cut, scored_sequences(run.batches.file, run.cfg.data.seq_len)
+    with terminal.progress(quiet) as bar:
+        task = bar.add_task("sort neurons", total=len(ids), note="")
+        tick = partial(bar.advance, task)
+        order = sort_neurons_(cut.template, cut.block_map, central, ids, tick)
+    return order if cfg.blocks.nested and cfg.train.method != "dense" else {}
 
 
 def _order(run: Run, central: Central, known: Order, quiet: bool) -> Order:
