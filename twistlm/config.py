@@ -77,10 +77,11 @@ class BlocksConfig:
     """First layers that are not partitioned."""
     shared_last: int = 2
     """Last layers that are not partitioned."""
-    deal: Literal["random", "fixed", "order"] = "random"
-    """Who holds what: `random` blocks; the smaller workers in turn the first K of the `order`, a
-    whole one the masks too wide for them; or, as a control, the first round's deal for ever
-    (`fixed`)."""
+    deal: Literal["random", "fixed", "order", "first"] = "random"
+    """Who holds what. `random`: random blocks. `order`: one of the smaller workers, in turn, holds
+    the first K of the order of blocks. `first`: all of them do, but for those who must hold the
+    rest. In both a whole worker takes the masks too wide for others. `fixed`, a control: the first
+    round's deal for ever."""
     masks: Literal["round", "step", "sequence"] = "round"
     """A worker trains all blocks that it holds for the whole `round`, or a part of them that is
     drawn anew for every local `step` or for every `sequence`."""

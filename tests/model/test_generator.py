@@ -166,6 +166,23 @@ def test_smaller_workers_hold_the_first_of_the_order_in_turn(ks):
         assert max(late) < 1.2 * min(late)
 
 
+@pytest.mark.parametrize(
+    ("ks", "n_first"), [((6, 6, 6, 6), 3), ((12, 6, 6, 6), 3), ((3, 3, 3, 3), 1), ((12, 4, 6, 3), 3)]
+)
+def test_all_smaller_workers_hold_the_first_but_those_who_must_hold_the_rest(ks, n_first):
+    order = {"layers.0.attn": tuple(range(11, -1, -1))}
+    cfg = BlocksConfig(k_attn=ks, widths="worker", deal="first", nested=1.0)
+    small, free = [s for s in range(4) if ks[s] < 12], Counter()
+    for r in range(12):
+        dealt = generator.for_training(a_map(12), 4, cfg, seed=1, round=r, order=order)
+        hands = [blueprint["layers.0.attn"] for blueprint in dealt]
+        check_hands(hands, 12, ks)
+        first = [s for s in small if set(hands[s]) == set(range(12 - ks[s], 12))]
+        assert len(first) == n_first
+        free.update(set(small) - set(first))
+    assert len(set(free.values())) <= 1  # in turn
+
+
 MAP = cut(tiny_model("gpt2"), n_ffn=4)
 HELD = {group.name: (0, 2, 3) for group in MAP.groups}
 ORDER = {group.name: (3, 1, 0, 2) for group in MAP.groups}

@@ -14,6 +14,7 @@ from .blocks import KINDS, BlockMap, Blueprint, Kind, Widths
 # all layers that are cut, in the same way
 Order = Mapping[str, tuple[int, ...]]
 LAYERS = "layers"
+ALONG = ("order", "first")  # deals that read it
 
 
 def legal_range(
@@ -118,9 +119,16 @@ def for_training(
             widths.append(own.get(group.kind, usual))
         fixed, common = {}, blocks.common(group.kind)
         small = [s for s, k in enumerate(widths) if k < group.n_blocks]
-        if blocks.deal == "order" and order and small:
-            first = small[round % len(small)]  # every smaller worker in turn
-            fixed[first] = first_blocks(order[group.name], common, widths[first])
+        if blocks.deal in ALONG and order and small:
+            first = small[round % len(small) :] + small[: round % len(small)]  # each in turn
+            if blocks.deal == "order":
+                first = first[:1]
+            elif len(small) == len(widths):  # nobody is whole: some hold what the first K leave
+                left = group.n_blocks - widths[first[0]]
+                while left > 0 and len(first) > 1:
+                    left -= widths[first.pop()]
+            for s in first:
+                fixed[s] = first_blocks(order[group.name], common, widths[s])
         hands = deal(rng, group.n_blocks, widths, common, fixed=fixed)
         for blueprint, hand in zip(blueprints, hands, strict=True):
             blueprint[group.name] = hand

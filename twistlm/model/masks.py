@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import BlocksConfig, Method
 from .blocks import KINDS, BlockGroup, BlockMap, Blueprint, Widths
-from .generator import LAYERS, Order, first_blocks
+from .generator import ALONG, LAYERS, Order, first_blocks
 
 FIRST_NESTED = 0.75  # most of the masks that follow the order where a worker holds its first K
 
@@ -88,10 +88,10 @@ def _nested_share(
 ) -> float:
     """The share of a worker's masks that follow the order.
 
-    With `blocks.deal = "order"` the worker that holds the first K takes three times as many.
+    Along the order a worker that holds the first K takes three times as many.
     """
     share, widths = blocks.nested, block_map.widths(held)
-    if blocks.deal != "order" or widths == block_map.full_widths():
+    if blocks.deal not in ALONG or widths == block_map.full_widths():
         return share
     holds_first = held == prefixes(block_map, order, widths)
     return max(share, min(FIRST_NESTED, 3 * share)) if holds_first else share
@@ -102,11 +102,11 @@ def _entries(
 ) -> np.ndarray:
     """Which entry of the lists of widths each mask takes, in turn: [steps, rows].
 
-    With `blocks.deal = "order"` a worker that holds everything takes widths that others cannot.
+    Along the order a worker that holds everything takes widths that others cannot.
     """
     step = worker.round * worker.n_steps + np.arange(worker.n_steps) + worker.number
     entries = step[:, None] * worker.n_rows + np.arange(worker.n_rows)
-    if blocks.deal != "order":
+    if blocks.deal not in ALONG:
         return entries
     whole = {g.kind for g in block_map.groups if len(held[g.name]) == g.n_blocks}
     lists = [(blocks.mask(kind), min(blocks.k(kind))) for kind in whole]
@@ -156,5 +156,5 @@ def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
     if blocks.masks == "round" and method == "twist" and (given or blocks.nested):
         name, value = next(iter(given.items()), ("blocks.nested", blocks.nested))
         raise ValueError(f"{name} = {value} needs blocks.masks = 'step' or 'sequence'")
-    if blocks.deal == "order" and not blocks.nested:
-        raise ValueError("blocks.deal = 'order' needs an order of blocks: blocks.nested above 0")
+    if blocks.deal in ALONG and not blocks.nested:
+        raise ValueError(f"blocks.deal = {blocks.deal!r} needs an order of blocks: blocks.nested above 0")
