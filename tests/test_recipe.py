@@ -95,6 +95,7 @@ def chosen(name: str = "smollm2", asked: tuple[str, ...] = ("107M", "80M"), **gi
 def test_masks_hold_the_whole_model_and_every_size():
     blocks = chosen().blocks
     assert (blocks.k_attn, blocks.k_ffn, blocks.masks) == ((3,), (12,), "sequence")
+    assert (blocks.sort, blocks.nested) == (True, 1.0)  # only nested tickets are cut
     assert blocks.mask_attn == (3, 3, 2, 2, 2, 2, 2, 2)
     assert blocks.mask_ffn == (12, 12, 9, 9, 9, 5, 5, 5)
     # six turns for four sizes: the smaller ones get the extra turns
@@ -122,6 +123,10 @@ def test_rounds_rate_and_teacher_follow_from_tokens_and_size():
     )
     takes = [plan.make(override(chosen(), [f"train.batch={n}"]))["process_bytes"] for n in (4, 8)]
     assert chosen(room=sum(takes) / 2).train.batch == 4
+    # as many tokens whatever the batch, the workers and the interval
+    own = chosen(n_tokens=4_000_000, overrides=["train.batch=8", "train.interval=5"])
+    assert own.train.rounds == 4_000_000 // (4 * 5 * 8 * 1024)
+    assert chosen(overrides=["train.rounds=7"]).train.rounds == 7
     own = chosen(overrides=["train.lr=1e-4", "blocks.attn_by=query"])
     assert (own.train.lr, own.blocks.attn_by) == (1e-4, "query")
 

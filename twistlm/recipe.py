@@ -68,7 +68,9 @@ def cut_for(model: PreTrainedModel, overrides: Sequence[str] = ()) -> Cut:
     asked = [word for word in overrides if word.startswith("blocks.")]
     one = BlocksConfig(setting="ffn", n_ffn=1, shared_first=0, shared_last=0)
     n_ffn = blocks_in(families.partition(model, one).groups[0].out_part.chunk)
-    usual = BlocksConfig(n_ffn=n_ffn, shared_first=0, shared_last=0, masks="sequence", nested=0.5)
+    usual = BlocksConfig(
+        n_ffn=n_ffn, sort=True, shared_first=0, shared_last=0, masks="sequence", nested=1.0
+    )
 
     def legal_ks(kind: Kind, attn_by: Any) -> tuple[list[int], BlocksConfig]:
         """Every K of a kind that makes plain models, and the blocks that it counts."""
@@ -170,20 +172,21 @@ def config_for(
     given = ModelConfig(weights, model.config.model_type, numbers_of(model))
     text = DataConfig(train=f"{out}/text/train", valid=f"{out}/text/valid", seq_len=seq_len)
     for batch in BATCHES:
-        per_step = N_WORKERS * batch * seq_len
-        n_rounds = max(1, n_tokens // (per_step * INTERVAL))
         train = TrainConfig(
-            n_workers=N_WORKERS, rounds=n_rounds, interval=INTERVAL, batch=batch,
-            lr=float(f"{rate:.1e}"), schedule="cosine", warmup=min(100, n_rounds),
-            betas=(0.9, 0.95), weight_decay=0.1, clip=1.0,
+            n_workers=N_WORKERS, interval=INTERVAL, batch=batch, lr=float(f"{rate:.1e}"),
+            schedule="cosine", betas=(0.9, 0.95), weight_decay=0.1, clip=1.0, scale="none",
             # what is read twice is predicted once; what is read once costs as much beside a step
             teacher="cache" if n_tokens > n_text else "start",
         )  # fmt: skip
         run = RunConfig(
-            out=f"{out}/parent", eval_every=-1, eval_ratios=tuple(size.ratio for size in sizes),
-            save_every=max(1, min(50, n_rounds // 20)),
-        )  # fmt: skip
+            out=f"{out}/parent", eval_every=-1, eval_ratios=tuple(size.ratio for size in sizes)
+        )
         cfg = Config(given, text, replace(cut.blocks, **ks), train, run)
+        t = config.override(cfg, overrides).train
+        per_step = t.n_workers * t.batch * seq_len
+        n = max(1, n_tokens // (per_step * t.interval))  # rounds
+        train = replace(train, rounds=n, warmup=min(100, n))
+        cfg = replace(cfg, train=train, run=replace(run, save_every=max(1, min(50, n // 20))))
         chosen = config.override(cfg, overrides)
         if n_tokens >= per_step * STEPS and plan.memory(chosen, model, device)[1] <= room:
             break

@@ -253,6 +253,29 @@ def test_calibration_takes_windows_of_the_named_text_or_the_training_text(home, 
         calibrate(gone, None, 4, 0)
 
 
+def test_a_ticket_of_the_best_neurons_keeps_those_that_matter_most(home, tmp_path):
+    """By |dl/dm|^2 over the tokens of the calibration text, with a mask for every neuron."""
+    cut = ("blocks.setting=ffn",)
+    asked = {"ratio": "2/6", "pick": "neurons", "data": "text", "tokens": 64}
+    parent, ticket = ask(home, tmp_path / "t", "llama", cut, **asked)
+    assert ticket["pick"]["how"] == "neurons"
+    assert ticket["pick"]["n_sequences"] == 64 // SEQ_LEN
+    model, kept = parent.template, load_file(tmp_path / "t/model.safetensors")
+    ids = calibrate_on_tokens(parent, str(home / "text"), 64, 0).ids
+    for group in parent.block_map.groups:
+        name = group.out[0]
+        module = model.get_submodule(name.removesuffix(".weight"))
+        gate = torch.ones(ids.shape[1], module.weight.shape[1], requires_grad=True)
+        hook = module.register_forward_pre_hook(lambda _, args, gate=gate: (args[0] * gate,))
+        losses = (model(input_ids=row[None], labels=row[None]).loss for row in ids)
+        square = sum(torch.autograd.grad(loss, gate)[0].square().sum(0) for loss in losses)
+        hook.remove()
+        best = square.topk(2 * len(square) // 6).indices
+        want = module.weight.detach()[:, best] * math.sqrt(6 / 2)  # train.scale
+        columns = sorted(kept[name].float().T.tolist())
+        torch.testing.assert_close(torch.tensor(columns), torch.tensor(sorted(want.T.tolist())))
+
+
 def test_tickets_keep_the_common_blocks(home, tmp_path):
     """Of four heads and six chunks: without C most draws, and every score, miss one of them."""
     asked = {"overrides": ("blocks.common_attn=[1]", "blocks.common_ffn=[5,2]")}

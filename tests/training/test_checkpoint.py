@@ -440,6 +440,22 @@ def test_a_resume_scores_an_order_that_it_newly_needs(tmp_path: Path, before, no
     assert order == expected != {}
 
 
+def test_neurons_are_sorted_once_before_the_first_round(tmp_path: Path):
+    """A run that goes on leaves them where they are, and cannot begin to sort."""
+    tokens = make_tokens(tmp_path / "tokens")
+    blocks = NESTED | {"sort": True, "nested": 1.0}
+    once = rounds.train(tiny(tokens, tmp_path / "once", blocks=blocks), quiet=True)
+    cfg = tiny(tokens, tmp_path / "twice", blocks=blocks)
+    first = replace(cfg, train=replace(cfg.train, rounds=2))
+    rounds.train(first, quiet=True)
+    same(rounds.train(cfg, resume=True, quiet=True), once)
+    order = checkpoint.open_(once).manifest["order"]
+    assert all(order[name] == [0, 1, 2, 3] for name in order if name.endswith("ffn"))
+    plain = rounds.train(tiny(tokens, tmp_path / "plain", blocks=NESTED), quiet=True)
+    with pytest.raises(ValueError, match=r"blocks\.sort was False and is now True"):
+        rounds.train(tiny(tokens, plain.parent.parent, blocks=blocks), resume=True, quiet=True)
+
+
 def test_a_signal_after_the_round_loses_nothing_either(tmp_path: Path):
     """During an evaluation, say: whether to save was decided before, and the run ended without."""
     tokens = make_tokens(tmp_path / "tokens")

@@ -79,7 +79,8 @@ def test_all_blocks_kept_is_plain_data_parallel(tokens, tmp_path):
 MASKS = {"masks": "sequence", "mask_attn": [4, 2, 1], "mask_ffn": [4, 1, 3], "nested": 0.5}
 MASKS["mask_depth"] = [0, 1, 2]
 RECIPE = {
-    "blocks": MASKS | {"k_attn": [4, 3, 2], "k_ffn": [4, 2, 3], "widths": "worker"},
+    "blocks": MASKS
+    | {"k_attn": [4, 3, 2], "k_ffn": [4, 2, 3], "widths": "worker", "deal": "first", "sort": True},
     "train": FLOAT64_TRAIN | {"teacher": "start", "distil": 0.7},
 }
 

@@ -29,7 +29,7 @@ def test_a_driver_that_is_killed_or_crashes_finds_its_workers_again(scene, tmp_p
     train = TRAIN | {"rounds": 7, "scale": "measured", "teacher": "cache"}
     blocks = {"widths": "worker", "k_attn": [4, 2, 3], "k_ffn": [1, 4, 2], "deal": "order"}
     blocks |= {"masks": "sequence", "mask_attn": [4, 1], "mask_ffn": [2, 3]}
-    blocks |= {"mask_depth": [0, 1], "nested": 0.5}
+    blocks |= {"mask_depth": [0, 1], "nested": 0.5, "sort": True}
     here = scene(train=train, blocks=blocks, run={"wire": "int8"})
     teacher = rounds.train(tiny(here.tokens, tmp_path / "teacher"), quiet=True)
     write_cache(open_tokens(here.tokens), str(teacher), 8, 16, "cpu", quiet=True)

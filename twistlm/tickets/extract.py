@@ -21,7 +21,7 @@ from ..system import manifest, terminal
 from ..system.terminal import console, progress
 from . import deploy
 from .hf_folder import numbers, parent_tokenizer
-from .importance import parse_pick, pick_blocks, pick_for
+from .importance import NESTED, NEURONS, parse_pick, pick_blocks, pick_for, with_sorted_neurons
 from .parent import Parent, config_of, open_parent
 from .register import register
 from .requests import Budget, TicketRequest
@@ -128,6 +128,12 @@ def make_ticket(
 ) -> Ticket:
     """Fit the budget, pick the blocks, cut the ticket and measure it; nothing is written."""
     how, budget = pick_for(parent, request.pick), budget or request.budget
+    picked_by: dict[str, Any] = {"how": how.asked, "seed": request.seed}
+    if how == NEURONS:
+        read = calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
+        with progress(quiet) as bar:
+            parent = with_sorted_neurons(parent, read.ids, bar)
+        how, picked_by = NESTED, picked_by | read.to_dict()
     evaluator = calibration = None
     try:
         evaluator = parent.evaluator(text_of(parent, request.data, request.tokens))
@@ -167,7 +173,7 @@ def make_ticket(
             "speed": asdict(of_parent),
         },
         "budget": asked,
-        "pick": {"how": how.asked, "seed": request.seed, **based_on},
+        "pick": picked_by | based_on,
         "spend": spend,
         "whole": widths == parent.block_map.full_widths(),
         "n_params": model.num_parameters(),

@@ -8,7 +8,7 @@ projection.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def _add_squares_(scores: BlockScores, parent: Parent, values: Tensor, n: int = 
 
 @dataclass(frozen=True)
 class Pick:
-    """`random` is one draw, `best-of:N` are N, `nested` and `importance[:METHOD]` draw nothing.
+    """`random` is one draw, `best-of:N` are N; the others draw nothing.
 
     `auto` is `nested` for a parent that was trained with an order of blocks, else `random`.
     """
@@ -104,6 +104,7 @@ class Pick:
 
 
 RANDOM, NESTED, AUTO = Pick("random"), Pick("nested"), Pick("auto")
+NEURONS = Pick("neurons", method="neurons")  # nested, in a parent whose neurons are sorted first
 
 
 def parse_pick(text: str) -> Pick:
@@ -111,6 +112,8 @@ def parse_pick(text: str) -> Pick:
     name, colon, rest = text.partition(":")
     if (plain := Pick(text)) in (RANDOM, NESTED, AUTO):
         return plain
+    if text == NEURONS.asked:
+        return NEURONS
     if name == "best-of" and rest.isdecimal() and int(rest) > 0:
         return Pick(text, n_draws=int(rest))
     method = rest if colon else "fisher"
@@ -130,6 +133,17 @@ def pick_for(parent: Parent, text: str = "auto") -> Pick:
             "(blocks.nested = 0); use importance:mask-fisher, which scores them now, or random"
         )
     return how
+
+
+def with_sorted_neurons(parent: Parent, ids: Tensor, bar: Progress | None = None) -> Parent:
+    """The same model with each FFN layer's neurons by importance (`blocks.sort`), and its order."""
+    bar = bar or Progress(disable=True)
+    task = bar.add_task("sort neurons", total=len(ids), note="")
+    central = replace(parent.central, state=parent.central.state.clone())
+    order = slopes.sort_neurons_(
+        parent.template, parent.block_map, central, ids, lambda: bar.advance(task)
+    )
+    return replace(parent, central=central, progress=replace(parent.progress, order=order))
 
 
 def pick_blocks(
