@@ -167,7 +167,8 @@ def test_smaller_workers_hold_the_first_of_the_order_in_turn(ks):
 
 
 @pytest.mark.parametrize(
-    ("ks", "n_first"), [((6, 6, 6, 6), 3), ((12, 6, 6, 6), 3), ((3, 3, 3, 3), 1), ((12, 4, 6, 3), 3)]
+    ("ks", "n_first"),
+    [((6, 6, 6, 6), 3), ((12, 6, 6, 6), 3), ((3, 3, 3, 3), 1), ((12, 4, 6, 3), 3)],
 )
 def test_all_smaller_workers_hold_the_first_but_those_who_must_hold_the_rest(ks, n_first):
     order = {"layers.0.attn": tuple(range(11, -1, -1))}

@@ -157,4 +157,6 @@ def check(block_map: BlockMap, blocks: BlocksConfig, method: Method) -> None:
         name, value = next(iter(given.items()), ("blocks.nested", blocks.nested))
         raise ValueError(f"{name} = {value} needs blocks.masks = 'step' or 'sequence'")
     if blocks.deal in ALONG and not blocks.nested:
-        raise ValueError(f"blocks.deal = {blocks.deal!r} needs an order of blocks: blocks.nested above 0")
+        raise ValueError(
+            f"blocks.deal = {blocks.deal!r} needs an order of blocks: blocks.nested above 0"
+        )
