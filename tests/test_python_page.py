@@ -104,8 +104,12 @@ def test_mistakes_are_sentences(after):
         names["parent"].extract(ratio="6/12", data=folder / "x--y/--z")
     with pytest.raises(ValueError, match=r"is a ticket and has no tokens of its own.*: give data"):
         twistlm.evaluate(folder / "ticket")  # from another folder than the run's
-    with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'frobnicate'$"):
         twistlm.frobnicate  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'extract': open_parent"):
+        twistlm.extract  # noqa: B018
+    with pytest.raises(ValueError, match=r"^unknown key param; did you mean params\? Legal keys"):
+        names["parent"].extract(param="1M")
 
 
 BEFORE = """
