@@ -124,6 +124,9 @@ class Checked:
                 value = tuple(value) if isinstance(value, list | tuple) else (value,)
             if field.type in (str, str | None):
                 value = _word(value)
+                if not isinstance(value, field.type):  # type: ignore[arg-type]
+                    said = f"--{field.name} takes a str, not a {type(value).__name__}"
+                    raise ValueError(f"{said}: {field.metadata['help']}")
             elif field.type == tuple[str, ...]:
                 value = tuple(map(_word, value))
             object.__setattr__(self, field.name, value)
