@@ -315,7 +315,8 @@ shrink --text tokens.txt --to 9k --tokens 1k --hours 1 -> --tokens or --hours
 shrink --text tokens.txt --to 9k --tokens many -> --tokens 'many' | 20M
 shrink --text tokens.txt --to 9k --tokenizer wide.tokenizer.json -> wide.tokenizer.json | plain | 64
 [other words] shrink --text tokens.txt --to 9k -> tokens.tokenizer.json | not that of plain
-shrink --text tokens.txt --to 9k --gguf q9 -> --gguf q9 | q8_0
+twistlm shrink nowhere --text tokens.txt --to 9k --gguf q9 -o made/s -> --gguf q9 | q8_0
+twistlm shrink nowhere --text tokens.txt --to 9Q -o made/s -> --to '9Q' | units: k, m, b, g
 shrink --text tokens.txt --to 9k --gguf f16 -> tokens.tokenizer.json | has no name in llama.cpp
 shrink --text tokens.txt --memory 9MB -> --memory and --context go together
 shrink --text tokens.txt --to 9k -o run -> run is not empty
