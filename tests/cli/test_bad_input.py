@@ -267,6 +267,7 @@ extract run -> give --ratio, --params, --size, --latency or --memory
 extract run --params 85Q -> --params '85Q' | 85M | units: k, m, b, g
 extract run --ratio attn=1,ffn=1,ffn.0=1/4 -> 'ffn.0' | layer that is cut
 extract run --params 1k -> --params 1k is impossible | 5,484 parameters
+extract run --ratio 2/4 --params 1k -> --params 1k is impossible
 extract run --latency 1us -> --latency 1us is impossible | ms
 extract run --ratio 2/4 --pick luck -> --pick 'luck' | best-of:N | mask-fisher
 extract run --ratio 2/4 --pick importance:obd -> 'importance:obd' | taylor
