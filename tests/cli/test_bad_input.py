@@ -334,6 +334,7 @@ twistlm export nowhere --to onnx -o run -> --out run exists and is no ONNX expor
 twistlm export nowhere --to gguf -o made/t --data gone -> gone.bin | twistlm prepare
 twistlm export ticket --to gguf -o made/t --data builtin:x -> 'builtin:x' | builtin:python-docs
 twistlm export ticket --to gguf -o made/t --data other -> other | another tokenizer
+twistlm export ticket --to onnx -o made/t --prompt '' -> --prompt has 0 tokens | 1..14
 # losing nodes
 twistlm lab drop run --nodes 5 -> --nodes 5 | 4 attn blocks
 twistlm lab drop run --nodes 3 --lose 3 -> --lose 3 | --nodes 3
