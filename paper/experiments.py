@@ -19,7 +19,7 @@ from twistlm.compute.perplexity import summarize
 from twistlm.compute.slopes import order_of
 from twistlm.config import Setting
 from twistlm.lab import lost_nodes
-from twistlm.lab.bench.train import FULL, measure_worker
+from twistlm.lab.bench.train import measure_worker
 from twistlm.lab.compare.cells import NESTED, RANDOM, WHOLE
 from twistlm.lab.points import name_of
 from twistlm.model import families, huggingface
@@ -236,7 +236,7 @@ def latency(lab: Lab) -> list[Point]:
             lab.close()
             template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
             cluster = Cluster("local", t.n_workers, "physical", cfg.run.device)
-            ratio = FULL if k == N else scale.ratio(k)
+            ratio = f"{N}/{N}" if k == N else scale.ratio(k)
             return measure_worker(template, cfg, cluster, setting, ratio, scale.bench_steps)
 
         return Point(shared | {"setting": setting, "k": k, "ratio": scale.ratio(k)}, measure)

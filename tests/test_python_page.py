@@ -104,8 +104,27 @@ def test_mistakes_are_sentences(after):
         names["parent"].extract(ratio="6/12", data=folder / "x--y/--z")
     with pytest.raises(ValueError, match=r"is a ticket and has no tokens of its own.*: give data"):
         twistlm.evaluate(folder / "ticket")  # from another folder than the run's
-    with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'frobnicate'$"):
         twistlm.frobnicate  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'extract': open_parent"):
+        twistlm.extract  # noqa: B018
+    with pytest.raises(ValueError, match=r"^unknown key param; did you mean params\? Legal keys"):
+        names["parent"].extract(param="1M")
+    with pytest.raises(ValueError, match=r"^model takes a str, not a Ticket: A Hugging Face"):
+        twistlm.shrink(names["ticket"], PAGE, out=folder / "small", to="1M")
+    with pytest.raises(ValueError, match=r"^a Ticket is no folder"):
+        twistlm.open_parent(names["ticket"])
+    with pytest.raises(ValueError, match=r"ratios: Ticket.* is a ticket, which is cut already"):
+        twistlm.evaluate(names["ticket"], "6/12")
+
+
+def test_evaluate_takes_what_is_in_memory(after, monkeypatch):
+    monkeypatch.chdir(after[0])
+    parent, ticket = after[1]["parent"], after[1]["ticket"]
+    for words in ({}, {"tokens": 64}):
+        assert twistlm.evaluate(ticket, **words).full == ticket.evaluate(**words).full
+        scores = twistlm.evaluate(parent, "6/12", n=2, **words)
+        assert scores.subnets == parent.evaluate("6/12", n=2, **words).subnets
 
 
 BEFORE = """

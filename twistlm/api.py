@@ -112,17 +112,23 @@ def open_parent(
 
 
 @python_words()
-def evaluate(source: str | Path, ratios: Any = (), *, device: str = "auto", **asked: Any) -> Scores:
-    """Perplexity of a ticket folder, or of any parent with `n` random tickets of each ratio.
+def evaluate(
+    source: str | Path | Parent | Ticket, ratios: Any = (), *, device: str = "auto", **asked: Any
+) -> Scores:
+    """Perplexity of a ticket, or of any parent with `n` random tickets of each ratio.
 
     Without `ratios` they are the run's own (`run.eval_ratios`), or half of the blocks.
     Keywords are options of `twistlm eval` (`ScoreRequest`): `n`, `data`, `tokens`, `seed`. See
     `open_parent` for sources and `data`; a ticket's own text is that of its parent's run.
     """
     request = ScoreRequest(ratios=ratios, **asked)
-    if what_is(source) == "ticket":
+    if isinstance(source, Parent):
+        return source.evaluate(ratios, **asked)
+    if isinstance(source, Ticket) or what_is(source) == "ticket":
         if request.ratios:
             raise ValueError(f"ratios: {source} is a ticket, which is cut already")
+        if isinstance(source, Ticket):
+            return source.evaluate(asked.get("data"), asked.get("tokens"))
         return score_whole(source, request, device)
     opened = parent.open_parent(source, device)
     return score_parent(opened, request, Path(opened.source).name, quiet=True)

@@ -1,11 +1,12 @@
 """What a field of a config or a request may hold stands beside it; one loop checks it."""
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 WHOLE = 2**63 - 1  # the largest whole number that a record of ours holds
 LARGEST = 1e30  # of any number in a config: float32 ends at 3.4e38
@@ -79,6 +80,14 @@ def words(names: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def check_key(key: str, legal: Collection[str], section: str = "") -> None:
+    """Refuse a key that a config's section, `train.`, or a request has not."""
+    if key not in legal:
+        close = difflib.get_close_matches(key, legal, n=1)
+        hint = f"; did you mean {section}{close[0]}?" if close else "."
+        raise ValueError(f"unknown key {section}{key}{hint} Legal keys: {', '.join(legal)}")
+
+
 def check(values: Any, section: str = "") -> None:
     """Refuse the first field of a request, or of a config's section, that holds what it may not."""
     for field in dataclasses.fields(values):
@@ -103,6 +112,11 @@ class Checked:
     value for a tuple of one.
     """
 
+    def __new__(cls, **given: Any) -> Self:
+        for key in given:
+            check_key(key, cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -110,6 +124,9 @@ class Checked:
                 value = tuple(value) if isinstance(value, list | tuple) else (value,)
             if field.type in (str, str | None):
                 value = _word(value)
+                if not isinstance(value, field.type):  # type: ignore[arg-type]
+                    said = f"--{field.name} takes a str, not a {type(value).__name__}"
+                    raise ValueError(f"{said}: {field.metadata['help']}")
             elif field.type == tuple[str, ...]:
                 value = tuple(map(_word, value))
             object.__setattr__(self, field.name, value)

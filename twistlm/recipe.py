@@ -113,13 +113,12 @@ def sizes_for(
         cost = cost_of(budget, model, cut.block_map, dtype, decode_ms)
         widths = fit(budget, cut.block_map, cost, cut.legal)[0]
         size = _size(model, cut.block_map, widths, budget)
-        said = f"--{budget.kind} {budget.asked}"
         if widths == cut.block_map.full_widths():
             whole = f"the whole model of {size.n_params:,} parameters"
-            raise ValueError(f"{said} has room for {whole}: ask for less")
+            raise ValueError(f"{budget.said} has room for {whole}: ask for less")
         for other in (each for each in found if each.ratio == size.ratio):
             raise ValueError(
-                f"--{other.budget.kind} {other.budget.asked} and {said} buy the same ticket, "
+                f"{other.budget.said} and {budget.said} buy the same ticket, "
                 f"{size.ratio} with {size.n_params:,} parameters: ask for sizes further apart"
             )
         found.append(size)

@@ -33,7 +33,8 @@ from .data import mixture
 from .data.prepare import STRINGS, n_bytes
 from .data.teacher_cache import id_bytes
 from .data.token_file import open_tokens
-from .export import gguf
+from .export import check_type, gguf
+from .export.architectures import architecture_of
 from .model import huggingface
 from .model.blocks import Widths
 from .model.tokenizer import covers, load_tokenizer, vocabulary_of
@@ -45,7 +46,7 @@ from .system.terminal import console, waiting
 from .tickets import deploy
 from .tickets.extract import make_ticket
 from .tickets.parent import open_parent
-from .tickets.requests import ShrinkRequest, TicketRequest, amount, parse_budgets
+from .tickets.requests import ShrinkRequest, TicketRequest, amount
 from .tickets.runnable import Runnable, open_runnable
 from .tickets.score import score_model
 from .tickets.stock import stock_config
@@ -89,13 +90,15 @@ def run(request: ShrinkRequest) -> list[Row]:
         record = before
     elif out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out {out} is not empty and was not made by shrink: choose another")
-    if not (request.to or request.size or request.latency or request.memory):
+    if not request.budgets:
         raise ValueError("give --to, --size, --latency or --memory, several for several sizes")
+    if request.gguf:
+        check_type("gguf", request.gguf, "--gguf")
     tasks = open_tasks(request.tasks) if request.tasks else None
     inputs = None if "sizes" in record else check(request)
     if inputs is None and request.gguf:  # which may be another type than before
         words = load_tokenizer(f"{out}/text/train.tokenizer.json")
-        check_gguf(request.gguf, huggingface.outline(weights_of(request)), words, request.model)
+        check_gguf(huggingface.outline(weights_of(request)), words, request.model)
     with alone(out):
         if inputs is not None:
             whole_file(out / RECORD, manifest.written(record))
@@ -155,7 +158,7 @@ def check(request: ShrinkRequest) -> Inputs:
     model = huggingface.outline(weights)
     tokenizer = _tokenizer(request, weights, huggingface.vocab_size(model))
     if request.gguf:
-        check_gguf(request.gguf, model, tokenizer, request.tokenizer or weights)
+        check_gguf(model, tokenizer, request.tokenizer or weights)
     cut = recipe.cut_for(model, overrides)
     device = config.override(Config(), overrides).run.device
     sizes = _sizes(request, model, cut, device)
@@ -189,15 +192,9 @@ def _sizes(
         ready = speed.blank(huggingface.on_meta(narrow), device, getattr(torch, request.dtype))
         return speed.measure_all([ready])[0].decode_ms
 
-    options = {"params": "to", "size": "size", "latency": "latency", "memory": "memory"}
-    given = [(kind, x) for kind, name in options.items() for x in getattr(request, name)]
-    if not given:
+    if not (budgets := request.budgets):
         return recipe.usual_sizes(model, cut)
-    try:
-        budgets = parse_budgets(request.context, given)
-        return recipe.sizes_for(model, cut, budgets, request.dtype, decode_ms)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--params", "--to")) from None
+    return recipe.sizes_for(model, cut, budgets, request.dtype, decode_ms)
 
 
 def weights_of(request: ShrinkRequest) -> str:
@@ -207,9 +204,9 @@ def weights_of(request: ShrinkRequest) -> str:
     return checkpoint.weights_of(f"gguf:{name}" if is_file else name)
 
 
-def check_gguf(type_: str, model: PreTrainedModel, tokenizer: Tokenizer, name: str) -> None:
+def check_gguf(model: PreTrainedModel, tokenizer: Tokenizer, name: str) -> None:
     """Refuse a model, or a tokenizer of this `name`, that llama.cpp cannot have."""
-    gguf.check(model, type_, "--gguf")
+    architecture_of(model)
     gguf.split_of(json.loads(tokenizer.to_str()), name)
 
 

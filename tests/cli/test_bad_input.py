@@ -267,6 +267,7 @@ extract run -> give --ratio, --params, --size, --latency or --memory
 extract run --params 85Q -> --params '85Q' | 85M | units: k, m, b, g
 extract run --ratio attn=1,ffn=1,ffn.0=1/4 -> 'ffn.0' | layer that is cut
 extract run --params 1k -> --params 1k is impossible | 5,484 parameters
+extract run --ratio 2/4 --params 1k -> --params 1k is impossible
 extract run --latency 1us -> --latency 1us is impossible | ms
 extract run --ratio 2/4 --pick luck -> --pick 'luck' | best-of:N | mask-fisher
 extract run --ratio 2/4 --pick importance:obd -> 'importance:obd' | taylor
@@ -315,7 +316,8 @@ shrink --text tokens.txt --to 9k --tokens 1k --hours 1 -> --tokens or --hours
 shrink --text tokens.txt --to 9k --tokens many -> --tokens 'many' | 20M
 shrink --text tokens.txt --to 9k --tokenizer wide.tokenizer.json -> wide.tokenizer.json | plain | 64
 [other words] shrink --text tokens.txt --to 9k -> tokens.tokenizer.json | not that of plain
-shrink --text tokens.txt --to 9k --gguf q9 -> --gguf q9 | q8_0
+twistlm shrink nowhere --text tokens.txt --to 9k --gguf q9 -o made/s -> --gguf q9 | q8_0
+twistlm shrink nowhere --text tokens.txt --to 9Q -o made/s -> --to '9Q' | units: k, m, b, g
 shrink --text tokens.txt --to 9k --gguf f16 -> tokens.tokenizer.json | has no name in llama.cpp
 shrink --text tokens.txt --memory 9MB -> --memory and --context go together
 shrink --text tokens.txt --to 9k -o run -> run is not empty
@@ -332,6 +334,7 @@ twistlm export nowhere --to onnx -o run -> --out run exists and is no ONNX expor
 twistlm export nowhere --to gguf -o made/t --data gone -> gone.bin | twistlm prepare
 twistlm export ticket --to gguf -o made/t --data builtin:x -> 'builtin:x' | builtin:python-docs
 twistlm export ticket --to gguf -o made/t --data other -> other | another tokenizer
+twistlm export ticket --to onnx -o made/t --prompt '' -> --prompt has 0 tokens | 1..14
 # losing nodes
 twistlm lab drop run --nodes 5 -> --nodes 5 | 4 attn blocks
 twistlm lab drop run --nodes 3 --lose 3 -> --lose 3 | --nodes 3

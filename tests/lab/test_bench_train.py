@@ -24,23 +24,24 @@ def test_flops_of_gpt2_by_hand():
     assert by_hand / 1e6 == pytest.approx(577.6, abs=0.1)
 
 
-def test_bench_train(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("whole", ["12/12", "attn=1.0,ffn=1"])
+def test_bench_train(tmp_path, monkeypatch, capsys, whole):
     monkeypatch.setattr(train, "REPEATS", 1)  # no time is asserted
     out = tmp_path / "bench.json"
     words = (
         "lab bench train demo run.device=cpu train.interval=1 data.seq_len=16 "
-        "model.config.n_layer=2 model.config.vocab_size=64 --sizes 12/12,6/12 --settings both,ffn "
-        f"--steps 1 --no-references --json {out}"
+        f"model.config.n_layer=2 model.config.vocab_size=64 --sizes {whole} --sizes 6/12 "
+        f"--settings both,ffn --steps 1 --no-references --json {out}"
     )
     code, shown, err = in_process(monkeypatch, capsys, *words.split())
     assert code == 0, err
     made = json.loads(out.read_text())
     rows = {(row["setting"], row["ratio"]): row for row in made["rows"]}
-    assert list(rows) == [("both", "12/12"), ("both", "6/12"), ("ffn", "6/12")]
+    assert list(rows) == [("both", whole), ("both", "6/12"), ("ffn", "6/12")]
     d, vocab, positions = 48, 64, 64
     layer = 12 * d * d + 13 * d
     full = (vocab + positions) * d + 2 * layer + 2 * d
-    assert rows["both", "12/12"]["n_params"] == full
+    assert rows["both", whole]["n_params"] == full
     # what half of two FFN layers takes away: fc, its bias, proj
     ffn = 2 * (d * 2 * d + 2 * d + d * 2 * d)
     assert rows["ffn", "6/12"]["n_params"] == full - ffn
@@ -49,7 +50,8 @@ def test_bench_train(tmp_path, monkeypatch, capsys):
         assert row["state_bytes"] == 16 * row["n_params"]
         assert row["tokens_per_s"] == pytest.approx(16e3 / row["ms"])
         assert row["overhead"] == pytest.approx(1 - row["ms"] / row["round_ms"])
-    assert "12/12" in shown
+    assert whole in shown
+    assert "1.00x" in shown
 
 
 KEYS = "run.device=cpu train.interval=1 train.batch=1 data.seq_len=16 model.config.vocab_size=64"

@@ -154,7 +154,8 @@ def export(
         tokenizer = opened.tokenizer_file(Path(folder))
         if file is not None:
             text = text_for(model, file, default_seq_len(model), tokens, tokenizer)
-        rows = write(model, out, type_, tokenizer, text, prompt or verify.PROMPT)
+        prompt = verify.PROMPT if prompt is None else prompt
+        rows = write(model, out, type_, tokenizer, text, prompt)
     console.print(verify.table(rows))
     if to == "gguf" and len(rows) == 1:
         console.print("not run in llama.cpp, which is not installed: pip install -e '.[llama]'")

@@ -22,12 +22,6 @@ from . import QUANTIZES, check_target, check_type, installed, need, verify
 from .architectures import Architecture, add_rope_, architecture_of
 
 
-def check(model: PreTrainedModel, type_: str, option: str = "--type") -> Architecture:
-    """How llama.cpp names the model, which may have no storage; refuse what cannot be written."""
-    check_type("gguf", type_, option)
-    return architecture_of(model)
-
-
 def export(
     model: PreTrainedModel,
     path: Path,
@@ -41,7 +35,8 @@ def export(
     It is run in llama.cpp where that is installed. Matrices get `type_`; vectors stay float32, and
     rows that q8_0 cannot hold (no multiple of 32) f16. q4_k_m is made by llama.cpp.
     """
-    found = check(model, type_)
+    check_type("gguf", type_)
+    found = architecture_of(model)
     check_target("gguf", path)
     with draft_folder(path) as folder:
         draft = folder / path.name

@@ -1,7 +1,6 @@
 """Configs as text: TOML files and `section.key=value` words, read into any dataclass."""
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ..fields import WHOLE
+from ..fields import WHOLE, check_key
 
 T = TypeVar("T")
 PRESETS = Path(__file__).parent
@@ -118,10 +117,7 @@ def build(cls: type[T], table: Any, where: str = "") -> T:
         raise ValueError(f"{where.rstrip('.')} must be a section, not {table!r}")
     hints = typing.get_type_hints(cls)
     for key in table:
-        if key not in hints:
-            close = difflib.get_close_matches(key, hints, n=1)
-            hint = f"; did you mean {where}{close[0]}?" if close else "."
-            raise ValueError(f"unknown key {where}{key}{hint} Legal keys: {', '.join(hints)}")
+        check_key(key, hints, where)
     return cls(**{k: _coerce(value, hints[k], f"{where}{k}") for k, value in table.items()})
 
 

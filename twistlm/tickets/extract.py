@@ -104,8 +104,7 @@ def write_tickets(
     if cfg is not None and request.stock:
         refuse_shared(cfg.blocks)
     parent = open_parent(source, device, overrides)
-    for folder, budget in zip(folders, budgets, strict=True):
-        ticket = make_ticket(parent, request, budget)
+    for folder, ticket in zip(folders, make_tickets(parent, request, budgets), strict=True):
         ticket.save(folder)
         yield folder, ticket
 
@@ -123,74 +122,82 @@ def check_target(folder: Path) -> None:
         raise ValueError(f"--out {folder} exists and is no ticket{why}: choose another folder")
 
 
-def make_ticket(
-    parent: Parent, request: TicketRequest, budget: Budget | None = None, quiet: bool = False
-) -> Ticket:
-    """Fit the budget, pick the blocks, cut the ticket and measure it; nothing is written."""
-    how, budget = pick_for(parent, request.pick), budget or request.budget
+def make_ticket(parent: Parent, request: TicketRequest, quiet: bool = False) -> Ticket:
+    """Fit the one budget, pick the blocks, cut the ticket and measure it; nothing is written."""
+    return next(make_tickets(parent, request, [request.budget], quiet))
+
+
+def make_tickets(
+    parent: Parent, request: TicketRequest, budgets: Sequence[Budget], quiet: bool = False
+) -> Iterator[Ticket]:
+    """A ticket of each budget; all of them are fitted before the first one comes."""
+    how = pick_for(parent, request.pick)
     picked_by: dict[str, Any] = {"how": how.asked, "seed": request.seed}
     if how == NEURONS:
         read = calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
         with progress(quiet) as bar:
             parent = with_sorted_neurons(parent, read.ids, bar)
         how, picked_by = NESTED, picked_by | read.to_dict()
-    evaluator = calibration = None
+    text = calibration = None
     try:
-        evaluator = parent.evaluator(text_of(parent, request.data, request.tokens))
+        text = text_of(parent, request.data, request.tokens)
     except ValueError as error:  # a parent whose own tokens are gone goes without
         if request.data or how.n_draws > 1:
             raise
         console.print(f"no perplexity: {error}")
     if how.needs_calibration:
         calibration = calibrate_on_tokens(parent, request.data, request.tokens, request.seed)
-    dtype, is_timed = getattr(torch, request.dtype), budget.kind == "latency"
     with progress(quiet) as bar:
-        candidates = choose_widths(parent, request, budget, how, bar)
-        full = parent.whole(gates="none").model.to(dtype)  # timed beside the ticket
-        picked = request.seed, evaluator, calibration, bar
-        for widths, spend in candidates:  # noqa: B007
-            blueprint, based_on = pick_blocks(parent, widths, how, *picked)
-            model = deploy.cut_ticket(parent, blueprint)
-            difference = logit_difference(parent, blueprint, model)
-            took, of_parent = speed.measure_all([model.to(dtype), full])
-            is_late = is_timed and took.decode_ms > budget.limit
-            if not is_late:
-                break
-        if is_late:  # the machine was quicker while the budget was fitted
-            raise budget.impossible(took.decode_ms)
-    asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
-    if budget.kind != "ratio":  # which is met by construction
-        cost = ticket_cost(parent, budget, request.dtype)
-        spent = took.decode_ms if is_timed else cost(widths)
-        asked |= {"limit": budget.limit, "spent": spent}
-    if budget.context:
-        asked["context"] = budget.context
-    proof: dict[str, Any] = {
-        "parent": {
-            "source": parent.source,
-            "n_params": parent.central.layout.n_params,
-            "bytes": weights_bytes(huggingface.shapes(parent.template), request.dtype),
-            "speed": asdict(of_parent),
-        },
-        "budget": asked,
-        "pick": picked_by | based_on,
-        "spend": spend,
-        "whole": widths == parent.block_map.full_widths(),
-        "n_params": model.num_parameters(),
-        "bytes": weights_bytes(huggingface.shapes(model), request.dtype),
-        "dtype": request.dtype,
-        "max_logit_difference": difference,
-        "speed": asdict(took),
-    }
-    if evaluator is not None:
-        text = evaluator.text
-        proof["perplexity"] = {
-            "ticket": perplexity(model, text, evaluator.precision, evaluator.loss),
-            "parent": evaluator.full_perplexity(),
-            "data": text.file.stem,
-            "n_tokens": text.n_tokens,
+        fitted = [choose_widths(parent, request, each, how, bar) for each in budgets]
+    for budget, candidates in zip(budgets, fitted, strict=True):
+        evaluator = None if text is None else parent.evaluator(text)
+        dtype, is_timed = getattr(torch, request.dtype), budget.kind == "latency"
+        with progress(quiet) as bar:
+            full = parent.whole(gates="none").model.to(dtype)  # timed beside the ticket
+            picked = request.seed, evaluator, calibration, bar
+            for widths, spend in candidates:  # noqa: B007
+                blueprint, based_on = pick_blocks(parent, widths, how, *picked)
+                model = deploy.cut_ticket(parent, blueprint)
+                difference = logit_difference(parent, blueprint, model)
+                took, of_parent = speed.measure_all([model.to(dtype), full])
+                is_late = is_timed and took.decode_ms > budget.limit
+                if not is_late:
+                    break
+            if is_late:  # the machine was quicker while the budget was fitted
+                raise budget.impossible(took.decode_ms)
+        asked: dict[str, Any] = {"kind": budget.kind, "asked": budget.asked}
+        if budget.kind != "ratio":  # which is met by construction
+            cost = ticket_cost(parent, budget, request.dtype)
+            spent = took.decode_ms if is_timed else cost(widths)
+            asked |= {"limit": budget.limit, "spent": spent}
+        if budget.context:
+            asked["context"] = budget.context
+        proof: dict[str, Any] = {
+            "parent": {
+                "source": parent.source,
+                "n_params": parent.central.layout.n_params,
+                "bytes": weights_bytes(huggingface.shapes(parent.template), request.dtype),
+                "speed": asdict(of_parent),
+            },
+            "budget": asked,
+            "pick": picked_by | based_on,
+            "spend": spend,
+            "whole": widths == parent.block_map.full_widths(),
+            "n_params": model.num_parameters(),
+            "bytes": weights_bytes(huggingface.shapes(model), request.dtype),
+            "dtype": request.dtype,
+            "max_logit_difference": difference,
+            "speed": asdict(took),
         }
-    return Ticket(parent, blueprint, model, proof, request)
+        if evaluator is not None:
+            text = evaluator.text
+            proof["perplexity"] = {
+                "ticket": perplexity(model, text, evaluator.precision, evaluator.loss),
+                "parent": evaluator.full_perplexity(),
+                "data": text.file.stem,
+                "n_tokens": text.n_tokens,
+            }
+        yield Ticket(parent, blueprint, model, proof, request)
 
 
 @torch.no_grad()

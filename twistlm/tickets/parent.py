@@ -75,6 +75,8 @@ class Parent:
 
 def what_is(source: str | Path) -> Literal["ticket", "checkpoint", "model"]:
     """A ticket folder, one of our runs or checkpoints, or else a model by Hugging Face's rules."""
+    if not isinstance(source, str | Path):
+        raise ValueError(f"a {type(source).__name__} is no folder, hub id or gguf:FILE")
     path = Path(source)
     if (path / "ticket.json").is_file():
         return "ticket"

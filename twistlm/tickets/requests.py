@@ -37,6 +37,12 @@ class Budget:
     asked: str  # as it was typed
     limit: float = math.inf  # parameters, bytes or ms; a ratio has none
     context: int = 0  # tokens whose keys and values count as memory
+    option: str = field(default="", compare=False)  # that named it, where the kind does not
+
+    @property
+    def said(self) -> str:
+        """As it was typed, with its option."""
+        return f"--{self.option or self.kind} {self.asked}"
 
     @property
     def slug(self) -> str:
@@ -48,27 +54,28 @@ class Budget:
         unit = {"params": "parameters", "latency": "ms"}.get(self.kind, "bytes")
         takes = f"{least:.2f}" if unit == "ms" else f"{least:,}"
         return ValueError(
-            f"--{self.kind} {self.asked} is impossible: the smallest ticket of this parent (one "
-            f"block, or the common ones, in every cut layer that stays) takes {takes} {unit}"
+            f"{self.said} is impossible: the smallest ticket of this parent (one block, or the "
+            f"common ones, in every cut layer that stays) takes {takes} {unit}"
         )
 
 
 def parse_budgets(context: str | None, given: list[tuple[str, str]]) -> list[Budget]:
-    """A budget of each (kind, text); `context` belongs to `memory`."""
+    """A budget of each (option, text); `context` belongs to `memory`."""
     if not given:
         raise ValueError(
             "give --ratio, --params, --size, --latency or --memory, several for several tickets"
         )
-    if (context is None) != all(kind != "memory" for kind, _ in given):
+    if (context is None) != all(name != "memory" for name, _ in given):
         raise ValueError(
             "--memory and --context go together, as in --memory 2GB --context 8k: the weights and "
             "the cached keys and values of so many tokens"
         )
     n_tokens = 0 if context is None else int(amount("context", context))
     found: dict[str, Budget] = {}
-    for kind, text in given:
-        limit = math.inf if kind == "ratio" else amount(kind, text)
-        each = Budget(kind, text, limit, n_tokens if kind == "memory" else 0)
+    for name, text in given:
+        kind = "params" if name == "to" else name
+        limit = math.inf if kind == "ratio" else amount(kind, text, f"--{name}")
+        each = Budget(kind, text, limit, n_tokens if kind == "memory" else 0, name)
         if found.setdefault(each.slug, each) is not each:
             raise ValueError(f"{each.slug} is asked for twice")
     return list(found.values())
@@ -230,3 +237,9 @@ class ShrinkRequest(Checked):
     column: str = option("Text column of .jsonl and .parquet.", "text")
     dtype: str = _of(TicketRequest, "dtype")
     overrides: Sequence[str] = ()
+
+    @property
+    def budgets(self) -> list[Budget]:
+        """Every size that is given."""
+        given = [(name, x) for name in ("to", *KINDS[2:]) for x in getattr(self, name)]
+        return parse_budgets(self.context, given) if given else []

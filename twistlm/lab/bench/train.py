@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,6 @@ from ...transport.ranks import Cluster
 from .. import typed
 from . import TrainBenchRequest
 
-FULL = "12/12"
 REPEATS = 7
 SEQUENCES = 256  # random ones; rounds walk through them
 
@@ -55,9 +55,10 @@ def bench(
     with cluster.device:  # a CPU takes a minute to draw a billion weights
         template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
     template = nn.Module.to(template, "cpu")
-    points = [(s, r) for s in settings for r in sizes if r != FULL or s == settings[0]]
+    points = [(s, r) for s in settings for r in sizes]
     for setting, ratio in points:  # a mistake is told before minutes are spent
         _cut_to(template, cfg, setting, ratio)
+    points = [(s, r) for s, r in points if s == settings[0] or not _is_whole(r)]
     made: dict[str, Any] = {"rows": [], "run": describe_run() | {"config": asdict(cfg)}}
     made["ceiling_tflops"] = _ceiling(cluster.device, is_bf16(cfg.train.precision, cluster.device))
     with progress() as bar:
@@ -72,6 +73,11 @@ def bench(
             save(made)
             bar.advance(task)
     return made
+
+
+def _is_whole(ratio: str) -> bool:
+    """`12/12`, `1` or `attn=3/3,ffn=1.0`."""
+    return all(Fraction(each.rpartition("=")[2]) == 1 for each in ratio.split(","))
 
 
 def _cut_to(template: Model, cfg: Config, setting: str, ratio: str) -> Config:
@@ -226,7 +232,7 @@ def table(made: dict[str, Any]) -> Table:
     )
     heads = "blocks,params,ms,tok/s,TFLOP/s,ceiling,faster,ideal,state MB,peak MB,overhead"
     result = terminal.table(title, *heads.split(","))
-    full = next((row for row in made["rows"] if row["ratio"] == FULL), None)
+    full = next((row for row in made["rows"] if _is_whole(row["ratio"])), None)
     for row in made["rows"]:
         size = f"{row['ratio']} {row['setting']}", f"{row['n_params'] / 1e6:.1f}M"
         speed: tuple[str, ...] = f"{row['ms']:.2f}", f"{row['tokens_per_s'] / 1e3:.0f}k"
