@@ -92,7 +92,7 @@ def test_the_first_table_is_that_of_the_points():
         "our recipe, `wiki-gpt2-whole`": ("TwIST, half the decay, beta2 0.98", 2e-3),
         "our recipe, `wiki-gpt2`": ("TwIST, one whole, the rest half", 2e-3),
         "our recipe, `wiki-gpt2-half`": ("TwIST, half workers, few nested", 1.5e-3),
-        "our recipe with shared gradients, one seed": (twin, 1e-3),
+        "`wiki-gpt2` with shared gradients, one seed": (twin, 1e-3),
     }
     measured = [
         ((c["way"], c["rate"], c["start"][:8]), point["result"])
