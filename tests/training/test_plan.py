@@ -157,11 +157,12 @@ def test_memory_of_a_worker_beside_an_h200():
 
 def test_memory_of_the_recipe_beside_an_h200():
     """`peak_bytes` of SmolLM2's 250 rounds with masks and a teacher (docs/results.md)."""
-    found = gpu_bytes(config.load(SMOLLM2))
+    whole = ["blocks.deal=random", "blocks.widths=cycle", "blocks.k_attn=3", "blocks.k_ffn=12"]
+    found = gpu_bytes(config.load(SMOLLM2, whole))
     rows = plan.make(config.load(SMOLLM2, ["train.rounds=1"]))["rows"]
     assert ("both", "6/12") not in {(row["setting"], row["ratio"]) for row in rows}  # 1.5 kv groups
     assert found[1] == pytest.approx(11_926_939_136, rel=0.05)
-    alone = gpu_bytes(config.load(SMOLLM2, ["train.teacher=none"]))
+    alone = gpu_bytes(config.load(SMOLLM2, [*whole, "train.teacher=none"]))
     n_logits, n_params = 8 * 1023 * 49_152, 134_515_008
     assert found[1] - alone[1] == 2 * (n_logits + n_params)  # its weights, its logits
     assert found[1] - found[0] == 2 * 3 * 4 * n_params
