@@ -33,11 +33,17 @@ def a_map(n_attn: int, n_ffn: int = 0, n_layers: int = 1) -> BlockMap:
     return BlockMap(tuple(groups))
 
 
-def deals(n: int, s: int, k: int, n_rounds: int = 1, seed: int = 0, **blocks) -> Iterator[list]:
-    """The hands of one attention layer, round by round, as training deals them."""
+def deals(
+    n: int, s: int, k: int, n_rounds: int = 1, seed: int = 0, falls: bool = False, **blocks
+) -> Iterator[list]:
+    """The hands of one attention layer, round by round, as training deals them.
+
+    `falls`: the order of blocks is that of falling numbers.
+    """
+    order = {"layers.0.attn": tuple(range(n - 1, -1, -1))} if falls else None
     block_map, cfg = a_map(n), BlocksConfig(**{"k_attn": (k,)} | blocks)
     for r in range(n_rounds):
-        dealt = generator.for_training(block_map, s, cfg, seed=seed, round=r)
+        dealt = generator.for_training(block_map, s, cfg, seed=seed, round=r, order=order)
         yield [blueprint["layers.0.attn"] for blueprint in dealt]
 
 
@@ -151,12 +157,9 @@ def test_deployment_draws_uniform_subsets():
 @pytest.mark.parametrize("ks", [(6, 6, 6, 6), (12, 6, 6, 6)])
 def test_smaller_workers_hold_the_first_of_the_order_in_turn(ks):
     """Every block is held in every round; the others' blocks are as random as ever."""
-    order = {"layers.0.attn": tuple(range(11, -1, -1))}
-    cfg = BlocksConfig(k_attn=ks, widths="worker", deal="order", nested=0.25)
     small, others = [s for s in range(4) if ks[s] < 12], Counter()
-    for r in range(600):
-        dealt = generator.for_training(a_map(12), 4, cfg, seed=1, round=r, order=order)
-        hands = [blueprint["layers.0.attn"] for blueprint in dealt]
+    along = {"k_attn": ks, "widths": "worker", "deal": "order", "nested": 0.25}
+    for r, hands in enumerate(deals(12, 4, 0, 600, seed=1, falls=True, **along)):
         check_hands(hands, 12, ks)
         first = small[r % len(small)]
         assert set(hands[first]) == set(range(12 - ks[first], 12))
@@ -171,16 +174,14 @@ def test_smaller_workers_hold_the_first_of_the_order_in_turn(ks):
     [((6, 6, 6, 6), 3), ((12, 6, 6, 6), 3), ((3, 3, 3, 3), 1), ((12, 4, 6, 3), 3)],
 )
 def test_all_smaller_workers_hold_the_first_but_those_who_must_hold_the_rest(ks, n_first):
-    order = {"layers.0.attn": tuple(range(11, -1, -1))}
-    cfg = BlocksConfig(k_attn=ks, widths="worker", deal="first", nested=1.0)
     small, free = [s for s in range(4) if ks[s] < 12], Counter()
-    for r in range(12):
-        dealt = generator.for_training(a_map(12), 4, cfg, seed=1, round=r, order=order)
-        hands = [blueprint["layers.0.attn"] for blueprint in dealt]
+    along = {"k_attn": ks, "widths": "worker", "deal": "first", "nested": 1.0}
+    for hands in deals(12, 4, 0, 12, seed=1, falls=True, **along):
         check_hands(hands, 12, ks)
         first = [s for s in small if set(hands[s]) == set(range(12 - ks[s], 12))]
         assert len(first) == n_first
         free.update(set(small) - set(first))
+    assert len(free) in (0, len(small))
     assert len(set(free.values())) <= 1  # in turn
 
 

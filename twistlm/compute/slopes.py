@@ -1,4 +1,7 @@
-"""How the loss changes when a block is turned down: the gradient by a factor on what it adds."""
+"""How the loss changes when a block is turned down: the gradient by a factor on what it adds.
+
+From it follow the order of blocks, and that of the neurons that they are made of.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

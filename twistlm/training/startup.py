@@ -92,9 +92,7 @@ def _begin_or_restore(
         how = {"carry": n_rows(cfg) > 1, "outer": cfg.train.nesterov() is not None}
         central = create(cut.segments, huggingface.state(cut.template), **how)
         progress = Progress()
-        if cfg.blocks.sort:
-            progress = replace(progress, order=_sort_neurons(run, central, quiet))
-    order = _order(run, central, progress.order, quiet)
+    order = _order(run, central, progress.order, saved is None, quiet)
     if saved is None:
         described = {"config": config.to_dict(cfg), **describe_run()}
         whole_file(Path(cfg.run.out, "run.json"), json.dumps(described, indent=1) + "\n")
@@ -159,34 +157,29 @@ def _n_rounds(cfg: Config, batches: Batches, saved: Checkpoint | None) -> int:
     return n_rounds
 
 
-def _sort_neurons(run: Run, central: Central, quiet: bool) -> Order:
-    """Sort the central model's FFN neurons; the order of blocks that masks follow from now on."""
-    cfg, cut, ids = run.cfg, run.cut, scored_sequences(run.batches.file, run.cfg.data.seq_len)
-    with terminal.progress(quiet) as bar:
-        task = bar.add_task("sort neurons", total=len(ids), note="")
-        tick = partial(bar.advance, task)
-        order = sort_neurons_(cut.template, cut.block_map, central, ids, tick)
-    return order if cfg.blocks.nested and cfg.train.method != "dense" else {}
-
-
-def _order(run: Run, central: Central, known: Order, quiet: bool) -> Order:
+def _order(run: Run, central: Central, known: Order, begins: bool, quiet: bool) -> Order:
     """Every layer's blocks by mask-Fisher, on sequences from all over the training tokens.
 
-    A run that goes on keeps the order it has; what that lacks is scored on the weights of now.
+    With `blocks.sort` a run that begins sorts the neurons of its FFN layers instead. One that goes
+    on keeps the order it has; what that lacks is scored on the weights of now.
     """
     cfg, cut, block_map = run.cfg, run.cut, run.cut.block_map
-    if not cfg.blocks.nested or cfg.train.method == "dense":
+    sorts, is_read = begins and cfg.blocks.sort, cfg.blocks.nested and cfg.train.method != "dense"
+    if not (sorts or is_read):
         return known
     order, ids = dict(known), scored_sequences(run.batches.file, cfg.data.seq_len)
     with terminal.progress(quiet) as bar:
         task = bar.add_task("order of blocks", total=len(ids), note="")
-        if not {group.name for group in block_map.groups} <= order.keys():
+        tick = partial(bar.advance, task)
+        if sorts:
+            order = sort_neurons_(cut.template, block_map, central, ids, tick)
+        elif not {group.name for group in block_map.groups} <= order.keys():
             slopes = mask_slopes(cut.template, block_map, central, ids)
-            order = order_of(mask_fisher(slopes, len(ids), lambda: bar.advance(task)))
-        if any(cfg.blocks.mask_depth) and not masks.layer_order(block_map, order):
+            order = order_of(mask_fisher(slopes, len(ids), tick))
+        if is_read and any(cfg.blocks.mask_depth) and not masks.layer_order(block_map, order):
             bar.update(task, description="order of layers")
             order[LAYERS] = order_of_layers(cut.template, block_map, central, ids)
-    return order
+    return order if is_read else known
 
 
 def scored_sequences(tokens: TokenFile, seq_len: int) -> Tensor:
