@@ -118,6 +118,7 @@ def test_rounds_rate_and_teacher_follow_from_tokens_and_size():
     few = chosen(n_tokens=1000).train
     assert (few.batch, few.rounds, few.warmup) == (1, 1, 1)
     assert chosen(n_text=10**7).train.teacher == "cache"  # read five times
+    assert chosen(n_text=4 * 10**7).train.teacher == "start"  # a quarter of it twice
     assert chosen("qwen2", ("346M",)).train.lr == pytest.approx(
         1e-3 * math.sqrt(135e6 / 494e6), rel=0.02
     )

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from conftest import VOCAB, word_level
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import twistlm
-from twistlm import config
+from twistlm import config, shrinking
 from twistlm.data.builtin import train_bpe
 from twistlm.data.token_file import open_tokens
 from twistlm.export import gguf as gguf_export
 from twistlm.system.files import file_sha256
+from twistlm.tickets.requests import ShrinkRequest
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
 SHAPE = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 16}
@@ -65,7 +67,7 @@ def made(home) -> dict[str, list[Any]]:
     rows = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        for name, tokens in {"llama": "2k", "qwen2": "4k"}.items():
+        for name, tokens in {"llama": "2k", "qwen2": "8k"}.items():
             texts = ["code/:0.7", "notes.md:0.3"]
             own = "run.device=cpu", "run.threads=1"
             rows[name] = twistlm.shrink(
@@ -95,6 +97,16 @@ def test_tickets_are_plain_models_of_the_sizes_asked_for(home, made, name):
             loss = model(input_ids=ids.view(-1, 16), labels=ids.view(-1, 16)).loss
         assert row.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
         assert type(model).__name__.lower().startswith(name)
+
+
+def test_the_teacher_can_be_chosen(home, monkeypatch):
+    """Like every key: refused is what the model cannot have, not what a default one could not."""
+    monkeypatch.chdir(home)
+    asked = {"model": "llama", "out": Path("own"), "text": ("notes.md",)}
+    request = ShrinkRequest(**asked, to=("16k",), tokens="8k")
+    own = replace(request, overrides=("train.teacher=start", "run.device=cpu"))
+    chosen = [shrinking.check(each).config_for(n_text=1, n_tokens=8) for each in (request, own)]
+    assert [cfg.train.teacher for cfg in chosen] == ["cache", "start"]
 
 
 def test_the_same_call_goes_on_and_another_is_refused(home, made, monkeypatch, capsys):

@@ -174,8 +174,8 @@ def config_for(
         train = TrainConfig(
             n_workers=N_WORKERS, interval=INTERVAL, batch=batch, lr=float(f"{rate:.1e}"),
             schedule="cosine", betas=(0.9, 0.95), weight_decay=0.1, clip=1.0, scale="none",
-            # what is read twice is predicted once; what is read once costs as much beside a step
-            teacher="cache" if n_tokens > n_text else "start",
+            # predicting a token and storing it costs more than one prediction beside a step
+            teacher="cache" if n_tokens >= 2 * n_text else "start",
         )  # fmt: skip
         run = RunConfig(
             out=f"{out}/parent", eval_every=-1, eval_ratios=tuple(size.ratio for size in sizes)

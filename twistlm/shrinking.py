@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from . import config, recipe
 from .compute import speed
-from .config import Config
+from .config import Config, ModelConfig
 from .data import mixture
 from .data.prepare import STRINGS, n_bytes
 from .data.teacher_cache import id_bytes
@@ -160,7 +160,7 @@ def check(request: ShrinkRequest) -> Inputs:
     if request.gguf:
         check_gguf(model, tokenizer, request.tokenizer or weights)
     cut = recipe.cut_for(model, overrides)
-    device = config.override(Config(), overrides).run.device
+    device = config.override(Config(ModelConfig(weights)), overrides).run.device
     sizes = _sizes(request, model, cut, device)
     own: dict[str, Any] = {"out": str(request.out), "overrides": overrides}
     own |= {"room": _room(device)[0], "device": pick_device(device).type}
