@@ -127,7 +127,8 @@ class TicketRequest(Checked):
     )
     pick: str = option(
         "nested: the first blocks of the order that the parent was trained with (the default "
-        "where it has one, else random); random; best-of:N by validation loss; importance (by "
+        "where it has one, else random); random; best-of:N by validation loss; neurons: each FFN "
+        "layer's best (for pretrained models, where they lie in no order); importance (blocks by "
         f"fisher), or importance:METHOD with METHOD {words(IMPORTANCES)}.",
         "auto",
     )
