@@ -165,23 +165,25 @@ class Owners:
     def cut(self, after: int, blueprints: list[Blueprint]) -> list[tuple[Any, ...]]:
         """[worker][owner]: references to the parts of everybody's subnet."""
         # no number: workers of a driver that was killed may still bring what it asked for
-        self.attempt = secrets.token_hex(8)
-        calls = {}
-        for actor in self.actors:
-            asks = actor.cut.options(num_returns=1 + len(blueprints))
-            calls[actor] = asks.remote(self.attempt, after, blueprints)
-        self.wait({done: actor for actor, (done, *_) in calls.items()})
-        return list(zip(*(parts for _, *parts in calls.values()), strict=True))
+        self.attempt, n = secrets.token_hex(8), 1 + len(blueprints)
+        asked = self.attempt, after, blueprints
+        calls = {a: a.cut.options(num_returns=n).remote(*asked) for a in self.actors}
+        return list(zip(*self._made(calls), strict=True))
 
     def prepare(self, there: list[int], progress: Progress) -> None:
         """The round with these workers' results: in every range, and copied to its successor."""
-        calls = {a: a.prepare.options(num_returns=2).remote(there, progress) for a in self.actors}
-        self.wait({done: actor for actor, (done, _) in calls.items()})
+        made = self._made({a: a.prepare.remote(there, progress) for a in self.actors})
         copies = {}
-        for i, (_, state) in enumerate(calls.values() if self.n > 1 else ()):
+        for i, (state,) in enumerate(made if self.n > 1 else ()):
             after = self.actors[(i + 1) % self.n]
             copies[after.keep.remote(progress, i, state)] = after
         self.wait(copies)
+
+    def _made(self, calls: Mapping[Any, list[Any]]) -> list[list[Any]]:
+        """What each actor was asked for, as references behind a word that it is there, once it is:
+        who takes it then waits for no owner, which may be silent."""
+        self.wait({done: actor for actor, (done, *_) in calls.items()})
+        return [pieces for _, *pieces in calls.values()]
 
     def wait(self, asked: Mapping[Any, Any]) -> dict[Any, Any]:
         """Actor -> its answer, of references and who was asked, once all have answered."""
@@ -238,7 +240,8 @@ class Owners:
                         raise self._gone(pair, "are lost together")
                     progress = told[has[0]].progress[now]
                     for j in set(pair) - set(has):
-                        state, lacks = self.actors[has[0]].give.remote(now, i), self.actors[j]
+                        keeper, lacks = self.actors[has[0]], self.actors[j]
+                        ((state,),) = self._made({keeper: keeper.give.remote(now, i)})
                         self.wait({lacks.keep.remote(progress, i, state): lacks})
                     if i not in has:
                         self.events.write("restored", f"owner {i}", round=now, pid=told[i].pid)
@@ -257,11 +260,12 @@ class Owners:
     def snapshot(self, round: int) -> Callable[[Path], None]:
         """What writes the ranges after a round into a folder."""
         actors = list(self.actors)  # those of now: who replaces them later knows nothing of it
-        lent = [[actor.lend.remote(round, i) for actor in actors] for i in range(self.n)]
+        lent = {a: a.lend.options(num_returns=1 + self.n).remote(round) for a in actors}
 
         def write(draft: Path) -> None:
-            asked = {a.write.remote(draft, *lent[i]): a for i, a in enumerate(actors)}
             try:
+                parts = zip(actors, zip(*self._made(lent), strict=True), strict=True)
+                asked = {actor.write.remote(draft, *each): actor for actor, each in parts}
                 for files in self.wait(asked).values():
                     for name, content in files.items():
                         content.tofile(draft / name)
