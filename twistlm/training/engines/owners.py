@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ class Lost(Exception):
     """An owner is gone or silent, or what it sent is: the round is abandoned."""
 
 
+@dataclass
+class Contact:
+    """What a pulse knows of an actor; one that is dropped meanwhile takes it along."""
+
+    answered: float  # when, in the future while it starts, -inf once it is dead
+    ping: Any = None  # that it has not answered yet
+
+
 class Pulse:
     """Pings a run's actors, which end when nobody does, and knows how long each is silent.
 
@@ -40,9 +49,7 @@ class Pulse:
 
     def __init__(self, patience: float):
         self.patience, self.every, self.lived = patience, min(BEAT, patience / 10), 0.0
-        self.asked: dict[Any, Any] = {}  # actor -> its ping that is not answered yet
-        # actor -> when it answered, in the future while it starts, -inf once it is dead
-        self.answered: dict[Any, float] = {}
+        self.contacts: dict[Any, Contact] = {}  # by actor
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._beat, daemon=True)
         self.thread.start()
@@ -51,45 +58,42 @@ class Pulse:
         """Whether Ray may be left: a ping after that would end this process. Actors may stay."""
         self.ended.set()
         self.thread.join(LEAVE)
-        for actor in () if leave else list(self.answered):
+        for actor in () if leave else list(self.contacts):
             self.drop(actor)
         return not self.thread.is_alive()
 
     def start(self, kind: Any, name: str, machine: str = "", **options: Any) -> Any:
         """An actor that may take as long as `patience` until its first answer."""
         actor = ray_cluster.detached(kind, name, machine, **options).remote(self.patience)
-        self.answered[actor] = self.lived + self.patience
+        self.contacts[actor] = Contact(self.lived + self.patience)
         return actor
 
     def drop(self, actor: Any) -> None:
         """End an actor."""
+        self.contacts.pop(actor, None)  # first: no ping keeps it alive
         with suppress(Exception):
             ray.kill(actor)
-        self.answered.pop(actor, None)
-        self.asked.pop(actor, None)
 
     def hear(self, actor: Any) -> None:
-        if actor in self.answered:
-            self.answered[actor] = self.lived
+        if contact := self.contacts.get(actor):
+            contact.answered = self.lived
 
     def silent(self, actor: Any) -> float:
-        return self.lived - self.answered.get(actor, -math.inf)
+        contact = self.contacts.get(actor)
+        return self.lived - contact.answered if contact else math.inf
 
     def _beat(self) -> None:
         woke = time.monotonic()
         while not self.ended.wait(self.every):
             slept, woke = time.monotonic() - woke, time.monotonic()
             self.lived += min(slept, 2 * self.every)
-            for actor in list(self.answered):
+            for actor, contact in list(self.contacts.items()):
                 with suppress(Exception):
-                    if (ref := self.asked.get(actor)) is not None:
-                        if not is_there(ref):
+                    if contact.ping is not None:
+                        if not is_there(contact.ping):
                             continue
-                        if answer(ref)[1]:
-                            self.answered[actor] = -math.inf
-                        else:
-                            self.hear(actor)
-                    self.asked[actor] = actor.ping.remote()
+                        contact.answered = -math.inf if answer(contact.ping)[1] else self.lived
+                    contact.ping = actor.ping.remote()
 
 
 class Owners:
