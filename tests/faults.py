@@ -98,6 +98,7 @@ class FaultyOwner(Owner):
         self.suffer("add", min(self.progress))
         return super().check(name, worker, piece)
 
+    @ray.method(num_returns=2)
     def prepare(self, there, progress):
         self.suffer("prepare", progress.round - 1)
         return super().prepare(there, progress)
@@ -106,3 +107,12 @@ class FaultyOwner(Owner):
         if self.progress:
             self.suffer("keep", progress.round - 1)
         return super().keep(progress, i, piece)
+
+    def lend(self, round):
+        self.suffer("lend", round)
+        return super().lend(round)
+
+    @ray.method(num_returns=2)
+    def give(self, round, *args):
+        self.suffer("give", round)
+        return super().give(round, *args)

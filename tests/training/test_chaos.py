@@ -117,7 +117,8 @@ def test_a_killed_head(tmp_path):
             kill_session(head.pid)
             head.wait()
             driver.join(90)
-            errors = [line for line in said.read_text().splitlines() if "error" in line]
+            lines = said.read_text().splitlines()
+            errors = [line for line in lines if line.startswith("error: ")]
             assert driver.exitcode == TOO_FEW, said.read_text()
             assert len(errors) == 1 + len(more), said.read_text()
             assert "the run with --resume" in errors[-1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints import joined, metrics, same
 from conftest import tiny
-from processes import same_bits
+from processes import SLOW, same_bits
 from test_ray import TRAIN
 from transformers import AutoModelForCausalLM
 
@@ -128,12 +128,34 @@ def test_a_frozen_owner_is_replaced_and_workers_lost_beside_it(scene):
 
 
 @pytest.mark.chaos
-def test_two_neighbours_at_once_mean_the_last_checkpoint(scene, tmp_path):
-    here = scene(train=TRAIN | {"rounds": 5}, ray={"owners": 3}, run={"save_every": 2})
-    here.suffers(
-        {"owner": 1, "round": 3, "at": "prepare", "do": "SIGKILL"},
-        {"owner": 2, "round": 3, "at": "prepare", "do": "SIGKILL"},
-    )
+def test_an_owner_frozen_while_a_checkpoint_is_written(scene, tmp_path):
+    """The others' files wait for what it lends: that checkpoint is given up, and the next is right;
+    after the last round nobody asks for another, so the run ends and `--resume` writes it."""
+    patient = {"floor": 4.0, "patience": 15.0}  # seconds, the second for a frozen one that is found
+    here = scene(train=TRAIN | {"rounds": 4}, ray={"owners": 2} | patient)
+    here.suffers(*({"owner": 1, "round": r, "at": "lend", "do": "SIGSTOP"} for r in (2, 4)))
+    driver = here.start()
+    driver.join(SLOW)
+    assert driver.exitcode == 2, here.text
+    assert "round-000004 (" in here.text.splitlines()[-1]
+    assert "could not be written: owners are lost: {1: 'silent for 4 s'}" in here.text
+    saved = sorted(path.name for path in (here.out / "checkpoints").glob("round-*"))
+    assert saved == ["round-000001", "round-000003"]
+    assert [row["worker"] for row in here.events("restored")] == ["owner 1"]
+    here.train(resume=True)
+    here.same_as_local(tmp_path / "local")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    "second", [{"at": "prepare", "do": "SIGKILL"}, {"at": "give", "do": "SIGSTOP"}]
+)
+def test_two_neighbours_at_once_mean_the_last_checkpoint(scene, tmp_path, second):
+    """The second with the first, or while it gives the new one its range."""
+    owners = {"owners": 3, "floor": 4.0}
+    here = scene(train=TRAIN | {"rounds": 5}, ray=owners, run={"save_every": 2})
+    first = {"owner": 1, "round": 3, "at": "prepare", "do": "SIGKILL"}
+    here.suffers(first, {"owner": 2, "round": 3} | second)
     sentence = "owners 1 and 2 of the central model are lost together: .*--resume"
     with pytest.raises(Ended, match=sentence) as end:
         here.train()

@@ -322,7 +322,7 @@ class Elastic(Engine):
                     raise self._too_few(n, 0, waited)
                 time.sleep(0.02)
                 continue
-            weights = [owner.give.remote(n, i, 1) for i, owner in enumerate(self.owners.actors)]
+            weights = [owner.give.remote(n, i, 1)[1] for i, owner in enumerate(self.owners.actors)]
             ref = getattr(team[0].actor, method).remote(*args, *weights)
             with suppress(Lost):
                 while not self._come([ref]):

@@ -93,9 +93,10 @@ class Owner(Actor):
         self.kept[progress.round, i] = unpacked(piece).clone()
         self.progress[progress.round] = progress
 
-    def give(self, round: int, i: int, n_rows: int | None = None) -> Piece:
-        """A range that it keeps, or its first rows."""
-        return packed(self.kept[round, i][:n_rows])
+    @ray.method(num_returns=2)
+    def give(self, round: int, i: int, n_rows: int | None = None) -> tuple[bool, Piece]:
+        """A range that it keeps, or its first rows, after a word that they are there."""
+        return True, packed(self.kept[round, i][:n_rows])
 
     def _own(self, round: int) -> Tensor:
         if (round, self.i) not in self.kept:  # its neighbours were lost before they could help it
@@ -137,6 +138,7 @@ class Owner(Actor):
         attempt.results[worker] = result
         return moved
 
+    @ray.method(num_returns=2)
     def prepare(self, there: list[int], progress: Progress) -> tuple[bool, Piece | None]:
         """(5) Its range after the round: the mean over these workers; and a copy to be kept."""
         assert self.attempt is not None
@@ -151,10 +153,11 @@ class Owner(Actor):
         self.sums, self.spare = central.sums, None
         return True, packed(state) if self.ranges.n > 1 else None
 
-    def lend(self, round: int, i: int) -> Piece:
-        """What owner i needs of its range to write whole tensors."""
-        place, _ = overlap(self.ranges.whole.slices(self.i), self.ranges.tensors[i])
-        return packed(take(self._own(round), place))
+    def lend(self, round: int) -> tuple[bool | Piece, ...]:
+        """What every owner needs of its range to write whole tensors, after a word."""
+        own, state = self.ranges.whole.slices(self.i), self._own(round)
+        places = (overlap(own, span)[0] for span in self.ranges.tensors)
+        return True, *(packed(take(state, place)) for place in places)
 
     @ray.method(concurrency_group="disk")  # while rounds go on
     def write(self, draft: Path, *lent: Piece) -> dict[str, Any]:

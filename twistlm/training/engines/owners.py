@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ class Lost(Exception):
     """An owner is gone or silent, or what it sent is: the round is abandoned."""
 
 
+@dataclass
+class Contact:
+    """What a pulse knows of an actor; one that is dropped meanwhile takes it along."""
+
+    answered: float  # when, in the future while it starts, -inf once it is dead
+    ping: Any = None  # that it has not answered yet
+
+
 class Pulse:
     """Pings a run's actors, which end when nobody does, and knows how long each is silent.
 
@@ -40,9 +49,7 @@ class Pulse:
 
     def __init__(self, patience: float):
         self.patience, self.every, self.lived = patience, min(BEAT, patience / 10), 0.0
-        self.asked: dict[Any, Any] = {}  # actor -> its ping that is not answered yet
-        # actor -> when it answered, in the future while it starts, -inf once it is dead
-        self.answered: dict[Any, float] = {}
+        self.contacts: dict[Any, Contact] = {}  # by actor
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._beat, daemon=True)
         self.thread.start()
@@ -51,45 +58,42 @@ class Pulse:
         """Whether Ray may be left: a ping after that would end this process. Actors may stay."""
         self.ended.set()
         self.thread.join(LEAVE)
-        for actor in () if leave else list(self.answered):
+        for actor in () if leave else list(self.contacts):
             self.drop(actor)
         return not self.thread.is_alive()
 
     def start(self, kind: Any, name: str, machine: str = "", **options: Any) -> Any:
         """An actor that may take as long as `patience` until its first answer."""
         actor = ray_cluster.detached(kind, name, machine, **options).remote(self.patience)
-        self.answered[actor] = self.lived + self.patience
+        self.contacts[actor] = Contact(self.lived + self.patience)
         return actor
 
     def drop(self, actor: Any) -> None:
         """End an actor."""
+        self.contacts.pop(actor, None)  # first: no ping keeps it alive
         with suppress(Exception):
             ray.kill(actor)
-        self.answered.pop(actor, None)
-        self.asked.pop(actor, None)
 
     def hear(self, actor: Any) -> None:
-        if actor in self.answered:
-            self.answered[actor] = self.lived
+        if contact := self.contacts.get(actor):
+            contact.answered = self.lived
 
     def silent(self, actor: Any) -> float:
-        return self.lived - self.answered.get(actor, -math.inf)
+        contact = self.contacts.get(actor)
+        return self.lived - contact.answered if contact else math.inf
 
     def _beat(self) -> None:
         woke = time.monotonic()
         while not self.ended.wait(self.every):
             slept, woke = time.monotonic() - woke, time.monotonic()
             self.lived += min(slept, 2 * self.every)
-            for actor in list(self.answered):
+            for actor, contact in list(self.contacts.items()):
                 with suppress(Exception):
-                    if (ref := self.asked.get(actor)) is not None:
-                        if not is_there(ref):
+                    if contact.ping is not None:
+                        if not is_there(contact.ping):
                             continue
-                        if answer(ref)[1]:
-                            self.answered[actor] = -math.inf
-                        else:
-                            self.hear(actor)
-                    self.asked[actor] = actor.ping.remote()
+                        contact.answered = -math.inf if answer(contact.ping)[1] else self.lived
+                    contact.ping = actor.ping.remote()
 
 
 class Owners:
@@ -165,23 +169,25 @@ class Owners:
     def cut(self, after: int, blueprints: list[Blueprint]) -> list[tuple[Any, ...]]:
         """[worker][owner]: references to the parts of everybody's subnet."""
         # no number: workers of a driver that was killed may still bring what it asked for
-        self.attempt = secrets.token_hex(8)
-        calls = {}
-        for actor in self.actors:
-            asks = actor.cut.options(num_returns=1 + len(blueprints))
-            calls[actor] = asks.remote(self.attempt, after, blueprints)
-        self.wait({done: actor for actor, (done, *_) in calls.items()})
-        return list(zip(*(parts for _, *parts in calls.values()), strict=True))
+        self.attempt, n = secrets.token_hex(8), 1 + len(blueprints)
+        asked = self.attempt, after, blueprints
+        calls = {a: a.cut.options(num_returns=n).remote(*asked) for a in self.actors}
+        return list(zip(*self._made(calls), strict=True))
 
     def prepare(self, there: list[int], progress: Progress) -> None:
         """The round with these workers' results: in every range, and copied to its successor."""
-        calls = {a: a.prepare.options(num_returns=2).remote(there, progress) for a in self.actors}
-        self.wait({done: actor for actor, (done, _) in calls.items()})
+        made = self._made({a: a.prepare.remote(there, progress) for a in self.actors})
         copies = {}
-        for i, (_, state) in enumerate(calls.values() if self.n > 1 else ()):
+        for i, (state,) in enumerate(made if self.n > 1 else ()):
             after = self.actors[(i + 1) % self.n]
             copies[after.keep.remote(progress, i, state)] = after
         self.wait(copies)
+
+    def _made(self, calls: Mapping[Any, list[Any]]) -> list[list[Any]]:
+        """What each actor was asked for, as references behind a word that it is there, once it is:
+        who takes it then waits for no owner, which may be silent."""
+        self.wait({done: actor for actor, (done, *_) in calls.items()})
+        return [pieces for _, *pieces in calls.values()]
 
     def wait(self, asked: Mapping[Any, Any]) -> dict[Any, Any]:
         """Actor -> its answer, of references and who was asked, once all have answered."""
@@ -238,7 +244,8 @@ class Owners:
                         raise self._gone(pair, "are lost together")
                     progress = told[has[0]].progress[now]
                     for j in set(pair) - set(has):
-                        state, lacks = self.actors[has[0]].give.remote(now, i), self.actors[j]
+                        keeper, lacks = self.actors[has[0]], self.actors[j]
+                        ((state,),) = self._made({keeper: keeper.give.remote(now, i)})
                         self.wait({lacks.keep.remote(progress, i, state): lacks})
                     if i not in has:
                         self.events.write("restored", f"owner {i}", round=now, pid=told[i].pid)
@@ -257,11 +264,12 @@ class Owners:
     def snapshot(self, round: int) -> Callable[[Path], None]:
         """What writes the ranges after a round into a folder."""
         actors = list(self.actors)  # those of now: who replaces them later knows nothing of it
-        lent = [[actor.lend.remote(round, i) for actor in actors] for i in range(self.n)]
+        lent = {a: a.lend.options(num_returns=1 + self.n).remote(round) for a in actors}
 
         def write(draft: Path) -> None:
-            asked = {a.write.remote(draft, *lent[i]): a for i, a in enumerate(actors)}
             try:
+                parts = zip(actors, zip(*self._made(lent), strict=True), strict=True)
+                asked = {actor.write.remote(draft, *each): actor for actor, each in parts}
                 for files in self.wait(asked).values():
                     for name, content in files.items():
                         content.tofile(draft / name)
