@@ -67,9 +67,7 @@ class Events:
             status.refused += event == "refused"
 
     def __rich__(self) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for name in ("worker", "state"):
-            table.add_column(name)
+        table = Table("worker", "state", box=None, padding=(0, 2, 0, 0))
         for name in ("rounds", "last, s", "waited for, s", "refused"):
             table.add_column(name, justify="right")
         with self._lock:

@@ -85,24 +85,21 @@ class Heartbeat:
         self.store, self.rank, self.silence = store, rank, silence
         store.set(f"pid/{rank}", str(os.getpid()))
         self.lived = 0.0  # seconds
-        # rank -> its beats, and when they changed
-        self.seen = dict.fromkeys(range(world_size), (0, self.lived))
+        # another rank -> its beats, and when they changed
+        self.seen = {peer: (0, self.lived) for peer in range(world_size) if peer != rank}
         self.answered = self.lived  # the store
         self.ended = threading.Event()
-        self._beating, watching = (
-            threading.Thread(target=run, daemon=True) for run in (self._beat, self._watch)
-        )
+        self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
-        watching.start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _beat(self) -> None:
         # without its store the host is gone, too: a signal or an exchange says so
         with suppress(RuntimeError):
             while not self.ended.wait(BEAT):
                 self.store.add(f"beat/{self.rank}", 1)
-                for rank in self.seen.keys() - {self.rank}:
-                    beats = self.store.add(f"beat/{rank}", 0)
-                    if beats != self.seen[rank][0]:
+                for rank, (before, _) in self.seen.items():
+                    if (beats := self.store.add(f"beat/{rank}", 0)) != before:
                         self.seen[rank] = (beats, self.lived)
                 self.answered = self.lived
             self.store.add(f"beat/{self.rank}", LAST)
@@ -113,11 +110,8 @@ class Heartbeat:
         while not self.ended.wait(BEAT):
             slept, woke = time.monotonic() - woke, time.monotonic()
             self.lived += min(slept, 2 * BEAT)
-            silent = [
-                rank
-                for rank, (beats, at) in self.seen.items()
-                if rank != self.rank and beats < LAST and self.answered - at > self.silence
-            ]
+            first = self.answered - self.silence  # who has given no sign since then is silent
+            silent = [r for r, (beats, at) in self.seen.items() if beats < LAST and at < first]
             late = " and ".join(f"rank {rank}" for rank in silent)
             if self.lived - self.answered > self.silence:
                 # a store that is silent itself says nothing of the others: who keeps it is late
@@ -161,7 +155,7 @@ class Cluster:
         self.ranks, self.kinds = place_workers(variant, n_workers, self.world_size, kind)
         self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
         self.nothing = torch.empty(0, dtype=torch.uint8, device=self.device)  # to send
-        self.n_sent = self.n_received = 0  # bytes of exchanges
+        self.n_bytes = 0  # of exchanges, sent and received
         self._n_exchanges = 0
         self._heartbeat: Heartbeat | None = None
         if self.world_size > 1:
@@ -197,8 +191,7 @@ class Cluster:
         moves, peers = [], []
         for peer in range(self.world_size):
             if peer != self.rank:
-                self.n_sent += parts[peer].numel()
-                self.n_received += sizes[peer]
+                self.n_bytes += parts[peer].numel() + sizes[peer]
                 for move, tensor in ((dist.isend, parts[peer]), (dist.irecv, got[peer])):
                     if tensor.numel():
                         moves.append(dist.P2POp(move, tensor, peer, tag=self._n_exchanges))

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from unittest import mock
 
 from ..config import Config
-from ..system.signals import Stop, end_with_parent, on_signals
+from ..system.signals import TOO_FEW, Ended, Stop, end_with_parent, on_signals
 
 
 def token_file() -> Path:
@@ -60,23 +60,21 @@ def make_token() -> bool:
     return True
 
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_enable_infeasible_task_early_exit", "0")  # workers wait for a machine
-for port in ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"):
-    os.environ.setdefault(port, "-1")  # no port: metrics would answer anyone who asks
 for name, value in {
-    "enable_metrics_collection": 0,  # likewise
-    "task_events_report_interval_ms": 0,  # the head would keep every call of every round
-    "free_objects_batch_size": 1,  # a store's room is free at once; own: 100, or after a second
-    "health_check_period_ms": 1000,  # silent for 5 x (1 + 3) s is dead; Ray's own: 5 x (3 + 10)
-    "health_check_timeout_ms": 3000,
-    # a node that was taken for dead ends; own: 60 s
-    "raylet_liveness_self_check_interval_ms": 10000,
-    "gcs_rpc_server_reconnect_timeout_s": 20,  # processes that lost their head end; own: 60
-    # SIGTERM ends a node at once; own: 30 s of waiting for its workers
-    "GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": 0,
+    "RAY_USAGE_STATS_ENABLED": 0,
+    "AUTOSCALER_METRIC_PORT": -1,  # none: metrics would answer anyone who asks
+    "DASHBOARD_METRIC_PORT": -1,
+    "RAY_enable_metrics_collection": 0,
+    "RAY_enable_infeasible_task_early_exit": 0,  # workers wait for a machine
+    "RAY_task_events_report_interval_ms": 0,  # the head would keep every call of every round
+    "RAY_free_objects_batch_size": 1,  # a store's room is free at once; own: 100, or after 1 s
+    "RAY_health_check_period_ms": 1000,  # silent for 5 x (1 + 3) s is dead; own: 5 x (3 + 10)
+    "RAY_health_check_timeout_ms": 3000,
+    "RAY_raylet_liveness_self_check_interval_ms": 10000,  # who was taken for dead ends; own: 60 s
+    "RAY_gcs_rpc_server_reconnect_timeout_s": 20,  # processes that lost their head end; own: 60
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": 0,  # SIGTERM ends a node at once; own: 30 s
 }.items():
-    os.environ.setdefault(f"RAY_{name}", str(value))
+    os.environ.setdefault(name, str(value))
 if token():  # Ray reads this once, when it is imported: others import it from here
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -194,10 +192,6 @@ def _ask(address: str, mine: str, seconds: float = PROBE) -> tuple[grpc.StatusCo
             return error.code(), words
 
 
-class HeadGone(Exception):
-    """The head of the cluster does not answer."""
-
-
 @dataclass
 class Head:
     """Whether a head still answers: without it Ray ends this process after some seconds."""
@@ -222,9 +216,16 @@ class Head:
         return time.monotonic() - self.since if self.since else 0.0
 
     def check(self) -> None:
-        """Raise `HeadGone` after a silence that is no pause."""
+        """Raise `Ended` after a silence that is no pause."""
         if self.silence() > GONE:
-            raise HeadGone("its head does not answer")
+            raise self.gone()
+
+    def gone(self) -> Ended:
+        return Ended(
+            f"Ray at {self.address} is gone (its head does not answer): start its head again, and "
+            f"the run with --resume; the last checkpoint is unharmed",
+            TOO_FEW,
+        )
 
     def wait(self) -> None:
         """Until it answers: what asks it for more meanwhile would hang."""
@@ -315,14 +316,11 @@ def detached(kind: Any, name: str, machine: str = "", **options: Any) -> Any:
     return kind.options(**options)
 
 
-Answer = tuple[Any, Literal["", "bug", "input", "gone"]]
-
-
 def is_there(ref: Any) -> bool:
     return bool(ray.wait([ref], timeout=0)[0])
 
 
-def answer(ref: Any) -> Answer:
+def answer(ref: Any) -> tuple[Any, Literal["", "bug", "input", "gone"]]:
     """What an actor's method returned, or an error: a bug of its own, an input that is lost, or an
     actor that is gone or silent."""
     try:

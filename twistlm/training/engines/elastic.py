@@ -25,7 +25,7 @@ from ...system.signals import TOO_FEW, Ended, stopped
 from ...transport import protocol, ray_cluster
 from ...transport.events import Events
 from ...transport.protocol import RoundOrder, WorkerInfo, packed, reason_to_reject
-from ...transport.ray_cluster import HeadGone, answer, exceptions, is_there, ray, words
+from ...transport.ray_cluster import answer, exceptions, is_there, ray, words
 from ..aggregator import Stats
 from ..assignments import Assignments, Outcome, assign, measured_rho, traffic
 from ..run import Progress, Run
@@ -188,11 +188,10 @@ class Elastic(Engine):
             run.cut.template.to(torch.device("meta"))  # type: ignore[arg-type]
             super().__init__(replace(run, central=None, evaluator=None, teacher=None), start)
             self.n_done = start.round  # rounds that are in all ranges
-            more: dict[str, Any] = {"address": there["address"]}
-            if url := there.get("webui_url"):
-                more["dashboard"] = f"http://{url}"
-            more["owners"] = [told.pid for _, told in sorted(self.owners.everyone().items())]
-            self.events.write("started", round=start.round, **more)
+            url = there.get("webui_url")
+            more = {"address": there["address"]} | ({"dashboard": f"http://{url}"} if url else {})
+            pids = [told.pid for _, told in sorted(self.owners.everyone().items())]
+            self.events.write("started", round=start.round, **more, owners=pids)
         except BaseException:
             self.close(crashed=True)
             raise
@@ -205,18 +204,13 @@ class Elastic(Engine):
         except exceptions.RayTaskError as error:  # a bug of an actor, whose traceback it has
             self.events.write("giving up", why=words(error))
             raise RuntimeError(str(error)) from None
-        except (Ended, HeadGone, exceptions.RayError) as error:
+        except (Ended, exceptions.RayError) as error:
             # owners and workers are lost, too, when it is their head that died
             mine = isinstance(error, Ended) and error.code != TOO_FEW
-            if mine or (not isinstance(error, HeadGone) and self.head.answers()):
+            if mine or self.head.answers():
                 raise
-            why = "its head does not answer"
-            self.events.write("giving up", why=why)
-            raise Ended(
-                f"Ray at {self.head.address} is gone ({why}): start its head again, and the run "
-                f"with --resume; the last checkpoint is unharmed",
-                TOO_FEW,
-            ) from None
+            self.events.write("giving up", why="its head does not answer")
+            raise self.head.gone() from None
 
     def round(self, progress: Progress) -> Outcome:
         """One round with those who are in, unless Ray itself is gone."""
@@ -273,14 +267,9 @@ class Elastic(Engine):
         outcome = work.outcome(stats, wired, leases, back)
         # noted before it is there, and perhaps twice: a process that dies later cannot note it
         self.durations.append(time.monotonic() - began)
-        self.events.write(
-            "round",
-            round=r,
-            seconds={team[i].name: team[i].seconds for i in there},
-            took=self.durations[-1],
-            places=list(work.numbers),
-            lost=[work.numbers[i] for i in lost],
-        )
+        row: dict[str, Any] = {"seconds": {team[i].name: team[i].seconds for i in there}}
+        row |= {"took": self.durations[-1], "places": list(work.numbers)}
+        self.events.write("round", round=r, **row, lost=[work.numbers[i] for i in lost])
         try:
             self.owners.prepare(there, outcome.progress)
         except Lost:

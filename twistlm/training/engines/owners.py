@@ -126,12 +126,11 @@ class Owners:
         """What these owners have, and why others do not say."""
         asked = {self.actors[i]: (self._run, self._whole, i, self.n) for i in who}
         try:
-            said, lost = self._answers({a.enter.remote(*args): a for a, args in asked.items()})
+            told, lost = self._answers({a.enter.remote(*args): a for a, args in asked.items()})
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, ValueError):  # its machine has another twistlm
                 raise ValueError(f"an owner of the central model: {error.cause}") from None
             raise
-        told = {self.numbers[actor]: each for actor, each in said.items()}
         for i, each in told.items():  # those of an earlier driver are where it started them
             self.at[i] = each.machine
         return told, lost
@@ -189,16 +188,16 @@ class Owners:
         self.wait({done: actor for actor, (done, *_) in calls.items()})
         return [pieces for _, *pieces in calls.values()]
 
-    def wait(self, asked: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Actor -> its answer, of references and who was asked, once all have answered."""
+    def wait(self, asked: Mapping[Any, Any]) -> dict[int, Any]:
+        """Number -> answer, of references and the actors that were asked, once all have."""
         answers, lost = self._answers(asked)
         if lost:
             raise Lost(lost)
         return answers
 
-    def _answers(self, asked: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[int, str]]:
-        """Actor -> its answer, and number -> why there is none, if it is dead or silent."""
-        open_, answers, lost = dict(asked), dict[Any, Any](), dict[int, str]()
+    def _answers(self, asked: Mapping[Any, Any]) -> tuple[dict[int, Any], dict[int, str]]:
+        """Number -> answer, and number -> why there is none, if it is dead or silent."""
+        open_, answers, lost = dict(asked), dict[int, Any](), dict[int, str]()
         while open_:
             for ref in ray.wait(list(open_), num_returns=len(open_), timeout=0.2)[0]:
                 actor, (said, wrong) = open_.pop(ref), answer(ref)
@@ -207,7 +206,7 @@ class Owners:
                 if wrong:
                     lost[self.numbers[actor]] = type(said).__name__
                 else:
-                    answers[actor] = said
+                    answers[self.numbers[actor]] = said
                     self.pulse.hear(actor)
             for ref, actor in list(open_.items()):
                 if self.is_silent(actor):

@@ -47,13 +47,13 @@ class Sharded(Engine):
         if run.cfg.train.scale == "measured":
             self.collect_()
         work = self.assign(progress)
-        before = cluster.n_sent + cluster.n_received
+        before = cluster.n_bytes
         sent = self.shard.send_down(work.blueprints)
         # none on a rank that only has the central model
         results = [self.train(work, worker, sent) for worker in cluster.workers]
         stats = self.share(sum((result.stats for result in results), Stats()))
         self.shard.send_up_(sent, results[0].buffer if results else sent)
-        return work.outcome(stats, cluster.n_sent + cluster.n_received - before)
+        return work.outcome(stats, cluster.n_bytes - before)
 
     def collect_(self) -> None:
         self.shard.collect_(self.run.central)
