@@ -124,9 +124,11 @@ def test_rounds_rate_and_teacher_follow_from_tokens_and_size():
     )
     takes = [plan.make(override(chosen(), [f"train.batch={n}"]))["process_bytes"] for n in (4, 8)]
     assert chosen(room=sum(takes) / 2).train.batch == 4
-    # as many tokens whatever the batch, the workers and the interval
+    # as many tokens whatever the batch, the interval and the sequences' length
     own = chosen(n_tokens=4_000_000, overrides=["train.batch=8", "train.interval=5"])
     assert own.train.rounds == 4_000_000 // (4 * 5 * 8 * 1024)
+    own = chosen(n_tokens=4_000_000, overrides=["train.batch=8", "data.seq_len=256"])
+    assert own.train.rounds == 4_000_000 // (4 * 10 * 8 * 256)
     assert chosen(overrides=["train.rounds=7"]).train.rounds == 7
     own = chosen(overrides=["train.lr=1e-4", "blocks.attn_by=query"])
     assert (own.train.lr, own.blocks.attn_by) == (1e-4, "query")

@@ -166,10 +166,11 @@ def config_for(
     ks: dict[str, Any] = {f"k_{kind}": (n,) for kind, n in n_blocks.items()}
     for kind, n in n_blocks.items():
         ks[f"mask_{kind}"] = (n,) * WHOLE + tuple(each[kind] for each in smaller)
-    seq_len = default_seq_len(model)
     rate = min(HIGHEST, RATE * math.sqrt(RATE_AT / model.num_parameters()))
     given = ModelConfig(weights, model.config.model_type, numbers_of(model))
-    text = DataConfig(train=f"{out}/text/train", valid=f"{out}/text/valid", seq_len=seq_len)
+    text = DataConfig(
+        train=f"{out}/text/train", valid=f"{out}/text/valid", seq_len=default_seq_len(model)
+    )
     for batch in BATCHES:
         train = TrainConfig(
             n_workers=N_WORKERS, interval=INTERVAL, batch=batch, lr=float(f"{rate:.1e}"),
@@ -181,8 +182,9 @@ def config_for(
             out=f"{out}/parent", eval_every=-1, eval_ratios=tuple(size.ratio for size in sizes)
         )
         cfg = Config(given, text, replace(cut.blocks, **ks), train, run)
-        t = config.override(cfg, overrides).train
-        per_step = t.n_workers * t.batch * seq_len
+        asked = config.override(cfg, overrides)
+        t = asked.train
+        per_step = t.n_workers * t.batch * asked.data.seq_len
         n = max(1, n_tokens // (per_step * t.interval))  # rounds
         train = replace(train, rounds=n, warmup=min(100, n))
         cfg = replace(cfg, train=train, run=replace(run, save_every=max(1, min(50, n // 20))))

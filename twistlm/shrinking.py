@@ -247,8 +247,8 @@ def prepare(request: ShrinkRequest, inputs: Inputs | None = None) -> dict[str, s
     n_text, n_valid = train.meta.n_tokens, valid.meta.n_tokens
     n_tokens = int(amount("tokens", request.tokens)) if request.tokens else n_text
     cfg = inputs.config_for(n_text=n_text, n_tokens=n_tokens)
-    seq_len = cfg.data.seq_len
-    least = recipe.N_WORKERS * recipe.INTERVAL * seq_len
+    seq_len, t = cfg.data.seq_len, cfg.train
+    least = t.n_workers * t.interval * seq_len
     if n_text < least or n_valid < seq_len:
         shutil.rmtree(folder)
         (request.out / RECORD).unlink(missing_ok=True)

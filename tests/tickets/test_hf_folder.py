@@ -36,6 +36,7 @@ from families_table import (
 )
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -248,6 +249,27 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(tmp_path
     ):
         assert text in card.content, text
     assert str(tmp_path) not in card.content  # a card is read elsewhere
+
+
+def test_a_tokenizer_that_transformers_makes_anew_stays_the_parents(tmp_path):
+    """transformers reads every Qwen2's text as Qwen's own tokenizer does: digits one by one."""
+    bare = Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=270, special_tokens=["<|endoftext|>"])
+    trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bare.train_from_iterator(["1234 1234 1234"], trainer)
+    source, folder = tmp_path / "qwen", tmp_path / "ticket"
+    build("qwen2", {**TABLE["qwen2"].config, "vocab_size": 270}).save_pretrained(source)
+    tok = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|endoftext|>")
+    tok.chat_template = "{{ messages }}"
+    tok.save_pretrained(source)
+    want = bare.encode("1234").ids
+    assert AutoTokenizer.from_pretrained(source)("1234").input_ids != want  # the reason
+    opened = open_parent(source, "cpu", CUT)
+    deploy.save_ticket(opened, opened.block_map.full(), folder)
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("1234").ids == want
+    written = AutoTokenizer.from_pretrained(folder)
+    assert (written.chat_template, written.eos_token) == ("{{ messages }}", "<|endoftext|>")
 
 
 @pytest.mark.parametrize(("name", "attn_by", "setting"), KEYS)

@@ -38,6 +38,15 @@ def _growth(step: dict[str, Any]) -> int:
     return max(1, math.ceil(put / taken) if taken else 1 + put) * math.prod(map(_growth, parts))
 
 
+def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
+    """Do two tokenizers make the same ids of every text? Compared are the parts that make them.
+
+    The other parts are written by transformers in its own way.
+    """
+    ours, theirs = json.loads(a.to_str()), json.loads(b.to_str())
+    return all(ours[part] == theirs[part] for part in ("normalizer", "pre_tokenizer", "model"))
+
+
 def encode(tok: Tokenizer, texts: Sequence[str], special: bool = True) -> list[Encoding]:
     """The tokens of texts; what its library can make nothing of is a ValueError."""
     try:

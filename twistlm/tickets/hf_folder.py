@@ -17,7 +17,7 @@ from transformers import (
 from ..model import families, huggingface
 from ..model.blocks import Kind
 from ..model.families import kv_name, layer_widths
-from ..model.tokenizer import find_eos, load_tokenizer
+from ..model.tokenizer import find_eos, load_tokenizer, same_ids
 from ..system.files import save_tensors
 from ..system.terminal import markdown_code, markdown_table, markdown_text
 from . import modeling_ticket
@@ -102,6 +102,14 @@ def parent_tokenizer(parent: Parent) -> PreTrainedTokenizerBase | None:
     bare = load_tokenizer(str(parent.tokenizer)) if parent.tokenizer else None
     whole = _whole_tokenizer(parent.cfg.model.weights)
     if whole is not None and (bare is None or whole.get_vocab() == bare.get_vocab()):
+        if bare is not None and not same_ids(whole.backend_tokenizer, bare):
+            # transformers makes some families' tokenizers anew, whatever their file says
+            whole = PreTrainedTokenizerFast(
+                tokenizer_object=bare,
+                chat_template=whole.chat_template,
+                model_max_length=whole.model_max_length,
+                **whole.special_tokens_map,
+            )
         whole.model_max_length = min(whole.model_max_length, config.max_position_embeddings)
         whole.init_kwargs.pop("auto_map", None)  # somebody's code, beside ours that users trust
         return whole

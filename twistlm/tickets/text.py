@@ -1,12 +1,10 @@
 """The text of a parent: what it is measured on, and what its blocks are scored on."""
 
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,6 +13,7 @@ from ..config import Config
 from ..data.builtin import resolve
 from ..data.token_file import TokenFile, open_tokens
 from ..model import huggingface
+from ..model.tokenizer import load_tokenizer, same_ids
 from .parent import Parent
 
 MOST_SEQUENCES = 128  # of calibration, unless more are asked for
@@ -65,12 +64,8 @@ def text_for(
     file.check(seq_len, huggingface.vocab_size(model))
     theirs = file.tokenizer_path
     if tokenizer is not None and tokenizer.is_file() and theirs.is_file():
-        # tokens of another one would give a number that means nothing; compared are the parts
-        # that make ids out of text: transformers writes the others in its own way
-        ours, other = (
-            json.loads(Tokenizer.from_file(str(path)).to_str()) for path in (tokenizer, theirs)
-        )
-        if any(ours[part] != other[part] for part in ("normalizer", "pre_tokenizer", "model")):
+        ours, other = (load_tokenizer(str(path)) for path in (tokenizer, theirs))
+        if not same_ids(ours, other):  # the number would mean nothing
             raise ValueError(f"{file.stem} was made with another tokenizer than {tokenizer}")
     return Text(file, seq_len, tokens)
 
