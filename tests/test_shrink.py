@@ -109,6 +109,20 @@ def test_the_teacher_can_be_chosen(home, monkeypatch):
     assert [cfg.train.teacher for cfg in chosen] == ["cache", "start"]
 
 
+def test_a_request_that_was_refused_late_may_be_corrected(home, monkeypatch):
+    """With other text, too: none of the first request's tokens stay."""
+    monkeypatch.chdir(home)
+    rows = [{"body": " ".join(WORDS[i:] * 20)} for i in range(20)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shrink = partial(twistlm.shrink, "llama", to="16k", tokens="1k", column="body")
+    with pytest.raises(ValueError, match="no column 'text'"):
+        shrink(["notes.md", "rows.jsonl"], "run.device=cpu", out="late", column="text")
+    for out in ("late", "fresh"):
+        shrink(["rows.jsonl", "notes.md"], "run.device=cpu", out=out)
+    late, fresh = (file_sha256(Path(out, "text/train.bin")) for out in ("late", "fresh"))
+    assert late == fresh
+
+
 def test_the_same_call_goes_on_and_another_is_refused(home, made, monkeypatch, capsys):
     """Without a ticket and the last checkpoint, both come back with the same bits."""
     monkeypatch.chdir(home)

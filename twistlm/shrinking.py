@@ -35,7 +35,7 @@ from .data.teacher_cache import id_bytes
 from .data.token_file import open_tokens
 from .export import check_type, gguf
 from .export.architectures import architecture_of
-from .model import huggingface
+from .model import families, huggingface
 from .model.blocks import Widths
 from .model.tokenizer import covers, load_tokenizer, vocabulary_of
 from .recipe import Size
@@ -54,6 +54,7 @@ from .tickets.tasks import TaskScores, open_tasks, score_tasks
 from .tickets.tasks import record as task_record
 from .tickets.text import text_of
 from .training import checkpoint, plan, rounds
+from .training.startup import check_blocks
 from .training.teacher import write_cache
 
 RECORD, CONFIG = "shrink.json", "train.toml"
@@ -79,15 +80,18 @@ class Row:
 def run(request: ShrinkRequest) -> list[Row]:
     """All stages, or those that an earlier call has left."""
     out, record = request.out, {"asked": _asked(request)}
+    changed: set[str] = set()
     if (out / RECORD).is_file():
         before = json.loads((out / RECORD).read_text())
         for key, was in before["asked"].items():
             if was != (now := record["asked"].get(key)):
-                raise ValueError(
-                    f"--out {out} was made with {key} = {was!r}, not {now!r}: choose another "
-                    f"folder; `twistlm extract {out}/parent --stock` cuts other sizes"
-                )
-        record = before
+                if "sizes" in before:
+                    raise ValueError(
+                        f"--out {out} was made with {key} = {was!r}, not {now!r}: choose another "
+                        f"folder; `twistlm extract {out}/parent --stock` cuts other sizes"
+                    )
+                changed.add(key)  # and nothing was trained: a request may be corrected
+        record = record if changed else before
     elif out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out {out} is not empty and was not made by shrink: choose another")
     if not request.budgets:
@@ -101,6 +105,8 @@ def run(request: ShrinkRequest) -> list[Row]:
         check_gguf(huggingface.outline(weights_of(request)), words, request.model)
     with alone(out):
         if inputs is not None:
+            if changed & {"model", "text", "tokenizer", "column"}:
+                shutil.rmtree(out / "text", ignore_errors=True)
             whole_file(out / RECORD, manifest.written(record))
             record["sizes"] = prepare(request, inputs)
             whole_file(out / RECORD, manifest.written(record))
@@ -151,9 +157,11 @@ class Inputs:
 def check(request: ShrinkRequest) -> Inputs:
     """Refuse in one sentence what cannot work, before anything long starts."""
     texts, overrides = mixture.parse(request.text), request.overrides
-    if request.tokens and request.hours:
+    if request.tokens is not None and request.hours is not None:
         raise ValueError("give --tokens or --hours, not both")
-    n_tokens = int(amount("tokens", request.tokens)) if request.tokens else 0
+    n_tokens = 0 if request.tokens is None else int(amount("tokens", request.tokens))
+    if request.tokens is not None and n_tokens < 1:
+        raise ValueError(f"--tokens {request.tokens}: must be at least 1")
     weights = weights_of(request)
     model = huggingface.outline(weights)
     tokenizer = _tokenizer(request, weights, huggingface.vocab_size(model))
@@ -167,7 +175,9 @@ def check(request: ShrinkRequest) -> Inputs:
     config_for = partial(recipe.config_for, model, weights, cut, sizes, **own)
     inputs = Inputs(texts, tokenizer, model, sizes, config_for)
     n_text = sum(n_bytes(each.source) or 0 for each in texts) // BYTES_PER_TOKEN  # about
-    needs(request, inputs, config_for(n_text=n_text, n_tokens=n_tokens), n_text)
+    cfg = config_for(n_text=n_text, n_tokens=n_tokens)
+    check_blocks(model, families.partition(model, cfg.blocks), cfg)
+    needs(request, inputs, cfg, n_text)
     return inputs
 
 
@@ -245,7 +255,7 @@ def prepare(request: ShrinkRequest, inputs: Inputs | None = None) -> dict[str, s
     folder = request.out / "text"
     train, valid = mixture.mix(inputs.texts, folder, inputs.tokenizer, request.column)
     n_text, n_valid = train.meta.n_tokens, valid.meta.n_tokens
-    n_tokens = int(amount("tokens", request.tokens)) if request.tokens else n_text
+    n_tokens = n_text if request.tokens is None else int(amount("tokens", request.tokens))
     cfg = inputs.config_for(n_text=n_text, n_tokens=n_tokens)
     seq_len, t = cfg.data.seq_len, cfg.train
     least = t.n_workers * t.interval * seq_len

@@ -216,6 +216,7 @@ train train.teacher=cache -> tokens.teacher.bin | twistlm prepare -o tokens --te
 twistlm prepare -o tokens -> nothing to prepare | --teacher
 teach --top 65 -> --top 65 | 1..64
 teach --seq-len 17 -> --seq-len 17 | 2..16
+teach --seq-len 1 -> --seq-len 1 | 2..16
 [other words] teach -> --teacher plain | its tokenizer is not that of tokens
 [no words] teach -> --teacher plain | plain/tokenizer.json is not a tokenizer.json
 teach --teacher no/such/folder -> --teacher 'no/such/folder'
@@ -313,6 +314,12 @@ shrink --text tokens.txt --to 5k -> --to 5k is impossible | 5,608 parameters
 shrink --text tokens.txt --to 12k -> --to 12k | the whole model of 11,152 parameters
 shrink --text tokens.txt --to 9.3k --to 9.4k -> --to 9.3k and --to 9.4k | the same ticket, ffn=5/8
 shrink --text tokens.txt --to 9k --tokens 1k --hours 1 -> --tokens or --hours
+shrink --text tokens.txt --to 9k --tokens 0 -> --tokens 0: must be at least 1
+shrink --text tokens.txt --to 9k --tokens '' -> --tokens '' | 20M
+shrink --text '' --to 9k -> the name of a text is empty
+shrink --text tokens.txt --to 9k data.seq_len=17 -> data.seq_len = 17: the model has 16 positions
+shrink --text tokens.txt --to 9k blocks.mask_ffn=9 -> mask_ffn
+twistlm shrink '' --text tokens.txt --to 9k -o made/s -> its name is empty
 shrink --text tokens.txt --to 9k --tokens many -> --tokens 'many' | 20M
 shrink --text tokens.txt --to 9k --tokenizer wide.tokenizer.json -> wide.tokenizer.json | plain | 64
 [other words] shrink --text tokens.txt --to 9k -> tokens.tokenizer.json | not that of plain

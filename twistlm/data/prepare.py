@@ -36,6 +36,8 @@ def check_source(source: Source) -> None:
     """Refuse a file that is not there, is empty or of a kind that no reader knows."""
     if not isinstance(source, str) or source.startswith("hub:"):
         return
+    if not source:
+        raise ValueError("the name of a text is empty: name a file, a folder or hub:NAME")
     path = Path(source)
     if path.is_dir() and not files_in(path):
         raise ValueError(f"{source}: no file in this folder is {', '.join(READERS)}")
@@ -116,10 +118,16 @@ def _jsonl(path: Path, column: str) -> Pieces:
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)[column]
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                why = f"not a JSON object with {column!r} ({error!r})"
-                raise ValueError(f"{path}, line {number}: {why}") from None
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}, is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}, is {type(row).__name__}, no object")
+            if column not in row:
+                names = ", ".join(row)
+                what = f"no column {column!r}; it has {names}: use --column"
+                raise ValueError(f"{path}, line {number}: {what}")
+            text = row[column]
             if not isinstance(text, str):
                 kind = type(text).__name__
                 raise ValueError(f"{path}, line {number}: {column!r} is {kind}, not text")

@@ -62,6 +62,8 @@ def refusing(what: str) -> Iterator[None]:
 
 def check_source(source: str | Path, file: str = "config.json") -> None:
     """Refuse what is neither a path here nor a hub repository with `file`, asking the hub once."""
+    if not str(source):
+        raise ValueError("its name is empty")
     path = Path(source).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         raise ValueError(f"it is a GGUF file: write gguf:{source}")

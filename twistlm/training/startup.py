@@ -21,7 +21,7 @@ from ..data.builtin import resolve
 from ..data.stream import Batches
 from ..data.token_file import TokenFile, open_tokens
 from ..model import depth, generator, huggingface, masks
-from ..model.blocks import widths_of_ratio
+from ..model.blocks import BlockMap, widths_of_ratio
 from ..model.central import Central, create, on_host
 from ..model.generator import LAYERS, Order
 from ..model.layout import CutModel, cut_model
@@ -48,7 +48,6 @@ def set_up(cfg: Config, cluster: Cluster, resumes: bool, quiet: bool) -> tuple[R
     cut = _cut(cfg, saved, cluster.device)
     train, valid = _open_data(cfg, cluster)
     tokenizer = saved.manifest["tokenizer_sha256"] if saved else train.meta.tokenizer_sha256
-    huggingface.check_positions(cut.template, cfg.data.seq_len)
     for file in (train, valid):
         file.check(cfg.data.seq_len, huggingface.vocab_size(cut.template), tokenizer)
     batches = Batches(train, cfg.data.seq_len, cfg.train.batch, cfg.run.seed)
@@ -115,17 +114,23 @@ def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutMode
     dtype = dtype_of(cfg)
     template = template.double() if dtype == torch.float64 else template
     cut = cut_model(template, cfg.blocks, device, dtype)
+    check_blocks(cut.template, cut.block_map, cfg)
+    return cut
+
+
+def check_blocks(model: huggingface.Model, block_map: BlockMap, cfg: Config) -> None:
+    """Hold a config against a model's blocks and positions; its shapes are enough."""
+    huggingface.check_positions(model, cfg.data.seq_len)
     if cfg.train.method != "dense":
-        generator.check(cut.block_map, cfg.blocks, cfg.train.n_workers, cfg.train.method)
-    masks.check(cut.block_map, cfg.blocks, cfg.train.method)
+        generator.check(block_map, cfg.blocks, cfg.train.n_workers, cfg.train.method)
+    masks.check(block_map, cfg.blocks, cfg.train.method)
     if any(cfg.blocks.mask_depth):
-        depth.check(cut.template, ())
+        depth.check(model, ())
     for ratio in cfg.run.eval_ratios:
         try:
-            widths_of_ratio(cut.block_map, ratio)
+            widths_of_ratio(block_map, ratio)
         except ValueError as error:
             raise ValueError(f"run.eval_ratios: {error}") from None
-    return cut
 
 
 def _open_data(cfg: Config, cluster: Cluster) -> tuple[TokenFile, TokenFile]:

@@ -93,11 +93,11 @@ def write_cache(
     name = checkpoint.weights_of(name)
     model = huggingface.pretrained(name, "--teacher")
     vocab = huggingface.vocab_size(model)
-    most = min(vocab, teacher_cache.MOST)
+    most, longest = min(vocab, teacher_cache.MOST), huggingface.n_positions(model)
     if not 1 <= top <= most:
         raise ValueError(f"--top {top}: must lie in 1..{most}")
-    if not 2 <= seq_len <= (n := huggingface.n_positions(model)):
-        raise ValueError(f"--seq-len {seq_len}: must lie in 2..{n}, as {name} reads it")
+    if not 2 <= seq_len <= longest:
+        raise ValueError(f"--seq-len {seq_len}: must lie in 2..{longest}, as {name} reads it")
     tokens.check(seq_len, vocab)
     _check_tokenizer(f"--teacher {name}", name, tokens)
     meta = TeacherCacheMeta(
