@@ -112,6 +112,10 @@ def test_mistakes_are_sentences(after):
         names["parent"].extract(param="1M")
     with pytest.raises(ValueError, match=r"^model takes a str, not a Ticket: A Hugging Face"):
         twistlm.shrink(names["ticket"], PAGE, out=folder / "small", to="1M")
+    with pytest.raises(ValueError, match=r"^hours takes a float, not a str"):
+        twistlm.shrink("nowhere", PAGE, out=folder / "small", to="1M", hours="2")
+    with pytest.raises(ValueError, match=r"^a text is a file, .* or documents, not a NoneType"):
+        twistlm.shrink("nowhere", None, out=folder / "small", to="1M")
     with pytest.raises(ValueError, match=r"^a Ticket is no folder"):
         twistlm.open_parent(names["ticket"])
     with pytest.raises(ValueError, match=r"ratios: Ticket.* is a ticket, which is cut already"):

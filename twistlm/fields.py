@@ -5,11 +5,13 @@ import difflib
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
 
 WHOLE = 2**63 - 1  # the largest whole number that a record of ours holds
 LARGEST = 1e30  # of any number in a config: float32 ends at 3.4e38
+KINDS: dict[type, Any] = {str: str, int: Integral, float: Real, bool: bool}  # what Python may give
 # help of options that many commands have
 VALID_TEXT = "Token file; default: the run's data.valid."
 N_TOKENS = "Use this many tokens; 0 takes all."
@@ -122,12 +124,14 @@ class Checked:
             value = getattr(self, field.name)
             if str(field.type).startswith("tuple"):
                 value = tuple(value) if isinstance(value, list | tuple) else (value,)
-            if field.type in (str, str | None):
-                value = _word(value)
-                if not isinstance(value, field.type):  # type: ignore[arg-type]
-                    said = f"--{field.name} takes a str, not a {type(value).__name__}"
-                    raise ValueError(f"{said}: {field.metadata['help']}")
-            elif field.type == tuple[str, ...]:
+            for kind, legal in KINDS.items():
+                if field.type in (kind, kind | None):
+                    value = _word(value) if kind is str else value
+                    if not isinstance(value, legal if field.type is kind else legal | None):
+                        said = f"--{field.name.replace('_', '-')} takes a {kind.__name__}"
+                        what = f"{said}, not a {type(value).__name__}"
+                        raise ValueError(f"{what}: {field.metadata['help']}")
+            if field.type == tuple[str, ...]:
                 value = tuple(map(_word, value))
             object.__setattr__(self, field.name, value)
         check(self)

@@ -104,7 +104,9 @@ def run(request: ShrinkRequest) -> list[Row]:
         words = load_tokenizer(f"{out}/text/train.tokenizer.json")
         check_gguf(huggingface.outline(weights_of(request)), words, request.model)
     with alone(out):
-        if inputs is not None:
+        if inputs is None:
+            console.print(f"text: as an earlier call has read it, in {out / 'text'}")
+        else:
             if changed & {"model", "text", "tokenizer", "column"}:
                 shutil.rmtree(out / "text", ignore_errors=True)
             whole_file(out / RECORD, manifest.written(record))

@@ -258,6 +258,8 @@ heal --tokens 0 -> --tokens 0 | at least one
 heal --tokens 1k --teacher nowhere -> train.teacher = 'nowhere' | could not be loaded
 heal --tokens 1k -o ticket -> is the ticket to heal
 twistlm heal run --tokens 1k -o made/t -> is no ticket
+heal --tokens 1k --valid short -> short: 10 tokens are shorter than one sequence
+heal --tokens 1k --valid other -> other was made with another tokenizer
 [no run] heal --tokens 1k -> give --teacher RUN or MODEL
 [no run] heal --tokens 1k --teacher start -> starts as itself
 [no run] heal --tokens 1k --teacher none -> give --data STEM

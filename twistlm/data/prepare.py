@@ -34,6 +34,9 @@ def documents(source: Source, column: str = "text") -> Pieces:
 
 def check_source(source: Source) -> None:
     """Refuse a file that is not there, is empty or of a kind that no reader knows."""
+    if not isinstance(source, str | Iterable):
+        kind = type(source).__name__
+        raise ValueError(f"a text is a file, a folder, hub:NAME or documents, not a {kind}")
     if not isinstance(source, str) or source.startswith("hub:"):
         return
     if not source:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from .. import config
-from ..compute.perplexity import Text, perplexity
+from ..compute.perplexity import perplexity
 from ..config import BlocksConfig, Config, DataConfig, ModelConfig, RunConfig
 from ..data.builtin import resolve
 from ..data.token_file import open_tokens
@@ -36,6 +36,7 @@ from .extract import check_target
 from .hf_folder import CARD, CODE, name_of
 from .parent import what_is
 from .requests import HealRequest, amount
+from .text import text_for
 
 STEPS = 10  # in a round: between two looks at the clock, the metrics and signals
 WARMUP = 0.05  # of all steps
@@ -71,7 +72,8 @@ def heal(
     text, found = None, {}
     if cfg.data.valid != cfg.data.train or cfg.data.valid.startswith("builtin:"):
         file = open_tokens(resolve(cfg.data.valid, "valid"))  # never what was trained on
-        text = Text(file, cfg.data.seq_len, request.valid_tokens)
+        words = request.ticket / "tokenizer.json"
+        text = text_for(model, file, cfg.data.seq_len, request.valid_tokens, words)
         found = {"data": file.stem, "n_tokens": text.n_tokens}
 
     def measure(when: str) -> None:

@@ -229,9 +229,7 @@ class ShrinkRequest(Checked):
     memory: tuple[str, ...] = _of(TicketRequest, "memory")
     context: str | None = _of(TicketRequest, "context")
     tokens: str | None = option("Tokens to train on: 50M. Default: the text once.", None)
-    hours: float | None = option(
-        "Train for about so long instead.", None, least=0.001, most=24 * 366
-    )
+    hours: float | None = option("Train for about so long instead.", None, above=0, most=24 * 366)
     gguf: str | None = option("Write the tickets for llama.cpp, too: q8_0 or f16.", None)
     tasks: str | None = option("Zero-shot tasks at the end, as `eval` takes them.", None)
     tokenizer: str | None = option(
