@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -114,12 +115,30 @@ def test_mistakes_are_sentences(after):
         twistlm.shrink(names["ticket"], PAGE, out=folder / "small", to="1M")
     with pytest.raises(ValueError, match=r"^hours takes a float, not a str"):
         twistlm.shrink("nowhere", PAGE, out=folder / "small", to="1M", hours="2")
-    with pytest.raises(ValueError, match=r"^a text is a file, .* or documents, not a NoneType"):
-        twistlm.shrink("nowhere", None, out=folder / "small", to="1M")
+    with pytest.raises(ValueError, match=r"^a text is a file, .* or documents, not a object"):
+        twistlm.shrink("nowhere", object(), out=folder / "small", to="1M")
     with pytest.raises(ValueError, match=r"^a Ticket is no folder"):
         twistlm.open_parent(names["ticket"])
     with pytest.raises(ValueError, match=r"ratios: Ticket.* is a ticket, which is cut already"):
         twistlm.evaluate(names["ticket"], "6/12")
+
+
+def test_numbers_of_numpy_and_nothing_are_natural_values(after, monkeypatch):
+    monkeypatch.chdir(after[0])
+    parent = after[1]["parent"]
+    asked = parent.extract(params=np.int64(100_000), ratio=None, tokens=np.int64(64))
+    other = parent.extract(params="100k", tokens=64)
+    assert asked.model.num_parameters() == other.model.num_parameters()
+    other = twistlm.open_parent(
+        parent.template,
+        {"blocks.shared_first": 1, "blocks.shared_last": 1},
+        {"data.seq_len": np.int64(32)},
+    )
+    assert other.cfg.data.seq_len == 32
+    with pytest.raises(ValueError, match=r"^n takes an int, not a str: Random subnets"):
+        parent.evaluate("6/12", n="3")
+    with pytest.raises(ValueError, match=r"^stock takes a bool, not a str"):
+        parent.extract(ratio="6/12", stock="no")
 
 
 def test_evaluate_takes_what_is_in_memory(after, monkeypatch):

@@ -206,6 +206,11 @@ def _words(overrides: Sequence[Overrides]) -> list[str]:
             if isinstance(value, Mapping):
                 found += _words([{f"{key}.{name}": inner for name, inner in value.items()}])
             else:
-                found.append(f"{key}={json.dumps(value, default=os.fspath)}")
+                found.append(f"{key}={json.dumps(value, default=_plain)}")
         found += [] if isinstance(each, Mapping) else [each]
     return found
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or torch, or a path, as JSON has it."""
+    return value.item() if hasattr(value, "item") else os.fspath(value)

@@ -123,14 +123,16 @@ class Checked:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if str(field.type).startswith("tuple"):
+                value = () if value is None else value
                 value = tuple(value) if isinstance(value, list | tuple) else (value,)
             for kind, legal in KINDS.items():
                 if field.type in (kind, kind | None):
                     value = _word(value) if kind is str else value
                     if not isinstance(value, legal if field.type is kind else legal | None):
-                        said = f"--{field.name.replace('_', '-')} takes a {kind.__name__}"
-                        what = f"{said}, not a {type(value).__name__}"
-                        raise ValueError(f"{what}: {field.metadata['help']}")
+                        what = f"{'an' if kind is int else 'a'} {kind.__name__}"
+                        said = f"--{field.name.replace('_', '-')} takes {what}"
+                        said += f", not a {type(value).__name__}"
+                        raise ValueError(f"{said}: {field.metadata['help']}")
             if field.type == tuple[str, ...]:
                 value = tuple(map(_word, value))
             object.__setattr__(self, field.name, value)
@@ -138,4 +140,4 @@ class Checked:
 
 
 def _word(value: Any) -> Any:
-    return str(value) if isinstance(value, int | float | Path) else value
+    return str(value) if isinstance(value, Real | Path) else value

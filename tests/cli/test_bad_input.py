@@ -265,6 +265,7 @@ heal --tokens 1k --valid other -> other was made with another tokenizer
 [no run] heal --tokens 1k --teacher none -> give --data STEM
 # extracting
 extract run --ratio attn=1,ffn=1,attn.1=0 -> layer 1
+extract run --ratio 2/4 data.seq_len=17 -> data.seq_len = 17: the model has 16 positions
 extract ticket --ratio 2/4 -> ticket | cut already
 extract run -> give --ratio, --params, --size, --latency or --memory
 extract run --params 85Q -> --params '85Q' | 85M | units: k, m, b, g
@@ -359,6 +360,7 @@ twistlm lab draft run wide-model --data tokens -> wide-model | 70 | 64
 # bench
 twistlm lab bench deploy run --runtime tpu -> --runtime tpu | torch
 twistlm lab bench deploy run --ratio 2/4 --prefill 9 --decode 8 -> --prefill 9 | 16 positions | 1..8
+bench --sizes 5/7 -> --sizes 5/7 with --settings both | attn blocks
 bench --settings '' -> --settings names none of
 bench --settings ffm -> --settings 'ffm': use some of
 bench --sizes , -> --sizes names no ratio

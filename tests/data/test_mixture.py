@@ -43,6 +43,13 @@ def test_shares_of_tokens_and_the_end_of_every_source(tmp_path, tok, monkeypatch
     assert np.bincount(valid.tokens[:700], minlength=3)[1:3].tolist() == [600, 100]
 
 
+def test_a_share_that_leaves_nothing_is_refused(tmp_path, tok):
+    few = write(tmp_path / "a.txt", "a", 3000)
+    many = write(tmp_path / "b.txt", "b", 3000)
+    with pytest.raises(ValueError, match=r"--text .*a\.txt: its share leaves none of 2,940 tokens"):
+        mix(parse([f"{few}:1e-6", f"{many}:1"]), tmp_path / "out", tok)
+
+
 def test_chunks_come_from_all_over_a_source():
     kept = mixture._spread(np.arange(10 * mixture.CHUNK), 0.3)
     starts = [int(chunk[0]) // mixture.CHUNK for chunk in kept]

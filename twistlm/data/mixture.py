@@ -73,7 +73,9 @@ def mix(
         name = each.source if isinstance(each.source, str) else STRINGS
         keep, held = min(1.0, weight * most / n), file.meta.n_tokens - n
         console.print(f"text: {name}: {n * keep:,.0f} of {n:,} tokens train, {held:,} measure")
-        kept += _spread(file.tokens[:n], keep)
+        if not (pieces := _spread(file.tokens[:n], keep)):
+            raise ValueError(f"--text {name}: its share leaves none of {n:,} tokens; give it more")
+        kept += pieces
         rests.append(file.tokens[n:])
     _write(stems[0], files, kept)
     _write(stems[1], files, _in_turn(rests))

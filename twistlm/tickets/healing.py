@@ -175,11 +175,12 @@ def settings(
     per_round = cfg.train.batch * cfg.data.seq_len * cfg.train.interval
     n_rounds = max(1, math.ceil(amount("tokens", request.tokens) / per_round))
     warmup = int(WARMUP * n_rounds * cfg.train.interval)
-    return replace(
+    cfg = replace(
         cfg,
         train=replace(cfg.train, rounds=n_rounds, warmup=warmup),
         run=replace(cfg.run, save_every=max(1, n_rounds // 10)),
     )
+    return config.override(cfg, overrides)
 
 
 def reading(record: dict[str, Any]) -> str:

@@ -126,6 +126,7 @@ def open_parent(
         data=DataConfig(train="", valid="", seq_len=default_seq_len(model)),
     )
     cfg = config.override(found.config if found else bare, overrides)
+    huggingface.check_positions(model, cfg.data.seq_len)
     block_map, tokenizer = families.partition(model, cfg.blocks), Path(name, "tokenizer.json")
     progress = checkpoint.progress_of(found, block_map) if found else Progress()
     return Parent(

@@ -43,6 +43,7 @@ class Scores:
     full: float
     data: str
     n_tokens: int
+    seq_len: int  # tokens that the model reads at a time
     round: int = 0
     subnets: tuple[Spread, ...] = ()
     seed: int = 0
@@ -85,6 +86,7 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
         full,
         text.file.stem,
         text.n_tokens,
+        text.seq_len,
         round=parent.progress.round,
         subnets=tuple(subnets),
         seed=request.seed,
@@ -126,13 +128,13 @@ def _parents_text(folder: Path) -> tuple[TokenFile, int]:
 def score_model(model: PreTrainedModel, text: Text, name: str, precision: str = "auto") -> Scores:
     """The perplexity of a model as it is: one number."""
     full, n_params = perplexity(model, text, precision), model.num_parameters()
-    return Scores(name, n_params, full, text.file.stem, text.n_tokens)
+    return Scores(name, n_params, full, text.file.stem, text.n_tokens, text.seq_len)
 
 
 def table(rows: list[Scores]) -> Table:
     """One column per parent: mean ± sd (worst) of the random subnets at each size."""
     first = rows[0]
-    title = f"perplexity on {first.n_tokens:,} tokens"
+    title = f"perplexity on {first.n_tokens:,} tokens, {first.seq_len:,} at a time"
     if first.subnets:
         title += f"; {len(first.subnets[0].values)} random subnets: mean ± sd (worst)"
         title += "; nested one" if any(row.nested for row in rows) else ""

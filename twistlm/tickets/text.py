@@ -45,7 +45,6 @@ def open_text(
 def check_text(parent: Parent, file: TokenFile) -> None:
     """A text whose sequences the model can read."""
     seq_len = parent.cfg.data.seq_len
-    huggingface.check_positions(parent.template, seq_len)
     file.check(seq_len, huggingface.vocab_size(parent.template), parent.tokenizer_sha256)
 
 

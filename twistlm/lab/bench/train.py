@@ -57,7 +57,10 @@ def bench(
     template = nn.Module.to(template, "cpu")
     points = [(s, r) for s in settings for r in sizes]
     for setting, ratio in points:  # a mistake is told before minutes are spent
-        _cut_to(template, cfg, setting, ratio)
+        try:
+            _cut_to(template, cfg, setting, ratio)
+        except ValueError as error:
+            raise ValueError(f"--sizes {ratio} with --settings {setting}: {error}") from None
     points = [(s, r) for s, r in points if s == settings[0] or not _is_whole(r)]
     made: dict[str, Any] = {"rows": [], "run": describe_run() | {"config": asdict(cfg)}}
     made["ceiling_tflops"] = _ceiling(cluster.device, is_bf16(cfg.train.precision, cluster.device))
