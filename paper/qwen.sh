@@ -5,6 +5,7 @@
 #
 # MODEL: a Hugging Face id or folder, or gguf:FILE. TEXT: a folder with train/code, train/wiki, test/code, test/wiki and
 # tasks (for `twistlm eval --tasks`). Every model's perplexities and tasks stand in OUT/eval. Called again, it goes on.
+# JOBS=8 measures and heals so many models at once.
 set -euo pipefail
 model=$1 text=$2 out=$3 keys=("${@:4}")
 n=${TOKENS:-60000000} # the parent's; each healed size has a quarter
@@ -12,6 +13,13 @@ read -ra to <<<"${TO:-396.5M 348M 283.5M 267M}" # 80, 70, 57 and 53% of the para
 read -ra ks <<<"${KS:-13 10 6 5}"
 cut=(blocks.setting=ffn blocks.n_ffn=19 blocks.shared_first=0 blocks.shared_last=0 data.seq_len=1024)
 mkdir -p "$out/eval"
+
+jobs=()
+later() { # COMMAND...: beside at most JOBS - 1 others
+  while (($(jobs -rp | wc -l) >= ${JOBS:-1})); do wait -n; done
+  "$@" &
+  jobs+=($!)
+}
 
 evaluate() { # NAME MODEL
   for kind in code wiki; do
@@ -21,29 +29,33 @@ evaluate() { # NAME MODEL
   test -e "$out/eval/$1-tasks.json" || twistlm eval "$2" --tasks "$text/tasks" --json "$out/eval/$1-tasks.json"
 }
 
+heal() { # K: it learns from the same text at the same rate, with the given model as teacher
+  test -e "$out/cut-$1" || twistlm extract "$model" -o "$out/cut-$1" --ratio "ffn=$1/19" --pick neurons \
+    --data "$out/shrink/text/train" --tokens 65536 train.scale=none "${cut[@]}"
+  test -e "$out/healed-$1" || twistlm heal "$out/cut-$1" -o "$out/healed-$1" --tokens $((n / 4)) \
+    --data "$out/shrink/text/train" --valid "$out/shrink/text/valid" --valid-tokens 65536 data.seq_len=1024 \
+    train.batch=16 train.distil=0.9 'train.betas=[0.9,0.95]' train.weight_decay=0.1 train.clip=1.0 \
+    train.lr=1.5e-4 "${keys[@]}"
+  evaluate "healed-$1" "$out/healed-$1"
+}
+
+prune() { # METHOD K
+  test -e "$out/$1-$2" || twistlm lab prune "$model" -o "$out/$1-$2" --method "$1" --ratio "ffn=$2/19" \
+    --data "$out/shrink/text/train" "${cut[@]}"
+  evaluate "$1-$2" "$out/$1-$2"
+}
+
 for kind in code wiki; do
   test -e "$out/test-$kind.json" || twistlm prepare "$text/test/$kind" -o "$out/test-$kind" --tokenizer "$model"
 done
-evaluate given "$model"
-
 twistlm shrink "$model" --text "$text/train/code" --text "$text/train/wiki" "${to[@]/#/--to=}" --tokens "$n" \
   -o "$out/shrink" blocks.setting=ffn train.lr=1.5e-4 "${keys[@]}"
-evaluate whole "$out/shrink/parent"
+for k in "${ks[@]}"; do later heal "$k"; done
+later evaluate given "$model"
+later evaluate whole "$out/shrink/parent"
 for i in "${!ks[@]}"; do
-  evaluate "twist-${ks[i]}" "$out/shrink/params-${to[i]}"
+  later evaluate "twist-${ks[i]}" "$out/shrink/params-${to[i]}"
+  later prune sparsegpt "${ks[i]}"
+  later prune block:mask-fisher "${ks[i]}"
 done
-
-# the rivals learn from the same text at the same rate, with the given model as teacher
-for k in "${ks[@]}"; do
-  test -e "$out/cut-$k" || twistlm extract "$model" -o "$out/cut-$k" --ratio "ffn=$k/19" --pick neurons \
-    --data "$out/shrink/text/train" --tokens 65536 train.scale=none "${cut[@]}"
-  twistlm heal "$out/cut-$k" -o "$out/healed-$k" --tokens $((n / 4)) --data "$out/shrink/text/train" \
-    --valid "$out/shrink/text/valid" --valid-tokens 65536 data.seq_len=1024 train.batch=16 train.distil=0.9 \
-    'train.betas=[0.9,0.95]' train.weight_decay=0.1 train.clip=1.0 train.lr=1.5e-4 "${keys[@]}"
-  evaluate "healed-$k" "$out/healed-$k"
-  for method in sparsegpt block:mask-fisher; do
-    test -e "$out/$method-$k" || twistlm lab prune "$model" -o "$out/$method-$k" --method $method --ratio "ffn=$k/19" \
-      --data "$out/shrink/text/train" "${cut[@]}"
-    evaluate "$method-$k" "$out/$method-$k"
-  done
-done
+for job in "${jobs[@]}"; do wait "$job"; done

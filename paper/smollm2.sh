@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# SmolLM2-135M: tickets of one parent (one worker whole, three half) beside prune and heal at equal totals.
+#
+#   bash paper/smollm2.sh MODEL TRAIN VALID TEST OUT [SECTION.KEY=VALUE ...]
+#
+# MODEL: HuggingFaceTB/SmolLM2-135M, or gguf:FILE. TRAIN, VALID, TEST: tokens that `twistlm prepare` made. Every model's
+# perplexity stands in OUT/eval. Called again, it goes on. RATES="1e-3 1.5e-3" and SEEDS="1 2 3" say what is tried,
+# JOBS=4 does so many runs at once.
+set -euo pipefail
+model=$1 train=$2 valid=$3 test=$4 out=$5 keys=("${@:6}")
+n=${TOKENS:-9830400} # the parent's; each healed size has a quarter
+read -ra ratios <<<"attn=2/3,ffn=8/12 attn=2/3,ffn=6/12 attn=1/3,ffn=4/12 attn=1/3,ffn=3/12"
+mkdir -p "$out/eval"
+
+jobs=()
+later() { # COMMAND...: beside at most JOBS - 1 others
+  while (($(jobs -rp | wc -l) >= ${JOBS:-1})); do wait -n; done
+  "$@" &
+  jobs+=($!)
+}
+
+evaluate() { # NAME MODEL [--ratio RATIO ...]
+  test -e "$out/eval/$1.json" || twistlm eval "$2" data.seq_len=1024 "${@:3}" --n 1 --data "$test" \
+    --tokens 65536 --json "$out/eval/$1.json"
+}
+
+train() { # RUN [SECTION.KEY=VALUE ...]
+  test ! -e "$1" || set -- "$@" --resume
+  twistlm train paper/smollm2.toml run.out="$1" data.train="$train" data.valid="$valid" "${@:2}" "${keys[@]}"
+}
+
+twist() { # RATE SEED
+  train "$out/twist-$1-$2" model.weights="$out/start" train.lr="$1" run.seed="$2"
+  evaluate "twist-$1-$2" "$out/twist-$1-$2" "${ratios[@]/#/--ratio=}"
+}
+
+heal() { # RATIO RATE SEED
+  local name=healed-${1//\//of}-$2-$3
+  test -e "$out/$name" || twistlm heal "$out/cut-${1//\//of}" -o "$out/$name" --tokens $((n / 4)) --teacher "$out/start" \
+    --data "$train" --valid "$valid" --valid-tokens 8192 data.seq_len=1024 train.batch=16 train.lr="$2" \
+    run.seed="$3"
+  evaluate "$name" "$out/$name"
+}
+
+# ordinary training first: text that is new to the model, so that it can be its own teacher
+train "$out/start" model.weights="$model" train.method=dense train.teacher=none train.n_workers=1 train.batch=32 \
+  train.lr=2e-4
+evaluate start "$out/start"
+for ratio in "${ratios[@]}"; do
+  test -e "$out/cut-${ratio//\//of}" || twistlm extract "$out/start" -o "$out/cut-${ratio//\//of}" --ratio "$ratio" \
+    --pick neurons --data "$train" --tokens 65536 train.scale=none
+done
+for seed in ${SEEDS:-1}; do
+  for rate in ${RATES:-1e-3 1.5e-3}; do
+    later twist "$rate" "$seed"
+    for ratio in "${ratios[@]}"; do later heal "$ratio" "$rate" "$seed"; done
+  done
+done
+for job in "${jobs[@]}"; do wait "$job"; done
