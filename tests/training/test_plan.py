@@ -97,9 +97,32 @@ def test_a_plan_of_a_control_is_one_that_trains(tokens, tmp_path):
     for method in ("dropout", "dense"):
         made = plan.make(config.override(cfg, [f"train.method={method}"]))
         assert made["process_bytes"] - made["worker_bytes"] == 3 * 4 * made["n_params"]
+        assert made["take"] == "ddp"  # the engines of rounds refuse it
         assert made["legal_k"] == {} if method == "dense" else {"attn": (1, 4), "ffn": (1, 4)}
         plain = plan.make(config.override(cfg, [f"train.method={method}", "train.outer=none"]))
         assert plain["link_bytes"] == made["link_bytes"]
+
+
+def test_a_plan_is_of_the_weights_that_are_here(tokens, tmp_path):
+    """A folder, and a run that begins with it, whatever `model.config` says; types must agree."""
+    start = tiny(tokens, tmp_path / "run").model
+    weights, run = str(tmp_path / "start"), str(tmp_path / "run")
+    huggingface.load(start, 0).save_pretrained(weights)
+    made = toml(tmp_path / "tiny.toml", tiny_table(tokens, run))
+    n_params = plan_of(tmp_path, made)["n_params"]
+    other = (f"model.weights={weights}", "model.config.n_layer=9")
+    assert plan_of(tmp_path, made, *other)["n_params"] == n_params
+    with pytest.raises(ValueError, match="is a gpt2, but model.type = 'llama'"):
+        plan.make(config.load(made, [f"model.weights={weights}", "model.type=llama"]))
+    assert plan_of(tmp_path, "demo", "train.rounds=0", "train.epochs=1")["n_sequences"] > 1000
+
+
+def test_bytes_of_a_round_with_a_k_for_every_worker():
+    """One whole worker and three half ones, each counted once."""
+    sizes = [124_439_808] + 3 * [96_106_752]
+    asked = ("data.planned_sequences=100000", "train.moments=reset", "run.wire=fp32")
+    made = plan.make(config.load("wiki-gpt2", asked))
+    assert made["link_bytes"]["sharded"] == 8 * sum(sizes) // 4 * 3 // 4
 
 
 def test_without_tokens_a_plan_takes_how_many_there_will_be(tmp_path):
@@ -209,7 +232,9 @@ def test_memory_by_hand():
     four = hand_memory("blocks.k_attn=[6, 3]", "blocks.k_ffn=[6, 4, 4]")  # 6 rounds, 4 pairs
     assert four[0] - half[0] == 16 * (subnet[3, 6] + subnet[6, 4] + subnet[3, 4])
     own = ("blocks.widths=worker", "blocks.k_attn=[6, 6, 3, 3]", "blocks.k_ffn=[6, 6, 4, 4]")
-    assert hand_memory(*own)[0] - half[0] == 16 * subnet[3, 4]  # 2 pairs
+    mixed = hand_memory(*own)
+    assert mixed[0] == half[0]  # the largest worker; one process keeps trainers for 2 pairs
+    assert mixed[1] - half[1] == 16 * subnet[3, 4]
     bare = hand_memory("blocks.k_attn=6", "blocks.k_ffn=6", *BARE)
     made = plan.make(config.load("demo", [*(f"blocks.{x}" for x in HAND), "train.batch=2"]))
     assert list(made["holding"].values()) == [whole[0], half[0], bare[0]]

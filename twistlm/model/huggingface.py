@@ -139,19 +139,39 @@ def from_table(table: dict[str, Any], dtype: torch.dtype) -> Model:
 def load(cfg: ModelConfig, seed: int) -> Model:
     """The model with its weights: random ones follow from the seed, others are loaded."""
     if cfg.weights == "random":
-        config = planned_config(cfg)
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        what = f"this machine has {room / 1e9:,.1f} GB of memory for a {cfg.type}"
-        on_meta(config, room // 4, what=what)  # before the system kills the process
-        torch.manual_seed(seed)
-        build = transformers.AutoModelForCausalLM.from_config
-        model = build(config, dtype=torch.float32, trust_remote_code=False)
-    else:
-        model = pretrained(cfg.weights, "model.weights")
+        return drawn(planned_config(cfg), seed)
+    return _of_type(pretrained(cfg.weights, "model.weights"), cfg).eval()
+
+
+def drawn(config: HFConfig, seed: int) -> Model:
+    """A model with random weights that follow from the seed."""
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    what = f"this machine has {room / 1e9:,.1f} GB of memory for a {config.model_type}"
+    on_meta(config, room // 4, what=what)  # before the system kills the process
+    torch.manual_seed(seed)
+    build = transformers.AutoModelForCausalLM.from_config
+    return build(config, dtype=torch.float32, trust_remote_code=False).eval()
+
+
+def planned(cfg: ModelConfig) -> Model:
+    """The model without storage: of its weights if they are on this disk, else as it is told."""
+    return _of_type(outline(cfg.weights), cfg) if is_here(cfg) else on_meta(planned_config(cfg))
+
+
+def is_here(cfg: ModelConfig) -> bool:
+    """Whether there are weights, in a file, a folder or the hub's cache."""
+    source = cfg.weights
+    if source.startswith("gguf:") or Path(source).expanduser().exists():
+        return True
+    cached = HUB_ID.fullmatch(source) and try_to_load_from_cache(source, "config.json")
+    return isinstance(cached, str)
+
+
+def _of_type(model: Model, cfg: ModelConfig) -> Model:
     if (found := model.config.model_type) != cfg.type:
         what = f"model.weights = {cfg.weights!r}"
         raise ValueError(f"{what} is a {found}, but model.type = {cfg.type!r}")
-    return model.eval()
+    return model
 
 
 def pretrained(source: str, key: str = "", dtype: Any = torch.float32) -> Model:

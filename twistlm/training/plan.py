@@ -31,8 +31,9 @@ from rich.filesize import decimal
 
 from ..compute.loss import ALIGN, CHUNK, SMALL
 from ..config import Config
+from ..data.builtin import resolve
 from ..data.teacher_cache import id_bytes, open_teacher_cache
-from ..data.token_file import open_tokens
+from ..data.token_file import TokenFile, open_tokens
 from ..model import families, generator, huggingface
 from ..model.blocks import SETTINGS, BlockMap, Kind, Shapes, Widths, count, widths_of_ratio
 from ..model.huggingface import Model
@@ -57,6 +58,7 @@ ENGINES = {
     "sharded": "a death ends the run, which resumes from its checkpoint",
     "ddp": "train.method = dense; or try run.wire = int8, train.moments = reset",
 }
+CONTROL = "gradients are averaged in every step: torchrun with run.variant = hybrid"
 
 
 def make(
@@ -68,8 +70,9 @@ def make(
     """
     if not gbit > 0 or not tflops > 0:
         raise ValueError(f"--gbit {gbit:g} and --tflops {tflops:g}: both must be greater than 0")
+    cfg = checkpoint.resolved(cfg)
     t, blocks = cfg.train, cfg.blocks
-    model = huggingface.on_meta(huggingface.planned_config(cfg.model))  # nothing is allocated
+    model = huggingface.planned(cfg.model)  # nothing is allocated
     block_map, shapes = families.partition(model, blocks), huggingface.shapes(model)
     if t.method != "dense":
         generator.check(block_map, blocks, t.n_workers, t.method)
@@ -96,34 +99,40 @@ def make(
     taught = made["teacher_params"] > 0
     made["machines"] = {n: largest_k(cfg, model, taught, n) for n in memories}
 
-    sizes = [count(block_map, shapes, widths) for widths in _subnets(cfg, block_map)]
-    shape = (3 if t.moments == "carry" else 1, sum(sizes) // len(sizes))  # of a mean subnet
-    both = wire.down_bytes(cfg.run.wire, shape) + wire.up_bytes(cfg.run.wire, shape)
-    counts = (t.n_workers, both, FULL * n_full, t.interval)
+    kind, n_carried = cfg.run.wire, 3 if t.moments == "carry" else 1
+    sizes = [count(block_map, shapes, widths) for widths in _dealt(cfg, block_map)]
+    sent = [f(kind, (n_carried, n)) for f in (wire.down_bytes, wire.up_bytes) for n in sizes]
+    # of a mean subnet, both ways
+    counts = (t.n_workers, sum(sent) // len(sizes), FULL * n_full, t.interval)
     state = FULL * n_full * n_state_rows(cfg)
     owners = cfg.ray.owners or t.n_workers  # a machine for every worker
     # of the busiest link in a round, by engine
-    n_bytes = {e: busiest(e, *counts, state=state, owners=owners) for e in ENGINES}
+    engines = ENGINES if t.method == "twist" else ("ddp",)
+    n_bytes = {e: busiest(e, *counts, state=state, owners=owners) for e in engines}
     speeds = {"ray": min(gbit, STORE), "sharded": gbit, "ddp": gbit}
     seconds = {engine: 8 * n / (1e9 * speeds[engine]) for engine, n in n_bytes.items()}
     # forward and backward take 6 FLOPs per parameter and token
     steps = 6 * max(sizes) * t.interval * t.batch * cfg.data.seq_len / (1e12 * tflops)
-    take = "ray"
-    if seconds["ray"] > CHEAP * steps:
-        take = "ddp" if seconds["ddp"] < seconds["sharded"] else "sharded"
+    take = min(("sharded", "ddp"), key=lambda engine: seconds.get(engine, math.inf))
+    if seconds.get("ray", math.inf) <= CHEAP * steps:
+        take = "ray"
     made |= {"link_bytes": n_bytes, "link_seconds": seconds}
     return made | {"train_seconds": steps, "take": take}
 
 
 def memory(cfg: Config, model: Model, device: str = "cuda") -> tuple[int, int]:
-    """Bytes of a worker, and of a process with the central model that plays all workers."""
-    t, subnets = cfg.train, _subnets(cfg, families.partition(model, cfg.blocks))
-    worker = worker_bytes(cfg, model, subnets, _teacher(cfg, model)[0], device)
+    """Bytes of the largest worker, and of a process with the central model that plays all."""
+    t, n_teacher, subnets = cfg.train, _teacher(cfg, model)[0], []
+    for widths in _dealt(cfg, families.partition(model, cfg.blocks)):
+        subnets += [] if widths in subnets else [widths]  # a trainer is kept for each
+    everything = worker = worker_bytes(cfg, model, subnets, n_teacher, device)
+    if cfg.blocks.widths == "worker":
+        worker = max(worker_bytes(cfg, model, [own], n_teacher, device) for own in subnets)
     # the central buffer, the sums that workers' results are added up in, the outer momentum
     n_buffers = n_state_rows(cfg) + n_rows(cfg) * (t.method == "twist")
     if cfg.run.central == "host" and device != "cpu":
         n_buffers = 0
-    return worker, worker + FULL * model.num_parameters() * n_buffers
+    return worker, everything + FULL * model.num_parameters() * n_buffers
 
 
 def worker_bytes(
@@ -171,14 +180,14 @@ def largest_k(cfg: Config, model: Model, taught: bool, n_bytes: int) -> dict[Kin
     )
 
 
-def _subnets(cfg: Config, block_map: BlockMap) -> list[Widths]:
-    """The widths of every subnet that comes up; a trainer is kept for each."""
+def _dealt(cfg: Config, block_map: BlockMap) -> list[Widths]:
+    """The widths of every worker, or of all workers in rounds after one another."""
     if cfg.train.method != "twist":
         return [block_map.full_widths()]
     attn, ffn = (cfg.blocks.k(kind) or (0,) for kind in ("attn", "ffn"))  # none: not cut
     by_worker = cfg.blocks.widths == "worker"
     n = cfg.train.n_workers if by_worker else math.lcm(len(attn), len(ffn))
-    pairs = sorted({(attn[i % len(attn)], ffn[i % len(ffn)]) for i in range(n)})
+    pairs = [(attn[i % len(attn)], ffn[i % len(ffn)]) for i in range(n)]
     groups = block_map.groups
     return [{g.name: min(g.n_blocks, ks[g.kind == "ffn"]) for g in groups} for ks in pairs]
 
@@ -189,11 +198,15 @@ def _sequences(cfg: Config) -> tuple[int, float]:
     if t.rounds:
         return t.rounds * t.interval * t.batch * t.n_workers, 1.0
     try:
-        return open_tokens(cfg.data.train).n_sequences(cfg.data.seq_len), t.epochs
+        return _train_tokens(cfg).n_sequences(cfg.data.seq_len), t.epochs
     except ValueError as error:
         if not cfg.data.planned_sequences:
             raise ValueError(f"{error}; without tokens, give data.planned_sequences=N") from None
     return cfg.data.planned_sequences, t.epochs
+
+
+def _train_tokens(cfg: Config) -> TokenFile:
+    return open_tokens(resolve(cfg.data.train, "train", Path(cfg.run.out)))
 
 
 def _sizes(cfg: Config, model: Model, shapes: Shapes, n_full: int) -> list[tuple[str, str, int]]:
@@ -216,7 +229,7 @@ def _teacher(cfg: Config, model: Model) -> tuple[int, int]:
     if t.teacher == "cache":
         vocab = huggingface.vocab_size(model)
         try:
-            found = open_teacher_cache(open_tokens(cfg.data.train), cfg.data.seq_len, vocab)
+            found = open_teacher_cache(_train_tokens(cfg), cfg.data.seq_len, vocab)
             record = found.meta.shape[-1]
         except ValueError:  # not made yet
             record = TOP * (id_bytes(vocab) + HALF)
@@ -276,7 +289,7 @@ def busiest(
 def show(made: dict[str, Any], cfg: Config) -> None:
     t, n_params = cfg.train, made["n_params"]
     lines = [
-        f"on a GPU in bf16: about {decimal(made['worker_bytes'])} for a worker, "
+        f"on a GPU in bf16: about {decimal(made['worker_bytes'])} for the largest worker, "
         f"{decimal(made['process_bytes'])} where one process has the central model and plays all "
         f"workers",
         f"on a CPU: about {decimal(made['cpu_bytes'])} for such a process",
@@ -290,6 +303,8 @@ def show(made: dict[str, Any], cfg: Config) -> None:
         lines += [f"the teacher: {n:,} parameters beside every worker"]
     for kind, (least, most) in made["legal_k"].items():
         lines += [f"legal K for {kind} with S = {t.n_workers}: {least}..{most}"]
+    if not huggingface.is_here(cfg.model) and cfg.model.weights != "random":
+        lines += [f"model.weights = {cfg.model.weights!r} is not here: counted as [model] says"]
     console.print("\n".join(lines))
     title = "a worker's process on a GPU in bf16: state and activations, no teacher"
     held, whole = terminal.table(title, "it holds", "bytes", "of all"), made["holding"][ALL]
@@ -314,4 +329,5 @@ def show(made: dict[str, Any], cfg: Config) -> None:
         table.add_row(engine, decimal(n, precision=2), f"{made['link_seconds'][engine]:,.2f}")
     console.print(table)
     console.print(f"local steps: {made['train_seconds']:,.2f} s of a round")
-    console.print(f"take {made['take']}: {ENGINES[made['take']]}")
+    why = ENGINES[made["take"]] if t.method == "twist" else CONTROL
+    console.print(f"take {made['take']}: {why}")

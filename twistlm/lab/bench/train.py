@@ -53,7 +53,7 @@ def bench(
     settings = typed.names(request.settings, "--settings", list(SETTINGS))
     cluster = Cluster("local", cfg.train.n_workers, "physical", cfg.run.device)
     with cluster.device:  # a CPU takes a minute to draw a billion weights
-        template = huggingface.load(replace(cfg.model, weights="random"), cfg.run.seed)
+        template = huggingface.drawn(huggingface.planned(cfg.model).config, cfg.run.seed)
     template = nn.Module.to(template, "cpu")
     points = [(s, r) for s in settings for r in sizes]
     for setting, ratio in points:  # a mistake is told before minutes are spent
