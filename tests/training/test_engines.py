@@ -253,3 +253,17 @@ def test_a_run_goes_on_with_the_teacher_it_began_with(recipe, tmp_path, kind):
         rounds.train(longer, resume=True, quiet=True)
     write(0)
     assert rounds.train(longer, resume=True, quiet=True).name == "round-000002"
+
+
+def test_a_run_goes_on_with_the_text_it_began_with(recipe, tmp_path):
+    """Its ledger counts sequences of that text; another of the same name has others."""
+    config, _ = recipe
+    train = config["train"] | {"rounds": 1}
+    tokens = make_tokens(tmp_path / "tokens")
+    rounds.train(tiny(tokens, tmp_path / "run", **config | {"train": train}), quiet=True)
+    make_tokens(tmp_path / "tokens", n_tokens=4000)
+    longer = tiny(tokens, tmp_path / "run", **config | {"train": train | {"rounds": 2}})
+    with pytest.raises(ValueError, match=r"cannot resume .* holds other tokens than when"):
+        rounds.train(longer, resume=True, quiet=True)
+    make_tokens(tmp_path / "tokens")
+    assert rounds.train(longer, resume=True, quiet=True).name == "round-000002"

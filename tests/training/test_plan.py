@@ -112,7 +112,7 @@ def test_a_plan_is_of_the_weights_that_are_here(tokens, tmp_path):
     n_params = plan_of(tmp_path, made)["n_params"]
     other = (f"model.weights={weights}", "model.config.n_layer=9")
     assert plan_of(tmp_path, made, *other)["n_params"] == n_params
-    with pytest.raises(ValueError, match="is a gpt2, but model.type = 'llama'"):
+    with pytest.raises(ValueError, match=r"is a gpt2, but model\.type = 'llama'"):
         plan.make(config.load(made, [f"model.weights={weights}", "model.type=llama"]))
     assert plan_of(tmp_path, "demo", "train.rounds=0", "train.epochs=1")["n_sequences"] > 1000
 

@@ -33,6 +33,7 @@ class Progress:
     rho: Rho = field(default_factory=dict)  # per layer, where `train.scale` is measured
     order: Order = field(default_factory=dict)  # of each layer's blocks, where masks are nested
     teacher: str = ""  # a name of its weights, where there is one
+    text: str = ""  # sha256 of the training tokens
 
 
 def to_dict(progress: Progress) -> dict[str, Any]:
@@ -41,11 +42,11 @@ def to_dict(progress: Progress) -> dict[str, Any]:
 
 
 def from_dict(table: dict[str, Any]) -> Progress:
-    """Old checkpoints have no order, and do not name their teacher."""
+    """Old checkpoints have no order, and do not name their teacher or text."""
     order = {name: tuple(map(int, numbers)) for name, numbers in table.get("order", {}).items()}
     rho = {name: float(value) for name, value in table["rho"].items()}
-    leases, teacher = stream.from_dict(table["leases"]), str(table.get("teacher", ""))
-    return Progress(table["round"], leases, rho, order, teacher)
+    named = (str(table.get(key, "")) for key in ("teacher", "text"))
+    return Progress(table["round"], stream.from_dict(table["leases"]), rho, order, *named)
 
 
 def broadcast(progress: Progress, cluster: Cluster) -> Progress:

@@ -87,6 +87,7 @@ def _begin_or_restore(
         central = checkpoint.restore(saved, cut)
         progress = checkpoint.progress_of(saved, cut.block_map)
         teacher.check_same(progress.teacher, teacher_name, cfg)
+        _check_text(progress.text, run.batches.file, cfg)
     else:
         how = {"carry": n_rows(cfg) > 1, "outer": cfg.train.nesterov() is not None}
         central = create(cut.segments, huggingface.state(cut.template), **how)
@@ -99,7 +100,17 @@ def _begin_or_restore(
         central = on_host(central)
     if cut.device.type == "cpu":  # one copy of the weights, not two
         huggingface.bind_(cut.template, central.layout.views(central.weights))
-    return central, replace(progress, order=order, teacher=teacher_name)
+    text = run.batches.file.sha256
+    return central, replace(progress, order=order, teacher=teacher_name, text=text)
+
+
+def _check_text(was: str, tokens: TokenFile, cfg: Config) -> None:
+    """A run goes on with the text it began with: its ledger counts that text's sequences."""
+    if was and tokens.sha256 and was != tokens.sha256:
+        raise ValueError(
+            f"cannot resume {cfg.run.out}: data.train = {cfg.data.train!r} holds other tokens than "
+            f"when the run began; bring them back, or begin a new run with these"
+        )
 
 
 def _cut(cfg: Config, saved: Checkpoint | None, device: torch.device) -> CutModel:
