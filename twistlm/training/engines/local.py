@@ -12,7 +12,7 @@ from .engine import Engine
 
 
 class Local(Engine):
-    """Rounds in one process: the reference that all other engines equal bit for bit."""
+    """Rounds in one process: the reference of all other engines."""
 
     def round(self, progress: Progress) -> Outcome:
         """One round of the paper: generate, dispatch, train, aggregate."""
