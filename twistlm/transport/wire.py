@@ -1,7 +1,7 @@
 """What travels: values or changes of a subnet's buffer as bytes.
 
 With `fp32` everything travels as it is, so one process and many give the same bits, and with `bf16`
-too. In `int8` and `int4` values side by side share a scale: the bits depend on who owns which range.
+too. In `int8` and `int4` values side by side share a scale: bits depend on who owns which range.
 With `bf16`, `int8` and `int4`:
 
     weights   down  in bf16; the centre keeps its own and adds changes to them: nothing is lost
