@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import math
 import tomllib
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import twistlm
 from twistlm import config
+from twistlm.presets import to_toml
 
 PRESETS = Path(config.__file__).parent / "presets"
 SECTIONS = ("model", "data", "blocks", "train", "run", "ray")
@@ -85,6 +89,36 @@ def test_override_reaches_into_model_config_and_the_later_wins():
     more = ["model.config.n_layer=2", "model.config.n_layer=3", "model.config.resid_pdrop=0.5"]
     wanted = before | {"n_layer": 3, "resid_pdrop": 0.5}
     assert config.load("demo", more).model.config == wanted != before
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ("P2/\U0001f600 \x7f\x01\t\"\\'\n", "P2/\U0001f600 \x7f\x01\t\"\\'\n"),
+        (Path("a/b"), "a/b"),
+        (math.inf, math.inf),
+        ((1, -math.inf, 1e-7, True), [1, -math.inf, 1e-7, True]),
+        (range(3), [0, 1, 2]),
+        (np.arange(4).reshape(2, 2), [[0, 1], [2, 3]]),
+        (np.float32(0.5), 0.5),
+        ([{"a b": {"c": 1.0}}], [{"a b": {"c": 1.0}}]),
+        ({"a": {"b": {"c": []}}}, {"a": {"b": {"c": []}}}),
+    ],
+)
+def test_a_python_value_arrives(tmp_path, monkeypatch, value, read):
+    """By a call, and by a file that was written: as it was, of the same type."""
+    seen, path = [], tmp_path / "c.toml"
+    monkeypatch.setattr("twistlm.training.rounds.train", lambda cfg, **_: seen.append(cfg))
+    twistlm.train("demo", {"model.config.x": value})
+    path.write_text(to_toml({"model": {"config": {"x": value}}}))
+    twistlm.train(path)
+    assert [repr(cfg.model.config["x"]) for cfg in seen] == [repr(read)] * 2
+
+
+@pytest.mark.parametrize("value", [{3, 4}, None, iter("ab"), 1j, b"x", [object()]])
+def test_a_python_value_that_no_config_holds_is_named(value):
+    with pytest.raises(ValueError, match=r"^blocks\.k_ffn: a config holds text, numbers"):
+        twistlm.train("demo", {"blocks": {"k_ffn": value}})
 
 
 OUTER = ("nesterov(0.7)", "nesterov(0, 0.6)", "nesterov(0.7, 1)", "nesterov(1e, 0.6)", "")

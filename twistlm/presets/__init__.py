@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-import math
+import os
 import tomllib
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -97,9 +97,27 @@ def to_toml(table: dict[str, Any], header: str = "") -> str:
         parts |= {f"{section}.{k}": v for k, v in values.items() if isinstance(v, dict)}
     for name, values in parts.items():
         if values:
-            said = {k: repr(v) if v == math.inf else json.dumps(v) for k, v in values.items()}
-            lines += ["", f"[{name}]", *(f"{key} = {value}" for key, value in said.items())]
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {toml(value, f'{name}.{key}')}" for key, value in values.items()]
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def toml(value: Any, key: str) -> str:
+    """A value as TOML; numbers and arrays of numpy and torch, and paths, as their plain values."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    match value:
+        case str() | int():  # JSON writes them alike, but for DEL
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case float():  # inf and nan are JSON's other words
+            return repr(float(value))
+        case list() | tuple() | range():
+            return f"[{', '.join(toml(each, key) for each in value)}]"
+        case Mapping():
+            said = (f"{toml(str(k), key)} = {toml(v, f'{key}.{k}')}" for k, v in value.items())
+            return f"{{{', '.join(said)}}}"
+    legal = "text, numbers, True, False, and lists and tables of them"
+    raise ValueError(f"{key}: a config holds {legal}, but no {type(value).__name__}")
 
 
 def _parse_value(text: str) -> Any:
