@@ -63,13 +63,16 @@ def test_a_file_says_what_differs_from_its_base(tmp_path):
         ("train.lr=1", 1.0),  # an int stands for a float
         ('run.out="runs/quoted"', "runs/quoted"),
         ("run.out=a=b", "a=b"),  # only the first = separates
-        ("run.out=2024", "2024"),  # a number stands for a name
+        # a name stays as it was typed, whatever TOML reads in it
+        *((f"run.out={name}", name) for name in ("2024", "1e3", "1_0", "0x10", "007", "inf", "on")),
+        *((f"run.out={name}", name) for name in ("2026-11-19", "true", "3.50", "[a]", "5 # b")),
         ("blocks.k_attn=4", (4,)),  # a number stands for a list of one
         ("blocks.k_attn=[3, 8, 4, 6]", (3, 8, 4, 6)),
         ("blocks.common_ffn=[]", ()),
         ("train.betas=[0.8, 0]", (0.8, 0.0)),
         ('run.eval_ratios=["8/12", "attn=2/3,ffn=6/12"]', ("8/12", "attn=2/3,ffn=6/12")),
-        ("run.eval_ratios=0.5", ("0.5",)),
+        ("run.eval_ratios=0.50", ("0.50",)),
+        ("run.eval_ratios=[0.5, '1/4']", ("0.5", "1/4")),
         ("model.config={n_layer = 4, activation_function = 'relu'}",
          {"n_layer": 4, "activation_function": "relu"}),
     ],
@@ -130,6 +133,7 @@ MISTAKES = [  # override, parts of the sentence; more of them in cli/test_bad_in
     ("zzzzzz.lr=3", ("zzzzzz", "Legal keys: model, data, blocks, train, run")),
     # wrong types
     ("train.rounds=true", ("train.rounds = True", "int")),
+    ("run.out=[1]", ("run.out = [1]: must be str, not list",)),
     ("train.lr=fast", ("train.lr = 'fast'", "float")),
     ("blocks.k_attn=[3, 4.5]", ("blocks.k_attn = 4.5", "int")),
     ("train.betas=[0.9]", ("train.betas = [0.9]", "2 values")),

@@ -193,7 +193,7 @@ def _config_for(model: Any, text: Any, tokenizer: Any, words: list[str], resume:
         whole_file(Path(tokenizer), lambda draft: own.save(str(draft)))
     given: dict[str, Any] = {"model": model, "text": text, "tokenizer": tokenizer, "out": out}
     with alone(out):
-        shrinking.prepare(ShrinkRequest(**given, overrides=[*words, f"run.out={out}"]))
+        shrinking.prepare(ShrinkRequest(**given, overrides=[*words, *_words([{"run.out": out}])]))
     return config.load(str(made))
 
 

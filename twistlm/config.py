@@ -281,12 +281,12 @@ class Config:
 
 def load(source: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a preset, a TOML file or a run folder, with `section.key=value` overrides."""
-    return from_dict(overridden(read_table(source), overrides))
+    return from_dict(overridden(read_table(source), overrides, Config))
 
 
 def override(cfg: Config, overrides: Sequence[str]) -> Config:
     """The config with `section.key=value` overrides applied."""
-    return from_dict(overridden(to_dict(cfg), overrides))
+    return from_dict(overridden(to_dict(cfg), overrides, Config))
 
 
 def from_dict(table: dict[str, Any]) -> Config:

@@ -73,20 +73,30 @@ def of_today(table: dict[str, Any]) -> dict[str, Any]:
     return table | {"blocks": blocks}
 
 
-def overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The table with `section.key=value` words written into it; a value is TOML, or a string."""
+def overridden(table: dict[str, Any], overrides: Sequence[str], cls: type) -> dict[str, Any]:
+    """The table of a dataclass with `section.key=value` words written into it.
+
+    A value is TOML, or a string; where the key is text, what TOML reads as a number is, too.
+    """
     for override in overrides:
         path, equals, value = override.partition("=")
         keys = path.strip().split(".")
         if not equals or len(keys) < 2:
             raise ValueError(f"{override!r}: give section.key=value, as in train.lr=3e-4")
-        spot = table
+        spot, hint = table, _hint(cls, keys)
         for key in keys[:-1]:
             spot = spot.setdefault(key, {})
             if not isinstance(spot, dict):
                 raise ValueError(f"{override!r}: {key} is a value, not a section")
-        spot[keys[-1]] = _parse_value(value.strip())
+        spot[keys[-1]] = _parse_value(value.strip(), hint in (str, tuple[str, ...]))
     return table
+
+
+def _hint(cls: Any, keys: Sequence[str]) -> Any:
+    """The annotation of a key of nested dataclasses; None below them."""
+    for key in keys:
+        cls = typing.get_type_hints(cls).get(key) if dataclasses.is_dataclass(cls) else None
+    return cls
 
 
 def to_toml(table: dict[str, Any], header: str = "") -> str:
@@ -120,13 +130,14 @@ def toml(value: Any, key: str) -> str:
     raise ValueError(f"{key}: a config holds {legal}, but no {type(value).__name__}")
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str, is_text: bool) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except RecursionError:
         raise ValueError(f"{text[:40]}: nested too deeply") from None
     except ValueError:
         return text  # a bare word is a string
+    return text if is_text and not isinstance(value, str | list | dict) else value
 
 
 def build(cls: type[T], table: Any, where: str = "") -> T:
