@@ -52,6 +52,11 @@ def test_a_file_says_what_differs_from_its_base(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('base = "paper"\n[train]\nlr = 0.5\n[ray]\nopen = true\n')
     assert config.load(str(path)) == config.load("paper", ["train.lr=0.5", "ray.open=true"])
+    path.write_text('base = "demo"\n[model.config]\nn_layer = 3\n')
+    assert config.load(str(path)) == config.load("demo", ["model.config.n_layer=3"])
+    path.write_text('base = "demo"\n[model]\ntype = "llama"\n[model.config]\nhidden_size = 8\n')
+    other = ["model.type=llama", "model.config={hidden_size = 8}"]  # no n_layer of GPT-2
+    assert config.load(str(path)) == config.load("demo", other)
     path.write_text('base = "papers"')
     assert "'papers': a preset is a base: demo, paper" in refusal(str(path))
 

@@ -23,7 +23,8 @@ def preset_names() -> list[str]:
 def read_table(source: str) -> dict[str, Any]:
     """The table of a preset, of a TOML file, or of a run folder's newest checkpoint.
 
-    A file with `base = "PRESET"` says only what differs from that preset.
+    A file with `base = "PRESET"` says only what differs from that preset; with another `model.type`
+    nothing is left of the preset's `model.config`.
     """
     path = Path(source)
     if source in preset_names():
@@ -42,11 +43,19 @@ def read_table(source: str) -> dict[str, Any]:
     if base == source or base not in preset_names():
         legal = ", ".join(name for name in preset_names() if name != source)
         raise ValueError(f"{source}: base = {base!r}: a preset is a base: {legal}")
-    below = read_table(base)
-    for name, section in table.items():
-        is_section = isinstance(section, dict) and isinstance(below.get(name), dict)
-        below[name] = below[name] | section if is_section else section
-    return below
+    both = _merged(below := read_table(base), table)
+    if isinstance(both["model"], dict) and both["model"]["type"] != below["model"]["type"]:
+        both["model"]["config"] = table["model"].get("config", {})
+    return both
+
+
+def _merged(below: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """What a table says, in tables within it too, and all else from below."""
+    both = below | table
+    for key in below.keys() & table.keys():
+        if isinstance(below[key], dict) and isinstance(table[key], dict):
+            both[key] = _merged(below[key], table[key])
+    return both
 
 
 def _run_table(folder: Path) -> dict[str, Any]:
