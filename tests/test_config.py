@@ -149,6 +149,7 @@ MISTAKES = [  # override, parts of the sentence; more of them in cli/test_bad_in
     *((f"train.lr={value}", (f"train.lr = {value}",)) for value in ("nan", "inf")),  # legal TOML
     ("run.keep=1", ("run.keep = 1: legal are >= 2",)),
     ("train.batch=10_000_000_000", ("legal are at most 16,777,216",)),  # 8 GB as a list
+    ("run.threads=100000", ("run.threads = 100000: legal are 0..1024",)),  # Python crashes
     ("train.distil=1.5", ("train.distil = 1.5: legal are 0..1",)),
     ("train.lr=1e308", ("train.lr = 1e+308: legal are > 0, at most 1e+30",)),
     ("train.betas=[1.0, 0.9]", ("train.betas = [1.0, 0.9]",)),
