@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import math
 import tomllib
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import twistlm
 from twistlm import config
+from twistlm.presets import to_toml
 
 PRESETS = Path(config.__file__).parent / "presets"
 SECTIONS = ("model", "data", "blocks", "train", "run", "ray")
@@ -48,6 +52,11 @@ def test_a_file_says_what_differs_from_its_base(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('base = "paper"\n[train]\nlr = 0.5\n[ray]\nopen = true\n')
     assert config.load(str(path)) == config.load("paper", ["train.lr=0.5", "ray.open=true"])
+    path.write_text('base = "demo"\n[model.config]\nn_layer = 3\n')
+    assert config.load(str(path)) == config.load("demo", ["model.config.n_layer=3"])
+    path.write_text('base = "demo"\n[model]\ntype = "llama"\n[model.config]\nhidden_size = 8\n')
+    other = ["model.type=llama", "model.config={hidden_size = 8}"]  # no n_layer of GPT-2
+    assert config.load(str(path)) == config.load("demo", other)
     path.write_text('base = "papers"')
     assert "'papers': a preset is a base: demo, paper" in refusal(str(path))
 
@@ -59,13 +68,16 @@ def test_a_file_says_what_differs_from_its_base(tmp_path):
         ("train.lr=1", 1.0),  # an int stands for a float
         ('run.out="runs/quoted"', "runs/quoted"),
         ("run.out=a=b", "a=b"),  # only the first = separates
-        ("run.out=2024", "2024"),  # a number stands for a name
+        # a name stays as it was typed, whatever TOML reads in it
+        *((f"run.out={name}", name) for name in ("2024", "1e3", "1_0", "0x10", "007", "inf", "on")),
+        *((f"run.out={name}", name) for name in ("2026-11-19", "true", "3.50", "[a]", "5 # b")),
         ("blocks.k_attn=4", (4,)),  # a number stands for a list of one
         ("blocks.k_attn=[3, 8, 4, 6]", (3, 8, 4, 6)),
         ("blocks.common_ffn=[]", ()),
         ("train.betas=[0.8, 0]", (0.8, 0.0)),
         ('run.eval_ratios=["8/12", "attn=2/3,ffn=6/12"]', ("8/12", "attn=2/3,ffn=6/12")),
-        ("run.eval_ratios=0.5", ("0.5",)),
+        ("run.eval_ratios=0.50", ("0.50",)),
+        ("run.eval_ratios=[0.5, '1/4']", ("0.5", "1/4")),
         ("model.config={n_layer = 4, activation_function = 'relu'}",
          {"n_layer": 4, "activation_function": "relu"}),
     ],
@@ -87,6 +99,36 @@ def test_override_reaches_into_model_config_and_the_later_wins():
     assert config.load("demo", more).model.config == wanted != before
 
 
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ("P2/\U0001f600 \x7f\x01\t\"\\'\n", "P2/\U0001f600 \x7f\x01\t\"\\'\n"),
+        (Path("a/b"), "a/b"),
+        (math.inf, math.inf),
+        ((1, -math.inf, 1e-7, True), [1, -math.inf, 1e-7, True]),
+        (range(3), [0, 1, 2]),
+        (np.arange(4).reshape(2, 2), [[0, 1], [2, 3]]),
+        (np.float32(0.5), 0.5),
+        ([{"a b": {"c": 1.0}}], [{"a b": {"c": 1.0}}]),
+        ({"a": {"b": {"c": []}}}, {"a": {"b": {"c": []}}}),
+    ],
+)
+def test_a_python_value_arrives(tmp_path, monkeypatch, value, read):
+    """By a call, and by a file that was written: as it was, of the same type."""
+    seen, path = [], tmp_path / "c.toml"
+    monkeypatch.setattr("twistlm.training.rounds.train", lambda cfg, **_: seen.append(cfg))
+    twistlm.train("demo", {"model.config.x": value})
+    path.write_text(to_toml({"model": {"config": {"x": value}}}))
+    twistlm.train(path)
+    assert [repr(cfg.model.config["x"]) for cfg in seen] == [repr(read)] * 2
+
+
+@pytest.mark.parametrize("value", [{3, 4}, None, iter("ab"), 1j, b"x", [object()]])
+def test_a_python_value_that_no_config_holds_is_named(value):
+    with pytest.raises(ValueError, match=r"^blocks\.k_ffn: a config holds text, numbers"):
+        twistlm.train("demo", {"blocks": {"k_ffn": value}})
+
+
 OUTER = ("nesterov(0.7)", "nesterov(0, 0.6)", "nesterov(0.7, 1)", "nesterov(1e, 0.6)", "")
 MISTAKES = [  # override, parts of the sentence; more of them in cli/test_bad_input.py
     *((text, (repr(text), "section.key=value")) for text in ("train.lr", "lr=3", "=3")),
@@ -96,6 +138,7 @@ MISTAKES = [  # override, parts of the sentence; more of them in cli/test_bad_in
     ("zzzzzz.lr=3", ("zzzzzz", "Legal keys: model, data, blocks, train, run")),
     # wrong types
     ("train.rounds=true", ("train.rounds = True", "int")),
+    ("run.out=[1]", ("run.out = [1]: must be str, not list",)),
     ("train.lr=fast", ("train.lr = 'fast'", "float")),
     ("blocks.k_attn=[3, 4.5]", ("blocks.k_attn = 4.5", "int")),
     ("train.betas=[0.9]", ("train.betas = [0.9]", "2 values")),
@@ -106,6 +149,7 @@ MISTAKES = [  # override, parts of the sentence; more of them in cli/test_bad_in
     *((f"train.lr={value}", (f"train.lr = {value}",)) for value in ("nan", "inf")),  # legal TOML
     ("run.keep=1", ("run.keep = 1: legal are >= 2",)),
     ("train.batch=10_000_000_000", ("legal are at most 16,777,216",)),  # 8 GB as a list
+    ("run.threads=100000", ("run.threads = 100000: legal are 0..1024",)),  # Python crashes
     ("train.distil=1.5", ("train.distil = 1.5: legal are 0..1",)),
     ("train.lr=1e308", ("train.lr = 1e+308: legal are > 0, at most 1e+30",)),
     ("train.betas=[1.0, 0.9]", ("train.betas = [1.0, 0.9]",)),

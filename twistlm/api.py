@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from transformers import PreTrainedModel
 
 from . import config, shrinking
 from .config import Config
+from .presets import toml
 from .shrinking import Row
 from .system.files import alone, whole_file, whole_folder
 from .tickets import extract, parent
@@ -194,7 +193,7 @@ def _config_for(model: Any, text: Any, tokenizer: Any, words: list[str], resume:
         whole_file(Path(tokenizer), lambda draft: own.save(str(draft)))
     given: dict[str, Any] = {"model": model, "text": text, "tokenizer": tokenizer, "out": out}
     with alone(out):
-        shrinking.prepare(ShrinkRequest(**given, overrides=[*words, f"run.out={out}"]))
+        shrinking.prepare(ShrinkRequest(**given, overrides=[*words, *_words([{"run.out": out}])]))
     return config.load(str(made))
 
 
@@ -206,11 +205,6 @@ def _words(overrides: Sequence[Overrides]) -> list[str]:
             if isinstance(value, Mapping):
                 found += _words([{f"{key}.{name}": inner for name, inner in value.items()}])
             else:
-                found.append(f"{key}={json.dumps(value, default=_plain)}")
+                found.append(f"{key}={toml(value, key)}")
         found += [] if isinstance(each, Mapping) else [each]
     return found
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy or torch, or a path, as JSON has it."""
-    return value.item() if hasattr(value, "item") else os.fspath(value)

@@ -198,7 +198,7 @@ class RunConfig:
     central: Literal["device", "host"] = "device"
     """Where `local` has the central model and its sums, 24 bytes a parameter: on the `device`, or
     in the memory of the `host`, from which every worker's subnet is copied and to which it goes."""
-    threads: int = limited(0, least=0)
+    threads: int = limited(0, least=0, most=1024)
     """CPU threads; 0 leaves torch's choice. Bitwise equal runs need equal threads."""
     silence: float = limited(60.0, above=0)
     """Seconds of silence from a rank of torchrun after which the others name it and end."""
@@ -281,12 +281,12 @@ class Config:
 
 def load(source: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a preset, a TOML file or a run folder, with `section.key=value` overrides."""
-    return from_dict(overridden(read_table(source), overrides))
+    return from_dict(overridden(read_table(source), overrides, Config))
 
 
 def override(cfg: Config, overrides: Sequence[str]) -> Config:
     """The config with `section.key=value` overrides applied."""
-    return from_dict(overridden(to_dict(cfg), overrides))
+    return from_dict(overridden(to_dict(cfg), overrides, Config))
 
 
 def from_dict(table: dict[str, Any]) -> Config:

@@ -195,6 +195,10 @@ train model.type=gpt7 -> model.type | 'gpt7'
 train model.config.n_layers=2 -> model.config.n_layers | gpt2
 train model.config.n_head=5 -> model.config | 16 | 5
 train model.config.n_layer=0 -> layers
+train model.config.n_inner=0 -> model.config | n_inner = 0 | sizes must be at least 1
+train model.config.n_head=0 -> model.config | n_head = 0 | sizes must be at least 1
+train model.type=llama model.config={num_attention_heads=0} -> num_attention_heads = 0 | sizes must
+train model.type=llama model.config={num_key_value_heads=0} -> num_key_value_heads = 0 | sizes must
 train model.config.activation_function=swosh -> model.config | swosh
 train model.weights=ticket -> 'ticket' | twistlm heal
 train model.weights=nobody/nothing -> model.weights | 'nobody/nothing'

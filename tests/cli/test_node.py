@@ -147,7 +147,7 @@ def test_workers_that_find_no_place(ray_address, tmp_path, monkeypatch, capsys):
 ENDS = """
 import os, signal, sys, time
 from twistlm import cli
-from twistlm.system.signals import apart
+from twistlm.system.signals import Ended, apart
 
 def command():
     with apart("Ray is gone"):
@@ -168,6 +168,7 @@ def ends(does: str) -> subprocess.Popen:
     ("does", "code", "said"),
     [
         ("raise ValueError('a mistake')", 2, "error: a mistake"),
+        ("raise Ended('stopped by SIGINT', 130)", 130, "error: stopped by SIGINT"),  # once
         ("os._exit(1)", TOO_FEW, "error: Ray is gone"),  # what Ray does
         ("os.abort()", TOO_FEW, "error: Ray is gone"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: the run was ended by SIGKILL"),

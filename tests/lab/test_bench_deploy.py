@@ -80,3 +80,9 @@ def test_a_family_without_a_home_is_left_out_with_the_reason(parent, made):
     request = DeployRequest(ratio=[], runtime=["llama.cpp-q8_0"], **FEW)
     with pytest.raises(ValueError, match=r"llama\.cpp"):
         bench(parent, request, quiet=True)
+
+
+def test_threads_have_a_limit():
+    """With so many of them Python crashes."""
+    with pytest.raises(ValueError, match=r"^--threads 100000: legal are 0\.\.1024"):
+        DeployRequest(threads=100_000)

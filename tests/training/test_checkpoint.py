@@ -24,6 +24,7 @@ from conftest import THREADS, VOCAB, make_tokens, tiny, tiny_table
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import twistlm
 from twistlm import config
 from twistlm.data.stream import Leases
 from twistlm.model import families, huggingface
@@ -468,6 +469,23 @@ def test_a_signal_after_the_round_loses_nothing_either(tmp_path: Path):
     with pytest.raises(Ended, match="SIGTERM after round 2"):
         rounds.train(cfg, quiet=True, on_round=on_round)
     assert checkpoint.open_(tmp_path / "run").round == 2
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_callback_that_raises_loses_nothing_either(tmp_path: Path, error: type[BaseException]):
+    cfg, rows = tiny(make_tokens(tmp_path / "tokens"), tmp_path / "run", run={"save_every": 0}), []
+
+    def on_round(row: dict) -> None:
+        rows.append(row["round"])
+        if rows == [1, 2]:
+            raise error("mine")
+
+    with pytest.raises(error, match="mine"):
+        twistlm.train(cfg, on_round=on_round)
+    again = twistlm.train(cfg, resume=True, on_round=on_round)
+    assert rows == [1, 2, 3, 4]
+    straight = rounds.train(replace(cfg, run=replace(cfg.run, out=str(tmp_path / "s"))), quiet=True)
+    same(again, straight)
 
 
 def test_killed_and_resumed_is_bitwise_the_straight_run(tmp_path: Path):

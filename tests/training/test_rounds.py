@@ -346,6 +346,10 @@ def test_every_round_is_told_and_logged(tmp_path, tokens, monkeypatch):
     with closing(Metrics(tmp_path, 0, {"train": {"lr": 1}})):
         assert (logged[-1]["dir"], logged[-1]["config"]) == (str(tmp_path), {"train": {"lr": 1}})
     assert ended
+    wandb.init = lambda **about: {}["api key"]
+    with pytest.raises(ValueError, match=r"^WANDB_PROJECT = 'mine' .*: KeyError: 'api key'$"):
+        rounds.train(tiny(tokens, tmp_path / "keyless"), quiet=True)
+    assert not metrics(tmp_path / "keyless")
 
 
 def test_a_cpu_holds_the_weights_once(tmp_path, tokens):

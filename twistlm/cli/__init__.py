@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 
 from ..system.compat import quiet_transformers
-from ..system.signals import Ended
+from ..system.signals import Ended, Told
 
 from . import training, tickets, look, measure  # isort: skip  # noqa: F401 (they join the app)
 from .options import app
@@ -45,7 +45,7 @@ def main(command: Callable[[], object] = app, advice: str = "") -> None:
     except Ended as end:
         _fail(str(end) + (advice if end.code > 128 else ""), end.code)
     except (KeyboardInterrupt, SystemExit) as stop:
-        if getattr(stop, "code", 130) != 130:  # typer's word for Ctrl-C
+        if isinstance(stop, Told) or getattr(stop, "code", 130) != 130:  # typer's word for Ctrl-C
             raise
         _fail("interrupted" + advice, 130)
 

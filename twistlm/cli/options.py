@@ -92,7 +92,7 @@ def command(group: typer.Typer, *examples: str) -> Callable[..., Any]:
         def run(**values: Any) -> Any:
             if "overrides" in values:
                 values["overrides"] = values["overrides"] or []
-                build(Config, overridden({}, values["overrides"]))
+                build(Config, overridden({}, values["overrides"], Config))
             for name, (request, keys) in requests.items():
                 values[name] = request(**{key: values.pop(key) for key in keys})
             return function(**values)
@@ -112,7 +112,7 @@ def command(group: typer.Typer, *examples: str) -> Callable[..., Any]:
 def split_sources(given: Sequence[str]) -> tuple[list[str], list[str]]:
     """Models and changes to the config that were typed in one row."""
     overrides = [each for each in given if "=" in each and not Path(each).exists()]
-    build(Config, overridden({}, overrides))  # a wrong key is told before torch is imported
+    build(Config, overridden({}, overrides, Config))  # a wrong key is told before torch is imported
     if not (sources := [each for each in given if each not in overrides]):
         raise ValueError("give at least one parent or ticket")
     return sources, overrides

@@ -106,8 +106,19 @@ def planned_config(cfg: ModelConfig) -> HFConfig:
     for key, value in cfg.config.items():
         if not hasattr(config, key):
             raise ValueError(f"model.config.{key} = {value!r}: {cfg.type} has no such attribute")
-    with refusing(f"model.config does not make a {cfg.type}"):
+    with refusing(f"model.config does not make a {cfg.type}"), _naming_zeros(cfg.config):
         return transformers.AutoConfig.for_model(cfg.type, **cfg.config)
+
+
+@contextmanager
+def _naming_zeros(sizes: dict[str, Any]) -> Iterator[None]:
+    """Let an error over a size of 0 name it; a 0 that stands for a default makes none."""
+    try:
+        yield
+    except ZeroDivisionError:
+        none = [k for k, v in sizes.items() if type(v) is int and v == 0 and not k.endswith("_id")]
+        said = ", ".join(f"{key} = 0" for key in none) or "a width is 0"
+        raise ValueError(f"{said}, and sizes must be at least 1") from None
 
 
 def on_meta(
@@ -121,8 +132,11 @@ def on_meta(
     legal = min(most_layers, MOST_LAYERS)  # modules take memory on meta too
     if not isinstance(n_layers, int) or not 0 <= n_layers <= legal:
         raise ValueError(f"{what}, and its config promises {n_layers} layers")
-    with refusing(f"model.config does not make a {config.model_type}"), torch.device("meta"):
+    what_not = f"model.config does not make a {config.model_type}"
+    with refusing(what_not), _naming_zeros(config.to_diff_dict()), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        if not all(param.numel() for param in model.parameters()):
+            raise ZeroDivisionError  # as whatever divides by this size would
     if (n_params := model.num_parameters()) > most:
         raise ValueError(f"{what}, and its config promises {n_params:,} parameters")
     return model

@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-import math
+import os
 import tomllib
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +23,8 @@ def preset_names() -> list[str]:
 def read_table(source: str) -> dict[str, Any]:
     """The table of a preset, of a TOML file, or of a run folder's newest checkpoint.
 
-    A file with `base = "PRESET"` says only what differs from that preset.
+    A file with `base = "PRESET"` says only what differs from that preset; with another `model.type`
+    nothing is left of the preset's `model.config`.
     """
     path = Path(source)
     if source in preset_names():
@@ -42,11 +43,19 @@ def read_table(source: str) -> dict[str, Any]:
     if base == source or base not in preset_names():
         legal = ", ".join(name for name in preset_names() if name != source)
         raise ValueError(f"{source}: base = {base!r}: a preset is a base: {legal}")
-    below = read_table(base)
-    for name, section in table.items():
-        is_section = isinstance(section, dict) and isinstance(below.get(name), dict)
-        below[name] = below[name] | section if is_section else section
-    return below
+    both = _merged(below := read_table(base), table)
+    if isinstance(both["model"], dict) and both["model"]["type"] != below["model"]["type"]:
+        both["model"]["config"] = table["model"].get("config", {})
+    return both
+
+
+def _merged(below: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """What a table says, in tables within it too, and all else from below."""
+    both = below | table
+    for key in below.keys() & table.keys():
+        if isinstance(below[key], dict) and isinstance(table[key], dict):
+            both[key] = _merged(below[key], table[key])
+    return both
 
 
 def _run_table(folder: Path) -> dict[str, Any]:
@@ -73,20 +82,30 @@ def of_today(table: dict[str, Any]) -> dict[str, Any]:
     return table | {"blocks": blocks}
 
 
-def overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The table with `section.key=value` words written into it; a value is TOML, or a string."""
+def overridden(table: dict[str, Any], overrides: Sequence[str], cls: type) -> dict[str, Any]:
+    """The table of a dataclass with `section.key=value` words written into it.
+
+    A value is TOML, or a string; where the key is text, what TOML reads as a number is, too.
+    """
     for override in overrides:
         path, equals, value = override.partition("=")
         keys = path.strip().split(".")
         if not equals or len(keys) < 2:
             raise ValueError(f"{override!r}: give section.key=value, as in train.lr=3e-4")
-        spot = table
+        spot, hint = table, _hint(cls, keys)
         for key in keys[:-1]:
             spot = spot.setdefault(key, {})
             if not isinstance(spot, dict):
                 raise ValueError(f"{override!r}: {key} is a value, not a section")
-        spot[keys[-1]] = _parse_value(value.strip())
+        spot[keys[-1]] = _parse_value(value.strip(), hint in (str, tuple[str, ...]))
     return table
+
+
+def _hint(cls: Any, keys: Sequence[str]) -> Any:
+    """The annotation of a key of nested dataclasses; None below them."""
+    for key in keys:
+        cls = typing.get_type_hints(cls).get(key) if dataclasses.is_dataclass(cls) else None
+    return cls
 
 
 def to_toml(table: dict[str, Any], header: str = "") -> str:
@@ -97,18 +116,37 @@ def to_toml(table: dict[str, Any], header: str = "") -> str:
         parts |= {f"{section}.{k}": v for k, v in values.items() if isinstance(v, dict)}
     for name, values in parts.items():
         if values:
-            said = {k: repr(v) if v == math.inf else json.dumps(v) for k, v in values.items()}
-            lines += ["", f"[{name}]", *(f"{key} = {value}" for key, value in said.items())]
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {toml(value, f'{name}.{key}')}" for key, value in values.items()]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _parse_value(text: str) -> Any:
+def toml(value: Any, key: str) -> str:
+    """A value as TOML; numbers and arrays of numpy and torch, and paths, as their plain values."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    match value:
+        case str() | int():  # JSON writes them alike, but for DEL
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case float():  # inf and nan are JSON's other words
+            return repr(float(value))
+        case list() | tuple() | range():
+            return f"[{', '.join(toml(each, key) for each in value)}]"
+        case Mapping():
+            said = (f"{toml(str(k), key)} = {toml(v, f'{key}.{k}')}" for k, v in value.items())
+            return f"{{{', '.join(said)}}}"
+    legal = "text, numbers, True, False, and lists and tables of them"
+    raise ValueError(f"{key}: a config holds {legal}, but no {type(value).__name__}")
+
+
+def _parse_value(text: str, is_text: bool) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except RecursionError:
         raise ValueError(f"{text[:40]}: nested too deeply") from None
     except ValueError:
         return text  # a bare word is a string
+    return text if is_text and not isinstance(value, str | list | dict) else value
 
 
 def build(cls: type[T], table: Any, where: str = "") -> T:

@@ -29,6 +29,10 @@ class Ended(Exception):
         return self.sentence
 
 
+class Told(SystemExit):
+    """The end of a process that has said why."""
+
+
 @dataclass
 class Stop:
     """Which signal has come, 0 for none."""
@@ -104,7 +108,7 @@ def apart(sentence: str) -> Iterator[None]:
             os.killpg(child, signal.SIGKILL)  # what Ray started, if the child had no time to end it
         if code < 0 and code != -signal.SIGABRT:
             raise Ended(f"the run was ended by {signal.Signals(-code).name}", 128 - code)
-        raise SystemExit(code) if os.read(ends[0], 1) or not code else Ended(sentence, TOO_FEW)
+        raise Told(code) if os.read(ends[0], 1) or not code else Ended(sentence, TOO_FEW)
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     end_with_parent()  # in good order, with a checkpoint

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..model.huggingface import refusing
 from ..system.files import whole_file
 from ..system.manifest import parse_json
 
@@ -19,7 +20,8 @@ class Metrics:
     """
 
     def __init__(self, out: Path, start: int, about: dict[str, Any] | None = None):
-        self.board, self.wandb = _board(out / "tensorboard", start), _wandb(out, about or {})
+        self.wandb = _wandb(out, about or {})  # first: it may be refused
+        self.board = _board(out / "tensorboard", start)
         self.path = out / "metrics.jsonl"
         kept = []
         if self.path.is_file():
@@ -73,10 +75,12 @@ def _wandb(out: Path, about: dict[str, Any]) -> tuple[Any, bool] | None:
     """A run of Weights & Biases, and whether it was opened here; None where nobody asked for it."""
     if (loaded := sys.modules.get("wandb")) and loaded.run is not None:
         return loaded.run, False
-    if not os.environ.get("WANDB_PROJECT"):
+    if not (project := os.environ.get("WANDB_PROJECT")):
         return None
     try:
         import wandb  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         return None
-    return wandb.init(name=out.name, dir=str(out), config=about), True
+    what = f"WANDB_PROJECT = {project!r} opens no run of Weights & Biases (unset it to do without)"
+    with refusing(what):
+        return wandb.init(name=out.name, dir=str(out), config=about), True

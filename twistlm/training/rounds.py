@@ -86,12 +86,15 @@ def _loop(
         if evaluates or saves:
             engine.collect_()
         row = recorder.note(outcome, time.perf_counter() - began, evaluates, saves)
-        if row and on_round is not None:
-            on_round(row)
-        if engine.stops and progress.round < run.end(progress):
-            if not saves:  # the signal came since
+        try:
+            if row and on_round is not None:
+                on_round(row)
+            if engine.stops and progress.round < run.end(progress):
+                raise stopped(run.stop, progress.round)
+        except BaseException:  # the caller's own, or a signal that came since
+            if not saves:
                 recorder.save_last(progress)
-            raise stopped(run.stop, progress.round)
+            raise
         if late:
             break
     return progress

@@ -41,7 +41,7 @@ class DeployRequest(Checked):
     )
     decode: int = option("Tokens to decode after the prompt.", 32, least=1)
     repeats: int = option("Runs behind each number.", 5, least=1)
-    threads: int = option("CPU threads; 0: torch's choice.", 0, least=0)
+    threads: int = option("CPU threads; 0: torch's choice.", 0, least=0, most=1024)
     seed: int = seed_of("the random tickets")
 
     def __post_init__(self) -> None:
