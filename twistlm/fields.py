@@ -103,7 +103,8 @@ def check(values: Any, section: str = "") -> None:
         limits = field.metadata.get("range", Range())
         for each in several:
             if isinstance(each, int | float) and not limits.holds(each):
-                over = f", at most {limits.most:.4g}" if each > (limits.most or math.inf) else ""
+                beyond = each > (limits.most or math.inf) and ".." not in str(limits)
+                over = f", at most {limits.most:.4g}" if beyond else ""
                 raise ValueError(f"{said}: legal are {limits}{over}")
 
 
