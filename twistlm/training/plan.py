@@ -99,11 +99,12 @@ def make(
     taught = made["teacher_params"] > 0
     made["machines"] = {n: largest_k(cfg, model, taught, n) for n in memories}
 
-    kind, n_carried = cfg.run.wire, 3 if t.moments == "carry" else 1
-    sizes = [count(block_map, shapes, widths) for widths in _dealt(cfg, block_map)]
-    sent = [f(kind, (n_carried, n)) for f in (wire.down_bytes, wire.up_bytes) for n in sizes]
+    sizes, n_sent = [count(block_map, shapes, widths) for widths in _dealt(cfg, block_map)], 0
+    for n in sizes:
+        shape = (3 if t.moments == "carry" else 1, n)
+        n_sent += wire.down_bytes(cfg.run.wire, shape) + wire.up_bytes(cfg.run.wire, shape)
     # of a mean subnet, both ways
-    counts = (t.n_workers, sum(sent) // len(sizes), FULL * n_full, t.interval)
+    counts = (t.n_workers, n_sent // len(sizes), FULL * n_full, t.interval)
     state = FULL * n_full * n_state_rows(cfg)
     owners = cfg.ray.owners or t.n_workers  # a machine for every worker
     # of the busiest link in a round, by engine
