@@ -178,7 +178,7 @@ def numbers(proof: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
         }.items():
             yield name, f"{took[key]:.2f}", f"{whole['speed'][key]:.2f}"
     if (far := proof.get("max_logit_difference")) is not None:
-        yield "max_logit_difference to the masked parent", f"{far:.1e}", ""
+        yield "max_logit_difference to the masked parent in float32", f"{far:.1e}", ""
     for key in ("method", "ratio", "scale"):  # of a baseline
         if key in proof:
             yield key, str(proof[key]), ""
