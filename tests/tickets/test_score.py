@@ -253,5 +253,8 @@ def test_values_are_those_of_extracted_tickets(home):
     assert said in score.reading(made)
     parent.central.weights.fill_(math.nan)
     asked = ScoreRequest(ratios=("2/4",), n=1, data=str(home / "tokens"), tokens=64)
-    with pytest.raises(ValueError, match="has no perplexity: its logits are not finite"):
+    text, ticket = text_of(parent, asked.data, 64), deploy.cut_ticket(parent, blueprint)
+    with pytest.raises(ValueError, match="x has no perplexity: its logits are not finite"):
         score.score_parent(parent, asked, "x", quiet=True)
+    with pytest.raises(ValueError, match="x has no perplexity: its logits are not finite"):
+        score.score_model(ticket, text, "x")

@@ -51,6 +51,11 @@ class Scores:
     nested: tuple[float, ...] = ()  # at each ratio, where the parent has an order of blocks
     run: dict[str, Any] = field(default_factory=provenance.describe_run)
 
+    def __post_init__(self) -> None:
+        values = self.full, *self.nested, *(v for spread in self.subnets for v in spread.values)
+        if any(map(math.isnan, values)):
+            raise ValueError(f"{self.name} has no perplexity: its logits are not finite")
+
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)
         for row, spread in zip(plain["subnets"], self.subnets, strict=True):
@@ -78,8 +83,6 @@ def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool =
         full, subnets, nested = parent.evaluator(text).all_sizes(
             ratios, n, request.seed, parent.progress.order, partial(bar.advance, task)
         )
-    if any(map(math.isnan, (full, *nested, *(v for spread in subnets for v in spread.values)))):
-        raise ValueError(f"{parent.source} has no perplexity: its logits are not finite")
     return Scores(
         name,
         parent.central.layout.n_params,
