@@ -42,6 +42,8 @@ TEXTS = {
     "binary.txt": bytes(range(256)) * 9,
     "nul.txt": b"words\0words",
     "a.pdf": b"%PDF",
+    "mine.json": b'{"a": "user\'s"}',
+    "mine2.bin": b"a user's",
     "a.jsonl": b'{"text": "a"}\n{oops\n',
     "half.jsonl": b'{"text": "a \\ud800 b"}\n',  # half of a surrogate pair
     "aaa.txt": b"a" * 40 + b"b",
@@ -340,6 +342,7 @@ shrink --text tokens.txt --to 9k --tasks nowhere -> --tasks nowhere | no such fi
 # exporting
 twistlm export nowhere --to gguf -o run -> --out run is a folder: name a file
 twistlm export nowhere --to gguf -o a.txt -> --out a.txt exists and is no GGUF file
+twistlm export nowhere --to gguf -o mine -> --out mine: mine.json exists and is not ours
 twistlm export nowhere --to onnx -o run -> --out run exists and is no ONNX export
 twistlm export nowhere --to gguf -o made/t --data gone -> gone.bin | twistlm prepare
 twistlm export ticket --to gguf -o made/t --data builtin:x -> 'builtin:x' | builtin:python-docs
@@ -395,6 +398,8 @@ prepare a.parquet -> a.parquet | not a Parquet
 prepare a.txt --tokenizer gguf:huge.gguf -> huge.gguf could not be read as GGUF
 [evil regex] prepare aaa.txt --tokenizer evil.json -> the tokenizer gave up | retry-limit
 [ten-fold] prepare aaa.txt --tokenizer evil.json -> evil.json | 1,000,000,000 times | at most 32
+prepare a.txt -o mine -> mine.json exists and is no part of a token file
+prepare a.txt -o mine2 -> mine2.bin exists and is no part of a token file
 prepare a.txt --eos '<end>' -> --eos | '<end>'
 prepare a.txt --tokenizer gone.json -> gone.json
 # planning
