@@ -393,7 +393,7 @@ prepare nul.txt -> nul.txt | binary
 prepare gone.txt -> gone.txt | no such file
 prepare a.pdf -> a.pdf | .txt | .jsonl | .parquet
 prepare a.jsonl -> a.jsonl, line 2
-prepare half.jsonl -> '\\ud800' | surrogates not allowed
+prepare half.jsonl -> half.jsonl, line 1 | '\\ud800' | surrogates not allowed
 prepare a.parquet -> a.parquet | not a Parquet
 prepare a.txt --tokenizer gguf:huge.gguf -> huge.gguf could not be read as GGUF
 [evil regex] prepare aaa.txt --tokenizer evil.json -> the tokenizer gave up | retry-limit
