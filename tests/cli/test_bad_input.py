@@ -253,6 +253,8 @@ eval run --ratio attn=2/4 -> 'attn=2/4' | ffn
 eval run --ratio mlp=2/4 -> 'mlp=2/4' | attn | ffn
 twistlm eval ticket --ratio 2/4 -> ticket | cut already
 [no run] twistlm eval ticket -> ticket | --data
+twistlm eval run --tokens 15 -> --tokens 15 | data.seq_len = 16 | 16 and more
+twistlm eval ticket --tokens 15 --data tokens -> --tokens 15 | data.seq_len = 16 | 16 and more
 twistlm eval ticket --data other -> other | another tokenizer
 eval run data.seq_len=17 -> data.seq_len = 17 | 16 positions
 # healing

@@ -92,8 +92,9 @@ def test_a_run_and_its_ticket_know_their_text_and_sizes(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     whole = score.score_whole(tmp_path / "ticket", ScoreRequest(), "cpu")
-    for scores in (whole, ticket.evaluate()):
-        assert scores.n_tokens == 200
+    again = ScoreRequest(data=str(tmp_path / "valid"))  # not in windows of all 16 positions
+    for scores in (whole, ticket.evaluate(), score.score_whole(tmp_path / "ticket", again, "cpu")):
+        assert (scores.n_tokens, scores.seq_len) == (200, 8)
         assert scores.full == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-6)
     with pytest.raises(ValueError, match=r"ratios: .*ticket is a ticket, which is cut already"):
         twistlm.evaluate(tmp_path / "ticket", "2/3")

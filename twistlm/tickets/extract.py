@@ -195,7 +195,8 @@ def make_tickets(
             for who, each in {"ticket": model, "parent": full}.items():
                 found[who] = perplexity(each, text, evaluator.precision, evaluator.loss)
                 check_finite(found[who], who, dtype)
-            proof["perplexity"] = {**found, "data": text.file.stem, "n_tokens": text.n_tokens}
+            on = {"data": text.file.stem, "n_tokens": text.n_tokens, "seq_len": text.seq_len}
+            proof["perplexity"] = {**found, **on}
         yield Ticket(parent, blueprint, model, proof, request)
 
 
