@@ -285,6 +285,7 @@ extract run --ratio 2/4 -o run -> run | is no ticket
 extract run --ratio 2/4 -o a.txt/t -> a.txt/t cannot be written | a.txt is no folder
 # certifying
 twistlm eval run --certify --ratio 2/4 --n 89 -> n = 89 | at least 90
+twistlm eval run --coverage 0.9 -> --coverage and --confidence | give --certify
 twistlm eval run --certify --coverage 1 -> coverage = 1.0 | between 0 and 1
 # tasks
 twistlm eval run --tasks nowhere -> --tasks nowhere | no such file
@@ -400,6 +401,7 @@ prepare a.parquet -> a.parquet | not a Parquet
 prepare a.txt --tokenizer gguf:huge.gguf -> huge.gguf could not be read as GGUF
 [evil regex] prepare aaa.txt --tokenizer evil.json -> the tokenizer gave up | retry-limit
 [ten-fold] prepare aaa.txt --tokenizer evil.json -> evil.json | 1,000,000,000 times | at most 32
+prepare a.txt -o '' -> --out '.' names no file
 prepare a.txt -o mine -> mine.json exists and is no part of a token file
 prepare a.txt -o mine2 -> mine2.bin exists and is no part of a token file
 prepare a.txt --eos '<end>' -> --eos | '<end>'

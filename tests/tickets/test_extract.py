@@ -398,7 +398,7 @@ def test_a_ticket_that_overflows_in_its_dtype_is_not_written(home, tmp_path, wei
     if weight != "lm_head":
         asked |= {"data": str(home / "text"), "tokens": 400}
     for dtype in ("bfloat16", "float16"):
-        caught = pytest.raises(FloatingPointError, match=words)
+        caught = pytest.raises(ValueError, match=words)
         with caught if dtype == "float16" else contextlib.nullcontext():
             extract.make_ticket(big, TicketRequest(**asked, dtype=dtype), quiet=True)
 
@@ -409,7 +409,7 @@ def test_only_tickets_are_replaced(home, tmp_path, monkeypatch):
     for file in ("ticket.json", "config.json"):  # a name that is ours does not make it ours
         (tmp_path / "travel" / file).write_text('{"from": "A", "to": "B"}')
     before, opened = snapshot(tmp_path), open_(home, "gpt2")
-    with pytest.raises(ValueError, match=r"--out .*travel exists and is no ticket"):
+    with pytest.raises(ValueError, match=r"^out .*travel exists and is no ticket"):
         ask(home, tmp_path / "travel", ratio="1/2")
     for odd in ({"other": (0,)}, {"transformer.h.0.attn": (0, 4)}):
         with pytest.raises(ValueError, match="blueprint"):

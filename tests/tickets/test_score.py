@@ -62,6 +62,8 @@ def test_a_ticket_and_a_hugging_face_folder(home):
     assert record["full"] == by_hugging_face(ticket, home, 40, 200)
     assert record["n_params"] == sum(p.numel() for p in ticket.parameters())
     assert record["subnets"] == []
+    args = ["eval", str(home / "ticket"), "--data", str(home / "tokens"), "--n", "5"]
+    assert "--n 5: no --ratio, no random" in CliRunner().invoke(cli.app, args).stdout
     record = evaluate(home, "ticket", "--tokens", "64", "data.seq_len=16")
     assert record["full"] == by_hugging_face(ticket, home, 16, 64)
     args = ("--ratio", "2/4", "--ratio", "4/4", "--n", "2", "data.seq_len=20", *CUT)

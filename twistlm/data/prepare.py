@@ -217,9 +217,10 @@ def prepare(
     """Tokenize `sources` into `out.bin`; nothing appears under that name until all is written."""
     if not sources:
         raise ValueError("nothing to prepare: name at least one file")
+    if not (stem := Path(str(out).removesuffix(".bin"))).name:
+        raise ValueError(f"--out {str(out)!r} names no file: give a stem, such as data/train")
     for source in sources:  # before a tokenizer is asked of the hub
         check_source(source)
-    stem = Path(str(out).removesuffix(".bin"))
     names = [source if isinstance(source, str) else STRINGS for source in sources]
     tok = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     tok.no_truncation()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..compute import speed
 from ..compute.perplexity import perplexity
+from ..fields import python_words
 from ..model import huggingface
 from ..model.blocks import Blueprint
 from ..model.subnet import add_means_
@@ -70,12 +71,14 @@ class Ticket:
         """The parent's tokenizer, which `save` writes beside the model; None where it has none."""
         return parent_tokenizer(self.parent)
 
+    @python_words()
     def evaluate(self, data: str | Path | None = None, tokens: int | None = None) -> Scores:
         """The ticket's perplexity, on the text that it was measured on unless another is named."""
         stem = self.request.data if data is None else str(data)
         text = text_of(self.parent, stem, self.request.tokens if tokens is None else tokens)
         return score_model(self.model, text, "ticket", self.parent.cfg.train.precision)
 
+    @python_words()
     def save(self, folder: str | Path) -> Path:
         """Write the folder, with the proof in ticket.json; transformers can load it from now on."""
         check_target(Path(folder))
@@ -236,7 +239,7 @@ def logit_difference_(
 def check_finite(number: float, who: str, dtype: torch.dtype) -> None:
     """A model that overflows in the dtype it would be written in is no ticket."""
     if not math.isfinite(number):
-        raise FloatingPointError(
+        raise ValueError(
             f"--dtype {str(dtype).removeprefix('torch.')}: the {who}'s logits are not finite in "
             "it (bfloat16 and float32 hold larger numbers than float16): nothing was written"
         )
