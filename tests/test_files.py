@@ -323,7 +323,7 @@ def test_absurd_json_is_one_sentence(copies):
         "n_tokens is 10": lambda: open_tokens(stem),
         r"ticket\.json .*recursion": lambda: deploy.read_ticket(copies / "ticket"),
         r"checkpoint\.json .*recursion": lambda: checkpoint.verify(copies / "checkpoint"),
-        r"t\.jsonl, line 1": lambda: prepare([str(copies / "t.jsonl")], stem, words, quiet=True),
+        r"t\.jsonl, line 1": lambda: prepare([str(copies / "t.jsonl")], copies / "new", words),
         "recursion": lambda: config.load(str(copies / "c.toml")),
         "nested too deeply": lambda: config.load("demo", [f"train.lr={NESTED}"]),
         "400 digits": lambda: config.load("demo", [f"run.seed={'9' * 400}"]),

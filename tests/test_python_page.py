@@ -103,6 +103,8 @@ def test_mistakes_are_sentences(after):
     assert "--" not in str(error.value)
     with pytest.raises(ValueError, match=r"x--y/--z\.bin.*`twistlm prepare FILE... -o .*x--y/--z`"):
         names["parent"].extract(ratio="6/12", data=folder / "x--y/--z")
+    with pytest.raises(ValueError, match=r"^out .* exists and is no ticket"):
+        names["ticket"].save(folder)
     with pytest.raises(ValueError, match=r"is a ticket and has no tokens of its own.*: give data"):
         twistlm.evaluate(folder / "ticket")  # from another folder than the run's
     with pytest.raises(AttributeError, match=r"no attribute 'frobnicate'$"):

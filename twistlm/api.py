@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from . import config, shrinking
 from .config import Config
+from .fields import python_words
 from .presets import toml
 from .shrinking import Row
 from .system.files import alone, whole_file, whole_folder
@@ -24,18 +24,7 @@ from .tickets.score import Scores, score_parent, score_whole
 from .training import rounds
 
 Overrides = str | Mapping[str, Any]  # "train.lr=1e-3" or {"train.lr": 1e-3}
-OPTION = re.compile(r"`[^`]*`|(?<![\w/.-])--([a-z][a-z-]*)")
 IS_OVERRIDE = re.compile(r"[a-z]+(\.\w+)+=")
-
-
-@contextmanager
-def python_words() -> Iterator[None]:
-    """Errors that speak of --data STEM speak of data here; paths and `commands` stay."""
-    try:
-        yield
-    except ValueError as error:
-        said = OPTION.sub(lambda m: m[1].replace("-", "_") if m[1] else m[0], str(error))
-        raise ValueError(said) from None
 
 
 @python_words()

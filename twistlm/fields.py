@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -15,6 +17,17 @@ KINDS: dict[type, Any] = {str: str, int: Integral, float: Real, bool: bool}  # w
 # help of options that many commands have
 VALID_TEXT = "Token file; default: the run's data.valid."
 N_TOKENS = "Use this many tokens; 0 takes all."
+OPTION = re.compile(r"`[^`]*`|(?<![\w/.-])--([a-z][a-z-]*)")
+
+
+@contextmanager
+def python_words() -> Iterator[None]:
+    """Errors that speak of --data STEM speak of data in Python; paths and `commands` stay."""
+    try:
+        yield
+    except ValueError as error:
+        said = OPTION.sub(lambda m: m[1].replace("-", "_") if m[1] else m[0], str(error))
+        raise ValueError(said) from None
 
 
 @dataclass(frozen=True)

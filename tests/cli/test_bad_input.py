@@ -42,6 +42,8 @@ TEXTS = {
     "binary.txt": bytes(range(256)) * 9,
     "nul.txt": b"words\0words",
     "a.pdf": b"%PDF",
+    "mine.json": b'{"a": "user\'s"}',
+    "mine2.bin": b"a user's",
     "a.jsonl": b'{"text": "a"}\n{oops\n',
     "half.jsonl": b'{"text": "a \\ud800 b"}\n',  # half of a surrogate pair
     "aaa.txt": b"a" * 40 + b"b",
@@ -255,6 +257,8 @@ eval run --ratio attn=2/4 -> 'attn=2/4' | ffn
 eval run --ratio mlp=2/4 -> 'mlp=2/4' | attn | ffn
 twistlm eval ticket --ratio 2/4 -> ticket | cut already
 [no run] twistlm eval ticket -> ticket | --data
+twistlm eval run --tokens 15 -> --tokens 15 | data.seq_len = 16 | 16 and more
+twistlm eval ticket --tokens 15 --data tokens -> --tokens 15 | data.seq_len = 16 | 16 and more
 twistlm eval ticket --data other -> other | another tokenizer
 eval run data.seq_len=17 -> data.seq_len = 17 | 16 positions
 # healing
@@ -285,6 +289,7 @@ extract run --ratio 2/4 -o run -> run | is no ticket
 extract run --ratio 2/4 -o a.txt/t -> a.txt/t cannot be written | a.txt is no folder
 # certifying
 twistlm eval run --certify --ratio 2/4 --n 89 -> n = 89 | at least 90
+twistlm eval run --coverage 0.9 -> --coverage and --confidence | give --certify
 twistlm eval run --certify --coverage 1 -> coverage = 1.0 | between 0 and 1
 # tasks
 twistlm eval run --tasks nowhere -> --tasks nowhere | no such file
@@ -344,6 +349,7 @@ shrink --text tokens.txt --to 9k --tasks nowhere -> --tasks nowhere | no such fi
 # exporting
 twistlm export nowhere --to gguf -o run -> --out run is a folder: name a file
 twistlm export nowhere --to gguf -o a.txt -> --out a.txt exists and is no GGUF file
+twistlm export nowhere --to gguf -o mine -> --out mine: mine.json exists and is not ours
 twistlm export nowhere --to onnx -o run -> --out run exists and is no ONNX export
 twistlm export nowhere --to gguf -o made/t --data gone -> gone.bin | twistlm prepare
 twistlm export ticket --to gguf -o made/t --data builtin:x -> 'builtin:x' | builtin:python-docs
@@ -394,11 +400,14 @@ prepare nul.txt -> nul.txt | binary
 prepare gone.txt -> gone.txt | no such file
 prepare a.pdf -> a.pdf | .txt | .jsonl | .parquet
 prepare a.jsonl -> a.jsonl, line 2
-prepare half.jsonl -> '\\ud800' | surrogates not allowed
+prepare half.jsonl -> half.jsonl, line 1 | '\\ud800' | surrogates not allowed
 prepare a.parquet -> a.parquet | not a Parquet
 prepare a.txt --tokenizer gguf:huge.gguf -> huge.gguf could not be read as GGUF
 [evil regex] prepare aaa.txt --tokenizer evil.json -> the tokenizer gave up | retry-limit
 [ten-fold] prepare aaa.txt --tokenizer evil.json -> evil.json | 1,000,000,000 times | at most 32
+prepare a.txt -o '' -> --out '.' names no file
+prepare a.txt -o mine -> mine.json exists and is no part of a token file
+prepare a.txt -o mine2 -> mine2.bin exists and is no part of a token file
 prepare a.txt --eos '<end>' -> --eos | '<end>'
 prepare a.txt --tokenizer gone.json -> gone.json
 # planning

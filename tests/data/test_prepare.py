@@ -63,15 +63,17 @@ DOCS = [PROSE, "x", "one line\n", "  indented\n\n\n\nand spaced   ", "a\r\nb\r\n
 DOCS += [f"in {EOS} out"]
 MANY = [f"document {i} says {i * i}\n" for i in range(2 * preparing.BATCH + 7)]
 # batch borders lose no document, empty rows are none
-CASES = [["", *DOCS, "", "a", ""], MANY, *(MANY[: preparing.BATCH + n] for n in (-1, 0, 1))]
+CASES = [["", *DOCS, None, "a", ""], MANY, *(MANY[: preparing.BATCH + n] for n in (-1, 0, 1))]
 
 
 @pytest.mark.parametrize("docs", CASES, ids=len)
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_documents_each_closed_by_eos(tmp_path, tok, tok_json, suffix, docs):
+def test_documents_each_closed_by_eos(tmp_path, tok, tok_json, capsys, suffix, docs):
     kept = [doc for doc in docs if doc]
     source = write(tmp_path / f"docs{suffix}", docs)
     file = prepare([source], tmp_path / "out", tok_json, quiet=True)
+    said = f"{len(docs) - len(kept)} rows hold no text" if len(kept) < len(docs) else ""
+    assert said in " ".join(capsys.readouterr().out.split())
     want = expected(tok, kept)
     assert file.tokens.tolist() == want
     meta = file.meta
@@ -99,6 +101,7 @@ def test_several_sources_in_order_and_a_text_is_one_document(tmp_path, tok, tok_
     other = [tmp_path / "other.jsonl", tmp_path / "other.parquet"]
     other[0].write_text('{"text": "wrong", "body": "right"}')
     pq.write_table(pa.table({"text": ["wrong"], "body": ["right"]}), other[1])
+    (tmp_path / "out.json").unlink()  # as a process that was killed leaves it
     file = prepare([*map(str, other)], f"{tmp_path}/out.bin", tok_json, column="body", eos="<s>")
     want = expected(tok, ["right", "right"], "<s>")
     assert file.tokens.tolist() == want  # the older file is replaced
@@ -207,7 +210,8 @@ REFUSED = [
     ("a.txt", b"fine\n" * 400 + b"\xff", {}, ["a.txt", "UTF-8"]),
     ("a.jsonl", LINE * 299 + b"\n{oops\n", {}, ["a.jsonl, line 301"]),  # blank lines count
     ("a.jsonl", LINE + b'{"body": "x"}', {}, ["a.jsonl, line 2", "'text'"]),
-    ("a.jsonl", b'{"text": null}', {}, ["line 1", "NoneType"]),
+    ("a.jsonl", b'{"text": 7}', {}, ["line 1", "int"]),
+    ("a.jsonl", b'{"text": null}', {}, ["a.jsonl", "no text"]),
     ("a.parquet", {"title": ["x"]}, {}, ["a.parquet", "'text'", "title", "--column"]),
     ("a.parquet", {"text": ["x"], "id": [7]}, {"column": "id"}, ["a.parquet", "'id'"]),
     ("smudged.parquet", {"text": [f"row {i} " * 20 for i in range(500)]}, {}, ["smudged.parquet"]),

@@ -1,5 +1,6 @@
 """A ticket for a budget: what is promised is counted again from the files that were written."""
 
+import contextlib
 import copy
 import json
 import math
@@ -15,6 +16,7 @@ from commands import in_process, snapshot
 from conftest import make_tokens, tiny
 from families_table import far, logits, perplexity, tiny_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from twistlm.compute import speed
 from twistlm.data.token_file import TokenMeta, open_tokens, write_meta
@@ -368,13 +370,46 @@ def test_a_wrong_cut_is_not_written(home, tmp_path):
     assert ticket.proof["max_logit_difference"] > 1e-3  # rounding alone
 
 
+def test_the_proof_is_of_the_rounded_ticket(home, tmp_path):
+    """Measured again from the files; the float32 ticket stands for the masked parent."""
+    text, models = {"data": "text", "tokens": 400}, {}
+    for dtype in ("float32", "bfloat16"):
+        _, note = ask(home, tmp_path / dtype, "llama", ratio="1/2", dtype=dtype, **text)
+        models[dtype] = deploy.load_ticket(tmp_path / dtype)
+    ids = torch.randint(64, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    rounded = far(*(logits(model, ids).float() for model in models.values()))
+    assert note["max_logit_difference"] == pytest.approx(rounded, rel=1e-3)
+    assert rounded > 1e-5
+    whole = AutoModelForCausalLM.from_pretrained(home / "llama", dtype="bfloat16")
+    for who, model in {"ticket": models["bfloat16"], "parent": whole}.items():
+        want = perplexity(model, home / "text", SEQ_LEN, 400)
+        assert note["perplexity"][who] == pytest.approx(want, rel=1e-5), who
+
+
+@pytest.mark.parametrize("weight", ["lm_head", "model.embed_tokens"])
+def test_a_ticket_that_overflows_in_its_dtype_is_not_written(home, tmp_path, weight):
+    """All logits do, or those after one token of the text, which is not among the random ones."""
+    big, words = open_(home, "llama"), "--dtype float16: the ticket's logits are not finite"
+    drawn = torch.randint(64, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    unseen = min(set(range(64)) - set(drawn.flatten().tolist()))
+    rows = slice(None) if weight == "lm_head" else unseen
+    big.central.layout.views(big.central.weights)[f"{weight}.weight"][rows] *= 1e8
+    asked = {"ratio": "1/2", "pick": "random"}
+    if weight != "lm_head":
+        asked |= {"data": str(home / "text"), "tokens": 400}
+    for dtype in ("bfloat16", "float16"):
+        caught = pytest.raises(ValueError, match=words)
+        with caught if dtype == "float16" else contextlib.nullcontext():
+            extract.make_ticket(big, TicketRequest(**asked, dtype=dtype), quiet=True)
+
+
 def test_only_tickets_are_replaced(home, tmp_path, monkeypatch):
     """What is left in a ticket's folder: tests/test_files.py."""
     (tmp_path / "travel").mkdir()
     for file in ("ticket.json", "config.json"):  # a name that is ours does not make it ours
         (tmp_path / "travel" / file).write_text('{"from": "A", "to": "B"}')
     before, opened = snapshot(tmp_path), open_(home, "gpt2")
-    with pytest.raises(ValueError, match=r"--out .*travel exists and is no ticket"):
+    with pytest.raises(ValueError, match=r"^out .*travel exists and is no ticket"):
         ask(home, tmp_path / "travel", ratio="1/2")
     for odd in ({"other": (0,)}, {"transformer.h.0.attn": (0, 4)}):
         with pytest.raises(ValueError, match="blueprint"):

@@ -1,5 +1,6 @@
 """`generate` writes what Hugging Face's own writes, from any folder."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from twistlm import config as configs
 from twistlm.data.builtin import train_bpe
 from twistlm.tickets import deploy
 from twistlm.tickets.parent import open_parent
-from twistlm.tickets.runnable import open_runnable, write_text
+from twistlm.tickets.runnable import generate_tokens, open_runnable, write_text
 from twistlm.training import checkpoint
 from twistlm.training.run import Progress
 
@@ -75,6 +76,15 @@ def test_draws_follow_from_the_seed(home):
     assert len(greedy) == 80  # what fits
     assert pieces(home / "model", top_k=1)[1] == greedy  # the likeliest of one
     assert pieces(home / "model", temperature=1e-3)[1] == greedy
+
+
+@pytest.mark.parametrize("drawn", [{}, {"temperature": 1.0}])
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_told(home, odd, drawn):
+    model = AutoModelForCausalLM.from_pretrained(home / "model")
+    model.get_input_embeddings().weight.data[5] = odd
+    with pytest.raises(ValueError, match="writes nothing: its logits are not finite"):
+        next(generate_tokens(model, [1, 5], **drawn))
 
 
 def test_it_stops_at_the_end_of_text(home, tmp_path):

@@ -125,6 +125,22 @@ def test_a_healed_ticket_is_a_ticket_with_its_history(home, tmp_path, monkeypatc
     assert set(twice["files"]) == set(told["files"])
 
 
+def test_perplexities_are_of_the_rounded_ticket(home, tmp_path):
+    request = TicketRequest(ratio="2/4", tokens=64, dtype="bfloat16")
+    extract.make_ticket(open_parent(home / "run", "cpu"), request, quiet=True).save(tmp_path / "t")
+    heal(home, tmp_path / "out", ticket=tmp_path / "t")
+    (healed,) = json.loads((tmp_path / "out/ticket.json").read_text())["healed"]
+    ids = open_tokens(str(home / "valid")).sequences(list(range(20)), 16)
+    for name, folder in {"before": "t", "after": "out"}.items():
+        model = deploy.load_ticket(tmp_path / folder)
+        assert model.dtype == torch.bfloat16
+        with torch.no_grad():
+            loss = F.cross_entropy(
+                model(ids).logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+            )
+        assert healed["perplexity"][name] == pytest.approx(math.exp(loss), rel=1e-5), name
+
+
 def test_a_stopped_one_goes_on_to_the_same_weights(home, tmp_path, monkeypatch):
     heal(home, tmp_path / "whole")
     train = rounds.train

@@ -251,7 +251,7 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(tmp_path
     assert str(tmp_path) not in card.content  # a card is read elsewhere
 
 
-def test_a_tokenizer_that_transformers_makes_anew_stays_the_parents(tmp_path):
+def test_a_tokenizer_that_transformers_makes_anew_stays_the_parents(tmp_path, capsys):
     """transformers reads every Qwen2's text as Qwen's own tokenizer does: digits one by one."""
     bare = Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -268,7 +268,10 @@ def test_a_tokenizer_that_transformers_makes_anew_stays_the_parents(tmp_path):
     opened = open_parent(source, "cpu", CUT)
     deploy.save_ticket(opened, opened.block_map.full(), folder)
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("1234").ids == want
-    written = AutoTokenizer.from_pretrained(folder)
+    written = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert written("1234").input_ids == want
+    assert "PreTrainedTokenizerFast.from_pretrained" in (folder / "README.md").read_text()
+    assert "AutoTokenizer makes other tokens" in " ".join(capsys.readouterr().out.split())
     assert (written.chat_template, written.eos_token) == ("{{ messages }}", "<|endoftext|>")
 
 

@@ -62,6 +62,8 @@ def test_a_ticket_and_a_hugging_face_folder(home):
     assert record["full"] == by_hugging_face(ticket, home, 40, 200)
     assert record["n_params"] == sum(p.numel() for p in ticket.parameters())
     assert record["subnets"] == []
+    args = ["eval", str(home / "ticket"), "--data", str(home / "tokens"), "--n", "5"]
+    assert "--n 5: no --ratio, no random" in CliRunner().invoke(cli.app, args).stdout
     record = evaluate(home, "ticket", "--tokens", "64", "data.seq_len=16")
     assert record["full"] == by_hugging_face(ticket, home, 16, 64)
     args = ("--ratio", "2/4", "--ratio", "4/4", "--n", "2", "data.seq_len=20", *CUT)
@@ -92,8 +94,9 @@ def test_a_run_and_its_ticket_know_their_text_and_sizes(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     whole = score.score_whole(tmp_path / "ticket", ScoreRequest(), "cpu")
-    for scores in (whole, ticket.evaluate()):
-        assert scores.n_tokens == 200
+    again = ScoreRequest(data=str(tmp_path / "valid"))  # not in windows of all 16 positions
+    for scores in (whole, ticket.evaluate(), score.score_whole(tmp_path / "ticket", again, "cpu")):
+        assert (scores.n_tokens, scores.seq_len) == (200, 8)
         assert scores.full == pytest.approx(ticket.proof["perplexity"]["ticket"], rel=1e-6)
     with pytest.raises(ValueError, match=r"ratios: .*ticket is a ticket, which is cut already"):
         twistlm.evaluate(tmp_path / "ticket", "2/3")
@@ -253,5 +256,8 @@ def test_values_are_those_of_extracted_tickets(home):
     assert said in score.reading(made)
     parent.central.weights.fill_(math.nan)
     asked = ScoreRequest(ratios=("2/4",), n=1, data=str(home / "tokens"), tokens=64)
-    with pytest.raises(ValueError, match="has no perplexity: its logits are not finite"):
+    text, ticket = text_of(parent, asked.data, 64), deploy.cut_ticket(parent, blueprint)
+    with pytest.raises(ValueError, match="x has no perplexity: its logits are not finite"):
         score.score_parent(parent, asked, "x", quiet=True)
+    with pytest.raises(ValueError, match="x has no perplexity: its logits are not finite"):
+        score.score_model(ticket, text, "x")

@@ -63,6 +63,9 @@ def test_log_likelihoods_are_those_of_single_passes(monkeypatch, limit):
     assert loglikelihoods(model, tok, [("w1 w2", f" w{likeliest}")])[0][1]
     with pytest.raises(ValueError, match="makes token 64, and the model has 64"):
         loglikelihoods(model, word_level([*WORDS, "more"]), [("w1", " more")])
+    model.lm_head.weight.data[5] = math.nan
+    with pytest.raises(ValueError, match="the model has no score: its logits are not finite"):
+        loglikelihoods(model, tok, PAIRS)
     with pytest.raises(ValueError, match="' ' adds no token to 'w1'"):  # it would always win
         loglikelihoods(model, tok, [("w1", " ")])
 

@@ -16,6 +16,7 @@ NO_RAY = (  # it ends a process whose node or head is lost, without a word
     "Ray is gone: its head, or its process on this machine, died; start them again, and the run "
     "with --resume; the last checkpoint is unharmed"
 )
+COVERAGE, CONFIDENCE = 0.95, 0.99
 
 
 @command(
@@ -174,8 +175,8 @@ def eval_(
         None,
     ),
     bound: bool = option("Bound almost all random tickets of one size.", False, "--certify"),
-    coverage: float = option("With --certify: share of all tickets to bound.", 0.95),
-    confidence: float = option("With --certify: how sure the bound must be.", 0.99),
+    coverage: float = option("With --certify: share of all tickets to bound.", COVERAGE),
+    confidence: float = option("With --certify: how sure the bound must be.", CONFIDENCE),
     device: str,
     json_out: Path | None,
 ) -> None:
@@ -188,6 +189,8 @@ def eval_(
     """
     (source, *others), more = split_sources(sources)
     ratios = request.ratios
+    if not bound and (coverage, confidence) != (COVERAGE, CONFIDENCE):
+        raise ValueError("--coverage and --confidence are those of a bound: give --certify, too")
     if tasks is not None:
         if bound:
             raise ValueError("--certify bounds perplexities: leave --tasks out")
@@ -219,6 +222,7 @@ def eval_(
         scores = score.score_parent(parent, request, Path(source).name)
     else:
         scores = score.score_whole(source, request, device, more)
+        said += [f"--n {request.n}: no --ratio, no random subnets"] if request.n else []
     record = scores.to_dict()
     if bound:
         made = score.certificate(scores.subnets[0].values, coverage, confidence)

@@ -72,6 +72,7 @@ def perplexity(
 ) -> float:
     """exp of the mean next-token loss over all windows (seq_len - 1 predictions in each)."""
     device, loss = model.device, loss or loss_for(model)
+    precision = precision if model.dtype == torch.float32 else "float32"  # it is rounded already
     total = torch.zeros((), dtype=torch.float64, device=device)
     for first in range(0, text.n_sequences, text.batch):
         rows = list(range(first, min(first + text.batch, text.n_sequences)))

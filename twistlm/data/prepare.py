@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -115,7 +116,23 @@ def _txt(path: Path, column: str) -> Pieces:
     yield pending, True
 
 
-def _jsonl(path: Path, column: str) -> Pieces:
+def _documents(read: Callable[[Any, str], Iterator[str | None]]) -> Callable[[Any, str], Pieces]:
+    """A row of a table is a document; rows without text, null or empty, are counted."""
+
+    def pieces(source: Any, column: str) -> Pieces:
+        n_without = 0
+        for text in read(source, column):
+            n_without += not text
+            if text:
+                yield text, True
+        if n_without:
+            console.print(f"{source}: {n_without:,} rows hold no text and were left out")
+
+    return pieces
+
+
+@_documents
+def _jsonl(path: Path, column: str) -> Iterator[str | None]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -131,14 +148,18 @@ def _jsonl(path: Path, column: str) -> Pieces:
                 what = f"no column {column!r}; it has {names}: use --column"
                 raise ValueError(f"{path}, line {number}: {what}")
             text = row[column]
-            if not isinstance(text, str):
+            if not isinstance(text, str | None):
                 kind = type(text).__name__
                 raise ValueError(f"{path}, line {number}: {column!r} is {kind}, not text")
-            if text:
-                yield text, True
+            try:
+                (text or "").encode()
+            except UnicodeEncodeError as error:  # half of a surrogate pair
+                raise ValueError(f"{path}, line {number}: {column!r}: {error}") from None
+            yield text
 
 
-def _parquet(path: Path, column: str) -> Pieces:
+@_documents
+def _parquet(path: Path, column: str) -> Iterator[str | None]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -151,12 +172,13 @@ def _parquet(path: Path, column: str) -> Pieces:
         if (kind := kinds[column]) not in (pa.string(), pa.large_string(), pa.string_view()):
             raise ValueError(f"{path}: column {column!r} is {kind}, not text: use --column")
         for batch in file.iter_batches(batch_size=BATCH, columns=[column]):
-            yield from ((text, True) for text in batch.column(0).to_pylist() if text)
+            yield from batch.column(0).to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a Parquet file, or damaged: {error}") from None
 
 
-def _hub(source: str, column: str) -> Pieces:
+@_documents
+def _hub(source: str, column: str) -> Iterator[str | None]:
     """`hub:NAME`, `hub:NAME:CONFIG` or `hub:NAME:CONFIG:SPLIT`, streamed."""
     try:
         from datasets import load_dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -172,11 +194,10 @@ def _hub(source: str, column: str) -> Pieces:
             raise ValueError(
                 f"{source} has no column {column!r}; it has {', '.join(row)}: use --column"
             )
-        if not isinstance(text := row[column] or "", str):
+        if not isinstance(text := row[column], str | None):
             kind = type(text).__name__
             raise ValueError(f"{source}: column {column!r} is {kind}, not text: use --column")
-        if text:
-            yield text, True
+        yield text
 
 
 PLAIN: tuple[str, ...] = (".txt", ".raw", ".md", ".rst", ".py")
@@ -196,9 +217,10 @@ def prepare(
     """Tokenize `sources` into `out.bin`; nothing appears under that name until all is written."""
     if not sources:
         raise ValueError("nothing to prepare: name at least one file")
+    if not (stem := Path(str(out).removesuffix(".bin"))).name:
+        raise ValueError(f"--out {str(out)!r} names no file: give a stem, such as data/train")
     for source in sources:  # before a tokenizer is asked of the hub
         check_source(source)
-    stem = Path(str(out).removesuffix(".bin"))
     names = [source if isinstance(source, str) else STRINGS for source in sources]
     tok = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     tok.no_truncation()

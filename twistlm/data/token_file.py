@@ -157,9 +157,25 @@ def read_description(path: Path, kind: type, what: str) -> tuple[Any, dict[str, 
         raise ValueError(f"{path} is not {what}: {error}") from None
 
 
+def check_target(stem: Path) -> None:
+    """An earlier token file is replaced; anything else is left alone."""
+    about = Path(f"{stem}.json")
+    try:
+        # a process that was killed leaves the tokenizer's copy and no description
+        if about.exists() or not Path(f"{stem}.tokenizer.json").exists():
+            read_description(about, TokenMeta, "a token file's description")
+    except (OSError, ValueError):
+        for path in (about, Path(f"{stem}.bin")):
+            if path.exists():
+                raise ValueError(
+                    f"--out {stem}: {path} exists and is no part of a token file: choose another"
+                ) from None
+
+
 @contextmanager
 def token_draft(stem: Path) -> Iterator[Path]:
     """The stem of a draft to fill; its files then appear under `stem`, or nothing does."""
+    check_target(stem)
     with draft_folder(Path(f"{stem}.bin")) as folder:
         yield folder / "tokens"
         for suffix in (*reversed(PARTS), "json"):  # the last one says "complete"

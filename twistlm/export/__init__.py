@@ -1,6 +1,7 @@
 """Other programs' formats: GGUF and ONNX."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 FORMATS = {"gguf": ("q8_0", "f32", "f16", "q4_k_m"), "onnx": ("f32", "q8")}  # of `export --to`
@@ -31,10 +32,20 @@ def check_target(to: str, out: Path) -> None:
             raise ValueError(f"--out {out} exists and is no ONNX export: choose another folder")
     elif out.is_dir():
         raise ValueError(f"--out {out} is a folder: name a file in it, such as {out}/ticket.gguf")
-    elif out.exists():
-        with out.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ValueError(f"--out {out} exists and is no GGUF file: choose another name")
+    else:
+        if out.exists():
+            with out.open("rb") as file:
+                if file.read(4) != b"GGUF":
+                    raise ValueError(f"--out {out} exists and is no GGUF file: choose another name")
+        if (record := Path(f"{out}.json")).exists() and not _describes_gguf(record):
+            raise ValueError(f"--out {out}: {record} exists and is not ours: choose another name")
+
+
+def _describes_gguf(record: Path) -> bool:
+    try:
+        return bool(json.loads(record.read_bytes())["format"] == "gguf")
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def installed(*modules: str) -> bool:

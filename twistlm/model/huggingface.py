@@ -389,6 +389,13 @@ def clone_structure(model: Model) -> Model:
     return copy.deepcopy(model, {id(param): param for param in model.parameters()})
 
 
+def rounded_(model: Model, dtype: torch.dtype) -> Model:
+    """Its parameters in `dtype`; buffers such as rotary frequencies stay exact, as when loaded."""
+    for param in model.parameters():
+        param.data = param.data.to(dtype)
+    return model
+
+
 def bind_(model: nn.Module, params: State, grads: State | None = None) -> None:
     """Make `params` the parameters (and `grads` their gradients) under every name they go by."""
     fresh = {}

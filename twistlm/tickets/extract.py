@@ -3,6 +3,7 @@
 A budget says how wide, a pick says which blocks, a proof says what came out.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..compute import speed
 from ..compute.perplexity import perplexity
+from ..fields import python_words
 from ..model import huggingface
 from ..model.blocks import Blueprint
 from ..model.subnet import add_means_
@@ -69,12 +71,14 @@ class Ticket:
         """The parent's tokenizer, which `save` writes beside the model; None where it has none."""
         return parent_tokenizer(self.parent)
 
+    @python_words()
     def evaluate(self, data: str | Path | None = None, tokens: int | None = None) -> Scores:
         """The ticket's perplexity, on the text that it was measured on unless another is named."""
         stem = self.request.data if data is None else str(data)
         text = text_of(self.parent, stem, self.request.tokens if tokens is None else tokens)
         return score_model(self.model, text, "ticket", self.parent.cfg.train.precision)
 
+    @python_words()
     def save(self, folder: str | Path) -> Path:
         """Write the folder, with the proof in ticket.json; transformers can load it from now on."""
         check_target(Path(folder))
@@ -153,13 +157,13 @@ def make_tickets(
         evaluator = None if text is None else parent.evaluator(text)
         dtype, is_timed = getattr(torch, request.dtype), budget.kind == "latency"
         with progress(quiet) as bar:
-            full = parent.whole(gates="none").model.to(dtype)  # timed beside the ticket
+            full = huggingface.rounded_(parent.whole(gates="none").model, dtype)
             picked = request.seed, evaluator, calibration, bar
             for widths, spend in candidates:  # noqa: B007
                 blueprint, based_on = pick_blocks(parent, widths, how, *picked)
                 model = deploy.cut_ticket(parent, blueprint)
-                difference = logit_difference(parent, blueprint, model)
-                took, of_parent = speed.measure_all([model.to(dtype), full])
+                difference = logit_difference_(parent, blueprint, model, dtype)
+                took, of_parent = speed.measure_all([model, full])
                 is_late = is_timed and took.decode_ms > budget.limit
                 if not is_late:
                     break
@@ -190,19 +194,23 @@ def make_tickets(
             "speed": asdict(took),
         }
         if evaluator is not None:
-            text = evaluator.text
-            proof["perplexity"] = {
-                "ticket": perplexity(model, text, evaluator.precision, evaluator.loss),
-                "parent": evaluator.full_perplexity(),
-                "data": text.file.stem,
-                "n_tokens": text.n_tokens,
-            }
+            text, found = evaluator.text, {}
+            for who, each in {"ticket": model, "parent": full}.items():
+                found[who] = perplexity(each, text, evaluator.precision, evaluator.loss)
+                check_finite(found[who], who, dtype)
+            on = {"data": text.file.stem, "n_tokens": text.n_tokens, "seq_len": text.seq_len}
+            proof["perplexity"] = {**found, **on}
         yield Ticket(parent, blueprint, model, proof, request)
 
 
 @torch.no_grad()
-def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedModel) -> float:
-    """max |logit of the ticket - logit of the masked and scaled parent| on random tokens."""
+def logit_difference_(
+    parent: Parent, blueprint: Blueprint, model: PreTrainedModel, dtype: torch.dtype
+) -> float:
+    """max |logit of the ticket in `dtype` - logit of the masked and scaled parent|.
+
+    Before it is rounded to `dtype` they must be alike: rounding would hide a wrong cut.
+    """
     block_map, weights = parent.block_map, parent.central.weights.clone()
     factors = parent.scales(block_map.widths(blueprint))
     views = parent.central.layout.views(weights)
@@ -213,15 +221,28 @@ def logit_difference(parent: Parent, blueprint: Blueprint, model: PreTrainedMode
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(huggingface.vocab_size(parent.template), shape, generator=draw)
     ids = ids.to(weights.device)
-    ours, theirs = (m(input_ids=ids, use_cache=False).logits for m in (model, masked.model))
-    difference = float((ours - theirs).abs().max())
+    theirs = masked.model(input_ids=ids, use_cache=False).logits
+    difference = float((model(input_ids=ids, use_cache=False).logits - theirs).abs().max())
     allowed = TOLERANCE * max(1.0, float(theirs.abs().max()))
     if not difference <= allowed:  # a NaN is no proof either
         raise FloatingPointError(
             f"the ticket's logits differ from the masked parent's by {difference:.2g} (at most "
             f"{allowed:.2g} is rounding): nothing was written"
         )
+    if dtype != torch.float32:
+        ours = huggingface.rounded_(model, dtype)(input_ids=ids, use_cache=False).logits
+        difference = float((ours - theirs).abs().max())
+    check_finite(difference, "ticket", dtype)
     return difference
+
+
+def check_finite(number: float, who: str, dtype: torch.dtype) -> None:
+    """A model that overflows in the dtype it would be written in is no ticket."""
+    if not math.isfinite(number):
+        raise ValueError(
+            f"--dtype {str(dtype).removeprefix('torch.')}: the {who}'s logits are not finite in "
+            "it (bfloat16 and float32 hold larger numbers than float16): nothing was written"
+        )
 
 
 def loaded_by(folder: Path) -> str:

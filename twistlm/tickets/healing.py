@@ -32,7 +32,7 @@ from ..system.terminal import console, markdown_code, markdown_text
 from ..training import checkpoint, rounds
 from . import modeling_ticket
 from .deploy import TICKET, cut_from, foreign_files, load_ticket, read_ticket, seal
-from .extract import check_target
+from .extract import check_finite, check_target
 from .hf_folder import CARD, CODE, name_of
 from .parent import what_is
 from .requests import HealRequest, amount
@@ -78,18 +78,17 @@ def heal(
 
     def measure(when: str) -> None:
         if text is not None:
-            where = pick_device(cfg.run.device)
-            torch.nn.Module.to(model, where)
-            found[when] = perplexity(model.float() if where.type == "cpu" else model, text)
+            torch.nn.Module.to(model, pick_device(cfg.run.device))
+            found[when] = value = perplexity(model, text)
+            check_finite(value, "ticket", model.dtype)
             torch.nn.Module.to(model, "cpu")
 
-    dtype = model.dtype
     measure("before")
     last = rounds.train(cfg, resume=True, quiet=quiet, on_round=on_round)
     weights = load_file(last / "model.safetensors")
     with torch.no_grad():
         for name, param in huggingface.state(model).items():
-            param.copy_(weights[name])
+            param.copy_(weights[name])  # which rounds to the ticket's dtype
     measure("after")
     rows = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
     healed = {
@@ -109,7 +108,7 @@ def heal(
     }
     kept = {key: value for key, value in ticket.items() if key not in UNTRUE}
     record = kept | {"healed": [*ticket.get("healed", []), healed]}
-    state = {n: p.detach().to(dtype) for n, p in huggingface.state(model).items()}
+    state = {name: param.detach() for name, param in huggingface.state(model).items()}
     record = _write(request, state, record)
     shutil.rmtree(work)
     return record

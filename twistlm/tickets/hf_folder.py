@@ -19,7 +19,7 @@ from ..model.blocks import Kind
 from ..model.families import kv_name, layer_widths
 from ..model.tokenizer import find_eos, load_tokenizer, same_ids
 from ..system.files import save_tensors
-from ..system.terminal import markdown_code, markdown_table, markdown_text
+from ..system.terminal import console, markdown_code, markdown_table, markdown_text
 from . import modeling_ticket
 from .parent import Parent
 from .stock import stock_config
@@ -139,7 +139,13 @@ def _whole_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
 
 def save_card(parent: Parent, record: dict[str, Any], folder: Path) -> None:
     """Write README.md, with licence, base model, widths and numbers: `record` is ticket.json."""
-    base = parent.cfg.model.weights
+    base, tokenizer = parent.cfg.model.weights, tokenizer_class(folder)
+    if tokenizer != "AutoTokenizer":
+        console.print(
+            "transformers' AutoTokenizer makes other tokens of a text than this tokenizer.json: "
+            f"read it with {tokenizer}",
+            style="yellow",
+        )
     is_hub_id = base != "random" and not base.startswith("gguf:") and not os.path.exists(base)
     data = ModelCardData(
         license=_license(base),
@@ -156,8 +162,17 @@ def save_card(parent: Parent, record: dict[str, Any], folder: Path) -> None:
         numbers=markdown_table([("", "ticket", "parent"), *numbers(record)]),
         made=f"{markdown_code(record['command'])}, twistlm {record['git']}, {record['device']}",
         stock=record["stock"] is True,
+        tokenizer=tokenizer,
         widths=markdown_table([("layer", "blocks kept"), *record["widths"].items()]),
     ).save(folder / CARD)
+
+
+def tokenizer_class(folder: Path) -> str:
+    """The class of transformers that makes the ids of a folder's tokenizer.json."""
+    auto = _whole_tokenizer(str(folder))
+    if auto is None or same_ids(auto.backend_tokenizer, load_tokenizer(str(folder))):
+        return "AutoTokenizer"
+    return "PreTrainedTokenizerFast"  # of Qwen2, whatever its tokenizer_config.json asks for
 
 
 def numbers(proof: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
@@ -178,7 +193,7 @@ def numbers(proof: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
         }.items():
             yield name, f"{took[key]:.2f}", f"{whole['speed'][key]:.2f}"
     if (far := proof.get("max_logit_difference")) is not None:
-        yield "max_logit_difference to the masked parent", f"{far:.1e}", ""
+        yield "max_logit_difference to the masked parent in float32", f"{far:.1e}", ""
     for key in ("method", "ratio", "scale"):  # of a baseline
         if key in proof:
             yield key, str(proof[key]), ""

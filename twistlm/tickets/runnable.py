@@ -91,6 +91,8 @@ def generate_tokens(
         out = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits, cache = out.logits[0, -1].float().cpu(), out.past_key_values
         ids = [int(logits.argmax())]
+        if not logits[ids[0]].isfinite():  # the largest, which a NaN is, too
+            raise ValueError("the model writes nothing: its logits are not finite")
         if temperature or top_k:
             logits /= temperature or 1.0
             if top_k:

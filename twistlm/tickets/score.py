@@ -51,6 +51,11 @@ class Scores:
     nested: tuple[float, ...] = ()  # at each ratio, where the parent has an order of blocks
     run: dict[str, Any] = field(default_factory=provenance.describe_run)
 
+    def __post_init__(self) -> None:
+        values = self.full, *self.nested, *(v for spread in self.subnets for v in spread.values)
+        if any(map(math.isnan, values)):
+            raise ValueError(f"{self.name} has no perplexity: its logits are not finite")
+
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)
         for row, spread in zip(plain["subnets"], self.subnets, strict=True):
@@ -71,15 +76,13 @@ def usual_ratios(parent: Parent) -> tuple[str, ...]:
 
 def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool = False) -> Scores:
     """Perplexity of the full model and of n random subnets of each ratio."""
-    text = text_of(parent, request.data, request.tokens)
+    text = _whole_windows(text_of(parent, request.data, request.tokens))
     ratios, n = request.ratios or usual_ratios(parent), request.n or N_SUBNETS
     with progress(quiet) as bar:
         task = bar.add_task(f"evaluate {name}", total=1 + n * len(ratios), note="")
         full, subnets, nested = parent.evaluator(text).all_sizes(
             ratios, n, request.seed, parent.progress.order, partial(bar.advance, task)
         )
-    if any(map(math.isnan, (full, *nested, *(v for spread in subnets for v in spread.values)))):
-        raise ValueError(f"{parent.source} has no perplexity: its logits are not finite")
     return Scores(
         name,
         parent.central.layout.n_params,
@@ -98,19 +101,33 @@ def score_whole(
     source: str | Path, request: ScoreRequest, device: str = "auto", overrides: Sequence[str] = ()
 ) -> Scores:
     """The perplexity of a ticket, or of a model that was not trained here, as it is."""
-    folder, seq_len = Path(source), 0
+    folder, seq_len, is_ticket = Path(source), 0, what_is(source) == "ticket"
     if request.data:
         file = open_tokens(resolve(request.data, "valid"))
-    elif what_is(source) == "ticket":
+    elif is_ticket:
         file, seq_len = _parents_text(folder)
     else:
         huggingface.check_there(str(source))
         raise ValueError(f"{source} has no tokens of its own: give --data STEM")
+    if is_ticket:  # its windows are those it was measured with, last when it was healed
+        record = read_ticket(folder)
+        measured = record.get("healed", [record.get("perplexity", {})])[-1]
+        seq_len = measured.get("seq_len", seq_len)
     model = open_runnable(source, device).model
     default = Config(data=DataConfig(seq_len=seq_len or default_seq_len(model)))
     cfg = config.override(default, overrides)
     text = text_for(model, file, cfg.data.seq_len, request.tokens, folder / "tokenizer.json")
-    return score_model(model, text, folder.name, cfg.train.precision)
+    return score_model(model, _whole_windows(text), folder.name, cfg.train.precision)
+
+
+def _whole_windows(text: Text) -> Text:
+    """A text of one window or more, for no less can be read."""
+    if 0 < text.max_tokens < text.seq_len:
+        raise ValueError(
+            f"--tokens {text.max_tokens}: fewer than data.seq_len = {text.seq_len}, which the "
+            f"model reads at a time; legal are 0 (all), {text.seq_len} and more"
+        )
+    return text
 
 
 def _parents_text(folder: Path) -> tuple[TokenFile, int]:

@@ -242,6 +242,8 @@ def loglikelihoods(
             mine, targets = logits[at, begin - first : end - first], ids[at, begin:end]
             exact = mine.to(torch.promote_types(mine.dtype, torch.float32)).log_softmax(-1)
             log_p = exact.gather(1, targets[:, None]).double().sum()
+            if not log_p.isfinite():
+                raise ValueError(f"{what or 'the model'} has no score: its logits are not finite")
             found[i] = float(log_p), torch.equal(exact.argmax(-1), targets)
         bar.advance(task, len(batch))
     bar.remove_task(task)

@@ -171,8 +171,6 @@ def _teacher(model: Model, cfg: Config, cut: CutModel) -> Teacher:
 
 def _frozen(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
     model.eval().requires_grad_(False)
-    for param in model.parameters():  # buffers such as rotary frequencies stay exact
-        param.data = param.data.to(device, dtype)
-    nn.Module.to(model, device)
+    nn.Module.to(huggingface.rounded_(model, dtype), device)
     causal_(model)
     return model
