@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from commands import change
+from commands import as_process, change
 from conftest import word_level
 from families_table import (
     CUT,
@@ -233,6 +233,7 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(tmp_path
     found = {"ticket": 12.3456, "parent": 9.0, "n_tokens": 64, "data": "some/text"}
     deploy.save_ticket(full, kept, folder, {"perplexity": found, "method": "block:taylor"})
     assert "auto_map" not in json.loads((folder / "tokenizer_config.json").read_text())
+    twistlm.register()
     tok = AutoTokenizer.from_pretrained(folder)
     talk = [{"role": "user", "content": "w9"}]
     assert tok.apply_chat_template(talk, return_dict=False) == [7, 9]
@@ -249,6 +250,19 @@ def test_a_hugging_face_parents_tokenizer_and_settings_come_along_whole(tmp_path
     ):
         assert text in card.content, text
     assert str(tmp_path) not in card.content  # a card is read elsewhere
+
+
+def test_an_uneven_ticket_is_written_where_nothing_is_registered(tmp_path):
+    """The stock class of its family cannot read its config, whose layers differ in heads."""
+    build("llama", TABLE["llama-gqa"].config).save_pretrained(tmp_path / "llama")
+    tok = PreTrainedTokenizerFast(tokenizer_object=WORDS, eos_token="<|endoftext|>")
+    tok.save_pretrained(tmp_path / "llama")
+    asked = ("blocks.n_ffn=4", "blocks.shared_first=1", "blocks.shared_last=0", "--pick", "random")
+    more = ("--ratio", "attn=1/3,ffn=2/4", "-o", "ticket")
+    code, _, err = as_process("extract", "llama", *asked, *more, cwd=tmp_path)
+    assert code == 0, err
+    assert json.loads((tmp_path / "ticket/ticket.json").read_text())["stock"] is not True
+    assert 'AutoTokenizer.from_pretrained("PATH")' in (tmp_path / "ticket/README.md").read_text()
 
 
 def test_a_tokenizer_that_transformers_makes_anew_stays_the_parents(tmp_path, capsys):

@@ -124,7 +124,7 @@ def parent_tokenizer(parent: Parent) -> PreTrainedTokenizerBase | None:
     )
 
 
-def _whole_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
+def _whole_tokenizer(source: str, **known: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a Hugging Face folder, a hub id or gguf:FILE; None where there is none."""
     folder = Path(source)
     if source == "random" or (folder.is_dir() and not (folder / "tokenizer_config.json").is_file()):
@@ -132,14 +132,14 @@ def _whole_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
     try:
         if source.startswith("gguf:"):
             return huggingface.gguf_tokenizer(source)
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **known)
     except (OSError, ValueError):  # a base model that is out of reach by now
         return None
 
 
 def save_card(parent: Parent, record: dict[str, Any], folder: Path) -> None:
     """Write README.md, with licence, base model, widths and numbers: `record` is ticket.json."""
-    base, tokenizer = parent.cfg.model.weights, tokenizer_class(folder)
+    base, tokenizer = parent.cfg.model.weights, tokenizer_class(folder, parent.template.config)
     if tokenizer != "AutoTokenizer":
         console.print(
             "transformers' AutoTokenizer makes other tokens of a text than this tokenizer.json: "
@@ -167,9 +167,12 @@ def save_card(parent: Parent, record: dict[str, Any], folder: Path) -> None:
     ).save(folder / CARD)
 
 
-def tokenizer_class(folder: Path) -> str:
-    """The class of transformers that makes the ids of a folder's tokenizer.json."""
-    auto = _whole_tokenizer(str(folder))
+def tokenizer_class(folder: Path, config: PretrainedConfig) -> str:
+    """The class of transformers that makes the ids of a folder's tokenizer.json.
+
+    `config` is the parent's: an uneven ticket's own is read by none but our classes.
+    """
+    auto = _whole_tokenizer(str(folder), config=config)
     if auto is None or same_ids(auto.backend_tokenizer, load_tokenizer(str(folder))):
         return "AutoTokenizer"
     return "PreTrainedTokenizerFast"  # of Qwen2, whatever its tokenizer_config.json asks for
