@@ -117,6 +117,14 @@ def test_mistakes_are_sentences(after):
         twistlm.shrink(names["ticket"], PAGE, out=folder / "small", to="1M")
     with pytest.raises(ValueError, match=r"^hours takes a float, not a str"):
         twistlm.shrink("nowhere", PAGE, out=folder / "small", to="1M", hours="2")
+    with pytest.raises(ValueError, match=r"^hours 0: legal are > 0, <= 8784$"):
+        twistlm.shrink("nowhere", PAGE, out=folder / "small", to="1M", hours=0)
+    with pytest.raises(ValueError, match=r"^layers takes an int, not a bool"):
+        names["parent"].extract(ratio="6/12", layers=True)
+    with pytest.raises(ValueError, match=r"^on_round = 5: must be a function"):
+        twistlm.train("demo", on_round=5)
+    with pytest.raises(ValueError, match=r"^7"):
+        twistlm.load_ticket(7)
     with pytest.raises(ValueError, match=r"^a text is a file, .* or documents, not a object"):
         twistlm.shrink("nowhere", object(), out=folder / "small", to="1M")
     with pytest.raises(ValueError, match=r"^a Ticket is no folder"):

@@ -48,6 +48,8 @@ def train(
     made lies in `run.out`; `resume` goes on from its newest checkpoint. `on_round` is called after
     every round with its metrics: the line of `metrics.jsonl`.
     """
+    if on_round is not None and not callable(on_round):
+        raise ValueError(f"on_round = {on_round!r}: must be a function of a round's metrics")
     if isinstance(text, Mapping) or (isinstance(text, str) and IS_OVERRIDE.match(text)):
         text, overrides = None, (text, *overrides)
     words = _words(overrides)
@@ -76,7 +78,7 @@ def shrink(
     `tokens="50M"`. The same call goes on after a stop. The tickets are in `row.folder`.
     """
     given: dict[str, Any] = {"model": model, "text": text, "overrides": _words(overrides)}
-    return shrinking.run(ShrinkRequest(out=Path(out), **given, **asked))
+    return shrinking.run(ShrinkRequest(out=Path(str(out)), **given, **asked))
 
 
 @python_words()

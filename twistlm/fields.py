@@ -40,14 +40,14 @@ class Range:
     below: float | None = None
 
     def __str__(self) -> str:
-        """`> 0`, `>= 2`, `0..1`; nothing where only the largest number of all is the limit."""
+        """`> 0`, `>= 2`, `0..1`, `> 0, <= 9`; nothing where only the largest number limits it."""
         low = f"> {self.above}" if self.above is not None else ""
         low = f">= {self.least}" if self.least is not None else low
         if self.below is not None:
             return f"{low}, < {self.below}"
-        return (
-            low if self.most in (None, LARGEST, WHOLE, math.inf) else f"{self.least}..{self.most}"
-        )
+        if self.most in (None, LARGEST, WHOLE, math.inf):
+            return low
+        return f"{low}, <= {self.most}" if self.above is not None else f"{self.least}..{self.most}"
 
     def holds(self, value: float) -> bool:
         return (
@@ -116,7 +116,7 @@ def check(values: Any, section: str = "") -> None:
         limits = field.metadata.get("range", Range())
         for each in several:
             if isinstance(each, int | float) and not limits.holds(each):
-                beyond = each > (limits.most or math.inf) and ".." not in str(limits)
+                beyond = each > (limits.most or math.inf) and str(limits.most) not in str(limits)
                 over = f", at most {limits.most:.4g}" if beyond else ""
                 raise ValueError(f"{said}: legal are {limits}{over}")
 
@@ -142,7 +142,9 @@ class Checked:
             for kind, legal in KINDS.items():
                 if field.type in (kind, kind | None):
                     value = _word(value) if kind is str else value
-                    if not isinstance(value, legal if field.type is kind else legal | None):
+                    legal = legal if field.type is kind else legal | None
+                    is_truth = isinstance(value, bool) and kind is not bool  # an Integral, too
+                    if is_truth or not isinstance(value, legal):
                         what = f"{'an' if kind is int else 'a'} {kind.__name__}"
                         said = f"--{field.name.replace('_', '-')} takes {what}"
                         said += f", not a {type(value).__name__}"

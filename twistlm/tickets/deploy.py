@@ -109,7 +109,7 @@ def foreign_files(folder: Path, record: str) -> list[Path]:
 
 def load_ticket(folder: str | Path) -> PreTrainedModel:
     """The dense model of a ticket folder, checked against its ticket.json."""
-    folder = Path(folder)
+    folder = Path(str(folder))
     ticket, plain = read_ticket(folder), manifest.read_json(folder / "config.json")
     for name in LAYERS:  # transformers makes a config for each layer as it reads the file
         if plain.get(name, 0) > huggingface.MOST_LAYERS:

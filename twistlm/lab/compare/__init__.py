@@ -50,10 +50,10 @@ class CompareRequest(Checked):
     n: int = option(
         "Random tickets of each parent and size; 0: none.", 20, "--n", least=0, most=10**6
     )
-    data: str | None = option("Token file; default: the first run's data.valid.", None)
+    data: str | None = option("Token file; default: data.valid of the first parent, a run.", None)
     tokens: int = option(N_TOKENS, 0, least=0)
     calibration: str | None = option(
-        "Token file to calibrate on; default: the first run's data.train.", None
+        "Token file to calibrate on; default: data.train of the first parent, a run.", None
     )
     calibration_sequences: int = option("Sequences of data.seq_len tokens.", 128, least=1)
     seed: int = seed_of("random tickets and calibration")
