@@ -7,19 +7,13 @@
 # tasks (for `twistlm eval --tasks`). Every model's perplexities and tasks stand in OUT/eval. Called again, it goes on.
 # JOBS=8 measures and heals so many models at once.
 set -euo pipefail
+. "$(dirname "$0")/jobs.sh"
 model=$1 text=$2 out=$3 keys=("${@:4}")
 n=${TOKENS:-60000000} # the parent's; each healed size has a quarter
 read -ra to <<<"${TO:-396.5M 348M 283.5M 267M}" # 80, 70, 57 and 53% of the parameters: so many of 19 FFN blocks are
 read -ra ks <<<"${KS:-13 10 6 5}"
 cut=(blocks.setting=ffn blocks.n_ffn=19 blocks.shared_first=0 blocks.shared_last=0 data.seq_len=1024)
 mkdir -p "$out/eval"
-
-jobs=()
-later() { # COMMAND...: beside at most JOBS - 1 others
-  while (($(jobs -rp | wc -l) >= ${JOBS:-1})); do wait -n; done
-  "$@" &
-  jobs+=($!)
-}
 
 evaluate() { # NAME MODEL
   for kind in code wiki; do
@@ -58,4 +52,4 @@ for i in "${!ks[@]}"; do
   later prune sparsegpt "${ks[i]}"
   later prune block:mask-fisher "${ks[i]}"
 done
-for job in "${jobs[@]}"; do wait "$job"; done
+finish

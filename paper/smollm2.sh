@@ -7,17 +7,11 @@
 # perplexity stands in OUT/eval. Called again, it goes on. RATES="1e-3 1.5e-3" and SEEDS="1 2 3" say what is tried,
 # JOBS=4 does so many runs at once.
 set -euo pipefail
+. "$(dirname "$0")/jobs.sh"
 model=$1 train=$2 valid=$3 test=$4 out=$5 keys=("${@:6}")
-n=${TOKENS:-9830400} # the parent's; each healed size has a quarter
+n=${TOKENS:-9830400} # of the start, of each parent, and of the four healed sizes together
 read -ra ratios <<<"attn=2/3,ffn=8/12 attn=2/3,ffn=6/12 attn=1/3,ffn=4/12 attn=1/3,ffn=3/12"
 mkdir -p "$out/eval"
-
-jobs=()
-later() { # COMMAND...: beside at most JOBS - 1 others
-  while (($(jobs -rp | wc -l) >= ${JOBS:-1})); do wait -n; done
-  "$@" &
-  jobs+=($!)
-}
 
 evaluate() { # NAME MODEL [--ratio RATIO ...]
   test -e "$out/eval/$1.json" || twistlm eval "$2" data.seq_len=1024 "${@:3}" --n 1 --data "$test" \
@@ -26,7 +20,9 @@ evaluate() { # NAME MODEL [--ratio RATIO ...]
 
 train() { # RUN [SECTION.KEY=VALUE ...]
   test ! -e "$1" || set -- "$@" --resume
-  twistlm train paper/smollm2.toml run.out="$1" data.train="$train" data.valid="$valid" "${@:2}" "${keys[@]}"
+  # a round has 10 steps of 32 sequences of 1,024 tokens, however many workers share them
+  twistlm train paper/smollm2.toml run.out="$1" data.train="$train" data.valid="$valid" train.rounds=$((n / 327680)) \
+    "${@:2}" "${keys[@]}"
 }
 
 twist() { # RATE SEED
@@ -56,4 +52,4 @@ for seed in ${SEEDS:-1}; do
     for ratio in "${ratios[@]}"; do later heal "$ratio" "$rate" "$seed"; done
   done
 done
-for job in "${jobs[@]}"; do wait "$job"; done
+finish

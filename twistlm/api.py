@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from . import config, shrinking
 from .config import Config
 from .fields import python_words
-from .presets import toml
+from .presets import as_toml
 from .shrinking import Row
 from .system.files import alone, whole_file, whole_folder
 from .tickets import extract, parent
@@ -196,6 +196,6 @@ def _words(overrides: Sequence[Overrides]) -> list[str]:
             if isinstance(value, Mapping):
                 found += _words([{f"{key}.{name}": inner for name, inner in value.items()}])
             else:
-                found.append(f"{key}={toml(value, key)}")
+                found.append(f"{key}={as_toml(value, key)}")
         found += [] if isinstance(each, Mapping) else [each]
     return found

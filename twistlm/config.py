@@ -190,7 +190,7 @@ class RunConfig:
     wire: Wire = "fp32"
     """What weights and moments travel as between processes: `fp32` is exact; `bf16`; with `int8`
     weights go to workers in bf16, and changes and moments travel in 8 bits; with `int4` changes and
-    first moments in 4. `local` sends nothing and rounds as one owner would."""
+    first moments in 4. `local` sends nothing and rounds as with one owner."""
     seat: Literal["physical", "masked"] = "physical"
     """What `local` workers train: a smaller dense model, or the full one with masks."""
     device: str = "auto"

@@ -45,9 +45,14 @@ class Range:
         low = f">= {self.least}" if self.least is not None else low
         if self.below is not None:
             return f"{low}, < {self.below}"
-        if self.most in (None, LARGEST, WHOLE, math.inf):
+        if self.is_open:
             return low
         return f"{low}, <= {self.most}" if self.above is not None else f"{self.least}..{self.most}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether only the largest number of all limits it, of which nobody need be told."""
+        return self.most in (None, LARGEST, WHOLE, math.inf)
 
     def holds(self, value: float) -> bool:
         return (
@@ -116,7 +121,7 @@ def check(values: Any, section: str = "") -> None:
         limits = field.metadata.get("range", Range())
         for each in several:
             if isinstance(each, int | float) and not limits.holds(each):
-                beyond = each > (limits.most or math.inf) and str(limits.most) not in str(limits)
+                beyond = limits.is_open and each > (limits.most or math.inf)
                 over = f", at most {limits.most:.4g}" if beyond else ""
                 raise ValueError(f"{said}: legal are {limits}{over}")
 

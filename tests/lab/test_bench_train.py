@@ -4,12 +4,14 @@ import json
 
 import pytest
 import ranks
-from commands import ROOT, in_process
+from commands import ROOT, in_process, toml
+from conftest import tiny_table
 
 from twistlm import config
 from twistlm.lab.bench import peer, train
 from twistlm.model import families, huggingface, layout
 from twistlm.model.blocks import widths_of_ratio
+from twistlm.training import rounds
 
 
 def test_flops_of_gpt2_by_hand():
@@ -52,6 +54,21 @@ def test_bench_train(tmp_path, monkeypatch, capsys, whole):
         assert row["overhead"] == pytest.approx(1 - row["ms"] / row["round_ms"])
     assert whole in shown
     assert "1.00x" in shown
+
+
+def test_a_run_to_start_from_tells_the_shape(tokens, tmp_path, monkeypatch, capsys):
+    """The presets' own way: `model.weights` is a run folder, here of a model of four layers."""
+    run = tiny_table(tokens, tmp_path / "run")
+    run["model"]["config"]["n_layer"], run["train"]["rounds"] = 4, 1
+    rounds.train(config.from_dict(run), quiet=True)
+    made = toml(tmp_path / "more.toml", tiny_table(tokens, tmp_path / "more"))
+    words = f"model.weights={tmp_path / 'run'} --sizes 1 --settings both --steps 1 --no-references"
+    words += f" --json {tmp_path / 'bench.json'}"
+    code, _, err = in_process(monkeypatch, capsys, "lab", "bench", "train", made, *words.split())
+    assert code == 0, err
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    d = 16
+    assert row["n_params"] == (64 + 16) * d + 4 * (12 * d * d + 13 * d) + 2 * d
 
 
 KEYS = "run.device=cpu train.interval=1 train.batch=1 data.seq_len=16 model.config.vocab_size=64"

@@ -97,7 +97,8 @@ def test_a_plan_of_a_control_is_one_that_trains(tokens, tmp_path):
     for method in ("dropout", "dense"):
         made = plan.make(config.override(cfg, [f"train.method={method}"]))
         assert made["process_bytes"] - made["worker_bytes"] == 3 * 4 * made["n_params"]
-        assert made["take"] == "ddp"  # the engines of rounds refuse it
+        # the engines of rounds refuse it
+        assert (made["take"], list(made["link_bytes"])) == ("ddp", ["ddp"])
         assert made["legal_k"] == {} if method == "dense" else {"attn": (1, 4), "ffn": (1, 4)}
         plain = plan.make(config.override(cfg, [f"train.method={method}", "train.outer=none"]))
         assert plain["link_bytes"] == made["link_bytes"]

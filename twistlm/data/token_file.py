@@ -159,17 +159,20 @@ def read_description(path: Path, kind: type, what: str) -> tuple[Any, dict[str, 
 
 def check_target(stem: Path) -> None:
     """An earlier token file is replaced; anything else is left alone."""
-    about = Path(f"{stem}.json")
-    try:
-        # a process that was killed leaves the tokenizer's copy and no description
-        if about.exists() or not Path(f"{stem}.tokenizer.json").exists():
+    about, ids = Path(f"{stem}.json"), Path(f"{stem}.bin")
+    if about.exists():
+        try:
             read_description(about, TokenMeta, "a token file's description")
-    except (OSError, ValueError):
-        for path in (about, Path(f"{stem}.bin")):
-            if path.exists():
-                raise ValueError(
-                    f"--out {stem}: {path} exists and is no part of a token file: choose another"
-                ) from None
+            return
+        except (OSError, ValueError):
+            foreign = about
+    elif ids.exists() and not Path(f"{stem}.tokenizer.json").exists():
+        foreign = ids  # of a process that was killed the tokenizer's copy would be there, too
+    else:
+        return
+    raise ValueError(
+        f"--out {stem}: {foreign} exists and is no part of a token file: choose another"
+    )
 
 
 @contextmanager

@@ -117,11 +117,11 @@ def to_toml(table: dict[str, Any], header: str = "") -> str:
     for name, values in parts.items():
         if values:
             lines += ["", f"[{name}]"]
-            lines += [f"{key} = {toml(value, f'{name}.{key}')}" for key, value in values.items()]
+            lines += [f"{key} = {as_toml(value, f'{name}.{key}')}" for key, value in values.items()]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def toml(value: Any, key: str) -> str:
+def as_toml(value: Any, key: str) -> str:
     """A value as TOML; numbers and arrays of numpy and torch, and paths, as their plain values."""
     value = value.tolist() if hasattr(value, "tolist") else value
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -131,9 +131,11 @@ def toml(value: Any, key: str) -> str:
         case float():  # inf and nan are JSON's other words
             return repr(float(value))
         case list() | tuple() | range():
-            return f"[{', '.join(toml(each, key) for each in value)}]"
+            return f"[{', '.join(as_toml(each, key) for each in value)}]"
         case Mapping():
-            said = (f"{toml(str(k), key)} = {toml(v, f'{key}.{k}')}" for k, v in value.items())
+            said = (
+                f"{as_toml(str(k), key)} = {as_toml(v, f'{key}.{k}')}" for k, v in value.items()
+            )
             return f"{{{', '.join(said)}}}"
     legal = "text, numbers, True, False, and lists and tables of them"
     raise ValueError(f"{key}: a config holds {legal}, but no {type(value).__name__}")

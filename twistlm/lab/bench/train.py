@@ -31,6 +31,7 @@ from ...system import terminal
 from ...system.device import is_bf16
 from ...system.provenance import describe_run
 from ...system.terminal import progress
+from ...training import checkpoint
 from ...training.engines.engine import Outcome
 from ...training.engines.local import Local
 from ...training.run import Progress, Run
@@ -52,8 +53,9 @@ def bench(
     sizes = typed.sizes(request.sizes, "--sizes")
     settings = typed.names(request.settings, "--settings", list(SETTINGS))
     cluster = Cluster("local", cfg.train.n_workers, "physical", cfg.run.device)
+    start = checkpoint.resolved(cfg).model
     with cluster.device:  # a CPU takes a minute to draw a billion weights
-        template = huggingface.drawn(huggingface.planned(cfg.model).config, cfg.run.seed)
+        template = huggingface.drawn(huggingface.planned(start).config, cfg.run.seed)
     template = nn.Module.to(template, "cpu")
     points = [(s, r) for s in settings for r in sizes]
     for setting, ratio in points:  # a mistake is told before minutes are spent
