@@ -1,9 +1,8 @@
 """Other programs' formats: GGUF and ONNX."""
 
 import importlib.util
+import json
 from pathlib import Path
-
-from ..system.manifest import read_json
 
 FORMATS = {"gguf": ("q8_0", "f32", "f16", "q4_k_m"), "onnx": ("f32", "q8")}  # of `export --to`
 RUNTIMES = (  # of `bench deploy --runtime`
@@ -44,8 +43,8 @@ def check_target(to: str, out: Path) -> None:
 
 def _describes_gguf(record: Path) -> bool:
     try:
-        return bool(read_json(record)["format"] == "gguf")
-    except (OSError, ValueError, LookupError, TypeError):
+        return bool(json.loads(record.read_bytes())["format"] == "gguf")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 
