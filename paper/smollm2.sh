@@ -19,10 +19,9 @@ evaluate() { # NAME MODEL [--ratio RATIO ...]
 }
 
 train() { # RUN [SECTION.KEY=VALUE ...]
-  test ! -e "$1" || set -- "$@" --resume
   # a round has 10 steps of 32 sequences of 1,024 tokens, however many workers share them
   twistlm train paper/smollm2.toml run.out="$1" data.train="$train" data.valid="$valid" train.rounds=$((n / 327680)) \
-    "${@:2}" "${keys[@]}"
+    "${@:2}" "${keys[@]}" --auto-resume
 }
 
 twist() { # RATE SEED

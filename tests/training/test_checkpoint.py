@@ -471,6 +471,16 @@ def test_a_signal_after_the_round_loses_nothing_either(tmp_path: Path):
     assert checkpoint.open_(tmp_path / "run").round == 2
 
 
+def test_a_signal_in_an_evaluation_saves_its_round(tokens: str, tmp_path: Path):
+    run = {"save_every": 0, "eval_every": 2, "eval_n": 2000}  # seconds
+    cfg = tiny(tokens, tmp_path / "run", run=run)
+    begins = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Ended, match="SIGTERM after round 2"):
+        rounds.train(cfg, quiet=True, on_round=lambda row: row["round"] == 1 and begins.start())
+    assert checkpoint.open_(tmp_path / "run").round == 2
+    assert "eval" not in metrics(tmp_path / "run")[1]
+
+
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_a_callback_that_raises_loses_nothing_either(tmp_path: Path, error: type[BaseException]):
     cfg, rows = tiny(make_tokens(tmp_path / "tokens"), tmp_path / "run", run={"save_every": 0}), []

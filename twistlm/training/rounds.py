@@ -29,6 +29,10 @@ from .startup import set_up
 from .worker import learning_rate
 
 
+class GivenUp(Exception):
+    """An evaluation that a signal ended."""
+
+
 def train(
     cfg: Config,
     *,
@@ -146,7 +150,16 @@ class RunRecorder:
         if evaluates:
             n_models = 1 + len(run.cfg.run.eval_ratios) * run.cfg.run.eval_n
             task = self.bar.add_task("evaluate", total=n_models, note=f"after round {now.round}")
-            row["eval"], line = self.engine.evaluate(now, lambda: self.bar.advance(task))
+
+            def advance() -> None:
+                self.bar.advance(task)
+                if run.stop.requested:
+                    raise GivenUp
+
+            try:
+                row["eval"], line = self.engine.evaluate(now, advance)
+            except GivenUp:  # a scheduler kills soon after its signal: the round is saved at once
+                line = "its evaluation was given up; `twistlm eval` makes it"
             self.bar.remove_task(task)
             if not self.quiet:
                 console.print(f"round {now.round}: loss {row['loss']:.3f}   {line}")
