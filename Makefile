@@ -8,12 +8,12 @@ RUN := $(VENV)/bin
 demo: $(VENV)/demo.stamp
 	$(RUN)/twistlm demo
 
-# mypy takes a minute of one core: it runs beside the tests, many of which wait for processes
+# mypy takes a minute of one core: it runs beside the tests, a third of whose time goes into waiting for other processes
 test: $(VENV)/test.stamp
 	$(MAKE) --no-print-directory -j 2 lint pytest
 
 pytest: $(VENV)/test.stamp
-	$(RUN)/python -m pytest -n 2 --no-loadscope-reorder
+	$(RUN)/python -m pytest -n 3 --no-loadscope-reorder
 
 chaos: $(VENV)/test.stamp
 	$(RUN)/python -m pytest -n 2 -m chaos

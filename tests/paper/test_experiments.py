@@ -18,7 +18,7 @@ from conftest import make_tokens, tiny
 from families_table import tiny_model
 from safetensors.torch import load_file
 
-from paper import NAMES, by_mask
+from paper import NAMES
 from paper.experiments import EXPERIMENTS, _scale, run, shifts, subnets
 from paper.lab import Lab, summary
 from paper.report import report
@@ -276,17 +276,3 @@ def test_tensorboard_gets_every_round(tmp_path, tokens):
     assert [e.step for e in seen.Scalars("train/loss")] == [1, 2, 3, 4]
     assert [e.value for e in seen.Scalars("train/loss")] == pytest.approx(losses)
     assert [e.step for e in seen.Scalars("perplexity/2/4")] == [2, 4]
-
-
-def test_a_step_cut_by_masks_has_the_gradient_of_the_masked_one(tokens, tmp_path, capsys):
-    """Random and nested masks, with factors, in a whole and in a half worker."""
-    blocks = {"masks": "sequence", "mask_attn": [4, 2, 1], "mask_ffn": [3, 2, 1], "nested": 0.5}
-    blocks |= {"widths": "worker", "k_attn": [4, 2, 2], "k_ffn": [4, 2, 2]}
-    by_mask.main(tiny(tokens, tmp_path, blocks=blocks, train={"batch": 6}))
-    said = capsys.readouterr().out
-    found = re.findall(r"(\d+) masks; losses \[(\S+), (\S+)\]; gradients differ by (\S+)", said)
-    assert len(found) == 2
-    for n, mine, other, off in found:
-        assert int(n) > 1
-        assert float(mine) == pytest.approx(float(other), rel=1e-6)
-        assert float(off) < 1e-5
