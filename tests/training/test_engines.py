@@ -199,15 +199,17 @@ def test_a_batch_in_pieces_is_the_same_step(cached, tmp_path, method, teacher, s
     assert 0 < distance(*made, FILES[:2]) < 1e-10
 
 
-@pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_a_central_model_on_the_host_changes_no_bit(cached, tmp_path, wire):
-    """Everything that goes between it, the trainers and the evaluator is copied, here as well."""
+@pytest.mark.parametrize(("wire", "n"), [("fp32", 3), ("int8", 3), ("fp32", 1)])
+def test_a_central_model_on_the_host_changes_no_bit(cached, tmp_path, wire, n):
+    """Everything that goes between it, the trainers and the evaluator is copied, here as well; on
+    the device one worker trains it in place."""
     _, config, tokens = cached
-    blocks = config["blocks"] | {"k_attn": [4, 4, 2], "k_ffn": [4, 2, 3]}  # one holds everything
+    blocks = config["blocks"] | {"k_attn": [4, 4, 2][:n], "k_ffn": [4, 2, 3][:n]}
     made, evals = [], []
     for place in ("device", "host"):
-        run = {"central": place, "wire": wire, "eval_every": 2}
-        cfg = tiny(tokens, tmp_path / place, **config | {"blocks": blocks, "run": run})
+        own = {"central": place, "wire": wire, "eval_every": 2}
+        own = {"blocks": blocks, "run": own, "train": config["train"] | {"n_workers": n}}
+        cfg = tiny(tokens, tmp_path / place, **config | own)
         own: list = []
         made.append(rounds.train(cfg, quiet=True, on_round=own.append))
         evals.append([(row["loss"], row.get("eval")) for row in own])

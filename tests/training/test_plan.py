@@ -89,14 +89,15 @@ def test_a_teacher_s_parameters_and_bytes(tokens, tmp_path):
 
 
 def test_a_plan_of_a_control_is_one_that_trains(tokens, tmp_path):
-    """Dropout's K may be below N / S, data parallel has none; neither has an outer optimizer."""
+    """Dropout's K may be below N / S, data parallel has none; both train the central model itself,
+    without an outer optimizer."""
     blocks = {"k_attn": [1], "k_ffn": [1]}
     cfg = tiny(tokens, tmp_path / "run", blocks=blocks, train={"outer": "nesterov(0.7, 0.6)"})
     with pytest.raises(ValueError, match=r"k_attn = 1 .* legal K are 2\.\.4"):
         plan.make(cfg)
     for method in ("dropout", "dense"):
         made = plan.make(config.override(cfg, [f"train.method={method}"]))
-        assert made["process_bytes"] - made["worker_bytes"] == 3 * 4 * made["n_params"]
+        assert made["process_bytes"] == made["worker_bytes"]
         # the engines of rounds refuse it
         assert (made["take"], list(made["link_bytes"])) == ("ddp", ["ddp"])
         assert made["legal_k"] == {} if method == "dense" else {"attn": (1, 4), "ffn": (1, 4)}
@@ -220,6 +221,8 @@ def test_memory_by_hand():
     assert whole[0] == 16 * n_full + plan.REST + kept
     assert whole[1] - whole[0] == 2 * 3 * 4 * n_full  # the central buffer and its sums
     assert hand_memory("run.central=host") == (whole[0], whole[0])
+    assert hand_memory("train.n_workers=1") == (whole[0], whole[0])  # trains the central model
+    assert hand_memory("train.n_workers=1", "run.wire=int8") == whole
     again = hand_memory("train.recompute=true")  # three layers' inputs instead of all they keep
     assert whole[0] - again[0] == 2 * (3 * layer - 4 * 48) * n_tokens
     pieces = hand_memory("train.accumulate=2")  # one of two sequences at a time
@@ -243,7 +246,7 @@ def test_memory_by_hand():
     outer = hand_memory("train.outer=nesterov(0.7, 0.6)")
     assert (outer[0], outer[1]) == (whole[0], whole[1] + 4 * n_full)
     dense = hand_memory("train.method=dense")
-    assert dense[1] - dense[0] == 3 * 4 * n_full  # nothing is added up
+    assert dense[1] == dense[0]  # it trains the central model, and nothing is added up
 
 
 def test_memory_on_a_cpu_by_hand():

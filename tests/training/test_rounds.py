@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,13 @@ from conftest import batch_of, make_tokens, tiny
 from twistlm.data import stream
 from twistlm.model import generator, huggingface, masks
 from twistlm.model.central import SubnetBuffer, cut_subnet
-from twistlm.model.layout import holders
+from twistlm.model.layout import cut_model, holders
 from twistlm.model.subnet import gate_values, scales
 from twistlm.system import files
-from twistlm.training import aggregator, rounds, startup
+from twistlm.training import aggregator, checkpoint, rounds, startup
 from twistlm.training.aggregator import Mean, Result, Stats
 from twistlm.training.assignments import Outcome, Traffic
+from twistlm.training.checkpoint import Writer
 from twistlm.training.engines.dataparallel import DataParallel
 from twistlm.training.engines.local import Local
 from twistlm.training.metrics import Metrics
@@ -288,6 +290,41 @@ def test_rounds_equal_a_reference_by_hand(tokens, start, tmp_path, seat, recipe)
     for row, prefix in zip(run.central.buffer, kept, strict=True):
         for name, value in run.central.layout.views(row).items():
             torch.testing.assert_close(value, expected[prefix + name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["twist", "dense", "dropout"])
+def test_nobody_copies_a_model_that_one_trainer_has(tokens, tmp_path, monkeypatch, method):
+    """Neither for the round nor for a checkpoint, whose writer the next round waits for."""
+    open_, reached, whole = threading.Event(), threading.Event(), files.save_tensors
+
+    def waiting(*args):
+        reached.set()
+        assert open_.wait(30)
+        whole(*args)
+
+    monkeypatch.setattr(checkpoint, "save_tensors", waiting)
+    train, blocks = {"n_workers": 1, "method": method}, {"k_attn": 4, "k_ffn": 4}
+    run = setup(tokens, tmp_path / "run", train=train, blocks=blocks)
+    engine = (Local if method == "twist" else DataParallel)(run, Progress())
+    done = engine.round(Progress()).progress
+    (trainer,), after = run.trainers.made.values(), run.central.state.clone()
+    assert trainer.buffer.data_ptr() == run.central.buffer.data_ptr()
+    with Writer(tmp_path / "saved", run.cfg, run.cut.template, None, 9) as writer:
+        run.central.wait_for_readers = writer.wait
+        writer.save(engine.snapshot, done)
+        assert reached.wait(30)
+        next_ = threading.Thread(target=engine.round, args=(done,))
+        next_.start()
+        next_.join(0.3)
+        assert next_.is_alive()
+        assert torch.equal(run.central.state, after)
+        open_.set()
+        next_.join(30)
+    assert run.central.sums is None
+    assert not torch.equal(run.central.state, after)
+    saved = checkpoint.verify(tmp_path / "saved/round-000001")
+    cut = cut_model(checkpoint.template(saved), run.cfg.blocks, run.cut.device, run.cut.dtype)
+    assert torch.equal(checkpoint.restore(saved, cut).state, after)
 
 
 @pytest.mark.parametrize("over_the_wire", [False, True])

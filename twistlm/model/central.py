@@ -22,7 +22,8 @@ class Central:
     outer: bool = False
     sums: Tensor | None = None  # see `scratch`
     host: Tensor | None = None  # see `copied`
-    wait_for_readers: Callable[[], None] = lambda: None  # of the scratch: a checkpoint's writer
+    in_place: bool = False  # the only trainer works on this very state, and nobody copies it
+    wait_for_readers: Callable[[], None] = lambda: None  # before a change: a checkpoint's writer
 
     @property
     def buffer(self) -> Tensor:
@@ -51,9 +52,10 @@ class Central:
         return self.sums
 
     def copied(self) -> Tensor:
-        """A copy of the state in the memory of the host, which the next call overwrites."""
+        """A copy of the state in the memory of the host, which the next call overwrites; on a CPU
+        the state itself where it is trained in place, after `wait_for_readers`."""
         if not self.state.is_cuda:
-            return self.scratch().copy_(self.state)
+            return self.state if self.in_place else self.scratch().copy_(self.state)
         if self.host is None:  # kept: the first touch of its pages is slow
             self.host = torch.empty_like(self.state, device="cpu", pin_memory=True)
         return self.host.copy_(self.state)
@@ -112,6 +114,10 @@ class SubnetBuffer:
 
     def copy_to_(self, out: Tensor, low: Tensor | None = None) -> None:
         """Fill `out` [rows, n_subnet], and `low` [n_subnet] with its weights, rounded."""
+        if self.source.data_ptr() == out.data_ptr():  # it is trained in place
+            if low is not None:
+                low.copy_(out[0])
+            return
         is_central = self.source.shape[1] == self.segments.full.n_params
         if is_central and self.source.device == out.device:
             gather_(out, self.source, self.segments, self.index, low)

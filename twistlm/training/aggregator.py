@@ -63,7 +63,11 @@ class Mean:
     def add(self, *results: Result) -> Mean:
         """Take in the next workers' results; a buffer is free afterwards."""
         for result in results:
-            central, sums = self.central, self.central.scratch()[: len(result.buffer)]
+            self.stats += result.stats
+            central = self.central
+            if result.buffer.data_ptr() == central.buffer.data_ptr():  # it was trained in place
+                continue
+            sums = central.scratch()[: len(result.buffer)]
             mean = central.buffer if self.in_place else sums
             where = (central.segments, result.index.to(sums.device), self.holders, self.n_results)
             # row by row where the result is moved to the host, which so has one of them twice
@@ -72,7 +76,6 @@ class Mean:
             for to, total, part in zip(*pieces, strict=True):
                 mean_(to, total, part.to(sums.device), *where)
             self.n_results += 1
-            self.stats += result.stats
         return self
 
     def commit_(self) -> Stats:

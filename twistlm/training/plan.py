@@ -41,7 +41,7 @@ from ..system import terminal
 from ..system.terminal import console
 from ..transport import wire
 from . import checkpoint
-from .run import n_rows, n_state_rows
+from .run import is_in_place, n_rows, n_state_rows
 
 RATIOS = ("10/12", "8/12", "6/12", "4/12", "3/12")
 # bytes beyond the count, in the middle of twelve steps of GPT-2 small to large on an H200
@@ -123,15 +123,15 @@ def make(
 
 def memory(cfg: Config, model: Model, device: str = "cuda") -> tuple[int, int]:
     """Bytes of the largest worker, and of a process with the central model that plays all."""
-    t, n_teacher, subnets = cfg.train, _teacher(cfg, model)[0], []
+    n_teacher, subnets = _teacher(cfg, model)[0], list[Widths]()
     for widths in _dealt(cfg, families.partition(model, cfg.blocks)):
         subnets += [] if widths in subnets else [widths]  # a trainer is kept for each
     everything = worker = worker_bytes(cfg, model, subnets, n_teacher, device)
     if cfg.blocks.widths == "worker":
         worker = max(worker_bytes(cfg, model, [own], n_teacher, device) for own in subnets)
     # the central buffer, the sums that workers' results are added up in, the outer momentum
-    n_buffers = n_state_rows(cfg) + n_rows(cfg) * (t.method == "twist")
-    if cfg.run.central == "host" and device != "cpu":
+    n_buffers = n_state_rows(cfg) + n_rows(cfg)
+    if is_in_place(cfg) or (cfg.run.central == "host" and device != "cpu"):
         n_buffers = 0
     return worker, everything + FULL * model.num_parameters() * n_buffers
 

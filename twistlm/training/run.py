@@ -76,8 +76,7 @@ class Run:
     @cached_property
     def trainers(self) -> TrainerPool:
         """Where this process trains the workers that it plays."""
-        weights = self.central.weights if self.central else None
-        return TrainerPool(self.cut, self.cfg, weights, self.teacher)
+        return TrainerPool(self.cut, self.cfg, self.central, self.teacher)
 
     @property
     def state_bytes(self) -> int:
@@ -113,6 +112,17 @@ def n_rows(cfg: Config) -> int:
 def n_state_rows(cfg: Config) -> int:
     """Rows of the central state: those of the buffer, and the outer optimizer's momentum."""
     return n_rows(cfg) + (cfg.train.nesterov() is not None)
+
+
+def is_in_place(cfg: Config) -> bool:
+    """Whether the central model is trained where it lies, with no copy: nobody else starts from it.
+
+    So it is with one worker, which then holds all blocks, and with the controls.
+    """
+    t, run = cfg.train, cfg.run
+    is_plain = run.wire == "fp32" and t.moments == "carry" and t.nesterov() is None
+    is_here = (run.variant, run.seat, run.central) == ("local", "physical", "device")
+    return t.method != "twist" or (t.n_workers == 1 and is_plain and is_here)
 
 
 def dtype_of(cfg: Config) -> torch.dtype:

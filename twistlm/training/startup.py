@@ -32,7 +32,7 @@ from ..system.terminal import console
 from ..transport.ranks import Cluster
 from . import checkpoint, teacher
 from .checkpoint import Checkpoint
-from .run import Progress, Run, broadcast, dtype_of, n_rows
+from .run import Progress, Run, broadcast, dtype_of, is_in_place, n_rows
 
 # what may not change when a run goes on
 REFUSED = {"model", "data", "blocks.sort", "run.seed"}
@@ -96,6 +96,7 @@ def _begin_or_restore(
     if saved is None:
         described = {"config": config.to_dict(cfg), **describe_run()}
         whole_file(Path(cfg.run.out, "run.json"), json.dumps(described, indent=1) + "\n")
+    central.in_place = is_in_place(cfg)
     if cfg.run.central == "host":
         central = on_host(central)
     if cut.device.type == "cpu":  # one copy of the weights, not two

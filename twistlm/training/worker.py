@@ -12,7 +12,7 @@ from ..compute.gradient import gradient_of
 from ..compute.loss import AnyTeacher, loss_for
 from ..compute.optimizer import AdamW
 from ..config import Config, TrainConfig
-from ..model.central import SubnetBuffer
+from ..model.central import Central, SubnetBuffer
 from ..model.layout import CutModel, Layout, gather_, scatter_
 from ..model.subnet import Gates, build, spread
 from ..system.device import is_bf16, to_device
@@ -26,7 +26,7 @@ class LocalTrainer:
     The optimizer always works on compact buffers of the subnet's own size. The model that runs is,
     by the trainer's kind,
 
-    physical  the subnet itself
+    physical  the subnet itself; one of all blocks may have the central model's own memory
     masked    a copy of the full model
     central   the central model itself: its weights are borrowed, and put back after the round
 
@@ -43,7 +43,7 @@ class LocalTrainer:
         layout: Layout,
         kind: TrainerKind,
         cfg: TrainConfig,
-        central_weights: Tensor | None = None,
+        central: Tensor | None = None,  # its buffer, to train in place or to borrow from
         teacher: AnyTeacher | None = None,
         *,
         fresh: bool = False,
@@ -52,7 +52,10 @@ class LocalTrainer:
         self.cfg, self.device, self.fast = cfg, device, graphs.is_on(cfg.compile, device)
         low = torch.bfloat16 if is_bf16(cfg.precision, device) else dtype
         # weights, m, v
-        self.buffer = torch.zeros(3, layout.n_params, dtype=dtype, device=device)
+        if is_full or central is None:
+            self.buffer = torch.zeros(3, layout.n_params, dtype=dtype, device=device)
+        else:
+            self.buffer = central
         self.grad = torch.zeros_like(self.buffer[0], dtype=low if self.fast else dtype)
         self.work = self.buffer[0] if low == dtype else torch.zeros_like(self.grad, dtype=low)
         # weights and gradient of the full model [1, n_params]; None: the model is the subnet
@@ -63,8 +66,8 @@ class LocalTrainer:
         if is_full:
             where, n = cut.full, cut.full.n_params
             if self.borrows:
-                assert central_weights is not None
-                weights = central_weights
+                assert central is not None
+                weights = central[0]
             else:
                 weights = torch.zeros(n, dtype=low, device=device)
             grad = torch.zeros(n, dtype=self.grad.dtype, device=device)
@@ -198,10 +201,10 @@ class TrainerPool:
         self,
         cut: CutModel,
         cfg: Config,
-        central_weights: Tensor | None = None,
+        central: Central | None = None,
         teacher: AnyTeacher | None = None,
     ):
-        self.cut, self.cfg, self.central_weights = cut, cfg.train, central_weights
+        self.cut, self.cfg, self.central = cut, cfg.train, central
         self.teacher, self.fresh = teacher, cfg.blocks.masks != "round"
         self.made: dict[tuple, LocalTrainer] = {}
 
@@ -210,7 +213,9 @@ class TrainerPool:
         fresh = self.fresh if fresh is None else fresh
         key = (kind, fresh, tuple(where.shapes.values()))
         if key not in self.made:
-            more = (self.cfg, self.central_weights, self.teacher)
+            central, is_whole = self.central, where.shapes == self.cut.full.shapes
+            is_its_own = central and (kind == "central" or (central.in_place and is_whole))
+            more = (self.cfg, central.buffer if central and is_its_own else None, self.teacher)
             self.made[key] = LocalTrainer(self.cut, where, kind, *more, fresh=fresh)
         return self.made[key]
 

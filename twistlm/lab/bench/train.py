@@ -34,7 +34,7 @@ from ...system.terminal import progress
 from ...training import checkpoint
 from ...training.engines.engine import Outcome
 from ...training.engines.local import Local
-from ...training.run import Progress, Run
+from ...training.run import Progress, Run, is_in_place
 from ...transport.ranks import Cluster
 from .. import typed
 from . import TrainBenchRequest
@@ -122,6 +122,7 @@ def measure_worker(
     # the work copy may lie in the buffer itself
     held = {t.data_ptr(): t.nbytes for t in (trainer.work, trainer.grad, trainer.buffer)}
     assert run.central is not None
+    others = () if run.central.in_place else (run.central.buffer, run.central.sums)
     return {
         "setting": setting,
         "ratio": ratio,
@@ -130,8 +131,8 @@ def measure_worker(
         "tokens_per_s": 1e3 * n_tokens / ms,
         "flops": n_tokens * _flops(template, where, cfg.data.seq_len),  # of a step
         "state_bytes": sum(held.values()),  # weights, gradient and moments
-        # of the GPU's memory, with activations, without the central model
-        "peak_bytes": _peak(device, run.central.buffer, run.central.sums),
+        # of the GPU's memory, with activations, without a central model beside the worker's
+        "peak_bytes": _peak(device, *others),
         "round_ms": round_ms,  # of a worker: dispatch, `interval` steps, aggregation
         "overhead": 1 - t.interval * ms / round_ms,
         # counted: down and up of all workers, carried moments included
@@ -148,6 +149,7 @@ def _run(template: Model, cfg: Config, cluster: Cluster) -> Run:
     cut = cut_model(template, cfg.blocks, cluster.device, torch.float32)
     carry, outer = t.moments == "carry", t.nesterov() is not None
     central = create(cut.segments, huggingface.state(template), carry=carry, outer=outer)
+    central.in_place = is_in_place(cfg)
     central = on_host(central) if cfg.run.central == "host" else central
     return Run(cfg, cluster, cut, batches, 10**6, central)
 

@@ -10,7 +10,7 @@ from ...model.central import SubnetBuffer
 from ...system.device import to_device
 from ..aggregator import Stats
 from ..assignments import Outcome, Traffic, drawn_gates, measured_rho, take
-from ..run import Progress, Run, n_rows
+from ..run import Progress, Run
 from ..worker import learning_rate
 from .engine import Engine
 
@@ -27,16 +27,17 @@ class DataParallel(Engine):
         super().__init__(run, progress)
         self.drops = run.cfg.train.method == "dropout"
         self.trainer = run.trainers.get(run.cut.full, "physical", fresh=self.drops)
-        own = self.trainer.buffer[: n_rows(run.cfg)].clone()
-        source = run.cluster.broadcast_(own if run.central is None else run.central.buffer)
+        source = run.cluster.broadcast_(self.trainer.buffer)  # the central one's is the model
         block_map = run.cut.block_map
         part = SubnetBuffer(run.cut.segments, block_map.full(), source)
         gates = torch.ones(1, 1, sum(block_map.full_widths().values()))
         self.trainer.load(part, gates, run.schedule_round(progress) * run.cfg.train.interval)
 
     def round(self, progress: Progress) -> Outcome:
-        """`interval` steps of everyone together; then the central model is a copy."""
+        """`interval` steps of everyone together, on the central rank in the central model."""
         run, t, n_ranks = self.run, self.run.cfg.train, self.run.cluster.world_size
+        if run.central is not None:
+            run.central.wait_for_readers()
         rho = measured_rho(run, progress) if self.drops else progress.rho
         slots, ids, after = take(run, progress, t.interval * t.n_workers)
         if self.drops:  # as workers that hold all blocks draw them
@@ -69,7 +70,5 @@ class DataParallel(Engine):
             cluster.sum_(trainer.grad)
             trainer.apply(learning_rate(t, round * t.interval + i, run.total_steps))
         losses = cluster.sum_(trainer.losses * len(mine))
-        if run.central is not None:
-            run.central.buffer.copy_(trainer.buffer[: run.central.buffer.shape[0]])
         n_steps = t.interval * t.n_workers
         return Stats(losses, n_steps, n_steps * run.batches.batch * run.batches.seq_len)
