@@ -110,26 +110,31 @@ def test_masks_hold_the_whole_model_and_every_size():
 
 def test_rounds_rate_and_teacher_follow_from_tokens_and_size():
     t = chosen().train
-    assert (t.n_workers, t.interval, t.batch) == (4, 10, 8)
-    assert t.rounds == 5 * 10**7 // (4 * 10 * 8 * 1024) == 152
+    assert (t.n_workers, t.interval, t.batch, t.accumulate) == (1, 10, 32, 1)
+    assert t.rounds == 5 * 10**7 // (10 * 32 * 1024) == 152
     assert (t.lr, t.warmup, t.teacher, t.distil) == (1e-3, 100, "start", 0.9)
-    # 300 local steps of 4 x 2 x 1,024 tokens, not of 4 x 4 x 1,024
-    assert chosen(n_tokens=4_000_000).train.batch == 2
+    # 300 steps of 8 x 1,024 tokens, not of 16 x 1,024
+    assert chosen(n_tokens=4_000_000).train.batch == 8
     few = chosen(n_tokens=1000).train
-    assert (few.batch, few.rounds, few.warmup) == (1, 1, 1)
+    assert (few.batch, few.rounds, few.warmup) == (4, 1, 1)
+    assert chosen(n_text=0, n_tokens=0).train.teacher == "start"  # both unknown yet
     assert chosen(n_text=10**7).train.teacher == "cache"  # read five times
     assert chosen(n_text=4 * 10**7).train.teacher == "start"  # a quarter of it twice
     assert chosen("qwen2", ("346M",)).train.lr == pytest.approx(
         1e-3 * math.sqrt(135e6 / 494e6), rel=0.02
     )
-    takes = [plan.make(override(chosen(), [f"train.batch={n}"]))["process_bytes"] for n in (4, 8)]
-    assert chosen(room=sum(takes) / 2).train.batch == 4
+    takes = {n: plan.make(override(chosen(), [f"train.accumulate={n}"])) for n in (4, 8)}
+    t = chosen(room=sum(each["process_bytes"] for each in takes.values()) / 2).train
+    assert (t.batch, t.accumulate) == (32, 8)  # the same steps in smaller pieces
+    own = chosen(room=0, overrides=["train.batch=12"]).train
+    assert (own.batch, own.accumulate) == (12, 12)
     # as many tokens whatever the batch, the interval and the sequences' length
     own = chosen(n_tokens=4_000_000, overrides=["train.batch=8", "train.interval=5"])
-    assert own.train.rounds == 4_000_000 // (4 * 5 * 8 * 1024)
+    assert own.train.rounds == 4_000_000 // (5 * 8 * 1024)
     own = chosen(n_tokens=4_000_000, overrides=["train.batch=8", "data.seq_len=256"])
-    assert own.train.rounds == 4_000_000 // (4 * 10 * 8 * 256)
-    assert chosen(overrides=["train.rounds=7"]).train.rounds == 7
+    assert own.train.rounds == 4_000_000 // (10 * 8 * 256)
+    own = chosen(overrides=["train.rounds=7"]).train
+    assert (own.rounds, own.warmup) == (7, 7)
     own = chosen(overrides=["train.lr=1e-4", "blocks.attn_by=query"])
     assert (own.train.lr, own.blocks.attn_by) == (1e-4, "query")
 

@@ -19,9 +19,10 @@ from .tickets.stock import all_widths, refuse_shared, stock_ks
 from .tickets.widths import Cost, cost_of, fit
 from .training import plan
 
-N_WORKERS, INTERVAL = 4, 10
-BATCHES = (8, 4, 2, 1)  # sequences in a local step: the most that leave
-STEPS = 300  # local steps
+N_WORKERS = 1  # one process plays all: several would cost memory and a percent or two of quality
+INTERVAL = 10
+BATCHES = (32, 16, 8, 4)  # sequences in a step: the most that leave
+STEPS = 300  # steps
 N_FFN = 12  # blocks in an FFN layer, about; as in the measured presets
 FEWEST, MOST = 8, 64
 UNIT = 64  # neurons: a block of so many, or half, is whole in kernels and quantised rows
@@ -171,25 +172,30 @@ def config_for(
     text = DataConfig(
         train=f"{out}/text/train", valid=f"{out}/text/valid", seq_len=default_seq_len(model)
     )
+    train = TrainConfig(
+        n_workers=N_WORKERS, interval=INTERVAL, lr=float(f"{rate:.1e}"), schedule="cosine",
+        betas=(0.9, 0.95), weight_decay=0.1, clip=1.0, scale="none",
+        # predicting a token and storing it costs more than one prediction beside a step
+        teacher="cache" if n_tokens >= 2 * n_text > 0 else "start",
+    )  # fmt: skip
+    run = RunConfig(
+        out=f"{out}/parent", eval_every=-1, eval_ratios=tuple(size.ratio for size in sizes)
+    )
+    cfg = Config(given, text, replace(cut.blocks, **ks), train, run)
     for batch in BATCHES:
-        train = TrainConfig(
-            n_workers=N_WORKERS, interval=INTERVAL, batch=batch, lr=float(f"{rate:.1e}"),
-            schedule="cosine", betas=(0.9, 0.95), weight_decay=0.1, clip=1.0, scale="none",
-            # predicting a token and storing it costs more than one prediction beside a step
-            teacher="cache" if n_tokens >= 2 * n_text else "start",
-        )  # fmt: skip
-        run = RunConfig(
-            out=f"{out}/parent", eval_every=-1, eval_ratios=tuple(size.ratio for size in sizes)
-        )
-        cfg = Config(given, text, replace(cut.blocks, **ks), train, run)
+        cfg = replace(cfg, train=replace(train, batch=batch))
         asked = config.override(cfg, overrides)
         t = asked.train
-        per_step = t.n_workers * t.batch * asked.data.seq_len
-        n = max(1, n_tokens // (per_step * t.interval))  # rounds
-        train = replace(train, rounds=n, warmup=min(100, n))
-        cfg = replace(cfg, train=train, run=replace(run, save_every=max(1, min(50, n // 20))))
-        chosen = config.override(cfg, overrides)
-        if n_tokens >= per_step * STEPS and plan.memory(chosen, model, device)[1] <= room:
+        n_steps = n_tokens // (t.n_workers * t.batch * asked.data.seq_len)
+        if n_steps >= STEPS:
+            break
+    n = t.rounds or max(1, n_steps // t.interval)
+    train = replace(cfg.train, rounds=n, warmup=min(100, n))
+    cfg = replace(cfg, train=train, run=replace(run, save_every=max(1, min(50, n // 20))))
+    for pieces in (n for n in range(1, t.batch + 1) if t.batch % n == 0):
+        whole = replace(cfg, train=replace(cfg.train, accumulate=pieces))
+        chosen = config.override(whole, overrides)
+        if plan.memory(chosen, model, device)[1] <= room:
             break
     return chosen
 
