@@ -43,6 +43,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    ByT5Tokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     pipeline,
@@ -287,6 +288,21 @@ def test_a_tokenizer_that_transformers_makes_anew_stays_the_parents(tmp_path, ca
     assert "PreTrainedTokenizerFast.from_pretrained" in (folder / "README.md").read_text()
     assert "AutoTokenizer makes other tokens" in " ".join(capsys.readouterr().out.split())
     assert (written.chat_template, written.eos_token) == ("{{ messages }}", "<|endoftext|>")
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_tokenizer_in_python_comes_along(has_file, tmp_path):
+    """ByT5 has no tokenizer.json; beside one of the same tokens, as runs have it, that one wins."""
+    source, folder, tok = tmp_path / "bytes", tmp_path / "ticket", ByT5Tokenizer(extra_ids=0)
+    build("gpt2", {**TABLE["gpt2"].config, "vocab_size": len(tok)}).save_pretrained(source)
+    tok.save_pretrained(source)
+    if has_file:
+        Tokenizer(models.WordLevel(tok.get_vocab(), "<unk>")).save(f"{source}/tokenizer.json")
+    opened = open_parent(source, "cpu", CUT)
+    deploy.save_ticket(opened, opened.block_map.full(), folder)
+    ids = AutoTokenizer.from_pretrained(folder)("ab").input_ids
+    assert ids == ([2] if has_file else [100, 101, 1])
+    assert 'AutoTokenizer.from_pretrained("PATH")' in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("name", "attn_by", "setting"), KEYS)

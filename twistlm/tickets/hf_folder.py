@@ -102,8 +102,8 @@ def parent_tokenizer(parent: Parent) -> PreTrainedTokenizerBase | None:
     bare = load_tokenizer(str(parent.tokenizer)) if parent.tokenizer else None
     whole = _whole_tokenizer(parent.cfg.model.weights)
     if whole is not None and (bare is None or whole.get_vocab() == bare.get_vocab()):
-        if bare is not None and not same_ids(whole.backend_tokenizer, bare):
-            # transformers makes some families' tokenizers anew, whatever their file says
+        if bare is not None and not (whole.is_fast and same_ids(whole.backend_tokenizer, bare)):
+            # transformers makes some tokenizers anew or in Python, whatever their file says
             whole = PreTrainedTokenizerFast(
                 tokenizer_object=bare,
                 chat_template=whole.chat_template,
@@ -172,6 +172,8 @@ def tokenizer_class(folder: Path, config: PretrainedConfig) -> str:
 
     `config` is the parent's: an uneven ticket's own is read by none but our classes.
     """
+    if not (folder / "tokenizer.json").is_file():  # of a class in Python, such as ByT5's
+        return "AutoTokenizer"
     auto = _whole_tokenizer(str(folder), config=config)
     if auto is None or same_ids(auto.backend_tokenizer, load_tokenizer(str(folder))):
         return "AutoTokenizer"
