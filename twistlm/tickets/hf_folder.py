@@ -26,6 +26,11 @@ from .stock import stock_config
 
 CARD = "README.md"
 CODE = Path(modeling_ticket.__file__).stem
+# of a tokenizer, beside its named special tokens, that no tokenizer.json holds
+SETTINGS = (
+    "chat_template", "model_max_length", "padding_side", "truncation_side",
+    "clean_up_tokenization_spaces", "extra_special_tokens",
+)  # fmt: skip
 
 
 def save(parent: Parent, full: PreTrainedModel, ticket: PreTrainedModel, folder: Path) -> str:
@@ -104,12 +109,8 @@ def parent_tokenizer(parent: Parent) -> PreTrainedTokenizerBase | None:
     if whole is not None and (bare is None or whole.get_vocab() == bare.get_vocab()):
         if bare is not None and not (whole.is_fast and same_ids(whole.backend_tokenizer, bare)):
             # transformers makes some tokenizers anew or in Python, whatever their file says
-            whole = PreTrainedTokenizerFast(
-                tokenizer_object=bare,
-                chat_template=whole.chat_template,
-                model_max_length=whole.model_max_length,
-                **whole.special_tokens_map,
-            )
+            settings = {name: getattr(whole, name) for name in SETTINGS} | whole.special_tokens_map
+            whole = PreTrainedTokenizerFast(tokenizer_object=bare, **settings)
         whole.model_max_length = min(whole.model_max_length, config.max_position_embeddings)
         whole.init_kwargs.pop("auto_map", None)  # somebody's code, beside ours that users trust
         return whole
