@@ -16,7 +16,7 @@ from pydoc_data import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ..system.terminal import console
-from .prepare import prepare
+from .prepare import tokenize
 from .token_file import TokenFile, open_tokens
 
 NAME = "builtin:python-docs"
@@ -78,7 +78,7 @@ def build(folder: Path, quiet: bool = False) -> dict[str, TokenFile]:
             f"{platform.python_version()}: {len(texts):,} documents, {n_bytes / 1e6:.1f} MB"
         )
     tok = train_bpe(splits["train"], VOCAB_SIZE)
-    return {name: prepare([some], folder / name, tok, quiet=quiet) for name, some in splits.items()}
+    return {k: tokenize([some], folder / k, tok, quiet=quiet) for k, some in splits.items()}
 
 
 def resolve(stem: str, split: str, near: Path | None = None) -> str:
