@@ -82,7 +82,18 @@ def build(folder: Path, quiet: bool = False) -> dict[str, TokenFile]:
 
 
 def resolve(stem: str, split: str, near: Path | None = None) -> str:
-    """A token file's stem; the built-in corpus is made on first use.
+    """A token file's stem; the built-in corpus is made on first use."""
+    found = find(stem, split, near)
+    if stem == NAME:
+        try:
+            open_tokens(found)
+        except ValueError:
+            build(Path(found).parent)
+    return found
+
+
+def find(stem: str, split: str, near: Path | None = None) -> str:
+    """A token file's stem; of the built-in corpus, where `resolve` makes it.
 
     A run names its tokens as they were seen from the folder it was started in. `near` is the run's
     own folder: what is not found from here is looked for from each folder above the run.
@@ -92,9 +103,4 @@ def resolve(stem: str, split: str, near: Path | None = None) -> str:
         return next((str(f / stem) for f in folders if (f / f"{stem}.bin").is_file()), stem)
     if stem != NAME:
         raise ValueError(f"data.{split} = {stem!r}: the only built-in corpus is {NAME}")
-    made = Path("runs", f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}", split)
-    try:
-        open_tokens(str(made))
-    except ValueError:
-        build(made.parent)
-    return str(made)
+    return str(Path("runs", f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}", split))
