@@ -17,7 +17,7 @@ from twistlm.data import builtin
 from twistlm.data.token_file import open_tokens
 from twistlm.model import huggingface
 from twistlm.system.provenance import version
-from twistlm.training import plan
+from twistlm.training import checkpoint, plan, rounds
 from twistlm.training.teacher import write_cache
 from twistlm.transport.protocol import RunDescription
 
@@ -117,6 +117,21 @@ def test_a_plan_is_of_the_weights_that_are_here(tokens, tmp_path):
     assert plan_of(tmp_path, made, *other)["n_params"] == n_params
     with pytest.raises(ValueError, match=r"is a gpt2, but model\.type = 'llama'"):
         plan.make(config.load(made, [f"model.weights={weights}", "model.type=llama"]))
+
+
+def test_folders_that_are_called_as_words_of_the_config(tokens, tmp_path, monkeypatch):
+    """`random` weights and the teacher `start` are no runs of these names, which are larger."""
+    monkeypatch.chdir(tmp_path)
+    cfg = tiny(tokens, Path("run"))
+    n_params = plan.make(cfg)["n_params"]
+    huggingface.load(cfg.model, 0).save_pretrained("given")
+    larger = {"model": {"config": cfg.model.config | {"n_layer": 6}}, "train": {"rounds": 1}}
+    for name in ("random", "start"):
+        rounds.train(tiny(tokens, Path(name), **larger), quiet=True)
+    assert plan.make(cfg)["n_params"] == n_params
+    taught = config.override(cfg, ["model.weights=given", "train.teacher=start"])
+    assert plan.make(taught)["teacher_params"] == n_params
+    assert checkpoint.resolved(taught) == taught
 
 
 def test_bytes_of_a_round_with_a_k_for_every_worker():

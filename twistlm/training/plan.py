@@ -239,6 +239,8 @@ def _teacher(cfg: Config, model: Model) -> tuple[int, int]:
         except ValueError:  # not made yet
             record = TOP * (id_bytes(vocab) + HALF)
         return 0, t.n_workers * t.interval * t.batch * (cfg.data.seq_len - 1) * record
+    if t.teacher == "start":
+        return model.num_parameters(), 0
     files = Path(checkpoint.weights_of(t.teacher)).glob("model*.safetensors")
     stored = sum(math.prod(shape) for file in files for shape in huggingface.header(file).values())
     return stored or model.num_parameters(), 0
