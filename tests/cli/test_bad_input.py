@@ -44,6 +44,9 @@ TEXTS = {
     "a.pdf": b"%PDF",
     "mine.json": b'{"a": "user\'s"}',
     "mine2.bin": b"a user's",
+    "mine3.tokenizer.json": word_level(["w1", "w2", "w63"]).to_str().encode(),
+    "mine4.bin": b"a user's",
+    "mine4.tokenizer.json": b"a user's",
     "a.jsonl": b'{"text": "a"}\n{oops\n',
     "half.jsonl": b'{"text": "a \\ud800 b"}\n',  # half of a surrogate pair
     "aaa.txt": b"a" * 40 + b"b",
@@ -408,6 +411,8 @@ prepare a.txt --tokenizer gguf:huge.gguf -> huge.gguf could not be read as GGUF
 prepare a.txt -o '' -> --out '.' names no file
 prepare a.txt -o mine -> mine.json exists and is no part of a token file
 prepare a.txt -o mine2 -> mine2.bin exists and is no part of a token file
+prepare a.txt -o mine3 --tokenizer mine3.tokenizer.json -> mine3.tokenizer.json exists and is no
+prepare a.txt -o mine4 -> mine4.tokenizer.json exists and is no part of a token file
 prepare a.txt --eos '<end>' -> --eos | '<end>'
 prepare a.txt --tokenizer gone.json -> gone.json
 # planning

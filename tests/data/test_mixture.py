@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import word_level
 
-from twistlm.data import mixture
+from twistlm.data import builtin, mixture
 from twistlm.data.mixture import mix, parse
 from twistlm.data.token_file import open_tokens
 
@@ -79,3 +79,18 @@ def test_a_stopped_mixture_goes_on_with_the_sources_that_are_there(tmp_path, tok
     Path(second).unlink()
     again, _ = mix([mixture.Weighted(first)], tmp_path / "out", tok)
     assert again.sha256 == train.sha256 == open_tokens(str(tmp_path / "out/train")).sha256
+
+
+def test_what_a_disk_has_damaged_is_made_anew(tmp_path, tok, monkeypatch):
+    """The files of a mixture and the built-in corpus are ours: nobody is told to move them."""
+    out, texts = tmp_path / "out", parse([write(tmp_path / "a.txt", "a", 500)])
+    made = mix(texts, out, tok)[0].sha256
+    for name in ("train.json", "source-0.json"):
+        (out / name).write_text("{")
+    assert mix(texts, out, tok)[0].sha256 == made
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(builtin, "documents", lambda: ["one text", "another one"])
+    stem = builtin.resolve(builtin.NAME, "train")
+    made = open_tokens(stem).sha256
+    Path(f"{stem}.json").write_text("{")
+    assert open_tokens(builtin.resolve(builtin.NAME, "train")).sha256 == made

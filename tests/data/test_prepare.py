@@ -101,11 +101,13 @@ def test_several_sources_in_order_and_a_text_is_one_document(tmp_path, tok, tok_
     other = [tmp_path / "other.jsonl", tmp_path / "other.parquet"]
     other[0].write_text('{"text": "wrong", "body": "right"}')
     pq.write_table(pa.table({"text": ["wrong"], "body": ["right"]}), other[1])
-    (tmp_path / "out.json").unlink()  # as a process that was killed leaves it
-    file = prepare([*map(str, other)], f"{tmp_path}/out.bin", tok_json, column="body", eos="<s>")
-    want = expected(tok, ["right", "right"], "<s>")
-    assert file.tokens.tolist() == want  # the older file is replaced
-    assert len(list(tmp_path.glob("out*"))) == 3
+    for part in ("json", "bin"):  # killed, it leaves both parts or the tokenizer alone
+        (tmp_path / "out.json").unlink()
+        (tmp_path / f"out.{part}").unlink(missing_ok=True)
+        file = prepare([*map(str, other)], f"{tmp_path}/out.bin", tok, column="body", eos="<s>")
+        want = expected(tok, ["right", "right"], "<s>")
+        assert file.tokens.tolist() == want  # the older file is replaced
+        assert len(list(tmp_path.glob("out*"))) == 3
 
 
 ENDS = {

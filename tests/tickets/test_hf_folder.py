@@ -43,6 +43,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    ByT5Tokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     pipeline,
@@ -269,13 +270,15 @@ def test_a_tokenizer_that_transformers_makes_anew_stays_the_parents(tmp_path, ca
     """transformers reads every Qwen2's text as Qwen's own tokenizer does: digits one by one."""
     bare = Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=270, special_tokens=["<|endoftext|>"])
+    trainer = trainers.BpeTrainer(vocab_size=270, special_tokens=["<|endoftext|>", "<|im_end|>"])
     trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
     bare.train_from_iterator(["1234 1234 1234"], trainer)
     source, folder = tmp_path / "qwen", tmp_path / "ticket"
     build("qwen2", {**TABLE["qwen2"].config, "vocab_size": 270}).save_pretrained(source)
-    tok = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|endoftext|>")
-    tok.chat_template = "{{ messages }}"
+    settings = {"chat_template": "{{ messages }}", "eos_token": "<|endoftext|>"}
+    settings |= {"padding_side": "left", "truncation_side": "left", "model_max_length": 20}
+    settings |= {"clean_up_tokenization_spaces": True, "extra_special_tokens": ["<|im_end|>"]}
+    tok = PreTrainedTokenizerFast(tokenizer_object=bare, **settings)
     tok.save_pretrained(source)
     want = bare.encode("1234").ids
     assert AutoTokenizer.from_pretrained(source)("1234").input_ids != want  # the reason
@@ -286,7 +289,22 @@ def test_a_tokenizer_that_transformers_makes_anew_stays_the_parents(tmp_path, ca
     assert written("1234").input_ids == want
     assert "PreTrainedTokenizerFast.from_pretrained" in (folder / "README.md").read_text()
     assert "AutoTokenizer makes other tokens" in " ".join(capsys.readouterr().out.split())
-    assert (written.chat_template, written.eos_token) == ("{{ messages }}", "<|endoftext|>")
+    assert {name: getattr(written, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_tokenizer_in_python_comes_along(has_file, tmp_path):
+    """ByT5 has no tokenizer.json; beside one of the same tokens, as runs have it, that one wins."""
+    source, folder, tok = tmp_path / "bytes", tmp_path / "ticket", ByT5Tokenizer(extra_ids=0)
+    build("gpt2", {**TABLE["gpt2"].config, "vocab_size": len(tok)}).save_pretrained(source)
+    tok.save_pretrained(source)
+    if has_file:
+        Tokenizer(models.WordLevel(tok.get_vocab(), "<unk>")).save(f"{source}/tokenizer.json")
+    opened = open_parent(source, "cpu", CUT)
+    deploy.save_ticket(opened, opened.block_map.full(), folder)
+    ids = AutoTokenizer.from_pretrained(folder)("ab").input_ids
+    assert ids == ([2] if has_file else [100, 101, 1])
+    assert 'AutoTokenizer.from_pretrained("PATH")' in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("name", "attn_by", "setting"), KEYS)

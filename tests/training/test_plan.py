@@ -13,10 +13,11 @@ from conftest import tiny, tiny_table
 import paper
 from paper.printed import gpt2_params
 from twistlm import cli, config
+from twistlm.data import builtin
 from twistlm.data.token_file import open_tokens
 from twistlm.model import huggingface
 from twistlm.system.provenance import version
-from twistlm.training import plan
+from twistlm.training import checkpoint, plan, rounds
 from twistlm.training.teacher import write_cache
 from twistlm.transport.protocol import RunDescription
 
@@ -116,7 +117,21 @@ def test_a_plan_is_of_the_weights_that_are_here(tokens, tmp_path):
     assert plan_of(tmp_path, made, *other)["n_params"] == n_params
     with pytest.raises(ValueError, match=r"is a gpt2, but model\.type = 'llama'"):
         plan.make(config.load(made, [f"model.weights={weights}", "model.type=llama"]))
-    assert plan_of(tmp_path, "demo", "train.rounds=0", "train.epochs=1")["n_sequences"] > 1000
+
+
+def test_folders_that_are_called_as_words_of_the_config(tokens, tmp_path, monkeypatch):
+    """`random` weights and the teacher `start` are no runs of these names, which are larger."""
+    monkeypatch.chdir(tmp_path)
+    cfg = tiny(tokens, Path("run"))
+    n_params = plan.make(cfg)["n_params"]
+    huggingface.load(cfg.model, 0).save_pretrained("given")
+    larger = {"model": {"config": cfg.model.config | {"n_layer": 6}}, "train": {"rounds": 1}}
+    for name in ("random", "start"):
+        rounds.train(tiny(tokens, Path(name), **larger), quiet=True)
+    assert plan.make(cfg)["n_params"] == n_params
+    taught = config.override(cfg, ["model.weights=given", "train.teacher=start"])
+    assert plan.make(taught)["teacher_params"] == n_params
+    assert checkpoint.resolved(taught) == taught
 
 
 def test_bytes_of_a_round_with_a_k_for_every_worker():
@@ -130,6 +145,20 @@ def test_bytes_of_a_round_with_a_k_for_every_worker():
 def test_without_tokens_a_plan_takes_how_many_there_will_be(tmp_path):
     made = plan_of(tmp_path, "paper", "data.train=gone", "data.planned_sequences=12000")
     assert made["true_rounds"] == 3 * 12000 // (15 * 2 * 4)  # epochs, steps, batch, workers
+
+
+def test_a_plan_does_not_make_the_built_in_corpus(tmp_path, monkeypatch):
+    """It counts the sequences of one that a run has made, and until then those that are given."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(builtin, "documents", lambda: ["a text " * 99, "another text " * 99])
+    whole = ("train.rounds=0", "train.epochs=1")
+    with pytest.raises(ValueError, match=r"made when a run .* give data\.planned_sequences=N"):
+        plan.make(config.load("demo", whole))
+    whole += ("train.teacher=cache", "data.planned_sequences=12000")
+    assert plan_of(tmp_path, "demo", *whole)["n_sequences"] == 12000
+    assert not (tmp_path / "runs").exists()
+    n_tokens = open_tokens(builtin.resolve(builtin.NAME, "train")).meta.n_tokens
+    assert plan_of(tmp_path, "demo", *whole)["n_sequences"] == n_tokens // 64 > 1
 
 
 def third(*overrides: str, gbit: float = 1, tflops: float = 100) -> dict:

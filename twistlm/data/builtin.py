@@ -16,7 +16,7 @@ from pydoc_data import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ..system.terminal import console
-from .prepare import prepare
+from .prepare import tokenize
 from .token_file import TokenFile, open_tokens
 
 NAME = "builtin:python-docs"
@@ -78,11 +78,22 @@ def build(folder: Path, quiet: bool = False) -> dict[str, TokenFile]:
             f"{platform.python_version()}: {len(texts):,} documents, {n_bytes / 1e6:.1f} MB"
         )
     tok = train_bpe(splits["train"], VOCAB_SIZE)
-    return {name: prepare([some], folder / name, tok, quiet=quiet) for name, some in splits.items()}
+    return {k: tokenize([some], folder / k, tok, quiet=quiet) for k, some in splits.items()}
 
 
 def resolve(stem: str, split: str, near: Path | None = None) -> str:
-    """A token file's stem; the built-in corpus is made on first use.
+    """A token file's stem; the built-in corpus is made on first use."""
+    found = find(stem, split, near)
+    if stem == NAME:
+        try:
+            open_tokens(found)
+        except ValueError:
+            build(Path(found).parent)
+    return found
+
+
+def find(stem: str, split: str, near: Path | None = None) -> str:
+    """A token file's stem; of the built-in corpus, where `resolve` makes it.
 
     A run names its tokens as they were seen from the folder it was started in. `near` is the run's
     own folder: what is not found from here is looked for from each folder above the run.
@@ -92,9 +103,4 @@ def resolve(stem: str, split: str, near: Path | None = None) -> str:
         return next((str(f / stem) for f in folders if (f / f"{stem}.bin").is_file()), stem)
     if stem != NAME:
         raise ValueError(f"data.{split} = {stem!r}: the only built-in corpus is {NAME}")
-    made = Path("runs", f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}", split)
-    try:
-        open_tokens(str(made))
-    except ValueError:
-        build(made.parent)
-    return str(made)
+    return str(Path("runs", f"python-docs-{platform.python_version()}-bpe{VOCAB_SIZE}", split))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from ..system.terminal import console
 from . import builtin
-from .prepare import STRINGS, Source, check_source, prepare
+from .prepare import STRINGS, Source, check_source, tokenize
 from .token_file import PARTS, TokenFile, open_tokens, token_draft, write_meta
 
 HELD_OUT = 0.02  # of every source, its end: training never sees it
@@ -91,7 +91,7 @@ def _tokens(text: Weighted, stem: Path, tokenizer: Tokenizer, column: str) -> To
     if source == builtin.NAME:
         source = builtin.documents()
         random.Random(0).shuffle(source)  # they are sorted, and the end is held out
-    return prepare([source], stem, tokenizer, column=column)
+    return tokenize([source], stem, tokenizer, column=column)
 
 
 def _held_out_from(file: TokenFile) -> int:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from ..model.tokenizer import encode, find_eos, load_tokenizer
 from ..system.files import file_sha256
 from ..system.terminal import console, progress
-from .token_file import TokenFile, TokenMeta, open_tokens, token_draft, write_meta
+from .token_file import TokenFile, TokenMeta, check_target, open_tokens, token_draft, write_meta
 
 PIECE = 1 << 20  # characters of one .txt piece handed to the tokenizer
 CUT = re.compile(r"\S(?= \S)|\S\n(?=\S)")
@@ -214,17 +214,31 @@ def prepare(
     eos: str | None = None,
     quiet: bool = False,
 ) -> TokenFile:
-    """Tokenize `sources` into `out.bin`; nothing appears under that name until all is written."""
+    """Tokenize `sources` into `out.bin`; what is there and is no token file is refused."""
     if not sources:
         raise ValueError("nothing to prepare: name at least one file")
     if not (stem := Path(str(out).removesuffix(".bin"))).name:
         raise ValueError(f"--out {str(out)!r} names no file: give a stem, such as data/train")
     for source in sources:  # before a tokenizer is asked of the hub
         check_source(source)
-    names = [source if isinstance(source, str) else STRINGS for source in sources]
     tok = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     tok.no_truncation()
     tok.no_padding()
+    check_target(stem, tok.to_str(pretty=True))
+    return tokenize(sources, stem, tok, column=column, eos=eos, quiet=quiet)
+
+
+def tokenize(
+    sources: Sequence[Source],
+    stem: Path,
+    tok: Tokenizer,
+    *,
+    column: str = "text",
+    eos: str | None = None,
+    quiet: bool = False,
+) -> TokenFile:
+    """The same in place of whatever is there, which appears when all of it is written."""
+    names = [source if isinstance(source, str) else STRINGS for source in sources]
     eos_id = find_eos(tok, eos)
     eos_ids = [] if eos_id is None else [eos_id]
     vocab_size = 1 + max(tok.get_vocab(with_added_tokens=True).values(), default=0)

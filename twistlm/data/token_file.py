@@ -157,28 +157,31 @@ def read_description(path: Path, kind: type, what: str) -> tuple[Any, dict[str, 
         raise ValueError(f"{path} is not {what}: {error}") from None
 
 
-def check_target(stem: Path) -> None:
-    """An earlier token file is replaced; anything else is left alone."""
-    about, ids = Path(f"{stem}.json"), Path(f"{stem}.bin")
+def check_target(stem: Path, tokenizer: str) -> None:
+    """An earlier token file is replaced; anything else is left alone.
+
+    A process that was killed leaves parts without STEM.json, the tokenizer's copy first: they are
+    replaced where that copy is this `tokenizer`, which would be written again.
+    """
+    about, ids, copy = (Path(f"{stem}.{end}") for end in ("json", *PARTS))
     if about.exists():
         try:
             read_description(about, TokenMeta, "a token file's description")
             return
         except (OSError, ValueError):
-            foreign = about
-    elif ids.exists() and not Path(f"{stem}.tokenizer.json").exists():
-        foreign = ids  # of a process that was killed the tokenizer's copy would be there, too
-    else:
+            foreign = [about]
+    elif copy.is_file() and copy.read_bytes() == tokenizer.encode():
         return
-    raise ValueError(
-        f"--out {stem}: {foreign} exists and is no part of a token file: choose another"
-    )
+    else:
+        foreign = [path for path in (copy, ids) if path.exists()]
+    if foreign:
+        what = f"{foreign[0]} exists and is no part of a token file"
+        raise ValueError(f"--out {stem}: {what}: choose another")
 
 
 @contextmanager
 def token_draft(stem: Path) -> Iterator[Path]:
     """The stem of a draft to fill; its files then appear under `stem`, or nothing does."""
-    check_target(stem)
     with draft_folder(Path(f"{stem}.bin")) as folder:
         yield folder / "tokens"
         for suffix in (*reversed(PARTS), "json"):  # the last one says "complete"

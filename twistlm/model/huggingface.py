@@ -175,6 +175,8 @@ def planned(cfg: ModelConfig) -> Model:
 def is_here(cfg: ModelConfig) -> bool:
     """Whether there are weights, in a file, a folder or the hub's cache."""
     source = cfg.weights
+    if source == "random":  # whatever folder may be called so
+        return False
     if source.startswith("gguf:") or Path(source).expanduser().exists():
         return True
     cached = HUB_ID.fullmatch(source) and try_to_load_from_cache(source, "config.json")

@@ -26,6 +26,11 @@ from .stock import stock_config
 
 CARD = "README.md"
 CODE = Path(modeling_ticket.__file__).stem
+# of a tokenizer, beside its named special tokens, that no tokenizer.json holds
+SETTINGS = (
+    "chat_template", "model_max_length", "padding_side", "truncation_side",
+    "clean_up_tokenization_spaces", "extra_special_tokens",
+)  # fmt: skip
 
 
 def save(parent: Parent, full: PreTrainedModel, ticket: PreTrainedModel, folder: Path) -> str:
@@ -102,14 +107,10 @@ def parent_tokenizer(parent: Parent) -> PreTrainedTokenizerBase | None:
     bare = load_tokenizer(str(parent.tokenizer)) if parent.tokenizer else None
     whole = _whole_tokenizer(parent.cfg.model.weights)
     if whole is not None and (bare is None or whole.get_vocab() == bare.get_vocab()):
-        if bare is not None and not same_ids(whole.backend_tokenizer, bare):
-            # transformers makes some families' tokenizers anew, whatever their file says
-            whole = PreTrainedTokenizerFast(
-                tokenizer_object=bare,
-                chat_template=whole.chat_template,
-                model_max_length=whole.model_max_length,
-                **whole.special_tokens_map,
-            )
+        if bare is not None and not (whole.is_fast and same_ids(whole.backend_tokenizer, bare)):
+            # transformers makes some tokenizers anew or in Python, whatever their file says
+            settings = {name: getattr(whole, name) for name in SETTINGS} | whole.special_tokens_map
+            whole = PreTrainedTokenizerFast(tokenizer_object=bare, **settings)
         whole.model_max_length = min(whole.model_max_length, config.max_position_embeddings)
         whole.init_kwargs.pop("auto_map", None)  # somebody's code, beside ours that users trust
         return whole
@@ -172,6 +173,8 @@ def tokenizer_class(folder: Path, config: PretrainedConfig) -> str:
 
     `config` is the parent's: an uneven ticket's own is read by none but our classes.
     """
+    if not (folder / "tokenizer.json").is_file():  # of a class in Python, such as ByT5's
+        return "AutoTokenizer"
     auto = _whole_tokenizer(str(folder), config=config)
     if auto is None or same_ids(auto.backend_tokenizer, load_tokenizer(str(folder))):
         return "AutoTokenizer"

@@ -175,11 +175,12 @@ def weights_of(name: str) -> str:
 
 def resolved(cfg: Config) -> Config:
     """The config with checkpoints where it starts from, or is taught by, a run folder."""
-    return replace(
-        cfg,
-        model=replace(cfg.model, weights=weights_of(cfg.model.weights)),
-        train=replace(cfg.train, teacher=weights_of(cfg.train.teacher)),
-    )
+    model, train = cfg.model, cfg.train
+    if model.weights != "random":  # a word, whatever folder may be called so
+        model = replace(model, weights=weights_of(model.weights))
+    if train.teacher not in ("none", "start", "cache"):
+        train = replace(train, teacher=weights_of(train.teacher))
+    return replace(cfg, model=model, train=train)
 
 
 def verify(path: Path) -> Checkpoint:

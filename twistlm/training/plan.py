@@ -31,7 +31,7 @@ from rich.filesize import decimal
 
 from ..compute.loss import ALIGN, CHUNK, SMALL
 from ..config import Config
-from ..data.builtin import resolve
+from ..data.builtin import NAME, find
 from ..data.teacher_cache import id_bytes, open_teacher_cache
 from ..data.token_file import TokenFile, open_tokens
 from ..model import families, generator, huggingface
@@ -207,7 +207,11 @@ def _sequences(cfg: Config) -> tuple[int, float]:
 
 
 def _train_tokens(cfg: Config) -> TokenFile:
-    return open_tokens(resolve(cfg.data.train, "train", Path(cfg.run.out)))
+    """Where they are there: a plan does not make the built-in corpus."""
+    stem = find(cfg.data.train, "train", Path(cfg.run.out))
+    if cfg.data.train == NAME and not Path(f"{stem}.json").is_file():
+        raise ValueError(f"data.train = {NAME!r}: it is made when a run first reads it")
+    return open_tokens(stem)
 
 
 def _sizes(cfg: Config, model: Model, shapes: Shapes, n_full: int) -> list[tuple[str, str, int]]:
@@ -235,6 +239,8 @@ def _teacher(cfg: Config, model: Model) -> tuple[int, int]:
         except ValueError:  # not made yet
             record = TOP * (id_bytes(vocab) + HALF)
         return 0, t.n_workers * t.interval * t.batch * (cfg.data.seq_len - 1) * record
+    if t.teacher == "start":
+        return model.num_parameters(), 0
     files = Path(checkpoint.weights_of(t.teacher)).glob("model*.safetensors")
     stored = sum(math.prod(shape) for file in files for shape in huggingface.header(file).values())
     return stored or model.num_parameters(), 0
