@@ -16,6 +16,7 @@ from conftest import make_tokens
 from safetensors.torch import load_file
 
 import twistlm
+from twistlm.tickets.requests import ShrinkRequest
 
 PAGE = Path(__file__).parents[1] / "docs/python.md"
 
@@ -134,11 +135,16 @@ def test_mistakes_are_sentences(after):
 
 
 def test_numbers_of_numpy_and_nothing_are_natural_values(after, monkeypatch):
+    """Also in what is written of a request: JSON knows none of them."""
     monkeypatch.chdir(after[0])
-    parent = after[1]["parent"]
-    asked = parent.extract(params=np.int64(100_000), ratio=None, tokens=np.int64(64))
-    other = parent.extract(params="100k", tokens=64)
+    parent, how = after[1]["parent"], {"seed": np.int64(1), "stock": np.False_}
+    asked = parent.extract(params=np.int64(100_000), ratio=None, tokens=np.int64(64), **how)
+    other = parent.extract(params="100k", tokens=64, seed=1)
     assert asked.model.num_parameters() == other.model.num_parameters()
+    assert json.dumps(asked.proof["pick"]) == json.dumps(other.proof["pick"])
+    asked.save("numpy")
+    request = ShrinkRequest(model="nowhere", out="x", hours=np.float32(0.5))
+    assert repr(request.hours) == "0.5"
     other = twistlm.open_parent(
         parent.template,
         {"blocks.shared_first": 1, "blocks.shared_last": 1},
