@@ -314,6 +314,7 @@ def _cut(request: ShrinkRequest, cfg: Config, sizes: dict[str, str]) -> list[Row
                 model = deploy.load_ticket(folder).float()
                 gguf.export(model, file, request.gguf, folder / "tokenizer.json")
     start = huggingface.load(checkpoint.resolved(cfg).model, cfg.run.seed)
+    huggingface.rounded_(start, getattr(torch, request.dtype))  # as the others were measured
     torch.nn.Module.to(start, parent.central.weights.device)
     score = score_model(start, text_of(parent, None, MEASURED), request.model, cfg.train.precision)
     given = replace(rows[0], name=request.model, folder=Path(request.model), perplexity=score.full)
