@@ -164,6 +164,13 @@ def test_evaluate_takes_what_is_in_memory(after, monkeypatch):
         assert twistlm.evaluate(ticket, **words).full == ticket.evaluate(**words).full
         scores = twistlm.evaluate(parent, "6/12", n=2, **words)
         assert scores.subnets == parent.evaluate("6/12", n=2, **words).subnets
+    for source in (parent, ticket, after[0] / "ticket"):
+        with pytest.raises(ValueError, match=r"^tokens 5: fewer than data\.seq_len = "):
+            twistlm.evaluate(source, tokens=5)
+    with pytest.raises(ValueError, match=r"^tokens takes an int, not a str"):
+        ticket.evaluate(tokens="x")
+    with pytest.raises(ValueError, match=r"^tokens -1: legal are >= 0"):
+        ticket.evaluate(tokens=-1)
 
 
 BEFORE = """
