@@ -16,6 +16,7 @@ from conftest import make_tokens
 from safetensors.torch import load_file
 
 import twistlm
+from twistlm.tickets.requests import ShrinkRequest
 
 PAGE = Path(__file__).parents[1] / "docs/python.md"
 
@@ -134,11 +135,16 @@ def test_mistakes_are_sentences(after):
 
 
 def test_numbers_of_numpy_and_nothing_are_natural_values(after, monkeypatch):
+    """Also in what is written of a request: JSON knows none of them."""
     monkeypatch.chdir(after[0])
-    parent = after[1]["parent"]
-    asked = parent.extract(params=np.int64(100_000), ratio=None, tokens=np.int64(64))
-    other = parent.extract(params="100k", tokens=64)
+    parent, how = after[1]["parent"], {"seed": np.int64(1), "stock": np.False_}
+    asked = parent.extract(params=np.int64(100_000), ratio=None, tokens=np.int64(64), **how)
+    other = parent.extract(params="100k", tokens=64, seed=1)
     assert asked.model.num_parameters() == other.model.num_parameters()
+    assert json.dumps(asked.proof["pick"]) == json.dumps(other.proof["pick"])
+    asked.save("numpy")
+    request = ShrinkRequest(model="nowhere", out="x", hours=np.float32(0.5))
+    assert repr(request.hours) == "0.5"
     other = twistlm.open_parent(
         parent.template,
         {"blocks.shared_first": 1, "blocks.shared_last": 1},
@@ -158,6 +164,13 @@ def test_evaluate_takes_what_is_in_memory(after, monkeypatch):
         assert twistlm.evaluate(ticket, **words).full == ticket.evaluate(**words).full
         scores = twistlm.evaluate(parent, "6/12", n=2, **words)
         assert scores.subnets == parent.evaluate("6/12", n=2, **words).subnets
+    for source in (parent, ticket, after[0] / "ticket"):
+        with pytest.raises(ValueError, match=r"^tokens 5: fewer than data\.seq_len = "):
+            twistlm.evaluate(source, tokens=5)
+    with pytest.raises(ValueError, match=r"^tokens takes an int, not a str"):
+        ticket.evaluate(tokens="x")
+    with pytest.raises(ValueError, match=r"^tokens -1: legal are >= 0"):
+        ticket.evaluate(tokens=-1)
 
 
 BEFORE = """

@@ -7,13 +7,13 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
 WHOLE = 2**63 - 1  # the largest whole number that a record of ours holds
 LARGEST = 1e30  # of any number in a config: float32 ends at 3.4e38
-KINDS: dict[type, Any] = {str: str, int: Integral, float: Real, bool: bool}  # what Python may give
+KINDS: dict[type, Any] = {str: str, int: int, float: int | float, bool: bool}  # what is taken
 # help of options that many commands have
 VALID_TEXT = "Token file; default: the run's data.valid."
 N_TOKENS = "Use this many tokens; 0 takes all."
@@ -146,9 +146,9 @@ class Checked:
                 value = tuple(value) if isinstance(value, list | tuple) else (value,)
             for kind, legal in KINDS.items():
                 if field.type in (kind, kind | None):
-                    value = _word(value) if kind is str else value
+                    value = _word(value) if kind is str else _plain(value)
                     legal = legal if field.type is kind else legal | None
-                    is_truth = isinstance(value, bool) and kind is not bool  # an Integral, too
+                    is_truth = isinstance(value, bool) and kind is not bool  # an int, too
                     if is_truth or not isinstance(value, legal):
                         what = f"{'an' if kind is int else 'a'} {kind.__name__}"
                         said = f"--{field.name.replace('_', '-')} takes {what}"
@@ -158,6 +158,11 @@ class Checked:
                 value = tuple(map(_word, value))
             object.__setattr__(self, field.name, value)
         check(self)
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or torch as Python's own, which JSON can write."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _word(value: Any) -> Any:

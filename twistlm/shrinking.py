@@ -260,13 +260,14 @@ def prepare(request: ShrinkRequest, inputs: Inputs | None = None) -> dict[str, s
     n_tokens = n_text if request.tokens is None else int(amount("tokens", request.tokens))
     cfg = inputs.config_for(n_text=n_text, n_tokens=n_tokens)
     seq_len, t = cfg.data.seq_len, cfg.train
-    least = t.n_workers * t.interval * seq_len
+    least = t.n_workers * t.interval * seq_len  # a batch may hold a sequence more than once
     if n_text < least or n_valid < seq_len:
         shutil.rmtree(folder)
         (request.out / RECORD).unlink(missing_ok=True)
         raise ValueError(
-            f"--text: {n_text:,} tokens to train and {n_valid:,} to measure on are too few: one "
-            f"round takes {least:,}, a measurement {seq_len:,} (data.seq_len = {seq_len})"
+            f"--text: {n_text:,} tokens to train and {n_valid:,} to measure on are too few: "
+            f"training takes at least {least:,}, a sequence of data.seq_len = {seq_len} for every "
+            f"step of a round, and a measurement {seq_len:,}"
         )
     seconds = TAUGHT * speed.training_seconds(inputs.model, seq_len, cfg.run.device)
     if request.hours:
@@ -314,6 +315,7 @@ def _cut(request: ShrinkRequest, cfg: Config, sizes: dict[str, str]) -> list[Row
                 model = deploy.load_ticket(folder).float()
                 gguf.export(model, file, request.gguf, folder / "tokenizer.json")
     start = huggingface.load(checkpoint.resolved(cfg).model, cfg.run.seed)
+    huggingface.rounded_(start, getattr(torch, request.dtype))  # as the others were measured
     torch.nn.Module.to(start, parent.central.weights.device)
     score = score_model(start, text_of(parent, None, MEASURED), request.model, cfg.train.precision)
     given = replace(rows[0], name=request.model, folder=Path(request.model), perplexity=score.full)

@@ -324,7 +324,8 @@ shrink --text a.txt:0 --to 9k -> greater than 0
 shrink --text a.txt:nan --to 9k -> greater than 0
 shrink --text a.txt:0.5 --text aaa.txt --to 9k -> every --text a weight
 shrink --text gone.txt:0.5 --to 9k -> gone.txt: no such file
-shrink --text a.txt --to 9k -> 2 tokens to train | too few | 640
+shrink --text a.txt --to 9k -> 2 tokens to train | too few | 160, a sequence of data.seq_len = 16
+shrink --text a.txt --to 9k train.batch=8 -> at least 160, a sequence | for every step of a round
 shrink --text tokens.txt --to 5k -> --to 5k is impossible | 5,608 parameters
 shrink --text tokens.txt --to 12k -> --to 12k | the whole model of 11,152 parameters
 shrink --text tokens.txt --to 9.3k --to 9.4k -> --to 9.3k and --to 9.4k | the same ticket, ffn=5/8

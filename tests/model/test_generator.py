@@ -57,11 +57,12 @@ def check_hands(hands: list, n: int, ks: tuple[int, ...], common: tuple[int, ...
 
 
 def is_dealt(n: int, ks: tuple[int, ...], common: tuple[int, ...]) -> bool:
-    """Whether there are two rounds' deals of these K, with the three constraints."""
+    """Whether there are two rounds' deals of these K in every way, with the three constraints."""
     blocks = {"k_attn": ks, "widths": "worker", "common_attn": common}
     try:
-        for hands in deals(n, len(ks), 0, 2, seed=n, **blocks):
-            check_hands(hands, n, ks, common)
+        for way in ("random", "order", "first"):
+            for hands in deals(n, len(ks), 0, 2, seed=n, falls=True, deal=way, **blocks):
+                check_hands(hands, n, ks, common)
     except AssertionError:  # of what cannot be dealt, something else is
         return False
     return min(ks) > 0

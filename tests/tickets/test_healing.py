@@ -90,9 +90,11 @@ def test_a_ticket_of_a_gguf_file_in_a_package(home, tmp_path):
     made = healing.settings(request, deploy.load_ticket(home / "ticket"), source, STEPS, None)
     assert made.train.teacher == source
     assert (made.train.rounds, made.train.warmup) == (3, 0)  # 288 tokens: 2 steps of 3 x 16 each
-    own = [*STEPS, "train.rounds=7", "train.warmup=5"]  # keys win, as in every command
-    made = healing.settings(request, deploy.load_ticket(home / "ticket"), source, own, None)
-    assert (made.train.rounds, made.train.warmup) == (7, 5)
+    # keys win, as in every command, and what follows of the rounds is of those that are trained
+    for own, warmup in (((), 4), (("train.warmup=5",), 5)):
+        own = [*STEPS, "train.rounds=40", *own]
+        made = healing.settings(request, deploy.load_ticket(home / "ticket"), source, own, None)
+        assert (made.train.rounds, made.train.warmup, made.run.save_every) == (40, warmup, 4)
 
 
 def test_a_healed_ticket_is_a_ticket_with_its_history(home, tmp_path, monkeypatch, capsys):

@@ -195,17 +195,25 @@ def test_a_silent_store_is_named_not_the_other_ranks(runs, tmp_path):
 
 
 def test_ranks_end_with_their_launcher(runs, tmp_path):
-    """They trained on, with nobody above them: ports, memory and the run's folder stayed theirs."""
+    """They trained on, with nobody above them: ports, memory and the run's folder stayed theirs.
+
+    An evaluation that is given up saves its round at once, and all end after the next one.
+    """
     _, tokens = runs
-    table = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run={"save_every": 0})
+    run = {"save_every": 0, "eval_n": 2000}  # seconds, after every second round
+    table = sharded_table(tokens, tmp_path / "run", train={"rounds": 1000}, run=run)
     launcher = ranks.launch(3, tmp_path, table)
     until_it_trains(tmp_path / "run", 1)
+    time.sleep(0.5)
     launcher.kill()
     launcher.join()
     ended = lambda rank: "stopped by SIGTERM" in ranks.said(tmp_path, rank)  # noqa: E731
     ranks.wait_for(lambda: all(map(ended, range(3))), 20, lambda: ranks.said(tmp_path, 0))
-    (saved,) = (tmp_path / "run/checkpoints").glob("round-*")
-    assert saved.name == f"round-{len(metrics(tmp_path / 'run')):06d}"
+    rows = metrics(tmp_path / "run")
+    given_up = {row["round"] for row in rows if row["round"] % 2 == 0 and "eval" not in row}
+    assert given_up
+    saved = {path.name for path in (tmp_path / "run/checkpoints").glob("round-*")}
+    assert saved == {f"round-{r:06d}" for r in {*given_up, len(rows)}}
 
 
 def test_sigterm_on_one_rank_stops_all_after_the_same_round(runs, tmp_path):

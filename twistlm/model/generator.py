@@ -126,7 +126,7 @@ def for_training(
             elif len(small) == len(widths):  # nobody is whole: some hold what the first K leave
                 left = group.n_blocks - widths[first[0]]
                 while left > 0 and len(first) > 1:
-                    left -= widths[first.pop()]
+                    left -= widths[first.pop()] - len(common)  # which all hold
             for s in first:
                 fixed[s] = first_blocks(order[group.name], common, widths[s])
         hands = deal(rng, group.n_blocks, widths, common, fixed=fixed)

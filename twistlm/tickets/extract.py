@@ -26,8 +26,8 @@ from .hf_folder import numbers, parent_tokenizer
 from .importance import NESTED, NEURONS, parse_pick, pick_blocks, pick_for, with_sorted_neurons
 from .parent import Parent, config_of, open_parent
 from .register import register
-from .requests import Budget, TicketRequest
-from .score import Scores, score_model
+from .requests import Budget, ScoreRequest, TicketRequest
+from .score import Scores, score_model, whole_windows
 from .spend import choose_widths, ticket_cost
 from .stock import refuse_shared
 from .text import calibrate_on_tokens, open_text, text_of
@@ -75,7 +75,9 @@ class Ticket:
     def evaluate(self, data: str | Path | None = None, tokens: int | None = None) -> Scores:
         """The ticket's perplexity, on the text that it was measured on unless another is named."""
         stem = self.request.data if data is None else str(data)
-        text = text_of(self.parent, stem, self.request.tokens if tokens is None else tokens)
+        n_tokens = self.request.tokens if tokens is None else ScoreRequest(tokens=tokens).tokens
+        text = text_of(self.parent, stem, n_tokens)
+        text = text if tokens is None else whole_windows(text)
         return score_model(self.model, text, "ticket", self.parent.cfg.train.precision)
 
     @python_words()

@@ -165,6 +165,7 @@ def settings(
             teacher=teacher,
             distil=run.train.distil or 0.9,
             outer="none",
+            rounds=0,  # of the tokens, unless `overrides` say how many
             epochs=0.0,
         ),
         run=RunConfig(out=f"{request.out}.healing", eval_every=-1, eval_ratios=("1",)),
@@ -172,7 +173,7 @@ def settings(
     cfg = config.override(cfg, overrides)
     huggingface.check_positions(model, cfg.data.seq_len)
     per_round = cfg.train.batch * cfg.data.seq_len * cfg.train.interval
-    n_rounds = max(1, math.ceil(amount("tokens", request.tokens) / per_round))
+    n_rounds = cfg.train.rounds or max(1, math.ceil(amount("tokens", request.tokens) / per_round))
     warmup = int(WARMUP * n_rounds * cfg.train.interval)
     cfg = replace(
         cfg,

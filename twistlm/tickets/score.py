@@ -76,7 +76,7 @@ def usual_ratios(parent: Parent) -> tuple[str, ...]:
 
 def score_parent(parent: Parent, request: ScoreRequest, name: str, quiet: bool = False) -> Scores:
     """Perplexity of the full model and of n random subnets of each ratio."""
-    text = _whole_windows(text_of(parent, request.data, request.tokens))
+    text = whole_windows(text_of(parent, request.data, request.tokens))
     ratios, n = request.ratios or usual_ratios(parent), request.n or N_SUBNETS
     with progress(quiet) as bar:
         task = bar.add_task(f"evaluate {name}", total=1 + n * len(ratios), note="")
@@ -117,10 +117,10 @@ def score_whole(
     default = Config(data=DataConfig(seq_len=seq_len or default_seq_len(model)))
     cfg = config.override(default, overrides)
     text = text_for(model, file, cfg.data.seq_len, request.tokens, folder / "tokenizer.json")
-    return score_model(model, _whole_windows(text), folder.name, cfg.train.precision)
+    return score_model(model, whole_windows(text), folder.name, cfg.train.precision)
 
 
-def _whole_windows(text: Text) -> Text:
+def whole_windows(text: Text) -> Text:
     """A text of one window or more, for no less can be read."""
     if 0 < text.max_tokens < text.seq_len:
         raise ValueError(

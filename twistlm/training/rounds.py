@@ -96,8 +96,7 @@ def _loop(
             if engine.stops and progress.round < run.end(progress):
                 raise stopped(run.stop, progress.round)
         except BaseException:  # the caller's own, or a signal that came since
-            if not saves:
-                recorder.save_last(progress)
+            recorder.save_last(progress)
             raise
         if late:
             break
@@ -116,6 +115,7 @@ class RunRecorder:
     def __init__(self, engine: Engine, quiet: bool, open_: ExitStack):
         run, start = engine.run, engine.start
         self.run, self.start, self.engine, self.quiet = run, start, engine, quiet
+        self.saved = start.round  # the last round that was given to the writer
         self.is_central = run.cluster.is_central
         out, what = Path(run.cfg.run.out), (run.cut.template, run.batches.file.tokenizer_path)
         writer = Writer(out / "checkpoints", run.cfg, *what, run.state_bytes)
@@ -130,10 +130,9 @@ class RunRecorder:
 
     def save_last(self, progress: Progress) -> None:
         """After a round that was abandoned: the one before, where it is not on disk yet."""
-        run, new = self.run, progress.round > self.start.round
-        unsaved = self.writer.failure or not _is_due(run, progress, run.cfg.run.save_every)
+        unsaved = self.writer.failure or progress.round > self.saved
         # a copy that waits for `collect_` may be of an earlier round
-        if self.is_central and self.engine.is_whole and unsaved and new:
+        if self.is_central and self.engine.is_whole and unsaved:
             self.writer.save(self.engine.snapshot, progress)
 
     def note(
@@ -158,7 +157,8 @@ class RunRecorder:
 
             try:
                 row["eval"], line = self.engine.evaluate(now, advance)
-            except GivenUp:  # a scheduler kills soon after its signal: the round is saved at once
+            except GivenUp:  # a scheduler kills soon after its signal: the round is saved at once,
+                saves = True  # though other ranks hear of the signal after one more round
                 line = "its evaluation was given up; `twistlm eval` makes it"
             self.bar.remove_task(task)
             if not self.quiet:
@@ -167,6 +167,7 @@ class RunRecorder:
         # without a whole copy here, a failed save waits for the next round that collects one
         if saves or (self.writer.failure and self.engine.is_whole):
             self.writer.save(self.engine.snapshot, now)
+            self.saved = now.round
         return row
 
 
