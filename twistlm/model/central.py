@@ -51,9 +51,14 @@ class Central:
             self.sums = torch.empty_like(self.buffer if self.state.is_cuda else self.state)
         return self.sums
 
+    def before_change(self) -> None:
+        """Wait for a checkpoint's writer where it reads the state itself."""
+        if self.in_place and not self.state.is_cuda:
+            self.wait_for_readers()
+
     def copied(self) -> Tensor:
         """A copy of the state in the memory of the host, which the next call overwrites; on a CPU
-        the state itself where it is trained in place, after `wait_for_readers`."""
+        the state itself where it is trained in place, until `before_change`."""
         if not self.state.is_cuda:
             return self.state if self.in_place else self.scratch().copy_(self.state)
         if self.host is None:  # kept: the first touch of its pages is slow

@@ -37,7 +37,7 @@ class DataParallel(Engine):
         """`interval` steps of everyone together, on the central rank in the central model."""
         run, t, n_ranks = self.run, self.run.cfg.train, self.run.cluster.world_size
         if run.central is not None:
-            run.central.wait_for_readers()
+            run.central.before_change()
         rho = measured_rho(run, progress) if self.drops else progress.rho
         slots, ids, after = take(run, progress, t.interval * t.n_workers)
         if self.drops:  # as workers that hold all blocks draw them

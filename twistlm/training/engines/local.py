@@ -19,8 +19,7 @@ class Local(Engine):
         run, kind, work = self.run, self.run.cfg.run.wire, self.assign(progress)
         central = run.central
         assert central is not None
-        if central.in_place:
-            central.wait_for_readers()
+        central.before_change()
         place, exact = central.buffer.device, kind == "fp32"
         mean = Mean(central, holders(central.segments, work.blueprints), run.cfg.train.nesterov())
         for worker, blueprint in enumerate(work.blueprints):
