@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# SmolLM2-135M: tickets of one parent (one worker whole, three half) beside prune and heal at equal totals.
+# SmolLM2-135M: tickets of one parent (workers: one whole, three half; or a single one) beside prune and heal at equal totals.
 #
 #   bash paper/smollm2.sh MODEL TRAIN VALID TEST OUT [SECTION.KEY=VALUE ...]
 #
 # MODEL: HuggingFaceTB/SmolLM2-135M, or gguf:FILE. TRAIN, VALID, TEST: tokens that `twistlm prepare` made. Every model's
-# perplexity stands in OUT/eval. Called again, it goes on. RATES="1e-3 1.5e-3" and SEEDS="1 2 3" say what is tried,
-# JOBS=4 does so many runs at once.
+# perplexity stands in OUT/eval. Called again, it goes on. RATES="1e-3 1.5e-3", SEEDS="1 2 3" and WORKERS="4 1" say what is
+# tried, JOBS=4 does so many runs at once.
 set -euo pipefail
 . "$(dirname "$0")/jobs.sh"
 model=$1 train=$2 valid=$3 test=$4 out=$5 keys=("${@:6}")
@@ -24,9 +24,11 @@ train() { # RUN [SECTION.KEY=VALUE ...]
     "${@:2}" "${keys[@]}" --auto-resume
 }
 
-twist() { # RATE SEED
-  train "$out/twist-$1-$2" model.weights="$out/start" train.lr="$1" run.seed="$2"
-  evaluate "twist-$1-$2" "$out/twist-$1-$2" "${ratios[@]/#/--ratio=}"
+twist() { # WORKERS RATE SEED
+  local one=() name=twist-$1-$2-$3
+  if (($1 == 1)); then one=(train.n_workers=1 train.batch=32 blocks.widths=cycle blocks.k_attn=3 blocks.k_ffn=12); fi
+  train "$out/$name" model.weights="$out/start" train.lr="$2" run.seed="$3" "${one[@]}"
+  evaluate "$name" "$out/$name" "${ratios[@]/#/--ratio=}"
 }
 
 heal() { # RATIO RATE SEED
@@ -47,7 +49,7 @@ for ratio in "${ratios[@]}"; do
 done
 for seed in ${SEEDS:-1}; do
   for rate in ${RATES:-1e-3 1.5e-3}; do
-    later twist "$rate" "$seed"
+    for workers in ${WORKERS:-4 1}; do later twist "$workers" "$rate" "$seed"; done
     for ratio in "${ratios[@]}"; do later heal "$ratio" "$rate" "$seed"; done
   done
 done
