@@ -5,7 +5,7 @@
 #
 # MODEL: a Hugging Face id or folder, or gguf:FILE. TEXT: a folder with train/code, train/wiki, test/code, test/wiki and
 # tasks (for `twistlm eval --tasks`). Every model's perplexities and tasks stand in OUT/eval. Called again, it goes on.
-# JOBS=8 measures and heals so many models at once.
+# RATE=1e-4 is the parent's learning rate, RATES="1e-4 3e-4" are those of the healed models. JOBS=3 runs so many at once.
 set -euo pipefail
 . "$(dirname "$0")/jobs.sh"
 model=$1 text=$2 out=$3 keys=("${@:4}")
@@ -23,14 +23,25 @@ evaluate() { # NAME MODEL
   test -e "$out/eval/$1-tasks.json" || twistlm eval "$2" --tasks "$text/tasks" --json "$out/eval/$1-tasks.json"
 }
 
-heal() { # K: it learns from the same text at the same rate, with the given model as teacher
-  test -e "$out/cut-$1" || twistlm extract "$model" -o "$out/cut-$1" --ratio "ffn=$1/19" --pick neurons \
-    --data "$out/shrink/text/train" --tokens 65536 train.scale=none "${cut[@]}"
-  test -e "$out/healed-$1" || twistlm heal "$out/cut-$1" -o "$out/healed-$1" --tokens $((n / 4)) \
+parent() { # and its tickets
+  twistlm shrink "$model" --text "$text/train/code:0.5" --text "$text/train/wiki:0.5" "${to[@]/#/--to=}" --tokens "$n" \
+    -o "$out/shrink" blocks.setting=ffn train.lr="${RATE:-1e-4}" "${keys[@]}"
+  evaluate whole "$out/shrink/parent"
+  for i in "${!ks[@]}"; do evaluate "twist-${ks[i]}" "$out/shrink/params-${to[i]}"; done
+}
+
+heal() { # K RATE: it learns from the same text, with the given model as teacher
+  local name=healed-$1-$2
+  test -e "$out/$name" || twistlm heal "$out/cut-$1" -o "$out/$name" --tokens $((n / 4)) \
     --data "$out/shrink/text/train" --valid "$out/shrink/text/valid" --valid-tokens 65536 data.seq_len=1024 \
     train.batch=16 train.distil=0.9 'train.betas=[0.9,0.95]' train.weight_decay=0.1 train.clip=1.0 \
-    train.lr=1.5e-4 "${keys[@]}"
-  evaluate "healed-$1" "$out/healed-$1"
+    train.lr="$2" "${keys[@]}"
+  evaluate "$name" "$out/$name"
+}
+
+cut_neurons() { # K: the best neurons of the given model, not trained yet
+  test -e "$out/cut-$1" || twistlm extract "$model" -o "$out/cut-$1" --ratio "ffn=$1/19" --pick neurons \
+    --data "$out/shrink/text/train" --tokens 65536 train.scale=none "${cut[@]}"
 }
 
 prune() { # METHOD K
@@ -42,14 +53,15 @@ prune() { # METHOD K
 for kind in code wiki; do
   test -e "$out/test-$kind.json" || twistlm prepare "$text/test/$kind" -o "$out/test-$kind" --tokenizer "$model"
 done
-twistlm shrink "$model" --text "$text/train/code" --text "$text/train/wiki" "${to[@]/#/--to=}" --tokens "$n" \
-  -o "$out/shrink" blocks.setting=ffn train.lr=1.5e-4 "${keys[@]}"
-for k in "${ks[@]}"; do later heal "$k"; done
+later parent
+until test -e "$out/shrink/train.toml"; do # its text is the healed models', too
+  kill -0 "${jobs[0]}"
+  sleep 1
+done
 later evaluate given "$model"
-later evaluate whole "$out/shrink/parent"
-for i in "${!ks[@]}"; do
-  later evaluate "twist-${ks[i]}" "$out/shrink/params-${to[i]}"
-  later prune sparsegpt "${ks[i]}"
-  later prune block:mask-fisher "${ks[i]}"
+for k in "${ks[@]}"; do cut_neurons "$k"; done # before two heal it at once
+for k in "${ks[@]}"; do
+  for rate in ${RATES:-1e-4 3e-4}; do later heal "$k" "$rate"; done
+  for method in sparsegpt block:mask-fisher; do later prune "$method" "$k"; done
 done
 finish
