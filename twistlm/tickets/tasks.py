@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from rich.progress import Progress
 from rich.table import Table
 from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -37,6 +39,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz")
 WITHOUT_QUESTION = 1_000_000  # doc_ids from here on repeat the answers without their question
 BATCH = 1 << 14  # tokens in a pass
 LOGITS = 1 << 28  # numbers of a pass: 1 GB in float32
+ON_CPU = 1 << 24  # of them, which a cache holds rather: twice as fast
 SCORED = ("multiple_choice", "loglikelihood")  # kinds of lm-eval's tasks
 Pair = tuple[str, str]  # context, continuation
 Found = tuple[float, bool]  # log p of a continuation, and whether greedy decoding writes it
@@ -227,24 +230,15 @@ def loglikelihoods(
     texts = list(_encoded(model, tokenizer, pairs))
     if texts and (largest := max(max(text.ids) for text in texts)) >= vocab_size:
         raise ValueError(f"the tokenizer makes token {largest}, and the model has {vocab_size}")
+    most = (LOGITS if model.device.type == "cuda" else ON_CPU) // vocab_size
     found: list[Any] = [None] * len(texts)
     task = bar.add_task(f"score {what}", total=len(texts), note="")
-    for batch in _batches(texts, vocab_size):  # the longest first: memory ends at once, or never
-        # what is behind a text's end cannot be seen from before it
-        ids = pad_sequence([torch.tensor(texts[i].ids) for i in batch], batch_first=True)
-        ids = ids.to(model.device)
-        first = min(texts[i].n_context for i in batch)  # that is predicted
-        with autocast("auto", model.device):
-            kept = ids.shape[1] - first
-            logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=kept).logits
-        for at, i in enumerate(batch):
-            begin, end = texts[i].n_context, len(texts[i].ids)
-            mine, targets = logits[at, begin - first : end - first], ids[at, begin:end]
-            exact = mine.to(torch.promote_types(mine.dtype, torch.float32)).log_softmax(-1)
-            log_p = exact.gather(1, targets[:, None]).double().sum()
-            if not log_p.isfinite():
-                raise ValueError(f"{what or 'the model'} has no score: its logits are not finite")
-            found[i] = float(log_p), torch.equal(exact.argmax(-1), targets)
+    for batch in _batches(texts, most):  # the longest first: memory ends at once, or never
+        log_p, n_greedy = _scored(model, [texts[i] for i in batch])
+        if not all(map(math.isfinite, log_p)):
+            raise ValueError(f"{what or 'the model'} has no score: its logits are not finite")
+        for i, each, n in zip(batch, log_p, n_greedy, strict=True):
+            found[i] = each, n == len(texts[i].ids) - texts[i].n_context
         bar.advance(task, len(batch))
     bar.remove_task(task)
     return found
@@ -275,14 +269,36 @@ def _encoded(
         yield Encoded(ids[n_lost:], max(1, n_context - n_lost))
 
 
-def _batches(texts: Sequence[Encoded], vocab_size: int) -> Iterator[list[int]]:
-    """Numbers of texts of like length: as many as `BATCH` and `LOGITS` allow."""
+def _scored(model: PreTrainedModel, texts: Sequence[Encoded]) -> tuple[list[float], list[float]]:
+    """Each text's log p of what is predicted, and how many tokens of it are the likeliest."""
+    # what is behind a text's end cannot be seen from before it
+    ids = pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True)
+    n_predicted = torch.tensor([len(text.ids) - text.n_context for text in texts])
+    rows = torch.arange(len(texts)).repeat_interleave(n_predicted).to(model.device)
+    places = [torch.arange(text.n_context, len(text.ids)) for text in texts]
+    columns, ids = torch.cat(places).to(model.device), ids.to(model.device)
+
+    def pick(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        return (args[0][rows, columns - 1][None],)  # a vocabulary's logits of no other token
+
+    head: Any = model.get_output_embeddings()
+    with autocast("auto", model.device), head.register_forward_pre_hook(pick):
+        (logits,) = model(input_ids=ids[:, :-1], use_cache=False).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = ids[rows, columns]
+    log_p = -cross_entropy(logits, targets, reduction="none").double()
+    each = torch.stack([log_p, (logits.argmax(-1) == targets).double()])
+    sums = each.new_zeros(2, len(texts)).index_add_(1, rows, each)
+    return sums[0].tolist(), sums[1].tolist()
+
+
+def _batches(texts: Sequence[Encoded], most: int) -> Iterator[list[int]]:
+    """Numbers of texts of like length: as many as `BATCH` allows, with `most` predictions."""
     left = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))
     while left:
-        longest = len(texts[left[0]].ids)
-        batch = left[: max(1, BATCH // longest)]
-        n_logits = longest - min(texts[i].n_context for i in batch)
-        batch = batch[: max(1, LOGITS // (n_logits * vocab_size))]
+        batch = left[: max(1, BATCH // len(texts[left[0]].ids))]
+        n_predicted = accumulate(len(texts[i].ids) - texts[i].n_context for i in batch)
+        batch = batch[: max(1, sum(n <= most for n in n_predicted))]
         yield batch
         left = left[len(batch) :]
 
