@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 from transformers import AutoConfig, PreTrainedModel
 
 from . import config
@@ -28,7 +29,7 @@ FEWEST, MOST = 8, 64
 UNIT = 64  # neurons: a block of so many, or half, is whole in kernels and quantised rows
 WHOLE, CUT = 2, 6  # of eight masks: the whole model, and the sizes in turn
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4)  # of the blocks: sizes where none are asked for
-RATE, RATE_AT, HIGHEST = 1e-3, 135e6, 3e-3  # suits SmolLM2; larger models want less, ~ 1/sqrt(n)
+RATES = {15e6: 3e-3, 135e6: 1e-3, 494e6: 1e-4}  # by parameters; the last two were measured
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ def config_for(
     ks: dict[str, Any] = {f"k_{kind}": (n,) for kind, n in n_blocks.items()}
     for kind, n in n_blocks.items():
         ks[f"mask_{kind}"] = (n,) * WHOLE + tuple(each[kind] for each in smaller)
-    rate = min(HIGHEST, RATE * math.sqrt(RATE_AT / model.num_parameters()))
+    at, rates = np.log(list(RATES)), np.log(list(RATES.values()))
+    rate = math.exp(np.interp(math.log(model.num_parameters()), at, rates))
     given = ModelConfig(weights, model.config.model_type, numbers_of(model))
     text = DataConfig(
         train=f"{out}/text/train", valid=f"{out}/text/valid", seq_len=default_seq_len(model)

@@ -233,13 +233,14 @@ def loglikelihoods(
     most = (LOGITS if model.device.type == "cuda" else ON_CPU) // vocab_size
     found: list[Any] = [None] * len(texts)
     task = bar.add_task(f"score {what}", total=len(texts), note="")
-    for batch in _batches(texts, most):  # the longest first: memory ends at once, or never
-        log_p, n_greedy = _scored(model, [texts[i] for i in batch])
-        if not all(map(math.isfinite, log_p)):
-            raise ValueError(f"{what or 'the model'} has no score: its logits are not finite")
-        for i, each, n in zip(batch, log_p, n_greedy, strict=True):
-            found[i] = each, n == len(texts[i].ids) - texts[i].n_context
-        bar.advance(task, len(batch))
+    with autocast("auto", model.device):  # around all passes: weights are rounded once
+        for batch in _batches(texts, most):  # the longest first: memory ends at once, or never
+            log_p, n_greedy = _scored(model, [texts[i] for i in batch])
+            if not all(map(math.isfinite, log_p)):
+                raise ValueError(f"{what or 'the model'} has no score: its logits are not finite")
+            for i, each, n in zip(batch, log_p, n_greedy, strict=True):
+                found[i] = each, n == len(texts[i].ids) - texts[i].n_context
+            bar.advance(task, len(batch))
     bar.remove_task(task)
     return found
 
@@ -282,7 +283,7 @@ def _scored(model: PreTrainedModel, texts: Sequence[Encoded]) -> tuple[list[floa
         return (args[0][rows, columns - 1][None],)  # a vocabulary's logits of no other token
 
     head: Any = model.get_output_embeddings()
-    with autocast("auto", model.device), head.register_forward_pre_hook(pick):
+    with head.register_forward_pre_hook(pick):
         (logits,) = model(input_ids=ids[:, :-1], use_cache=False).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     targets = ids[rows, columns]
