@@ -5,7 +5,7 @@
 #
 # MODEL: a Hugging Face id or folder, or gguf:FILE. TEXT: a folder with train/code, train/wiki, test/code, test/wiki and
 # tasks (for `twistlm eval --tasks`). Every model's perplexities and tasks stand in OUT/eval. Called again, it goes on.
-# RATE=1e-4 is the parent's learning rate, RATES="1e-4 3e-4" are those of the healed models. JOBS=3 runs so many at once.
+# RATES="1e-4 3e-4" are the learning rates of the healed models. JOBS=3 runs so many at once.
 set -euo pipefail
 . "$(dirname "$0")/jobs.sh"
 model=$1 text=$2 out=$3 keys=("${@:4}")
@@ -23,11 +23,15 @@ evaluate() { # NAME MODEL
   test -e "$out/eval/$1-tasks.json" || twistlm eval "$2" --tasks "$text/tasks" --json "$out/eval/$1-tasks.json"
 }
 
-parent() { # and its tickets
+parent() { # and its tickets; all are measured at once, since reading and asking keeps a GPU half idle
+  local names=(whole "${ks[@]/#/twist-}") models=(parent "${to[@]/#/params-}") running=()
   twistlm shrink "$model" --text "$text/train/code:0.5" --text "$text/train/wiki:0.5" "${to[@]/#/--to=}" --tokens "$n" \
-    -o "$out/shrink" blocks.setting=ffn train.lr="${RATE:-1e-4}" "${keys[@]}"
-  evaluate whole "$out/shrink/parent"
-  for i in "${!ks[@]}"; do evaluate "twist-${ks[i]}" "$out/shrink/params-${to[i]}"; done
+    -o "$out/shrink" blocks.setting=ffn "${keys[@]}"
+  for i in "${!names[@]}"; do
+    evaluate "${names[i]}" "$out/shrink/${models[i]}" &
+    running+=($!)
+  done
+  for i in "${running[@]}"; do wait "$i"; done
 }
 
 heal() { # K RATE: it learns from the same text, with the given model as teacher

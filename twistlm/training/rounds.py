@@ -192,7 +192,6 @@ def _row(run: Run, outcome: Outcome, seconds: float) -> dict[str, Any]:
         "n_tokens": stats.n_tokens,
         "seconds": seconds,
     }
-    if device.type == "cuda":  # the most bytes that tensors took since the last round
+    if device.type == "cuda":  # of all rounds so far: a recorded graph takes its bytes once
         row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
     return row | {f"bytes_{way}": n for way, n in asdict(outcome.traffic).items()}
