@@ -219,8 +219,9 @@ def pretrained(source: str, key: str = "", dtype: Any = torch.float32) -> Model:
 
 def outline(source: str) -> Model:
     """The model of `gguf:FILE`, a folder or a hub id without storage, for its shapes."""
-    if source.startswith("gguf:"):  # read whole: its config does not say whether heads are tied
-        return on_meta(pretrained(source).config)
+    if source.startswith("gguf:"):
+        with _gguf(gguf_path(source)) as read:
+            return _of_gguf(gguf_path(source), read, tied=True)
     path = Path(source).expanduser()
     with refusing(f"{source} could not be loaded"):
         check_source(source)
@@ -260,16 +261,14 @@ def from_gguf(path: Path) -> Model:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with _gguf(path) as read:
-        config = transformers.AutoConfig.from_pretrained(
-            str(path.parent), gguf_file=path.name, trust_remote_code=False
-        )
-        entries = read(str(path)).tensors
-        n_weights = sum(int(entry.n_elements) for entry in entries)
-        model = on_meta(config, n_weights, len(entries), f"{path} holds {n_weights:,} weights")
+        model, outline = (_of_gguf(path, read, tied) for tied in (False, True))
         loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
-        tensors = loaded["tensors"]
-        _tie_(config, tensors, {entry.name: int(entry.n_bytes) for entry in entries})
-    params = shapes(on_meta(config))
+        n_bytes = {entry.name: int(entry.n_bytes) for entry in read(str(path)).tensors}
+    config, params, tensors = outline.config, shapes(outline), loaded["tensors"]
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    is_twice = config.tie_word_embeddings and {table, head} <= tensors.keys()
+    if is_twice and n_bytes["output.weight"] > n_bytes["token_embd.weight"]:  # the better copy
+        tensors[table] = tensors[head]
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if bad := sorted(name for name, shape in params.items() if found.get(name) != shape):
         raise ValueError(f"{path} holds no weights for {bad[0]} that fit ({len(bad)} in all)")
@@ -278,6 +277,26 @@ def from_gguf(path: Path) -> Model:
     model = build(None, config=config, state_dict=weights, dtype=torch.float32)
     model.name_or_path = model.config.name_or_path = ""
     return model
+
+
+def _of_gguf(path: Path, read: Callable[[str], Any], tied: bool) -> Model:
+    """A GGUF file's model without storage; `tied` where the file holds one matrix twice.
+
+    GGUF does not say whether embedding and head are tied. Two that differ by less than 4 bits of
+    precision, a tenth of their norm, are one, quantised differently (others are a norm apart).
+    """
+    from gguf.quants import dequantize
+
+    config = transformers.AutoConfig.from_pretrained(
+        str(path.parent), gguf_file=path.name, trust_remote_code=False
+    )
+    entries = {entry.name: entry for entry in read(str(path)).tensors}
+    both = [entries[name] for name in ("token_embd.weight", "output.weight") if name in entries]
+    if tied and len(both) == 2 and (both[0].shape == both[1].shape).all():
+        table, head = (torch.tensor(dequantize(each.data, each.tensor_type)) for each in both)
+        config.tie_word_embeddings |= bool(torch.dist(table, head) < 0.1 * head.norm())
+    n_weights = sum(int(entry.n_elements) for entry in entries.values())
+    return on_meta(config, n_weights, len(entries), f"{path} holds {n_weights:,} weights")
 
 
 @contextmanager
@@ -301,21 +320,6 @@ def _parsed(path: str, *stamp: int) -> Any:
     from gguf.gguf_reader import GGUFReader
 
     return GGUFReader(path)
-
-
-def _tie_(config: HFConfig, tensors: State, n_bytes: dict[str, int]) -> None:
-    """Tie embedding and head again where a file holds one matrix twice, quantised differently.
-
-    GGUF does not say whether they are tied. Two that differ by less than 4 bits of precision, a
-    tenth of their norm, are one (others are a norm apart); the copy of more bytes stays.
-    """
-    table, head = "model.embed_tokens.weight", "lm_head.weight"
-    if not {table, head} <= tensors.keys() or tensors[table].shape != tensors[head].shape:
-        return
-    if torch.dist(tensors[table], tensors[head]) < 0.1 * tensors[head].norm():
-        config.tie_word_embeddings = True
-        if n_bytes["output.weight"] > n_bytes["token_embd.weight"]:
-            tensors[table] = tensors[head]
 
 
 def gguf_path(weights: str) -> Path:
