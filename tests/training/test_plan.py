@@ -222,6 +222,20 @@ def test_memory_of_the_recipe_beside_an_h200():
     assert found[1] - found[0] == 2 * 3 * 4 * n_params
 
 
+def test_memory_of_one_worker_with_a_large_vocabulary_beside_an_h200():
+    """`peak_bytes` of Qwen2.5-Coder-0.5B's first round: four chunks of logits in a step."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    names += ("num_attention_heads", "num_key_value_heads")
+    shape = dict(zip(names, (151_936, 896, 4864, 24, 14, 2), strict=True))
+    table: dict = {"model": {"weights": "Qwen/of-the-hub", "type": "qwen2"}}
+    table["model"]["config"] = shape | {"tie_word_embeddings": True}
+    table["blocks"] = {"setting": "ffn", "n_ffn": 19, "k_ffn": 19, "sort": True, "nested": 1.0}
+    table["blocks"] |= {"shared_first": 0, "shared_last": 0}
+    table["blocks"] |= {"masks": "sequence", "mask_ffn": [19, 19, 13, 10, 6, 6, 5, 5]}
+    table["train"] = {"n_workers": 1, "batch": 32, "teacher": "start", "rounds": 1}
+    assert gpu_bytes(config.from_dict(table))[1] == pytest.approx(46_260_232_192, rel=0.01)
+
+
 HAND = ["masks=round", "mask_attn=[]", "mask_ffn=[]", "nested=0.0"]
 HAND += ["shared_first=1", "shared_last=1"]
 

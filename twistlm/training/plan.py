@@ -8,7 +8,7 @@ activations   2 for what compiled layers keep for the backward pass of every tok
               3 d (both normed inputs, the residual) + outputs of the projections into a layer's
               blocks + inputs of those out of them: once in FFN layers; in attention twice, three
               times if gated. With train.recompute d for every layer, and all of this for one
-logits        2, a chunk of tokens at a time: the model's (two of several chunks), a teacher's
+logits        2, a chunk of tokens at a time, and beside it a teacher's or the last chunk's
 rest          library workspaces and what a backward pass holds for a moment
 
 On a CPU, in float32 and not compiled: as many for weights, moments and gradient, 4 of a teacher,
@@ -268,7 +268,7 @@ def _values(cfg: Config, model: Model, widths: Widths, n_teacher: int, device: s
     kept = (len(layers) * d + max(layers) if t.recompute else sum(layers)) + 2 * d
     n_rows = t.batch // t.accumulate
     n_tokens = n_rows * (cfg.data.seq_len - 1)
-    n_logits = min(n_tokens, CHUNK) * (1 + (n_tokens > CHUNK) + (n_teacher > 0))
+    n_logits = min(n_tokens, CHUNK) * (2 if n_tokens > CHUNK or n_teacher else 1)
     n_logits *= vocab + -vocab % ALIGN
     if eager:
         n_logits = min(n_tokens * vocab, SMALL) * (10 if t.teacher != "none" else 5)
