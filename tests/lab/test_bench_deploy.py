@@ -77,7 +77,7 @@ def test_rows_are_the_models_that_were_measured(parent, made, tmp_path):
 def test_a_family_without_a_home_is_left_out_with_the_reason(parent, made):
     """llama.cpp takes no narrow GPT-2; asked for by name, that is an error."""
     assert "llama.cpp" in made["left_out"]["llama.cpp-q8_0"]
-    request = DeployRequest(ratio=[], runtime=["llama.cpp-q8_0"], **FEW)
+    request = DeployRequest(ratio=["attn=2/4,ffn=1/4"], runtime=["llama.cpp-q8_0"], **FEW)
     with pytest.raises(ValueError, match=r"llama\.cpp"):
         bench(parent, request, quiet=True)
 
