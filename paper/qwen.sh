@@ -23,15 +23,11 @@ evaluate() { # NAME MODEL
   test -e "$out/eval/$1-tasks.json" || twistlm eval "$2" --tasks "$text/tasks" --json "$out/eval/$1-tasks.json"
 }
 
-parent() { # and its tickets; all are measured at once, since reading and asking keeps a GPU half idle
-  local names=(whole "${ks[@]/#/twist-}") models=(parent "${to[@]/#/params-}") running=()
+parent() { # and its tickets
   twistlm shrink "$model" --text "$text/train/code:0.5" --text "$text/train/wiki:0.5" "${to[@]/#/--to=}" --tokens "$n" \
     -o "$out/shrink" blocks.setting=ffn "${keys[@]}"
-  for i in "${!names[@]}"; do
-    evaluate "${names[i]}" "$out/shrink/${models[i]}" &
-    running+=($!)
-  done
-  for i in "${running[@]}"; do wait "$i"; done
+  evaluate whole "$out/shrink/parent"
+  for i in "${!ks[@]}"; do evaluate "twist-${ks[i]}" "$out/shrink/params-${to[i]}"; done
 }
 
 heal() { # K RATE: it learns from the same text, with the given model as teacher

@@ -107,9 +107,6 @@ def test_masks_hold_the_whole_model_and_every_size():
     assert (only.mask_attn, only.mask_ffn) == ((), (12, 12) + 6 * (6,))
 
 
-SIZES = ("smollm2", "107M"), ("qwen2", "346M"), ("llama-1b", "700M")
-
-
 def test_rounds_rate_and_teacher_follow_from_tokens_and_size():
     t = chosen().train
     assert (t.n_workers, t.interval, t.batch, t.accumulate) == (1, 10, 32, 1)
@@ -122,7 +119,8 @@ def test_rounds_rate_and_teacher_follow_from_tokens_and_size():
     assert chosen(n_text=0, n_tokens=0).train.teacher == "start"  # both unknown yet
     assert chosen(n_text=10**7).train.teacher == "cache"  # read five times
     assert chosen(n_text=4 * 10**7).train.teacher == "start"  # a quarter of it twice
-    rates = [chosen(name, (size,)).train.lr for name, size in SIZES]
+    sizes = {"smollm2": "107M", "qwen2": "346M", "llama-1b": "700M"}
+    rates = [chosen(name, (size,)).train.lr for name, size in sizes.items()]
     assert rates == [1e-3, 1e-4, 1e-4]  # measured, measured, no model as large was tried
     takes = {n: plan.make(override(chosen(), [f"train.accumulate={n}"])) for n in (4, 8)}
     t = chosen(room=sum(each["process_bytes"] for each in takes.values()) / 2).train

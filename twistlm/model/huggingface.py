@@ -222,7 +222,7 @@ def outline(source: str) -> Model:
     """The model of `gguf:FILE`, a folder or a hub id without storage, for its shapes."""
     if source.startswith("gguf:"):
         with _gguf(gguf_path(source)) as read:
-            return _of_gguf(gguf_path(source), read, tied=True)
+            return _of_gguf(gguf_path(source), read)
     path = Path(source).expanduser()
     with refusing(f"{source} could not be loaded"):
         check_source(source)
@@ -262,8 +262,8 @@ def from_gguf(path: Path) -> Model:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with _gguf(path) as read:
-        model, outline = (_of_gguf(path, read, tied) for tied in (False, True))
-        loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+        outline = _of_gguf(path, read)
+        loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=outline)
         n_bytes = {entry.name: int(entry.n_bytes) for entry in read(str(path)).tensors}
     config, params, tensors = outline.config, shapes(outline), loaded["tensors"]
     table, head = "model.embed_tokens.weight", "lm_head.weight"
@@ -273,15 +273,15 @@ def from_gguf(path: Path) -> Model:
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if bad := sorted(name for name, shape in params.items() if found.get(name) != shape):
         raise ValueError(f"{path} holds no weights for {bad[0]} that fit ({len(bad)} in all)")
-    build: Any = type(model).from_pretrained  # without drawing random weights first
+    build: Any = type(outline).from_pretrained  # without drawing random weights first
     weights = {name: tensors[name] for name in params}
     model = build(None, config=config, state_dict=weights, dtype=torch.float32)
     model.name_or_path = model.config.name_or_path = ""
     return model
 
 
-def _of_gguf(path: Path, read: Callable[[str], Any], tied: bool) -> Model:
-    """A GGUF file's model without storage; `tied` where the file holds one matrix twice.
+def _of_gguf(path: Path, read: Callable[[str], Any]) -> Model:
+    """A GGUF file's model without storage, tied where the file holds one matrix twice.
 
     GGUF does not say whether embedding and head are tied. Two that differ by less than 4 bits of
     precision, a tenth of their norm, are one, quantised differently (others are a norm apart).
@@ -293,7 +293,7 @@ def _of_gguf(path: Path, read: Callable[[str], Any], tied: bool) -> Model:
     )
     entries = {entry.name: entry for entry in read(str(path)).tensors}
     both = [entries[name] for name in ("token_embd.weight", "output.weight") if name in entries]
-    if tied and len(both) == 2 and (both[0].shape == both[1].shape).all():
+    if len(both) == 2 and (both[0].shape == both[1].shape).all():
         table, head = (torch.tensor(dequantize(each.data, each.tensor_type)) for each in both)
         config.tie_word_embeddings |= bool(torch.dist(table, head) < 0.1 * head.norm())
     n_weights = sum(int(entry.n_elements) for entry in entries.values())
